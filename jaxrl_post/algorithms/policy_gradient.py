@@ -1,0 +1,417 @@
+"""Policy-gradient algorithms that estimate advantages from groups of samples.
+
+Each is one composition of `losses`: an advantage, a policy loss and a reduction. Where
+they differ:
+
+    name     advantage        ratio     clip                 loss is the mean over
+    grpo     group, over std  token     1 -+ 0.2             tokens, then sequences
+    dr_grpo  group, centred   token     1 -+ 0.2             sequences, of token sum / C
+    dapo     group, over std  token     1 - 0.2, 1 + 0.28    all tokens
+    gspo     group, over std  sequence  1 - 3e-4, 1 + 4e-4   tokens, then sequences
+    cispo    group, over std  token     [0, 5], no gradient  all tokens
+    rloo     leave-one-out    none      none                 sequences, of token sum
+"""
+
+from functools import partial
+
+from jaxrl_post.algorithms.objective import (
+    Algorithm,
+    KlEstimator,
+    PolicyLoss,
+    PolicyTerm,
+    compose,
+)
+from jaxrl_post.losses import advantages, diagnostics, kl, policy, ratios, reduce
+from jaxrl_post.types import Array, Bool, Float, Int
+
+__all__ = ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "rloo"]
+
+
+def grpo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    importance_cap: float | None = 2.0,
+) -> Algorithm:
+    """Group Relative Policy Optimization.
+
+    Rewards normalised in their group, PPO's clipped surrogate per token, the mean over
+    each sequence's tokens and then over sequences. The paper's KL coefficient is 0.04.
+
+    Args:
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        dual_clip: > 1, or None; see `policy.clipped_surrogate`.
+        ddof: 1 or 0; see `advantages.group_normalized`.
+        epsilon: >= 0, added to the group's standard deviation.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Shao et al., DeepSeekMath, arXiv:2402.03300.
+
+    >>> grpo(kl_coefficient=0.04).needs_reference
+    True
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
+        policy_loss=_clipped_per_token(clip_low, clip_high, dual_clip),
+        reduction=reduce.sequence_mean_of_token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        importance_cap=importance_cap,
+    )
+
+
+def dr_grpo(
+    *,
+    denominator: float,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    importance_cap: float | None = 2.0,
+) -> Algorithm:
+    """GRPO done right: without the divisions that bias it.
+
+    Rewards centred but not divided by their group's standard deviation, and each
+    sequence's token sum divided by a constant instead of its length.
+
+    Args:
+        denominator: > 0, in tokens; the paper takes the generation budget. It scales
+            the loss, so it has no default.
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Liu et al., Understanding R1-Zero-Like Training, arXiv:2503.20783.
+
+    >>> dr_grpo(denominator=1024.0).needs_reference
+    False
+    """
+    return compose(
+        advantages=advantages.group_centered,
+        policy_loss=_clipped_per_token(clip_low, clip_high, None),
+        reduction=partial(reduce.constant_denominator, denominator=denominator),
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        importance_cap=importance_cap,
+    )
+
+
+def dapo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    importance_cap: float | None = 2.0,
+) -> Algorithm:
+    """Decoupled Clip and Dynamic sAmpling Policy Optimization, its loss.
+
+    GRPO with a higher upper clip, the mean over all tokens, and no KL. The paper's
+    dynamic sampling and overlong shaping act on what is sampled and rewarded, not here.
+
+    Args:
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        ddof: 1 or 0; see `advantages.group_normalized`.
+        epsilon: >= 0, added to the group's standard deviation.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Yu et al., DAPO, arXiv:2503.14476.
+
+    >>> dapo().needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
+        policy_loss=_clipped_per_token(clip_low, clip_high, None),
+        reduction=reduce.token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        importance_cap=importance_cap,
+    )
+
+
+def gspo(
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    importance_cap: float | None = 2.0,
+) -> Algorithm:
+    """Group Sequence Policy Optimization.
+
+    GRPO with one ratio a sequence, the geometric mean of its tokens', clipped as a
+    whole; hence the small clip range.
+
+    Args:
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        ddof: 1 or 0; see `advantages.group_normalized`.
+        epsilon: >= 0, added to the group's standard deviation.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071.
+
+    >>> gspo().needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
+        policy_loss=_clipped_per_sequence(clip_low, clip_high),
+        reduction=reduce.sequence_mean_of_token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        importance_cap=importance_cap,
+    )
+
+
+def cispo(
+    *,
+    ratio_low: float = 0.0,
+    ratio_high: float = 5.0,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    importance_cap: float | None = 2.0,
+) -> Algorithm:
+    """Clipped Importance-Sampling Policy Optimization.
+
+    REINFORCE with each token weighted by its clipped ratio, the mean over all tokens.
+    The paper sets no lower bound and tunes the upper one without reporting its value;
+    5 is a wide choice that others use. For PPO's range pass 0.8 and 1.2.
+
+    Args:
+        ratio_low: in [0, 1], lower bound of the ratio itself.
+        ratio_high: >= 1, upper bound of the ratio itself; see `policy.cispo`.
+        ddof: 1 or 0; see `advantages.group_normalized`.
+        epsilon: >= 0, added to the group's standard deviation.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        MiniMax, MiniMax-M1, arXiv:2506.13585.
+
+    >>> cispo().needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
+        policy_loss=_weighted_by_ratio(ratio_low, ratio_high),
+        reduction=reduce.token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        importance_cap=importance_cap,
+    )
+
+
+def rloo(
+    *,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    importance_cap: float | None = 2.0,
+) -> Algorithm:
+    """REINFORCE with a leave-one-out baseline.
+
+    The unclipped likelihood gradient of whole sequences: each sequence's token sum,
+    averaged over sequences. The ratio weighs nothing, so several updates on one batch
+    are not corrected for. The paper puts the KL into the reward; here it is a term.
+
+    Args:
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Ahmadian et al., Back to Basics: Revisiting REINFORCE Style Optimization for
+        Learning from Human Feedback in LLMs, arXiv:2402.14740.
+
+    >>> rloo().needs_reference
+    False
+    """
+    return compose(
+        advantages=advantages.leave_one_out,
+        policy_loss=_unweighted,
+        reduction=reduce.sequence_mean_of_token_sum,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        importance_cap=importance_cap,
+    )
+
+
+def _clipped_per_token(
+    clip_low: float, clip_high: float, dual_clip: float | None
+) -> PolicyLoss:
+    """PPO's clipped surrogate of the token ratio."""
+
+    def term(
+        policy_logprobs: Float[Array, "rows length"],
+        proximal_logprobs: Float[Array, "rows length"],
+        token_advantages: Float[Array, "rows length"],
+        mask: Bool[Array, "rows length"],
+        segment_ids: Int[Array, "rows length"],
+    ) -> PolicyTerm:
+        del segment_ids
+        loss = policy.clipped_surrogate(
+            policy_logprobs,
+            proximal_logprobs,
+            token_advantages,
+            mask,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            dual_clip=dual_clip,
+        )
+        ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
+        return _clipped(loss, ratio, token_advantages, mask, clip_low, clip_high)
+
+    return term
+
+
+def _clipped_per_sequence(clip_low: float, clip_high: float) -> PolicyLoss:
+    """The clipped surrogate of GSPO's sequence ratio."""
+
+    def term(
+        policy_logprobs: Float[Array, "rows length"],
+        proximal_logprobs: Float[Array, "rows length"],
+        token_advantages: Float[Array, "rows length"],
+        mask: Bool[Array, "rows length"],
+        segment_ids: Int[Array, "rows length"],
+    ) -> PolicyTerm:
+        loss = policy.gspo(
+            policy_logprobs,
+            proximal_logprobs,
+            token_advantages,
+            mask,
+            segment_ids,
+            clip_low=clip_low,
+            clip_high=clip_high,
+        )
+        ratio = ratios.sequence_ratio(
+            policy_logprobs, proximal_logprobs, mask, segment_ids
+        )
+        return _clipped(loss, ratio, token_advantages, mask, clip_low, clip_high)
+
+    return term
+
+
+def _weighted_by_ratio(ratio_low: float, ratio_high: float) -> PolicyLoss:
+    """CISPO; its clip fractions count tokens of either advantage."""
+
+    def term(
+        policy_logprobs: Float[Array, "rows length"],
+        proximal_logprobs: Float[Array, "rows length"],
+        token_advantages: Float[Array, "rows length"],
+        mask: Bool[Array, "rows length"],
+        segment_ids: Int[Array, "rows length"],
+    ) -> PolicyTerm:
+        del segment_ids
+        loss = policy.cispo(
+            policy_logprobs,
+            proximal_logprobs,
+            token_advantages,
+            mask,
+            ratio_low=ratio_low,
+            ratio_high=ratio_high,
+        )
+        ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
+        return PolicyTerm(
+            loss,
+            ratio,
+            diagnostics.outside_fraction(ratio, mask, low=ratio_low),
+            diagnostics.outside_fraction(ratio, mask, high=ratio_high),
+        )
+
+    return term
+
+
+def _unweighted(
+    policy_logprobs: Float[Array, "rows length"],
+    proximal_logprobs: Float[Array, "rows length"],
+    token_advantages: Float[Array, "rows length"],
+    mask: Bool[Array, "rows length"],
+    segment_ids: Int[Array, "rows length"],
+) -> PolicyTerm:
+    """REINFORCE; nothing is clipped."""
+    del segment_ids
+    loss = policy.reinforce(policy_logprobs, token_advantages, mask)
+    ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
+    nothing = diagnostics.outside_fraction(ratio, mask)
+    return PolicyTerm(loss, ratio, nothing, nothing)
+
+
+def _clipped(
+    loss: Float[Array, "rows length"],
+    ratio: Float[Array, "rows length"],
+    token_advantages: Float[Array, "rows length"],
+    mask: Bool[Array, "rows length"],
+    clip_low: float,
+    clip_high: float,
+) -> PolicyTerm:
+    return PolicyTerm(
+        loss,
+        ratio,
+        diagnostics.clip_fraction_low(ratio, token_advantages, mask, clip_low=clip_low),
+        diagnostics.clip_fraction_high(
+            ratio, token_advantages, mask, clip_high=clip_high
+        ),
+    )

@@ -1,0 +1,244 @@
+"""Integer arithmetic in as few characters as possible: "7+15=" and "22".
+
+It is small enough for a randomly initialised character-level model to learn in minutes,
+so it shows on a laptop whether a training loop learns at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
+
+__all__ = ["LEVELS", "Arithmetic"]
+
+LEVELS: Mapping[int, Mapping[str, Any]] = {
+    1: {"operations": "+", "terms": 2, "digits": 1},
+    2: {"operations": "+-", "terms": 2, "digits": 1},
+    3: {"operations": "+-", "terms": 2, "digits": 2},
+    4: {"operations": "+-", "terms": 3, "digits": 2},
+    5: {"operations": "+-*", "terms": 3, "digits": 3},
+}
+
+# One problem in ten is held out, by a hash of its text alone: so a problem that is held
+# out is held out at every level, size and seed, and a curriculum never trains on it.
+_HELD_OUT_ONE_IN = 10
+
+# Spaces up to this many problems are listed and shuffled, so that none repeats; larger
+# ones are drawn from, where repetitions are rare and nothing has to be listed.
+_LISTED_SPACE = 100_000
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Sums, differences and products of small non-negative integers.
+
+    Operands are uniform in [0, 10**digits), operations uniform in `operations`; a
+    product binds tighter than a sum. The reward is 1 if the answer is the canonical
+    decimal integer ("22", "-3", "0"), white space around it aside, and 0 otherwise:
+    "+22", "022" and "22." are wrong, so that a problem has one right string to learn.
+
+    A problem belongs to "eval" if a hash of its text says so (one in ten), otherwise to
+    "train". Where at most 100,000 problems exist, each appears once and a split is
+    clipped to the problems that it has (level 1 has 100 in all); where there are more,
+    task i is drawn by a counter-based generator from (seed, split, i) alone, and a
+    problem may recur within its split.
+
+    Args:
+        operations: distinct characters out of "+-*".
+        terms: number of operands, in [2, 8].
+        digits: largest number of digits of an operand, in [1, 9].
+        seed: chooses and orders the problems.
+        train_size: number of training tasks, before clipping.
+        eval_size: number of evaluation tasks, before clipping.
+
+    Raises:
+        ValueError: if an argument is outside its range.
+
+    >>> environment = Arithmetic(operations="+-", terms=2, digits=2)
+    >>> task = environment.tasks("train")[0]
+    >>> task.messages[0].content, task.reference
+    ('95+87=', '182')
+    >>> turn = (*task.messages, Message("assistant", "182"))
+    >>> environment.step(task, turn).reward
+    1.0
+    """
+
+    operations: str = "+-"
+    terms: int = 2
+    digits: int = 2
+    seed: int = 0
+    train_size: int = 10_000
+    eval_size: int = 200
+
+    def __post_init__(self) -> None:
+        if (
+            not self.operations
+            or not set(self.operations) <= set("+-*")
+            or len(set(self.operations)) != len(self.operations)
+        ):
+            raise ValueError(
+                "operations must be distinct characters out of '+-*', got "
+                f"{self.operations!r}"
+            )
+        for argument, low, high in (
+            ("terms", 2, 8),
+            ("digits", 1, 9),
+            ("train_size", 1, 2**32),
+            ("eval_size", 1, 2**32),
+        ):
+            value = getattr(self, argument)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(
+                    f"{argument} must be an integer in [{low}, {high}], got {value!r}"
+                )
+        if not isinstance(self.seed, int):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
+
+    @classmethod
+    def at_level(
+        cls,
+        level: int,
+        *,
+        seed: int = 0,
+        train_size: int = 10_000,
+        eval_size: int = 200,
+    ) -> Arithmetic:
+        """The environment of a named difficulty.
+
+        Level 1 is "+" of two digits (100 problems); 2 adds "-" (200); 3 has numbers up
+        to 99; 4 three of them; 5 three numbers up to 999 and "*".
+
+        Args:
+            level: one of `LEVELS`.
+            seed: as in `Arithmetic`.
+            train_size: as in `Arithmetic`.
+            eval_size: as in `Arithmetic`.
+
+        Raises:
+            ValueError: if there is no such level.
+
+        >>> Arithmetic.at_level(1).tasks("train")[0].messages[0].content
+        '4+5='
+        """
+        if level not in LEVELS:
+            raise ValueError(f"level must be one of {list(LEVELS)}, got {level!r}")
+        return cls(
+            **LEVELS[level], seed=seed, train_size=train_size, eval_size=eval_size
+        )
+
+    @property
+    def name(self) -> str:
+        """A short name for logs."""
+        return f"arithmetic({self.operations},{self.terms}x{self.digits})"
+
+    def tasks(self, split: Split) -> TaskSequence:
+        """The problems of a split, no two equal where the whole space can be listed.
+
+        Args:
+            split: "train" or "eval".
+        """
+        size = self.train_size if split == "train" else self.eval_size
+        if self._space > _LISTED_SPACE:
+            return TaskSequence(size, lambda i: self._task(i, self._drawn(split, i)))
+        listed = _shuffled(self.operations, self.terms, self.digits, self.seed, split)
+        return TaskSequence(min(size, len(listed)), lambda i: self._task(i, listed[i]))
+
+    def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
+        """Rewards the exact integer with 1, anything else with 0.
+
+        Args:
+            task: the task that the conversation began with.
+            conversation: the messages so far; ends with the assistant's answer.
+
+        Returns:
+            The last step, with the metrics `correct` and `well_formed` (whether the
+            answer is a canonical integer at all).
+        """
+        answer = response(conversation).strip()
+        correct = float(answer == task.reference)
+        metrics = {"correct": correct, "well_formed": float(_is_canonical(answer))}
+        return Step(reward=correct, done=True, metrics=metrics)
+
+    def demonstration(self, task: Task) -> str:
+        """The answer itself."""
+        return task.reference
+
+    @property
+    def _space(self) -> int:
+        return _space(self.operations, self.terms, self.digits)
+
+    def _drawn(self, split: Split, index: int) -> int:
+        for attempt in range(2**32):
+            problem = _uniform(self._space, self.seed, split, index, attempt)
+            text = _text(self.operations, self.terms, self.digits, problem)
+            if _split_of(text) == split:
+                return problem
+        raise AssertionError("unreachable: one problem in ten is held out")
+
+    def _task(self, index: int, problem: int) -> Task:
+        text = _text(self.operations, self.terms, self.digits, problem)
+        prompt = (Message("user", f"{text}="),)
+        return Task(index, prompt, reference=str(_value(text)))
+
+
+def _space(operations: str, terms: int, digits: int) -> int:
+    return 10 ** (digits * terms) * len(operations) ** (terms - 1)
+
+
+@functools.lru_cache(maxsize=32)
+def _shuffled(
+    operations: str, terms: int, digits: int, seed: int, split: Split
+) -> tuple[int, ...]:
+    problems = (
+        problem
+        for problem in range(_space(operations, terms, digits))
+        if _split_of(_text(operations, terms, digits, problem)) == split
+    )
+    return tuple(sorted(problems, key=lambda p: (_uniform(2**64, seed, p), p)))
+
+
+def _uniform(bound: int, *counter: object) -> int:
+    """A number in [0, bound) that depends on the counter alone; bias below 2**-64."""
+    num_bytes = bound.bit_length() // 8 + 9
+    digest = hashlib.shake_256(repr(counter).encode()).digest(num_bytes)
+    return int.from_bytes(digest) % bound
+
+
+def _split_of(text: str) -> Split:
+    held_out = _uniform(_HELD_OUT_ONE_IN, "arithmetic", text) == 0
+    return "eval" if held_out else "train"
+
+
+def _text(operations: str, terms: int, digits: int, problem: int) -> str:
+    """Reads a problem's number as mixed-radix digits: operands, then operations."""
+    operands: list[str] = []
+    for _ in range(terms):
+        problem, operand = divmod(problem, 10**digits)
+        operands.append(str(operand))
+    text = operands[0]
+    for operand in operands[1:]:
+        problem, operation = divmod(problem, len(operations))
+        text += operations[operation] + operand
+    return text
+
+
+def _value(text: str) -> int:
+    total = 0
+    for term in text.replace("-", "+-").split("+"):
+        product = 1
+        for factor in term.split("*"):
+            product *= int(factor)
+        total += product
+    return total
+
+
+def _is_canonical(answer: str) -> bool:
+    magnitude = answer.removeprefix("-")
+    if not (magnitude.isascii() and magnitude.isdecimal()):
+        return False
+    return answer == "0" or not magnitude.startswith("0")

@@ -1,0 +1,149 @@
+"""From the text of a command line to an environment."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl_post.envs.arithmetic import Arithmetic
+from jaxrl_post.envs.env import Environment
+from jaxrl_post.envs.gsm8k import GSM8K
+from jaxrl_post.envs.reasoning_gym import ReasoningGym
+
+__all__ = ["make"]
+
+_FORMS = "arithmetic, gsm8k, reasoning-gym:<task>, <module>:<factory>"
+_REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
+
+
+def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
+    """The environment that a specification names.
+
+    A specification is a name, and options after a question mark:
+
+        arithmetic?level=2                      arithmetic?operations=+-&terms=3
+        gsm8k?path=train.jsonl&eval_path=test.jsonl
+        reasoning-gym:chain_sum?max_terms=2&max_digits=1
+        my_package.my_module:my_factory?temperature=0.5
+
+    A value is read as JSON if it is JSON (2, 0.5, true, null, [1, 2], "2"), otherwise
+    as the text that it is. The last form imports a module and calls a function or class
+    of it with the options.
+
+    Args:
+        spec: the specification.
+        options: more options, for values that text cannot say.
+
+    Returns:
+        The environment.
+
+    Raises:
+        ValueError: if there is no such environment or option, an option is missing or
+            given twice, or the factory returns no environment.
+
+    >>> make("arithmetic?level=3&seed=7").name
+    'arithmetic(+-,2x2)'
+    >>> make("arithmetics")
+    Traceback (most recent call last):
+    ValueError: no environment 'arithmetics'; there are arithmetic, gsm8k,
+    reasoning-gym:<task>, <module>:<factory>
+    """
+    name, _, query = spec.partition("?")
+    chosen = _parse_query(spec, query)
+    for option, value in (options or {}).items():
+        if option in chosen:
+            raise ValueError(
+                f"option {option!r} is given twice, in spec {spec!r} and in options"
+            )
+        chosen[option] = value
+    if name == "arithmetic":
+        return _call(
+            Arithmetic.at_level if "level" in chosen else Arithmetic, chosen, name
+        )
+    if name == "gsm8k":
+        return _call(GSM8K, chosen, name)
+    kind, colon, rest = name.partition(":")
+    if colon and kind == "reasoning-gym":
+        return _make_reasoning_gym(rest, chosen)
+    if colon and all(part.isidentifier() for part in kind.split(".")):
+        return _make_custom(kind, rest, chosen)
+    raise ValueError(f"no environment {name!r}; there are {_FORMS}")
+
+
+def _parse_query(spec: str, query: str) -> dict[str, Any]:
+    # Not urllib: it reads "+" as a space, and "+-" is a value of ours.
+    chosen: dict[str, Any] = {}
+    for pair in query.split("&") if query else ():
+        option, equals, text = pair.partition("=")
+        if not (option and equals):
+            raise ValueError(
+                f"options in spec {spec!r} must be name=value, joined by '&', "
+                f"got {pair!r}"
+            )
+        if option in chosen:
+            raise ValueError(f"option {option!r} is given twice in spec {spec!r}")
+        try:
+            chosen[option] = json.loads(text)
+        except json.JSONDecodeError:
+            chosen[option] = text
+    return chosen
+
+
+def _make_reasoning_gym(task: str, chosen: Mapping[str, Any]) -> Environment:
+    own = {key: chosen[key] for key in _REASONING_GYM_ARGUMENTS if key in chosen}
+    rest = {key: value for key, value in chosen.items() if key not in own}
+    return ReasoningGym(task, options=rest, **own)
+
+
+def _make_custom(module: str, factory: str, chosen: Mapping[str, Any]) -> Environment:
+    spec = f"{module}:{factory}"
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # A module that exists and misses a dependency of its own is another matter.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"no environment {spec!r}: there is no module {error.name!r} on sys.path. "
+            f"There are {_FORMS}"
+        ) from error
+    build = getattr(imported, factory, None)
+    if not callable(build):
+        raise ValueError(
+            f"no environment {spec!r}: {module!r} has no function or class {factory!r}"
+        )
+    environment = _call(build, chosen, spec)
+    if not isinstance(environment, Environment):
+        raise ValueError(
+            f"{spec!r} must return an Environment (name, tasks, step, demonstration), "
+            f"got {type(environment).__name__}"
+        )
+    return environment
+
+
+def _call(build: Callable[..., Any], chosen: Mapping[str, Any], name: str) -> Any:
+    parameters = inspect.signature(build).parameters.values()
+    named = [
+        p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    known = [parameter.name for parameter in named]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        for option in chosen:
+            if option not in known:
+                close = difflib.get_close_matches(option, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ValueError(
+                    f"environment {name!r} has no option {option!r}; it has "
+                    f"{', '.join(known) or 'none'}{hint}"
+                )
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in chosen:
+            raise ValueError(
+                f"environment {name!r} needs the option {parameter.name!r}, as in "
+                f"'{name}?{parameter.name}=...'"
+            )
+    return build(**chosen)

@@ -1,0 +1,194 @@
+"""The contract between a policy and what it is trained on: tasks, turns and rewards.
+
+An environment speaks messages, never token ids, and knows nothing of jax: its `step`
+runs in a worker process of `jaxrl_post.envs.workers`, which owns the deadline.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args, overload, runtime_checkable
+
+__all__ = [
+    "Environment",
+    "Message",
+    "NeedsPreparation",
+    "Role",
+    "Split",
+    "Step",
+    "Task",
+    "TaskSequence",
+    "response",
+]
+
+type Split = Literal["train", "eval"]
+type Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation.
+
+    Args:
+        role: who speaks: "system", "user", "assistant" or "tool".
+        content: what is said.
+
+    Raises:
+        ValueError: if `role` is none of the four.
+
+    >>> Message("user", "7+15=")
+    Message(role='user', content='7+15=')
+    """
+
+    role: Role
+    content: str
+
+    def __post_init__(self) -> None:
+        roles = get_args(Role.__value__)
+        if self.role not in roles:
+            raise ValueError(f"role must be one of {roles}, got {self.role!r}")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem.
+
+    Args:
+        id: index of the task within its split, in [0, 2**32): it seeds the sampling.
+        messages: the conversation that the policy is asked to continue.
+        reference: the expected answer; empty when there is no single one.
+        data: whatever else `step` needs. Must pickle: it travels to a worker process.
+
+    >>> Task(0, (Message("user", "7+15="),), reference="22").reference
+    '22'
+    """
+
+    id: int
+    messages: tuple[Message, ...]
+    reference: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment answers to an assistant's turn.
+
+    Args:
+        reward: a finite number, credited to the turn that was just taken.
+        done: whether the episode ends here.
+        messages: what is appended to the conversation before the policy's next turn.
+        metrics: finite numbers to be averaged over episodes.
+
+    >>> Step(reward=1.0, done=True).messages
+    ()
+    """
+
+    reward: float
+    done: bool
+    messages: tuple[Message, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """A source of tasks and the judge of their answers: a small picklable value."""
+
+    @property
+    def name(self) -> str:
+        """A short name for logs."""
+        ...
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Deterministic, random-access tasks of a split, made when they are asked for.
+
+        Args:
+            split: "train" or "eval"; no problem belongs to both.
+        """
+        ...
+
+    def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
+        """Answers the assistant's turn that ends `conversation`. Pure.
+
+        Runs in the main thread of a worker process, under the pool's deadline.
+
+        Args:
+            task: the task that the conversation began with.
+            conversation: `task.messages` and every turn since; ends with the
+                assistant's.
+        """
+        ...
+
+    def demonstration(self, task: Task) -> str | None:
+        """A correct answer to the task, for supervised warm starts; None if unknown."""
+        ...
+
+
+@runtime_checkable
+class NeedsPreparation(Protocol):
+    """An environment that loads something before its first step.
+
+    Each worker process calls `prepare` once, before the deadline of any step begins to
+    run. So a slow import is not charged to the first answer, and a missing library
+    stops the run at its start instead of failing every reward.
+    """
+
+    def prepare(self) -> None:
+        """Imports and loads what `step` needs."""
+        ...
+
+
+@dataclass(frozen=True)
+class TaskSequence(Sequence[Task]):
+    """Tasks that are made one at a time, when they are asked for.
+
+    Args:
+        size: number of tasks.
+        make: from an index in [0, size) to its task; deterministic.
+
+    >>> tasks = TaskSequence(3, lambda i: Task(i, (), reference=str(i)))
+    >>> len(tasks), tasks[-1].reference, [task.id for task in tasks[:2]]
+    (3, '2', [0, 1])
+    """
+
+    size: int
+    make: Callable[[int], Task]
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> TaskSequence: ...
+    def __getitem__(self, index: int | slice) -> Task | TaskSequence:
+        # `range` has the semantics of indices (negative, slices, errors) already.
+        chosen = range(self.size)[index]
+        if isinstance(chosen, range):
+            return TaskSequence(len(chosen), lambda i: self.make(chosen[i]))
+        return self.make(operator.index(chosen))
+
+
+def response(conversation: Sequence[Message]) -> str:
+    """The assistant's turn that ends a conversation.
+
+    Args:
+        conversation: messages, the last of them the assistant's.
+
+    Returns:
+        The content of the last message.
+
+    Raises:
+        ValueError: if the conversation does not end with the assistant's turn.
+
+    >>> response((Message("user", "7+15="), Message("assistant", "22")))
+    '22'
+    """
+    if not conversation or conversation[-1].role != "assistant":
+        last = conversation[-1].role if conversation else "nothing"
+        raise ValueError(
+            f"conversation must end with an assistant message, got {last}: append the "
+            "policy's turn before calling step"
+        )
+    return conversation[-1].content

@@ -1,0 +1,5 @@
+"""Causal grouped-query attention over packed rows or a cache."""
+
+from jaxrl_post.kernels.attention.api import attention
+
+__all__ = ["attention"]

@@ -1,0 +1,193 @@
+"""Validation, sharding and the derivative of the fused token log-probability."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post.kernels.token_logprob import xla
+from jaxrl_post.kernels.token_logprob.reference import (
+    MASKED,
+    TokenLogprob,
+    from_logits,
+)
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, partition_spec
+from jaxrl_post.types import Array, Bool, Float, Int
+
+__all__ = ["TokenLogprob", "token_logprob"]
+
+# Bytes of one tile of float32 logits on one device.
+TILE_BYTES = 64 * 2**20
+
+
+def token_logprob(
+    hidden: Float[Array, "batch length hidden"],
+    unembedding: Float[Array, "vocab hidden"],
+    targets: Int[Array, "batch length"],
+    *,
+    mask: Bool[Array, "batch length"] | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    rules: Rules = DEFAULT_RULES,
+    implementation: Literal["xla", "reference"] = "xla",
+) -> TokenLogprob:
+    """log softmax(hidden unembedding^T / temperature)[target], without all the logits.
+
+    Memory is one tile of logits in both passes, and work is proportional to the rows
+    that `mask` keeps. Differentiable in `hidden` and `unembedding`, through log-prob
+    and entropy both.
+
+    Args:
+        hidden: states that predict `targets`, any float dtype.
+        unembedding: the same dtype.
+        targets: int32 ids in [0, vocab_size).
+        mask: rows to compute; the others give 0 and have no gradient. Default: all.
+        temperature: > 0.
+        vocab_size: rows of `unembedding` that are real; the rest is padding.
+        rules: with the mesh of `jax.set_mesh`, how batch and vocabulary are split.
+        implementation: "xla", or "reference", which holds all logits.
+
+    Returns:
+        Log-prob and entropy, float32 [batch, length], in nats.
+
+    Raises:
+        ValueError: a temperature that is not positive, or a bad `vocab_size`.
+
+    >>> import jax.numpy as jnp
+    >>> h, w = jnp.zeros((1, 2, 3)), jnp.ones((4, 3))
+    >>> token_logprob(h, w, jnp.zeros((1, 2), jnp.int32)).logprob  # -ln 4
+    Array([[-1.3862944, -1.3862944]], dtype=float32)
+    """
+    vocab_size = unembedding.shape[0] if vocab_size is None else vocab_size
+    if not temperature > 0:
+        raise ValueError(
+            f"token_logprob: temperature must be > 0; got {temperature}. Score greedy "
+            "samples at the temperature at which you train"
+        )
+    if not 0 < vocab_size <= unembedding.shape[0]:
+        raise ValueError(
+            f"token_logprob: vocab_size must lie in 1..{unembedding.shape[0]}, the rows "
+            f"of unembedding; got {vocab_size}"
+        )
+    mask = jnp.ones(targets.shape, jnp.bool_) if mask is None else mask
+    if implementation == "reference":
+        return _reference(hidden, unembedding, targets, mask, temperature, vocab_size)
+    plan = _plan(unembedding.shape, targets.shape, temperature, vocab_size, rules)
+    return TokenLogprob(*_fused(plan, hidden, unembedding, targets, mask))
+
+
+def _reference(
+    hidden: Array,
+    unembedding: Array,
+    targets: Array,
+    mask: Array,
+    temperature: float,
+    vocab_size: int,
+) -> TokenLogprob:
+    logits = jnp.einsum(
+        "btd,vd->btv", hidden, unembedding, preferred_element_type=jnp.float32
+    )
+    exists = jnp.arange(unembedding.shape[0]) < vocab_size
+    both = from_logits(jnp.where(exists, logits, MASKED), targets, temperature)
+    return TokenLogprob(*(jnp.where(mask, value, 0.0) for value in both))
+
+
+class _Plan(tuple):
+    """(layout, batch spec, weight spec, data axes), static."""
+
+
+def _plan(
+    weight_shape: tuple[int, ...],
+    batch_shape: tuple[int, ...],
+    temperature: float,
+    vocab_size: int,
+    rules: Rules,
+) -> _Plan:
+    mesh = jax.sharding.get_abstract_mesh()
+    sharded = not mesh.empty and mesh.size > 1
+    batch_spec = vocab_axis = None
+    if sharded:
+        batch_spec = partition_spec(
+            batch_shape, ("batch", "length"), mesh, rules, name="token_logprob batch"
+        )[0]
+        vocab_axis = partition_spec(weight_shape, ("vocab", None), mesh, rules)[0]
+    columns = weight_shape[0] // (mesh.shape[vocab_axis] if vocab_axis else 1)
+    tile = max(8, min(TILE_BYTES // (4 * columns), 1024) // 8 * 8)
+    layout = xla.Layout(tile, vocab_size, float(temperature), vocab_axis)
+    return _Plan((layout, batch_spec, vocab_axis, sharded))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(
+    plan: _Plan, hidden: Array, weight: Array, targets: Array, mask: Array
+) -> tuple[Array, Array]:
+    return _fused_forward(plan, hidden, weight, targets, mask)[0]
+
+
+def _fused_forward(
+    plan: _Plan, hidden: Array, weight: Array, targets: Array, mask: Array
+) -> tuple[tuple[Array, Array], Any]:
+    layout, batch, vocab, sharded = plan
+
+    def local(hidden: Array, weight: Array, targets: Array, mask: Array) -> Any:
+        shape = targets.shape
+        logprob, entropy, residuals = xla.forward(
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            targets.reshape(-1),
+            mask.reshape(-1),
+            layout,
+        )
+        outputs = (logprob, entropy, residuals.normalizer)
+        return tuple(value.reshape(shape) for value in outputs)
+
+    if sharded:
+        local = jax.shard_map(
+            local,
+            in_specs=(P(batch), P(vocab), P(batch), P(batch)),
+            out_specs=P(batch),
+            check_vma=False,
+        )
+    logprob, entropy, normalizer = local(hidden, weight, targets, mask)
+    saved = (hidden, weight, targets, mask, normalizer, entropy)
+    return (logprob, entropy), saved
+
+
+def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) -> Any:
+    layout, batch, vocab, sharded = plan
+    hidden, weight, *by_row = saved
+    data_axes = (batch,) if isinstance(batch, str) else (batch or ())
+
+    def local(hidden: Array, weight: Array, *by_row: Array) -> tuple[Array, Array]:
+        shape = hidden.shape
+        targets, mask, normalizer, entropy, g, e = (a.reshape(-1) for a in by_row)
+        d_hidden, d_weight = xla.backward(
+            hidden.reshape(-1, shape[-1]),
+            weight,
+            targets,
+            mask,
+            xla.Residuals(normalizer, entropy),
+            (g, e),
+            layout,
+        )
+        if vocab is not None:
+            d_hidden = jax.lax.psum(d_hidden, vocab)
+        if data_axes:
+            d_weight = jax.lax.psum(d_weight, data_axes)
+        d_hidden = d_hidden.reshape(shape).astype(hidden.dtype)
+        return d_hidden, d_weight.astype(weight.dtype)
+
+    if sharded:
+        local = jax.shard_map(
+            local,
+            in_specs=(P(batch), P(vocab), *(P(batch),) * 6),
+            out_specs=(P(batch), P(vocab)),
+            check_vma=False,
+        )
+    d_hidden, d_weight = local(hidden, weight, *by_row, *cotangents)
+    return d_hidden, d_weight, None, None
+
+
+_fused.defvjp(_fused_forward, _fused_backward)

@@ -1,0 +1,45 @@
+"""The definition, from logits in memory."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.types import Array, Float, Int
+
+__all__ = ["MASKED", "TokenLogprob", "from_logits"]
+
+# Logit of a column that does not exist: finite, so that 0 * logit is 0 and never NaN.
+MASKED = -1e30
+
+
+class TokenLogprob(NamedTuple):
+    """Both float32, in nats: log p(target) and the entropy of the distribution."""
+
+    logprob: Float[Array, "*batch"]
+    entropy: Float[Array, "*batch"]
+
+
+def from_logits(
+    logits: Float[Array, "*batch vocab"],
+    targets: Int[Array, "*batch"],
+    temperature: Float[Array, "*#batch"] | float = 1.0,
+) -> TokenLogprob:
+    """Log-probability of `targets` and entropy under softmax(logits / temperature).
+
+    Args:
+        logits: any float dtype; computed in float32.
+        targets: int32 ids in [0, vocab).
+        temperature: > 0, one for all or one a row.
+
+    >>> import jax.numpy as jnp
+    >>> from_logits(jnp.zeros((1, 4)), jnp.array([2])).entropy  # ln 4
+    Array([1.3862944], dtype=float32)
+    """
+    scale = 1.0 / jnp.asarray(temperature, jnp.float32)[..., None]
+    scaled = logits.astype(jnp.float32) * scale
+    normalizer = jax.nn.logsumexp(scaled, axis=-1)
+    target = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
+    probabilities = jnp.exp(scaled - normalizer[..., None])
+    entropy = normalizer - jnp.sum(probabilities * scaled, axis=-1)
+    return TokenLogprob(target - normalizer, entropy)

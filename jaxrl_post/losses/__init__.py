@@ -1,0 +1,32 @@
+"""Losses as pure functions of arrays; nothing here knows a model or a configuration.
+
+Arrays come first, hyperparameters are keyword-only, and every per-token function takes
+the mask of the tokens that count: what stands elsewhere, NaN and -inf included, reaches
+neither the value nor the gradient. Values are float32 whatever the input's float dtype.
+Reduction is separate (`reduce`) and returns a `Metric`, so that accumulation over
+microbatches is exact.
+"""
+
+from jaxrl_post.losses import (
+    advantages,
+    correction,
+    diagnostics,
+    kl,
+    policy,
+    ratios,
+    reduce,
+    sequences,
+    supervised,
+)
+
+__all__ = [
+    "advantages",
+    "correction",
+    "diagnostics",
+    "kl",
+    "policy",
+    "ratios",
+    "reduce",
+    "sequences",
+    "supervised",
+]

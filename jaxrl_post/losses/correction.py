@@ -1,0 +1,185 @@
+"""Importance weights for what the sampler and the trainer disagree on.
+
+The sampler drew the tokens from `behavior_logprobs`; the update assumes that they come
+from `proximal_logprobs` (the trainer's own, at the start of the batch's updates). The
+weight proximal / behavior makes a token's loss unbiased again; its variance is bounded
+by truncating weights or by dropping tokens where they are extreme. Dropped tokens weigh
+0 and stay in the loss's denominator.
+
+Weights carry no gradient, and are 1 at uncounted tokens. A behavior log-prob that is
+missing must not be written as 0, which would say probability 1; NaN makes the loss NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.losses.ratios import (
+    sequence_product_ratio,
+    sequence_ratio,
+    token_ratio,
+)
+from jaxrl_post.types import Array, Bool, Float, Int
+
+__all__ = [
+    "icepop",
+    "sequence_masked",
+    "sequence_weights",
+    "token_weights",
+    "truncated",
+]
+
+
+def token_weights(
+    proximal_logprobs: Float[Array, "*shape"],
+    behavior_logprobs: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+) -> Float[Array, "*shape"]:
+    """Importance weight of each token: w_t = proximal_t / behavior_t.
+
+    Args:
+        proximal_logprobs: the trainer's log-probs (nats).
+        behavior_logprobs: the sampler's log-probs (nats).
+        mask: bool, True where a token counts.
+
+    Returns:
+        float32 in [e^-20, e^20], without gradient; 1 where the mask is False.
+
+    >>> token_weights(jnp.array([-1.0]), jnp.array([-1.0]), jnp.array([True])).tolist()
+    [1.0]
+    """
+    return jax.lax.stop_gradient(
+        token_ratio(proximal_logprobs, behavior_logprobs, mask)
+    )
+
+
+def sequence_weights(
+    proximal_logprobs: Float[Array, "*batch length"],
+    behavior_logprobs: Float[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+) -> Float[Array, "*batch length"]:
+    """Importance weight of each sequence, the product of its tokens' weights.
+
+    Args:
+        proximal_logprobs: the trainer's log-probs (nats).
+        behavior_logprobs: the sampler's log-probs (nats).
+        mask: bool, True where a token counts.
+        segment_ids: int in [0, length], or None for one sequence a row.
+
+    Returns:
+        float32 in [e^-20, e^20], without gradient; each token gets its sequence's.
+
+    >>> trainer, sampler = jnp.array([-1.0, -2.0]), jnp.array([-2.0, -1.0])
+    >>> sequence_weights(trainer, sampler, jnp.array([True, True])).tolist()
+    [1.0, 1.0]
+    """
+    return jax.lax.stop_gradient(
+        sequence_product_ratio(proximal_logprobs, behavior_logprobs, mask, segment_ids)
+    )
+
+
+def truncated(
+    weights: Float[Array, "*shape"], *, cap: float = 2.0
+) -> Float[Array, "*shape"]:
+    """Truncated importance sampling: min(w, cap).
+
+    Args:
+        weights: of tokens or of sequences, >= 0.
+        cap: > 0.
+
+    Returns:
+        Same shape, at most `cap`.
+
+    Raises:
+        ValueError: `cap` is not positive.
+
+    References:
+        Ionides, Truncated Importance Sampling, 2008.
+        Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL
+        Training, https://fengyao.notion.site/off-policy-rl, 2025.
+
+    >>> truncated(jnp.array([0.5, 3.0]), cap=2.0).tolist()
+    [0.5, 2.0]
+    """
+    if cap <= 0:
+        raise ValueError(f"cap must be > 0, got {cap}")
+    return jnp.minimum(weights, cap)
+
+
+def icepop(
+    weights: Float[Array, "*shape"], *, low: float = 0.5, high: float = 5.0
+) -> Float[Array, "*shape"]:
+    """IcePop: keeps weights inside [low, high] as they are; outside they become 0.
+
+    Args:
+        weights: of tokens or of sequences, >= 0.
+        low: 0 <= low <= high.
+        high: upper bound, itself kept.
+
+    Returns:
+        Same shape.
+
+    Raises:
+        ValueError: the bounds are negative or in the wrong order.
+
+    References:
+        Ling Team, Every Step Evolves (Ring-1T), arXiv:2510.18855.
+
+    >>> icepop(jnp.array([0.25, 0.75, 6.0])).tolist()
+    [0.0, 0.75, 0.0]
+    """
+    _require_bounds(low, high)
+    # Written so that NaN is neither below nor above, and stays visible.
+    return jnp.where((weights < low) | (weights > high), 0.0, weights)
+
+
+def sequence_masked(
+    weights: Float[Array, "*batch length"],
+    proximal_logprobs: Float[Array, "*batch length"],
+    behavior_logprobs: Float[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+    *,
+    low: float,
+    high: float,
+) -> Float[Array, "*batch length"]:
+    """Drops whole sequences by the geometric mean of their tokens' weights.
+
+    w_t if low <= exp(mean_t(log proximal_t - log behavior_t)) <= high, else 0
+
+    Args:
+        weights: of tokens or of sequences, >= 0.
+        proximal_logprobs: the trainer's log-probs (nats).
+        behavior_logprobs: the sampler's log-probs (nats).
+        mask: bool, True where a token counts.
+        segment_ids: int in [0, length], or None for one sequence a row.
+        low: 0 <= low <= high.
+        high: upper bound, itself kept.
+
+    Returns:
+        Same shape as `weights`.
+
+    Raises:
+        ValueError: the bounds are negative or in the wrong order.
+
+    References:
+        Liu et al., When Speed Kills Stability: Demystifying RL Collapse from the
+        Training-Inference Mismatch, 2025.
+
+    >>> trainer, sampler = jnp.array([[-1.0], [-2.0]]), jnp.array([[-1.0], [-1.0]])
+    >>> mask = jnp.array([[True], [True]])
+    >>> sequence_masked(
+    ...     jnp.ones((2, 1)), trainer, sampler, mask, low=0.5, high=2.0
+    ... ).tolist()
+    [[1.0], [0.0]]
+    """
+    _require_bounds(low, high)
+    mean_weight = jax.lax.stop_gradient(
+        sequence_ratio(proximal_logprobs, behavior_logprobs, mask, segment_ids)
+    )
+    return jnp.where((mean_weight < low) | (mean_weight > high), 0.0, weights)
+
+
+def _require_bounds(low: float, high: float) -> None:
+    if not 0 <= low <= high:
+        raise ValueError(f"bounds must satisfy 0 <= low <= high, got {low} and {high}")

@@ -1,0 +1,264 @@
+"""Policy-gradient losses per token, to be minimised.
+
+Gradients flow through `policy_logprobs` alone; the proximal log-probs and advantages
+are constants. To force an on-policy ratio of exactly 1, pass the policy's own log-probs
+as the proximal ones.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.losses.ratios import gspo_token_ratio, sequence_ratio, token_ratio
+from jaxrl_post.losses.sequences import counted
+from jaxrl_post.types import Array, Bool, Float, Int
+
+__all__ = ["cispo", "clipped_surrogate", "gspo", "gspo_token", "reinforce"]
+
+
+def clipped_surrogate(
+    policy_logprobs: Float[Array, "*shape"],
+    proximal_logprobs: Float[Array, "*shape"],
+    advantages: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Float[Array, "*shape"]:
+    """PPO's clipped surrogate, with separate bounds and an optional dual clip.
+
+    L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),  r_t = p_t / q_t
+    and, where A_t < 0 and a dual clip c is given, min(L_t, -c A_t).
+
+    Args:
+        policy_logprobs: log p (nats), differentiable.
+        proximal_logprobs: log q (nats).
+        advantages: per token.
+        mask: bool, True where a token counts.
+        clip_low: in [0, 1].
+        clip_high: >= 0.
+        dual_clip: c > 1, the largest ratio that a negative advantage can meet, or None.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: a bound is out of its range.
+
+    References:
+        Schulman et al., Proximal Policy Optimization, arXiv:1707.06347, eq. 7.
+        Ye et al., Mastering Complex Control in MOBA Games with Deep Reinforcement
+        Learning, arXiv:1912.09729 (dual clip).
+        Yu et al., DAPO, arXiv:2503.14476 (separate bounds).
+
+    >>> p, q = jnp.log(jnp.array([0.75, 0.5])), jnp.log(jnp.array([0.5, 0.5]))
+    >>> advantages, mask = jnp.array([2.0, 1.0]), jnp.array([True, True])
+    >>> clipped_surrogate(
+    ...     p, q, advantages, mask, clip_low=0.25, clip_high=0.25
+    ... ).tolist()
+    [-2.5, -1.0]
+    """
+    _require_clip(clip_low, clip_high)
+    if dual_clip is not None and dual_clip <= 1:
+        raise ValueError(f"dual_clip must be > 1 or None, got {dual_clip}")
+    ratio = token_ratio(policy_logprobs, proximal_logprobs, mask)
+    loss = _clipped(ratio, advantages, mask, clip_low, clip_high)
+    if dual_clip is None:
+        return loss
+    advantages = _constant(advantages, mask)
+    return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
+
+
+def cispo(
+    policy_logprobs: Float[Array, "*shape"],
+    proximal_logprobs: Float[Array, "*shape"],
+    advantages: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    *,
+    ratio_low: float,
+    ratio_high: float,
+) -> Float[Array, "*shape"]:
+    """CISPO: REINFORCE weighted by the clipped ratio, which carries no gradient.
+
+    L_t = -stop_gradient(clip(r_t, ratio_low, ratio_high)) A_t log p_t
+
+    No token loses its gradient, unlike in PPO's clipping. The bounds are those of the
+    ratio itself: NeMo RL, verl and slime have [1 - eps_low, 1 + eps_high]; TRL has
+    [0, eps_high].
+
+    Args:
+        policy_logprobs: log p (nats), differentiable.
+        proximal_logprobs: log q (nats).
+        advantages: per token.
+        mask: bool, True where a token counts.
+        ratio_low: in [0, 1]; 0 for no lower bound.
+        ratio_high: >= 1.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: a bound is out of its range.
+
+    References:
+        MiniMax, MiniMax-M1, arXiv:2506.13585, eq. 4.
+
+    >>> p, q = jnp.array([-1.0]), jnp.array([-9.0])
+    >>> cispo(
+    ...     p, q, jnp.array([1.0]), jnp.array([True]), ratio_low=0.0, ratio_high=5.0
+    ... ).tolist()
+    [5.0]
+    """
+    if not 0 <= ratio_low <= 1:
+        raise ValueError(f"ratio_low must be in [0, 1], got {ratio_low}")
+    if ratio_high < 1:
+        raise ValueError(
+            f"ratio_high bounds the ratio itself and must be >= 1, got {ratio_high}; "
+            "for an epsilon pass 1 + epsilon"
+        )
+    ratio = token_ratio(policy_logprobs, proximal_logprobs, mask)
+    weight = jax.lax.stop_gradient(jnp.clip(ratio, ratio_low, ratio_high))
+    return weight * reinforce(policy_logprobs, advantages, mask)
+
+
+def reinforce(
+    policy_logprobs: Float[Array, "*shape"],
+    advantages: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+) -> Float[Array, "*shape"]:
+    """REINFORCE: L_t = -A_t log p_t.
+
+    Args:
+        policy_logprobs: log p (nats), differentiable.
+        advantages: per token.
+        mask: bool, True where a token counts.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    References:
+        Williams, Simple statistical gradient-following algorithms, 1992.
+
+    >>> p, advantages = jnp.array([-0.5, -3.0]), jnp.array([2.0, 1.0])
+    >>> reinforce(p, advantages, jnp.array([True, False])).tolist()
+    [1.0, 0.0]
+    """
+    return _constant(advantages, mask) * counted(-policy_logprobs, mask)
+
+
+def gspo(
+    policy_logprobs: Float[Array, "*batch length"],
+    proximal_logprobs: Float[Array, "*batch length"],
+    advantages: Float[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Float[Array, "*batch length"]:
+    """GSPO: the clipped surrogate of the length-normalised sequence ratio.
+
+    L_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t) for t in sequence i,
+    with s_i as in `ratios.sequence_ratio`. The mean over a sequence's tokens is the
+    paper's loss of the sequence.
+
+    Args:
+        policy_logprobs: log p (nats), differentiable.
+        proximal_logprobs: log q (nats).
+        advantages: per token; the paper has one value a sequence.
+        mask: bool, True where a token counts.
+        segment_ids: int in [0, length], or None for one sequence a row.
+        clip_low: in [0, 1].
+        clip_high: >= 0.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: a bound is out of its range.
+
+    References:
+        Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071, eq. 5.
+
+    >>> p, q = jnp.array([-1.0, -3.0]), jnp.array([-2.0, -2.0])
+    >>> advantages, mask = jnp.array([1.0, 1.0]), jnp.array([True, True])
+    >>> gspo(p, q, advantages, mask, clip_low=3e-4, clip_high=4e-4).tolist()
+    [-1.0, -1.0]
+    """
+    _require_clip(clip_low, clip_high)
+    ratio = sequence_ratio(policy_logprobs, proximal_logprobs, mask, segment_ids)
+    return _clipped(ratio, advantages, mask, clip_low, clip_high)
+
+
+def gspo_token(
+    policy_logprobs: Float[Array, "*batch length"],
+    proximal_logprobs: Float[Array, "*batch length"],
+    advantages: Float[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Float[Array, "*batch length"]:
+    """GSPO-token: GSPO whose gradient credits each token with its own advantage.
+
+    As `gspo`, with the ratio of `ratios.gspo_token_ratio`.
+
+    Args:
+        policy_logprobs: log p (nats), differentiable.
+        proximal_logprobs: log q (nats).
+        advantages: per token.
+        mask: bool, True where a token counts.
+        segment_ids: int in [0, length], or None for one sequence a row.
+        clip_low: in [0, 1].
+        clip_high: >= 0.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: a bound is out of its range.
+
+    References:
+        Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071, eq. 13.
+
+    >>> p, q = jnp.array([-1.0, -3.0]), jnp.array([-2.0, -2.0])
+    >>> advantages, mask = jnp.array([1.0, -1.0]), jnp.array([True, True])
+    >>> gspo_token(p, q, advantages, mask, clip_low=3e-4, clip_high=4e-4).tolist()
+    [-1.0, 1.0]
+    """
+    _require_clip(clip_low, clip_high)
+    ratio = gspo_token_ratio(policy_logprobs, proximal_logprobs, mask, segment_ids)
+    return _clipped(ratio, advantages, mask, clip_low, clip_high)
+
+
+def _clipped(
+    ratio: Float[Array, "*shape"],
+    advantages: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    clip_low: float,
+    clip_high: float,
+) -> Float[Array, "*shape"]:
+    """The pessimistic one of the plain and the clipped surrogate, negated."""
+    advantages = _constant(advantages, mask)
+    clipped_ratio = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    return -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
+
+
+def _constant(
+    values: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    return counted(jax.lax.stop_gradient(values), mask)
+
+
+def _require_clip(clip_low: float, clip_high: float) -> None:
+    if not 0 <= clip_low <= 1:
+        raise ValueError(
+            f"clip_low must be in [0, 1] (the ratio is kept above 1 - clip_low), "
+            f"got {clip_low}"
+        )
+    if clip_high < 0:
+        raise ValueError(
+            f"clip_high must be >= 0 (the ratio is kept below 1 + clip_high), "
+            f"got {clip_high}"
+        )

@@ -1,0 +1,144 @@
+"""Sums over the sequences of a row, in per-token broadcast form.
+
+A row holds one sequence (`segment_ids` is None) or several side by side: segment ids
+1.. number the row's sequences and 0 is padding, which is never counted. Every token
+gets its own sequence's number, so shapes stay [*batch, length] and packed rows give
+what unpacked rows give.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.types import Array, Bool, Float, Int
+
+__all__ = ["counted", "in_sequence", "sequence_count", "sequence_mean", "sequence_sum"]
+
+
+def counted(
+    values: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Returns `values` in float32 where the mask is True and 0 elsewhere.
+
+    Applied before any exp or product, it keeps -inf and NaN of uncounted tokens out of
+    the value and out of the gradient; a mask applied after would give 0 * inf = NaN.
+
+    Args:
+        values: any shape, any float dtype.
+        mask: bool of the same shape.
+
+    Returns:
+        float32 of the same shape.
+
+    >>> counted(jnp.array([1.0, -jnp.inf]), jnp.array([True, False])).tolist()
+    [1.0, 0.0]
+    """
+    return jnp.where(mask, values.astype(jnp.float32), 0.0)
+
+
+def in_sequence(
+    mask: Bool[Array, "*shape"], segment_ids: Int[Array, "*shape"] | None = None
+) -> Bool[Array, "*shape"]:
+    """Takes the padding segment out of a mask.
+
+    Args:
+        mask: bool, True where a token counts.
+        segment_ids: int, 0 where there is padding, or None for no padding.
+
+    Returns:
+        bool of the same shape.
+
+    >>> in_sequence(jnp.array([True, True]), jnp.array([1, 0])).tolist()
+    [True, False]
+    """
+    return mask if segment_ids is None else mask & (segment_ids > 0)
+
+
+def sequence_sum(
+    values: Float[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+) -> Float[Array, "*batch length"]:
+    """Gives every token the sum of `values` over its sequence's counted tokens.
+
+    Args:
+        values: [*batch, length], any float dtype.
+        mask: bool [*batch, length], True where a token counts.
+        segment_ids: int [*batch, length] in [0, length], or None.
+
+    Returns:
+        float32 [*batch, length]; tokens of the padding segment get 0.
+
+    >>> values = jnp.array([1.0, 2.0, 4.0, 8.0])
+    >>> mask = jnp.array([True, True, False, True])
+    >>> sequence_sum(values, mask).tolist()
+    [11.0, 11.0, 11.0, 11.0]
+    >>> sequence_sum(values, mask, jnp.array([1, 1, 2, 2])).tolist()
+    [3.0, 3.0, 8.0, 8.0]
+    """
+    kept = counted(values, in_sequence(mask, segment_ids))
+    if segment_ids is None:
+        return jnp.broadcast_to(kept.sum(axis=-1, keepdims=True), values.shape)
+    totals = _segment_totals(kept, segment_ids)
+    return jnp.take_along_axis(totals, segment_ids, axis=-1)
+
+
+def sequence_mean(
+    values: Float[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+) -> Float[Array, "*batch length"]:
+    """Gives every token the mean of `values` over its sequence's counted tokens.
+
+    Args:
+        values: [*batch, length], any float dtype.
+        mask: bool [*batch, length], True where a token counts.
+        segment_ids: int [*batch, length] in [0, length], or None.
+
+    Returns:
+        float32 [*batch, length]; 0 in a sequence that counts no token.
+
+    >>> values, mask = jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])
+    >>> sequence_mean(values, mask).tolist()
+    [2.0, 2.0, 2.0]
+    """
+    total = sequence_sum(values, mask, segment_ids)
+    count = sequence_sum(mask.astype(jnp.float32), mask, segment_ids)
+    return total / jnp.maximum(count, 1.0)
+
+
+def sequence_count(
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+) -> Float[Array, ""]:
+    """Counts the sequences that have at least one counted token.
+
+    Args:
+        mask: bool [*batch, length], True where a token counts.
+        segment_ids: int [*batch, length] in [0, length], or None.
+
+    Returns:
+        float32 scalar.
+
+    >>> mask = jnp.array([[True, True, True], [False, False, False]])
+    >>> sequence_count(mask).item()
+    1.0
+    >>> sequence_count(mask, jnp.array([[1, 1, 2], [1, 1, 1]])).item()
+    2.0
+    """
+    if segment_ids is None:
+        return mask.any(axis=-1).sum().astype(jnp.float32)
+    present = in_sequence(mask, segment_ids).astype(jnp.float32)
+    return (_segment_totals(present, segment_ids) > 0).sum().astype(jnp.float32)
+
+
+def _segment_totals(
+    values: Float[Array, "*batch length"], segment_ids: Int[Array, "*batch length"]
+) -> Float[Array, "*batch segments"]:
+    """Sums each row by segment; a row of `length` tokens has at most that many ids."""
+    num_segments = values.shape[-1] + 1
+
+    def one_row(row: Array, ids: Array) -> Array:
+        return jax.ops.segment_sum(row, ids, num_segments=num_segments)
+
+    by_row = jnp.vectorize(one_row, signature="(length),(length)->(segments)")
+    return by_row(values, segment_ids)

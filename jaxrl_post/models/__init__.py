@@ -1,0 +1,26 @@
+"""Decoder-only language models as pure functions, and their checkpoints."""
+
+from jaxrl_post.models.cache import KVCache
+from jaxrl_post.models.config import ModelConfig, RopeScaling
+from jaxrl_post.models.decoder import (
+    DecoderParams,
+    forward,
+    logits,
+    param_specs,
+    unembedding,
+)
+from jaxrl_post.models.spec import ParamSpec, abstract, initialize
+
+__all__ = [
+    "DecoderParams",
+    "KVCache",
+    "ModelConfig",
+    "ParamSpec",
+    "RopeScaling",
+    "abstract",
+    "forward",
+    "initialize",
+    "logits",
+    "param_specs",
+    "unembedding",
+]

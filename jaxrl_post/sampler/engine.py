@@ -1,0 +1,394 @@
+"""Binds the scheduler's decisions to the device functions."""
+
+import bisect
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post.models import DecoderParams, ModelConfig
+from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.requests import Completion, Request
+from jaxrl_post.sampler.sampling import SamplingArrays
+from jaxrl_post.sampler.scheduler import Admission, Scheduler
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, partition_spec
+from jaxrl_post.types import Array, PyTree
+
+__all__ = ["Engine", "EngineConfig"]
+
+SMALLEST_BUCKET = 16
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of the sampler; each decides shapes, hence what is compiled.
+
+    Attributes:
+        num_slots: samples that decode at the same time.
+        max_prompt_tokens: longest prompt.
+        max_tokens: most tokens that a request may sample.
+        steps_per_call: decoding steps between two looks of the host.
+        prefill_tokens: prompt tokens, padding included, of one prefill call.
+        max_stop_ids: stop ids that a request may have.
+    """
+
+    num_slots: int = 64
+    max_prompt_tokens: int = 256
+    max_tokens: int = 256
+    steps_per_call: int = 16
+    prefill_tokens: int = 1024
+    max_stop_ids: int = 4
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(
+                    f"EngineConfig: {name} must be at least 1; got {value}"
+                )
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a slot holds, prompt and completion."""
+        return self.max_prompt_tokens + self.max_tokens
+
+
+def _buckets(largest: int) -> tuple[int, ...]:
+    """Powers of two from SMALLEST_BUCKET, then `largest` itself."""
+    sizes, size = [], SMALLEST_BUCKET
+    while size < largest:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, largest)
+
+
+class Engine:
+    """Continuous batching over fixed slots, with parameters handed in at each call.
+
+    The engine keeps no parameters: it decodes with the very arrays that it is given, so
+    a trainer's update needs no copy, and donation cannot invalidate anything here.
+
+    Args:
+        config: of the model.
+        sizes: of the engine.
+        seed: of the sampling noise; a sample depends on it, its prompt id, its index
+            and the position alone.
+        dtype: of the KV cache; use the parameters'.
+        mesh: of the parameters, None on one device.
+        rules: logical axis to mesh axes.
+        detokenize: token ids to text; needed for stop strings only.
+
+    Raises:
+        ValueError: sizes that the model's context or the mesh does not allow.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: EngineConfig,
+        *,
+        seed: int = 0,
+        dtype: jnp.dtype = jnp.float32,
+        mesh: Mesh | None = None,
+        rules: Rules = DEFAULT_RULES,
+        detokenize: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        if sizes.max_length > config.max_length:
+            raise ValueError(
+                f"Engine: max_prompt_tokens + max_tokens is {sizes.max_length}, longer "
+                f"than the model's context of {config.max_length}; lower one of them"
+            )
+        self.config, self.sizes, self.rules = config, sizes, rules
+        self.scheduler = Scheduler(sizes.num_slots)
+        self.prefilled_prompts = 0
+        self.compilations: collections.Counter[str] = collections.Counter()
+        self._mesh, self._detokenize = mesh, detokenize
+        self._key = jax.random.key(seed)
+        self._prompt_buckets = _buckets(sizes.max_prompt_tokens)
+        self._view_buckets = _buckets(sizes.max_length)
+        self._keep = np.ones(sizes.num_slots, np.bool_)
+        self._compile(jnp.dtype(dtype))
+
+    @property
+    def max_compilations(self) -> int:
+        """Bound on the number of programs that this engine ever compiles."""
+        return 2 * len(self._prompt_buckets) + 2 * len(self._view_buckets)
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are waiting or running."""
+        return self.scheduler.busy
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache on all devices together."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.cache))
+
+    def submit(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: an empty or too long prompt, too many tokens or stop ids, an id
+                outside of the vocabulary, or stop strings without `detokenize`.
+        """
+        sizes, sampling = self.sizes, request.sampling
+        where = f"request {request.prompt_id}"
+        if not 0 < len(request.prompt) <= sizes.max_prompt_tokens:
+            raise ValueError(
+                f"{where}: a prompt must have 1 to {sizes.max_prompt_tokens} tokens; "
+                f"got {len(request.prompt)}. Raise max_prompt_tokens or drop the prompt"
+            )
+        if sampling.max_tokens > sizes.max_tokens:
+            raise ValueError(
+                f"{where}: max_tokens must be at most the engine's {sizes.max_tokens}; "
+                f"got {sampling.max_tokens}"
+            )
+        if len(sampling.stop_ids) > sizes.max_stop_ids:
+            raise ValueError(
+                f"{where}: at most {sizes.max_stop_ids} stop ids (max_stop_ids); "
+                f"got {len(sampling.stop_ids)}"
+            )
+        bad = [t for t in request.prompt if not 0 <= t < self.config.vocab_size]
+        if bad:
+            raise ValueError(
+                f"{where}: token ids must lie in 0..{self.config.vocab_size - 1}; "
+                f"got {bad[0]}. Is this the model's tokenizer?"
+            )
+        if sampling.stop_strings and self._detokenize is None:
+            raise ValueError(f"{where}: stop_strings need an Engine with detokenize")
+        self.scheduler.submit(request)
+
+    def generate(
+        self,
+        params: DecoderParams[Array],
+        requests: Iterable[Request],
+        *,
+        version: int = 0,
+    ) -> list[Completion]:
+        """Samples all requests; completions are ordered as the requests are."""
+        order: dict[tuple[int, int], int] = {}
+        for request in requests:
+            self.submit(request)
+            for index in range(request.num_samples):
+                order[request.prompt_id, index] = len(order)
+        done: list[Completion] = []
+        while self.busy:
+            done += self.step(params, version=version)
+        return sorted(done, key=lambda c: order[c.prompt_id, c.sample_index])
+
+    def step(
+        self, params: DecoderParams[Array], *, version: int = 0
+    ) -> list[Completion]:
+        """Admits what fits, decodes `steps_per_call` steps, returns what finished.
+
+        Args:
+            params: any parameters of the config, in the engine's dtype and mesh.
+            version: recorded with every token that is sampled in this call.
+        """
+        admissions = self.scheduler.admit()
+        running = self.scheduler.running
+        if not running:
+            return []
+        self._admit(params, admissions)
+        steps = self.sizes.steps_per_call
+        longest = max(len(r.request.prompt) + len(r.tokens) for r in running.values())
+        self._state, emitted = self._decode(
+            params,
+            self._state,
+            self._keep,
+            view_length=self._bucket(self._view_buckets, longest + steps - 1),
+            truncate=any(r.request.sampling.truncates for r in running.values()),
+        )
+        self._keep = np.ones_like(self._keep)
+        return self._collect(jax.device_get(emitted), version)
+
+    def cancel(self) -> None:
+        """Drops everything that waits or runs."""
+        self.scheduler.cancel()
+        self._keep = np.zeros_like(self._keep)
+
+    def _bucket(self, buckets: tuple[int, ...], length: int) -> int:
+        return buckets[min(bisect.bisect_left(buckets, length), len(buckets) - 1)]
+
+    def _admit(self, params: DecoderParams[Array], admissions: list[Admission]) -> None:
+        by_length: dict[int, list[Admission]] = collections.defaultdict(list)
+        for admission in admissions:
+            if admission.prefill:
+                prompt = admission.request.prompt
+                bucket = self._bucket(self._prompt_buckets, len(prompt))
+                by_length[bucket].append(admission)
+        for length, group in sorted(by_length.items()):
+            rows = max(
+                1, min(self.sizes.prefill_tokens // length, self.sizes.num_slots)
+            )
+            for first in range(0, len(group), rows):
+                self._prefill_group(params, group[first : first + rows], rows, length)
+        self.prefilled_prompts += sum(map(len, by_length.values()))
+        if admissions:
+            longest = max(len(a.request.prompt) for a in admissions)
+            self._state = self._start(
+                self._state,
+                self._starts(admissions),
+                self._key,
+                length=self._bucket(self._prompt_buckets, longest),
+            )
+
+    def _prefill_group(
+        self,
+        params: DecoderParams[Array],
+        group: list[Admission],
+        rows: int,
+        length: int,
+    ) -> None:
+        prompts = np.zeros((rows, length), np.int32)
+        slots = np.full((rows,), self.sizes.num_slots, np.int32)
+        for row, admission in enumerate(group):
+            prompts[row, : len(admission.request.prompt)] = admission.request.prompt
+            slots[row] = admission.slot
+        self._state = self._prefill(params, self._state, prompts, slots)
+
+    def _starts(self, admissions: list[Admission]) -> device.Starts:
+        count = self.sizes.num_slots
+        integers = lambda: np.zeros((count,), np.int32)  # noqa: E731
+        starts = device.Starts(
+            slots=np.full((count,), count, np.int32),
+            sources=integers(),
+            tokens=integers(),
+            positions=integers(),
+            remaining=integers(),
+            prompt_ids=np.zeros((count,), np.uint32),
+            sample_indices=np.zeros((count,), np.uint32),
+            sampling=SamplingArrays(
+                np.ones((count,), np.float32),
+                integers(),
+                np.ones((count,), np.float32),
+                np.zeros((count,), np.float32),
+            ),
+            stop_ids=np.full((count, self.sizes.max_stop_ids), -1, np.int32),
+        )
+        for row, admission in enumerate(admissions):
+            request, sampling = admission.request, admission.request.sampling
+            starts.slots[row] = admission.slot
+            starts.sources[row] = admission.source
+            starts.tokens[row] = request.prompt[-1]
+            starts.positions[row] = len(request.prompt) - 1
+            starts.remaining[row] = sampling.max_tokens
+            starts.prompt_ids[row] = request.prompt_id
+            starts.sample_indices[row] = admission.sample_index
+            starts.sampling.temperature[row] = sampling.temperature
+            starts.sampling.top_k[row] = sampling.top_k
+            starts.sampling.top_p[row] = sampling.top_p
+            starts.sampling.min_p[row] = sampling.min_p
+            starts.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
+        return starts
+
+    def _collect(self, emitted: device.Emitted, version: int) -> list[Completion]:
+        done: list[Completion] = []
+        for slot, running in sorted(self.scheduler.running.items()):
+            sampled = emitted.tokens[:, slot]
+            count = int((sampled >= 0).sum())
+            running.tokens += sampled[:count].tolist()
+            running.logprobs += emitted.logprobs[:count, slot].tolist()
+            running.log_masses += emitted.log_masses[:count, slot].tolist()
+            running.versions += [version] * count
+            sampling = running.request.sampling
+            cut = self._stop_string_end(running.tokens, count, sampling.stop_strings)
+            if cut is not None:
+                for values in (
+                    running.tokens,
+                    running.logprobs,
+                    running.log_masses,
+                    running.versions,
+                ):
+                    del values[cut:]
+                self._keep[slot] = False
+                reason = "stop_string"
+            elif running.tokens[-1] in sampling.stop_ids:
+                reason = "stop"
+            elif len(running.tokens) == sampling.max_tokens:
+                reason = "length"
+            else:
+                continue
+            done.append(self.scheduler.release(slot).finished(reason))
+        return done
+
+    def _stop_string_end(
+        self, tokens: list[int], new: int, stop_strings: tuple[str, ...]
+    ) -> int | None:
+        """Number of tokens up to and including the one that completes a stop string."""
+        if not stop_strings or self._detokenize is None:
+            return None
+
+        def complete(count: int) -> bool:
+            text = self._detokenize(tokens[:count])  # type: ignore[misc]
+            return any(stop in text for stop in stop_strings)
+
+        if not complete(len(tokens)):
+            return None
+        first = len(tokens) - new + 1
+        return first + bisect.bisect_left(range(first, len(tokens)), True, key=complete)
+
+    def _compile(self, dtype: jnp.dtype) -> None:
+        """Makes the empty state and the jitted functions."""
+        sizes, config, rules, mesh = self.sizes, self.config, self.rules, self._mesh
+
+        def empty() -> device.DecodeState:
+            return device.DecodeState.empty(
+                config, sizes.num_slots, sizes.max_length, sizes.max_stop_ids, dtype
+            )
+
+        shardings = replicated = None
+        if mesh is not None:
+            shardings = _state_shardings(jax.eval_shape(empty), mesh, rules)
+            replicated = NamedSharding(mesh, P())
+        self._state = jax.jit(empty, out_shardings=shardings)()
+
+        # The counters run when a function is traced, that is, once a compilation.
+        def prefill(params, state, prompts, slots):
+            self.compilations["prefill"] += 1
+            return device.prefill(params, config, state, prompts, slots, rules)
+
+        def start(state, starts, key, length):
+            self.compilations["start"] += 1
+            return device.start(state, starts, key, length)
+
+        def decode(params, state, keep, view_length, truncate):
+            self.compilations["decode"] += 1
+            return device.decode(
+                params,
+                config,
+                state,
+                keep,
+                rules,
+                num_steps=sizes.steps_per_call,
+                view_length=view_length,
+                truncate=truncate,
+            )
+
+        self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=shardings)
+        self._start = jax.jit(
+            start, static_argnames="length", donate_argnums=0, out_shardings=shardings
+        )
+        self._decode = jax.jit(
+            decode,
+            static_argnames=("view_length", "truncate"),
+            donate_argnums=1,
+            out_shardings=None if mesh is None else (shardings, replicated),
+        )
+
+
+def _state_shardings(state: PyTree, mesh: Mesh, rules: Rules) -> PyTree:
+    """Slots over the batch axes, key/value heads over theirs."""
+
+    def one(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        axes = ("batch", "kv_heads", None, None) if leaf.ndim == 4 else ("batch", None)
+        spec = partition_spec(
+            leaf.shape, axes[: leaf.ndim], mesh, rules, name="num_slots"
+        )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree.map(one, state)

@@ -1,0 +1,100 @@
+"""What is asked of the sampler and what it answers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Completion", "FinishReason", "Request", "SamplingParams"]
+
+# "stop": a stop id was sampled (it is the last token); "stop_string": a stop string
+# appeared in the text; "length": max_tokens were sampled.
+FinishReason = Literal["stop", "stop_string", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens; temperature first, then top-k, top-p and min-p together.
+
+    Attributes:
+        temperature: >= 0; 0 is greedy, whose log-probs are those at temperature 1.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of most probable tokens whose mass reaches it;
+            in (0, 1].
+        min_p: keep tokens with at least this share of the top token's probability;
+            in [0, 1].
+        max_tokens: tokens to sample at most, stop token included; >= 1.
+        stop_ids: sampling one of these ends the completion; it is part of it.
+        stop_strings: the completion ends with the token that completes one of these.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 128
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature": (self.temperature >= 0, ">= 0"),
+            "top_k": (self.top_k >= 0, ">= 0 (0 keeps all)"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "max_tokens": (self.max_tokens >= 1, ">= 1"),
+            "stop_strings": (all(self.stop_strings), "non-empty strings"),
+        }
+        for name, (holds, constraint) in ranges.items():
+            if not holds:
+                raise ValueError(
+                    f"SamplingParams: {name} must be {constraint}; "
+                    f"got {getattr(self, name)!r}"
+                )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be chosen."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how many samples of it are wanted; its prefill is shared.
+
+    Attributes:
+        prompt_id: unique within a run; with the sample index and the position it
+            determines the noise, whatever else is being sampled.
+        prompt: token ids, at least one.
+        num_samples: samples of this prompt.
+        sampling: how to choose tokens.
+    """
+
+    prompt_id: int
+    prompt: tuple[int, ...]
+    num_samples: int = 1
+    sampling: SamplingParams = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample. The four tuples are aligned, one entry a sampled token.
+
+    Attributes:
+        prompt_id: of the request.
+        sample_index: 0 .. num_samples - 1.
+        tokens: sampled ids, the stop token included.
+        logprobs: natural log-probabilities under the full softmax at the request's
+            temperature, float32 values; what the trainer computes for the same token.
+        log_masses: log of the probability mass that top-k, top-p and min-p kept; 0.0
+            where nothing was cut. `logprobs - log_masses` is the log-probability under
+            the truncated distribution.
+        versions: of the parameters that sampled each token.
+        finish_reason: why it ended.
+    """
+
+    prompt_id: int
+    sample_index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    log_masses: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason

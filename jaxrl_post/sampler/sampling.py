@@ -1,0 +1,120 @@
+"""From logits to a token and its log-probability.
+
+Tokens are drawn by inverting the cumulative distribution with one uniform number a row:
+the same distribution as Gumbel noise and argmax, without a random number for every entry
+of the vocabulary.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.kernels.token_logprob import from_logits
+from jaxrl_post.types import Array, Float, Int
+
+__all__ = ["Sampled", "SamplingArrays", "sample"]
+
+BLOCK = 128
+EXCLUDED = -1e30
+
+
+class SamplingArrays(NamedTuple):
+    """Sampling parameters, one entry a row; see `SamplingParams`."""
+
+    temperature: Float[Array, " rows"]
+    top_k: Int[Array, " rows"]
+    top_p: Float[Array, " rows"]
+    min_p: Float[Array, " rows"]
+
+
+class Sampled(NamedTuple):
+    """Token ids, their log-probs under the full softmax, and the log-mass kept."""
+
+    tokens: Int[Array, " rows"]
+    logprobs: Float[Array, " rows"]
+    log_masses: Float[Array, " rows"]
+
+
+def sample(
+    logits: Float[Array, "rows vocab"],
+    uniforms: Float[Array, " rows"],
+    sampling: SamplingArrays,
+    *,
+    truncate: bool,
+) -> Sampled:
+    """Draws one token a row.
+
+    Args:
+        logits: float32.
+        uniforms: in [0, 1), one a row; all the randomness there is.
+        sampling: per-row parameters.
+        truncate: static; False promises that no row uses top-k, top-p or min-p.
+
+    Returns:
+        int32 tokens, float32 log-probs and log-masses.
+
+    >>> import jax.numpy as jnp
+    >>> full = SamplingArrays(
+    ...     jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)
+    ... )
+    >>> even = jnp.zeros((1, 4))  # four tokens, a quarter each
+    >>> sample(even, jnp.array([0.6]), full, truncate=False).tokens
+    Array([2], dtype=int32)
+    """
+    greedy = sampling.temperature == 0
+    temperature = jnp.where(greedy, 1.0, sampling.temperature)
+    scaled = logits / temperature[:, None]
+    kept = _truncated(scaled, sampling) if truncate else scaled
+    weights = jnp.exp(kept - kept.max(axis=-1, keepdims=True))
+    drawn = _invert(weights, uniforms)
+    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    log_masses = jnp.zeros_like(uniforms)
+    if truncate:
+        log_masses = jax.nn.logsumexp(kept, axis=-1) - jax.nn.logsumexp(scaled, axis=-1)
+        log_masses = jnp.where(greedy, 0.0, log_masses)
+    return Sampled(tokens, from_logits(logits, tokens, temperature).logprob, log_masses)
+
+
+def _truncated(scaled: Array, sampling: SamplingArrays) -> Array:
+    """Excludes what top-k, top-p and min-p exclude; ties with the last kept stay."""
+    vocab = scaled.shape[1]
+    descending = -jnp.sort(-scaled, axis=-1)
+    probabilities = jax.nn.softmax(descending, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    top_k = jnp.where(sampling.top_k == 0, vocab, sampling.top_k)
+    by_rank = jnp.arange(vocab, dtype=jnp.int32) < top_k[:, None]
+    # A token is needed as long as the more probable ones do not reach top_p. At 1 all
+    # are, even where the rounded sum gets there early.
+    by_mass = (before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1)
+    by_share = probabilities >= sampling.min_p[:, None] * probabilities[:, :1]
+    keep = by_rank & by_mass & by_share
+    keep = keep.at[:, 0].set(True)
+    threshold = jnp.min(jnp.where(keep, descending, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(scaled >= threshold, scaled, EXCLUDED)
+
+
+def _invert(weights: Array, uniforms: Array) -> Array:
+    """First index at which the running sum of weights exceeds uniform x total.
+
+    Two levels: sums of 128-wide blocks choose the block, a running sum within it the
+    token. Where rounding lets no entry exceed the target, the largest weight serves: a
+    token of zero weight is never drawn.
+    """
+    rows, vocab = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+    sums = blocks.sum(axis=-1)
+    running = jnp.cumsum(sums, axis=-1)
+    target = uniforms[:, None] * running[:, -1:]
+    block = _first(running > target, sums)
+    before = jnp.take_along_axis(running - sums, block[:, None], axis=1)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    reached = jnp.cumsum(inside, axis=-1) > target - before
+    return block * BLOCK + _first(reached & (inside > 0), inside)
+
+
+def _first(reached: Array, weights: Array) -> Array:
+    """Index of the first True of each row; of the largest weight where there is none."""
+    return jnp.where(
+        reached.any(axis=-1), jnp.argmax(reached, axis=-1), jnp.argmax(weights, axis=-1)
+    )

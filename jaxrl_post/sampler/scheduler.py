@@ -1,0 +1,110 @@
+"""Which sample goes into which slot: decisions alone, no device.
+
+Samples are admitted in the order of their requests. A prompt is prefilled when its first
+sample is admitted; the others copy it from a slot that has it. As a prompt's samples are
+admitted one after the other, before any of a later prompt, such a slot always exists.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxrl_post.sampler.requests import Completion, FinishReason, Request
+
+__all__ = ["Admission", "Running", "Scheduler"]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """One sample that begins: its slot and the slot that holds its prompt."""
+
+    request: Request
+    sample_index: int
+    slot: int
+    source: int
+    prefill: bool
+
+
+@dataclass
+class Running:
+    """A sample in a slot and what it has produced so far."""
+
+    request: Request
+    sample_index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    log_masses: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def finished(self, reason: FinishReason) -> Completion:
+        """The completion of this sample."""
+        return Completion(
+            self.request.prompt_id,
+            self.sample_index,
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            tuple(self.log_masses),
+            tuple(self.versions),
+            reason,
+        )
+
+
+class Scheduler:
+    """A queue of samples over a fixed number of slots.
+
+    >>> scheduler = Scheduler(num_slots=2)
+    >>> scheduler.submit(Request(prompt_id=7, prompt=(1, 2), num_samples=3))
+    >>> [(a.sample_index, a.slot, a.prefill) for a in scheduler.admit()]
+    [(0, 0, True), (1, 1, False)]
+    >>> scheduler.release(0).sample_index
+    0
+    >>> [(a.sample_index, a.slot, a.source) for a in scheduler.admit()]
+    [(2, 0, 0)]
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.running: dict[int, Running] = {}
+        self._free = list(range(num_slots))
+        self._queue: deque[tuple[Request, int]] = deque()
+        # Slot -> the request whose prompt its cache still holds.
+        self._resident: dict[int, Request] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is running or waiting."""
+        return bool(self.running or self._queue)
+
+    def submit(self, request: Request) -> None:
+        """Appends all samples of a request to the queue."""
+        self._queue.extend((request, index) for index in range(request.num_samples))
+
+    def admit(self) -> list[Admission]:
+        """Fills free slots, lowest first.
+
+        A copy's source is always a slot that is running: had a free slot held the
+        prompt, the sample would have gone there.
+        """
+        admissions: list[Admission] = []
+        while self._queue and self._free:
+            request, index = self._queue[0]
+            # A slot that holds the prompt already needs no copy.
+            own = [s for s in self._free if self._resident.get(s) is request]
+            slot = own[0] if own else self._free[0]
+            holders = [s for s, r in self._resident.items() if r is request]
+            self._queue.popleft()
+            self._free.remove(slot)
+            source = slot if own or not holders else holders[0]
+            admissions.append(Admission(request, index, slot, source, not holders))
+            self._resident[slot] = request
+            self.running[slot] = Running(request, index)
+        return admissions
+
+    def release(self, slot: int) -> Running:
+        """Frees a slot; its prompt stays resident until the slot is used again."""
+        self._free = sorted([*self._free, slot])
+        return self.running.pop(slot)
+
+    def cancel(self) -> Sequence[Running]:
+        """Empties queue and slots; returns what was running."""
+        self._queue.clear()
+        return [self.release(slot) for slot in list(self.running)]

@@ -1,0 +1,22 @@
+"""Meshes, the logical axes that name dimensions, and the rules that join the two."""
+
+from jaxrl_post.sharding.mesh import MeshError, create_mesh, parse_mesh
+from jaxrl_post.sharding.partition import (
+    constrain,
+    named_shardings,
+    partition_spec,
+    per_device_bytes,
+)
+from jaxrl_post.sharding.rules import DEFAULT_RULES, Rules
+
+__all__ = [
+    "DEFAULT_RULES",
+    "MeshError",
+    "Rules",
+    "constrain",
+    "create_mesh",
+    "named_shardings",
+    "parse_mesh",
+    "partition_spec",
+    "per_device_bytes",
+]

@@ -1,0 +1,112 @@
+"""Partition specs of arrays and trees from logical axes, rules and a mesh."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post.sharding.mesh import MeshError
+from jaxrl_post.sharding.rules import DEFAULT_RULES, Rules
+from jaxrl_post.types import Array, PyTree
+
+__all__ = ["constrain", "named_shardings", "partition_spec", "per_device_bytes"]
+
+# A vocabulary that tp does not divide is replicated instead of refused: it is a detail
+# of a tokenizer, and every operation over it works either way.
+REPLICATE_WHEN_UNEVEN = ("vocab",)
+
+
+def partition_spec(
+    shape: Sequence[int],
+    axes: Sequence[str | None],
+    mesh: Mesh | AbstractMesh,
+    rules: Rules = DEFAULT_RULES,
+    *,
+    name: str = "array",
+) -> P:
+    """Returns the PartitionSpec of an array whose dimensions have logical `axes`.
+
+    Mesh axes of size 1, or that the mesh lacks, are left out.
+
+    Args:
+        shape: dimensions of the array.
+        axes: a logical axis, or None, for each dimension.
+        mesh: its axis sizes are used; the devices are not.
+        rules: logical axis to mesh axes.
+        name: what to call the array in an error.
+
+    Raises:
+        MeshError: a dimension is not divisible by the mesh axes that split it.
+    """
+    entries: list[str | tuple[str, ...] | None] = []
+    for size, axis in zip(shape, axes, strict=True):
+        names = tuple(n for n in rules.mesh_axes(axis) if mesh.shape.get(n, 1) > 1)
+        parts = math.prod(mesh.shape[n] for n in names)
+        if size % parts:
+            if axis in REPLICATE_WHEN_UNEVEN:
+                names = ()
+            else:
+                split = " x ".join(f"{n}={mesh.shape[n]}" for n in names)
+                raise MeshError(
+                    f"mesh: {name} has {axis}={size}, which {split} does not divide; "
+                    f"choose sizes whose product divides {size}"
+                )
+        entries.append(names[0] if len(names) == 1 else names or None)
+    return P(*entries)
+
+
+def named_shardings(specs: PyTree, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> PyTree:
+    """Maps a tree of objects with `.shape` and `.axes` to NamedShardings.
+
+    Raises:
+        MeshError: a leaf does not fit the mesh; the message names its path.
+    """
+    is_leaf = lambda leaf: hasattr(leaf, "axes")  # noqa: E731
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return NamedSharding(
+            mesh, partition_spec(leaf.shape, leaf.axes, mesh, rules, name=name)
+        )
+
+    return jax.tree_util.tree_map_with_path(one, specs, is_leaf=is_leaf)
+
+
+def constrain(
+    value: Array, axes: Sequence[str | None], rules: Rules = DEFAULT_RULES
+) -> Array:
+    """Constrains an activation's sharding under the mesh of `jax.set_mesh`.
+
+    Without a mesh it returns `value` unchanged, so that model code runs anywhere. A
+    dimension that the mesh does not divide is left to the compiler.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return value
+    entries = []
+    for size, axis in zip(value.shape, axes, strict=True):
+        names = tuple(n for n in rules.mesh_axes(axis) if mesh.shape.get(n, 1) > 1)
+        fits = names and size % math.prod(mesh.shape[n] for n in names) == 0
+        entries.append(names if fits else None)
+    return jax.lax.with_sharding_constraint(value, P(*entries))
+
+
+def per_device_bytes(tree: PyTree) -> int:
+    """Bytes that the arrays (or ShapeDtypeStructs with a sharding) take on one device.
+
+    >>> import jax.numpy as jnp
+    >>> per_device_bytes({"w": jnp.zeros((4, 4), jnp.bfloat16)})
+    32
+    """
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            total += math.prod(shape) * 8
+        else:
+            total += math.prod(shape) * leaf.dtype.itemsize
+    return total

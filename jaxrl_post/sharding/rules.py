@@ -1,0 +1,75 @@
+"""Sharding as data: which mesh axes split which logical axis."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["DEFAULT_RULES", "Rules"]
+
+MeshAxes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A table from logical axis to mesh axes; hashable, so it may be static in jit.
+
+    Parameters and activations name each dimension by a logical axis. The rules say, in
+    one place, over which axes of the mesh that dimension is split.
+
+    >>> print(DEFAULT_RULES.replace(ffn=()).table())  # doctest: +ELLIPSIS
+    logical axis  mesh axes
+    batch         dp, fsdp
+    ...
+    ffn           -
+    ...
+    """
+
+    entries: tuple[tuple[str, MeshAxes], ...]
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, MeshAxes]) -> "Rules":
+        """Makes rules from a dictionary."""
+        return cls(tuple(mapping.items()))
+
+    def mesh_axes(self, logical_axis: str | None) -> MeshAxes:
+        """Returns the mesh axes of a logical axis; () keeps the dimension whole.
+
+        Raises:
+            ValueError: the logical axis is not in the table.
+        """
+        if logical_axis is None:
+            return ()
+        for name, axes in self.entries:
+            if name == logical_axis:
+                return axes
+        known = ", ".join(name for name, _ in self.entries)
+        raise ValueError(
+            f"rules: no entry for the logical axis {logical_axis!r}; known: {known}"
+        )
+
+    def replace(self, **changes: MeshAxes) -> "Rules":
+        """Returns a table in which the named entries are replaced or added."""
+        return Rules.of({**dict(self.entries), **changes})
+
+    def table(self) -> str:
+        """Formats the table for printing."""
+        rows = [("logical axis", "mesh axes")]
+        rows += [(name, ", ".join(axes) or "-") for name, axes in self.entries]
+        return "\n".join(f"{name:<13} {axes}" for name, axes in rows)
+
+
+DEFAULT_RULES = Rules.of(
+    {
+        # Activations.
+        "batch": ("dp", "fsdp"),
+        "length": (),
+        "hidden": (),
+        # Parameters, and the activations that they make.
+        "vocab": ("tp",),
+        "embed": ("fsdp",),
+        "heads": ("tp",),
+        "kv_heads": ("tp",),
+        "head_dim": (),
+        "ffn": ("tp",),
+        "norm": (),
+    }
+)

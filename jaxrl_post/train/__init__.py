@@ -1,0 +1,1 @@
+"""Training loops and what they leave behind: state, steps, checkpoints, sinks."""

@@ -1,0 +1,71 @@
+"""Pytrees and annotation names that every layer shares.
+
+Alignment: every per-token array of a `TokenBatch` is aligned to the token that it
+describes. `behavior_logprobs[r, t]` is the log-probability of `tokens[r, t]` given what
+precedes it, and `loss_mask[r, t]` says whether the policy produced `tokens[r, t]`. The
+first token of a segment has no predecessor, so its mask is always False.
+"""
+
+from typing import Any
+
+import jax
+from flax import struct
+from jax import Array
+
+try:
+    from jaxtyping import Bool, Float, Int, Key, Num
+except ModuleNotFoundError:
+    # The annotations document shapes; checking them needs the `dev` extra, and losses
+    # must import in trainers that do not have it.
+    class _Annotation:
+        def __class_getitem__(cls, item: Any) -> Any:
+            return item[0] if isinstance(item, tuple) else item
+
+    Bool = Float = Int = Key = Num = _Annotation  # type: ignore[assignment,misc]
+
+__all__ = ["Array", "Bool", "Float", "Int", "Key", "Num", "PyTree", "TokenBatch"]
+
+type PyTree = Any
+
+
+@struct.dataclass
+class TokenBatch:
+    """Packed token sequences and what training needs to know about each token.
+
+    Several sequences ("segments") may lie side by side in a row; attention, positions
+    and sequence-level losses never cross a segment's border.
+
+    Attributes:
+        tokens: int32 [rows, length], ids in [0, vocab_size).
+        positions: int32 [rows, length], 0-based within the segment.
+        segment_ids: int32 [rows, length]; 0 is padding, 1.. number the row's segments.
+        loss_mask: bool [rows, length], True where the policy produced the token.
+        advantages: float32 [rows, length], constant with respect to the parameters.
+        behavior_logprobs: float32 [rows, length], the sampler's, in nats.
+        proximal_logprobs: float32 [rows, length] or None: log-probabilities under the
+            parameters at the start of this batch's updates. None means that the batch
+            gets one update, so that they equal the policy's own.
+        reference_logprobs: float32 [rows, length] or None, under the reference policy.
+        versions: int32 [rows, length], version of the parameters that sampled the token
+            (-1 where the policy did not produce it).
+    """
+
+    tokens: Int[Array, "rows length"]
+    positions: Int[Array, "rows length"]
+    segment_ids: Int[Array, "rows length"]
+    loss_mask: Bool[Array, "rows length"]
+    advantages: Float[Array, "rows length"]
+    behavior_logprobs: Float[Array, "rows length"]
+    versions: Int[Array, "rows length"]
+    proximal_logprobs: Float[Array, "rows length"] | None = None
+    reference_logprobs: Float[Array, "rows length"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, length)."""
+        return self.tokens.shape
+
+
+def rows(batch: TokenBatch, start: int, stop: int) -> TokenBatch:
+    """Returns the rows [start, stop) of a batch, as views where the arrays allow it."""
+    return jax.tree.map(lambda leaf: leaf[start:stop], batch)
