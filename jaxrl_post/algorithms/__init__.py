@@ -1,5 +1,6 @@
 """Named algorithms: compositions of `jaxrl_post.losses` behind one contract."""
 
+from jaxrl_post.algorithms import terms
 from jaxrl_post.algorithms.objective import Algorithm, Objective, PolicyTerm, compose
 from jaxrl_post.algorithms.policy_gradient import (
     cispo,
@@ -21,4 +22,5 @@ __all__ = [
     "grpo",
     "gspo",
     "rloo",
+    "terms",
 ]

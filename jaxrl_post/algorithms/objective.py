@@ -106,7 +106,7 @@ def compose(
     Args:
         advantages: as `Algorithm.advantages`.
         policy_loss: (policy_logprobs, proximal_logprobs, advantages, mask, segment_ids)
-            to a `PolicyTerm`.
+            to a `PolicyTerm`; one of `algorithms.terms`.
         reduction: (values, mask, segment_ids) to a `Metric`; one of `losses.reduce`.
         kl_coefficient: >= 0, weight of the KL to the reference in the loss.
         kl_estimator: (policy_logprobs, reference_logprobs, mask) to values per token;
@@ -120,6 +120,23 @@ def compose(
     Raises:
         ValueError: a hyperparameter is out of its range, or `kl_estimator` is `kl.k1`.
             The objective raises it when it needs reference log-probs and has none.
+
+    verl's GRPO, for example, is the mean over tokens with clamps in the KL:
+
+    >>> from jaxrl_post.algorithms import terms
+    >>> from jaxrl_post.losses import advantages, reduce
+    >>> algorithm = compose(
+    ...     advantages=advantages.group_normalized,
+    ...     policy_loss=terms.clipped_token_ratio(
+    ...         clip_low=0.2, clip_high=0.2, dual_clip=3.0
+    ...     ),
+    ...     reduction=reduce.token_mean,
+    ...     kl_coefficient=0.001,
+    ...     kl_estimator=partial(kl.k3, max_value=10.0),
+    ...     importance_cap=None,
+    ... )
+    >>> algorithm.needs_reference
+    True
     """
     if kl_coefficient < 0:
         raise ValueError(f"kl_coefficient must be >= 0, got {kl_coefficient}")

@@ -1,7 +1,7 @@
 """Policy-gradient algorithms that estimate advantages from groups of samples.
 
-Each is one composition of `losses`: an advantage, a policy loss and a reduction. Where
-they differ:
+Each is one composition of an advantage, a policy term and a reduction; a dialect of
+another framework is another composition (see `objective.compose`). Where they differ:
 
     name     advantage        ratio     clip                 loss is the mean over
     grpo     group, over std  token     1 -+ 0.2             tokens, then sequences
@@ -14,15 +14,9 @@ they differ:
 
 from functools import partial
 
-from jaxrl_post.algorithms.objective import (
-    Algorithm,
-    KlEstimator,
-    PolicyLoss,
-    PolicyTerm,
-    compose,
-)
-from jaxrl_post.losses import advantages, diagnostics, kl, policy, ratios, reduce
-from jaxrl_post.types import Array, Bool, Float, Int
+from jaxrl_post.algorithms import terms
+from jaxrl_post.algorithms.objective import Algorithm, KlEstimator, compose
+from jaxrl_post.losses import advantages, kl, reduce
 
 __all__ = ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "rloo"]
 
@@ -67,7 +61,9 @@ def grpo(
     """
     return compose(
         advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
-        policy_loss=_clipped_per_token(clip_low, clip_high, dual_clip),
+        policy_loss=terms.clipped_token_ratio(
+            clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+        ),
         reduction=reduce.sequence_mean_of_token_mean,
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
@@ -112,7 +108,7 @@ def dr_grpo(
     """
     return compose(
         advantages=advantages.group_centered,
-        policy_loss=_clipped_per_token(clip_low, clip_high, None),
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=partial(reduce.constant_denominator, denominator=denominator),
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
@@ -158,7 +154,7 @@ def dapo(
     """
     return compose(
         advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
-        policy_loss=_clipped_per_token(clip_low, clip_high, None),
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
@@ -204,7 +200,9 @@ def gspo(
     """
     return compose(
         advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
-        policy_loss=_clipped_per_sequence(clip_low, clip_high),
+        policy_loss=terms.clipped_sequence_ratio(
+            clip_low=clip_low, clip_high=clip_high
+        ),
         reduction=reduce.sequence_mean_of_token_mean,
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
@@ -251,7 +249,9 @@ def cispo(
     """
     return compose(
         advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
-        policy_loss=_weighted_by_ratio(ratio_low, ratio_high),
+        policy_loss=terms.weighting_token_ratio(
+            ratio_low=ratio_low, ratio_high=ratio_high
+        ),
         reduction=reduce.token_mean,
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
@@ -291,127 +291,9 @@ def rloo(
     """
     return compose(
         advantages=advantages.leave_one_out,
-        policy_loss=_unweighted,
+        policy_loss=terms.reinforce(),
         reduction=reduce.sequence_mean_of_token_sum,
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
         importance_cap=importance_cap,
-    )
-
-
-def _clipped_per_token(
-    clip_low: float, clip_high: float, dual_clip: float | None
-) -> PolicyLoss:
-    """PPO's clipped surrogate of the token ratio."""
-
-    def term(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        token_advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
-    ) -> PolicyTerm:
-        del segment_ids
-        loss = policy.clipped_surrogate(
-            policy_logprobs,
-            proximal_logprobs,
-            token_advantages,
-            mask,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
-        )
-        ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
-        return _clipped(loss, ratio, token_advantages, mask, clip_low, clip_high)
-
-    return term
-
-
-def _clipped_per_sequence(clip_low: float, clip_high: float) -> PolicyLoss:
-    """The clipped surrogate of GSPO's sequence ratio."""
-
-    def term(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        token_advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
-    ) -> PolicyTerm:
-        loss = policy.gspo(
-            policy_logprobs,
-            proximal_logprobs,
-            token_advantages,
-            mask,
-            segment_ids,
-            clip_low=clip_low,
-            clip_high=clip_high,
-        )
-        ratio = ratios.sequence_ratio(
-            policy_logprobs, proximal_logprobs, mask, segment_ids
-        )
-        return _clipped(loss, ratio, token_advantages, mask, clip_low, clip_high)
-
-    return term
-
-
-def _weighted_by_ratio(ratio_low: float, ratio_high: float) -> PolicyLoss:
-    """CISPO; its clip fractions count tokens of either advantage."""
-
-    def term(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        token_advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
-    ) -> PolicyTerm:
-        del segment_ids
-        loss = policy.cispo(
-            policy_logprobs,
-            proximal_logprobs,
-            token_advantages,
-            mask,
-            ratio_low=ratio_low,
-            ratio_high=ratio_high,
-        )
-        ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
-        return PolicyTerm(
-            loss,
-            ratio,
-            diagnostics.outside_fraction(ratio, mask, low=ratio_low),
-            diagnostics.outside_fraction(ratio, mask, high=ratio_high),
-        )
-
-    return term
-
-
-def _unweighted(
-    policy_logprobs: Float[Array, "rows length"],
-    proximal_logprobs: Float[Array, "rows length"],
-    token_advantages: Float[Array, "rows length"],
-    mask: Bool[Array, "rows length"],
-    segment_ids: Int[Array, "rows length"],
-) -> PolicyTerm:
-    """REINFORCE; nothing is clipped."""
-    del segment_ids
-    loss = policy.reinforce(policy_logprobs, token_advantages, mask)
-    ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
-    nothing = diagnostics.outside_fraction(ratio, mask)
-    return PolicyTerm(loss, ratio, nothing, nothing)
-
-
-def _clipped(
-    loss: Float[Array, "rows length"],
-    ratio: Float[Array, "rows length"],
-    token_advantages: Float[Array, "rows length"],
-    mask: Bool[Array, "rows length"],
-    clip_low: float,
-    clip_high: float,
-) -> PolicyTerm:
-    return PolicyTerm(
-        loss,
-        ratio,
-        diagnostics.clip_fraction_low(ratio, token_advantages, mask, clip_low=clip_low),
-        diagnostics.clip_fraction_high(
-            ratio, token_advantages, mask, clip_high=clip_high
-        ),
     )

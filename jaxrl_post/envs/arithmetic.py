@@ -62,8 +62,8 @@ class Arithmetic:
     >>> environment = Arithmetic(operations="+-", terms=2, digits=2)
     >>> task = environment.tasks("train")[0]
     >>> task.messages[0].content, task.reference
-    ('95+87=', '182')
-    >>> turn = (*task.messages, Message("assistant", "182"))
+    ('41+21=', '62')
+    >>> turn = (*task.messages, Message("assistant", "62"))
     >>> environment.step(task, turn).reward
     1.0
     """
@@ -123,7 +123,7 @@ class Arithmetic:
             ValueError: if there is no such level.
 
         >>> Arithmetic.at_level(1).tasks("train")[0].messages[0].content
-        '4+5='
+        '6+5='
         """
         if level not in LEVELS:
             raise ValueError(f"level must be one of {list(LEVELS)}, got {level!r}")

@@ -42,7 +42,7 @@ _UNSIGNED = r"(?:\d+(?:\.\d+)?|\.\d+)"
 _NUMBER = rf"(?:(?<![\w)\]}}])-)?{_UNSIGNED}(?:/{_UNSIGNED})?"
 _PLAIN = re.compile(_NUMBER, re.ASCII)
 _MARKED = re.compile(rf"####\s*({_NUMBER})", re.ASCII)
-_BOX = r"\boxed{"
+_BRACE = re.compile(r"\\boxed\{|[{}]")
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 # Longer than any answer; keeps the algebra of a degenerate response bounded.
@@ -214,15 +214,17 @@ def final_answer(text: str, *, extraction: Extraction = "flexible") -> str | Non
 
 def _last_box(text: str) -> tuple[int, str | None]:
     r"""Position and content of the last \boxed{...} whose braces balance."""
-    end = len(text)
-    while (start := text.rfind(_BOX, 0, end)) >= 0:
-        depth = 0
-        for position in range(start + len(_BOX) - 1, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return start, text[start + len(_BOX) : position].strip() or None
-        end = start
-    return -1, None
+    last, content = -1, None
+    open_braces: list[re.Match[str]] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            open_braces.append(brace)
+        elif open_braces:
+            opening = open_braces.pop()
+            if opening[0] != "{" and opening.start() > last:
+                last = opening.start()
+                content = text[opening.end() : brace.start()].strip()
+    return last, content or None
 
 
 def _equal(reference: str, answer: str) -> bool:

@@ -109,7 +109,9 @@ def read_jsonl(
     with open(path, "rb") as file:
         for line, raw in enumerate(file, start=1):
             text = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
-            if not text.strip():
+            # Its end off, or an error at the end of the line would be at the next one.
+            text = text.rstrip()
+            if not text:
                 continue
             try:
                 rows.append(Row(line, _parse(text, fields, check)))

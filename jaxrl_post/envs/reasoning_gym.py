@@ -36,11 +36,10 @@ class ReasoningGym:
 
     Problem i of "train" has the library's seed `seed + i`; of "eval",
     `2**30 + seed + i`. In a task with few distinct problems the same text may still
-    turn up in both. The
-    problems of a few tasks (isomorphic_strings, polynomial_multiplication, ransom_note,
-    word_ladder) depend on Python's string hash: they differ between processes unless
-    PYTHONHASHSEED is set. Each `Task` carries its library entry, so scoring is right
-    regardless. Needs the extra `envs`.
+    turn up in both. The problems of a few tasks (isomorphic_strings, ransom_note,
+    polynomial_multiplication, word_ladder) depend on Python's string hash: they differ
+    between processes unless PYTHONHASHSEED is set. Each `Task` carries its library
+    entry, so scoring is right regardless. Needs the extra `envs`.
 
     Args:
         task: the library's name of the task, such as "chain_sum".

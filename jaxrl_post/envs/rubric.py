@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from jaxrl_post.envs.env import (
     Environment,
@@ -19,10 +18,8 @@ from jaxrl_post.envs.env import (
 __all__ = ["Criterion", "Rubric", "Score"]
 
 
-class Score(Protocol):
-    """A reward function: a finite number for a conversation. Pure and picklable."""
-
-    def __call__(self, task: Task, conversation: tuple[Message, ...], /) -> float: ...
+# A reward function: a finite number for a conversation. Pure, and it must pickle.
+type Score = Callable[[Task, tuple[Message, ...]], float]
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Rubric:
     >>> task = environment.tasks("train")[0]
     >>> step = environment.step(task, (Message("assistant", task.reference),))
     >>> step.reward, dict(step.metrics)
-    (0.97, {'correct': 1.0, 'well_formed': 1.0, 'own': 1.0, 'length': 3.0})
+    (0.98, {'correct': 1.0, 'well_formed': 1.0, 'own': 1.0, 'length': 2.0})
     """
 
     environment: Environment

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from jaxrl_post.envs.env import Message, Step
 
 __all__ = [
+    "LARGEST_FRAME",
     "Reply",
     "decode_step",
     "encode_step",
@@ -29,7 +30,7 @@ type Reply = dict[Literal["kind", "error", "step"], Any]
 
 _HEADER = struct.Struct("!Q")
 # A worker must not be able to make its parent allocate whatever it says.
-_LARGEST_FRAME = 2**28
+LARGEST_FRAME = 2**28
 
 
 def send_frame(
@@ -54,9 +55,9 @@ def send_frame(
     >>> ours.close(), theirs.close()
     (None, None)
     """
-    if len(payload) > _LARGEST_FRAME:
+    if len(payload) > LARGEST_FRAME:
         raise ValueError(
-            f"payload must be at most {_LARGEST_FRAME} bytes, got {len(payload)}"
+            f"payload must be at most {LARGEST_FRAME} bytes, got {len(payload)}"
         )
     connection.settimeout(_remaining(expires))
     connection.sendall(_HEADER.pack(len(payload)) + payload)
@@ -79,8 +80,8 @@ def receive_frame(connection: socket.socket, *, expires: float | None) -> bytes:
         OSError: if the other side is gone.
     """
     (size,) = _HEADER.unpack(_receive_exactly(connection, _HEADER.size, expires))
-    if size > _LARGEST_FRAME:
-        raise ValueError(f"a frame has at most {_LARGEST_FRAME} bytes, got {size}")
+    if size > LARGEST_FRAME:
+        raise ValueError(f"a frame has at most {LARGEST_FRAME} bytes, got {size}")
     return _receive_exactly(connection, size, expires)
 
 
@@ -113,7 +114,7 @@ def encode_step(step: object) -> dict[str, Any]:
     Raises:
         ValueError: if it is no `Step`, or a number in it is none or is not finite.
 
-    >>> encode_step(Step(reward=1, done=True))
+    >>> encode_step(Step(reward=1.0, done=True))
     {'reward': 1.0, 'done': True, 'messages': [], 'metrics': {}}
     >>> encode_step(Step(reward=float("nan"), done=True))
     Traceback (most recent call last):
@@ -125,7 +126,9 @@ def encode_step(step: object) -> dict[str, Any]:
         raise ValueError(f"done must be a bool, got {_shown(step.done)}")
     for message in step.messages:
         if not (isinstance(message, Message) and isinstance(message.content, str)):
-            raise ValueError(f"messages must be Messages of text, got {_shown(message)}")
+            raise ValueError(
+                f"messages must be Messages of text, got {_shown(message)}"
+            )
     return {
         "reward": _finite("reward", step.reward),
         "done": step.done,

@@ -1,8 +1,8 @@
 """The main loop of a worker process, started by `jaxrl_post.envs.workers`.
 
-The protocol runs over a socket that is the process's standard input. Standard output and
-standard error are one pipe that the pool reads for its error messages, so whatever an
-environment prints is harmless.
+The protocol runs over a socket that is the process's standard input. Standard output
+and standard error are one pipe that the pool reads for its error messages, so whatever
+an environment prints is harmless.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def main() -> None:
     pickled = receive_frame(connection, expires=None)
     try:
         with _watchdog(settings["start_timeout_s"]):
-            environment = pickle.loads(pickled)
-            if isinstance(environment, NeedsPreparation):
-                environment.prepare()
+            environment = _load(pickled)
     # The boundary of the process: the pool raises it again, with this text.
     except BaseException as error:
         _send(connection, {"kind": "failed", "error": _described(error)})
@@ -52,7 +50,7 @@ def main() -> None:
     _send(connection, {"kind": "ready"})
     while True:
         try:
-            # No deadline: between requests a worker waits, and its pool's end is an EOF.
+            # No deadline: an idle worker waits, and the end of its pool is an EOF.
             request = receive_frame(connection, expires=None)
         except (EOFError, ConnectionError):
             return
@@ -61,8 +59,15 @@ def main() -> None:
         _send(connection, reply)
 
 
+def _load(pickled: bytes) -> Environment:
+    environment: Environment = pickle.loads(pickled)
+    if isinstance(environment, NeedsPreparation):
+        environment.prepare()
+    return environment
+
+
 def _take_connection() -> socket.socket:
-    """Moves the socket away from descriptor 0, so that `input()` cannot read from it."""
+    """Moves the socket away from descriptor 0, where `input()` would read from it."""
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -74,8 +79,8 @@ def _ignore_stop_signals() -> None:
     """Leaves the decision to stop to the pool.
 
     A cluster's SIGTERM may go to every process of a job, while the trainer still needs
-    rewards for its last step. A handler that does nothing, not SIG_IGN: programs that an
-    environment starts would inherit that and could no longer be terminated.
+    rewards for its last step. A handler that does nothing, not SIG_IGN: programs that
+    an environment starts would inherit that and could no longer be terminated.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -93,8 +98,8 @@ def _limit_memory(memory_bytes: int | None) -> None:
 def _watchdog(seconds: float) -> Iterator[None]:
     """Ends the process after `seconds`, having written where it was to standard error.
 
-    A thread of C that needs no interpreter lock: it works while a regular expression or a
-    power of large integers holds the lock, and when the pool is dead and cannot kill.
+    A thread of C that needs no interpreter lock: it works while a regular expression or
+    a power of large integers holds that, and when the pool is dead and cannot kill.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
     try:
@@ -123,6 +128,6 @@ def _described(error: BaseException) -> str:
 
 
 def _send(connection: socket.socket, reply: Reply) -> None:
-    # No deadline: the pool waits for the reply. If it is gone, the loop sees an EOF next.
+    # No deadline: the pool waits for the reply, or is gone and the loop sees an EOF.
     with contextlib.suppress(ConnectionError):
         send_frame(connection, json.dumps(reply).encode(), expires=None)

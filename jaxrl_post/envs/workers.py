@@ -1,80 +1,31 @@
-"""Rewards from worker processes: each answer has a deadline, and none can end the run.
-
-Workers are fresh interpreters, not forks: a fork of a process that runs jax's threads may
-deadlock, and multiprocessing's spawn would import the caller's `__main__`, and jax with
-it, once a worker.
-"""
+"""Rewards from worker processes: each has a deadline, and none can end the run."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import pickle
 import queue
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
 
-from jaxrl_post.envs.env import Environment, Message, Step, Task
-from jaxrl_post.envs.wire import (
-    Reply,
-    decode_step,
-    receive_reply,
-    send_frame,
+from jaxrl_post.envs.env import Environment, Message, Task
+from jaxrl_post.envs.process import (
+    Outcome,
+    WorkerProcess,
+    WorkerSettings,
+    WorkerStartError,
 )
+from jaxrl_post.envs.wire import LARGEST_FRAME
 
 __all__ = ["Outcome", "WorkerPool", "WorkerStartError"]
 
-type Kind = Literal["ok", "raised", "timeout", "invalid", "crashed"]
-
-# The worker sees the modules that this process sees; -P keeps its own "" out of the way.
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
-    "from jaxrl_post.envs.worker import main; main()"
-)
-# A worker ends itself at the deadline and says where it hung; if it cannot (stopped, or
-# starved of CPU), it is killed so many seconds later.
-_SELF_END_GRACE_S = 2.0
-_EXIT_GRACE_S = 1.0
-_KILL_WAIT_S = 5.0
 _POLL_S = 0.1
-_STDERR_TAIL_BYTES = 8192
-_SHOWN_LINES = 12
-
-
-class WorkerStartError(RuntimeError):
-    """A worker process did not become ready; the message holds what it wrote."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one call of `Environment.step`.
-
-    Args:
-        step: the step, if `kind` is "ok".
-        error: what went wrong, if it is not.
-        kind: "ok"; "raised" (step raised), "invalid" (what it returned is no step, or
-            has a number that is not finite), "timeout" (the deadline passed), "crashed"
-            (the process died, or could not be started again).
-        seconds: how long the worker had the request.
-
-    >>> Outcome(Step(1.0, done=True), None, "ok", 0.01).step.reward
-    1.0
-    """
-
-    step: Step | None
-    error: str | None
-    kind: Kind
-    seconds: float
+_KILL_WAIT_S = 10.0
+_CRASH_WINDOW_S = 60.0
 
 
 class WorkerPool:
@@ -82,23 +33,23 @@ class WorkerPool:
 
     `submit` never raises for a bad reward function: the future resolves to an `Outcome`
     that says what happened. In asyncio, `await asyncio.wrap_future(pool.submit(...))`.
-    A worker that hangs or dies is replaced; one that dies too often is not, for a while,
-    and its requests fail at once with the reason.
+    A worker that hangs or dies is replaced. If too many die, none is replaced for a
+    while, and once none is left their requests fail at once, with the reason.
 
-    A step runs in its worker's main thread, in a session of its own, so that a Ctrl-C in
-    the terminal reaches the caller alone. Whatever it prints is kept, the last 8 KiB of
-    it, for error messages. Workers end when the pool is closed or the caller dies.
+    A step runs in its worker's main thread, in a session of its own: a Ctrl-C in the
+    terminal reaches the caller alone. What it prints is kept, the last 8 KiB of it, for
+    error messages. Workers end when the pool is closed or the caller dies.
 
     Args:
-        environment: what to run; must pickle, and be importable by the worker, which has
+        environment: what to run; must pickle, and be importable by a worker, which has
             the same `sys.path`. A class defined in `__main__` is not.
         num_workers: number of processes, at least 1.
         deadline_s: seconds that one step may take, from when a worker starts on it.
         start_timeout_s: seconds that a worker may take to import and prepare.
-        memory_limit_gib: limit on a worker's address space; a step that exceeds it
-            raises MemoryError. None sets no limit.
-        max_crashes_per_minute: once so many workers of the pool have died in a minute
-            (timeouts do not count), none is restarted before that minute is over.
+        memory_limit_gib: limit on a worker's address space, over which a step raises
+            MemoryError; None for no limit.
+        max_crashes_per_minute: how many workers of the pool may die within a minute,
+            timeouts aside, before none is replaced until that minute is over.
 
     Raises:
         ValueError: if an argument is out of range, or the environment does not pickle.
@@ -124,15 +75,19 @@ class WorkerPool:
         memory_limit_gib: float | None = None,
         max_crashes_per_minute: int = 30,
     ) -> None:
-        _require_positive("num_workers", num_workers)
-        _require_positive("deadline_s", deadline_s)
-        _require_positive("start_timeout_s", start_timeout_s)
-        _require_positive("max_crashes_per_minute", max_crashes_per_minute)
+        for argument, value in (
+            ("num_workers", num_workers),
+            ("deadline_s", deadline_s),
+            ("start_timeout_s", start_timeout_s),
+            ("memory_limit_gib", memory_limit_gib),
+            ("max_crashes_per_minute", max_crashes_per_minute),
+        ):
+            if value is not None and not value > 0:
+                raise ValueError(f"{argument} must be positive, got {value}")
         memory_bytes = None
         if memory_limit_gib is not None:
-            _require_positive("memory_limit_gib", memory_limit_gib)
             memory_bytes = int(memory_limit_gib * 2**30)
-        launch = _Launch(
+        settings = WorkerSettings(
             environment=_pickled(f"environment {environment.name!r}", environment),
             deadline_s=deadline_s,
             start_timeout_s=start_timeout_s,
@@ -142,47 +97,29 @@ class WorkerPool:
         self._crashes = _CrashLog(max_crashes_per_minute)
         self._closing = threading.Event()
         self._submitting = threading.Lock()
-        self._workers = [_Worker(launch) for _ in range(num_workers)]
-        starts: list[Future[None]] = [Future() for _ in self._workers]
-        self._threads = [
-            threading.Thread(
-                target=self._serve, args=pair, name=f"env-worker-{i}", daemon=True
-            )
-            for i, pair in enumerate(zip(self._workers, starts, strict=True))
-        ]
-        for thread in self._threads:
-            thread.start()
-        try:
-            for start in starts:
-                # The thread keeps the deadline; this one is there in case it cannot.
-                start.result(timeout=start_timeout_s + 2 * _KILL_WAIT_S)
-        except BaseException:
-            self.close(deadline_s=0.0)
-            raise
+        self._workers = [WorkerProcess(settings) for _ in range(num_workers)]
+        self._threads: list[threading.Thread] = []
+        self._start_all(start_timeout_s)
 
-    def submit(
-        self, task: Task, conversation: tuple[Message, ...]
-    ) -> Future[Outcome]:
-        """Queues one call of `environment.step`.
+    def submit(self, task: Task, conversation: tuple[Message, ...]) -> Future[Outcome]:
+        """Queues one call of `environment.step`. For any thread.
 
         Args:
             task: the task that the conversation began with.
             conversation: the messages so far; ends with the assistant's turn.
 
         Returns:
-            A future that resolves to the outcome; it can be cancelled until a worker
-            starts on it.
+            A future of the outcome; it can be cancelled until a worker starts on it.
 
         Raises:
             ValueError: if the task does not pickle.
             RuntimeError: if the pool is closed.
         """
-        request = _pickled(f"task {task.id}", (task, conversation))
-        job = _Job(request, Future())
-        # With the lock, no job can be queued behind the ones that `close` cancels.
+        job = _Job(_pickled(f"task {task.id}", (task, conversation)), Future())
+        # Under the lock no job can be queued behind those that `close` cancels.
         with self._submitting:
             if self._closing.is_set():
-                raise RuntimeError("the worker pool is closed")
+                raise RuntimeError("the worker pool is closed: submit before close()")
             self._jobs.put(job)
         return job.future
 
@@ -190,29 +127,24 @@ class WorkerPool:
         """Cancels what is queued, waits for what is running, ends the processes.
 
         Args:
-            deadline_s: seconds to wait for running steps; then they are killed, and
-                their outcome is "crashed".
+            deadline_s: seconds to wait for running steps; those that take longer are
+                killed, and their outcome is "crashed".
         """
         with self._submitting:
             self._closing.set()
         with contextlib.suppress(queue.Empty):
             while True:
-                job = self._jobs.get_nowait()
-                if job is not None:
+                if (job := self._jobs.get_nowait()) is not None:
                     job.future.cancel()
         for _ in self._threads:
             self._jobs.put(None)
-        expires = time.monotonic() + deadline_s
-        for thread in self._threads:
-            thread.join(max(0.0, expires - time.monotonic()))
+        self._join(deadline_s)
         for worker, thread in zip(self._workers, self._threads, strict=True):
             if thread.is_alive():
                 worker.kill()
-        expires = time.monotonic() + _KILL_WAIT_S
-        for thread in self._threads:
-            thread.join(max(0.0, expires - time.monotonic()))
+        self._join(_KILL_WAIT_S)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(
@@ -223,8 +155,30 @@ class WorkerPool:
     ) -> None:
         self.close()
 
-    def _serve(self, worker: _Worker, started: Future[None]) -> None:
-        """The thread of one worker: the only one that starts, asks and ends it."""
+    def _start_all(self, timeout_s: float) -> None:
+        starts: list[Future[None]] = [Future() for _ in self._workers]
+        # Daemons: a caller that forgot to close must not hang when it exits.
+        self._threads = [
+            threading.Thread(target=self._serve, args=pair, daemon=True)
+            for pair in zip(self._workers, starts, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            for start in starts:
+                # `WorkerProcess.start` keeps the deadline; this one backs it up.
+                start.result(timeout=timeout_s + _KILL_WAIT_S)
+        except BaseException:
+            self.close(deadline_s=0.0)
+            raise
+
+    def _join(self, timeout_s: float) -> None:
+        expires = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, expires - time.monotonic()))
+
+    def _serve(self, worker: WorkerProcess, started: Future[None]) -> None:
+        """The thread of one worker, the only one to start, ask and end it."""
         try:
             worker.start()
         except WorkerStartError as error:
@@ -234,14 +188,20 @@ class WorkerPool:
         while (job := self._next_job(worker)) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
-            outcome = worker.ask(job.request)
-            if outcome.kind == "crashed":
-                self._crashes.record(outcome.error or "")
+            try:
+                outcome = worker.ask(job.request)
+            # The boundary of the thread: whatever happens, somebody awaits the future.
+            except Exception as error:
+                worker.end(grace_s=0.0)
+                job.future.set_exception(error)
+                continue
+            if outcome.kind == "crashed" and outcome.error is not None:
+                self._crashes.record(outcome.error)
             job.future.set_result(outcome)
-        worker.end(grace_s=_EXIT_GRACE_S)
+        worker.end()
 
-    def _next_job(self, worker: _Worker) -> _Job | None:
-        """The next job for a worker that lives, reviving it first; None at the end."""
+    def _next_job(self, worker: WorkerProcess) -> _Job | None:
+        """Revives the worker where needed, then waits for a job; None at the end."""
         while not worker.alive and not self._closing.is_set():
             if self._crashes.may_restart():
                 try:
@@ -249,9 +209,11 @@ class WorkerPool:
                 except WorkerStartError as error:
                     self._crashes.record(str(error))
             elif any(other.alive for other in self._workers):
+                # A worker that cannot run jobs leaves them to those that can.
                 self._closing.wait(_POLL_S)
             else:
                 self._fail_one_job()
+        # No deadline: an idle worker waits for a job, or for the None of `close`.
         return None if self._closing.is_set() else self._jobs.get()
 
     def _fail_one_job(self) -> None:
@@ -270,34 +232,49 @@ class _Job:
     future: Future[Outcome]
 
 
-@dataclass(frozen=True)
-class _Launch:
-    environment: bytes
-    deadline_s: float
-    start_timeout_s: float
-    memory_bytes: int | None
+class _CrashLog:
+    """The crashes of the last minute: what keeps a pool from restarting in a loop."""
 
-    @property
-    def settings(self) -> bytes:
-        return json.dumps(
-            {
-                "deadline_s": self.deadline_s,
-                "start_timeout_s": self.start_timeout_s,
-                "memory_bytes": self.memory_bytes,
-            }
-        ).encode()
-
-
-class _Worker:
-    """One process at a time, the socket to it, and the end of what it wrote."""
-
-    def __init__(self, launch: _Launch) -> None:
-        self._launch = launch
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-        self._output = _Tail()
-        # Guards the process's id against a kill from the closing thread after the
-        # process was waited for, when the id may already be another's.
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._times: deque[float] = deque()
+        self._last_error = ""
         self._lock = threading.Lock()
-        self._killed = False
-        self.alive = False
+
+    def record(self, error: str) -> None:
+        """Notes a crash that happened now."""
+        with self._lock:
+            self._times.append(time.monotonic())
+            self._last_error = error
+
+    def may_restart(self) -> bool:
+        """Whether fewer than the limit happened within the last minute."""
+        with self._lock:
+            while self._times and self._times[0] < time.monotonic() - _CRASH_WINDOW_S:
+                self._times.popleft()
+            return len(self._times) < self._limit
+
+    def describe(self) -> str:
+        """Why nothing is restarted now."""
+        with self._lock:
+            return (
+                f"no worker process is left: {len(self._times)} died within a minute "
+                f"(max_crashes_per_minute={self._limit}), and none is started before "
+                f"that minute is over. The last error: {self._last_error}"
+            )
+
+
+def _pickled(name: str, value: object) -> bytes:
+    try:
+        pickled = pickle.dumps(value)
+    # What pickle raises depends on the object: these are its three ways to say no.
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{name} must pickle, to be sent to a worker process, got: {error}. Use "
+            "functions and classes from the top level of a module"
+        ) from error
+    if len(pickled) > LARGEST_FRAME:
+        raise ValueError(
+            f"{name} must pickle to at most {LARGEST_FRAME} bytes, got {len(pickled)}"
+        )
+    return pickled

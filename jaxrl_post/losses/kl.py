@@ -9,7 +9,7 @@ With d = log policy - log reference at a sampled token, E[d] = KL, and
 
 Dialects of the clamps: verl and NeMo RL clamp k3's log-ratio to +-20 and its result to
 +-10; OpenRLHF clamps the log-ratio of all to +-10; TRL clamps nothing. The gradient
-beyond a clamp is 0.
+beyond a clamp is 0. Gradients flow through the policy alone.
 
 References:
     Schulman, Approximating KL Divergence, http://joschu.net/blog/kl-approx.html, 2020.
@@ -20,8 +20,7 @@ References:
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.losses.ratios import MAX_LOG_RATIO
-from jaxrl_post.losses.sequences import counted
+from jaxrl_post.losses.ratios import MAX_LOG_RATIO, token_log_ratio
 from jaxrl_post.types import Array, Bool, Float
 
 __all__ = ["k1", "k2", "k3", "k3_plus"]
@@ -55,8 +54,10 @@ def k1(
     >>> k1(jnp.array([-1.0]), jnp.array([-3.0]), jnp.array([True])).tolist()
     [2.0]
     """
-    d = _log_ratio(policy_logprobs, reference_logprobs, mask, max_log_ratio)
-    return _bounded("max_value", d, max_value)
+    d = token_log_ratio(
+        policy_logprobs, reference_logprobs, mask, max_log_ratio=max_log_ratio
+    )
+    return _bounded(d, max_value)
 
 
 def k2(
@@ -85,8 +86,10 @@ def k2(
     >>> k2(jnp.array([-1.0]), jnp.array([-3.0]), jnp.array([True])).tolist()
     [2.0]
     """
-    d = _log_ratio(policy_logprobs, reference_logprobs, mask, max_log_ratio)
-    return _bounded("max_value", 0.5 * jnp.square(d), max_value)
+    d = token_log_ratio(
+        policy_logprobs, reference_logprobs, mask, max_log_ratio=max_log_ratio
+    )
+    return _bounded(0.5 * jnp.square(d), max_value)
 
 
 def k3(
@@ -116,9 +119,11 @@ def k3(
     >>> k3(jnp.array([-1.0]), jnp.array([-1.0]), jnp.array([True])).tolist()
     [0.0]
     """
-    d = _log_ratio(policy_logprobs, reference_logprobs, mask, max_log_ratio)
+    d = token_log_ratio(
+        policy_logprobs, reference_logprobs, mask, max_log_ratio=max_log_ratio
+    )
     # expm1 keeps the digits that exp(-d) - 1 loses near d = 0, where training lives.
-    return _bounded("max_value", jnp.expm1(-d) + d, max_value)
+    return _bounded(jnp.expm1(-d) + d, max_value)
 
 
 def k3_plus(
@@ -158,21 +163,13 @@ def k3_plus(
     return jax.lax.stop_gradient(value) + (slope - jax.lax.stop_gradient(slope))
 
 
-def _log_ratio(
-    policy_logprobs: Float[Array, "*shape"],
-    reference_logprobs: Float[Array, "*shape"],
-    mask: Bool[Array, "*shape"],
-    max_log_ratio: float | None,
-) -> Float[Array, "*shape"]:
-    d = counted(policy_logprobs, mask) - counted(reference_logprobs, mask)
-    return _bounded("max_log_ratio", d, max_log_ratio)
-
-
 def _bounded(
-    name: str, values: Float[Array, "*shape"], bound: float | None
+    values: Float[Array, "*shape"], max_value: float | None
 ) -> Float[Array, "*shape"]:
-    if bound is None:
+    if max_value is None:
         return values
-    if bound <= 0:
-        raise ValueError(f"{name} must be > 0, or None for no clamp, got {bound}")
-    return jnp.clip(values, -bound, bound)
+    if max_value <= 0:
+        raise ValueError(
+            f"max_value must be > 0, or None for no clamp, got {max_value}"
+        )
+    return jnp.clip(values, -max_value, max_value)

@@ -23,11 +23,16 @@ __all__ = [
 
 MAX_LOG_RATIO = 20.0
 
+# Stands for -inf, so that the ratio of two impossible tokens is 1 and not NaN.
+_IMPOSSIBLE = -1e30
+
 
 def token_log_ratio(
     policy_logprobs: Float[Array, "*shape"],
     proximal_logprobs: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
+    *,
+    max_log_ratio: float | None = MAX_LOG_RATIO,
 ) -> Float[Array, "*shape"]:
     """Log-ratio of two policies at each token: log p_t - log q_t, clamped.
 
@@ -35,16 +40,26 @@ def token_log_ratio(
         policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats), held constant.
         mask: bool, True where a token counts.
+        max_log_ratio: the result is clamped to +-max_log_ratio; None for no clamp.
 
     Returns:
-        float32 in [-MAX_LOG_RATIO, MAX_LOG_RATIO]; 0 where the mask is False.
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: `max_log_ratio` is not positive.
 
     >>> p, q = jnp.array([-1.0, -99.0]), jnp.array([-1.5, -1.0])
     >>> token_log_ratio(p, q, jnp.array([True, True])).tolist()
     [0.5, -20.0]
     """
     difference = _log_difference(policy_logprobs, proximal_logprobs, mask)
-    return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if max_log_ratio is None:
+        return difference
+    if max_log_ratio <= 0:
+        raise ValueError(
+            f"max_log_ratio must be > 0, or None for no clamp, got {max_log_ratio}"
+        )
+    return jnp.clip(difference, -max_log_ratio, max_log_ratio)
 
 
 def token_ratio(
@@ -166,5 +181,6 @@ def _log_difference(
     mask: Bool[Array, "*shape"],
 ) -> Float[Array, "*shape"]:
     """log p - log q where counted, unclamped; q is held constant."""
-    constant = jax.lax.stop_gradient(proximal_logprobs)
-    return counted(policy_logprobs, mask) - counted(constant, mask)
+    constant = counted(jax.lax.stop_gradient(proximal_logprobs), mask)
+    policy = jnp.maximum(counted(policy_logprobs, mask), _IMPOSSIBLE)
+    return policy - jnp.maximum(constant, _IMPOSSIBLE)

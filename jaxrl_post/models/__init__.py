@@ -9,9 +9,12 @@ from jaxrl_post.models.decoder import (
     param_specs,
     unembedding,
 )
+from jaxrl_post.models.errors import CheckpointError
+from jaxrl_post.models.hf import load_pretrained, save_pretrained
 from jaxrl_post.models.spec import ParamSpec, abstract, initialize
 
 __all__ = [
+    "CheckpointError",
     "DecoderParams",
     "KVCache",
     "ModelConfig",
@@ -20,7 +23,9 @@ __all__ = [
     "abstract",
     "forward",
     "initialize",
+    "load_pretrained",
     "logits",
     "param_specs",
+    "save_pretrained",
     "unembedding",
 ]

@@ -8,7 +8,7 @@ because a token's own key is written before it attends.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxrl_post.types import Array, Float, Int
 __all__ = ["KVCache", "KVView", "LayerCache"]
 
 
+@runtime_checkable
 class KVView(Protocol):
     """What `forward` needs of a cache; see `LayerCache` for one layer's part."""
 

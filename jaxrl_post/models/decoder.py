@@ -233,6 +233,9 @@ def _remat(step: Callable, remat: Remat) -> Callable:
 
 
 def _embed(table: Array, tokens: Array, rules: Rules) -> Array:
+    # Whole rows before the lookup: else the backward pass has to move the activations
+    # from a split of the batch to one of the width.
+    table = constrain(table, ("vocab", "hidden"), rules)
     return constrain(table[tokens], ("batch", "length", "hidden"), rules)
 
 

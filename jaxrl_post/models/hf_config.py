@@ -1,8 +1,8 @@
 """What the families' config.json have in common, read and written.
 
 Two spellings are about. Transformers 4 wrote `rope_theta`, `rope_scaling` and
-`torch_dtype`; transformers 5 writes `rope_parameters` and `dtype` and still reads the old
-keys. Both are read here as transformers 5 reads them, and both are written.
+`torch_dtype`; transformers 5 writes `rope_parameters` and `dtype` and still reads the
+old keys. Both are read here as transformers 5 reads them, and both are written.
 """
 
 from collections.abc import Mapping

@@ -1,12 +1,13 @@
 """How a parameter lies in a tensor on disk: data that works in both directions.
 
 PyTorch stores a linear map as [out, in] with the heads merged into `out`; we hold
-[in, heads, head_dim]. Every difference of this kind is a permutation of dims followed by
+[in, heads, head_dim]. Every such difference is a permutation of dims followed by
 merging neighbours, so it is written down once, over the logical axes of the parameter:
 "(heads head_dim) embed". From that follow the shape on disk, the region of the tensor
 that one shard of the parameter needs, and the way back.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -66,8 +67,10 @@ class Layout:
         Raises:
             ValueError: `text` and `axes` do not name the same axes.
         """
-        names = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", text)]
-        if sorted(sum(names, [])) != sorted(axes):
+        names = [
+            group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", text)
+        ]
+        if sorted(itertools.chain(*names)) != sorted(axes):
             raise ValueError(f"layout: {text!r} must name each axis of {axes} once")
         return cls(shape, tuple(tuple(map(axes.index, group)) for group in names))
 
@@ -79,7 +82,7 @@ class Layout:
     @property
     def order(self) -> tuple[int, ...]:
         """The parameter's dims as they follow one another in the tensor."""
-        return sum(self.groups, ())
+        return tuple(itertools.chain(*self.groups))
 
     def read(self, fetch: Callable[[Index], np.ndarray], index: Index) -> np.ndarray:
         """Reads one shard of the parameter.

@@ -83,7 +83,8 @@ def _yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.head_dim - 1)
     dims = np.arange(config.head_dim // 2, dtype=np.float64)
-    ramp = np.clip((dims - low) / max(high - low, 1e-3), 0.0, 1.0)
+    # Equal bounds are a step; reversed ones (a context below 2 pi) leave all as it is.
+    ramp = np.clip((dims - low) / ((high - low) or 1e-3), 0.0, 1.0)
     return plain * (1 - ramp) + plain / scaling.factor * ramp
 
 

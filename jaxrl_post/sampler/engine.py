@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.models import DecoderParams, ModelConfig
+from jaxrl_post.models import DecoderParams, KVCache, ModelConfig
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.requests import Completion, Request
 from jaxrl_post.sampler.sampling import SamplingArrays
@@ -124,9 +124,9 @@ class Engine:
         return self.scheduler.busy
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes of the KV cache on all devices together."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.cache))
+    def cache(self) -> KVCache:
+        """The KV cache; the next call donates it, so look and let go."""
+        return self._state.cache
 
     def submit(self, request: Request) -> None:
         """Queues a request.
@@ -174,7 +174,7 @@ class Engine:
         for request in requests:
             self.submit(request)
             for index in range(request.num_samples):
-                order[request.prompt_id, index] = len(order)
+                order[request.prompt_id, request.first_sample + index] = len(order)
         done: list[Completion] = []
         while self.busy:
             done += self.step(params, version=version)

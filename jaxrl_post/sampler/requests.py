@@ -65,12 +65,14 @@ class Request:
             determines the noise, whatever else is being sampled.
         prompt: token ids, at least one.
         num_samples: samples of this prompt.
+        first_sample: index of the first of them.
         sampling: how to choose tokens.
     """
 
     prompt_id: int
     prompt: tuple[int, ...]
     num_samples: int = 1
+    first_sample: int = 0
     sampling: SamplingParams = SamplingParams()
 
 
@@ -80,7 +82,7 @@ class Completion:
 
     Attributes:
         prompt_id: of the request.
-        sample_index: 0 .. num_samples - 1.
+        sample_index: first_sample .. first_sample + num_samples - 1.
         tokens: sampled ids, the stop token included.
         logprobs: natural log-probabilities under the full softmax at the request's
             temperature, float32 values; what the trainer computes for the same token.

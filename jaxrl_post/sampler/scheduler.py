@@ -76,7 +76,9 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Appends all samples of a request to the queue."""
-        self._queue.extend((request, index) for index in range(request.num_samples))
+        first = request.first_sample
+        indices = range(first, first + request.num_samples)
+        self._queue.extend((request, index) for index in indices)
 
     def admit(self) -> list[Admission]:
         """Fills free slots, lowest first.

@@ -1,1 +1,1 @@
-"""Training loops and what they leave behind: state, steps, checkpoints, sinks."""
+"""Training: the pure step, the loops around it, checkpoints, and what a person sees."""

@@ -79,18 +79,19 @@ def linear_scale(low: float, high: float, count: int, *, whole: bool = False) ->
 
     Args:
         low: smallest value to show, finite.
-        high: largest value to show, finite, >= `low`; equal ends are spread.
+        high: largest value to show, finite, >= `low`; equal ends are spread by a tenth.
         count: wanted number of intervals, >= 1.
         whole: whether ticks must be integers.
 
     >>> linear_scale(0.13, 0.87, 4).ticks
     (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     >>> linear_scale(3.0, 3.0, 4).ticks
-    (2.0, 2.5, 3.0, 3.5, 4.0)
+    (2.6, 2.8, 3.0, 3.2, 3.4)
     """
-    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-100):
-        margin = 10.0 ** math.floor(math.log10(abs(low))) if low else 1.0
-        low, high = low - margin, high + margin
+    if abs(low) < 1e-100 and abs(high) < 1e-100:
+        low, high = min(low, 0.0), 1.0
+    elif high - low <= 1e-9 * max(abs(low), abs(high)):
+        low, high = low - 0.1 * abs(low), high + 0.1 * abs(high)
     gap = _round_gap((high - low) / count)
     if whole:
         gap = max(1.0, gap)
@@ -221,7 +222,8 @@ def line_chart(
     else:
         marks.append(_path("line", downsample(points), x, y))
     if len(points) <= MAX_DOTS:
-        marks.append(f'<path class="dots" d="{_dots(points, x, y)}"/>')
+        dots = "".join(_dot(float(step), value, x, y) for step, value in points)
+        marks.append(f'<path class="dots" d="{dots}"/>')
     marks += _hovers(points, x, y, form, hovers)
     return _frame("".join(marks), x, y, "log scale" if y.logarithmic else "")
 
@@ -235,24 +237,24 @@ def _means(values: Sequence[float], window: int, y: Scale) -> list[float]:
 
 def _step_scale(steps: tuple[int, int]) -> Scale:
     """Returns a scale that gives every step, the first and the last too, its width."""
-    first, last = steps
+    first, last = float(steps[0]), float(steps[1])
     ticks = linear_scale(first, last, 5, whole=True).ticks
     inside = tuple(tick for tick in ticks if first <= tick <= last)
     return Scale(first - 0.5, last + 0.5, inside if last > first else (first,))
 
 
-def _place(point: tuple[float, float], x: Scale, y: Scale) -> str:
-    return f"{WIDTH * x(point[0]):.0f} {HEIGHT * (1 - y(point[1])):.0f}"
+def _place(step: float, value: float, x: Scale, y: Scale) -> str:
+    return f"{WIDTH * x(step):.0f} {HEIGHT * (1 - y(value)):.0f}"
 
 
 def _path(kind: str, points: Sequence[Point], x: Scale, y: Scale) -> str:
-    places = "L".join(_place(point, x, y) for point in points)
+    places = "L".join(_place(float(step), value, x, y) for step, value in points)
     return f'<path class="{kind}" d="M{places}"/>'
 
 
-def _dots(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:
+def _dot(step: float, value: float, x: Scale, y: Scale) -> str:
     # A line of no length with round caps: a circle would be stretched to an ellipse.
-    return "".join(f"M{_place(point, x, y)}h0" for point in points)
+    return f"M{_place(step, value, x, y)}h0"
 
 
 def _grid(y: Scale) -> str:
@@ -313,7 +315,7 @@ def _hovers(
             )
         strips.append(
             f'<g><rect x="{WIDTH * left:.0f}" width="{WIDTH * (right - left):.0f}" '
-            f'height="{HEIGHT}"/><path d="{_dots([(middle, mean)], x, y)}"/>'
+            f'height="{HEIGHT}"/><path d="{_dot(middle, mean, x, y)}"/>'
             f"<title>{escape(title)}</title></g>"
         )
     return strips
@@ -373,10 +375,9 @@ def stacked_chart(
     marks += [f'<path class="layer l{i}" d="{d}"/>' for i, d in enumerate(paths)]
     if caps:
         marks.append(f'<path class="cut" d="{caps}"/>')
-    highest = max(
-        math.fsum(parts) for parts in zip(*(v for _, v in layers), strict=True)
-    )
-    note = f"cut: up to {form(highest)}" if caps else ""
+    wholes = [math.fsum(parts) for parts in zip(*(v for _, v in layers), strict=True)]
+    highest, when = max(zip(wholes, steps, strict=True))
+    note = f"cut: step {when} took {form(highest)}" if caps else ""
     return _frame("".join(marks + strips), x, y, note)
 
 

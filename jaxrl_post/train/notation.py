@@ -14,7 +14,7 @@ def number(value: float) -> str:
         value: any float; `nan`, `inf` and `-inf` are written as such.
 
     Returns:
-        Text of at most nine characters.
+        Text of at most ten characters.
 
     >>> [number(x) for x in (0.0, 0.43217, 12.0, 1843.2, 18432.0, 7.9e10, -2.5e-5)]
     ['0', '0.432', '12', '1843', '18.4k', '79B', '-2.5e-5']

@@ -175,11 +175,21 @@ def _read(directory: RunDirectory) -> Run:
             f"{directory.metrics} must hold at least one step, got none; "
             "make the report after the first step"
         )
-    description = {}
-    if directory.config.exists():
-        description = json.loads(directory.config.read_text(encoding="utf-8"))
+    description = _read_description(directory.config)
     examples = _read_examples(directory.samples) if directory.samples.exists() else []
     return Run(steps, times, curves, description, examples)
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} must be the JSON of a RunDescription, got {error}; "
+            "write it again, or remove it to make the report without it"
+        ) from error
 
 
 def _read_examples(path: Path) -> list[tuple[dict[str, Any], ...]]:
@@ -187,24 +197,20 @@ def _read_examples(path: Path) -> list[tuple[dict[str, Any], ...]]:
 
     With one evaluation, or with none but training samples, each tuple holds one row.
     """
-    first: dict[str, list[dict[str, Any]]] = {}
-    last: dict[str, list[dict[str, Any]]] = {}
+    first: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
+    last: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
     for row in read_rows(path):
         split = row["split"]
-        if first.setdefault(split, [row])[0]["step"] == row["step"]:
-            if first[split][-1] is not row:
-                first[split].append(row)
-        elif split in last and last[split][0]["step"] == row["step"]:
-            last[split].append(row)
-        else:
-            last[split] = [row]
-    if "eval" not in first:
-        shown = last.get("train", first.get("train", []))
-        return [(row,) for row in shown[:MAX_EXAMPLES]]
-    before = _one_a_task(first["eval"])
-    if "eval" not in last:
+        if not first[split] or first[split][0]["step"] == row["step"]:
+            first[split].append(row)
+        if last[split] and last[split][0]["step"] != row["step"]:
+            last[split] = []
+        last[split].append(row)
+    if not first["eval"]:
+        return [(row,) for row in last["train"][:MAX_EXAMPLES]]
+    before, after = _one_a_task(first["eval"]), _one_a_task(last["eval"])
+    if first["eval"][0]["step"] == last["eval"][0]["step"]:
         return [(row,) for row in list(before.values())[:MAX_EXAMPLES]]
-    after = _one_a_task(last["eval"])
     common = [task for task in before if task in after]
     return [(before[task], after[task]) for task in common[:MAX_EXAMPLES]]
 
@@ -237,8 +243,10 @@ def _header(title: str, run: Run) -> str:
 
 def _dates(first: float, last: float) -> str:
     start, stop = (datetime.fromtimestamp(when, UTC) for when in (first, last))
-    end = f"{stop:%H:%M}" if start.date() == stop.date() else f"{stop:%Y-%m-%d %H:%M}"
-    return f"{start:%Y-%m-%d %H:%M} to {end} UTC"
+    begin, end = f"{start:%Y-%m-%d %H:%M}", f"{stop:%Y-%m-%d %H:%M}"
+    if begin == end:
+        return f"{begin} UTC"
+    return f"{begin} to {end.removeprefix(f'{start:%Y-%m-%d} ')} UTC"
 
 
 def _facts(description: Mapping[str, Any]) -> str:
@@ -250,7 +258,7 @@ def _facts(description: Mapping[str, Any]) -> str:
         "Versions": ", ".join(f"{name} {what}" for name, what in versions.items()),
     }
     if facts["Parameters"]:
-        facts["Parameters"] = notation.number(facts["Parameters"])
+        facts["Parameters"] = notation.number(float(facts["Parameters"]))
     return "".join(
         f"<div><dt>{name}</dt><dd>{text(value)}</dd></div>"
         for name, value in facts.items()
@@ -263,18 +271,17 @@ def _tiles(run: Run) -> str:
     accuracy = _points(run, ACCURACY)
     if accuracy:
         (start, before), (stop, after) = accuracy[0], accuracy[-1]
-        gain = f"{100 * (after - before):+.1f} points, step {start} to {stop}"
-        value = _change(before, after, notation.percent)
-        tiles.append(_tile("Held-out accuracy", value, gain))
-    reward = [value for _, value in _points(run, REWARD)]
+        note = f"{100 * (after - before):+.1f} points, step {start} to {stop}"
+        note = note if stop > start else f"step {start}"
+        value = _change(accuracy, 1, notation.percent)
+        tiles.append(_tile("Held-out accuracy", value, note))
+    reward = _points(run, REWARD)
     if reward:
         count = max(1, len(reward) // 20)
-        before, after = (
-            statistics.mean(reward[:count]),
-            statistics.mean(reward[-count:]),
-        )
-        over = "first and last step" if count == 1 else f"first and last {count} steps"
-        tiles.append(_tile("Reward", _change(before, after, notation.number), over))
+        note = "first and last step" if count == 1 else f"first and last {count} steps"
+        note = note if len(reward) > 1 else f"step {reward[0][0]}"
+        value = _change(reward, count, notation.number)
+        tiles.append(_tile("Reward", value, note))
     for metric, title, form, note in (
         (TOKENS_PER_SECOND, "Tokens per second", notation.number, "median"),
         (STEP_TIME, "Time per step", notation.duration, "median"),
@@ -294,8 +301,15 @@ def _points(run: Run, metric: str) -> list[charts.Point]:
     return run.curves[metric].points if metric in run.curves else []
 
 
-def _change(before: float, after: float, form: Callable[[float], str]) -> str:
-    return f"<i>{text(form(before))} →</i> {text(form(after))}"
+def _change(
+    points: Sequence[charts.Point], count: int, form: Callable[[float], str]
+) -> str:
+    """Writes the means of the first and the last `count` values, or the only value."""
+    values = [value for _, value in points]
+    after = text(form(statistics.mean(values[-count:])))
+    if len(values) == 1:
+        return after
+    return f"<i>{text(form(statistics.mean(values[:count])))} →</i> {after}"
 
 
 def _tile(title: str, value: str, note: str) -> str:
@@ -317,7 +331,8 @@ def _figure(panel: Panel, run: Run, hovers: int = 64) -> str:
     now, chart = "not finite", '<p class="sub">No finite value.</p>'
     if curve.points:
         points = [(step, panel.factor * value) for step, value in curve.points]
-        now = panel.form(points[-1][1])
+        if not curve.missing or curve.missing[-1] < points[-1][0]:
+            now = panel.form(points[-1][1])
         chart = charts.line_chart(
             points,
             run.span,
@@ -329,8 +344,9 @@ def _figure(panel: Panel, run: Run, hovers: int = 64) -> str:
     name = "" if panel.title == panel.metric else f"{panel.metric}"
     below = ", ".join(part for part in (name, panel.unit) if part)
     return (
-        f'<figure class="{panel.width}"><div class="head"><h3>{text(panel.title)}</h3>'
-        f'<b>{text(now)}</b></div><p class="sub">{text(below)}</p>{chart}</figure>\n'
+        f'<figure class="{panel.width}"><figcaption><div class="head">'
+        f"<h3>{text(panel.title)}</h3><b>{text(now)}</b></div>"
+        f'<p class="sub">{text(below)}</p></figcaption>{chart}</figure>\n'
     )
 
 
@@ -352,8 +368,9 @@ def _phases(run: Run) -> str:
     )
     mean = notation.duration(total / len(steps))
     return (
-        '<figure class="most"><div class="head"><h3>Time by phase</h3>'
-        f'<b>{mean}</b></div><p class="sub">time/*, seconds per step, mean</p>'
+        '<figure class="most"><figcaption><div class="head"><h3>Time by phase</h3>'
+        f"<b>{mean}</b></div>"
+        '<p class="sub">time/*, mean seconds per step</p></figcaption>'
         f"{charts.stacked_chart(steps, layers, run.span)}"
         f'<ul class="legend">{legend}</ul></figure>\n'
     )
@@ -391,7 +408,8 @@ def _other_section(run: Run) -> str:
     left = len(others) - MAX_OTHERS
     more = f'<p class="sub">{left} more in metrics.jsonl.</p>' if left > 0 else ""
     return (
-        f'<details class="more"><summary>Other metrics ({len(others)})</summary>'
+        '<details class="fold"><summary>'
+        f"<h2>Other metrics ({len(others)})</h2></summary>"
         f'<div class="grid">{figures}</div>{more}</details>\n'
     )
 
@@ -420,7 +438,8 @@ def _example(rows: Sequence[dict[str, Any]], low: float, high: float) -> str:
         told = "not finite" if reward is None else notation.number(reward)
         cells.append(
             f'<div style="--share:{100 * share:.0f}%"><p class="sub">'
-            f"<span>step {row['step']}</span><span>{text(row['finish_reason'])}</span>"
+            f"<span>step {row['step']}</span>"
+            f"<span>ended: {text(row['finish_reason'])}</span>"
             f"<b>reward {told}</b></p><pre>{_excerpt(row['completion'])}</pre></div>"
         )
     return (
@@ -446,7 +465,7 @@ def _configuration(run: Run) -> str:
         for name, value in _flat("", config)
     )
     return (
-        '<h2>Configuration</h2><details class="config"><summary>As resolved</summary>'
+        '<details class="fold"><summary><h2>Configuration</h2></summary>'
         f"<table>{rows}</table></details>\n"
     )
 
@@ -464,7 +483,8 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
 def _footer(run: Run) -> str:
     return (
         f"<footer>Made by jaxrl_post {text(jaxrl_post.__version__)} from the "
-        f"{len(run.steps)} rows of metrics.jsonl beside this page. Lines with a faint "
-        "twin are centred moving means; the twin is every step. Dotted steps beyond "
-        "what a screen shows are thinned, extremes kept.</footer>\n"
+        f"{len(run.steps)} rows of metrics.jsonl beside this page. Where a line has a "
+        "faint twin, the twin is every step and the line a centred moving mean. Long "
+        "curves are thinned, with their extremes kept. A red band marks steps at which "
+        "a metric was not finite.</footer>\n"
     )

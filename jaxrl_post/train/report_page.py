@@ -101,9 +101,9 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
 .head h3 { flex: 1; min-width: 0; overflow-wrap: anywhere; }
 .head h3 span { color: var(--muted); font-weight: 400; }
 .head b { font-weight: 600; font-size: 14px; }
-figure .sub { margin: 0 0 12px; font-size: 12px; }
+figcaption .sub { margin: 0 0 12px; font-size: 12px; }
 
-.plot { position: relative; display: grid; grid-template: 168px 22px / 42px 1fr;
+.plot { position: relative; display: grid; grid-template: 168px 22px / 46px 1fr;
   padding-right: 10px; font-size: 11.5px; line-height: 14px; color: var(--muted); }
 .half .plot, .most .plot, .tall .plot { grid-template-rows: 220px 22px; }
 .plot svg { display: block; width: 100%; height: 100%; overflow: visible; }
@@ -135,7 +135,7 @@ path.cut { stroke: var(--ink); stroke-width: 5; }
 .l5 { --shade: color-mix(in oklab, var(--muted) 50%, var(--page)); }
 .l6 { --shade: color-mix(in oklab, var(--muted) 22%, var(--page)); }
 path.layer { fill: var(--shade); }
-.legend { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 10px 0 0 42px;
+.legend { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 10px 0 0 46px;
   padding: 0; list-style: none; font-size: 12.5px; }
 .legend i { display: inline-block; width: 10px; height: 10px; margin-right: 6px;
   border-radius: 2px; background: var(--shade); }
@@ -143,7 +143,8 @@ path.layer { fill: var(--shade); }
 
 .example { margin: 24px 0 0; }
 .example .head { margin-bottom: 4px; }
-.pair { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
+.pair { display: grid; gap: 8px 16px;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
 .pair > div { --shade: color-mix(in oklab, var(--good) var(--share), var(--bad));
   padding: 8px 14px 10px; background: var(--soft); border-radius: 6px;
   border-left: 3px solid var(--shade); }
@@ -151,9 +152,11 @@ path.layer { fill: var(--shade); }
 .pair .sub b { margin-left: auto; color: var(--shade); }
 .pair pre, .prompt { max-height: 260px; overflow: auto; }
 .prompt { margin: 0 0 10px; color: var(--muted); max-height: 130px; }
-details > summary { cursor: pointer; padding: 6px 0; font-weight: 600; }
-details.more { margin-top: 32px; }
-details.more > .grid { margin-top: 16px; }
+.fold { margin-top: 48px; padding-top: 16px; border-top: 1px solid var(--rule); }
+.fold + .fold { margin-top: 16px; }
+.fold > summary { cursor: pointer; }
+.fold > summary h2 { display: inline; margin: 0; padding: 0; border: 0; }
+.fold > .grid, .fold > table { margin-top: 16px; }
 table { width: 100%; border-collapse: collapse; font-size: 13px; }
 td, th { padding: 4px 16px 4px 0; border-top: 1px solid var(--rule); text-align: left;
   vertical-align: top; overflow-wrap: anywhere; font-weight: 400; }
@@ -170,7 +173,6 @@ footer { margin-top: 48px; color: var(--muted); font-size: 12.5px; }
   .grid { gap: 28px; }
   .grid > *, .grid > .half, .grid > .most { grid-column: span 6; }
   .half .plot, .most .plot, .tall .plot { grid-template-rows: 180px 22px; }
-  .pair { grid-template-columns: minmax(0, 1fr); gap: 8px; }
   .facts { gap: 10px 28px; }
 }
 @media print {

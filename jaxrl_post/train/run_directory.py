@@ -78,6 +78,22 @@ class RunDirectory:
         """The page that `jaxrl_post.train.report.write_report` makes."""
         return self.path / "report.html"
 
+    def read_config(self) -> dict[str, Any] | None:
+        """The configuration in config.json, None where there is no such file.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        if not self.config.exists():
+            return None
+        try:
+            return json.loads(self.config.read_text(encoding="utf-8"))["config"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.config} is not what a run writes: {error!r}; "
+                "remove it, or use another run directory"
+            ) from error
+
     def describe(self, description: RunDescription) -> None:
         """Writes config.json, whole or not at all, over what is there.
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, SupportsFloat
+from typing import Any, SupportsFloat
 
 from rich.console import Console
 from rich.live import Live
@@ -115,7 +115,7 @@ class MetricsLog:
         self._rows.close()
         self._events.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -178,13 +178,17 @@ class Sample:
         finish_reason: why generation ended, for example "stop" or "length".
     """
 
-    split: Literal["train", "eval"]
+    split: str
     task_id: str
     sample_index: int
     prompt: str
     completion: str
     reward: float
     finish_reason: str
+
+    def __post_init__(self) -> None:
+        if self.split not in ("train", "eval"):
+            raise ValueError(f"split must be 'train' or 'eval', got {self.split!r}")
 
 
 class SampleLog:
@@ -233,7 +237,7 @@ class SampleLog:
         """Closes the file; closing twice is fine."""
         self._rows.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "SampleLog":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -286,7 +290,7 @@ class Progress:
         # The median of the last steps: a compilation or a checkpoint hardly moves it.
         self._paces: deque[float] = deque(maxlen=20)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Progress":
         self._started = self._clock()
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             live = Live(

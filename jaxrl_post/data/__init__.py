@@ -1,0 +1,1 @@
+"""Text to tokens, tokens to packed rows."""

@@ -1,0 +1,30 @@
+"""A tokenizer as episodes use it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxrl_post.data import chat
+from jaxrl_post.data.tokenizer import Tokenizer
+
+__all__ = ["Codec"]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Messages to tokens, sampled tokens to text."""
+
+    tokenizer: Tokenizer
+
+    def render(self, messages: Sequence[chat.Turn]) -> tuple[int, ...]:
+        """Tokens of a conversation, up to the assistant's answer."""
+        return chat.render(self.tokenizer, messages)
+
+    def reply(
+        self, before: Sequence[chat.Turn], messages: Sequence[chat.Turn]
+    ) -> tuple[int, ...]:
+        """Tokens that further messages add after the assistant's turn."""
+        return chat.render_reply(self.tokenizer, before, messages)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of sampled tokens, without special tokens."""
+        return self.tokenizer.decode(tokens)

@@ -1,0 +1,27 @@
+"""Tasks, rewards, and the processes that compute them. Nothing here imports jax."""
+
+from jaxrl_post.envs.catalog import make
+from jaxrl_post.envs.env import (
+    Environment,
+    Message,
+    NeedsPreparation,
+    Step,
+    Task,
+    TaskSequence,
+    response,
+)
+from jaxrl_post.envs.workers import Outcome, WorkerPool, WorkerStartError
+
+__all__ = [
+    "Environment",
+    "Message",
+    "NeedsPreparation",
+    "Outcome",
+    "Step",
+    "Task",
+    "TaskSequence",
+    "WorkerPool",
+    "WorkerStartError",
+    "make",
+    "response",
+]

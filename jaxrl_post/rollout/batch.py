@@ -1,0 +1,53 @@
+"""Groups to training sequences."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxrl_post.data import packing
+from jaxrl_post.rollout.types import Group
+
+__all__ = ["advantages", "sequences"]
+
+
+def advantages(
+    groups: Sequence[Group], estimator: Callable[..., np.ndarray]
+) -> np.ndarray:
+    """Applies a group advantage estimator to the rewards.
+
+    Args:
+        groups: of equal size.
+        estimator: an algorithm's `advantages`, (rewards, valid) [groups, samples].
+
+    Returns:
+        float32 [groups, samples]; what it says about failed rollouts is not used.
+    """
+    rewards = np.stack([group.rewards for group in groups])
+    valid = np.stack([group.valid for group in groups])
+    return np.asarray(estimator(rewards, valid), np.float32)
+
+
+def sequences(groups: Sequence[Group], values: np.ndarray) -> list[packing.Sequence]:
+    """Makes one training sequence of every rollout that did not fail.
+
+    Args:
+        groups: as for `advantages`.
+        values: float32 [groups, samples], the advantage of each rollout; all tokens
+            that the policy produced get it.
+    """
+    made = []
+    for group, row in zip(groups, values, strict=True):
+        for rollout, advantage in zip(group.rollouts, row, strict=True):
+            if rollout.reward is None:
+                continue
+            mask = np.asarray(rollout.loss_mask, np.bool_)
+            made.append(
+                packing.Sequence(
+                    tokens=np.asarray(rollout.tokens, np.int32),
+                    loss_mask=mask,
+                    behavior_logprobs=np.asarray(rollout.logprobs, np.float32),
+                    advantages=np.where(mask, advantage, 0).astype(np.float32),
+                    versions=np.asarray(rollout.versions, np.int32),
+                )
+            )
+    return made

@@ -1,0 +1,42 @@
+"""Groups that were sampled and judged but not yet trained on."""
+
+import collections
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxrl_post.rollout.types import Group
+
+__all__ = ["GroupBuffer"]
+
+
+class GroupBuffer:
+    """First in, first out; part of every checkpoint.
+
+    >>> buffer = GroupBuffer()
+    >>> buffer.extend([Group(3, ()), Group(4, ())])
+    >>> [group.prompt_id for group in buffer.take(1)], len(buffer)
+    ([3], 1)
+    """
+
+    def __init__(self, groups: Iterable[Group] = ()) -> None:
+        self._groups = collections.deque(groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def extend(self, groups: Iterable[Group]) -> None:
+        """Appends groups."""
+        self._groups.extend(groups)
+
+    def take(self, count: int) -> list[Group]:
+        """Removes and returns the oldest groups, `count` or as many as there are."""
+        return [self._groups.popleft() for _ in range(min(count, len(self)))]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """A JSON value from which `from_json` restores the buffer."""
+        return [group.to_json() for group in self._groups]
+
+    @classmethod
+    def from_json(cls, value: Sequence[dict[str, Any]]) -> "GroupBuffer":
+        """Restores what `to_json` made."""
+        return cls(Group.from_json(group) for group in value)

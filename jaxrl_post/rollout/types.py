@@ -1,0 +1,115 @@
+"""What rollouts are made of."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl_post.sampler.requests import Completion, Request
+
+__all__ = ["Generator", "Group", "Rollout"]
+
+
+class Generator(Protocol):
+    """What the rollout needs of a sampler; its parameters are bound already."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are waiting or running."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Queues a request."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Works for a short, bounded time; returns what has finished."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One episode. The five token sequences are aligned, one entry a token.
+
+    Attributes:
+        prompt_id: unique in a run; the samples of one group share it.
+        sample_index: within the group.
+        task_id: of the environment's task.
+        tokens: prompt, the policy's turns and the environment's, as the sampler saw
+            them; never re-tokenised.
+        loss_mask: True where the policy produced the token.
+        logprobs: the sampler's, 0 where the mask is False.
+        log_masses: log-mass kept by truncated sampling, 0 where the mask is False.
+        versions: of the parameters that sampled the token, -1 elsewhere.
+        reward: sum over the turns; None for a rollout that failed.
+        error: why it failed; "" otherwise.
+        finish_reason: of the last turn.
+        prompt_text: the first prompt.
+        response_text: the policy's last turn.
+        metrics: the environment's.
+    """
+
+    prompt_id: int
+    sample_index: int
+    task_id: int
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    log_masses: tuple[float, ...]
+    versions: tuple[int, ...]
+    reward: float | None
+    error: str
+    finish_reason: str
+    prompt_text: str
+    response_text: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy produced."""
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt, ordered by sample index."""
+
+    prompt_id: int
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32 [samples]; 0 where a rollout failed."""
+        return np.array([r.reward or 0.0 for r in self.rollouts], np.float32)
+
+    @property
+    def valid(self) -> np.ndarray:
+        """bool [samples]; False where a rollout failed."""
+        return np.array([r.reward is not None for r in self.rollouts], np.bool_)
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether its rewards differ: without that it teaches nothing."""
+        rewards = self.rewards[self.valid]
+        return rewards.size > 1 and bool(np.ptp(rewards) > 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value from which `from_json` restores the group exactly."""
+        return {
+            "prompt_id": self.prompt_id,
+            "rollouts": [dataclasses.asdict(rollout) for rollout in self.rollouts],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Group":
+        """Restores what `to_json` made."""
+
+        def rollout(fields: Mapping[str, Any]) -> Rollout:
+            return Rollout(
+                **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+            )
+
+        rollouts: Sequence[Rollout] = [rollout(fields) for fields in value["rollouts"]]
+        return cls(value["prompt_id"], tuple(rollouts))

@@ -1,0 +1,162 @@
+"""Checkpoints through Orbax: asynchronous, atomic, restorable onto another mesh."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import orbax.checkpoint as ocp
+from grain.checkpoint import CheckpointRestore, CheckpointSave
+
+from jaxrl_post.train.state import TrainState
+from jaxrl_post.types import PyTree
+
+__all__ = ["CheckpointError", "Checkpoints", "abstract_state"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read."""
+
+
+def abstract_state(shapes: TrainState, layout: TrainState) -> TrainState:
+    """Shapes and dtypes with shardings: what `Checkpoints.restore` fills in.
+
+    Args:
+        shapes: from `jax.eval_shape`.
+        layout: of the mesh to restore onto, which may be another than that of the run
+            that saved.
+    """
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        shapes,
+        layout,
+    )
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    A checkpoint is written to a temporary directory and renamed when complete, so that
+    one which is there is whole. The last `keep` are kept.
+
+    Args:
+        directory: where; made if missing.
+        keep: how many to keep, >= 1.
+        deadline_s: seconds to wait for one to be written.
+    """
+
+    def __init__(
+        self, directory: Path, *, keep: int = 2, deadline_s: float = 600.0
+    ) -> None:
+        self.directory = directory
+        self._manager = ocp.CheckpointManager(
+            directory.absolute(),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep,
+                enable_async_checkpointing=True,
+                async_options=ocp.options.AsyncOptions(timeout_secs=int(deadline_s)),
+            ),
+        )
+
+    def latest(self) -> int | None:
+        """Step of the newest whole checkpoint, None where there is none."""
+        return self._manager.latest_step()
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        iterator: grain.DatasetIterator,
+        meta: Mapping[str, Any],
+    ) -> None:
+        """Starts to write a checkpoint; returns once the arrays are copied.
+
+        Args:
+            step: of the run; greater than that of the last one.
+            state: may be donated as soon as this returns.
+            iterator: of the training tasks.
+            meta: JSON values.
+
+        Raises:
+            CheckpointError: this or the last save failed, on a full disk for example;
+                the checkpoints before are whole.
+        """
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(_as_dict(state)),
+                    data=CheckpointSave(iterator),
+                    meta=ocp.args.JsonSave(dict(meta)),
+                ),
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._failed(step, error) from error
+
+    def wait(self) -> None:
+        """Waits until what `save` started is on the disk.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._failed(None, error) from error
+
+    def restore(
+        self, step: int, abstract: TrainState, iterator: grain.DatasetIterator
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Reads a checkpoint onto the shardings of `abstract`; winds the iterator.
+
+        Raises:
+            CheckpointError: it does not fit, or cannot be read.
+        """
+        try:
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(_as_dict(abstract)),
+                    data=CheckpointRestore(iterator),
+                    meta=ocp.args.JsonRestore(),
+                ),
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise CheckpointError(
+                f"checkpoint: step {step} in {self.directory} cannot be restored: "
+                f"{error}. Was it made with another model or optimizer? Use another "
+                "run directory to start over"
+            ) from error
+        structure = jax.tree.structure(abstract)
+        leaves = jax.tree.leaves(_ordered(restored.state, _as_dict(abstract)))
+        return jax.tree.unflatten(structure, leaves), restored.meta
+
+    def close(self) -> None:
+        """Waits for what is being written and releases the threads."""
+        self.wait()
+        self._manager.close()
+
+    def _failed(self, step: int | None, error: Exception) -> CheckpointError:
+        what = (
+            "the last checkpoint" if step is None else f"the checkpoint of step {step}"
+        )
+        return CheckpointError(
+            f"checkpoint: {what} could not be written to {self.directory}: {error}. "
+            f"Step {self.latest()} is whole; free space there and run again to resume"
+        )
+
+
+def _as_dict(state: TrainState) -> dict[str, PyTree]:
+    """Plain containers, so that a checkpoint does not depend on our classes."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in leaves
+    }
+
+
+def _ordered(found: Mapping[str, PyTree], wanted: Mapping[str, PyTree]) -> list[PyTree]:
+    return [found[name] for name in wanted]

@@ -1,0 +1,260 @@
+"""The configuration of a run: frozen dataclasses, one field one fact.
+
+`launch` makes command-line options of them; recipes are functions that return one.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxrl_post.models.decoder import Remat
+from jaxrl_post.train.state import OptimizerConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "EvalConfig",
+    "RLConfig",
+    "RolloutConfig",
+    "SFTConfig",
+    "UpdateConfig",
+]
+
+
+class ConfigError(ValueError):
+    """A configuration that contradicts itself or what is there."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Files of environments that read some (gsm8k).
+
+    Attributes:
+        path: JSONL file of the training tasks.
+        eval_path: JSONL file of the held-out tasks; default: a part of `path`.
+        on_bad_row: stop at a malformed row, or skip, count and report it.
+    """
+
+    path: str | None = None
+    eval_path: str | None = None
+    on_bad_row: Literal["fail", "skip"] = "fail"
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How samples are drawn and judged.
+
+    Attributes:
+        prompts_per_step: groups in a training batch.
+        samples_per_prompt: samples in a group.
+        max_prompt_tokens: longest prompt; a longer one stops the run before it starts.
+        max_tokens: most tokens of a completion, the stop token included.
+        temperature: > 0; part of the policy.
+        top_k: as SamplingParams.
+        top_p: as SamplingParams.
+        min_p: as SamplingParams.
+        stop_strings: as SamplingParams.
+        num_slots: samples that decode at once; 0 for a whole step's.
+        steps_per_call: decoding steps between two looks of the host; 0 chooses.
+        dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
+            differ (DAPO); groups beyond that wait for the next step.
+        max_draws: with dynamic sampling, prompts drawn for a step at most, as a
+            multiple of `prompts_per_step`; after that the step makes do.
+        reward_workers: processes that judge.
+        reward_deadline_s: seconds for one judgement.
+        max_failed_share: stop the run if more of a step's rollouts fail.
+        deadline_s: seconds for all rollouts of a step.
+    """
+
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    max_prompt_tokens: int = 64
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
+    num_slots: int = 0
+    steps_per_call: int = 0
+    dynamic_sampling: bool = False
+    max_draws: int = 4
+    reward_workers: int = 1
+    reward_deadline_s: float = 10.0
+    max_failed_share: float = 0.25
+    deadline_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Which algorithm, and what departs from its paper's defaults (None keeps them).
+
+    Attributes:
+        name: of `jaxrl_post.algorithms`.
+        clip_low: lower clip; cispo's lower ratio bound.
+        clip_high: upper clip; cispo's upper ratio bound.
+        kl_coefficient: weight of the KL to the reference policy; 0 needs no reference.
+        kl_estimator: of that term.
+        importance_cap: cap of the weights that correct the sampler's mismatch; 0 turns
+            the correction off.
+    """
+
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"] = "grpo"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    kl_coefficient: float = 0.0
+    kl_estimator: Literal["k2", "k3", "k3_plus"] = "k3"
+    importance_cap: float = 2.0
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """How a batch becomes optimizer steps.
+
+    Attributes:
+        minibatches: optimizer steps per pass over the batch.
+        epochs: passes over the batch.
+        row_tokens: length of a packed row; 0 for longest prompt plus completion.
+        microbatch_tokens: tokens of one forward and backward pass, padding included.
+        remat: what the backward pass keeps of a layer; "full" saves the most memory.
+    """
+
+    minibatches: int = 1
+    epochs: int = 1
+    row_tokens: int = 0
+    microbatch_tokens: int = 4096
+    remat: Remat = "none"
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Held-out accuracy: one greedy sample a task.
+
+    Attributes:
+        every: steps between evaluations; 0 for the first and last step alone.
+        num_tasks: held-out tasks.
+        show: completions of these that are logged.
+    """
+
+    every: int = 25
+    num_tasks: int = 128
+    show: int = 8
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save.
+
+    Attributes:
+        every: steps between checkpoints; the last step is always saved.
+        keep: checkpoints kept.
+    """
+
+    every: int = 25
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Supervised fine-tuning on an environment's demonstrations.
+
+    Attributes:
+        run_dir: where everything goes.
+        resume: go on from the newest checkpoint in `run_dir`, if there is one.
+        seed: of initial weights and data order.
+        mesh: such as "dp4,tp8"; default: all devices on dp.
+        model: a Hugging Face directory, or a preset: demo, tiny, small.
+        dtype: of the parameters; None for the checkpoint's own, float32 for a preset.
+        env: arithmetic, gsm8k, reasoning-gym:<task>, or <module>:<factory>, with
+            options as in arithmetic?level=2.
+        data: files.
+        steps: optimizer steps.
+        examples_per_step: demonstrations of a step.
+        max_tokens: longest prompt plus demonstration.
+        log_every: steps between rows of metrics.
+        optimizer: AdamW.
+        update: microbatches; `minibatches` and `epochs` must be 1.
+        checkpoint: when to save.
+    """
+
+    run_dir: str = "runs/sft"
+    resume: bool = True
+    seed: int = 0
+    mesh: str = ""
+    model: str = "demo"
+    dtype: Literal["float32", "bfloat16"] | None = None
+    env: str = "arithmetic"
+    data: DataConfig = field(default_factory=DataConfig)
+    steps: int = 200
+    examples_per_step: int = 64
+    max_tokens: int = 128
+    log_every: int = 10
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-3, warmup_steps=20)
+    )
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps that a preset takes before reinforcement learning.
+
+    A randomly initialised model writes noise, which no reward can tell apart; a few
+    supervised steps teach it what an answer looks like. A model that was loaded from a
+    directory gets none.
+
+    Attributes:
+        steps: optimizer steps; 0 for none.
+        examples_per_step: demonstrations of a step.
+        learning_rate: peak.
+    """
+
+    steps: int = 0
+    examples_per_step: int = 64
+    learning_rate: float = 2e-3
+
+
+@dataclass(frozen=True)
+class RLConfig:
+    """Group-based policy optimisation.
+
+    Attributes:
+        run_dir: where everything goes.
+        resume: go on from the newest checkpoint in `run_dir`, if there is one.
+        seed: of initial weights, data order and sampling noise.
+        mesh: such as "dp4,tp8"; default: all devices on dp.
+        model: a Hugging Face directory, or a preset: demo, tiny, small.
+        dtype: of the parameters; None for the checkpoint's own, float32 for a preset.
+        env: arithmetic, gsm8k, reasoning-gym:<task>, or <module>:<factory>, with
+            options as in arithmetic?level=2.
+        data: files.
+        steps: batches of rollouts to train on.
+        log_samples: training completions logged at each evaluation.
+        algorithm: what is optimised.
+        rollout: how samples are drawn and judged.
+        update: how a batch becomes optimizer steps.
+        optimizer: AdamW.
+        eval: held-out accuracy.
+        checkpoint: when to save.
+        warm_start: supervised steps of a preset.
+    """
+
+    run_dir: str = "runs/grpo"
+    resume: bool = True
+    seed: int = 0
+    mesh: str = ""
+    model: str = "demo"
+    dtype: Literal["float32", "bfloat16"] | None = None
+    env: str = "arithmetic"
+    data: DataConfig = field(default_factory=DataConfig)
+    steps: int = 200
+    log_samples: int = 8
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)

@@ -1,0 +1,145 @@
+"""Binds the pure train step to a mesh: compiles it, feeds it, checks the numbers."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post.sharding import partition_spec
+from jaxrl_post.train import step as pure
+from jaxrl_post.train.state import TrainState
+from jaxrl_post.types import PyTree, TokenBatch, rows
+
+__all__ = ["DivergenceError", "Learner"]
+
+
+class DivergenceError(RuntimeError):
+    """A loss or gradient that is not finite; no optimizer step was taken."""
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Optimizer steps over packed batches of any number of rows.
+
+    Attributes:
+        policy: how log-probs come from parameters.
+        objective: an algorithm's, or a supervised one.
+        optimizer: optax.
+        max_grad_norm: for clipping.
+        layout: TrainState of shardings, from `state.shardings`.
+        mesh: of the parameters.
+        microbatch_rows: rows of one program call; a multiple of the batch's split.
+    """
+
+    policy: pure.Policy
+    objective: pure.ObjectiveFn
+    optimizer: optax.GradientTransformation
+    max_grad_norm: float
+    layout: TrainState
+    mesh: Mesh
+    microbatch_rows: int
+
+    def update(
+        self, state: TrainState, batch: TokenBatch, *, where: str
+    ) -> tuple[TrainState, dict[str, float]]:
+        """Takes one optimizer step over all rows of a batch.
+
+        Args:
+            state: donated; do not use it again.
+            batch: NumPy arrays; its rows are a multiple of `microbatch_rows`.
+            where: names the step in an error.
+
+        Returns:
+            The state after the step, and scalar metrics. A batch in which no token
+            counts leaves the state as it is.
+
+        Raises:
+            DivergenceError: the loss or the gradient is not finite; `state` was not
+                donated and the parameters are unchanged.
+        """
+        total = None
+        for piece in self._microbatches(batch):
+            if total is None:
+                total = self._empty(state.params, piece)
+            total = self._accumulate(state.params, total, piece)
+        if total is None:
+            raise ValueError(f"{where}: the batch has no rows")
+        metrics = {name: float(m.mean()) for name, m in total.metrics.items()}
+        metrics["train/loss"] = float(total.loss.mean())
+        metrics["train/grad_norm"] = float(self._grad_norm(total))
+        for name in ("train/loss", "train/grad_norm"):
+            if not math.isfinite(metrics[name]):
+                raise DivergenceError(
+                    f"{where}: {name} is {metrics[name]}; no optimizer step was taken "
+                    "and the last checkpoint is good. Lower the learning rate, or look "
+                    "at this step's samples"
+                )
+        if float(total.loss.count) == 0:
+            return state, metrics
+        return self._apply(state, total), metrics
+
+    def logprobs(self, params: PyTree, batch: TokenBatch) -> np.ndarray:
+        """Log-probs of the tokens that the mask marks, float32 [rows, length]."""
+        pieces = [self._score(params, piece) for piece in self._microbatches(batch)]
+        return np.concatenate([np.asarray(piece) for piece in pieces])
+
+    def _microbatches(self, batch: TokenBatch) -> Iterator[TokenBatch]:
+        size = self.microbatch_rows
+        if batch.shape[0] % size:
+            raise ValueError(
+                f"batch: rows must be a multiple of microbatch_rows={size}; "
+                f"got {batch.shape[0]}"
+            )
+        for first in range(0, batch.shape[0], size):
+            yield jax.device_put(rows(batch, first, first + size), self._batch_sharding)
+
+    @functools.cached_property
+    def _batch_sharding(self) -> NamedSharding:
+        spec = partition_spec(
+            (self.microbatch_rows,),
+            ("batch",),
+            self.mesh,
+            self.policy.rules,
+            name="microbatch rows",
+        )
+        return NamedSharding(self.mesh, spec)
+
+    def _jit(self, function: Callable, out: PyTree, donate: tuple[int, ...] = ()):
+        return jax.jit(function, out_shardings=out, donate_argnums=donate)
+
+    @functools.cached_property
+    def _accumulator_layout(self) -> pure.Accumulator:
+        replicated = NamedSharding(self.mesh, P())
+        return pure.Accumulator(self.layout.params, replicated, replicated)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def _empty(self) -> Callable:
+        run = functools.partial(pure.empty_accumulator, self.policy, self.objective)
+        return self._jit(run, self._accumulator_layout)
+
+    @functools.cached_property
+    def _accumulate(self) -> Callable:
+        run = functools.partial(pure.accumulate, self.policy, self.objective)
+        return self._jit(run, self._accumulator_layout, donate=(1,))
+
+    @functools.cached_property
+    def _apply(self) -> Callable:
+        run = functools.partial(pure.apply, self.optimizer, self.max_grad_norm)
+        return self._jit(run, self.layout, donate=(0,))
+
+    @functools.cached_property
+    def _grad_norm(self) -> Callable:
+        return self._jit(pure.grad_norm, NamedSharding(self.mesh, P()))
+
+    @functools.cached_property
+    def _score(self) -> Callable:
+        def run(params: PyTree, batch: TokenBatch) -> jax.Array:
+            return pure.score(self.policy, params, batch).logprob
+
+        return self._jit(run, NamedSharding(self.mesh, P()))

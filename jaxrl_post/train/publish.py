@@ -1,0 +1,80 @@
+"""Handing the trainer's parameters to the sampler."""
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxrl_post.sampler.engine import Engine
+from jaxrl_post.sampler.requests import Completion, Request
+from jaxrl_post.types import Array, PyTree
+
+__all__ = ["Published", "buffer_pointers", "publish"]
+
+
+class Published:
+    """A sampler with one version of the parameters bound to it.
+
+    Lives for as long as that version does: the next optimizer step takes its arrays.
+
+    Args:
+        engine: which holds no parameters of its own.
+        params: of the version.
+        version: recorded with every token.
+        bytes_moved: what publishing cost, over all devices.
+    """
+
+    def __init__(
+        self, engine: Engine, params: PyTree, version: int, bytes_moved: int
+    ) -> None:
+        self.engine, self.params = engine, params
+        self.version, self.bytes_moved = version, bytes_moved
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are waiting or running."""
+        return self.engine.busy
+
+    def submit(self, request: Request) -> None:
+        """Queues a request."""
+        self.engine.submit(request)
+
+    def step(self) -> list[Completion]:
+        """Decodes a burst with the bound parameters."""
+        return self.engine.step(self.params, version=self.version)
+
+
+def publish(
+    engine: Engine, params: PyTree, version: int, shardings: PyTree | None = None
+) -> Published:
+    """Binds parameters to the sampler.
+
+    On the trainer's own mesh the very arrays are handed over and nothing moves. With
+    `shardings` of another layout each array is resharded, one after the other.
+
+    Args:
+        engine: the sampler.
+        params: the trainer's arrays.
+        version: optimizer steps taken.
+        shardings: tree of the sampler's shardings; None for the trainer's.
+    """
+    if shardings is None:
+        return Published(engine, params, version, 0)
+    moved = 0
+
+    def place(leaf: Array, sharding: NamedSharding) -> Array:
+        nonlocal moved
+        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            return leaf
+        placed = jax.device_put(leaf, sharding)
+        moved += sum(shard.data.nbytes for shard in placed.addressable_shards)
+        return placed
+
+    return Published(engine, jax.tree.map(place, params, shardings), version, moved)
+
+
+def buffer_pointers(tree: PyTree) -> list[tuple[int, int]]:
+    """(device id, address) of every shard here, to show that nothing was copied."""
+    return [
+        (shard.device.id, shard.data.unsafe_buffer_pointer())
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    ]

@@ -1,0 +1,420 @@
+"""The loop: roll out, judge, score, update, publish; again and again."""
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_post import algorithms
+from jaxrl_post.algorithms import Algorithm
+from jaxrl_post.data import packing
+from jaxrl_post.data.codec import Codec
+from jaxrl_post.envs import Environment, WorkerPool
+from jaxrl_post.losses import kl
+from jaxrl_post.rollout import batch as batching
+from jaxrl_post.rollout.buffer import GroupBuffer
+from jaxrl_post.rollout.machine import Limits
+from jaxrl_post.rollout.runner import Runner
+from jaxrl_post.rollout.types import Group
+from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
+from jaxrl_post.train.config import AlgorithmConfig, ConfigError, RLConfig
+from jaxrl_post.train.learner import Learner
+from jaxrl_post.train.publish import Published, publish
+from jaxrl_post.train.session import Model
+from jaxrl_post.train.state import TrainState
+from jaxrl_post.types import PyTree, TokenBatch
+
+__all__ = [
+    "Evaluation",
+    "FailedRolloutsError",
+    "Trainer",
+    "make_algorithm",
+    "make_engine",
+    "make_runner",
+]
+
+# Held-out prompts get ids that training never reaches.
+EVAL_IDS = 2**31
+
+
+class FailedRolloutsError(RuntimeError):
+    """More rollouts of a step failed than the configuration allows."""
+
+
+def make_algorithm(config: AlgorithmConfig, max_tokens: int) -> Algorithm:
+    """Builds the algorithm that a configuration names.
+
+    Raises:
+        ConfigError: a clip for rloo, which has none.
+    """
+    estimators = {"k2": kl.k2, "k3": kl.k3, "k3_plus": kl.k3_plus}
+    options: dict[str, Any] = {
+        "kl_coefficient": config.kl_coefficient,
+        "kl_estimator": estimators[config.kl_estimator],
+        "importance_cap": config.importance_cap or None,
+    }
+    low, high = (
+        ("ratio_low", "ratio_high")
+        if config.name == "cispo"
+        else (
+            "clip_low",
+            "clip_high",
+        )
+    )
+    clips = {low: config.clip_low, high: config.clip_high}
+    given = {name: value for name, value in clips.items() if value is not None}
+    if config.name == "rloo" and given:
+        raise ConfigError("--algorithm.clip-*: rloo does not clip; drop the option")
+    build = {
+        "grpo": algorithms.grpo,
+        "dr_grpo": functools.partial(algorithms.dr_grpo, denominator=float(max_tokens)),
+        "dapo": algorithms.dapo,
+        "gspo": algorithms.gspo,
+        "cispo": algorithms.cispo,
+        "rloo": algorithms.rloo,
+    }[config.name]
+    return build(**options, **given)
+
+
+@dataclass
+class Evaluation:
+    """Held-out tasks, answered greedily.
+
+    Attributes:
+        accuracy: mean reward, in the environment's units.
+        groups: one of one rollout a task.
+        seconds: that it took.
+    """
+
+    accuracy: float
+    groups: list[Group]
+    seconds: float
+
+
+@dataclass
+class Trainer:
+    """One run's moving parts; each `step` is one batch of rollouts and its updates.
+
+    Attributes:
+        config: of the run.
+        model: as it was opened; the parameters that train are in `state`.
+        environment: tasks.
+        algorithm: what is optimised.
+        learner: optimizer steps.
+        engine: the sampler.
+        runner: episodes.
+        state: of training.
+        reference: frozen parameters, None where the algorithm needs none.
+        indices: iterator over training tasks.
+        buffer: groups that wait for the next step.
+        drawn: prompts drawn so far; numbers them.
+        phases: seconds of the step in progress.
+    """
+
+    config: RLConfig
+    model: Model
+    environment: Environment
+    algorithm: Algorithm
+    learner: Learner
+    engine: Engine
+    runner: Runner
+    state: TrainState
+    reference: PyTree | None
+    indices: grain.DatasetIterator
+    buffer: GroupBuffer = field(default_factory=GroupBuffer)
+    drawn: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def step(self, number: int) -> tuple[dict[str, float], list[Group]]:
+        """Collects one batch and takes its optimizer steps.
+
+        Args:
+            number: of the step, from 1.
+
+        Returns:
+            Scalar metrics, and the groups that were trained on.
+
+        Raises:
+            DivergenceError: a loss or gradient is not finite; nothing was updated by
+                that optimizer step.
+            FailedRolloutsError: too many rollouts failed.
+            RolloutTimeoutError: the rollouts took too long.
+        """
+        begin = time.perf_counter()
+        self.phases = {}
+        with self._phase("publish"):
+            published = self.publish()
+        groups, metrics = self._collect(published, number)
+        values = batching.advantages(groups, self._estimate)
+        sequences = batching.sequences(groups, values)
+        metrics |= _rollout_metrics(groups, values, published.version)
+        metrics["publish/bytes_moved"] = float(published.bytes_moved)
+        metrics |= self._update(sequences, number)
+        seconds = time.perf_counter() - begin
+        metrics |= {f"time/{name}": s for name, s in self.phases.items()}
+        metrics["time/step"] = seconds
+        sampled = sum(r.num_sampled for g in groups for r in g.rollouts)
+        metrics["throughput/tokens_per_second"] = sampled / seconds
+        metrics["sampler/compilations"] = float(self.engine.compilations.total())
+        return metrics, groups
+
+    def publish(self) -> Published:
+        """Binds the current parameters to the sampler; on one mesh nothing moves."""
+        return publish(self.engine, self.state.params, int(self.state.step))
+
+    def evaluate(self) -> Evaluation:
+        """Answers the held-out tasks greedily. Leaves no trace in the training."""
+        begin = time.perf_counter()
+        tasks = self.environment.tasks("eval")
+        count = min(self.config.eval.num_tasks, len(tasks))
+        numbered = [(EVAL_IDS + i, tasks[i]) for i in range(count)]
+        sampling = self._sampling(temperature=0.0)
+        groups = self.runner.run(self.publish(), numbered, 1, sampling)
+        rewards = [float(group.rewards[0]) for group in groups]
+        seconds = time.perf_counter() - begin
+        return Evaluation(float(np.mean(rewards)), groups, seconds)
+
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint holds beside arrays and the iterator: JSON values."""
+        return {
+            "drawn": self.drawn,
+            "seed": self.config.seed,
+            "buffer": self.buffer.to_json(),
+        }
+
+    def load_meta(self, meta: dict[str, Any]) -> None:
+        """Takes up what `meta` gave."""
+        self.drawn = meta["drawn"]
+        self.buffer = GroupBuffer.from_json(meta["buffer"])
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - begin
+            self.phases[name] = self.phases.get(name, 0.0) + spent
+
+    def _estimate(self, rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        return np.asarray(
+            self.algorithm.advantages(jnp.asarray(rewards), jnp.asarray(valid))
+        )
+
+    def _sampling(self, **changes: float) -> SamplingParams:
+        rollout = self.config.rollout
+        options: dict[str, Any] = {
+            "temperature": rollout.temperature,
+            "top_k": rollout.top_k,
+            "top_p": rollout.top_p,
+            "min_p": rollout.min_p,
+        }
+        if changes:
+            options = changes
+        return SamplingParams(
+            max_tokens=rollout.max_tokens,
+            stop_ids=self.model.tokenizer.stop_ids[: self.engine.sizes.max_stop_ids],
+            stop_strings=rollout.stop_strings,
+            **options,
+        )
+
+    def _draw(self, count: int) -> list[tuple[int, Any]]:
+        """The next tasks, each with an id that no other draw of the run has."""
+        tasks = self.environment.tasks("train")
+        numbered = []
+        for _ in range(count):
+            numbered.append((self.drawn, tasks[int(next(self.indices))]))
+            self.drawn += 1
+        return numbered
+
+    def _collect(
+        self, published: Published, number: int
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Samples until there are enough groups to train on."""
+        rollout, sampled = self.config.rollout, []
+        wanted = rollout.prompts_per_step
+        for _ in range(rollout.max_draws if rollout.dynamic_sampling else 1):
+            missing = wanted - len(self.buffer)
+            if missing <= 0:
+                break
+            # All of a step's slots are filled again, so that a refill costs no more
+            # than its own decoding; what is left over serves the next step.
+            count = wanted if rollout.dynamic_sampling else missing
+            new = self.runner.run(
+                published,
+                self._draw(count),
+                rollout.samples_per_prompt,
+                self._sampling(),
+            )
+            sampled += new
+            keep = new
+            if rollout.dynamic_sampling:
+                keep = [group for group in new if group.has_spread]
+            self.buffer.extend(keep)
+        for name in ("rollout", "reward"):
+            spent = self.runner.seconds[name]
+            self.phases[name] = self.phases.get(name, 0.0) + spent
+            self.runner.seconds[name] = 0.0
+        metrics = self._sampling_metrics(sampled, number)
+        groups = self.buffer.take(wanted)
+        if not groups:
+            raise FailedRolloutsError(
+                f"step {number}: none of {len(sampled)} groups had rewards that differ; "
+                "turn --rollout.dynamic-sampling off, or choose tasks that the model "
+                "solves sometimes"
+            )
+        return groups, metrics
+
+    def _sampling_metrics(
+        self, sampled: Sequence[Group], number: int
+    ) -> dict[str, float]:
+        """Rewards of everything that was sampled, before any filter."""
+        rollouts = [r for group in sampled for r in group.rollouts]
+        if not rollouts:
+            return {}
+        failed = [r for r in rollouts if r.reward is None]
+        share = len(failed) / len(rollouts)
+        if share > self.config.rollout.max_failed_share:
+            raise FailedRolloutsError(
+                f"step {number}: {len(failed)} of {len(rollouts)} rollouts failed, more "
+                f"than the share of {self.config.rollout.max_failed_share:g} that "
+                f"--rollout.max-failed-share allows. The first: {failed[0].error}"
+            )
+        rewards = [r.reward for r in rollouts if r.reward is not None]
+        metrics = {
+            "reward/mean": float(np.mean(rewards)),
+            "reward/std": float(np.std(rewards)),
+            "rollout/failed": float(len(failed)),
+            "rollout/groups_with_spread": float(
+                np.mean([group.has_spread for group in sampled])
+            ),
+        }
+        for name in sorted({name for r in rollouts for name in r.metrics}):
+            values = [r.metrics[name] for r in rollouts if name in r.metrics]
+            metrics[f"env/{name}"] = float(np.mean(values))
+        return metrics
+
+    def _update(
+        self, sequences: list[packing.Sequence], number: int
+    ) -> dict[str, float]:
+        """Takes the optimizer steps of a batch; metrics are means over them."""
+        update = self.config.update
+        pieces = self._minibatches(sequences, number)
+        needs_proximal = update.minibatches * update.epochs > 1
+        with self._phase("logprobs"):
+            pieces = [self._scored(piece, needs_proximal) for piece in pieces]
+        collected: list[dict[str, float]] = []
+        with self._phase("train"):
+            for epoch in range(update.epochs):
+                for index, piece in enumerate(pieces):
+                    where = f"step {number}, epoch {epoch + 1}, minibatch {index + 1}"
+                    self.state, metrics = self.learner.update(
+                        self.state, piece, where=where
+                    )
+                    collected.append(metrics)
+            jax.block_until_ready(self.state.params)
+        names = collected[0]
+        return {
+            name: float(np.mean([metrics[name] for metrics in collected]))
+            for name in names
+        }
+
+    def _minibatches(
+        self, sequences: list[packing.Sequence], number: int
+    ) -> list[TokenBatch]:
+        """Packs a batch as many times as it gets optimizer steps in a pass."""
+        count = min(self.config.update.minibatches, max(len(sequences), 1))
+        if count > 1:
+            order = np.random.default_rng([self.config.seed, number])
+            sequences = [sequences[i] for i in order.permutation(len(sequences))]
+        length = self.row_tokens(self.config)
+        rows = self.learner.microbatch_rows
+        return [packing.pack(sequences[i::count], length, rows) for i in range(count)]
+
+    def _scored(self, batch: TokenBatch, needs_proximal: bool) -> TokenBatch:
+        if needs_proximal:
+            proximal = self.learner.logprobs(self.state.params, batch)
+            batch = batch.replace(proximal_logprobs=proximal)  # type: ignore[attr-defined]
+        if self.reference is not None:
+            reference = self.learner.logprobs(self.reference, batch)
+            batch = batch.replace(reference_logprobs=reference)  # type: ignore[attr-defined]
+        return batch
+
+    @staticmethod
+    def row_tokens(config: RLConfig) -> int:
+        """Length of a packed row."""
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
+        length = config.update.row_tokens or -(-longest // 8) * 8
+        if length < longest:
+            raise ConfigError(
+                f"--update.row-tokens: must be at least the longest prompt plus "
+                f"completion, {longest}; got {length}"
+            )
+        return length
+
+
+def _rollout_metrics(
+    groups: Sequence[Group], values: np.ndarray, version: int
+) -> dict[str, float]:
+    """Facts about the rollouts that are trained on."""
+    rollouts = [r for group in groups for r in group.rollouts if r.reward is not None]
+    lengths = [r.num_sampled for r in rollouts]
+    stopped = [r.finish_reason != "length" for r in rollouts]
+    ages = [version - max(r.versions) for r in rollouts]
+    masses = [
+        m
+        for r in rollouts
+        for m, on in zip(r.log_masses, r.loss_mask, strict=True)
+        if on
+    ]
+    return {
+        "reward/trained_mean": float(np.mean([r.reward for r in rollouts])),
+        "rollout/completion_length": float(np.mean(lengths)),
+        "rollout/completion_length_max": float(np.max(lengths)),
+        "rollout/stopped_fraction": float(np.mean(stopped)),
+        "rollout/staleness": float(np.mean(ages)),
+        "rollout/kept_mass": float(np.mean(np.exp(masses))),
+        "advantage/mean": float(np.mean(values)),
+        "advantage/std": float(np.std(values)),
+    }
+
+
+def make_engine(config: RLConfig, model: Model) -> Engine:
+    """Makes the sampler of a run, with sizes that follow from the configuration."""
+    rollout, shape = config.rollout, model.mesh.shape
+    split = shape["dp"] * shape["fsdp"]
+    slots = rollout.num_slots or rollout.prompts_per_step * rollout.samples_per_prompt
+    calls = -(-rollout.max_tokens // 16)
+    sizes = EngineConfig(
+        num_slots=-(-slots // split) * split,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_tokens=rollout.max_tokens,
+        steps_per_call=rollout.steps_per_call or -(-rollout.max_tokens // calls),
+        max_stop_ids=max(4, len(model.tokenizer.stop_ids)),
+    )
+    return Engine(
+        model.config,
+        sizes,
+        seed=config.seed,
+        dtype=model.dtype,
+        mesh=model.mesh,
+        rules=model.rules,
+        detokenize=model.tokenizer.decode,
+    )
+
+
+def make_runner(config: RLConfig, model: Model, judges: WorkerPool) -> Runner:
+    """Makes the episode runner of a run."""
+    return Runner(
+        codec=Codec(model.tokenizer),
+        judges=judges,
+        limits=Limits(max_prompt_tokens=config.rollout.max_prompt_tokens),
+        deadline_s=config.rollout.deadline_s,
+    )

@@ -1,0 +1,516 @@
+"""Runs from the first line to the report: files, checkpoints, signals."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl_post import models
+from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.envs import Environment, WorkerPool, WorkerStartError
+from jaxrl_post.rollout.runner import RolloutTimeoutError
+from jaxrl_post.rollout.types import Group
+from jaxrl_post.train import sft
+from jaxrl_post.train import state as training
+from jaxrl_post.train.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    abstract_state,
+)
+from jaxrl_post.train.config import ConfigError, RLConfig, SFTConfig, UpdateConfig
+from jaxrl_post.train.learner import DivergenceError, Learner
+from jaxrl_post.train.report import write_report
+from jaxrl_post.train.rl import (
+    Evaluation,
+    FailedRolloutsError,
+    Trainer,
+    make_algorithm,
+    make_engine,
+    make_runner,
+)
+from jaxrl_post.train.run_directory import RunDescription, RunDirectory
+from jaxrl_post.train.session import (
+    Model,
+    check_prompts,
+    layout_table,
+    make_environment,
+    open_model,
+    versions,
+)
+from jaxrl_post.train.sinks import ACCURACY, MetricsLog, Progress, Sample, SampleLog
+from jaxrl_post.train.state import OptimizerConfig, TrainState
+from jaxrl_post.train.step import Policy
+from jaxrl_post.types import PyTree
+
+__all__ = ["RUN_ERRORS", "Outcome", "run_rl", "run_sft"]
+
+# What ends a run with a message that says it all. (ValueError covers configuration,
+# mesh, data and checkpoint contents.)
+RUN_ERRORS = (
+    ValueError,
+    OSError,
+    CheckpointError,
+    DivergenceError,
+    FailedRolloutsError,
+    RolloutTimeoutError,
+    WorkerStartError,
+)
+
+# What may differ between a run and its continuation without changing what is trained.
+FREE_TO_CHANGE = (
+    "run_dir", "resume", "mesh", "steps", "log_samples", "log_every", "eval",
+    "checkpoint", "update.microbatch_tokens", "update.remat", "rollout.reward_workers",
+    "rollout.reward_deadline_s", "rollout.deadline_s", "rollout.max_failed_share",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step: last step that was finished.
+        completed: False where it was stopped before its last step.
+        model: directory of the trained model, None where it was stopped.
+        report: the page to look at, None where there is none.
+    """
+
+    step: int
+    completed: bool
+    model: Path | None
+    report: Path | None
+
+
+def run_rl(
+    config: RLConfig,
+    *,
+    console: Console,
+    command: str,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Trains by group-based policy optimisation, from scratch or from a checkpoint.
+
+    Args:
+        config: of the run.
+        console: for people.
+        command: the command line, for the report.
+        should_stop: asked after each step; True saves and ends the run.
+
+    Raises:
+        ConfigError: before anything is compiled.
+        MeshError: likewise.
+        DivergenceError, FailedRolloutsError, RolloutTimeoutError, CheckpointError: the
+            last checkpoint is whole.
+    """
+    if config.steps < 1:
+        raise ConfigError(f"--steps: must be at least 1; got {config.steps}")
+    directory = RunDirectory(Path(config.run_dir))
+    environment = make_environment(config.env, config.data)
+    initial = directory.path / "initial"
+    source = str(initial) if _can_resume(directory, config) else config.model
+    model = open_model(
+        source,
+        mesh=config.mesh,
+        dtype=config.dtype,
+        seed=config.seed,
+        environment=environment,
+    )
+    check_prompts(
+        environment,
+        model.tokenizer,
+        config.rollout.max_prompt_tokens,
+        "--rollout.max-prompt-tokens",
+    )
+    with ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(model.mesh))
+        checkpoints = stack.enter_context(_checkpoints(directory, config))
+        if checkpoints.latest() is None:
+            model = _warm_started(config, model, environment, console)
+            if model.preset:
+                models.save_pretrained(
+                    initial, model.config, model.params, tokenizer=model.tokenizer
+                )
+        judges = stack.enter_context(
+            WorkerPool(
+                environment,
+                config.rollout.reward_workers,
+                deadline_s=config.rollout.reward_deadline_s,
+            )
+        )
+        trainer = _trainer(config, model, environment, judges)
+        _print_layout(console, trainer)
+        return _rl_loop(
+            config, directory, trainer, checkpoints, console, command, should_stop
+        )
+
+
+def run_sft(
+    config: SFTConfig,
+    *,
+    console: Console,
+    command: str,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Trains on an environment's demonstrations; arguments and errors as `run_rl`."""
+    if config.update.minibatches != 1 or config.update.epochs != 1:
+        raise ConfigError("--update.minibatches, --update.epochs: must be 1 for SFT")
+    directory = RunDirectory(Path(config.run_dir))
+    environment = make_environment(config.env, config.data)
+    model = open_model(
+        config.model,
+        mesh=config.mesh,
+        dtype=config.dtype,
+        seed=config.seed,
+        environment=environment,
+    )
+    row_tokens = config.update.row_tokens or -(-config.max_tokens // 8) * 8
+    with ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(model.mesh))
+        checkpoints = stack.enter_context(_checkpoints(directory, config))
+        learner, state = _learner(
+            model,
+            sft.next_token_objective,
+            config.optimizer,
+            config.update,
+            num_steps=config.steps,
+            row_tokens=row_tokens,
+        )
+        indices = task_indices(len(environment.tasks("train")), config.seed)
+        first, latest = 0, checkpoints.latest()
+        if latest is not None:
+            first = latest
+            state, _ = checkpoints.restore(
+                latest, abstract_state(jax.eval_shape(lambda: state), learner.layout),
+                indices,
+            )  # fmt: skip
+        _describe(directory, config, model, command)
+        metrics_log = stack.enter_context(
+            MetricsLog(directory, resume_step=-1 if latest is None else latest)
+        )
+        progress = stack.enter_context(Progress(console, total_steps=config.steps))
+        stopped = False
+
+        def on_step(number: int, state: TrainState, metrics: dict[str, float]) -> bool:
+            nonlocal first, stopped
+            first, stopped = number, should_stop()
+            last = number == config.steps or stopped
+            if number % config.log_every == 0 or last:
+                metrics_log.write(number, metrics)
+            progress.update(number, metrics)
+            if number % config.checkpoint.every == 0 or last:
+                checkpoints.save(number, state, indices, {"seed": config.seed})
+            return stopped
+
+        data = sft.batches(
+            environment,
+            model.tokenizer,
+            indices,
+            examples=config.examples_per_step,
+            row_tokens=row_tokens,
+            row_multiple=learner.microbatch_rows,
+        )
+        state = sft.train(
+            learner, state, data, first=first + 1, last=config.steps, on_step=on_step
+        )
+        checkpoints.wait()
+    return _finish(directory, model, state, first, completed=first >= config.steps)
+
+
+def _rl_loop(
+    config: RLConfig,
+    directory: RunDirectory,
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    console: Console,
+    command: str,
+    should_stop: Callable[[], bool],
+) -> Outcome:
+    latest = checkpoints.latest()
+    if latest is not None:
+        shapes = jax.eval_shape(lambda: trainer.state)
+        abstract = abstract_state(shapes, trainer.learner.layout)
+        trainer.state, meta = checkpoints.restore(latest, abstract, trainer.indices)
+        trainer.load_meta(meta)
+        console.print(f"resumed at step {latest} of {config.steps}")
+    _describe(directory, config, trainer.model, command)
+    step, stopped = latest or 0, False
+    resume_step = -1 if latest is None else latest
+    with (
+        MetricsLog(directory, resume_step=resume_step) as metrics_log,
+        SampleLog(directory, resume_step=resume_step) as sample_log,
+        Progress(console, total_steps=config.steps) as progress,
+    ):
+        if latest is None:
+            evaluation = trainer.evaluate()
+            metrics_log.write(0, _evaluated(evaluation))
+            sample_log.write(0, _samples("eval", evaluation.groups, config.eval.show))
+        saving = 0.0
+        while step < config.steps and not stopped:
+            step += 1
+            metrics, groups = trainer.step(step)
+            metrics["time/checkpoint"] = saving
+            stopped = should_stop()
+            last = step == config.steps or stopped
+            if (config.eval.every and step % config.eval.every == 0) or last:
+                evaluation = trainer.evaluate()
+                metrics |= _evaluated(evaluation)
+                shown = _samples("eval", evaluation.groups, config.eval.show)
+                shown += _samples("train", groups, config.log_samples)
+                sample_log.write(step, shown)
+            # The row first: a run that dies before the checkpoint drops it again.
+            metrics_log.write(step, metrics)
+            progress.update(step, metrics)
+            begin = time.perf_counter()
+            if step % config.checkpoint.every == 0 or last:
+                checkpoints.save(step, trainer.state, trainer.indices, trainer.meta())
+            saving = time.perf_counter() - begin
+        checkpoints.wait()
+    return _finish(
+        directory, trainer.model, trainer.state, step, completed=step >= config.steps
+    )
+
+
+def _can_resume(directory: RunDirectory, config: RLConfig) -> bool:
+    return config.resume and (directory.path / "initial" / "config.json").is_file()
+
+
+@contextmanager
+def _checkpoints(
+    directory: RunDirectory, config: RLConfig | SFTConfig
+) -> Iterator[Checkpoints]:
+    """Opens a run's checkpoints; checks that they are this run's."""
+    if not config.resume and directory.config.exists():
+        raise ConfigError(
+            f"--no-resume: {directory.path} holds a run already; choose another "
+            "--run-dir, or remove it"
+        )
+    _check_same_run(directory, config)
+    checkpoints = Checkpoints(
+        directory.path / "checkpoints", keep=config.checkpoint.keep
+    )
+    try:
+        yield checkpoints
+    finally:
+        checkpoints.close()
+
+
+def _check_same_run(directory: RunDirectory, config: RLConfig | SFTConfig) -> None:
+    """Refuses to continue a run with another configuration."""
+    saved = directory.read_config()
+    if saved is None:
+        return
+    before, now = _flat(saved), _flat(dataclasses.asdict(config))
+    changed = [
+        f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+        and not any(
+            name == free or name.startswith(f"{free}.") for free in FREE_TO_CHANGE
+        )
+    ]
+    if changed:
+        raise ConfigError(
+            f"--run-dir: {directory.path} holds a run with another configuration; "
+            f"{'; '.join(changed[:5])}. Give the same options to resume it, or another "
+            "--run-dir"
+        )
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            flat |= _flat(item, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = list(item) if isinstance(item, tuple) else item
+    return flat
+
+
+def _learner(
+    model: Model,
+    objective: Callable,
+    optimizer_config: OptimizerConfig,
+    update: UpdateConfig,
+    *,
+    num_steps: int,
+    row_tokens: int,
+    temperature: float = 1.0,
+) -> tuple[Learner, TrainState]:
+    optimizer = training.make_optimizer(optimizer_config, model.specs, num_steps)
+    layout = training.shardings(
+        model.specs,
+        optimizer,
+        model.mesh,
+        model.rules,
+        narrow=model.dtype != jnp.float32,
+    )
+    shape = model.mesh.shape
+    split = shape["dp"] * shape["fsdp"]
+    rows = max(1, update.microbatch_tokens // row_tokens)
+    learner = Learner(
+        policy=Policy(model.config, temperature, update.remat, model.rules),
+        objective=objective,
+        optimizer=optimizer,
+        max_grad_norm=optimizer_config.max_grad_norm,
+        layout=layout,
+        mesh=model.mesh,
+        microbatch_rows=-(-rows // split) * split,
+    )
+    return learner, training.create(model.params, optimizer, layout)
+
+
+def _trainer(
+    config: RLConfig, model: Model, environment: Environment, judges: WorkerPool
+) -> Trainer:
+    algorithm = make_algorithm(config.algorithm, config.rollout.max_tokens)
+    reference = _copy(model.params) if algorithm.needs_reference else None
+    learner, state = _learner(
+        model,
+        algorithm.objective,
+        config.optimizer,
+        config.update,
+        num_steps=config.steps * config.update.minibatches * config.update.epochs,
+        row_tokens=Trainer.row_tokens(config),
+        temperature=config.rollout.temperature,
+    )
+    return Trainer(
+        config=config,
+        model=model,
+        environment=environment,
+        algorithm=algorithm,
+        learner=learner,
+        engine=make_engine(config, model),
+        runner=make_runner(config, model, judges),
+        state=state,
+        reference=reference,
+        indices=task_indices(len(environment.tasks("train")), config.seed),
+    )
+
+
+def _copy(params: PyTree) -> PyTree:
+    """Arrays of their own: the trainer donates the originals to its first update."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def _warm_started(
+    config: RLConfig, model: Model, environment: Environment, console: Console
+) -> Model:
+    """Takes the supervised steps that a preset begins with; nothing else does."""
+    warm = config.warm_start
+    if not (model.preset and warm.steps):
+        return model
+    row_tokens = Trainer.row_tokens(config)
+    learner, state = _learner(
+        model,
+        sft.next_token_objective,
+        OptimizerConfig(learning_rate=warm.learning_rate, warmup_steps=20),
+        config.update,
+        num_steps=warm.steps,
+        row_tokens=row_tokens,
+    )
+    data = sft.batches(
+        environment,
+        model.tokenizer,
+        task_indices(len(environment.tasks("train")), config.seed),
+        examples=warm.examples_per_step,
+        row_tokens=row_tokens,
+        row_multiple=learner.microbatch_rows,
+    )
+    losses: list[float] = []
+
+    def on_step(number: int, state: TrainState, metrics: dict[str, float]) -> bool:
+        losses.append(metrics["train/loss"])
+        return False
+
+    begin = time.perf_counter()
+    state = sft.train(learner, state, data, first=1, last=warm.steps, on_step=on_step)
+    console.print(
+        f"warm start: {warm.steps} supervised steps in "
+        f"{time.perf_counter() - begin:.0f} s, loss {losses[0]:.2f} to {losses[-1]:.2f}"
+    )
+    return dataclasses.replace(model, params=state.params)
+
+
+def _describe(
+    directory: RunDirectory,
+    config: RLConfig | SFTConfig,
+    model: Model,
+    command: str,
+) -> None:
+    directory.path.mkdir(parents=True, exist_ok=True)
+    mesh = ",".join(f"{name}{size}" for name, size in model.mesh.shape.items())
+    directory.describe(
+        RunDescription(
+            command=command,
+            model=config.model,
+            num_parameters=model.num_parameters,
+            mesh=mesh,
+            versions=versions(),
+            config=dataclasses.asdict(config),
+        )
+    )
+
+
+def _print_layout(console: Console, trainer: Trainer) -> None:
+    table = Table("", "", "MiB a device", box=None, pad_edge=False)
+    table.columns[2].justify = "right"
+    rows = layout_table(
+        trainer.model,
+        trainer.config.update,
+        rows=trainer.learner.microbatch_rows,
+        row_tokens=Trainer.row_tokens(trainer.config),
+        optimizer=(trainer.state.opt_state, trainer.state.master),
+        reference=trainer.reference,
+        cache=trainer.engine.cache,
+    )
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _evaluated(evaluation: Evaluation) -> dict[str, float]:
+    return {ACCURACY: evaluation.accuracy, "time/eval": evaluation.seconds}
+
+
+def _samples(split: Any, groups: Sequence[Group], count: int) -> list[Sample]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return [
+        Sample(
+            split=split,
+            task_id=str(rollout.task_id),
+            sample_index=rollout.sample_index,
+            prompt=rollout.prompt_text,
+            completion=rollout.response_text,
+            reward=float("nan") if rollout.reward is None else rollout.reward,
+            finish_reason=rollout.finish_reason
+            if rollout.reward is not None
+            else "failed",
+        )
+        for rollout in rollouts[:count]
+    ]
+
+
+def _finish(
+    directory: RunDirectory,
+    model: Model,
+    state: TrainState,
+    step: int,
+    *,
+    completed: bool,
+) -> Outcome:
+    """Writes the model, once training is complete, and the report, always."""
+    saved = None
+    if completed:
+        saved = directory.path / "model"
+        models.save_pretrained(
+            saved, model.config, state.params, tokenizer=model.tokenizer
+        )
+    return Outcome(step, completed, saved, write_report(directory))

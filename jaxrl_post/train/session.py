@@ -1,0 +1,255 @@
+"""What every run opens first: mesh, environment, model, tokenizer, and their layout."""
+
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_post import envs, models
+from jaxrl_post.data import chat
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.envs import Environment
+from jaxrl_post.models import DecoderParams, ModelConfig, ParamSpec
+from jaxrl_post.sharding import (
+    DEFAULT_RULES,
+    Rules,
+    create_mesh,
+    named_shardings,
+    per_device_bytes,
+)
+from jaxrl_post.train.config import ConfigError, DataConfig, UpdateConfig
+from jaxrl_post.types import Array, PyTree
+
+__all__ = ["PRESETS", "Model", "layout_table", "make_environment", "open_model"]
+
+# Randomly initialised models for machines without an accelerator. "tiny" and "small"
+# are the shapes of the benchmark.
+PRESETS: Mapping[str, ModelConfig] = {
+    "demo": ModelConfig(
+        "qwen2", 512, 128, 384, 3, num_heads=4, num_kv_heads=2, max_length=1024,
+        qkv_bias=True, tie_embeddings=True,
+    ),
+    "tiny": ModelConfig(
+        "qwen2", 512, 256, 688, 4, num_heads=8, num_kv_heads=4, max_length=1024,
+        qkv_bias=True, tie_embeddings=True,
+    ),
+    "small": ModelConfig(
+        "qwen2", 32000, 512, 1376, 8, num_heads=8, num_kv_heads=4, max_length=4096,
+        qkv_bias=True, tie_embeddings=True,
+    ),
+}  # fmt: skip
+
+# Texts from which a preset's tokenizer is learned.
+TOKENIZER_TEXTS = 2000
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its tokenizer, on a mesh.
+
+    Attributes:
+        name: the directory or preset.
+        config: hyperparameters.
+        specs: tree of ParamSpecs.
+        params: sharded arrays.
+        tokenizer: of the model.
+        mesh: where it is.
+        rules: how it lies there.
+        preset: whether it was initialised rather than loaded.
+    """
+
+    name: str
+    config: ModelConfig
+    specs: DecoderParams[ParamSpec]
+    params: DecoderParams[Array]
+    tokenizer: Tokenizer
+    mesh: Mesh
+    rules: Rules
+    preset: bool
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, shared ones once."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype."""
+        return self.params.embedding.dtype
+
+
+def make_environment(spec: str, data: DataConfig) -> Environment:
+    """Makes an environment; `data` gives files to those that read some.
+
+    Raises:
+        ConfigError: `data.path` for an environment without files, or none for gsm8k.
+        ValueError: as `envs.make`.
+    """
+    name = spec.partition("?")[0]
+    if name != "gsm8k":
+        for field in ("path", "eval_path"):
+            if getattr(data, field) is not None:
+                raise ConfigError(
+                    f"--data.{field}: the environment {name!r} reads no file; drop the "
+                    "option, or use --env gsm8k"
+                )
+        return envs.make(spec)
+    if data.path is None:
+        raise ConfigError(
+            "--data.path: gsm8k needs a JSONL file with the fields question and answer"
+        )
+    options = {"path": data.path, "on_bad_row": data.on_bad_row}
+    if data.eval_path is not None:
+        options["eval_path"] = data.eval_path
+    return envs.make(spec, options=options)
+
+
+def open_model(
+    name: str,
+    *,
+    mesh: str,
+    dtype: str | None,
+    seed: int,
+    environment: Environment,
+    rules: Rules = DEFAULT_RULES,
+) -> Model:
+    """Loads a model directory, or initialises a preset with a tokenizer of its own.
+
+    Args:
+        name: a Hugging Face directory or a key of PRESETS.
+        mesh: such as "dp4,tp8".
+        dtype: of the parameters, None for the checkpoint's own.
+        seed: of a preset's weights.
+        environment: whose texts a preset's tokenizer is learned from.
+        rules: logical axis to mesh axes.
+
+    Raises:
+        ConfigError: no such directory or preset.
+        MeshError: the mesh fits neither the devices nor the model; before anything is
+            read or compiled.
+    """
+    device_mesh = create_mesh(mesh)
+    if Path(name).is_dir():
+        tokenizer = Tokenizer.from_directory(name)
+        wanted = None if dtype is None else jnp.dtype(dtype)
+        config, params = models.load_pretrained(
+            name, mesh=device_mesh, rules=rules, dtype=wanted
+        )
+        specs = models.param_specs(config)
+    elif name in PRESETS:
+        config = PRESETS[name]
+        specs = models.param_specs(config)
+        named_shardings(specs, device_mesh, rules)
+        tokenizer = _learn_tokenizer(environment, config.vocab_size)
+        wanted = jnp.dtype(dtype or "float32")
+        params = models.initialize(
+            jax.random.key(seed), specs, wanted, device_mesh, rules
+        )
+    else:
+        raise ConfigError(
+            f"--model: {name!r} is neither a directory nor a preset; presets are "
+            f"{', '.join(PRESETS)}"
+        )
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"--model: the tokenizer of {name} has {tokenizer.vocab_size} ids, the "
+            f"model only {config.vocab_size} embeddings; they do not belong together"
+        )
+    return Model(
+        name, config, specs, params, tokenizer, device_mesh, rules, name in PRESETS
+    )
+
+
+def _learn_tokenizer(environment: Environment, vocab_size: int) -> Tokenizer:
+    tasks = environment.tasks("train")
+    texts = []
+    for task in tasks[: min(len(tasks), TOKENIZER_TEXTS)]:
+        texts += [message.content for message in task.messages]
+        texts.append(environment.demonstration(task) or "")
+    return Tokenizer.train(texts, vocab_size=min(vocab_size, 1024))
+
+
+def check_prompts(
+    environment: Environment, tokenizer: Tokenizer, limit: int, option: str
+) -> None:
+    """Checks that no prompt of the environment is too long, before anything runs.
+
+    Looks at up to 10,000 tasks of each split.
+
+    Raises:
+        ConfigError: an empty split, or a prompt of more than `limit` tokens.
+    """
+    for split in ("train", "eval"):
+        tasks = environment.tasks(split)
+        if len(tasks) == 0:
+            raise ConfigError(
+                f"--env: {environment.name} has no {split} tasks; the data set is empty"
+            )
+        for index in range(min(len(tasks), 10_000)):
+            size = len(chat.render(tokenizer, tasks[index].messages))
+            if size > limit:
+                raise ConfigError(
+                    f"{option}: {split} task {index} of {environment.name} has "
+                    f"{size} prompt tokens, more than {limit}; raise the option"
+                )
+
+
+def layout_table(
+    model: Model,
+    update: UpdateConfig,
+    *,
+    rows: int,
+    row_tokens: int,
+    optimizer: PyTree,
+    reference: PyTree | None,
+    cache: PyTree | None,
+) -> list[tuple[str, str, str]]:
+    """(what, how it lies, MiB a device) of everything that takes memory.
+
+    Activations are an estimate; the rest is exact.
+    """
+    axes = ", ".join(f"{name}={size}" for name, size in model.mesh.shape.items())
+    parts = [
+        ("parameters", f"{model.num_parameters:,} {model.dtype}", model.params),
+        ("optimizer", "float32 moments and master weights", optimizer),
+        ("reference", "frozen parameters", reference),
+        ("KV cache", "of all slots", cache),
+    ]
+    table = [("mesh", axes, "")]
+    for name, what, tree in parts:
+        if tree is not None:
+            table.append((name, what, f"{per_device_bytes(tree) / 2**20:,.1f}"))
+    estimate = _activation_bytes(model, update, rows, row_tokens)
+    what = f"estimate: {rows} rows of {row_tokens} tokens, remat {update.remat}"
+    table.append(("activations", what, f"{estimate / 2**20:,.1f}"))
+    return table
+
+
+def _activation_bytes(
+    model: Model, update: UpdateConfig, rows: int, row_tokens: int
+) -> int:
+    config, shape = model.config, model.mesh.shape
+    tokens = rows * row_tokens // (shape["dp"] * shape["fsdp"])
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    kept = {
+        "full": config.hidden_size,
+        "dots": 3 * config.hidden_size
+        + (heads + 2 * config.intermediate_size) // shape["tp"],
+        "none": 6 * config.hidden_size
+        + (2 * heads + 4 * config.intermediate_size) // shape["tp"]
+        + 2 * config.num_heads * row_tokens // shape["tp"],
+    }[update.remat]
+    return tokens * kept * config.num_layers * model.dtype.itemsize
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxrl_post")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    device = jax.devices()[0].device_kind
+    return {"python": platform.python_version(), **found, "device": device}

@@ -1,0 +1,199 @@
+"""The pure train step: accumulate over microbatches, then apply.
+
+Sums and counts are accumulated, never means, so the gradient does not depend on how a
+batch is split. `accumulate` and `apply` are two programs of fixed shape; a batch may have
+any number of microbatches.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxrl_post.algorithms.objective import Objective
+from jaxrl_post.kernels.token_logprob import TokenLogprob, token_logprob
+from jaxrl_post.metrics import Metric, masked
+from jaxrl_post.models import ModelConfig, forward, unembedding
+from jaxrl_post.models.decoder import Remat
+from jaxrl_post.sharding import DEFAULT_RULES, Rules
+from jaxrl_post.train.state import TrainState
+from jaxrl_post.types import Array, Float, PyTree, TokenBatch
+
+__all__ = [
+    "Accumulator",
+    "Policy",
+    "accumulate",
+    "apply",
+    "empty_accumulator",
+    "score",
+    "train_step",
+]
+
+ObjectiveFn = Callable[[Float[Array, "rows length"], TokenBatch], Objective]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How log-probabilities come from parameters; static.
+
+    Attributes:
+        config: of the model.
+        temperature: at which the samples were drawn; part of the policy.
+        remat: what the backward pass keeps.
+        rules: sharding of activations.
+    """
+
+    config: ModelConfig
+    temperature: float = 1.0
+    remat: Remat = "none"
+    rules: Rules = DEFAULT_RULES
+
+
+@struct.dataclass
+class Accumulator:
+    """Sums over the microbatches of one optimizer step; all float32."""
+
+    grads: PyTree
+    loss: Metric
+    metrics: dict[str, Metric]
+
+
+def score(policy: Policy, params: PyTree, batch: TokenBatch) -> TokenLogprob:
+    """Log-prob of every token that the loss mask marks, and the entropy there.
+
+    Returns:
+        float32 [rows, length] each, aligned to the tokens; 0 outside of the mask.
+    """
+    hidden = forward(
+        params,
+        policy.config,
+        batch.tokens,
+        positions=batch.positions,
+        segment_ids=batch.segment_ids,
+        rules=policy.rules,
+        remat=policy.remat,
+    )
+    # The state at t predicts the token at t + 1. The mask is False at every segment's
+    # first token, so what wraps around is never asked for.
+    previous = functools.partial(jnp.roll, shift=-1, axis=1)
+    predicted = token_logprob(
+        hidden,
+        unembedding(params),
+        previous(batch.tokens),
+        mask=previous(batch.loss_mask),
+        temperature=policy.temperature,
+        rules=policy.rules,
+    )
+    return TokenLogprob(*(jnp.roll(value, 1, axis=1) for value in predicted))
+
+
+def _loss(
+    policy: Policy, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
+) -> tuple[Array, tuple[Metric, dict[str, Metric]]]:
+    logprobs, entropy = score(policy, params, batch)
+    result = objective(logprobs, batch)
+    entropies = masked(jax.lax.stop_gradient(entropy), batch.loss_mask)
+    metrics = {**result.metrics, "policy/entropy": entropies}
+    return result.loss.sum, (result.loss, jax.lax.stop_gradient(metrics))
+
+
+def empty_accumulator(
+    policy: Policy, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
+) -> Accumulator:
+    """Zeros, with the structure that `accumulate` adds to for such a batch."""
+    run = functools.partial(_loss, policy, objective)
+    _, (loss, metrics) = jax.eval_shape(run, params, batch)
+    zeros = lambda leaf: jnp.zeros(leaf.shape, jnp.float32)  # noqa: E731
+    grads = jax.tree.map(lambda leaf: zeros(leaf), params)
+    return Accumulator(grads, *jax.tree.map(zeros, (loss, metrics)))
+
+
+def accumulate(
+    policy: Policy,
+    objective: ObjectiveFn,
+    params: PyTree,
+    accumulator: Accumulator,
+    batch: TokenBatch,
+) -> Accumulator:
+    """Adds the gradient of the summed loss of one microbatch, and its metrics."""
+    run = functools.partial(_loss, policy, objective)
+    grads, (loss, metrics) = jax.grad(run, has_aux=True)(params, batch)
+    return jax.tree.map(
+        lambda total, new: total + new.astype(jnp.float32),
+        accumulator,
+        Accumulator(grads, loss, metrics),
+    )
+
+
+def grad_norm(accumulator: Accumulator) -> Float[Array, ""]:
+    """Global norm of the mean loss's gradient, before clipping."""
+    return optax.global_norm(accumulator.grads) / _count(accumulator)
+
+
+def _count(accumulator: Accumulator) -> Array:
+    return jnp.maximum(accumulator.loss.count, 1.0)
+
+
+def apply(
+    optimizer: optax.GradientTransformation,
+    max_grad_norm: float,
+    state: TrainState,
+    accumulator: Accumulator,
+) -> TrainState:
+    """Clips, takes one optimizer step, and casts master weights to the parameters."""
+    norm = grad_norm(accumulator)
+    clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
+    factor = clip / _count(accumulator)
+    grads = jax.tree.map(lambda grad: grad * factor, accumulator.grads)
+    weights = state.params if state.master is None else state.master
+    # optax multiplies floats by its int32 counters, which strict promotion refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer.update(grads, state.opt_state, weights)
+    weights = optax.apply_updates(weights, updates)
+    if state.master is None:
+        params, master = weights, None
+    else:
+        params = jax.tree.map(
+            lambda wide, old: wide.astype(old.dtype), weights, state.params
+        )
+        master = weights
+    return TrainState(state.step + 1, params, master, opt_state)
+
+
+def train_step(
+    policy: Policy,
+    objective: ObjectiveFn,
+    optimizer: optax.GradientTransformation,
+    max_grad_norm: float,
+    state: TrainState,
+    microbatches: Iterable[TokenBatch],
+) -> tuple[TrainState, dict[str, Any]]:
+    """One optimizer step as one pure function, for notebooks and other trainers.
+
+    Args:
+        policy: static.
+        objective: an algorithm's `objective`.
+        optimizer: optax.
+        max_grad_norm: gradients are scaled down to this global norm.
+        state: before the step.
+        microbatches: of equal shape, at least one.
+
+    Returns:
+        The state after the step, and scalar float32 metrics.
+    """
+    total: Accumulator | None = None
+    for batch in microbatches:
+        if total is None:
+            total = empty_accumulator(policy, objective, state.params, batch)
+        total = accumulate(policy, objective, state.params, total, batch)
+    if total is None:
+        raise ValueError("train_step: microbatches must hold at least one batch; got 0")
+    metrics = {name: metric.mean() for name, metric in total.metrics.items()}
+    metrics["train/loss"] = total.loss.mean()
+    metrics["train/grad_norm"] = grad_norm(total)
+    return apply(optimizer, max_grad_norm, state, total), metrics

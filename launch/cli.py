@@ -1,0 +1,163 @@
+"""What every program shares: options, signals, errors, and the way out."""
+
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+__all__ = ["Stop", "main"]
+
+
+class Stop:
+    """Turns SIGTERM and Ctrl-C into "finish the step, save, end".
+
+    A second signal ends the program at once, as it would have without this.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.name: str | None = None
+        self._console = console
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._receive)
+
+    def __call__(self) -> bool:
+        return self.name is not None
+
+    def _receive(self, number: int, frame: Any) -> None:
+        del frame
+        self.name = signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)
+        self._console.print(
+            f"{self.name}: finishing this step, then saving; again to end at once"
+        )
+
+
+def main[Config](
+    default: Config,
+    run: Callable[..., Any],
+    *,
+    program: str,
+    description: str,
+    errors: tuple[type[Exception], ...],
+    arguments: list[str] | None = None,
+) -> int:
+    """Reads options, runs, and says how it ended; returns the exit status.
+
+    Args:
+        default: what the options change, a frozen dataclass.
+        run: takes the configuration, `console`, `command` and `should_stop`.
+        program: for messages, such as "launch.grpo".
+        description: for --help.
+        errors: those whose message is all that a person needs.
+        arguments: default sys.argv.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    console = Console(soft_wrap=True)
+    try:
+        config = read_options(default, arguments, program, description)
+        _quiet_compiler_logs()
+        outcome = run(
+            config,
+            console=console,
+            command=f"python -m {program} {shlex.join(arguments)}".strip(),
+            should_stop=Stop(console),
+        )
+    except errors as error:
+        console.print(f"error: {error}", style="bold red", markup=False)
+        return 1
+    if outcome.model is not None:
+        console.print(f"model:  {outcome.model}")
+    if outcome.report is not None:
+        console.print(f"report: {outcome.report}")
+    if not outcome.completed:
+        console.print(
+            f"stopped after step {outcome.step}, all of it saved; "
+            "the same command goes on from here"
+        )
+    return 0
+
+
+def read_options[Config](
+    default: Config, arguments: list[str], program: str, description: str
+) -> Config:
+    """Applies `--config FILE`, then the other options, to a default configuration.
+
+    Raises:
+        ValueError: FILE cannot be read, or has a key that the configuration lacks.
+    """
+    file, rest = _config_file(arguments)
+    if file is not None:
+        default = from_json(default, _read(file), where=str(file))
+    return tyro.cli(
+        type(default),
+        default=default,
+        args=rest,
+        prog=f"python -m {program}",
+        description=description
+        + "\n\n--config FILE reads a configuration that a run wrote (its config.json); "
+        "other options change it.",
+    )
+
+
+def _config_file(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """Takes --config out of the arguments; the rest is tyro's."""
+    rest, file, pending = [], None, False
+    for argument in arguments:
+        if pending:
+            file, pending = Path(argument), False
+        elif argument == "--config":
+            pending = True
+        elif argument.startswith("--config="):
+            file = Path(argument.removeprefix("--config="))
+        else:
+            rest.append(argument)
+    if pending:
+        raise ValueError("--config: needs a file")
+    return file, rest
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config: cannot read {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config: {file} must hold an object")
+    # A run's config.json holds the configuration beside what else describes the run.
+    return content["config"] if "versions" in content else content
+
+
+def from_json[Config](default: Config, values: dict[str, Any], *, where: str) -> Config:
+    """Replaces fields of a nested dataclass; an unknown key is an error.
+
+    Raises:
+        ValueError: a key that is no field, or a value of the wrong kind.
+    """
+    changes: dict[str, Any] = {}
+    fields = {field.name for field in dataclasses.fields(default)}  # type: ignore[arg-type]
+    for name, value in values.items():
+        if name not in fields:
+            raise ValueError(
+                f"{where}: unknown key {name!r}; known: {', '.join(sorted(fields))}"
+            )
+        old = getattr(default, name)
+        if dataclasses.is_dataclass(old):
+            if not isinstance(value, dict):
+                raise ValueError(f"{where}: {name} must be an object; got {value!r}")
+            changes[name] = from_json(old, value, where=f"{where}: {name}")
+        else:
+            changes[name] = tuple(value) if isinstance(value, list) else value
+    return dataclasses.replace(default, **changes)  # type: ignore[type-var]
+
+
+def _quiet_compiler_logs() -> None:
+    # XLA's C++ side logs to stderr through the progress line; errors still show.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

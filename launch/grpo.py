@@ -1,0 +1,25 @@
+"""Group-based policy optimisation: `python -m launch.grpo --mesh=dp4,tp8`."""
+
+import sys
+
+from launch import cli
+from launch.recipes.demo import demo
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status."""
+    from jaxrl_post.train.run import RUN_ERRORS, run_rl
+
+    return cli.main(
+        demo(),
+        run_rl,
+        program="launch.grpo",
+        description="Trains a language model by GRPO, Dr. GRPO, DAPO, GSPO, CISPO or "
+        "RLOO. Without options it is the demo: a small model learns arithmetic.",
+        errors=RUN_ERRORS,
+        arguments=arguments,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

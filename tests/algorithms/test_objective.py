@@ -1,0 +1,338 @@
+"""The contract between an algorithm and a train step, and its composition."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post import algorithms
+from jaxrl_post.losses import kl
+from jaxrl_post.types import rows
+
+ALWAYS = {
+    "policy/ratio",
+    "policy/clip_fraction_low",
+    "policy/clip_fraction_high",
+    "policy/kl_to_proximal",
+    "mismatch/token_mult_prob_error",
+    "mismatch/kl",
+}
+CORRECTION = {
+    "correction/weight",
+    "correction/truncated_fraction",
+    "correction/ess",
+}
+MAKERS = {
+    "grpo": algorithms.grpo,
+    "dr_grpo": partial(algorithms.dr_grpo, denominator=8.0),
+    "dapo": algorithms.dapo,
+    "gspo": partial(algorithms.gspo, clip_low=0.2, clip_high=0.2),
+    "cispo": algorithms.cispo,
+    "rloo": algorithms.rloo,
+}
+ALGORITHMS = {
+    name: make(kl_coefficient=0.1, importance_cap=1.2) for name, make in MAKERS.items()
+}
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+def value_and_gradient(algorithm):
+    """((loss sum, (count, metrics)), gradient of the sum), jitted."""
+
+    def total(policy_logprobs, batch):
+        result = algorithm.objective(policy_logprobs, batch)
+        return result.loss.sum, (result.loss.count, result.metrics)
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+
+STEPS = {name: value_and_gradient(made) for name, made in ALGORITHMS.items()}
+
+
+def assert_same(left, right):
+    """Compares (sum, (count, metrics)) pairs."""
+    (left_sum, (left_count, left_metrics)) = left
+    (right_sum, (right_count, right_metrics)) = right
+    np.testing.assert_allclose(left_sum, right_sum, rtol=2e-5)
+    assert left_count == right_count
+    assert left_metrics.keys() == right_metrics.keys()
+    for name, metric in left_metrics.items():
+        other = right_metrics[name]
+        np.testing.assert_allclose(
+            metric.sum, other.sum, rtol=2e-5, atol=1e-6, err_msg=name
+        )
+        assert metric.count == other.count, name
+
+
+def test_metric_names(unpacked):
+    policy_logprobs, batch = unpacked
+    without = batch.replace(reference_logprobs=None)
+
+    def names(algorithm, batch):
+        return set(algorithm.objective(policy_logprobs, batch).metrics)
+
+    assert names(algorithms.grpo(), without) == ALWAYS | CORRECTION
+    assert names(algorithms.grpo(importance_cap=None), without) == ALWAYS
+    assert names(algorithms.grpo(), batch) == ALWAYS | CORRECTION | {
+        "policy/kl_to_reference"
+    }
+
+
+@every_algorithm
+def test_what_stands_in_uncounted_places_changes_nothing(
+    name, sequences, lay_out, unpacked
+):
+    value, gradient = STEPS[name](*unpacked)
+    each_alone = [[sequence] for sequence in sequences]
+    for uncounted in (-np.inf, np.nan):
+        policy_logprobs, batch = lay_out(each_alone, 6, uncounted=uncounted)
+        other, other_gradient = STEPS[name](policy_logprobs, batch)
+        assert_same(other, value)
+        np.testing.assert_array_equal(other_gradient, gradient)
+        uncounted_gradient = jnp.where(batch.loss_mask, 0.0, other_gradient)
+        assert (uncounted_gradient == 0).all()
+
+
+@every_algorithm
+def test_neither_packing_nor_padding_changes_anything(
+    name, sequences, lay_out, unpacked
+):
+    s = sequences
+    packed = lay_out([[s[0], s[1], s[2]], [s[3], s[4], s[5]]], 16)
+    value, gradient = STEPS[name](*packed)
+    expected, expected_gradient = STEPS[name](*unpacked)
+    assert_same(value, expected)
+    apart = np.concatenate(
+        [row[: len(x["tokens"])] for row, x in zip(expected_gradient, s, strict=True)]
+    )
+    # The sequences fill 14 and 12 places of the packed rows of 16.
+    together = np.concatenate([gradient[0, :14], gradient[1, :12]])
+    np.testing.assert_allclose(together, apart, rtol=2e-5, atol=1e-7)
+
+
+@every_algorithm
+def test_microbatches_add_up_to_the_batch(name, unpacked):
+    policy_logprobs, batch = unpacked
+    expected, expected_gradient = STEPS[name](policy_logprobs, batch)
+    parts = [
+        STEPS[name](policy_logprobs[i : i + 3], rows(batch, i, i + 3)) for i in (0, 3)
+    ]
+    ((first, first_gradient), (second, second_gradient)) = parts
+    assert_same(jax.tree.map(jnp.add, first, second), expected)
+    np.testing.assert_allclose(
+        np.concatenate([first_gradient, second_gradient]), expected_gradient, rtol=2e-5
+    )
+
+
+@every_algorithm
+def test_permuting_rows_permutes_the_gradient(name, unpacked):
+    order = jnp.array([3, 1, 5, 0, 2, 4])
+    expected, gradient = STEPS[name](*unpacked)
+    permuted, permuted_gradient = STEPS[name](
+        *jax.tree.map(lambda x: x[order], unpacked)
+    )
+    assert_same(permuted, expected)
+    np.testing.assert_allclose(permuted_gradient, gradient[order], rtol=2e-5)
+
+
+@every_algorithm
+def test_a_batch_without_counted_tokens(name, unpacked):
+    policy_logprobs, batch = unpacked
+    batch = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
+    (total, (count, metrics)), gradient = STEPS[name](policy_logprobs, batch)
+    assert (total, count) == (0, 0)
+    assert (gradient == 0).all()
+    assert all(metric.mean() == 0 for metric in metrics.values())
+
+
+@every_algorithm
+def test_one_update_a_batch_has_a_ratio_of_exactly_one(name, unpacked):
+    policy_logprobs, batch = unpacked
+    batch = batch.replace(proximal_logprobs=None)
+    _, (_, metrics) = STEPS[name](policy_logprobs, batch)[0]
+    means = {key: metric.mean().item() for key, metric in metrics.items()}
+    assert means["policy/ratio"] == 1.0
+    assert means["policy/kl_to_proximal"] == 0.0
+    assert means["policy/clip_fraction_low"] == 0.0
+    assert means["policy/clip_fraction_high"] == 0.0
+
+
+def test_traced_once_for_batches_of_one_shape(sequences, lay_out, unpacked):
+    traces = 0
+
+    @jax.jit
+    def loss(policy_logprobs, batch):
+        nonlocal traces
+        traces += 1
+        return ALGORITHMS["grpo"].objective(policy_logprobs, batch).loss.mean()
+
+    reordered = lay_out([[sequence] for sequence in sequences[::-1]], 6)
+    assert loss(*unpacked) == pytest.approx(loss(*reordered).item(), rel=1e-5)
+    assert traces == 1
+
+
+def test_rows_over_three_devices_equal_one_device(unpacked):
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    value, gradient = STEPS["gspo"](*jax.device_put(unpacked, by_rows))
+    expected, expected_gradient = STEPS["gspo"](*unpacked)
+    assert_same(value, expected)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=2e-5)
+
+
+def test_bfloat16_logprobs_give_a_float32_loss(unpacked):
+    policy_logprobs, batch = unpacked
+    low = policy_logprobs.astype(jnp.bfloat16)
+    loss = ALGORITHMS["grpo"].objective(low, batch).loss
+    exact = ALGORITHMS["grpo"].objective(low.astype(jnp.float32), batch).loss
+    assert loss.sum.dtype == jnp.float32
+    assert loss.sum == exact.sum
+
+
+def test_only_the_policy_gets_a_gradient(unpacked):
+    policy_logprobs, batch = unpacked
+    names = [
+        "advantages",
+        "behavior_logprobs",
+        "proximal_logprobs",
+        "reference_logprobs",
+    ]
+
+    def loss(constants):
+        changed = batch.replace(**constants)
+        return ALGORITHMS["grpo"].objective(policy_logprobs, changed).loss.sum
+
+    gradients = jax.grad(loss)({name: getattr(batch, name) for name in names})
+    for name, gradient in gradients.items():
+        assert (gradient == 0).all(), name
+
+
+def test_metrics_carry_no_gradient(unpacked):
+    policy_logprobs, batch = unpacked
+
+    def total(policy_logprobs):
+        metrics = ALGORITHMS["grpo"].objective(policy_logprobs, batch).metrics
+        return sum(metric.sum for metric in metrics.values())
+
+    assert (jax.grad(total)(policy_logprobs) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "cispo", "rloo"])
+def test_metrics_equal_their_transcription(name, unpacked):
+    policy_logprobs, batch = unpacked
+    p, q, b, r = (
+        np.asarray(x, np.float64)
+        for x in (
+            policy_logprobs,
+            batch.proximal_logprobs,
+            batch.behavior_logprobs,
+            batch.reference_logprobs,
+        )
+    )
+    mask, advantages = np.asarray(batch.loss_mask), np.asarray(batch.advantages)
+    ratio, weights = np.exp(p - q), np.exp(q - b)
+    capped = np.minimum(weights, 1.2)
+
+    def k3(d):
+        return np.exp(-d) + d - 1
+
+    per_token = {
+        "policy/ratio": ratio,
+        "policy/clip_fraction_low": (advantages < 0) & (ratio < 0.8),
+        "policy/clip_fraction_high": (advantages > 0) & (ratio > 1.2),
+        "policy/kl_to_proximal": k3(q - p),
+        "policy/kl_to_reference": k3(p - r),
+        "mismatch/token_mult_prob_error": np.exp(abs(q - b)),
+        "mismatch/kl": k3(b - q),
+        "correction/weight": capped,
+        "correction/truncated_fraction": weights > 1.2,
+    }
+    if name == "cispo":
+        per_token["policy/clip_fraction_low"] = ratio < 0.0
+        per_token["policy/clip_fraction_high"] = ratio > 5.0
+    if name == "rloo":
+        per_token["policy/clip_fraction_low"] = ratio < 0.0
+        per_token["policy/clip_fraction_high"] = ratio < 0.0
+    expected = {key: value[mask].mean() for key, value in per_token.items()}
+    expected["correction/ess"] = np.mean(
+        [
+            row[kept].sum() ** 2 / (kept.sum() * (row[kept] ** 2).sum())
+            for row, kept in zip(capped, mask, strict=True)
+            if kept.any()
+        ]
+    )
+    _, (_, metrics) = STEPS[name](policy_logprobs, batch)[0]
+    assert metrics.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(
+            metrics[key].mean(), value, rtol=2e-5, atol=1e-6, err_msg=key
+        )
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [kl.k1, partial(kl.k1, max_value=10.0), partial(partial(kl.k1), max_value=10.0)],
+)
+@every_algorithm
+def test_k1_is_refused_as_a_loss(name, estimator):
+    with pytest.raises(
+        ValueError,
+        match=r"kl_estimator must be .*kl\.k2.*got kl\.k1: as a loss its expected "
+        r"gradient is zero",
+    ):
+        MAKERS[name](kl_coefficient=0.1, kl_estimator=estimator)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [kl.k2, kl.k3, kl.k3_plus, partial(kl.k3, max_value=10.0)],
+)
+def test_the_kl_term_is_the_estimator_that_was_asked_for(estimator, unpacked):
+    policy_logprobs, batch = unpacked
+    batch = batch.replace(advantages=jnp.zeros_like(batch.advantages))
+    algorithm = algorithms.dapo(kl_coefficient=0.5, kl_estimator=estimator)
+    expected = estimator(policy_logprobs, batch.reference_logprobs, batch.loss_mask)
+    loss = algorithm.objective(policy_logprobs, batch).loss
+    np.testing.assert_allclose(loss.sum, 0.5 * expected.sum(), rtol=1e-6)
+
+
+def test_a_reference_is_needed_exactly_when_the_kl_is_in_the_loss(unpacked):
+    policy_logprobs, batch = unpacked
+    batch = batch.replace(reference_logprobs=None)
+    without, with_kl = algorithms.grpo(), algorithms.grpo(kl_coefficient=0.04)
+    assert not without.needs_reference
+    assert with_kl.needs_reference
+    assert jnp.isfinite(without.objective(policy_logprobs, batch).loss.sum)
+    with pytest.raises(
+        ValueError,
+        match=r"batch\.reference_logprobs must be given when kl_coefficient > 0, got "
+        r"None with kl_coefficient 0\.04; score the batch",
+    ):
+        with_kl.objective(policy_logprobs, batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        ("grpo", {"clip_low": -0.2}, r"clip_low must be in \[0, 1\].*got -0\.2"),
+        ("grpo", {"dual_clip": 0.5}, r"dual_clip must be > 1 or None, got 0\.5"),
+        ("grpo", {"ddof": 3}, r"ddof must be 1 \(sample\) or 0.*got 3"),
+        ("dapo", {"epsilon": -1.0}, r"epsilon must be >= 0, got -1\.0"),
+        ("dapo", {"clip_high": -0.2}, r"clip_high must be >= 0.*got -0\.2"),
+        ("gspo", {"clip_low": 2.0}, r"clip_low must be in \[0, 1\].*got 2\.0"),
+        ("cispo", {"ratio_high": 0.28}, r"ratio_high .*must be >= 1, got 0\.28"),
+        ("dr_grpo", {"denominator": 0.0}, r"denominator must be > 0.*got 0\.0"),
+        ("rloo", {"kl_coefficient": -0.1}, r"kl_coefficient must be >= 0, got -0\.1"),
+        ("rloo", {"importance_cap": 0.0}, r"cap must be > 0, got 0\.0"),
+        (
+            "grpo",
+            {"kl_coefficient": 0.1, "kl_estimator": partial(kl.k3, max_value=-1.0)},
+            r"max_value must be > 0, or None for no clamp, got -1\.0",
+        ),
+    ],
+)
+def test_bad_hyperparameters_raise_at_construction(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MAKERS[make](**arguments)

@@ -1,0 +1,123 @@
+import codecs
+
+import pytest
+
+from jaxrl_post.envs.jsonl import read_jsonl
+
+GOOD = b'{"q": "1+1", "n": 2}\n'
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(content: bytes, **options):
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(content)
+        options.setdefault("fields", {"q": str, "n": int})
+        return read_jsonl(path, **options)
+
+    return read
+
+
+def test_rows_keep_their_lines_and_other_fields(read):
+    rows, report = read(
+        b'\n{"q": "a", "n": 1, "x": null}\r\n  \n{"q": "\xc3\xa9", "n": 2}'
+    )
+    assert [(row.line, row.fields) for row in rows] == [
+        (2, {"q": "a", "n": 1, "x": None}),
+        (4, {"q": "é", "n": 2}),
+    ]
+    assert (report.num_rows, report.num_bad, report.first_bad) == (2, 0, ())
+
+
+def test_a_byte_order_mark_is_ignored_at_the_start_only(read):
+    rows, _ = read(codecs.BOM_UTF8 + GOOD)
+    assert rows[0].fields["n"] == 2
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: not JSON"):
+        read(GOOD + codecs.BOM_UTF8 + GOOD)
+
+
+def test_line_separators_of_unicode_do_not_end_a_line(read):
+    rows, _ = read('{"q": "a\u2028b\x85c", "n": 1}\n'.encode())
+    assert rows[0].fields["q"] == "a\u2028b\x85c"
+
+
+BAD = [
+    (b'{"q": "a", "n": 1', "not JSON: Expecting ',' delimiter at column 18"),
+    (b'{"q": "a", "n": 1} {"q"', "not JSON: Extra data at column 20"),
+    (b'{"q": "a\xff", "n": 1}', r"not UTF-8 at byte 8 of the line \(invalid start"),
+    (b'["q", "n"]', "must be a JSON object, got list"),
+    (b'{"q": "a"}', r"no field 'n' \(fields: 'q'\)"),
+    (b"{}", r"no field 'q' \(fields: none\)"),
+    (b'{"q": 3, "n": 1}', "field 'q' must be str, got int"),
+    (b'{"q": null, "n": 1}', "field 'q' must be str, got NoneType"),
+    (b'{"q": "a", "n": true}', "field 'n' must be int, got bool"),
+    (b'{"q": "a", "n": 1.0}', "field 'n' must be int, got float"),
+    (b'{"q": "a", "n": NaN}', "NaN is not JSON"),
+    (b'{"q": "a", "n": 1, "n": 2}', "key 'n' appears twice"),
+    (b'{"q": "a\\ud800", "n": 1}', "field 'q' holds half of a surrogate pair"),
+    (b'{"q": "a", "n": ' + b"1" * 5000 + b"}", "not JSON that can be read: Exceeds"),
+    (b"[" * 200_000, "not JSON that can be read: maximum recursion"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD, ids=[str(i) for i in range(len(BAD))])
+def test_a_bad_row_fails_with_its_line_or_is_skipped_and_listed(read, row, reason):
+    content = GOOD + b"\n" + row + b"\n" + GOOD
+    with pytest.raises(
+        ValueError, match=rf"rows\.jsonl:3: {reason}.*on_bad_row='skip'"
+    ):
+        read(content)
+    rows, report = read(content, on_bad_row="skip")
+    assert [row.line for row in rows] == [1, 4]
+    (bad,) = report.first_bad
+    assert (bad.line, report.num_bad) == (3, 1)
+
+
+def test_utf16_is_named_as_what_it_is_not(read):
+    with pytest.raises(ValueError, match=r":1: not UTF-8 at byte 0"):
+        read('{"q": "a", "n": 1}'.encode("utf-16"))
+
+
+def test_several_types_may_be_right(read):
+    rows, _ = read(b'{"x": 1}\n{"x": 2.5}\n', fields={"x": (int, float)})
+    assert [row.fields["x"] for row in rows] == [1, 2.5]
+    with pytest.raises(ValueError, match=":1: field 'x' must be int or float, got str"):
+        read(b'{"x": "1"}', fields={"x": (int, float)})
+
+
+def test_the_check_has_the_last_word(read):
+    def even(row):
+        return None if row["n"] % 2 == 0 else f"{row['n']} is odd"
+
+    with pytest.raises(ValueError, match=r":2: 3 is odd\. Correct the row"):
+        read(GOOD + b'{"q": "", "n": 3}', check=even)
+
+
+def test_the_report_lists_the_first_few(read):
+    _, report = read(b"x\n" * 7 + GOOD, on_bad_row="skip")
+    assert (report.num_rows, report.num_bad) == (1, 7)
+    assert [bad.line for bad in report.first_bad] == [1, 2, 3, 4, 5]
+    text = str(report).splitlines()
+    assert text[0].endswith("rows.jsonl: 1 rows read, 7 skipped")
+    assert text[1].endswith("rows.jsonl:1: not JSON: Expecting value at column 1")
+    assert text[-1] == "  and 2 more"
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", codecs.BOM_UTF8])
+def test_an_empty_file_is_an_error(read, content):
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl: empty data set, the file has no"
+    ):
+        read(content, on_bad_row="skip")
+
+
+def test_skipping_every_row_is_an_error(read):
+    with pytest.raises(
+        ValueError, match=r"(?s)every row is bad:\n.*0 rows read, 2 skip"
+    ):
+        read(b"x\ny\n", on_bad_row="skip")
+
+
+def test_an_absent_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"absent\.jsonl"):
+        read_jsonl(tmp_path / "absent.jsonl", fields={})

@@ -1,0 +1,137 @@
+import pickle
+import sys
+
+import pytest
+
+from jaxrl_post.envs import Message, WorkerPool
+from jaxrl_post.envs.reasoning_gym import ReasoningGym
+
+SMALL = {"train_size": 20, "eval_size": 10}
+
+
+@pytest.fixture
+def library():
+    return pytest.importorskip("reasoning_gym", reason="needs the extra 'envs'")
+
+
+def questions(environment, split) -> list[str]:
+    return [task.messages[0].content for task in environment.tasks(split)]
+
+
+def grade(environment, task, text):
+    return environment.step(task, (*task.messages, Message("assistant", text)))
+
+
+def test_tasks_are_those_of_the_library(library):
+    environment = ReasoningGym("chain_sum", {"max_terms": 2}, seed=3, **SMALL)
+    expected = library.create_dataset("chain_sum", max_terms=2, seed=3, size=20)
+    assert questions(environment, "train") == [entry["question"] for entry in expected]
+    task = environment.tasks("train")[4]
+    assert (task.id, task.reference) == (4, expected[4]["answer"])
+    assert task.messages[0].role == "user"
+    assert environment.demonstration(task) == expected[4]["answer"]
+
+
+def test_splits_have_seeds_far_apart(library):
+    environment = ReasoningGym("chain_sum", seed=5, **SMALL)
+    train, held_out = (questions(environment, split) for split in ("train", "eval"))
+    assert (len(train), len(held_out)) == (20, 10)
+    assert not set(train) & set(held_out)
+    expected = library.create_dataset("chain_sum", seed=5 + 2**30, size=10)
+    assert held_out == [entry["question"] for entry in expected]
+    # The library's own seeds overlap: one later is the same problems shifted by one.
+    later = questions(ReasoningGym("chain_sum", seed=6, **SMALL), "train")
+    assert later[:-1] == train[1:]
+    assert not set(later) & set(held_out)
+
+
+def test_the_scorer_of_the_library_judges(library):
+    environment = ReasoningGym("chain_sum", **SMALL)
+    task = environment.tasks("train")[0]
+    right = grade(environment, task, f" {task.reference}\n")
+    assert (right.reward, right.done) == (1.0, True)
+    assert right.metrics == {"score": 1.0, "scorer_raised": 0.0}
+    assert grade(environment, task, "no number").reward < 0.1
+
+
+def test_partial_credit_is_passed_on(library):
+    environment = ReasoningGym("letter_counting", **SMALL)
+    task = environment.tasks("train")[0]
+    # The default scorer gives len(reference) / len(answer) to one that contains it.
+    text = f"it is {task.reference}"
+    assert grade(environment, task, text).reward == len(task.reference) / len(text)
+
+
+def test_a_scorer_that_raises_means_no_reward(library):
+    environment = ReasoningGym("boxnet", **SMALL)
+    task = environment.tasks("train")[0]
+    step = grade(environment, task, "1")
+    assert step.reward == 0.0
+    assert step.metrics == {"score": 0.0, "scorer_raised": 1.0}
+
+
+def test_a_task_of_many_right_answers_has_no_demonstration(library):
+    environment = ReasoningGym("graph_color", **SMALL)
+    task = environment.tasks("train")[0]
+    assert task.reference == ""
+    assert environment.demonstration(task) is None
+
+
+@pytest.mark.parametrize("name", ["word_ladder", "countdown"])
+def test_scores_in_a_worker_are_those_here(library, name):
+    environment = ReasoningGym(name, **SMALL)
+    assert pickle.loads(pickle.dumps(environment)) == environment
+    with WorkerPool(environment) as pool:
+        for task in environment.tasks("eval")[:3]:
+            for text in (task.reference, "nonsense", "3 + 4"):
+                turn = (*task.messages, Message("assistant", text))
+                outcome = pool.submit(task, turn).result(timeout=60)
+                assert outcome.kind == "ok"
+                assert outcome.step == environment.step(task, turn)
+
+
+def test_an_unknown_task_is_answered_with_close_matches(library):
+    with pytest.raises(
+        ValueError, match=r"no task 'chainsum' among its 1\d\d: did you mean chain_sum"
+    ):
+        ReasoningGym("chainsum")
+    with pytest.raises(ValueError, match=r"no task 'qqqq' .*: see its gallery"):
+        ReasoningGym("qqqq")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_term": 2}, "'chain_sum' .*no option 'max_term'; it has .*max_terms"),
+        (
+            {"max_terms": 0},
+            r"rejects .*'max_terms': 0.*: max_terms must be >= min_terms",
+        ),
+        ({"max_terms": "two"}, "rejects the options .*two.*not supported between"),
+        ({"seed": 1}, "must not hold 'seed': it is an argument of ReasoningGym"),
+        ({"size": 1}, "must not hold 'size': pass train_size and eval_size"),
+    ],
+)
+def test_options_are_checked(library, options, message):
+    with pytest.raises(ValueError, match=message):
+        ReasoningGym("chain_sum", options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1}, r"seed must be an integer in \[0, 1073731824\], got -1"),
+        ({"seed": 2**30}, "seed must be an integer in .*, got 1073741824"),
+        ({"train_size": 0}, r"train_size must be an integer in \[1, 2\*\*30\), got 0"),
+        ({"eval_size": 2**30}, r"eval_size must be an integer in .*, got 1073741824"),
+    ],
+)
+def test_arguments_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ReasoningGym("chain_sum", **arguments)
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jaxrl_post\[envs\]'"):
+        ReasoningGym("chain_sum")

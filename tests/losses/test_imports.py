@@ -1,0 +1,61 @@
+"""`jaxrl_post.losses` must import in anybody's trainer."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+
+import jax
+import jax.numpy
+import flax.struct
+try:
+    import jaxtyping
+except ModuleNotFoundError:
+    pass
+
+before = set(sys.modules)
+{block}
+import jaxrl_post.{package}
+
+new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+extra = new - {{"jaxrl_post"}} - set(sys.stdlib_module_names)
+assert not extra, extra
+for layer in {forbidden}:
+    assert "jaxrl_post." + layer not in sys.modules, layer
+for name in "optax", "orbax", "grain", "tokenizers", "tyro", "tensorboardX":
+    assert name not in sys.modules, name
+{then}
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+"""
+ABOVE = [
+    *("launch", "train", "rollout", "sampler", "envs", "data"),
+    *("models", "kernels", "sharding"),
+]
+
+
+def run(**fields) -> None:
+    program = PROGRAM.format(**({"block": "", "then": ""} | fields))
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_losses_import_nothing_but_jax_and_this_package():
+    run(package="losses", forbidden=[*ABOVE, "algorithms"])
+
+
+def test_losses_import_without_jaxtyping():
+    block = (
+        "for name in [n for n in sys.modules if n.startswith('jaxtyping')]:\n"
+        "    del sys.modules[name]\n"
+        "sys.modules['jaxtyping'] = None"
+    )
+    run(package="losses", forbidden=ABOVE, block=block)
+
+
+def test_algorithms_start_no_backend():
+    then = "jaxrl_post.algorithms.grpo(kl_coefficient=0.1)"
+    run(package="algorithms", forbidden=ABOVE, then=then)

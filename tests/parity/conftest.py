@@ -1,0 +1,34 @@
+"""Where the fixtures are.
+
+`make parity` writes fresh ones with torch and transformers and passes their directory;
+without the option the committed ones serve.
+"""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+# These run in an environment with torch, not in this one.
+collect_ignore = ["make_fixtures.py", "check_saved.py"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--parity-fixtures",
+        type=Path,
+        help="directory that tests/parity/make_fixtures.py wrote",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "checkpoint" not in metafunc.fixturenames:
+        return
+    root = metafunc.config.getoption("--parity-fixtures", default=None)
+    folders = sorted(
+        path.parent for path in (root or HERE / "fixtures").glob("*/*.npz")
+    )
+    if not folders:
+        raise pytest.UsageError(f"--parity-fixtures: no checkpoints under {root}")
+    metafunc.parametrize("checkpoint", folders, ids=[path.name for path in folders])

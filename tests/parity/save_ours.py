@@ -1,0 +1,34 @@
+"""Loads every fixture and saves it again, for check_saved.py to look at.
+
+    python tests/parity/save_ours.py FIXTURES SAVED
+
+Each checkpoint is saved once in the dtype that it was stored in, in one file, and once
+in float32, in several.
+"""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from jaxrl_post.models import load_pretrained, save_pretrained
+
+
+def main(fixtures: Path, saved: Path) -> None:
+    """Writes SAVED/as_stored/NAME and SAVED/float32_shards/NAME for every NAME."""
+    for folder in sorted(path.parent for path in fixtures.glob("*/expected.npz")):
+        config, params = load_pretrained(folder)
+        save_pretrained(saved / "as_stored" / folder.name, config, params)
+        config, params = load_pretrained(folder, dtype=jnp.dtype("float32"))
+        save_pretrained(
+            saved / "float32_shards" / folder.name,
+            config,
+            params,
+            max_file_bytes=30_000,
+        )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: save_ours.py FIXTURES SAVED")
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

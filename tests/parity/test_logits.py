@@ -1,0 +1,195 @@
+"""Our logits against those that transformers computed, family by family.
+
+Each checkpoint was written by make_fixtures.py; all comparisons are in float32.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post.models import (
+    DecoderParams,
+    KVCache,
+    ModelConfig,
+    forward,
+    load_pretrained,
+    logits,
+)
+from jaxrl_post.sharding import create_mesh
+
+TOLERANCE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    config: ModelConfig
+    params: DecoderParams
+    tokens: np.ndarray
+    expected: np.ndarray
+
+
+@functools.cache
+def load(checkpoint: Path) -> Loaded:
+    config, params = load_pretrained(checkpoint, dtype=jnp.dtype("float32"))
+    with np.load(checkpoint / "expected.npz") as stored:
+        return Loaded(config, params, stored["tokens"], stored["logits"])
+
+
+# Not jitted: the operations of one case are then compiled already for the next.
+def score(config, params, tokens, positions=None, segment_ids=None):
+    arrays = [tokens, positions, segment_ids]
+    tokens, positions, segment_ids = jax.tree.map(jnp.asarray, arrays)
+    hidden = forward(
+        params, config, tokens, positions=positions, segment_ids=segment_ids
+    )
+    return logits(params, config, hidden)
+
+
+compiled_score = jax.jit(score, static_argnums=0)
+
+
+def extend(config, params, cache, tokens, positions):
+    hidden, cache = forward(
+        params,
+        config,
+        jnp.asarray(tokens),
+        positions=jnp.asarray(positions),
+        kv_view=cache,
+    )
+    return logits(params, config, hidden), cache
+
+
+def at_fixed_rotation(case: Loaded) -> Loaded:
+    """Cuts a case of dynamic scaling to the original context.
+
+    Beyond it a row's length changes the rotation of all of its tokens, also of those
+    that were there before, so that neither packing nor a cache can equal one forward:
+    in transformers as little as here.
+    """
+    scaling, most = case.config.rope_scaling, case.config.max_length
+    if scaling is None or scaling.kind != "dynamic" or case.tokens.shape[1] <= most:
+        return case
+    tokens = case.tokens[:, :most]
+    expected = np.asarray(score(case.config, case.params, tokens))
+    return dataclasses.replace(case, tokens=tokens, expected=expected)
+
+
+def committed(*names: str) -> pytest.MarkDecorator:
+    """Runs a test on some of the committed checkpoints."""
+    folders = [Path(__file__).parent / "fixtures" / name for name in names]
+    return pytest.mark.parametrize("folder", folders, ids=names)
+
+
+def gap(left, right) -> float:
+    return float(np.abs(np.asarray(left) - np.asarray(right)).max())
+
+
+def test_logits_equal_those_of_transformers(checkpoint):
+    case = load(checkpoint)
+    found = score(case.config, case.params, case.tokens)
+    assert found.dtype == np.float32
+    assert gap(found, case.expected) < TOLERANCE
+
+
+def test_packed_rows_equal_separate_ones(checkpoint):
+    """Both sequences, of different lengths, in one row with padding at its end."""
+    case = at_fixed_rotation(load(checkpoint))
+    first, second = case.tokens[0], case.tokens[1, :-5]
+    padding = 3
+    lengths = (len(first), len(second), padding)
+    packed = np.concatenate([first, second, np.zeros(padding, np.int32)])[None]
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])[None]
+    segment_ids = np.repeat(np.array([1, 2, 0], np.int32), lengths)[None]
+    found = score(case.config, case.params, packed, positions, segment_ids)[0]
+    assert gap(found[: lengths[0]], case.expected[0]) < TOLERANCE
+    assert gap(found[lengths[0] : -padding], case.expected[1, :-5]) < TOLERANCE
+
+
+def test_prefill_and_decode_equal_one_forward(checkpoint):
+    case = at_fixed_rotation(load(checkpoint))
+    rows, length = case.tokens.shape
+    prompt = length - 3
+    cache = KVCache.zeros(case.config, rows, length + 2, jnp.dtype("float32"))
+    parts = []
+    for start, stop in [(0, prompt), *((t, t + 1) for t in range(prompt, length))]:
+        steps = np.arange(start, stop, dtype=np.int32)
+        positions = np.broadcast_to(steps, (rows, stop - start))
+        part, cache = extend(
+            case.config, case.params, cache, case.tokens[:, start:stop], positions
+        )
+        parts.append(part)
+    assert gap(np.concatenate(parts, axis=1), case.expected) < TOLERANCE
+
+
+def test_scaling_and_windows_show_in_the_logits(checkpoint):
+    """Far above the tolerance, so a decoder without them fails the tests above."""
+    case = load(checkpoint)
+    plain = dataclasses.replace(case.config, rope_scaling=None, windows=())
+    change = gap(score(plain, case.params, case.tokens), case.expected)
+    # Dynamic scaling does nothing within the original context.
+    if plain == case.config or checkpoint.name.endswith("dynamic_within"):
+        assert change < TOLERANCE
+    else:
+        assert change > 1000 * TOLERANCE
+
+
+@committed("llama_biases", "qwen2_tied", "qwen3")
+def test_every_parameter_shows_in_the_logits(folder):
+    case = load(folder)
+
+    def weighted(params):
+        return (score(case.config, params, case.tokens) * case.expected).sum()
+
+    gradients = jax.grad(weighted)(case.params)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.abs(gradient).max() > 1e-2, jax.tree_util.keystr(path)
+
+
+@committed("llama_shards", "qwen2_tied", "llama_rope_dynamic_beyond")
+def test_a_mesh_changes_nothing(folder):
+    """Loaded into shards over tensor and data parallel axes, on eight devices."""
+    case = load(folder)
+    mesh = create_mesh("dp2,fsdp2,tp2")
+    _, params = load_pretrained(folder, mesh=mesh, dtype=jnp.dtype("float32"))
+    assert params.layers[0].mlp.gate.addressable_shards[0].data.shape == (16, 20)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(case.params), strict=True)
+    for sharded, whole in pairs:
+        np.testing.assert_array_equal(sharded, whole)
+    with jax.set_mesh(mesh):
+        found = compiled_score(case.config, params, case.tokens)
+    assert gap(found, case.expected) < TOLERANCE
+
+
+@committed("llama_mha", "qwen3_rope_yarn")
+def test_bfloat16_is_near(folder):
+    """The dtype that the checkpoint names, and no silent float32 in between."""
+    case = load(folder)
+    _, params = load_pretrained(folder)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    found = compiled_score(case.config, params, case.tokens)
+    error = np.abs(found - case.expected).mean()
+    spread = np.std(case.expected)
+    assert 1e-4 * spread < error < 0.05 * spread
+
+
+def test_fixtures_cover_what_they_claim():
+    """The committed set; a case that is lost would be lost silently."""
+    folders = [path.parent for path in Path(__file__).parent.glob("fixtures/*/*.npz")]
+    configs = [load(folder).config for folder in folders]
+    scalings = {c.rope_scaling.kind for c in configs if c.rope_scaling}
+    assert {c.model_type for c in configs} == {"llama", "qwen2", "qwen3"}
+    assert scalings == {"linear", "dynamic", "llama3", "yarn"}
+    assert {c.tie_embeddings for c in configs} == {True, False}
+    assert any(c.num_kv_heads == 1 < c.num_heads for c in configs)
+    assert any(c.num_kv_heads == c.num_heads > 1 for c in configs)
+    assert any(c.head_dim * c.num_heads != c.hidden_size for c in configs)
+    assert any(c.output_bias and c.mlp_bias for c in configs)
+    assert any(c.windows for c in configs)
+    assert any((f / "model.safetensors.index.json").is_file() for f in folders)
+    keys = [(f / "config.json").read_text() for f in folders]
+    assert {"rope_parameters" in text for text in keys} == {True, False}
