@@ -9,11 +9,12 @@ first token of a segment has no predecessor, so its mask is always False.
 from typing import Any
 
 import jax
+import numpy as np
 from flax import struct
 from jax import Array
 
 try:
-    from jaxtyping import Bool, Float, Int, Key, Num
+    from jaxtyping import Bool, Float, Int, Key, Num, UInt
 except ModuleNotFoundError:
     # The annotations document shapes; checking them needs the `dev` extra, and losses
     # must import in trainers that do not have it.
@@ -21,11 +22,25 @@ except ModuleNotFoundError:
         def __class_getitem__(cls, item: Any) -> Any:
             return item[0] if isinstance(item, tuple) else item
 
-    Bool = Float = Int = Key = Num = _Annotation  # type: ignore[assignment,misc]
+    Bool = Float = Int = Key = Num = UInt = _Annotation  # type: ignore[assignment,misc]
 
-__all__ = ["Array", "Bool", "Float", "Int", "Key", "Num", "PyTree", "TokenBatch"]
+__all__ = [
+    "Array",
+    "Bool",
+    "Float",
+    "HostOrDevice",
+    "Int",
+    "Key",
+    "Num",
+    "PyTree",
+    "TokenBatch",
+    "UInt",
+]
 
 type PyTree = Any
+
+# A batch is made on the host and placed once, whole.
+HostOrDevice = Array | np.ndarray
 
 
 @struct.dataclass
@@ -50,15 +65,15 @@ class TokenBatch:
             (-1 where the policy did not produce it).
     """
 
-    tokens: Int[Array, "rows length"]
-    positions: Int[Array, "rows length"]
-    segment_ids: Int[Array, "rows length"]
-    loss_mask: Bool[Array, "rows length"]
-    advantages: Float[Array, "rows length"]
-    behavior_logprobs: Float[Array, "rows length"]
-    versions: Int[Array, "rows length"]
-    proximal_logprobs: Float[Array, "rows length"] | None = None
-    reference_logprobs: Float[Array, "rows length"] | None = None
+    tokens: Int[HostOrDevice, "rows length"]
+    positions: Int[HostOrDevice, "rows length"]
+    segment_ids: Int[HostOrDevice, "rows length"]
+    loss_mask: Bool[HostOrDevice, "rows length"]
+    advantages: Float[HostOrDevice, "rows length"]
+    behavior_logprobs: Float[HostOrDevice, "rows length"]
+    versions: Int[HostOrDevice, "rows length"]
+    proximal_logprobs: Float[HostOrDevice, "rows length"] | None = None
+    reference_logprobs: Float[HostOrDevice, "rows length"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -6,14 +6,18 @@ import os
 import shlex
 import signal
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
 
-__all__ = ["Stop", "main"]
+__all__ = ["Stop", "call", "main", "read_options"]
+
+# What a shell reports for a program that Ctrl-C ended.
+INTERRUPTED = 128 + signal.SIGINT
 
 
 class Stop:
@@ -40,8 +44,8 @@ class Stop:
         )
 
 
-def main[Config](
-    default: Config,
+def main(
+    default: Any,
     run: Callable[..., Any],
     *,
     program: str,
@@ -49,39 +53,81 @@ def main[Config](
     errors: tuple[type[Exception], ...],
     arguments: list[str] | None = None,
 ) -> int:
-    """Reads options, runs, and says how it ended; returns the exit status.
+    """Runs a training program, which Ctrl-C stops at the end of a step.
 
     Args:
-        default: what the options change, a frozen dataclass.
-        run: takes the configuration, `console`, `command` and `should_stop`.
+        default: as in `call`.
+        run: takes the configuration, `console`, `command` and `should_stop`, and
+            returns a `jaxrl_post.train.run.Outcome`.
+        program: as in `call`.
+        description: as in `call`.
+        errors: as in `call`.
+        arguments: as in `call`.
+
+    Returns:
+        The exit status.
+    """
+
+    def train(config: Any, *, console: Console, command: str) -> None:
+        outcome = run(
+            config, console=console, command=command, should_stop=Stop(console)
+        )
+        for name in ("model", "report"):
+            path = getattr(outcome, name)
+            if path is not None:
+                console.print(f"{name + ':':<7} {path}", markup=False, highlight=False)
+        if not outcome.completed:
+            console.print(
+                f"stopped after step {outcome.step}, all of it saved; "
+                "the same command goes on from here"
+            )
+
+    return call(
+        default,
+        train,
+        program=program,
+        description=description,
+        errors=errors,
+        arguments=arguments,
+    )
+
+
+def call(
+    default: Any,
+    run: Callable[..., object],
+    *,
+    program: str,
+    description: str,
+    errors: tuple[type[Exception], ...],
+    arguments: list[str] | None = None,
+) -> int:
+    """Reads options, runs, and says how it ended.
+
+    Args:
+        default: what the options change, a frozen dataclass; a field that is
+            `tyro.MISSING` must be given.
+        run: takes the configuration, `console` and `command`.
         program: for messages, such as "launch.grpo".
         description: for --help.
         errors: those whose message is all that a person needs.
         arguments: default sys.argv.
+
+    Returns:
+        The exit status.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     console = Console(soft_wrap=True)
     try:
         config = read_options(default, arguments, program, description)
         _quiet_compiler_logs()
-        outcome = run(
-            config,
-            console=console,
-            command=f"python -m {program} {shlex.join(arguments)}".strip(),
-            should_stop=Stop(console),
-        )
+        command = f"python -m {program} {shlex.join(arguments)}".strip()
+        run(config, console=console, command=command)
     except errors as error:
         console.print(f"error: {error}", style="bold red", markup=False)
         return 1
-    if outcome.model is not None:
-        console.print(f"model:  {outcome.model}")
-    if outcome.report is not None:
-        console.print(f"report: {outcome.report}")
-    if not outcome.completed:
-        console.print(
-            f"stopped after step {outcome.step}, all of it saved; "
-            "the same command goes on from here"
-        )
+    except KeyboardInterrupt:
+        console.print("stopped")
+        return INTERRUPTED
     return 0
 
 
@@ -91,7 +137,8 @@ def read_options[Config](
     """Applies `--config FILE`, then the other options, to a default configuration.
 
     Raises:
-        ValueError: FILE cannot be read, or has a key that the configuration lacks.
+        ValueError: FILE cannot be read, has a key that the configuration lacks, or a
+            value of the wrong type.
     """
     file, rest = _config_file(arguments)
     if file is not None:
@@ -101,8 +148,8 @@ def read_options[Config](
         default=default,
         args=rest,
         prog=f"python -m {program}",
-        description=description
-        + "\n\n--config FILE reads a configuration that a run wrote (its config.json); "
+        description=f"{description}\n\n"
+        "--config FILE reads a configuration that a run wrote (its config.json); "
         "other options change it.",
     )
 
@@ -129,33 +176,52 @@ def _read(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config: cannot read {file}: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"--config: {file} must hold an object")
     # A run's config.json holds the configuration beside what else describes the run.
-    return content["config"] if "versions" in content else content
+    if isinstance(content, dict) and "versions" in content:
+        content = content.get("config")
+    if not isinstance(content, dict):
+        raise ValueError(f"--config: {file} must hold an object; got {content!r:.80}")
+    return content
 
 
 def from_json[Config](default: Config, values: dict[str, Any], *, where: str) -> Config:
     """Replaces fields of a nested dataclass; an unknown key is an error.
 
     Raises:
-        ValueError: a key that is no field, or a value of the wrong kind.
+        ValueError: a key that is no field, or a value of the wrong type.
     """
     changes: dict[str, Any] = {}
-    fields = {field.name for field in dataclasses.fields(default)}  # type: ignore[arg-type]
+    hints = get_type_hints(type(default))
     for name, value in values.items():
-        if name not in fields:
+        if name not in hints:
             raise ValueError(
-                f"{where}: unknown key {name!r}; known: {', '.join(sorted(fields))}"
+                f"{where}: unknown key {name!r}; known: {', '.join(sorted(hints))}"
             )
         old = getattr(default, name)
         if dataclasses.is_dataclass(old):
             if not isinstance(value, dict):
                 raise ValueError(f"{where}: {name} must be an object; got {value!r}")
             changes[name] = from_json(old, value, where=f"{where}: {name}")
+        elif not _fits(value, hints[name]):
+            expected = getattr(hints[name], "__name__", str(hints[name]))
+            raise ValueError(f"{where}: {name} must be {expected}; got {value!r}")
         else:
             changes[name] = tuple(value) if isinstance(value, list) else value
     return dataclasses.replace(default, **changes)  # type: ignore[type-var]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value is one of an option's type."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, types.UnionType):
+        return any(_fits(value, option) for option in inner)
+    if kind is Literal:
+        return value in inner
+    if kind is tuple:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _quiet_compiler_logs() -> None:

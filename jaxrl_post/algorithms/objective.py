@@ -18,7 +18,15 @@ from jaxrl_post.losses.sequences import in_sequence
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.types import Array, Bool, Float, Int, TokenBatch
 
-__all__ = ["Algorithm", "Objective", "PolicyTerm", "compose"]
+__all__ = [
+    "Algorithm",
+    "KlEstimator",
+    "Objective",
+    "PolicyLoss",
+    "PolicyTerm",
+    "Reduction",
+    "compose",
+]
 
 
 class Objective(NamedTuple):

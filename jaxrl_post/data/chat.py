@@ -53,8 +53,9 @@ def render_reply(
     """Token ids that follow the assistant's turn when others speak.
 
     The assistant's own tokens are kept as it produced them, so only what is new is
-    tokenised: the text by which the rendering of the longer conversation exceeds that
-    of the shorter one.
+    tokenised: the text of the longer conversation from where the assistant's turn ended
+    in the shorter one. A sampled turn ends with its stop token; what a template writes
+    after it, such as ChatML's newline, is new.
 
     Args:
         tokenizer: with or without a chat template.
@@ -71,10 +72,19 @@ def render_reply(
     longer = _apply(tokenizer, [*before, *messages], answer=True)
     if not longer.startswith(shorter):
         raise TokenizerError(
-            "chat: this chat template rewrites earlier turns when later ones follow, so "
-            "tokens that were sampled would change; use it for single-turn tasks only"
+            "chat: this chat template rewrites earlier turns when later ones follow, "
+            "so tokens that were sampled would change; use it for single-turn tasks "
+            "only"
         )
-    return tokenizer.encode(longer[len(shorter) :])
+    return tokenizer.encode(longer[_turn_end(tokenizer, shorter) :])
+
+
+def _turn_end(tokenizer: Tokenizer, text: str) -> int:
+    """Index after the stop token of the last turn; of the end where there is none."""
+    stops = [tokenizer.backend.id_to_token(index) for index in tokenizer.stop_ids]
+    ends = [text.rindex(stop) + len(stop) for stop in stops if stop and stop in text]
+    end = max(ends, default=len(text))
+    return len(text) if text[end:].strip() else end
 
 
 def _apply(tokenizer: Tokenizer, messages: Sequence[Turn], *, answer: bool) -> str:

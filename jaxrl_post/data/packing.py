@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ __all__ = ["Sequence", "pack"]
 
 @dataclass(frozen=True)
 class Sequence:
-    """One token sequence; arrays are 1-D, of equal length, aligned to the tokens.
+    """One token sequence; arrays are 1-D, of equal length >= 1, aligned to the tokens.
 
     Attributes:
         tokens: int32 ids.
@@ -28,6 +29,14 @@ class Sequence:
     advantages: np.ndarray
     versions: np.ndarray
 
+    def __post_init__(self) -> None:
+        sizes = {name: len(values) for name, values in vars(self).items()}
+        if len(set(sizes.values())) > 1 or not len(self.tokens):
+            raise ValueError(
+                f"Sequence: all arrays must have one entry a token, at least one; "
+                f"got {sizes}"
+            )
+
     @classmethod
     def of(
         cls,
@@ -41,18 +50,18 @@ class Sequence:
         """Makes a prompt that is not trained on and a completion that is."""
         before, after = len(prompt), len(completion)
 
-        def aligned(values: Collection[float], fill: float, dtype: type) -> np.ndarray:
+        def aligned(values: Any, fill: int, dtype: type) -> np.ndarray:
             return np.concatenate(
                 [np.full(before, fill, dtype), np.asarray(values, dtype)]
             )
 
         return cls(
             tokens=np.asarray([*prompt, *completion], np.int32),
-            loss_mask=aligned(np.ones(after), False, np.bool_),
+            loss_mask=aligned(np.ones(after), 0, np.bool_),
             behavior_logprobs=aligned(
-                np.zeros(after) if logprobs is None else logprobs, 0.0, np.float32
+                np.zeros(after) if logprobs is None else logprobs, 0, np.float32
             ),
-            advantages=aligned(np.full(after, advantage), 0.0, np.float32),
+            advantages=aligned(np.full(after, advantage), 0, np.float32),
             versions=aligned(
                 np.zeros(after) if versions is None else versions, -1, np.int32
             ),

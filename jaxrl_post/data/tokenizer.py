@@ -59,8 +59,9 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise TokenizerError(
-                f"tokenizer: {file} does not exist; a Hugging Face model directory with "
-                "a fast tokenizer has one (save_pretrained of a fast tokenizer makes it)"
+                f"tokenizer: {file} does not exist; a Hugging Face model directory "
+                "with a fast tokenizer has one (save_pretrained of a fast tokenizer "
+                "makes it)"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -72,13 +73,10 @@ class Tokenizer:
             for name, token in settings.items()
             if name.endswith("_token") and isinstance(token, dict | str)
         }
-        template = settings.get("chat_template")
-        if (path / "chat_template.jinja").is_file():
-            template = (path / "chat_template.jinja").read_text(encoding="utf-8")
         return cls(
             backend,
             stop_ids=_stop_ids(path, backend, special.get("eos_token")),
-            chat_template=template if isinstance(template, str) else None,
+            chat_template=_chat_template(path, settings.get("chat_template")),
             special_tokens=special,
         )
 
@@ -127,7 +125,7 @@ class Tokenizer:
         return self.stop_ids[0]
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
-        """Token ids of a text; `special` adds what the tokenizer puts around it (BOS)."""
+        """Token ids of a text; `special` adds what belongs around it (BOS)."""
         return tuple(self.backend.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -161,6 +159,21 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise TokenizerError(f"tokenizer: {file} must hold an object")
     return content
+
+
+def _chat_template(path: Path, setting: Any) -> str | None:
+    """chat_template.jinja, or what tokenizer_config.json says."""
+    if (path / "chat_template.jinja").is_file():
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    if isinstance(setting, list):  # several by name, as for tool use
+        named = {entry["name"]: entry["template"] for entry in setting}
+        setting = named.get("default")
+        if setting is None:
+            raise TokenizerError(
+                f"tokenizer: {path / 'tokenizer_config.json'} must name one of its "
+                f"chat templates 'default'; got {', '.join(named)}"
+            )
+    return setting
 
 
 def _stop_ids(

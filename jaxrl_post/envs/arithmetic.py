@@ -17,6 +17,7 @@ from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, respon
 __all__ = ["LEVELS", "Arithmetic"]
 
 LEVELS: Mapping[int, Mapping[str, Any]] = {
+    0: {"operations": ">", "terms": 3, "digits": 2},
     1: {"operations": "+", "terms": 2, "digits": 1},
     2: {"operations": "+-", "terms": 2, "digits": 1},
     3: {"operations": "+-", "terms": 2, "digits": 2},
@@ -35,10 +36,11 @@ _LISTED_SPACE = 100_000
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Sums, differences and products of small non-negative integers.
+    """Sums, differences, products and maxima of small non-negative integers.
 
     Operands are uniform in [0, 10**digits), operations uniform in `operations`; a
-    product binds tighter than a sum. The reward is 1 if the answer is the canonical
+    product binds tighter than a sum, and a sum tighter than a maximum, which is written
+    "a>b" and means the larger of the two ("7>83>64=" has the answer 83). The reward is 1 if the answer is the canonical
     decimal integer ("22", "-3", "0"), white space around it aside, and 0 otherwise:
     "+22", "022" and "22." are wrong, so that a problem has one right string to learn.
 
@@ -49,7 +51,7 @@ class Arithmetic:
     problem may recur within its split.
 
     Args:
-        operations: distinct characters out of "+-*".
+        operations: distinct characters out of "+-*>".
         terms: number of operands, in [2, 8].
         digits: largest number of digits of an operand, in [1, 9].
         seed: chooses and orders the problems.
@@ -78,11 +80,11 @@ class Arithmetic:
     def __post_init__(self) -> None:
         if (
             not self.operations
-            or not set(self.operations) <= set("+-*")
+            or not set(self.operations) <= set("+-*>")
             or len(set(self.operations)) != len(self.operations)
         ):
             raise ValueError(
-                "operations must be distinct characters out of '+-*', got "
+                "operations must be distinct characters out of '+-*>', got "
                 f"{self.operations!r}"
             )
         for argument, low, high in (
@@ -110,7 +112,8 @@ class Arithmetic:
     ) -> Arithmetic:
         """The environment of a named difficulty.
 
-        Level 1 is "+" of two digits (100 problems); 2 adds "-" (200); 3 has numbers up
+        Level 0 is the largest of three numbers up to 99, which a model learns soonest;
+        1 is "+" of two digits (100 problems); 2 adds "-" (200); 3 has numbers up
         to 99; 4 three of them; 5 three numbers up to 999 and "*".
 
         Args:
@@ -228,6 +231,10 @@ def _text(operations: str, terms: int, digits: int, problem: int) -> str:
 
 
 def _value(text: str) -> int:
+    return max(_sum(side) for side in text.split(">"))
+
+
+def _sum(text: str) -> int:
     total = 0
     for term in text.replace("-", "+-").split("+"):
         product = 1

@@ -71,12 +71,12 @@ class GSM8K:
         ValueError: if `extraction` or `on_bad_row` is none of its values.
 
     >>> import pathlib, tempfile
-    >>> path = pathlib.Path(tempfile.mkdtemp(), "train.jsonl")
-    >>> _ = path.write_text(
-    ...     '{"question": "2*3?", "answer": "2*3 = <<2*3=6>>6\\n#### 6"}'
-    ... )
-    >>> environment = GSM8K(str(path), instruction="")
-    >>> (task,) = environment.tasks("train")
+    >>> row = r'{"question": "2*3?", "answer": "2*3 = <<2*3=6>>6\n#### 6"}'
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = pathlib.Path(directory, "train.jsonl")
+    ...     _ = path.write_text(row)
+    ...     environment = GSM8K(str(path), instruction="")
+    ...     (task,) = environment.tasks("train")
     >>> task.messages[0].content, task.reference
     ('2*3?', '6')
     >>> environment.demonstration(task)

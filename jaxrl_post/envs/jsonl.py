@@ -94,9 +94,10 @@ def read_jsonl(
         OSError: if the file cannot be read.
 
     >>> import pathlib, tempfile
-    >>> path = pathlib.Path(tempfile.mkdtemp(), "two.jsonl")
-    >>> _ = path.write_text('{"question": "1+1?"}\n{"question": 2}\n')
-    >>> rows, report = read_jsonl(path, fields={"question": str}, on_bad_row="skip")
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = pathlib.Path(directory, "two.jsonl")
+    ...     _ = path.write_text('{"question": "1+1?"}\n{"question": 2}\n')
+    ...     rows, report = read_jsonl(path, fields={"question": str}, on_bad_row="skip")
     >>> rows, report.first_bad[0].reason
     ([Row(line=1, fields={'question': '1+1?'})],
      "field 'question' must be str, got int")

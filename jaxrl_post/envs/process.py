@@ -171,11 +171,13 @@ class WorkerProcess:
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_WR)
-                self._connection.settimeout(grace_s)
                 # The end of the stream is the end of the process. Unlike `wait`, this
                 # keeps the process id reserved for the kill that follows.
-                while grace_s and self._connection.recv(2**16):
-                    pass
+                expires = time.monotonic() + grace_s
+                while (left := expires - time.monotonic()) > 0:
+                    self._connection.settimeout(left)
+                    if not self._connection.recv(2**16):
+                        break
             self._connection.close()
             self._connection = None
         self._reap()

@@ -96,7 +96,10 @@ def receive_reply(connection: socket.socket, *, expires: float | None) -> Reply:
         ValueError: if the frame is too large or holds something else.
         EOFError, TimeoutError, OSError: as `receive_frame`.
     """
-    reply = json.loads(receive_frame(connection, expires=expires))
+    try:
+        reply = json.loads(receive_frame(connection, expires=expires))
+    except RecursionError as error:
+        raise ValueError("a reply must not be nested so deep") from error
     if not isinstance(reply, dict) or not isinstance(reply.get("kind"), str):
         raise ValueError("a reply must be a JSON object with a 'kind'")
     return reply

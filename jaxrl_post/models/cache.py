@@ -2,8 +2,8 @@
 
 A `KVCache` holds, per layer, keys and values [slots, kv_heads, length, head_dim]. Entry
 `p` of a slot belongs to the token at position `p`. Entries beyond what was written may
-hold anything: a query at position `p` sees entries 0..p, all of which have been written,
-because a token's own key is written before it attends.
+hold any finite number: a query at position `p` sees entries 0..p, all of which have been
+written, because a token's own key is written before it attends.
 """
 
 import dataclasses
@@ -50,7 +50,10 @@ class LayerCache:
         value: Float[Array, "slots kv_heads new head_dim"],
         positions: Int[Array, "slots new"],
     ) -> "LayerCache":
-        """Stores consecutive tokens of every slot, the first at `positions[:, 0]`."""
+        """Stores consecutive tokens of every slot, the first at `positions[:, 0]`.
+
+        They must fit: where they would not, XLA moves them to the end of the slot.
+        """
         start = positions[:, 0]
 
         def put(cache: Array, new: Array, at: Array) -> Array:

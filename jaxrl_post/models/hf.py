@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import DecoderParams, param_specs
@@ -68,7 +69,7 @@ def load_pretrained(
     *,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
 ) -> tuple[ModelConfig, DecoderParams[Array]]:
     """Reads a Llama, Qwen2 or Qwen3 checkpoint.
 
@@ -104,7 +105,7 @@ def load_pretrained(
     raw = _config_of(directory)
     try:
         config = read_config(raw)
-        dtype = jnp.dtype(dtype_name(raw) if dtype is None else dtype)
+        wanted = jnp.dtype(dtype_name(raw) if dtype is None else dtype)
     except ValueError as error:
         raise CheckpointError(f"{directory / CONFIG_FILE}: {error}") from error
     specs = param_specs(config)
@@ -115,7 +116,7 @@ def load_pretrained(
     with TensorFiles.open(directory) as files:
         _check(directory, files, entries, config)
         leaves = [
-            _load(files, entry, sharding, dtype)
+            _load(files, entry, sharding, wanted)
             for entry, sharding in zip(entries, shardings, strict=True)
         ]
     structure = jax.tree.structure(specs, is_leaf=is_spec)
@@ -157,25 +158,13 @@ def save_pretrained(
     raw = write_config(config)
     entries = _entries(family_of(config.model_type), param_specs(config))
     values = _match(entries, params)
-    tensors = [
-        StoredTensor(
-            entry.name, entry.layout.stored_shape, values[entry.name].dtype.name
-        )
-        for entry in entries
-    ]
     dtype = values[EMBEDDING].dtype.name
     raw |= {"dtype": dtype, "torch_dtype": dtype, **_special_tokens(source)}
-    layouts = {entry.name: entry.layout for entry in entries}
+    text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
     staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     staging.mkdir(parents=True)
     try:
-        write_tensors(
-            staging,
-            tensors,
-            lambda name: np.asarray(_stored(layouts[name], values[name])),
-            max_file_bytes,
-        )
-        text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
+        _write_values(staging, entries, values, max_file_bytes)
         (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
         if source is not None and (Path(source) / GENERATION_FILE).is_file():
             shutil.copyfile(Path(source) / GENERATION_FILE, staging / GENERATION_FILE)
@@ -324,6 +313,24 @@ def _match(entries: list[_Entry], params: DecoderParams[Array]) -> dict[str, Arr
                 f"one that can read all of it before saving"
             )
     return {entry.name: found[entry.path] for entry in entries}
+
+
+def _write_values(
+    directory: Path,
+    entries: list[_Entry],
+    values: dict[str, Array],
+    max_file_bytes: int,
+) -> None:
+    layouts = {entry.name: entry.layout for entry in entries}
+    tensors = [
+        StoredTensor(name, layout.stored_shape, values[name].dtype.name)
+        for name, layout in layouts.items()
+    ]
+
+    def fetch(name: str) -> np.ndarray:
+        return np.asarray(_stored(layouts[name], values[name]))
+
+    write_tensors(directory, tensors, fetch, max_file_bytes)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -10,6 +10,7 @@ shapes and dtypes, so it can be written before the first tensor is fetched.
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = ["StoredTensor", "TensorFiles", "read_json", "write_tensors"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PLAIN_FILE = r"[^/\\\0]+\.safetensors"
 
 # Names in the format, by name in NumPy.
 STORED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -165,10 +167,10 @@ def _locate(directory: Path) -> dict[Path, set[str]]:
     for name, file in places.items():
         # A plain name, because a checkpoint from elsewhere must not choose which files
         # of this machine are opened.
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+        if not isinstance(file, str) or not re.fullmatch(PLAIN_FILE, file):
             raise CheckpointError(
-                f"{index}: the file of tensor {name} must be a plain file name in the "
-                f"same directory; got {file!r}"
+                f"{index}: the file of tensor {name} must be a plain *.safetensors "
+                f"name in the same directory; got {file!r}"
             )
         if not (directory / file).is_file():
             raise CheckpointError(

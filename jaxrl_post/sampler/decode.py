@@ -1,8 +1,9 @@
 """The pure functions of the sampler: prefill, start, decode.
 
 A slot starts with the last token of its prompt still to be fed: the decoding step that
-feeds it samples the first token. So prefill needs no logits, there is one sampling path,
-and a further sample of the same prompt needs nothing but a copy of its keys and values.
+feeds it samples the first token. So prefill needs no logits, there is one sampling
+path, and a further sample of the same prompt needs nothing but a copy of its keys and
+values.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from flax import struct
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward, logits
 from jaxrl_post.sampler.sampling import SamplingArrays, sample
 from jaxrl_post.sharding import Rules
-from jaxrl_post.types import Array, Bool, Float, Int, Key
+from jaxrl_post.types import Array, Bool, Float, HostOrDevice, Int, Key, UInt
 
 __all__ = ["DecodeState", "Emitted", "Starts", "decode", "prefill", "start"]
 
@@ -78,24 +79,24 @@ class Starts:
         stop_ids: int32 [starts, stops].
     """
 
-    slots: Int[Array, " starts"]
-    sources: Int[Array, " starts"]
-    tokens: Int[Array, " starts"]
-    positions: Int[Array, " starts"]
-    remaining: Int[Array, " starts"]
-    prompt_ids: Int[Array, " starts"]
-    sample_indices: Int[Array, " starts"]
+    slots: Int[HostOrDevice, " starts"]
+    sources: Int[HostOrDevice, " starts"]
+    tokens: Int[HostOrDevice, " starts"]
+    positions: Int[HostOrDevice, " starts"]
+    remaining: Int[HostOrDevice, " starts"]
+    prompt_ids: UInt[HostOrDevice, " starts"]
+    sample_indices: UInt[HostOrDevice, " starts"]
     sampling: SamplingArrays
-    stop_ids: Int[Array, "starts stops"]
+    stop_ids: Int[HostOrDevice, "starts stops"]
 
 
 @struct.dataclass
 class Emitted:
     """What `decode` sampled, [steps, slots]; token -1 where a slot was idle."""
 
-    tokens: Int[Array, "steps slots"]
-    logprobs: Float[Array, "steps slots"]
-    log_masses: Float[Array, "steps slots"]
+    tokens: Int[HostOrDevice, "*steps slots"]
+    logprobs: Float[HostOrDevice, "*steps slots"]
+    log_masses: Float[HostOrDevice, "*steps slots"]
 
 
 def prefill(

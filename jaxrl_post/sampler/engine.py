@@ -228,6 +228,8 @@ class Engine:
             for first in range(0, len(group), rows):
                 self._prefill_group(params, group[first : first + rows], rows, length)
         self.prefilled_prompts += sum(map(len, by_length.values()))
+        # What ended in these slots is over; what begins must not end with it.
+        self._keep[[admission.slot for admission in admissions]] = True
         if admissions:
             longest = max(len(a.request.prompt) for a in admissions)
             self._state = self._start(

@@ -62,10 +62,10 @@ class Request:
 
     Attributes:
         prompt_id: unique within a run; with the sample index and the position it
-            determines the noise, whatever else is being sampled.
+            determines the noise, whatever else is being sampled; in [0, 2**32).
         prompt: token ids, at least one.
-        num_samples: samples of this prompt.
-        first_sample: index of the first of them.
+        num_samples: samples of this prompt, at least one.
+        first_sample: index of the first of them; in [0, 2**32).
         sampling: how to choose tokens.
     """
 
@@ -74,6 +74,18 @@ class Request:
     num_samples: int = 1
     first_sample: int = 0
     sampling: SamplingParams = SamplingParams()
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_id", "first_sample"):
+            if not 0 <= getattr(self, name) < 2**32:
+                raise ValueError(
+                    f"Request: {name} must lie in 0..2**32 - 1, it seeds the noise; "
+                    f"got {getattr(self, name)}"
+                )
+        if self.num_samples < 1:
+            raise ValueError(
+                f"Request: num_samples must be at least 1; got {self.num_samples}"
+            )
 
 
 @dataclass(frozen=True)

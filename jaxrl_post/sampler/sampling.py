@@ -1,8 +1,8 @@
 """From logits to a token and its log-probability.
 
 Tokens are drawn by inverting the cumulative distribution with one uniform number a row:
-the same distribution as Gumbel noise and argmax, without a random number for every entry
-of the vocabulary.
+the same distribution as Gumbel noise and argmax, without a random number for every
+entry of the vocabulary.
 """
 
 from typing import NamedTuple
@@ -106,7 +106,8 @@ def _invert(weights: Array, uniforms: Array) -> Array:
     sums = blocks.sum(axis=-1)
     running = jnp.cumsum(sums, axis=-1)
     target = uniforms[:, None] * running[:, -1:]
-    block = _first(running > target, sums)
+    # Rounded sums need not grow steadily: one may pass the target at an empty block.
+    block = _first((running > target) & (sums > 0), sums)
     before = jnp.take_along_axis(running - sums, block[:, None], axis=1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     reached = jnp.cumsum(inside, axis=-1) > target - before
@@ -114,7 +115,7 @@ def _invert(weights: Array, uniforms: Array) -> Array:
 
 
 def _first(reached: Array, weights: Array) -> Array:
-    """Index of the first True of each row; of the largest weight where there is none."""
+    """Index of each row's first True; of the largest weight where there is none."""
     return jnp.where(
         reached.any(axis=-1), jnp.argmax(reached, axis=-1), jnp.argmax(weights, axis=-1)
     )

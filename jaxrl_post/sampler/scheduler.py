@@ -1,10 +1,12 @@
 """Which sample goes into which slot: decisions alone, no device.
 
-Samples are admitted in the order of their requests. A prompt is prefilled when its first
-sample is admitted; the others copy it from a slot that has it. As a prompt's samples are
-admitted one after the other, before any of a later prompt, such a slot always exists.
+Samples are admitted in the order of their requests. A prompt is prefilled when its
+first sample is admitted; the others copy it from a slot that has it. As a prompt's
+samples are admitted one after the other, before any of a later prompt, such a slot
+always exists.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -76,6 +78,9 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Appends all samples of a request to the queue."""
+        # A slot's prompt is known by the identity of its request: one that is submitted
+        # again, perhaps for other parameters, is prefilled again.
+        request = dataclasses.replace(request)
         first = request.first_sample
         indices = range(first, first + request.num_samples)
         self._queue.extend((request, index) for index in indices)

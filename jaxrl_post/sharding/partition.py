@@ -81,7 +81,7 @@ def constrain(
     """Constrains an activation's sharding under the mesh of `jax.set_mesh`.
 
     Without a mesh it returns `value` unchanged, so that model code runs anywhere. A
-    dimension that the mesh does not divide is left to the compiler.
+    dimension that the mesh does not divide is kept whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

@@ -1,11 +1,13 @@
 """Checkpoints through Orbax: asynchronous, atomic, restorable onto another mesh."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from grain.checkpoint import CheckpointRestore, CheckpointSave
 
@@ -64,6 +66,10 @@ class Checkpoints:
     def latest(self) -> int | None:
         """Step of the newest whole checkpoint, None where there is none."""
         return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Steps of all whole checkpoints, the oldest first."""
+        return sorted(self._manager.all_steps())
 
     def save(
         self,
@@ -134,6 +140,53 @@ class Checkpoints:
         leaves = jax.tree.leaves(_ordered(restored.state, _as_dict(abstract)))
         return jax.tree.unflatten(structure, leaves), restored.meta
 
+    def restore_params(
+        self, step: int, shapes: PyTree, *, dtype: jnp.dtype | None = None
+    ) -> PyTree:
+        """Reads the parameters alone, onto one device.
+
+        Args:
+            step: of the checkpoint.
+            shapes: tree of arrays or ShapeDtypeStructs; only their shapes count.
+            dtype: of the result; None for that in which the run trained. float32 gives
+                the master weights of a run that has some.
+
+        Raises:
+            CheckpointError: the parameters are others, or cannot be read.
+        """
+        folder = self.directory.absolute() / str(step) / "state"
+        where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        try:
+            with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+                stored = handler.metadata(folder).tree
+            masters = any(name.startswith("master.") for name in stored)
+            root = "master" if dtype == jnp.float32 and masters else "params"
+            wanted = {
+                name: jax.ShapeDtypeStruct(
+                    leaf.shape, dtype or stored[name].dtype, sharding=where
+                )
+                for name, leaf in _as_dict({root: shapes}).items()
+            }
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeRestore(
+                        item=wanted,
+                        restore_args=ocp.checkpoint_utils.construct_restore_args(
+                            wanted
+                        ),
+                        partial_restore=True,
+                    )
+                ),
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise CheckpointError(
+                f"checkpoint: the parameters of step {step} in {self.directory} cannot "
+                f"be read: {error}. Are they those of another model?"
+            ) from error
+        leaves = _ordered(restored["state"], wanted)
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
     def close(self) -> None:
         """Waits for what is being written and releases the threads."""
         self.wait()
@@ -149,7 +202,7 @@ class Checkpoints:
         )
 
 
-def _as_dict(state: TrainState) -> dict[str, PyTree]:
+def _as_dict(state: PyTree) -> dict[str, PyTree]:
     """Plain containers, so that a checkpoint does not depend on our classes."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {

@@ -24,7 +24,12 @@ from jaxrl_post.rollout.machine import Limits
 from jaxrl_post.rollout.runner import Runner
 from jaxrl_post.rollout.types import Group
 from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
-from jaxrl_post.train.config import AlgorithmConfig, ConfigError, RLConfig
+from jaxrl_post.train.config import (
+    AlgorithmConfig,
+    ConfigError,
+    RLConfig,
+    RolloutConfig,
+)
 from jaxrl_post.train.learner import Learner
 from jaxrl_post.train.publish import Published, publish
 from jaxrl_post.train.session import Model
@@ -386,9 +391,15 @@ def _rollout_metrics(
     }
 
 
-def make_engine(config: RLConfig, model: Model) -> Engine:
-    """Makes the sampler of a run, with sizes that follow from the configuration."""
-    rollout, shape = config.rollout, model.mesh.shape
+def make_engine(rollout: RolloutConfig, model: Model, *, seed: int) -> Engine:
+    """Makes a sampler, with sizes that follow from the configuration.
+
+    Args:
+        rollout: how samples are drawn.
+        model: its architecture, mesh and tokenizer; not its parameters.
+        seed: of the sampling noise.
+    """
+    shape = model.mesh.shape
     split = shape["dp"] * shape["fsdp"]
     slots = rollout.num_slots or rollout.prompts_per_step * rollout.samples_per_prompt
     calls = -(-rollout.max_tokens // 16)
@@ -402,7 +413,7 @@ def make_engine(config: RLConfig, model: Model) -> Engine:
     return Engine(
         model.config,
         sizes,
-        seed=config.seed,
+        seed=seed,
         dtype=model.dtype,
         mesh=model.mesh,
         rules=model.rules,
@@ -410,11 +421,11 @@ def make_engine(config: RLConfig, model: Model) -> Engine:
     )
 
 
-def make_runner(config: RLConfig, model: Model, judges: WorkerPool) -> Runner:
-    """Makes the episode runner of a run."""
+def make_runner(rollout: RolloutConfig, model: Model, judges: WorkerPool) -> Runner:
+    """Makes what carries out episodes and has them judged."""
     return Runner(
         codec=Codec(model.tokenizer),
         judges=judges,
-        limits=Limits(max_prompt_tokens=config.rollout.max_prompt_tokens),
-        deadline_s=config.rollout.deadline_s,
+        limits=Limits(max_prompt_tokens=rollout.max_prompt_tokens),
+        deadline_s=rollout.deadline_s,
     )

@@ -29,5 +29,5 @@ def demo() -> RLConfig:
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=5),
         eval=EvalConfig(every=20, num_tasks=256),
         checkpoint=CheckpointConfig(every=50),
-        warm_start=WarmStartConfig(steps=60, examples_per_step=64, learning_rate=2e-3),
+        warm_start=WarmStartConfig(steps=300, examples_per_step=128, learning_rate=2e-3),
     )

@@ -3,13 +3,16 @@ import pytest
 from jaxrl_post.envs import make
 from jaxrl_post.envs.arithmetic import Arithmetic
 from jaxrl_post.envs.gsm8k import GSM8K
+from jaxrl_post.envs.reasoning_gym import ReasoningGym
 
 
 def test_arithmetic():
     assert make("arithmetic") == Arithmetic()
     assert make("arithmetic?level=2&seed=7") == Arithmetic.at_level(2, seed=7)
     assert make("arithmetic?operations=+-&terms=3") == Arithmetic("+-", terms=3)
-    assert make("arithmetic?level=1", options={"eval_size": 5}).eval_size == 5
+    assert make("arithmetic?level=1", options={"eval_size": 5}) == Arithmetic.at_level(
+        1, eval_size=5
+    )
 
 
 def test_gsm8k():
@@ -34,7 +37,7 @@ def test_a_factory_of_ones_own(scripted):
             r"no environment 'gsm9k'; there are arithmetic, gsm8k, reasoning-gym",
         ),
         ("", r"no environment ''; there are arithmetic"),
-        ("arithmetic?level=9", r"level must be one of \[1, 2, 3, 4, 5\], got 9"),
+        ("arithmetic?level=9", r"level must be one of \[0, 1, 2, 3, 4, 5\], got 9"),
         ("arithmetic?levl=1", "no option 'levl'; it has operations, terms, digits"),
         ("arithmetic?seeds=1", "no option 'seeds'; .*; did you mean 'seed'"),
         ("arithmetic?level=1&digits=2", "no option 'digits'; it has level, seed"),
@@ -88,8 +91,8 @@ def test_reasoning_gym():
     spec = "reasoning-gym:chain_sum?max_terms=2&max_digits=1&seed=3&train_size=5"
     environment = make(spec)
     assert environment.name == "reasoning-gym:chain_sum"
-    assert environment.options == {"max_terms": 2, "max_digits": 1}
-    assert (environment.seed, len(environment.tasks("train"))) == (3, 5)
+    expected = ReasoningGym("chain_sum", {"max_terms": 2, "max_digits": 1}, 3, 5)
+    assert environment == expected
     with pytest.raises(
         ValueError, match=r"no task 'chain_sun' .*did you mean chain_sum"
     ):

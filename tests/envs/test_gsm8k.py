@@ -225,7 +225,9 @@ def test_grading_in_a_worker_outlives_a_hopeless_power(both):
         hopeless = pool.submit(task, turn(r"\boxed{9^{9^{9^{9}}}}"))
         after = pool.submit(task, turn("#### 72"))
         assert hopeless.result(timeout=30).kind == "timeout"
-        assert after.result(timeout=30).step.reward == 1.0
+        step = after.result(timeout=30).step
+        assert step is not None
+        assert step.reward == 1.0
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data/gsm8k")

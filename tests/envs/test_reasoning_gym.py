@@ -1,12 +1,16 @@
 import pickle
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from jaxrl_post.envs import Message, WorkerPool
 from jaxrl_post.envs.reasoning_gym import ReasoningGym
 
-SMALL = {"train_size": 20, "eval_size": 10}
+
+def small(task: str, options: Mapping[str, Any] | None = None, seed: int = 0):
+    return ReasoningGym(task, options or {}, seed, train_size=20, eval_size=10)
 
 
 @pytest.fixture
@@ -23,7 +27,7 @@ def grade(environment, task, text):
 
 
 def test_tasks_are_those_of_the_library(library):
-    environment = ReasoningGym("chain_sum", {"max_terms": 2}, seed=3, **SMALL)
+    environment = small("chain_sum", {"max_terms": 2}, seed=3)
     expected = library.create_dataset("chain_sum", max_terms=2, seed=3, size=20)
     assert questions(environment, "train") == [entry["question"] for entry in expected]
     task = environment.tasks("train")[4]
@@ -33,20 +37,20 @@ def test_tasks_are_those_of_the_library(library):
 
 
 def test_splits_have_seeds_far_apart(library):
-    environment = ReasoningGym("chain_sum", seed=5, **SMALL)
+    environment = small("chain_sum", seed=5)
     train, held_out = (questions(environment, split) for split in ("train", "eval"))
     assert (len(train), len(held_out)) == (20, 10)
     assert not set(train) & set(held_out)
     expected = library.create_dataset("chain_sum", seed=5 + 2**30, size=10)
     assert held_out == [entry["question"] for entry in expected]
     # The library's own seeds overlap: one later is the same problems shifted by one.
-    later = questions(ReasoningGym("chain_sum", seed=6, **SMALL), "train")
+    later = questions(small("chain_sum", seed=6), "train")
     assert later[:-1] == train[1:]
     assert not set(later) & set(held_out)
 
 
 def test_the_scorer_of_the_library_judges(library):
-    environment = ReasoningGym("chain_sum", **SMALL)
+    environment = small("chain_sum")
     task = environment.tasks("train")[0]
     right = grade(environment, task, f" {task.reference}\n")
     assert (right.reward, right.done) == (1.0, True)
@@ -55,7 +59,7 @@ def test_the_scorer_of_the_library_judges(library):
 
 
 def test_partial_credit_is_passed_on(library):
-    environment = ReasoningGym("letter_counting", **SMALL)
+    environment = small("letter_counting")
     task = environment.tasks("train")[0]
     # The default scorer gives len(reference) / len(answer) to one that contains it.
     text = f"it is {task.reference}"
@@ -63,7 +67,7 @@ def test_partial_credit_is_passed_on(library):
 
 
 def test_a_scorer_that_raises_means_no_reward(library):
-    environment = ReasoningGym("boxnet", **SMALL)
+    environment = small("boxnet")
     task = environment.tasks("train")[0]
     step = grade(environment, task, "1")
     assert step.reward == 0.0
@@ -71,7 +75,7 @@ def test_a_scorer_that_raises_means_no_reward(library):
 
 
 def test_a_task_of_many_right_answers_has_no_demonstration(library):
-    environment = ReasoningGym("graph_color", **SMALL)
+    environment = small("graph_color")
     task = environment.tasks("train")[0]
     assert task.reference == ""
     assert environment.demonstration(task) is None
@@ -79,7 +83,7 @@ def test_a_task_of_many_right_answers_has_no_demonstration(library):
 
 @pytest.mark.parametrize("name", ["word_ladder", "countdown"])
 def test_scores_in_a_worker_are_those_here(library, name):
-    environment = ReasoningGym(name, **SMALL)
+    environment = small(name)
     assert pickle.loads(pickle.dumps(environment)) == environment
     with WorkerPool(environment) as pool:
         for task in environment.tasks("eval")[:3]:

@@ -55,7 +55,9 @@ def test_it_runs_in_a_worker_and_prepares_what_it_holds(scripted):
     with WorkerPool(Rubric(Arithmetic.at_level(1), criteria)) as pool:
         task = Arithmetic.at_level(1).tasks("train")[0]
         turn = (*task.messages, Message("assistant", "99"))
-        assert pool.submit(task, turn).result(timeout=30).step.reward == 0.5
+        step = pool.submit(task, turn).result(timeout=30).step
+        assert step is not None
+        assert step.reward == 0.5
     unprepared = Rubric(scripted.Unprepared(), criteria)
     assert isinstance(unprepared, NeedsPreparation)
     with pytest.raises(ModuleNotFoundError, match="pip install grader"):

@@ -68,11 +68,13 @@ def test_a_frame_over_the_limit_is_refused_before_memory_is_taken(pair):
         receive_frame(theirs, expires=soon())
 
 
-@pytest.mark.parametrize("reply", [b"", b"[1]", b"{}", b'{"kind": 3}', b"\xff"])
+@pytest.mark.parametrize(
+    "reply", [b"", b"[1]", b"{}", b'{"kind": 3}', b"\xff", b"[" * 100_000]
+)
 def test_what_is_no_reply_is_refused(pair, reply):
     ours, theirs = pair
     send_frame(ours, reply, expires=soon())
-    with pytest.raises(ValueError, match=r"reply must be|Expecting value|decode"):
+    with pytest.raises(ValueError, match=r"reply must|Expecting value|decode"):
         receive_reply(theirs, expires=soon())
 
 

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,11 +21,11 @@ TASK = Task(0, (Message("user", "do something"),), "")
 PATIENCE_S = 30.0
 
 
-def submit(pool, script: str):
+def submit(pool, script: str) -> Future[Any]:
     return pool.submit(TASK, (*TASK.messages, Message("assistant", script)))
 
 
-def ask(pool, script: str):
+def ask(pool, script: str) -> Any:
     return submit(pool, script).result(timeout=PATIENCE_S)
 
 
@@ -280,18 +282,20 @@ class Unpicklable(str):
         raise TypeError("cannot pickle this")
 
 
-@pytest.mark.parametrize("argument", ["num_workers", "max_crashes_per_minute"])
-def test_counts_are_checked(argument):
-    with pytest.raises(ValueError, match=f"{argument} must be positive, got 0"):
-        WorkerPool(Arithmetic(), **{argument: 0})
-
-
 @pytest.mark.parametrize(
-    "argument", ["deadline_s", "start_timeout_s", "memory_limit_gib"]
+    ("options", "message"),
+    [
+        ({"num_workers": 0}, "num_workers must be positive, got 0"),
+        ({"max_crashes_per_minute": 0}, "max_crashes_per_minute must be positive, got"),
+        ({"deadline_s": 0.0}, r"deadline_s must be positive, got 0\.0"),
+        ({"deadline_s": float("nan")}, "deadline_s must be positive, got nan"),
+        ({"start_timeout_s": -1.0}, r"start_timeout_s must be positive, got -1\.0"),
+        ({"memory_limit_gib": 0.0}, r"memory_limit_gib must be positive, got 0\.0"),
+    ],
 )
-def test_amounts_are_checked(argument):
-    with pytest.raises(ValueError, match=f"{argument} must be positive, got 0.0"):
-        WorkerPool(Arithmetic(), **{argument: 0.0})
+def test_arguments_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        WorkerPool(Arithmetic(), **options)
 
 
 def test_memory_is_limited(scripted):

@@ -19,7 +19,7 @@ def main(fixtures: Path, saved: Path) -> None:
     for folder in sorted(path.parent for path in fixtures.glob("*/expected.npz")):
         config, params = load_pretrained(folder)
         save_pretrained(saved / "as_stored" / folder.name, config, params)
-        config, params = load_pretrained(folder, dtype=jnp.dtype("float32"))
+        config, params = load_pretrained(folder, dtype=jnp.float32)
         save_pretrained(
             saved / "float32_shards" / folder.name,
             config,

@@ -1,6 +1,5 @@
 """Validation and the choice of an implementation."""
 
-import functools
 import math
 from typing import Literal
 
@@ -14,7 +13,7 @@ __all__ = ["attention"]
 
 Implementation = Literal["reference", "xla"]
 
-# Queries per tile of the "xla" implementation: scores of one tile are in memory at a time.
+# Queries per tile of the "xla" implementation; scores of one tile are in memory.
 QUERY_TILE = 512
 
 
@@ -55,7 +54,8 @@ def attention(
         all values: callers mask it.
 
     Raises:
-        ValueError: heads is no multiple of kv_heads, or one segment array is missing.
+        ValueError: heads is no multiple of kv_heads, one segment array is missing, or
+            the window is empty.
 
     References:
         Ainslie et al., GQA, arXiv:2305.13245.
@@ -69,6 +69,11 @@ def attention(
     if (query_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError(
             "attention: give segment ids of both queries and keys, or none"
+        )
+    if window is not None and window < 1:
+        raise ValueError(
+            f"attention: window must be at least 1, the query itself, or None; "
+            f"got {window}"
         )
     scale = query.shape[3] ** -0.5 if scale is None else scale
 

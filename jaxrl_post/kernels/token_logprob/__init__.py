@@ -1,4 +1,4 @@
-"""Log-probability and entropy of tokens: the one definition, for trainer and sampler."""
+"""Log-probability and entropy of tokens: one definition for trainer and sampler."""
 
 from jaxrl_post.kernels.token_logprob.api import TokenLogprob, token_logprob
 from jaxrl_post.kernels.token_logprob.reference import from_logits

@@ -1,6 +1,7 @@
 """Validation, sharding and the derivative of the fused token log-probability."""
 
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -68,8 +69,8 @@ def token_logprob(
         )
     if not 0 < vocab_size <= unembedding.shape[0]:
         raise ValueError(
-            f"token_logprob: vocab_size must lie in 1..{unembedding.shape[0]}, the rows "
-            f"of unembedding; got {vocab_size}"
+            f"token_logprob: vocab_size must lie in 1..{unembedding.shape[0]}, the "
+            f"rows of unembedding; got {vocab_size}"
         )
     mask = jnp.ones(targets.shape, jnp.bool_) if mask is None else mask
     if implementation == "reference":
@@ -86,6 +87,8 @@ def _reference(
     temperature: float,
     vocab_size: int,
 ) -> TokenLogprob:
+    # Zeros before the product: 0 x NaN in the backward pass would be NaN.
+    hidden = jnp.where(mask[..., None], hidden, 0)
     logits = jnp.einsum(
         "btd,vd->btv", hidden, unembedding, preferred_element_type=jnp.float32
     )
@@ -95,7 +98,7 @@ def _reference(
 
 
 class _Plan(tuple):
-    """(layout, batch spec, weight spec, data axes), static."""
+    """(layout, axes that split the batch, the vocabulary; whether any do), static."""
 
 
 def _plan(
@@ -107,16 +110,23 @@ def _plan(
 ) -> _Plan:
     mesh = jax.sharding.get_abstract_mesh()
     sharded = not mesh.empty and mesh.size > 1
-    batch_spec = vocab_axis = None
+    batch = vocab = ()
     if sharded:
         batch_spec = partition_spec(
             batch_shape, ("batch", "length"), mesh, rules, name="token_logprob batch"
-        )[0]
-        vocab_axis = partition_spec(weight_shape, ("vocab", None), mesh, rules)[0]
-    columns = weight_shape[0] // (mesh.shape[vocab_axis] if vocab_axis else 1)
+        )
+        batch = _names(batch_spec[0])
+        vocab_spec = partition_spec(weight_shape, ("vocab", None), mesh, rules)
+        # Devices along these axes have other rows: there the columns are gathered.
+        vocab = tuple(axis for axis in _names(vocab_spec[0]) if axis not in batch)
+    columns = weight_shape[0] // math.prod(mesh.shape[axis] for axis in vocab)
     tile = max(8, min(TILE_BYTES // (4 * columns), 1024) // 8 * 8)
-    layout = xla.Layout(tile, vocab_size, float(temperature), vocab_axis)
-    return _Plan((layout, batch_spec, vocab_axis, sharded))
+    layout = xla.Layout(tile, vocab_size, float(temperature), vocab)
+    return _Plan((layout, batch, vocab, sharded))
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -158,7 +168,6 @@ def _fused_forward(
 def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) -> Any:
     layout, batch, vocab, sharded = plan
     hidden, weight, *by_row = saved
-    data_axes = (batch,) if isinstance(batch, str) else (batch or ())
 
     def local(hidden: Array, weight: Array, *by_row: Array) -> tuple[Array, Array]:
         shape = hidden.shape
@@ -172,10 +181,10 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
             (g, e),
             layout,
         )
-        if vocab is not None:
+        if vocab:
             d_hidden = jax.lax.psum(d_hidden, vocab)
-        if data_axes:
-            d_weight = jax.lax.psum(d_weight, data_axes)
+        if batch:
+            d_weight = jax.lax.psum(d_weight, batch)
         d_hidden = d_hidden.reshape(shape).astype(hidden.dtype)
         return d_hidden, d_weight.astype(weight.dtype)
 

@@ -40,6 +40,7 @@ def from_logits(
     scaled = logits.astype(jnp.float32) * scale
     normalizer = jax.nn.logsumexp(scaled, axis=-1)
     target = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
-    probabilities = jnp.exp(scaled - normalizer[..., None])
-    entropy = normalizer - jnp.sum(probabilities * scaled, axis=-1)
+    log_p = scaled - normalizer[..., None]
+    # Not normalizer - sum p z: at low entropy the two cancel to nothing but rounding.
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
     return TokenLogprob(target - normalizer, entropy)

@@ -2,7 +2,7 @@
 
 Rows that the mask leaves out cost nothing: the rows that count are gathered into tiles,
 and the number of tiles is decided at run time. Over a sharded vocabulary each device
-works on its own columns and the tiles' statistics are summed across `axis`.
+works on its own columns and the tiles' statistics are summed across `axes`.
 
 Backward, with p = softmax(z), z = h W^T / temperature, H the entropy, and g, e the
 cotangents of log-prob and entropy: dz = g (onehot - p) - e p (log p + H).
@@ -26,13 +26,13 @@ class Layout(NamedTuple):
         tile: rows whose logits are in memory at a time.
         vocab_size: columns that exist; those from there on are padding.
         temperature: divides the logits.
-        axis: mesh axis over which the vocabulary is split, None where it is whole.
+        axes: mesh axes over which the vocabulary is split, none where it is whole.
     """
 
     tile: int
     vocab_size: int
     temperature: float
-    axis: str | None = None
+    axes: tuple[str, ...] = ()
 
 
 class Residuals(NamedTuple):
@@ -130,15 +130,15 @@ def _take(array: Array, chosen: Array) -> Array:
 
 
 def _logits(hidden: Array, weight: Array, layout: Layout) -> tuple[Array, Any]:
-    """Scaled float32 logits [tile, columns] and the id of this device's first column."""
+    """Scaled float32 logits [tile, columns] and the id of the first column here."""
     product = jnp.einsum(
         "td,vd->tv", hidden, weight, preferred_element_type=jnp.float32
     )
     logits = product * (1.0 / layout.temperature)
     columns, first = weight.shape[0], jnp.int32(0)
-    if layout.axis is not None:
-        first = jax.lax.axis_index(layout.axis) * columns
-    total = columns * (1 if layout.axis is None else jax.lax.axis_size(layout.axis))
+    if layout.axes:
+        first = jax.lax.axis_index(layout.axes) * columns
+    total = columns * (jax.lax.axis_size(layout.axes) if layout.axes else 1)
     if total != layout.vocab_size:
         exists = first + jnp.arange(columns, dtype=jnp.int32) < layout.vocab_size
         logits = jnp.where(exists, logits, MASKED)
@@ -150,8 +150,8 @@ def _statistics(
 ) -> tuple[Array, Array, Array]:
     """Target logit, log-normaliser and entropy of each row of a tile."""
     top = logits.max(axis=-1)
-    if layout.axis is not None:
-        top = jax.lax.pmax(top, layout.axis)
+    if layout.axes:
+        top = jax.lax.pmax(top, layout.axes)
     shifted = logits - top[:, None]
     weights = jnp.exp(shifted)
     total, weighted = weights.sum(axis=-1), (weights * shifted).sum(axis=-1)
@@ -159,6 +159,6 @@ def _statistics(
     safe = jnp.where(here, local_targets, 0)
     target = jnp.take_along_axis(logits, safe[:, None], axis=-1)[:, 0]
     target = jnp.where(here, target, 0.0)
-    if layout.axis is not None:
-        total, weighted, target = jax.lax.psum((total, weighted, target), layout.axis)
+    if layout.axes:
+        total, weighted, target = jax.lax.psum((total, weighted, target), layout.axes)
     return target, top + jnp.log(total), jnp.log(total) - weighted / total

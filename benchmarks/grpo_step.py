@@ -1,0 +1,279 @@
+"""One GRPO step, by phase, against the time of its matrix products alone.
+
+    python -m benchmarks.grpo_step --shape small --json benchmarks/results/FILE.json
+
+Work: 8 prompts x 8 samples, 16 prompt tokens, 64 completion tokens each (no stop
+token), group-centred advantages of random rewards, one AdamW step. Weights are random:
+what is measured is the machine and the program, not learning.
+
+`ideal` is the time that the same matrix products take alone, with `jnp.dot` on operands
+of the same shape, in this run. Generation: the projections and the vocabulary product
+of 64 rows, 64 times. Training: the same products at a microbatch's rows, times three
+(one forward, two backward); recomputation is not counted, and attention is left out of
+both, so a share of 100 % cannot be reached.
+"""
+
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl_post import algorithms, models
+from jaxrl_post.data import packing
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.train import state as training
+from jaxrl_post.train.learner import Learner
+from jaxrl_post.train.publish import publish
+from jaxrl_post.train.session import PRESETS, versions
+from jaxrl_post.train.step import Policy
+
+PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 8, 16, 64
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the benchmark.
+
+    Attributes:
+        shape: tiny (hidden 256, 4 layers, vocabulary 512) or small (hidden 512, 8
+            layers, vocabulary 32000).
+        json: file to write the result to.
+        repeats: timed steps, after one that compiles.
+        microbatch_rows: packed rows of one forward and backward pass.
+        remat: what the backward pass keeps of a layer.
+        dtype: of the parameters.
+    """
+
+    shape: Literal["tiny", "small"] = "small"
+    json: Path | None = None
+    repeats: int = 5
+    microbatch_rows: int = 16
+    remat: Literal["none", "dots", "full"] = "none"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+def main(options: Options) -> dict[str, Any]:
+    """Runs the benchmark and returns what it measured."""
+    config = PRESETS[options.shape]
+    mesh = create_mesh("", jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        step = _make_step(options, config, mesh)
+        phases = [step(number) for number in range(options.repeats + 1)][1:]
+        peak = _peak_memory()
+        ideal = _ideal(config, options)
+    seconds = {
+        name: statistics.median(phase[name] for phase in phases) for name in phases[0]
+    }
+    sampled = PROMPTS * SAMPLES * TOKENS
+    return {
+        "shape": options.shape,
+        "dtype": options.dtype,
+        "seconds": seconds,
+        "seconds_best_step": min(phase["step"] for phase in phases),
+        "ideal_seconds": ideal,
+        "share_of_ideal": {name: ideal[name] / seconds[name] for name in ideal},
+        "generated_tokens_per_second": sampled / seconds["rollout"],
+        "tokens_per_second": sampled / seconds["step"],
+        "peak_memory_gib": peak,
+        "options": {k: str(v) for k, v in vars(options).items() if k != "json"},
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {_cores()} cores, {_processor()}",
+        "versions": versions(),
+    }
+
+
+def _make_step(
+    options: Options, config: ModelConfig, mesh: jax.sharding.Mesh
+) -> Callable[[int], dict[str, float]]:
+    dtype = jnp.dtype(options.dtype)
+    specs = models.param_specs(config)
+    optimizer = training.make_optimizer(training.OptimizerConfig(), specs, 100)
+    layout = training.shardings(
+        specs, optimizer, mesh, DEFAULT_RULES, narrow=dtype != jnp.float32
+    )
+    params = models.initialize(jax.random.key(0), specs, dtype, mesh)
+    state = training.create(params, optimizer, layout)
+    algorithm = algorithms.grpo()
+    learner = Learner(
+        policy=Policy(config, remat=options.remat),
+        objective=algorithm.objective,
+        optimizer=optimizer,
+        max_grad_norm=1.0,
+        layout=layout,
+        mesh=mesh,
+        microbatch_rows=options.microbatch_rows,
+    )
+    sizes = EngineConfig(
+        num_slots=PROMPTS * SAMPLES,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_tokens=TOKENS,
+        steps_per_call=TOKENS // 2,
+    )
+    engine = Engine(config, sizes, dtype=dtype, mesh=mesh)
+    random = np.random.default_rng(0)
+    del params
+
+    def step(number: int) -> dict[str, float]:
+        nonlocal state
+        begin = time.perf_counter()
+        published = publish(engine, state.params, number)
+        rollout = time.perf_counter()
+        requests = [
+            Request(
+                prompt_id=number * PROMPTS + index,
+                prompt=tuple(random.integers(0, config.vocab_size, PROMPT_TOKENS)),
+                num_samples=SAMPLES,
+                sampling=SamplingParams(max_tokens=TOKENS),
+            )
+            for index in range(PROMPTS)
+        ]
+        prompts = {request.prompt_id: request.prompt for request in requests}
+        done = engine.generate(published.params, requests, version=number)
+        train = time.perf_counter()
+        rewards = random.random((PROMPTS, SAMPLES)).astype(np.float32)
+        valid = np.ones_like(rewards, np.bool_)
+        advantages = np.asarray(algorithm.advantages(rewards, valid)).ravel()
+        sequences = [
+            packing.Sequence.of(
+                prompts[completion.prompt_id],
+                completion.tokens,
+                logprobs=completion.logprobs,
+                advantage=float(advantage),
+                versions=completion.versions,
+            )
+            for completion, advantage in zip(done, advantages, strict=True)
+        ]
+        length = PROMPT_TOKENS + TOKENS
+        batch = packing.pack(sequences, length, learner.microbatch_rows)
+        state, metrics = learner.update(state, batch, where=f"step {number}")
+        jax.block_until_ready(state.params)
+        end = time.perf_counter()
+        return {
+            "publish": rollout - begin,
+            "rollout": train - rollout,
+            "train": end - train,
+            "step": end - begin,
+            "mismatch": metrics["mismatch/token_mult_prob_error"],
+        }
+
+    return step
+
+
+def _ideal(config: ModelConfig, options: Options) -> dict[str, float]:
+    """Seconds of the matrix products alone."""
+    hidden, dim = config.hidden_size, config.head_dim
+    per_layer = [
+        (hidden, config.num_heads * dim),
+        (hidden, config.num_kv_heads * dim),
+        (hidden, config.num_kv_heads * dim),
+        (config.num_heads * dim, hidden),
+        (hidden, config.intermediate_size),
+        (hidden, config.intermediate_size),
+        (config.intermediate_size, hidden),
+    ]
+    slots, length = PROMPTS * SAMPLES, PROMPT_TOKENS + TOKENS
+    rows = options.microbatch_rows * length
+    calls = slots // options.microbatch_rows
+    head_rows = options.microbatch_rows * TOKENS
+
+    def total(rows: int, head_rows: int) -> float:
+        layers = sum(_product(rows, k, n, options.dtype) for k, n in per_layer)
+        head = _product(head_rows, hidden, config.vocab_size, options.dtype)
+        return config.num_layers * layers + head
+
+    rollout = TOKENS * total(slots, slots)
+    train = 3 * calls * total(rows, head_rows)
+    return {"rollout": rollout, "train": train, "step": rollout + train}
+
+
+def _product(rows: int, depth: int, columns: int, dtype: str) -> float:
+    """Median seconds of one product, several weights in turn as in a model."""
+    count = max(1, min(8, 2**27 // (depth * columns * 4)))
+    keys = jax.random.split(jax.random.key(0), count + 1)
+    left = jax.random.normal(keys[0], (rows, depth), jnp.dtype(dtype))
+    rights = [
+        jax.random.normal(key, (depth, columns), jnp.dtype(dtype)) for key in keys[1:]
+    ]
+
+    @jax.jit
+    def run(left: jax.Array, rights: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.dot(left, right) for right in rights]
+
+    jax.block_until_ready(run(left, rights))
+    times = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(left, rights))
+        times.append((time.perf_counter() - begin) / count)
+    return statistics.median(times)
+
+
+def _peak_memory() -> float:
+    """GiB: of the device where it tells, else of this process."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"] / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _cores() -> int:
+    return (
+        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    )
+
+
+def _processor() -> str:
+    lines = (
+        Path("/proc/cpuinfo").read_text().splitlines()
+        if sys.platform == "linux"
+        else []
+    )
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    return names[0] if names else platform.processor()
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints the table."""
+    table = Table("phase", "seconds", "matrix products alone", "share of ideal")
+    for name in ("rollout", "train", "publish", "step"):
+        ideal = result["ideal_seconds"].get(name)
+        table.add_row(
+            name,
+            f"{result['seconds'][name]:.3f}",
+            "" if ideal is None else f"{ideal:.3f}",
+            "" if ideal is None else f"{result['share_of_ideal'][name]:.0%}",
+        )
+    console = Console()
+    console.print(f"{result['shape']}, {result['dtype']}, {result['machine']}")
+    console.print(table)
+    console.print(
+        f"generation {result['generated_tokens_per_second']:,.0f} tokens/s, whole step "
+        f"{result['tokens_per_second']:,.0f} tokens/s, "
+        f"peak memory {result['peak_memory_gib']:.2f} GiB"
+    )
+
+
+if __name__ == "__main__":
+    chosen = tyro.cli(Options, description=__doc__)
+    measured = main(chosen)
+    show(measured)
+    if chosen.json is not None:
+        chosen.json.parent.mkdir(parents=True, exist_ok=True)
+        chosen.json.write_text(json.dumps(measured, indent=2) + "\n")

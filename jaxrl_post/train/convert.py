@@ -1,0 +1,173 @@
+"""Model directories, from other model directories and from the checkpoints of runs."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from jaxrl_post import models
+from jaxrl_post.models import DecoderParams, ModelConfig
+from jaxrl_post.models.families import read_config
+from jaxrl_post.models.hf import SavesItself
+from jaxrl_post.models.tensor_files import read_json
+from jaxrl_post.train.checkpoint import Checkpoints
+from jaxrl_post.train.config import ConfigError, DataConfig
+from jaxrl_post.train.run_directory import RunDirectory
+from jaxrl_post.train.session import PRESETS, make_environment, open_model
+from jaxrl_post.types import Array
+
+__all__ = ["ConvertConfig", "convert"]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """What to read, and what to write.
+
+    Attributes:
+        input: a Hugging Face directory, or the directory of a run.
+        output: the directory to make; nothing is overwritten.
+        dtype: of the tensors; None for that in which they are. A run that trains in
+            bfloat16 has float32 master weights: float32 writes those.
+        step: of a run's checkpoint; None for the newest.
+        base: of a run: directory with the config.json and the tokenizer of its model;
+            None for the one that the run names.
+        max_shard_gb: gigabytes of tensors in a file; more is split.
+    """
+
+    input: str
+    output: str
+    dtype: Literal["float32", "bfloat16"] | None = None
+    step: int | None = None
+    base: str | None = None
+    max_shard_gb: float = 5.0
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The tokenizer of a directory, copied as it is."""
+
+    directory: Path
+
+    def save(self, directory: Path) -> None:
+        """Copies the files that are there."""
+        for name in TOKENIZER_FILES:
+            if (self.directory / name).is_file():
+                shutil.copyfile(self.directory / name, directory / name)
+
+
+def convert(config: ConvertConfig, *, console: Console, command: str = "") -> None:
+    """Writes a Hugging Face directory.
+
+    Args:
+        config: what to do.
+        console: for people.
+        command: not used.
+
+    Raises:
+        ConfigError: the output exists, or an option does not go with the input.
+        CheckpointError: the input cannot be read.
+    """
+    del command
+    if config.max_shard_gb <= 0:
+        raise ConfigError(f"--max-shard-gb: must be > 0; got {config.max_shard_gb:g}")
+    # Before anything is read; `save_pretrained` looks again before it writes.
+    if Path(config.output).exists():
+        raise ConfigError(
+            f"--output: {config.output} is already there; remove it or write elsewhere"
+        )
+    run = RunDirectory(Path(config.input))
+    if (run.path / "checkpoints").is_dir():
+        architecture, params, tokenizer, source = _from_run(run, config)
+    else:
+        architecture, params, tokenizer, source = _from_directory(config)
+    models.save_pretrained(
+        config.output,
+        architecture,
+        params,
+        tokenizer=tokenizer,
+        source=source,
+        max_file_bytes=int(config.max_shard_gb * 1e9),
+    )
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    dtype = params.embedding.dtype
+    line = f"{config.output}: {count:,} parameters in {dtype}"
+    console.print(line, markup=False, highlight=False)
+
+
+type Parts = tuple[ModelConfig, DecoderParams[Array], SavesItself, Path | None]
+
+
+def _from_directory(config: ConvertConfig) -> Parts:
+    for name in ("step", "base"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"--{name}: is for runs, and {config.input} has no checkpoints folder; "
+                "drop the option"
+            )
+    source = Path(config.input)
+    dtype = None if config.dtype is None else jnp.dtype(config.dtype)
+    architecture, params = models.load_pretrained(source, dtype=dtype)
+    return architecture, params, TokenizerFiles(source), source
+
+
+def _from_run(run: RunDirectory, config: ConvertConfig) -> Parts:
+    saved = run.read_config()
+    if saved is None:
+        raise ConfigError(f"--input: {run.path} has checkpoints but no config.json")
+    architecture, tokenizer, source = _origin(run, saved, config.base)
+    checkpoints = Checkpoints(run.path / "checkpoints")
+    try:
+        step = checkpoints.latest() if config.step is None else config.step
+        if step is None or step not in checkpoints.steps():
+            known = ", ".join(map(str, checkpoints.steps())) or "none"
+            raise ConfigError(f"--step: {run.path} has checkpoints of {known}")
+        dtype = None if config.dtype is None else jnp.dtype(config.dtype)
+        specs = models.param_specs(architecture)
+        params = checkpoints.restore_params(step, specs, dtype=dtype)
+    finally:
+        checkpoints.close()
+    return architecture, params, tokenizer, source
+
+
+def _origin(
+    run: RunDirectory, saved: dict[str, Any], base: str | None
+) -> tuple[ModelConfig, SavesItself, Path | None]:
+    """The architecture and the tokenizer of a run, which no checkpoint holds."""
+    folders = [run.path / "initial", Path(saved["model"])]
+    if base is not None:
+        folders = [Path(base)]
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            architecture = read_config(read_json(folder / "config.json"))
+            return architecture, TokenizerFiles(folder), folder
+    if base is None and saved["model"] in PRESETS:
+        # A supervised run of a preset writes no `initial`; it learns the same tokenizer
+        # again, and so does this.
+        data = DataConfig(**saved["data"])
+        model = open_model(
+            saved["model"],
+            mesh="",
+            dtype=None,
+            seed=saved["seed"],
+            environment=make_environment(saved["env"], data),
+        )
+        return model.config, model.tokenizer, None
+    raise ConfigError(
+        f"--base: there is no config.json in {folders[-1]}, the model from which the "
+        "run started; give the directory where it is now"
+    )

@@ -1,0 +1,49 @@
+"""Writes the report of a run again: `python -m launch.report runs/demo`."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from launch import cli
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Which run.
+
+    Attributes:
+        run_dir: directory of a finished or a running run.
+        title: heading of the page; None for the directory's name.
+    """
+
+    run_dir: tyro.conf.Positional[str]
+    title: str | None = None
+
+
+def report(config: ReportConfig, *, console: Console, command: str = "") -> None:
+    """Writes report.html and says where it is."""
+    from jaxrl_post.train.report import write_report
+    from jaxrl_post.train.run_directory import RunDirectory
+
+    del command
+    path = write_report(RunDirectory(Path(config.run_dir)), title=config.title)
+    console.print(f"report: {path}", markup=False, highlight=False)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status."""
+    return cli.call(
+        ReportConfig(run_dir=tyro.MISSING),
+        report,
+        program="launch.report",
+        description="Writes the report of a run from its files.",
+        errors=(ValueError, OSError),
+        arguments=arguments,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Whole programs in processes of their own, as a person runs them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kills", type=int, default=3, help="how often the resume test kills the run"
+    )
+
+
+@pytest.fixture
+def program() -> Callable[..., subprocess.Popen[str]]:
+    """Starts `python -m MODULE ARGUMENTS`; what still runs at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(
+        module: str, *arguments: str, devices: int = 1, **environment: str
+    ) -> subprocess.Popen[str]:
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "XLA_FLAGS": flags, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait(timeout=30)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+# Small enough that a step takes a tenth of a second, whole enough to use every part.
+QUICK = (
+    "--env=arithmetic?operations=+-&terms=2&digits=1",
+    "--warm-start.steps=3",
+    "--rollout.prompts-per-step=4",
+    "--rollout.samples-per-prompt=8",
+    "--rollout.max-tokens=4",
+    "--rollout.max-prompt-tokens=16",
+    "--update.row-tokens=32",
+    "--update.microbatch-tokens=512",
+    "--eval.num-tasks=8",
+    "--optimizer.learning-rate=1e-3",
+)

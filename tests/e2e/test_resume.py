@@ -1,0 +1,102 @@
+"""No work is lost: kill -9 and SIGTERM, then resume, equal the run never stopped."""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.e2e.conftest import QUICK
+
+STEPS = 30
+
+
+def options(run: Path, *more: str) -> list[str]:
+    return [
+        f"--run-dir={run}",
+        f"--steps={STEPS}",
+        "--checkpoint.every=2",
+        "--eval.every=5",
+        # Every part that has state: updates from an earlier policy, groups that wait.
+        "--update.minibatches=2",
+        "--update.epochs=2",
+        "--rollout.dynamic-sampling",
+        "--algorithm.kl-coefficient=0.01",
+        *QUICK,
+        *more,
+    ]
+
+
+def weights(run: Path) -> dict[str, np.ndarray]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def rows(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").open()]
+
+
+@pytest.mark.slow
+def test_kill_and_resume_is_bit_identical(program, tmp_path, request):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    process = program("launch.grpo", *options(whole))
+    begin = time.monotonic()
+    output, _ = process.communicate(timeout=300)
+    length = time.monotonic() - begin
+    assert process.returncode == 0, output
+
+    moments = random.Random(0)
+    killed_at = []
+    for _ in range(request.config.getoption("--kills")):
+        process = program("launch.grpo", *options(broken))
+        try:
+            process.wait(timeout=moments.uniform(0.2, 0.95) * length)
+        except Exception as error:
+            assert type(error).__name__ == "TimeoutExpired"
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+        metrics = broken / "metrics.jsonl"
+        killed_at.append(len(rows(broken)) if metrics.exists() else 0)
+    process = program("launch.grpo", *options(broken))
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert killed_at, "the run ended before it could be killed"
+
+    expected, found = weights(whole), weights(broken)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(value, found[name], err_msg=name)
+    assert [row["step"] for row in rows(broken)] == list(range(STEPS + 1))
+    for one, other in zip(rows(whole), rows(broken), strict=True):
+        for name, value in one["metrics"].items():
+            if not name.startswith(("time/", "throughput/", "sampler/")):
+                assert other["metrics"][name] == value, (one["step"], name)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_says_so_and_the_same_command_goes_on(program, tmp_path):
+    run = tmp_path / "run"
+    process = program("launch.grpo", *options(run, "--steps=10000"))
+    deadline = time.monotonic() + 240
+    while not ((run / "metrics.jsonl").exists() and len(rows(run)) > 3):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "SIGTERM: finishing this step, then saving" in output
+    last = rows(run)[-1]["step"]
+    assert f"stopped after step {last}, all of it saved" in output
+    assert (run / "report.html").exists()
+
+    process = program("launch.grpo", *options(run, f"--steps={last + 2}"))
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert f"resumed at step {last} of {last + 2}" in output
+    assert [row["step"] for row in rows(run)] == list(range(last + 3))

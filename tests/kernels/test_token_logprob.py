@@ -1,0 +1,284 @@
+"""Fused token log-probs: hand-worked numbers, a float64 oracle, laws, memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post.kernels.token_logprob import api, from_logits, token_logprob
+from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
+
+IMPLEMENTATIONS = ["reference", "xla"]
+
+
+def arrays(rows, length, width, vocab, *, seed=0, dtype=np.float32):
+    """hidden, unembedding, targets, and cotangents of log-prob and entropy."""
+    rng = np.random.default_rng(seed)
+    hidden = rng.normal(size=(rows, length, width))
+    weight = rng.normal(size=(vocab, width))
+    targets = rng.integers(0, vocab, (rows, length))
+    cotangents = rng.normal(size=(2, rows, length))
+    return (
+        jnp.asarray(hidden, dtype),
+        jnp.asarray(weight, dtype),
+        jnp.asarray(targets, jnp.int32),
+        jnp.asarray(cotangents, jnp.float32),
+    )
+
+
+def oracle(hidden, weight, targets, temperature=1.0, vocab_size=None):
+    """Log-prob and entropy in float64, from the textbook's definitions."""
+    hidden, weight = np.float64(hidden), np.float64(weight)[:vocab_size]
+    odds = np.exp(hidden @ weight.T / temperature)
+    p = odds / odds.sum(axis=-1, keepdims=True)
+    chosen = np.take_along_axis(p, np.asarray(targets)[..., None], axis=-1)[..., 0]
+    return np.log(chosen), -(p * np.log(p)).sum(axis=-1)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("temperature", "vocab_size", "implementation", "tile_bytes"),
+)
+def both_passes(
+    hidden, weight, targets, cotangents, mask=None, *, tile_bytes=None, **options
+):
+    """(log-prob, entropy), (d hidden, d unembedding); `tile_bytes` keys the cache."""
+    del tile_bytes
+
+    def run(hidden, weight):
+        return tuple(token_logprob(hidden, weight, targets, mask=mask, **options))
+
+    values, pull = jax.vjp(run, hidden, weight)
+    return values, pull(tuple(cotangents))
+
+
+def close(actual, expected, tolerance=1e-5):
+    for left, right in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(
+            np.float64(left), np.float64(right), rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_numbers_worked_by_hand(implementation):
+    # Odds 1 : 2 : 5. At temperature 2 they are 1 : sqrt 2 : sqrt 5.
+    hidden = jnp.array([[[1.0, 0.0]]])
+    weight = jnp.log(jnp.array([[1.0, 1.0], [2.0, 1.0], [5.0, 1.0]]))
+    target = jnp.array([[1]], jnp.int32)
+    cold = token_logprob(hidden, weight, target, implementation=implementation)
+    entropy = -(1 * np.log(1 / 8) + 2 * np.log(2 / 8) + 5 * np.log(5 / 8)) / 8
+    close(cold, ([[np.log(0.25)]], [[entropy]]), 1e-6)
+    warm = token_logprob(
+        hidden, weight, target, temperature=2.0, implementation=implementation
+    )
+    p = np.sqrt([1, 2, 5]) / np.sqrt([1, 2, 5]).sum()
+    close(warm, ([[np.log(p[1])]], [[-(p * np.log(p)).sum()]]), 1e-6)
+
+
+def test_from_logits_takes_a_temperature_a_row():
+    logits = jnp.log(jnp.array([[1.0, 3.0], [1.0, 9.0]], jnp.bfloat16))
+    out = from_logits(
+        logits, jnp.array([1, 1], jnp.int32), jnp.array([1.0, 2.0], jnp.float32)
+    )
+    # 3/4, and sqrt 9 / (sqrt 9 + 1): bfloat16 rounds the logits, nothing else.
+    assert out.logprob.dtype == out.entropy.dtype == jnp.float32
+    close([out.logprob], [np.log([0.75, 0.75])], 2e-3)
+
+
+# Rows of tokens that no tile divides, tiles of 8 and 24 rows, all rows in one tile.
+@pytest.mark.parametrize(
+    ("rows", "length", "vocab", "vocab_size", "tile_bytes", "temperature"),
+    [
+        (1, 1, 3, 3, 1, 1.0),
+        (2, 9, 13, 13, 1, 1.0),
+        (3, 11, 37, 33, 24 * 4 * 37, 0.7),
+        (2, 9, 13, 1, 1, 1.0),
+        (1, 50, 7, 7, 2**26, 2.5),
+    ],
+)
+def test_tiles_equal_the_definition(
+    monkeypatch, rows, length, vocab, vocab_size, tile_bytes, temperature
+):
+    monkeypatch.setattr(api, "TILE_BYTES", tile_bytes)
+    hidden, weight, targets, cotangents = arrays(rows, length, 5, vocab)
+    targets = targets % vocab_size
+    mask = jnp.asarray(np.random.default_rng(1).random((rows, length)) < 0.7)
+    options = {"temperature": temperature, "vocab_size": vocab_size}
+    results = {
+        name: both_passes(
+            hidden, weight, targets, cotangents, mask,
+            implementation=name, tile_bytes=tile_bytes, **options,
+        )
+        for name in IMPLEMENTATIONS
+    }  # fmt: skip
+    expected = oracle(hidden, weight, targets, temperature, vocab_size)
+    for values, _ in results.values():
+        close(values, [np.where(mask, value, 0) for value in expected])
+    close(results["xla"][1], results["reference"][1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradient_equals_finite_differences_of_the_oracle(implementation):
+    hidden, weight, targets, cotangents = arrays(2, 3, 4, 6)
+    targets = targets % 5
+    _, (d_hidden, d_weight) = both_passes(
+        hidden, weight, targets, cotangents,
+        temperature=0.7, vocab_size=5, implementation=implementation,
+    )  # fmt: skip
+
+    def loss(hidden, weight):
+        values = oracle(hidden, weight, targets, 0.7, 5)
+        return float((np.stack(values) * np.float64(cotangents)).sum())
+
+    step = 1e-5
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        dh, dw = rng.normal(size=hidden.shape), rng.normal(size=weight.shape)
+        ahead = loss(np.float64(hidden) + step * dh, np.float64(weight) + step * dw)
+        behind = loss(np.float64(hidden) - step * dh, np.float64(weight) - step * dw)
+        slope = (np.float64(d_hidden) * dh).sum() + (np.float64(d_weight) * dw).sum()
+        np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-4)
+
+
+def test_bfloat16_inputs_give_float32_values_and_bfloat16_gradients():
+    hidden, weight, targets, cotangents = arrays(2, 9, 8, 30, dtype=jnp.bfloat16)
+    values, grads = both_passes(hidden, weight, targets, cotangents)
+    assert [v.dtype for v in values] == [jnp.float32] * 2
+    assert [g.dtype for g in grads] == [jnp.bfloat16] * 2
+    close(values, oracle(hidden, weight, targets))
+    exact = both_passes(
+        hidden.astype(jnp.float32), weight.astype(jnp.float32), targets, cotangents
+    )
+    close(grads, exact[1], 3e-2)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_masked_rows_are_zero_and_have_no_gradient_even_where_hidden_is_nan(
+    implementation,
+):
+    hidden, weight, targets, cotangents = arrays(2, 7, 4, 11)
+    mask = jnp.asarray(np.arange(14).reshape(2, 7) % 3 == 0)
+    poisoned = jnp.where(mask[..., None], hidden, jnp.nan)
+    run = functools.partial(both_passes, implementation=implementation)
+    values, (d_hidden, d_weight) = run(poisoned, weight, targets, cotangents, mask)
+    for value in values:
+        assert (np.asarray(value)[~np.asarray(mask)] == 0).all()
+    assert (np.asarray(d_hidden)[~np.asarray(mask)] == 0).all()
+    # What counts is what a batch of the kept rows alone gives.
+    kept = np.asarray(mask)
+    alone = run(
+        hidden[kept][None], weight, targets[kept][None], cotangents[:, kept][:, None]
+    )
+    close([v[kept] for v in values], [v[0] for v in alone[0]])
+    close((d_hidden[kept], d_weight), (alone[1][0][0], alone[1][1]))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_an_empty_mask_gives_zeros(implementation):
+    hidden, weight, targets, cotangents = arrays(2, 3, 4, 5)
+    out = both_passes(
+        hidden, weight, targets, cotangents, jnp.zeros((2, 3), bool),
+        implementation=implementation,
+    )  # fmt: skip
+    assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(out))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padded_columns_have_no_probability_and_no_gradient(implementation):
+    hidden, weight, _, cotangents = arrays(1, 5, 4, 12)
+    every = jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), (1, 5))
+    same = jnp.broadcast_to(hidden[:, :1], hidden.shape)
+    values, (_, d_weight) = both_passes(
+        same, weight.at[5:].set(50.0), every, cotangents,
+        vocab_size=5, implementation=implementation,
+    )  # fmt: skip
+    # The five real tokens share all of the probability.
+    np.testing.assert_allclose(np.exp(np.float64(values[0])).sum(), 1, rtol=1e-6)
+    assert (values[1] <= np.log(5) + 1e-6).all()
+    assert (d_weight[5:] == 0).all()
+    assert (jnp.abs(d_weight[:5]).max(axis=1) > 0).all()
+
+
+def test_temperature_is_a_scale_of_the_logits():
+    hidden, weight, targets, cotangents = arrays(2, 5, 4, 9)
+    values, (d_hidden, d_weight) = both_passes(
+        hidden, weight, targets, cotangents, temperature=0.5
+    )
+    plain, (plain_hidden, plain_weight) = both_passes(
+        2 * hidden, weight, targets, cotangents
+    )
+    close((*values, d_hidden, d_weight), (*plain, 2 * plain_hidden, plain_weight))
+
+
+# 40 columns are split by tp4, 42 are not. The last rows, hence devices, have no work.
+@pytest.mark.parametrize(
+    ("spec", "vocab", "split_vocab"),
+    [
+        ("dp2,tp4", 40, ("tp",)),
+        ("dp2,tp4", 42, ("tp",)),
+        ("fsdp4,tp2", 40, ("tp",)),
+        ("dp2,fsdp2,tp2", 40, ("tp",)),
+        ("dp2,fsdp2,tp2", 40, ("fsdp", "tp")),
+    ],
+)
+def test_a_mesh_changes_nothing(spec, vocab, split_vocab):
+    hidden, weight, targets, cotangents = arrays(4, 5, 6, vocab)
+    mask = jnp.asarray(np.random.default_rng(1).random((4, 5)) < 0.6).at[2:].set(False)
+    options = {"temperature": 0.7, "vocab_size": vocab - 1}
+    targets = targets % (vocab - 1)
+    expected = both_passes(hidden, weight, targets, cotangents, mask, **options)
+    rules = DEFAULT_RULES.replace(vocab=split_vocab)
+    with jax.set_mesh(create_mesh(spec)):
+        values, grads = jax.jit(
+            lambda h, w: both_passes.__wrapped__(
+                h, w, targets, cotangents, mask, rules=rules, **options
+            )
+        )(hidden, weight)
+    close(values, expected[0])
+    close(grads, expected[1])
+
+
+def test_memory_holds_one_tile_and_not_all_logits(monkeypatch):
+    tokens, vocab, width = 512, 4096, 4
+    monkeypatch.setattr(api, "TILE_BYTES", 8 * vocab * 4)
+    hidden, weight, targets, _ = arrays(1, tokens, width, vocab)
+
+    def compiled_bytes(implementation):
+        def loss(hidden, weight):
+            out = token_logprob(hidden, weight, targets, implementation=implementation)
+            return out.logprob.sum() + out.entropy.sum()
+
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, weight).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    all_logits = tokens * vocab * 4
+    assert compiled_bytes("reference") >= all_logits
+    assert compiled_bytes("xla") < all_logits // 8
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_that_is_not_positive_is_refused(temperature):
+    hidden, weight, targets, _ = arrays(1, 2, 3, 4)
+    with pytest.raises(
+        ValueError, match=r"temperature must be > 0; got .*Score greedy"
+    ):
+        token_logprob(hidden, weight, targets, temperature=temperature)
+
+
+@pytest.mark.parametrize("vocab_size", [0, 5])
+def test_a_vocabulary_beyond_the_rows_is_refused(vocab_size):
+    hidden, weight, targets, _ = arrays(1, 2, 3, 4)
+    message = (
+        rf"vocab_size must lie in 1\.\.4, the rows of unembedding; got {vocab_size}"
+    )
+    with pytest.raises(ValueError, match=message):
+        token_logprob(hidden, weight, targets, vocab_size=vocab_size)
+
+
+def test_rows_that_the_mesh_does_not_divide_are_refused():
+    hidden, weight, targets, _ = arrays(3, 2, 3, 4)
+    message = "token_logprob batch has batch=3, which dp=2 does not divide"
+    with jax.set_mesh(create_mesh("dp2,tp4")), pytest.raises(MeshError, match=message):
+        token_logprob(hidden, weight, targets)

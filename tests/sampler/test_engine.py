@@ -1,0 +1,380 @@
+"""The engine: what is sampled depends on the request and the parameters alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post.data.packing import Sequence, pack
+from jaxrl_post.kernels.token_logprob import from_logits
+from jaxrl_post.models import forward, logits
+from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sharding import MeshError, create_mesh
+from jaxrl_post.train.step import Policy, score
+from tests import tiny
+
+SIZES = EngineConfig(
+    num_slots=4,
+    max_prompt_tokens=24,
+    max_tokens=24,
+    steps_per_call=4,
+    prefill_tokens=64,
+    max_stop_ids=2,
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+def detokenize(ids):
+    return "".join(f"<{index}>" for index in ids)
+
+
+def make_engine(sizes=SIZES, **options):
+    return Engine(tiny.CONFIG, sizes, detokenize=detokenize, **options)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny.shared()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Compiled once for this file; every test leaves it idle."""
+    return make_engine()
+
+
+def prompt(length, seed=0):
+    rng = np.random.default_rng([seed, length])
+    return tuple(rng.integers(0, tiny.CONFIG.vocab_size, length).tolist())
+
+
+def tokens_of(completions):
+    return {(c.prompt_id, c.sample_index): c.tokens for c in completions}
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def next_logits(params, config, row, last):
+    return logits(params, config, forward(params, config, row)[0, last])
+
+
+def argmax_loop(params, prompt, count):
+    """Tokens and log-probs of greedy decoding by whole forwards, without a cache."""
+    row = np.zeros((1, SIZES.max_length), np.int32)
+    row[0, : len(prompt)] = prompt
+    logprobs, length = [], len(prompt)
+    for at in range(length, length + count):
+        scores = next_logits(params, tiny.CONFIG, row, at - 1)
+        row[0, at] = np.argmax(scores)
+        target = jnp.asarray(row[0, at])
+        logprobs.append(float(from_logits(scores[None], target[None]).logprob[0]))
+    return tuple(row[0, length : length + count].tolist()), logprobs
+
+
+# Shortest, in between, exactly a bucket, longest; up to the last entry of a slot.
+@pytest.mark.parametrize(("length", "count"), [(1, 6), (5, 6), (16, 17), (24, 24)])
+def test_greedy_equals_the_argmax_of_whole_forwards(engine, params, length, count):
+    sampling = dataclasses.replace(GREEDY, max_tokens=count)
+    request = Request(length, prompt(length), sampling=sampling)
+    (completion,) = engine.generate(params, [request])
+    tokens, logprobs = argmax_loop(params, request.prompt, count)
+    assert completion.tokens == tokens
+    np.testing.assert_allclose(completion.logprobs, logprobs, rtol=1e-5, atol=1e-5)
+    assert completion.finish_reason == "length"
+    assert completion.log_masses == (0.0,) * count
+    assert completion.versions == (0,) * count
+
+
+def mixed_requests():
+    """Lengths of two buckets, four kinds of sampling, more samples than slots."""
+    kinds = [
+        SamplingParams(temperature=0.7, max_tokens=9),
+        SamplingParams(top_p=0.8, max_tokens=7),
+        SamplingParams(top_k=5, min_p=0.05, max_tokens=5, stop_ids=(3, 8)),
+        GREEDY,
+    ]
+    lengths = (3, 17, 8, 20, 1)
+    return [
+        Request(100 + i, prompt(length), 3, sampling=kinds[i % 4])
+        for i, length in enumerate(lengths)
+    ]
+
+
+def assert_same_samples(actual, expected):
+    assert tokens_of(actual) == tokens_of(expected)
+    ordered = [
+        sorted(found, key=lambda c: (c.prompt_id, c.sample_index))
+        for found in (actual, expected)
+    ]
+    for left, right in zip(*ordered, strict=True):
+        assert left.finish_reason == right.finish_reason
+        for name in ("logprobs", "log_masses"):
+            np.testing.assert_allclose(
+                getattr(left, name), getattr(right, name), rtol=1e-5, atol=1e-5
+            )
+
+
+@pytest.fixture(scope="module")
+def mixed(engine, params):
+    return engine.generate(params, mixed_requests())
+
+
+def test_completions_come_in_the_order_of_requests(mixed):
+    expected = [(100 + i, k) for i in range(5) for k in range(3)]
+    assert [(c.prompt_id, c.sample_index) for c in mixed] == expected
+    for completion in mixed:
+        sizes = {len(v) for v in vars(completion).values() if isinstance(v, tuple)}
+        assert len(sizes) == 1
+
+
+def test_order_and_companions_do_not_matter(engine, params, mixed):
+    again = engine.generate(params, mixed_requests()[::-1])
+    assert_same_samples(again, mixed)
+    # One sample alone, by its index.
+    middle = dataclasses.replace(mixed_requests()[1], num_samples=1, first_sample=2)
+    assert_same_samples(engine.generate(params, [middle]), mixed[5:6])
+
+
+def test_slots_steps_and_a_restart_do_not_matter(params, mixed):
+    other = make_engine(
+        dataclasses.replace(SIZES, num_slots=7, steps_per_call=3, prefill_tokens=16)
+    )
+    assert_same_samples(other.generate(params, mixed_requests()), mixed)
+
+
+def test_the_seed_and_the_prompt_id_are_the_noise(engine, params):
+    sampling = SamplingParams(max_tokens=8)
+    base = Request(1, prompt(4), 4, sampling=sampling)
+    samples = engine.generate(params, [base])
+    # No two samples of a group share their noise.
+    assert len({c.tokens for c in samples}) == 4
+    other_id = engine.generate(params, [dataclasses.replace(base, prompt_id=2)])
+    assert not {c.tokens for c in samples} & {c.tokens for c in other_id}
+    other_seed = make_engine(seed=1).generate(params, [base])
+    assert not {c.tokens for c in samples} & {c.tokens for c in other_seed}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.7, max_tokens=12),
+        SamplingParams(temperature=1.3, top_p=0.7, max_tokens=12),
+    ],
+    ids=["0.7", "1.3, top-p"],
+)
+def test_logprobs_equal_the_trainers(engine, params, sampling):
+    requests = [
+        Request(i, prompt(n), 2, sampling=sampling) for i, n in enumerate((2, 9))
+    ]
+    done = engine.generate(params, requests)
+    prompts = {r.prompt_id: r.prompt for r in requests}
+    batch = pack(
+        [
+            Sequence.of(prompts[c.prompt_id], c.tokens, logprobs=c.logprobs)
+            for c in done
+        ],
+        length=48,
+        row_multiple=1,
+    )
+    policy = Policy(tiny.CONFIG, sampling.temperature)
+    batch = jax.tree.map(jnp.asarray, batch)
+    scored = jax.jit(score, static_argnums=0)(policy, params, batch).logprob
+    assert int(batch.loss_mask.sum()) == 48
+    np.testing.assert_allclose(scored, batch.behavior_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_stop_id_is_the_last_token(engine, params):
+    request = Request(1, prompt(5), 6, sampling=SamplingParams(max_tokens=12))
+    free = engine.generate(params, [request])
+    stops = (free[0].tokens[5], free[1].tokens[2])
+    sampling = dataclasses.replace(request.sampling, stop_ids=stops)
+    stopped = engine.generate(params, [dataclasses.replace(request, sampling=sampling)])
+    for before, after in zip(free, stopped, strict=True):
+        ends = [i for i, token in enumerate(before.tokens) if token in stops]
+        size = ends[0] + 1 if ends else 12
+        assert after.tokens == before.tokens[:size]
+        assert after.finish_reason == ("stop" if ends else "length")
+    assert stopped[0].finish_reason == stopped[1].finish_reason == "stop"
+
+
+def test_a_stop_string_cuts_at_the_token_that_completes_it(engine, params):
+    """Bursts are of 4 tokens; strings end in each place of a burst, or span two."""
+    base = Request(1, prompt(5), sampling=SamplingParams(max_tokens=12))
+    (free,) = engine.generate(params, [base])
+    text = detokenize(free.tokens)
+    for end in range(1, 12):
+        two = detokenize(free.tokens[end - 1 : end + 1])
+        stop = two[1:-2]  # without the brackets around the two
+        if stop in text[: len(detokenize(free.tokens[:end]))]:
+            continue
+        sampling = SamplingParams(max_tokens=12, stop_strings=("never", stop))
+        (cut,) = engine.generate(params, [dataclasses.replace(base, sampling=sampling)])
+        assert cut.tokens == free.tokens[: end + 1]
+        assert cut.logprobs == free.logprobs[: end + 1]
+        assert len(cut.versions) == len(cut.log_masses) == end + 1
+        assert cut.finish_reason == "stop_string"
+
+
+def test_a_slot_that_a_stop_string_freed_serves_the_next_sample(engine, params):
+    base = Request(1, prompt(5), 11, sampling=SamplingParams(max_tokens=10))
+    free = engine.generate(params, [base])
+    stop = detokenize([free[0].tokens[1]])
+    sampling = dataclasses.replace(base.sampling, stop_strings=(stop,))
+    cut = engine.generate(params, [dataclasses.replace(base, sampling=sampling)])
+    for before, after in zip(free, cut, strict=True):
+        texts = [detokenize([token]) for token in before.tokens]
+        size = texts.index(stop) + 1 if stop in texts else 10
+        assert after.tokens == before.tokens[:size]
+    assert sum(c.finish_reason == "stop_string" for c in cut) >= 2
+
+
+def test_a_prompt_is_prefilled_once_however_many_samples(engine, params):
+    before = engine.prefilled_prompts
+    requests = [
+        Request(i, prompt(n), 6, sampling=SamplingParams(max_tokens=5))
+        for i, n in enumerate((4, 18, 4))
+    ]
+    assert len(engine.generate(params, requests)) == 18
+    assert engine.prefilled_prompts == before + 3
+
+
+def test_a_request_reused_with_other_parameters_sees_them_in_its_prompt(engine, params):
+    """The cache still holds the prompt as the former parameters saw it."""
+    request = Request(1, prompt(9), 2, sampling=GREEDY)
+    engine.generate(params, [request])
+    changed = tiny.params(seed=1)
+    tokens, logprobs = argmax_loop(changed, request.prompt, 6)
+    for completion in engine.generate(changed, [request]):
+        assert completion.tokens == tokens
+        np.testing.assert_allclose(completion.logprobs, logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_every_token_names_the_version_that_sampled_it(engine, params):
+    request = Request(1, prompt(5), 5, sampling=SamplingParams(max_tokens=6))
+    engine.submit(request)
+    assert engine.step(params, version=3) == []
+    done = engine.step(tiny.params(seed=1), version=4)
+    assert [c.versions for c in done] == [(3,) * 4 + (4,) * 2] * 4
+    old = engine.generate(params, [])  # the fifth sample
+    assert [c.versions for c in old] == [(0,) * 6]
+    (late, *_), kept = done, engine.generate(params, [request])
+    assert late.tokens[:4] == kept[0].tokens[:4]
+    assert late.logprobs[:4] == pytest.approx(kept[0].logprobs[:4], abs=1e-5)
+    assert late.logprobs[4:] != pytest.approx(kept[0].logprobs[4:], abs=1e-2)
+
+
+def test_cancel_drops_everything_and_leaves_the_engine_ready(engine, params):
+    request = Request(1, prompt(5), 6, sampling=GREEDY)
+    expected = engine.generate(params, [request])
+    engine.submit(request)
+    engine.step(params)
+    assert engine.busy
+    engine.cancel()
+    assert not engine.busy
+    assert engine.step(params) == []
+    assert_same_samples(engine.generate(params, [request]), expected)
+    # Cancelled between two bursts, and asked again at once.
+    engine.submit(request)
+    engine.step(params)
+    engine.cancel()
+    assert_same_samples(engine.generate(params, [request]), expected)
+
+
+def test_compilations_are_bounded(engine, params):
+    """Runs after other tests of this file, and alone: the bound is on both."""
+    rng = np.random.default_rng(0)
+    for seed in range(12):
+        lengths = rng.integers(1, SIZES.max_prompt_tokens + 1, rng.integers(1, 7))
+        requests = [
+            Request(
+                i,
+                prompt(int(length), seed),
+                int(rng.integers(1, 5)),
+                sampling=SamplingParams(
+                    temperature=float(rng.random()),
+                    top_k=int(rng.integers(0, 2)) * 5,
+                    max_tokens=int(rng.integers(1, SIZES.max_tokens + 1)),
+                ),
+            )
+            for i, length in enumerate(lengths)
+        ]
+        engine.generate(params, requests)
+    # Prompts of up to 16 and 24 tokens; 16, 32 or 48 entries read, truncating or not.
+    assert engine.max_compilations == 2 + 2 + 2 * 3
+    assert engine.compilations["prefill"] == 2
+    assert engine.compilations["start"] == 2
+    assert engine.compilations["decode"] <= 6
+
+
+@pytest.mark.parametrize("spec", ["dp2,tp4", "dp2,fsdp2,tp2"])
+def test_a_mesh_gives_the_same_tokens(spec, engine, params):
+    requests = [
+        Request(i, prompt(n), 2, sampling=GREEDY) for i, n in enumerate((3, 9, 5))
+    ]
+    expected = engine.generate(params, requests)
+    mesh = create_mesh(spec)
+    spread = make_engine(mesh=mesh)
+    with jax.set_mesh(mesh):
+        placed = tiny.params(mesh=mesh)
+        assert_same_samples(spread.generate(placed, requests), expected)
+    slots, heads = spread.cache.keys[0].sharding.shard_shape((4, 4, 48, 4))[:2]
+    assert (slots, heads) == {"dp2,tp4": (2, 1), "dp2,fsdp2,tp2": (1, 2)}[spec]
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ((), {}, r"a prompt must have 1 to 24 tokens; got 0"),
+        (
+            (1,) * 25,
+            {},
+            r"a prompt must have 1 to 24 tokens; got 25\. Raise max_prompt",
+        ),
+        (
+            (1,),
+            {"max_tokens": 25},
+            r"max_tokens must be at most the engine's 24; got 25",
+        ),
+        ((1,), {"stop_ids": (1, 2, 3)}, r"at most 2 stop ids \(max_stop_ids\); got 3"),
+        ((1, 40), {}, r"token ids must lie in 0\.\.39; got 40\. Is this the model's"),
+        ((-1, 4), {}, r"token ids must lie in 0\.\.39; got -1"),
+    ],
+)
+def test_bad_requests_are_refused_and_not_queued(engine, prompt, sampling, message):
+    sampling = SamplingParams(**{"max_tokens": 4, **sampling})
+    with pytest.raises(ValueError, match=f"^request 7: {message}"):
+        engine.submit(Request(7, prompt, sampling=sampling))
+    assert not engine.busy
+
+
+def test_stop_strings_need_detokenize():
+    engine = Engine(tiny.CONFIG, dataclasses.replace(SIZES, num_slots=1))
+    sampling = SamplingParams(max_tokens=4, stop_strings=("a",))
+    with pytest.raises(ValueError, match="stop_strings need an Engine with detokenize"):
+        engine.submit(Request(7, (1,), sampling=sampling))
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(EngineConfig)])
+def test_sizes_are_positive(field):
+    with pytest.raises(
+        ValueError, match=f"^EngineConfig: {field} must be at least 1; got 0"
+    ):
+        EngineConfig(**{field: 0})
+
+
+def test_sizes_fit_the_context():
+    sizes = dataclasses.replace(SIZES, max_tokens=41)
+    message = r"max_prompt_tokens \+ max_tokens is 65, longer than .* context of 64"
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny.CONFIG, sizes)
+
+
+def test_slots_that_the_mesh_does_not_divide_are_refused():
+    sizes = dataclasses.replace(SIZES, num_slots=3)
+    with pytest.raises(MeshError, match="num_slots has batch=3, which dp=2 does not"):
+        Engine(tiny.CONFIG, sizes, mesh=create_mesh("dp2,tp4"))

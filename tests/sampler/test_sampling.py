@@ -1,0 +1,204 @@
+"""From logits to tokens: exact frequencies, supports, and what is recorded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax, softmax
+
+from jaxrl_post.sampler import sampling
+from jaxrl_post.sampler.sampling import SamplingArrays, sample
+
+drawn = jax.jit(sample, static_argnames="truncate")
+
+# All uniforms of a fine grid: frequencies are then known to 1 / GRID.
+GRID = 8192
+UNIFORMS = (np.arange(GRID, dtype=np.float32) + 0.5) / GRID
+LAST = np.nextafter(np.float32(1), np.float32(0))
+
+
+def settings(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    full = lambda value, dtype: jnp.full((rows,), value, dtype)  # noqa: E731
+    return SamplingArrays(
+        full(temperature, jnp.float32),
+        full(top_k, jnp.int32),
+        full(top_p, jnp.float32),
+        full(min_p, jnp.float32),
+    )
+
+
+def over_the_grid(logits, uniforms=UNIFORMS, truncate=False, **options):
+    """`sample` of one row of logits at every uniform; and the frequencies."""
+    rows = len(uniforms)
+    tiled = jnp.tile(jnp.asarray(logits, jnp.float32), (rows, 1))
+    out = drawn(
+        tiled, jnp.asarray(uniforms), settings(rows, **options), truncate=truncate
+    )
+    counts = np.bincount(np.asarray(out.tokens), minlength=len(logits))
+    return out, counts / rows
+
+
+def kept_by(probabilities, top_k=0, top_p=1.0, min_p=0.0):
+    """The definition: a loop over tokens from the most probable one on."""
+    kept, mass = set(), 0.0
+    order = np.argsort(-probabilities, kind="stable")
+    for rank, token in enumerate(order):
+        p = probabilities[token]
+        if (
+            (top_k and rank >= top_k)
+            or mass >= top_p
+            or p < min_p * probabilities.max()
+        ):
+            break
+        kept.add(int(token))
+        mass += p
+    return sorted(kept)
+
+
+def logits_of(vocab, seed=0, scale=1.5):
+    return np.random.default_rng(seed).normal(0, scale, vocab).astype(np.float32)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 300])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_frequencies_equal_softmax(vocab, temperature):
+    logits = logits_of(vocab)
+    out, frequencies = over_the_grid(logits, temperature=temperature)
+    expected = softmax(np.float64(logits) / temperature)
+    np.testing.assert_allclose(frequencies, expected, atol=1e-3)
+    # Larger uniforms give later tokens: the cumulative distribution is inverted.
+    assert (np.diff(np.asarray(out.tokens)) >= 0).all()
+    np.testing.assert_array_equal(out.log_masses, 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_log_softmax_at_the_temperature(temperature):
+    logits = logits_of(300)
+    out, _ = over_the_grid(logits, temperature=temperature)
+    expected = log_softmax(np.float64(logits) / temperature)[np.asarray(out.tokens)]
+    np.testing.assert_allclose(out.logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 1000},
+        {"top_p": 0.5},
+        {"top_p": 0.95},
+        {"top_p": 1e-6},
+        {"top_p": 1.0},
+        {"min_p": 0.1},
+        {"min_p": 1.0},
+        {"top_k": 9, "top_p": 0.7, "min_p": 0.05},
+        {"top_k": 3, "top_p": 0.99, "temperature": 0.5},
+        {"top_p": 0.8, "temperature": 2.0},
+    ],
+    ids=str,
+)
+def test_supports_and_masses_equal_the_definition(options):
+    logits = logits_of(150)
+    temperature = options.get("temperature", 1.0)
+    probabilities = softmax(np.float64(logits) / temperature)
+    kept = kept_by(
+        probabilities, **{k: v for k, v in options.items() if k != "temperature"}
+    )
+    out, frequencies = over_the_grid(logits, truncate=True, **options)
+    mass = probabilities[kept].sum()
+    expected = np.zeros_like(probabilities)
+    expected[kept] = probabilities[kept] / mass
+    np.testing.assert_allclose(frequencies, expected, atol=1e-3)
+    assert set(np.flatnonzero(frequencies)) <= set(kept)
+    np.testing.assert_allclose(out.log_masses, np.log(mass), atol=1e-5)
+    # The recorded log-prob is that of the full distribution.
+    full = np.log(probabilities)[np.asarray(out.tokens)]
+    np.testing.assert_allclose(out.logprobs, full, rtol=1e-5, atol=1e-5)
+
+
+def test_ties_with_the_last_kept_token_stay():
+    logits = np.log([0.1, 0.3, 0.3, 0.3])
+    out, frequencies = over_the_grid(logits, truncate=True, top_k=2)
+    np.testing.assert_allclose(frequencies, [0, 1 / 3, 1 / 3, 1 / 3], atol=1e-3)
+    np.testing.assert_allclose(out.log_masses, np.log(0.9), atol=1e-6)
+
+
+def test_each_row_follows_its_own_parameters():
+    logits = jnp.tile(jnp.log(jnp.array([0.5, 0.3, 0.2])), (4, 1))
+    parameters = SamplingArrays(
+        jnp.array([1.0, 0.0, 1.0, 1.0]),
+        jnp.array([0, 0, 1, 0], jnp.int32),
+        jnp.array([1.0, 1.0, 1.0, 0.7]),
+        jnp.zeros(4),
+    )
+    out = drawn(logits, jnp.full(4, 0.9, jnp.float32), parameters, truncate=True)
+    assert out.tokens.tolist() == [2, 0, 0, 1]
+    np.testing.assert_allclose(np.exp(out.log_masses), [1.0, 1.0, 0.5, 0.8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+def test_greedy_is_argmax_and_records_temperature_one(truncate):
+    logits = logits_of(300)
+    logits[[40, 200]] = logits.max() + 1.0  # a tie: the first wins
+    ends = np.array([0.0, 0.5, LAST], np.float32)
+    options = {"top_p": 0.01} if truncate else {}
+    out, _ = over_the_grid(logits, ends, truncate, temperature=0.0, **options)
+    assert out.tokens.tolist() == [40] * 3
+    np.testing.assert_allclose(
+        out.logprobs, log_softmax(np.float64(logits))[40], rtol=1e-5
+    )
+    np.testing.assert_array_equal(out.log_masses, 0)
+
+
+@pytest.mark.parametrize("uniform", [0.0, LAST])
+@pytest.mark.parametrize("vocab", [3, 128, 300])
+def test_the_ends_of_the_interval_draw_tokens_that_exist(uniform, vocab):
+    logits = np.full(vocab, -1e30, np.float32)
+    logits[vocab // 2] = logits[vocab // 3] = 1.0
+    out, _ = over_the_grid(logits, np.array([uniform]))
+    assert out.tokens.item() == (vocab // 3 if uniform == 0 else vocab // 2)
+
+
+def test_rounded_sums_never_draw_a_token_without_probability():
+    """XLA sums in blocks, so a running sum may grow at an entry that is zero.
+
+    Rows in which that happens are searched for; the uniforms aim between the two sums.
+    """
+    rng = np.random.default_rng(0)
+    sums = np.exp(rng.normal(0, 4, (4000, 300))).astype(np.float32)
+    sums[rng.random(sums.shape) < 0.5] = 0
+    running = np.asarray(jax.jit(lambda x: jnp.cumsum(x, axis=-1))(sums))
+    grows = (np.diff(running) > 0) & (sums[:, 1:] == 0)
+    rows, before = np.nonzero(grows)
+    assert len(rows) > 100  # else this test tests nothing
+    rows, before = rows[:100], before[:100]
+    # One token a block of 128 carries the block's weight.
+    weights = np.zeros((len(rows), 300, 128), np.float32)
+    weights[:, :, 5] = sums[rows]
+    weights = jnp.asarray(weights.reshape(len(rows), -1))
+    invert = jax.jit(sampling._invert)
+    uniforms = running[rows, before] / running[rows, -1]
+    for _ in range(3):
+        tokens = invert(weights, jnp.asarray(uniforms))
+        chosen = jnp.take_along_axis(weights, tokens[:, None], axis=1)
+        assert (chosen > 0).all()
+        uniforms = np.nextafter(uniforms, np.float32(1))
+
+
+def test_random_logits_with_holes_never_draw_one():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 4, (2048, 777)).astype(np.float32)
+    holes = rng.random(logits.shape) < 0.9
+    holes[:, 0] = False
+    logits[holes] = -1e30
+    uniforms = np.where(np.arange(2048) % 2, LAST, rng.random(2048)).astype(np.float32)
+    out = drawn(
+        jnp.asarray(logits), jnp.asarray(uniforms), settings(2048), truncate=False
+    )
+    assert not holes[np.arange(2048), np.asarray(out.tokens)].any()
+
+
+def test_a_uniform_is_all_the_randomness_there_is():
+    logits = logits_of(50)
+    first, second = (over_the_grid(logits)[0] for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)

@@ -1,0 +1,17 @@
+#!/bin/sh
+# Pins every dependency in requirements.lock; --upgrade takes the newest of each.
+set -eu
+cd "$(dirname "$0")/.."
+
+uv=build/uv/bin/uv
+if [ ! -x "$uv" ]; then
+    .venv/bin/python -m venv build/uv
+    build/uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+fi
+# An explicit interpreter, because uv may trip over one of pyenv's shims. No addresses:
+# where packages come from is the affair of the machine that installs them.
+"$uv" pip compile --quiet --universal --python .venv/bin/python --python-version 3.12 \
+    --extra math --extra envs --extra chat --extra dev \
+    --no-emit-index-url --no-emit-find-links --no-annotate \
+    --custom-compile-command "make lock" \
+    --output-file requirements.lock "$@" pyproject.toml

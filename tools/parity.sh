@@ -1,0 +1,23 @@
+#!/bin/sh
+# Compares with transformers: fresh checkpoints of theirs here, checkpoints of ours there.
+#
+# torch lives in an environment of its own. PARITY_PYTHON names one that has torch and
+# transformers; without it build/parity is made, which downloads a few gigabytes.
+set -eu
+cd "$(dirname "$0")/.."
+
+theirs=${PARITY_PYTHON:-build/parity/bin/python}
+if [ -z "${PARITY_PYTHON:-}" ] && [ ! -f build/parity/complete ]; then
+    rm -rf build/parity
+    .venv/bin/python -m venv build/parity
+    "$theirs" -m pip install --quiet --disable-pip-version-check \
+        "torch>=2.6" "transformers>=4.57" safetensors numpy
+    : >build/parity/complete
+fi
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$theirs" tests/parity/make_fixtures.py "$work/fixtures"
+.venv/bin/python -m pytest tests/parity --parity-fixtures "$work/fixtures"
+.venv/bin/python tests/parity/save_ours.py "$work/fixtures" "$work/saved"
+"$theirs" tests/parity/check_saved.py "$work/fixtures" "$work/saved"
