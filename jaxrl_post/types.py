@@ -6,23 +6,25 @@ precedes it, and `loss_mask[r, t]` says whether the policy produced `tokens[r, t
 first token of a segment has no predecessor, so its mask is always False.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from flax import struct
 from jax import Array
 
-try:
+if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Key, Num, UInt
-except ModuleNotFoundError:
-    # The annotations document shapes; checking them needs the `dev` extra, and losses
-    # must import in trainers that do not have it.
-    class _Annotation:
-        def __class_getitem__(cls, item: Any) -> Any:
-            return item[0] if isinstance(item, tuple) else item
+else:
+    try:
+        from jaxtyping import Bool, Float, Int, Key, Num, UInt
+    except ModuleNotFoundError:
+        # The annotations document shapes; checking them needs the `dev` extra, and
+        # losses must import in trainers that do not have it.
+        class _Annotation:
+            def __class_getitem__(cls, item: Any) -> Any:
+                return item[0] if isinstance(item, tuple) else item
 
-    Bool = Float = Int = Key = Num = UInt = _Annotation  # type: ignore[assignment,misc]
+        Bool = Float = Int = Key = Num = UInt = _Annotation
 
 __all__ = [
     "Array",
@@ -37,10 +39,12 @@ __all__ = [
     "UInt",
 ]
 
-type PyTree = Any
+# Not a `type` statement: beartype cannot take `PyTree | None` apart then.
+PyTree = Any
 
-# A batch is made on the host and placed once, whole.
-HostOrDevice = Array | np.ndarray
+# jax.Array, or numpy.ndarray: a batch is made on the host and placed once, whole. As a
+# union it would have to be told apart wherever a batch is used, always to no purpose.
+HostOrDevice = Any
 
 
 @struct.dataclass

@@ -203,8 +203,12 @@ def from_json[Config](default: Config, values: dict[str, Any], *, where: str) ->
                 raise ValueError(f"{where}: {name} must be an object; got {value!r}")
             changes[name] = from_json(old, value, where=f"{where}: {name}")
         elif not _fits(value, hints[name]):
-            expected = getattr(hints[name], "__name__", str(hints[name]))
-            raise ValueError(f"{where}: {name} must be {expected}; got {value!r}")
+            hint = hints[name]
+            expected = hint.__name__ if isinstance(hint, type) else str(hint)
+            raise ValueError(
+                f"{where}: {name} must be {expected.removeprefix('typing.')}; "
+                f"got {value!r}"
+            )
         else:
             changes[name] = tuple(value) if isinstance(value, list) else value
     return dataclasses.replace(default, **changes)  # type: ignore[type-var]

@@ -11,5 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 from jaxtyping import install_import_hook
 
+from tests import typecheck
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-install_import_hook("jaxrl_post", "beartype.beartype")
+install_import_hook("jaxrl_post", f"{typecheck.__name__}.checked")

@@ -1,13 +1,14 @@
 """Conversations to token ids."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
 __all__ = ["Turn", "render", "render_reply"]
 
 
+@runtime_checkable
 class Turn(Protocol):
     """A message: who speaks, and what."""
 
@@ -88,6 +89,7 @@ def _turn_end(tokenizer: Tokenizer, text: str) -> int:
 
 
 def _apply(tokenizer: Tokenizer, messages: Sequence[Turn], *, answer: bool) -> str:
+    assert tokenizer.chat_template is not None
     try:
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment

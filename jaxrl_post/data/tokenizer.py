@@ -11,6 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 __all__ = ["Tokenizer", "TokenizerError"]
 
 PAD, EOS = "<|pad|>", "<|eos|>"
+# A trainer numbers them first, in this order.
+SPECIAL = [PAD, EOS]
 
 
 class TokenizerError(ValueError):
@@ -102,15 +104,14 @@ class Tokenizer:
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[PAD, EOS],
+            special_tokens=SPECIAL,
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
         backend.train_from_iterator(texts, trainer)
-        eos = backend.token_to_id(EOS)
         return cls(
             backend,
-            stop_ids=(eos,),
+            stop_ids=(SPECIAL.index(EOS),),
             special_tokens={"eos_token": EOS, "pad_token": PAD},
         )
 
@@ -180,8 +181,9 @@ def _stop_ids(
     path: Path, backend: tokenizers.Tokenizer, eos_token: str | None
 ) -> tuple[int, ...]:
     found: list[int] = []
-    if eos_token is not None and backend.token_to_id(eos_token) is not None:
-        found.append(backend.token_to_id(eos_token))
+    eos_id = None if eos_token is None else backend.token_to_id(eos_token)
+    if eos_id is not None:
+        found.append(eos_id)
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(path / name).get("eos_token_id")
         if ids is not None:

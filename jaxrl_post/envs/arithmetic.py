@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,9 @@ class Arithmetic:
         terms: number of operands, in [2, 8].
         digits: largest number of digits of an operand, in [1, 9].
         seed: chooses and orders the problems.
+        slips: share of the demonstrations, in [0, 1], that are a teacher's slip: the
+            first number of the problem instead of its value. A model that imitates
+            them is no better than its teacher, until rewards tell it more.
         train_size: number of training tasks, before clipping.
         eval_size: number of evaluation tasks, before clipping.
 
@@ -76,6 +80,7 @@ class Arithmetic:
     seed: int = 0
     train_size: int = 10_000
     eval_size: int = 200
+    slips: float = 0.0
 
     def __post_init__(self) -> None:
         if (
@@ -98,6 +103,8 @@ class Arithmetic:
                 raise ValueError(
                     f"{argument} must be an integer in [{low}, {high}], got {value!r}"
                 )
+        if not 0 <= self.slips <= 1:
+            raise ValueError(f"slips must be a share in [0, 1], got {self.slips!r}")
         if not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
 
@@ -109,6 +116,7 @@ class Arithmetic:
         seed: int = 0,
         train_size: int = 10_000,
         eval_size: int = 200,
+        slips: float = 0.0,
     ) -> Arithmetic:
         """The environment of a named difficulty.
 
@@ -121,6 +129,7 @@ class Arithmetic:
             seed: as in `Arithmetic`.
             train_size: as in `Arithmetic`.
             eval_size: as in `Arithmetic`.
+            slips: as in `Arithmetic`.
 
         Raises:
             ValueError: if there is no such level.
@@ -131,7 +140,11 @@ class Arithmetic:
         if level not in LEVELS:
             raise ValueError(f"level must be one of {list(LEVELS)}, got {level!r}")
         return cls(
-            **LEVELS[level], seed=seed, train_size=train_size, eval_size=eval_size
+            **LEVELS[level],
+            seed=seed,
+            train_size=train_size,
+            eval_size=eval_size,
+            slips=slips,
         )
 
     @property
@@ -168,7 +181,10 @@ class Arithmetic:
         return Step(reward=correct, done=True, metrics=metrics)
 
     def demonstration(self, task: Task) -> str:
-        """The answer itself."""
+        """The answer itself, or one of the teacher's slips."""
+        text = task.messages[0].content
+        if _uniform(10**6, "slip", text) < self.slips * 10**6:
+            return re.match(r"\d+", text)[0]
         return task.reference
 
     @property

@@ -121,7 +121,7 @@ class Environment(Protocol):
         ...
 
     def demonstration(self, task: Task) -> str | None:
-        """A correct answer to the task, for supervised warm starts; None if unknown."""
+        """An answer worth imitating, for supervised warm starts; None if unknown."""
         ...
 
 

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.types import Array, Float, Int
@@ -87,7 +88,7 @@ class KVCache:
 
     @classmethod
     def zeros(
-        cls, config: ModelConfig, slots: int, length: int, dtype: jnp.dtype
+        cls, config: ModelConfig, slots: int, length: int, dtype: DTypeLike
     ) -> "KVCache":
         """Makes an empty cache for `slots` sequences of up to `length` tokens."""
         shape = (slots, config.num_kv_heads, length, config.head_dim)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array, PyTree
@@ -46,7 +47,7 @@ def is_spec(leaf: Any) -> bool:
 
 def abstract(
     specs: PyTree,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> PyTree:
@@ -67,7 +68,7 @@ def abstract(
 def initialize(
     key: Array,
     specs: PyTree,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> PyTree:

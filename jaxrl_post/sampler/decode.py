@@ -148,10 +148,10 @@ def start(
         prompt = cache.at[starts.sources, :, :length].get(mode="clip")
         return cache.at[starts.slots, :, :length].set(prompt, mode="drop")
 
-    def sample_key(prompt_id: Array, sample_index: Array) -> Array:
+    def sample_key(prompt_id: HostOrDevice, sample_index: HostOrDevice) -> Array:
         return jax.random.fold_in(jax.random.fold_in(key, prompt_id), sample_index)
 
-    def put(old: Array, new: Array) -> Array:
+    def put(old: Array, new: HostOrDevice) -> Array:
         return old.at[starts.slots].set(new, mode="drop")
 
     cache = dataclasses.replace(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig
 from jaxrl_post.sampler import decode as device
@@ -92,7 +93,7 @@ class Engine:
         sizes: EngineConfig,
         *,
         seed: int = 0,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         mesh: Mesh | None = None,
         rules: Rules = DEFAULT_RULES,
         detokenize: Callable[[Sequence[int]], str] | None = None,
@@ -347,6 +348,7 @@ class Engine:
         if mesh is not None:
             shardings = _state_shardings(jax.eval_shape(empty), mesh, rules)
             replicated = NamedSharding(mesh, P())
+            self._key = jax.device_put(self._key, replicated)
         self._state = jax.jit(empty, out_shardings=shardings)()
 
         # The counters run when a function is traced, that is, once a compilation.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post.kernels.token_logprob import from_logits
-from jaxrl_post.types import Array, Float, Int
+from jaxrl_post.types import Array, Float, HostOrDevice, Int
 
 __all__ = ["Sampled", "SamplingArrays", "sample"]
 
@@ -22,10 +22,10 @@ EXCLUDED = -1e30
 class SamplingArrays(NamedTuple):
     """Sampling parameters, one entry a row; see `SamplingParams`."""
 
-    temperature: Float[Array, " rows"]
-    top_k: Int[Array, " rows"]
-    top_p: Float[Array, " rows"]
-    min_p: Float[Array, " rows"]
+    temperature: Float[HostOrDevice, " rows"]
+    top_k: Int[HostOrDevice, " rows"]
+    top_p: Float[HostOrDevice, " rows"]
+    min_p: Float[HostOrDevice, " rows"]
 
 
 class Sampled(NamedTuple):

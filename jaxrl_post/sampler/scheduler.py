@@ -89,18 +89,24 @@ class Scheduler:
         """Fills free slots, lowest first.
 
         A copy's source is always a slot that is running: had a free slot held the
-        prompt, the sample would have gone there.
+        prompt, the sample would have gone there. It is never a copy of the same round,
+        as these are all made at once.
         """
         admissions: list[Admission] = []
+        copies: set[int] = set()
         while self._queue and self._free:
             request, index = self._queue[0]
             # A slot that holds the prompt already needs no copy.
             own = [s for s in self._free if self._resident.get(s) is request]
             slot = own[0] if own else self._free[0]
-            holders = [s for s, r in self._resident.items() if r is request]
+            holders = [
+                s for s, r in self._resident.items() if r is request and s not in copies
+            ]
             self._queue.popleft()
             self._free.remove(slot)
             source = slot if own or not holders else holders[0]
+            if source != slot:
+                copies.add(slot)
             admissions.append(Admission(request, index, slot, source, not holders))
             self._resident[slot] = request
             self.running[slot] = Running(request, index)

@@ -1,9 +1,10 @@
 """`dp4,tp8` to a `jax.sharding.Mesh`.
 
-Axes, outermost first: `dp` (data parallel, parameters replicated), `fsdp` (data parallel,
-parameters sharded) and `tp` (tensor parallel). The order in which a user writes them does
-not matter. Devices are laid out so that `tp`, which communicates in every layer, gets the
-fastest links, and `dp`, which communicates once a step, may span slow ones.
+Axes, outermost first: `dp` (data parallel, parameters replicated), `fsdp` (data
+parallel, parameters sharded) and `tp` (tensor parallel). The order in which a user
+writes them does not matter. Devices are laid out so that `tp`, which communicates in
+every layer, gets the fastest links, and `dp`, which communicates once a step, may span
+slow ones.
 """
 
 import math

@@ -105,7 +105,7 @@ def per_device_bytes(tree: PyTree) -> int:
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             total += math.prod(shape) * 8
         else:
             total += math.prod(shape) * leaf.dtype.itemsize

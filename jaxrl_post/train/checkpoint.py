@@ -121,11 +121,16 @@ class Checkpoints:
         Raises:
             CheckpointError: it does not fit, or cannot be read.
         """
+        wanted = _as_dict(abstract)
         try:
+            stored = self._stored(step)
+            # Orbax would find a misfit halfway, with other arrays still on their way.
+            if misfits := _misfits(stored, wanted):
+                raise ValueError("; ".join(misfits[:4]))
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore(_as_dict(abstract)),
+                    state=ocp.args.StandardRestore(wanted),
                     data=CheckpointRestore(iterator),
                     meta=ocp.args.JsonRestore(),
                 ),
@@ -137,7 +142,7 @@ class Checkpoints:
                 "run directory to start over"
             ) from error
         structure = jax.tree.structure(abstract)
-        leaves = jax.tree.leaves(_ordered(restored.state, _as_dict(abstract)))
+        leaves = jax.tree.leaves(_ordered(restored.state, wanted))
         return jax.tree.unflatten(structure, leaves), restored.meta
 
     def restore_params(
@@ -154,11 +159,9 @@ class Checkpoints:
         Raises:
             CheckpointError: the parameters are others, or cannot be read.
         """
-        folder = self.directory.absolute() / str(step) / "state"
         where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         try:
-            with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-                stored = handler.metadata(folder).tree
+            stored = self._stored(step)
             masters = any(name.startswith("master.") for name in stored)
             root = "master" if dtype == jnp.float32 and masters else "params"
             wanted = {
@@ -192,6 +195,13 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
+    def _stored(self, step: int) -> Mapping[str, Any]:
+        """Shape and dtype of every array of a checkpoint, by name."""
+        folder = self.directory.absolute() / str(step) / "state"
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            # Typed for etils' Path, which pathlib's is in all that is asked of it.
+            return handler.metadata(folder).tree  # type: ignore[arg-type]
+
     def _failed(self, step: int | None, error: Exception) -> CheckpointError:
         what = (
             "the last checkpoint" if step is None else f"the checkpoint of step {step}"
@@ -209,6 +219,20 @@ def _as_dict(state: PyTree) -> dict[str, PyTree]:
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in leaves
     }
+
+
+def _misfits(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """What tells the arrays of a checkpoint from those that are asked for."""
+    found = [f"{name} is missing" for name in wanted.keys() - stored.keys()]
+    found += [f"{name} is one too many" for name in stored.keys() - wanted.keys()]
+    for name in wanted.keys() & stored.keys():
+        have, want = stored[name], wanted[name]
+        if (tuple(have.shape), have.dtype) != (want.shape, want.dtype):
+            found.append(
+                f"{name} is {have.dtype}{list(have.shape)}, not "
+                f"{want.dtype}{list(want.shape)}"
+            )
+    return sorted(found)
 
 
 def _ordered(found: Mapping[str, PyTree], wanted: Mapping[str, PyTree]) -> list[PyTree]:

@@ -17,7 +17,7 @@ from jaxrl_post.models.tensor_files import read_json
 from jaxrl_post.train.checkpoint import Checkpoints
 from jaxrl_post.train.config import ConfigError, DataConfig
 from jaxrl_post.train.run_directory import RunDirectory
-from jaxrl_post.train.session import PRESETS, make_environment, open_model
+from jaxrl_post.train.session import PRESETS, learn_tokenizer, make_environment
 from jaxrl_post.types import Array
 
 __all__ = ["ConvertConfig", "convert"]
@@ -158,15 +158,10 @@ def _origin(
     if base is None and saved["model"] in PRESETS:
         # A supervised run of a preset writes no `initial`; it learns the same tokenizer
         # again, and so does this.
-        data = DataConfig(**saved["data"])
-        model = open_model(
-            saved["model"],
-            mesh="",
-            dtype=None,
-            seed=saved["seed"],
-            environment=make_environment(saved["env"], data),
-        )
-        return model.config, model.tokenizer, None
+        environment = make_environment(saved["env"], DataConfig(**saved["data"]))
+        architecture = PRESETS[saved["model"]]
+        tokenizer = learn_tokenizer(environment, architecture.vocab_size)
+        return architecture, tokenizer, None
     raise ConfigError(
         f"--base: there is no config.json in {folders[-1]}, the model from which the "
         "run started; give the directory where it is now"

@@ -178,6 +178,7 @@ def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
         raise FailedRolloutsError(
             f"evaluate: none of {len(rollouts)} samples could be judged.{first}"
         )
+    rewards = [r.reward for r in rollouts if r.reward is not None]
     by_task: dict[int, list[bool]] = collections.defaultdict(list)
     values: dict[str, list[float]] = collections.defaultdict(list)
     for rollout in judged:
@@ -193,7 +194,7 @@ def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
         accuracy=accuracy,
         interval=wilson_interval(accuracy, len(by_task)),
         solved_by_any=sum(map(any, by_task.values())) / len(by_task),
-        mean_reward=float(np.mean([rollout.reward for rollout in judged])),
+        mean_reward=float(np.mean(rewards)),
         mean_tokens=float(np.mean(lengths)),
         max_tokens=max(lengths),
         stopped=float(np.mean([r.finish_reason != "length" for r in judged])),

@@ -16,7 +16,7 @@ from jaxrl_post import algorithms
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.data import packing
 from jaxrl_post.data.codec import Codec
-from jaxrl_post.envs import Environment, WorkerPool
+from jaxrl_post.envs import Environment, Split, Task, WorkerPool
 from jaxrl_post.losses import kl
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.buffer import GroupBuffer
@@ -177,11 +177,14 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Answers the held-out tasks greedily. Leaves no trace in the training."""
         begin = time.perf_counter()
-        tasks = self.environment.tasks("eval")
+        tasks = self._tasks["eval"]
         count = min(self.config.eval.num_tasks, len(tasks))
         numbered = [(EVAL_IDS + i, tasks[i]) for i in range(count)]
         sampling = self._sampling(temperature=0.0)
+        spent = dict(self.runner.seconds)
         groups = self.runner.run(self.publish(), numbered, 1, sampling)
+        # Its time is its own, not the next step's.
+        self.runner.seconds.update(spent)
         rewards = [float(group.rewards[0]) for group in groups]
         seconds = time.perf_counter() - begin
         return Evaluation(float(np.mean(rewards)), groups, seconds)
@@ -198,6 +201,11 @@ class Trainer:
         """Takes up what `meta` gave."""
         self.drawn = meta["drawn"]
         self.buffer = GroupBuffer.from_json(meta["buffer"])
+
+    @functools.cached_property
+    def _tasks(self) -> dict[Split, Sequence[Task]]:
+        # Once: an environment may read a file each time that it is asked.
+        return {split: self.environment.tasks(split) for split in ("train", "eval")}
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -232,7 +240,7 @@ class Trainer:
 
     def _draw(self, count: int) -> list[tuple[int, Any]]:
         """The next tasks, each with an id that no other draw of the run has."""
-        tasks = self.environment.tasks("train")
+        tasks = self._tasks["train"]
         numbered = []
         for _ in range(count):
             numbered.append((self.drawn, tasks[int(next(self.indices))]))
@@ -286,7 +294,8 @@ class Trainer:
             return {}
         failed = [r for r in rollouts if r.reward is None]
         share = len(failed) / len(rollouts)
-        if share > self.config.rollout.max_failed_share:
+        # From failed rollouts alone nothing is learned, whatever share is allowed.
+        if share > self.config.rollout.max_failed_share or share == 1:
             raise FailedRolloutsError(
                 f"step {number}: {len(failed)} of {len(rollouts)} rollouts failed, more "
                 f"than the share of {self.config.rollout.max_failed_share:g} that "

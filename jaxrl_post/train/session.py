@@ -145,7 +145,7 @@ def open_model(
         config = PRESETS[name]
         specs = models.param_specs(config)
         named_shardings(specs, device_mesh, rules)
-        tokenizer = _learn_tokenizer(environment, config.vocab_size)
+        tokenizer = learn_tokenizer(environment, config.vocab_size)
         wanted = jnp.dtype(dtype or "float32")
         params = models.initialize(
             jax.random.key(seed), specs, wanted, device_mesh, rules
@@ -165,7 +165,8 @@ def open_model(
     )
 
 
-def _learn_tokenizer(environment: Environment, vocab_size: int) -> Tokenizer:
+def learn_tokenizer(environment: Environment, vocab_size: int) -> Tokenizer:
+    """A preset's tokenizer: from the same environment it is the same each time."""
     tasks = environment.tasks("train")
     texts = []
     for task in tasks[: min(len(tasks), TOKENIZER_TEXTS)]:

@@ -132,7 +132,7 @@ def accumulate(
 
 def grad_norm(accumulator: Accumulator) -> Float[Array, ""]:
     """Global norm of the mean loss's gradient, before clipping."""
-    return optax.global_norm(accumulator.grads) / _count(accumulator)
+    return optax.tree.norm(accumulator.grads) / _count(accumulator)
 
 
 def _count(accumulator: Accumulator) -> Array:

@@ -1,4 +1,9 @@
-"""A small model learns arithmetic on two CPU cores in a few minutes."""
+"""A small model learns from reward alone, on two CPU cores in a few minutes.
+
+The task: name the largest of three numbers, "7>83>64=". The warm start imitates a
+teacher who mostly answers with the first number, so the model begins a little better
+than chance. Nothing but the reward tells it to do better than its teacher.
+"""
 
 from jaxrl_post.train.config import (
     CheckpointConfig,
@@ -17,17 +22,21 @@ def demo() -> RLConfig:
     """The default of `launch.grpo`."""
     return RLConfig(
         run_dir="runs/demo",
-        env="arithmetic?level=1",
-        steps=200,
+        env="arithmetic?level=0&slips=0.65",
+        steps=120,
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
             max_prompt_tokens=16,
             max_tokens=4,
         ),
-        update=UpdateConfig(row_tokens=64, microbatch_tokens=4096),
-        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=5),
-        eval=EvalConfig(every=20, num_tasks=256),
+        update=UpdateConfig(row_tokens=64, microbatch_tokens=1024),
+        optimizer=OptimizerConfig(
+            learning_rate=5e-4, warmup_steps=5, schedule="linear", beta2=0.98
+        ),
+        eval=EvalConfig(every=20, num_tasks=200),
         checkpoint=CheckpointConfig(every=50),
-        warm_start=WarmStartConfig(steps=300, examples_per_step=128, learning_rate=2e-3),
+        warm_start=WarmStartConfig(
+            steps=400, examples_per_step=128, learning_rate=2e-3
+        ),
     )

@@ -29,7 +29,7 @@ def arrays(queries, keys, heads, kv_heads, *, batch=2, dim=4, dtype=jnp.float32)
 def oracle(
     query, key, value, query_positions, kv_positions, segments=None, window=None
 ):
-    query, key, value = (np.float64(array) for array in (query, key, value))
+    query, key, value = (np.asarray(array, np.float64) for array in (query, key, value))
     batch, queries, heads, dim = query.shape
     group = heads // key.shape[1]
     out = np.zeros_like(query)

@@ -157,9 +157,12 @@ def on_one_device():
 def test_every_mesh_equals_one_device(spec, on_one_device):
     mesh = create_mesh(spec)
     row = jax.device_put(tokens(4, 6), NamedSharding(mesh, P(("dp", "fsdp"))))
+    params = tiny.params(ONE_LAYER, mesh=mesh)
     with jax.set_mesh(mesh):
-        spread = compiled_gradient(tiny.params(ONE_LAYER, mesh=mesh), ONE_LAYER, row)
-    assert_close(spread, on_one_device)
+        compiled = compiled_gradient.lower(params, ONE_LAYER, row).compile()
+    assert_close(compiled(params, row), on_one_device)
+    # Only fsdp splits what each device needs whole; dp and tp alone never gather.
+    assert ("all-gather" in compiled.as_text()) == (mesh.shape["fsdp"] > 1)
 
 
 # The cache.

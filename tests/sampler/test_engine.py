@@ -257,7 +257,7 @@ def test_every_token_names_the_version_that_sampled_it(engine, params):
     assert engine.step(params, version=3) == []
     done = engine.step(tiny.params(seed=1), version=4)
     assert [c.versions for c in done] == [(3,) * 4 + (4,) * 2] * 4
-    old = engine.generate(params, [])  # the fifth sample
+    old = engine.step(params) + engine.step(params)  # the fifth sample
     assert [c.versions for c in old] == [(0,) * 6]
     (late, *_), kept = done, engine.generate(params, [request])
     assert late.tokens[:4] == kept[0].tokens[:4]

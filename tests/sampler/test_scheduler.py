@@ -70,7 +70,7 @@ def test_a_request_submitted_again_is_prefilled_again():
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 7])
 @pytest.mark.parametrize("seed", range(5))
 def test_laws_of_sharing_under_random_traffic(num_slots, seed):
-    """One prefill a request; a copy's source runs; FIFO; everything is served."""
+    """One prefill a request; a copy's source runs and has it; FIFO; all are served."""
     rng = random.Random(seed)
     scheduler, prefills, served, expected = Scheduler(num_slots), [], [], []
     waiting = [request(i, rng.randint(1, 6)) for i in range(12)]
@@ -80,8 +80,11 @@ def test_laws_of_sharing_under_random_traffic(num_slots, seed):
             expected += [(new.prompt_id, i) for i in range(new.num_samples)]
             scheduler.submit(new)
         before = set(scheduler.running)
-        for admission in scheduler.admit():
+        admissions = scheduler.admit()
+        copies = {a.slot for a in admissions if a.slot != a.source}
+        for admission in admissions:
             assert admission.slot not in before
+            assert admission.source not in copies  # these are all made at once
             served.append((admission.request.prompt_id, admission.sample_index))
             if admission.prefill:
                 prefills.append(admission.request.prompt_id)

@@ -1,5 +1,7 @@
 """Optimizer steps: exact under any split of the batch and any mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.train import state as training
 from jaxrl_post.train import step as pure
 from jaxrl_post.train.learner import DivergenceError, Learner
+from jaxrl_post.types import rows as rows_of
 
 CONFIG = ModelConfig(
     "qwen2", 96, 32, 64, 2, num_heads=8, num_kv_heads=4, qkv_bias=True,
@@ -36,29 +39,42 @@ def sequences(count: int = 24, seed: int = 0) -> list[packing.Sequence]:
     return made
 
 
-def build(
-    mesh_spec: str, *, rows: int, dtype=jnp.float32, num_devices: int = 8, **options
-) -> tuple[Learner, training.TrainState]:
-    devices = jax.devices()[:num_devices]
-    mesh = create_mesh(mesh_spec, devices)
-    jax.set_mesh(mesh)
+# A learner compiles once, whatever the number of tests that use it.
+@functools.cache
+def make_learner(
+    mesh_spec: str, rows: int, dtype, num_devices: int, kl_coefficient: float
+) -> Learner:
+    mesh = create_mesh(mesh_spec, jax.devices()[:num_devices])
     optimizer = training.make_optimizer(
         training.OptimizerConfig(learning_rate=1e-3, weight_decay=0.1), SPECS, 100
     )
     layout = training.shardings(
         SPECS, optimizer, mesh, DEFAULT_RULES, narrow=dtype != jnp.float32
     )
-    params = models.initialize(jax.random.key(0), SPECS, dtype, mesh)
-    learner = Learner(
+    return Learner(
         policy=pure.Policy(CONFIG, temperature=0.8),
-        objective=algorithms.grpo(**options).objective,
+        objective=algorithms.grpo(kl_coefficient=kl_coefficient).objective,
         optimizer=optimizer,
         max_grad_norm=0.5,
         layout=layout,
         mesh=mesh,
         microbatch_rows=rows,
     )
-    return learner, training.create(params, optimizer, layout)
+
+
+def build(
+    mesh_spec: str = "dp1",
+    *,
+    rows: int = 8,
+    dtype=jnp.float32,
+    num_devices: int = 1,
+    kl_coefficient: float = 0.0,
+) -> tuple[Learner, training.TrainState]:
+    """A learner and a state of its own for it."""
+    learner = make_learner(mesh_spec, rows, dtype, num_devices, kl_coefficient)
+    jax.set_mesh(learner.mesh)
+    params = models.initialize(jax.random.key(0), SPECS, dtype, learner.mesh)
+    return learner, training.create(params, learner.optimizer, learner.layout)
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +84,10 @@ def _restore_mesh():
     jax.set_mesh(before)
 
 
-def train(mesh_spec: str, steps: int, *, rows: int = 8, **options) -> np.ndarray:
-    learner, state = build(mesh_spec, rows=rows, **options)
+def train(
+    mesh_spec: str, steps: int, *, rows: int = 8, num_devices: int = 8
+) -> np.ndarray:
+    learner, state = build(mesh_spec, rows=rows, num_devices=num_devices)
     batch = packing.pack(sequences(), 16, 8)
     trace = []
     for number in range(steps):
@@ -101,12 +119,17 @@ def test_the_split_into_microbatches_does_not_matter(on_one_device):
 
 
 def test_learner_equals_the_pure_step():
-    learner, state = build("dp1", rows=8, num_devices=1)
+    learner, state = build()
     batch = packing.pack(sequences(), 16, 8)
-    device_batch = jax.tree.map(jnp.asarray, batch)
-    expected, expected_metrics = pure.train_step(
-        learner.policy, learner.objective, learner.optimizer, 0.5, state, [device_batch]
+    assert batch.shape[0] > 8, "more than one microbatch"
+    pieces = [
+        jax.tree.map(jnp.asarray, rows_of(batch, first, first + 8))
+        for first in range(0, batch.shape[0], 8)
+    ]
+    step = functools.partial(
+        pure.train_step, learner.policy, learner.objective, learner.optimizer, 0.5
     )
+    expected, expected_metrics = jax.jit(step)(state, pieces)
     after, metrics = learner.update(state, batch, where="step")
     assert metrics["train/loss"] == pytest.approx(
         float(expected_metrics["train/loss"]), abs=1e-6
@@ -118,7 +141,7 @@ def test_learner_equals_the_pure_step():
 
 
 def test_narrow_parameters_follow_float32_master_weights():
-    learner, state = build("dp1", rows=8, num_devices=1, dtype=jnp.bfloat16)
+    learner, state = build(dtype=jnp.bfloat16)
     batch = packing.pack(sequences(), 16, 8)
     for _ in range(3):
         state, _ = learner.update(state, batch, where="step")
@@ -136,7 +159,7 @@ def test_narrow_parameters_follow_float32_master_weights():
 
 @pytest.mark.parametrize(("field", "metric"), [("advantages", "train/loss")])
 def test_a_loss_that_is_not_finite_stops_before_the_optimizer(field, metric):
-    learner, state = build("dp1", rows=8, num_devices=1)
+    learner, state = build()
     batch = packing.pack(sequences(), 16, 8)
     before = jax.tree.map(np.asarray, state.params)
     poisoned = getattr(batch, field).copy()
@@ -150,7 +173,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer(field, metric):
 
 
 def test_a_batch_in_which_nothing_counts_changes_nothing():
-    learner, state = build("dp1", rows=8, num_devices=1)
+    learner, state = build()
     batch = packing.pack(sequences(), 16, 8)
     empty = batch.replace(loss_mask=np.zeros_like(batch.loss_mask))
     after, metrics = learner.update(state, empty, where="step")
@@ -159,13 +182,13 @@ def test_a_batch_in_which_nothing_counts_changes_nothing():
 
 
 def test_rows_must_fill_microbatches():
-    learner, state = build("dp1", rows=3, num_devices=1)
+    learner, state = build(rows=3)
     with pytest.raises(ValueError, match=r"multiple of microbatch_rows=3; got 16"):
-        learner.update(state, packing.pack(sequences(), 16, 16), where="step")
+        learner.update(state, packing.pack(sequences(4), 16, 16), where="step")
 
 
 def test_proximal_and_reference_are_scored_with_the_given_parameters():
-    learner, state = build("dp1", rows=8, num_devices=1, kl_coefficient=0.1)
+    learner, state = build(kl_coefficient=0.1)
     batch = packing.pack(sequences(), 16, 8)
     proximal = learner.logprobs(state.params, batch)
     assert np.all(proximal[~batch.loss_mask] == 0)

@@ -75,11 +75,11 @@ def attention(
             f"attention: window must be at least 1, the query itself, or None; "
             f"got {window}"
         )
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    factor = query.shape[3] ** -0.5 if scale is None else scale
 
     def block(query: Array, positions: Array, segments: Array | None) -> Array:
         mask = visible(positions, kv_positions, segments, kv_segment_ids, window)
-        return attend(query, key, value, mask, scale)
+        return attend(query, key, value, mask, factor)
 
     queries = query.shape[1]
     if implementation == "reference" or queries <= QUERY_TILE:

@@ -37,20 +37,19 @@ def attend(
 ) -> Float[Array, "batch queries heads head_dim"]:
     """Softmax attention; scores and softmax in float32, the result as `query`.
 
-    Batch and kv_heads become one dimension, the queries of a group another, so that both
-    products are plain batched matrix products: with more dimensions XLA's CPU backend
-    takes twice as long for the gradients.
+    The queries of a group become one dimension, so that both products are plain batched
+    matrix products: with more dimensions XLA's CPU backend takes twice as long for the
+    gradients. Batch and kv_heads stay two: a mesh may split each, and their product
+    would have to be gathered.
     """
     batch, queries, heads, dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     group = heads // kv_heads
     grouped = query.reshape(batch, queries, kv_heads, group, dim)
-    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(-1, group * queries, dim)
+    grouped = grouped.transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(batch, kv_heads, group * queries, dim)
     scores = jnp.einsum(
-        "nqd,nkd->nqk",
-        grouped,
-        key.reshape(-1, keys, dim),
-        preferred_element_type=jnp.float32,
+        "bnqd,bnkd->bnqk", grouped, key, preferred_element_type=jnp.float32
     )
     shape = (batch, kv_heads, group, queries, keys)
     seen = jnp.broadcast_to(mask[:, None, None], shape).reshape(scores.shape)
@@ -58,9 +57,9 @@ def attend(
     scores = scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     weights = jnp.exp(scores)
     mixed = jnp.einsum(
-        "nqk,nkd->nqd",
+        "bnqk,bnkd->bnqd",
         weights.astype(value.dtype),
-        value.reshape(-1, keys, dim),
+        value,
         preferred_element_type=jnp.float32,
     )
     mixed = mixed / weights.sum(axis=-1, keepdims=True)

@@ -1,0 +1,95 @@
+"""The layers of ARCHITECTURE.md, and what an import may do."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "jaxrl_post").rglob("*.py"))
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_imports_only_point_down():
+    finished = run(str(Path(sys.executable).with_name("lint-imports")), "--no-cache")
+    assert finished.returncode == 0, finished.stdout
+    assert "0 broken" in finished.stdout
+
+
+# Third parties come first: what they do at import is theirs.
+NO_SIDE_EFFECTS = """
+import importlib, logging, os, pkgutil, signal, sys
+import flax.struct, grain, jax, jax.numpy, jaxtyping, optax, orbax.checkpoint
+import rich.console, safetensors, tensorboardX, tokenizers, tyro
+from jax._src import xla_bridge
+
+def state():
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    root = logging.getLogger()
+    return dict(os.environ), dict(jax.config.values), handlers, root.level, \\
+        list(root.handlers), os.getcwd(), list(sys.path)
+
+before = state()
+import {package}
+for module in pkgutil.walk_packages({package}.__path__, "{package}."):
+    importlib.import_module(module.name)
+assert state() == before
+assert not xla_bridge.backends_are_initialized()
+"""
+
+
+@pytest.mark.parametrize("package", ["jaxrl_post", "launch"])
+def test_no_import_has_a_side_effect(package):
+    finished = run(sys.executable, "-c", NO_SIDE_EFFECTS.format(package=package))
+    assert finished.returncode == 0, finished.stderr
+    assert (finished.stdout, finished.stderr) == ("", "")
+
+
+def test_environments_never_load_jax():
+    program = (
+        "import sys, jaxrl_post.envs, jaxrl_post.envs.worker\n"
+        "loaded = {name.partition('.')[0] for name in sys.modules}\n"
+        "assert not loaded & {'jax', 'jaxlib', 'flax', 'jaxtyping', 'numpy'}, loaded"
+    )
+    finished = run(sys.executable, "-c", program)
+    assert finished.returncode == 0, finished.stderr
+
+
+def talks(tree: ast.AST) -> list[int]:
+    """Lines that print, or that look at the environment of the process."""
+    lines = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name("print")):
+                lines.append(node.lineno)
+            case ast.Attribute(ast.Name("os"), "environ" | "getenv" | "putenv"):
+                lines.append(node.lineno)
+            case ast.ImportFrom(module="os", names=names):
+                if {"environ", "getenv", "putenv"} & {name.name for name in names}:
+                    lines.append(node.lineno)
+    return sorted(lines)
+
+
+def test_what_counts_as_talking():
+    program = (
+        "import os\nprint(1)\nos.environ['A']\nos.getenv('A')\nfrom os import environ\n"
+        "console.print(2)\nos.fsync(3)\nfrom os import path\n"
+    )
+    assert talks(ast.parse(program)) == [2, 3, 4, 5]
+
+
+def test_the_library_neither_prints_nor_reads_the_environment():
+    assert len(FILES) > 60
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in FILES
+        for line in talks(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found

@@ -1,0 +1,104 @@
+"""What README.md shows works."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+from jaxrl_post.train.config import SFTConfig
+from jaxrl_post.train.convert import ConvertConfig
+from jaxrl_post.train.evaluate import EvaluateConfig
+from launch import cli
+from launch.recipes.demo import demo
+from launch.report import ReportConfig
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SHELL = "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
+COMMANDS = re.findall(r"^python -m launch\.(\w+) (.*)$", SHELL, re.MULTILINE)
+TARGETS = re.findall(
+    r"\bmake ([a-z]+)",
+    "".join((ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS),
+)
+
+DEFAULTS = {
+    "grpo": demo(),
+    "sft": SFTConfig(),
+    "evaluate": EvaluateConfig(model=tyro.MISSING),
+    "convert": ConvertConfig(input=tyro.MISSING, output=tyro.MISSING),
+    "report": ReportConfig(run_dir=tyro.MISSING),
+}
+
+
+def run(block: str, folder: Path) -> str:
+    """Runs a program where nothing but the installed package is."""
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", "-c", block],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_a_model_learns_in_a_notebook(tmp_path):
+    found = re.findall(r"token (-?[\d.]+)$", run(BLOCKS[0], tmp_path), re.MULTILINE)
+    logprobs = [float(number) for number in found]
+    assert len(logprobs) == 10
+    assert logprobs[-1] > logprobs[0] + 0.5
+
+
+def test_the_losses_work_in_another_trainer(tmp_path):
+    # Two samples of advantages +-a, a = 1/2 over the standard deviation 1/sqrt(2), and
+    # five tokens: each has gradient -+a/5 and the masked one none.
+    found = [
+        float(number) for number in re.findall(r"-?[\d.]+", run(BLOCKS[1], tmp_path))
+    ]
+    assert found == pytest.approx([-0.141421] * 3 + [0.141421] * 2 + [0.0], rel=1e-4)
+
+
+def test_nothing_in_the_readme_is_left_out():
+    assert len(BLOCKS) == 2
+    assert {program for program, _ in COMMANDS} == DEFAULTS.keys()
+
+
+@pytest.mark.parametrize(("program", "arguments"), COMMANDS)
+def test_a_command_has_only_options_that_exist(program, arguments):
+    config = cli.read_options(
+        DEFAULTS[program], shlex.split(arguments), f"launch.{program}", ""
+    )
+    assert type(config) is type(DEFAULTS[program])
+
+
+def test_programs_and_targets_are_there():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in TARGETS:
+        assert f"\n{target}:\n" in makefile
+    for program in re.findall(r"launch\.(\w+)", README):
+        assert (ROOT / "launch" / f"{program}.py").is_file()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_paths_in_the_architecture_exist():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:\w+/)+\w+\.py)", text)
+    roots = (ROOT, ROOT / "jaxrl_post")
+    missing = [p for p in paths if not any((root / p).is_file() for root in roots)]
+    assert len(paths) > 10
+    assert missing == ["launch/NAME.py"] or not missing

@@ -1,0 +1,135 @@
+"""Packing: every sequence once, whole, and told apart."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_post.data.packing import Sequence, pack
+
+LAWS = settings(max_examples=60, deadline=None, derandomize=True)
+FIELDS = ("tokens", "loss_mask", "behavior_logprobs", "advantages", "versions")
+LENGTH = 12
+
+
+def sequence(number, prompt, completion):
+    """Values that occur nowhere else."""
+    base = 100 * number
+    ids = range(base + 1, base + 1 + prompt + completion)
+    return Sequence.of(
+        ids[:prompt],
+        ids[prompt:],
+        logprobs=[-i / 8 for i in ids[prompt:]],
+        advantage=number + 0.5,
+        versions=[number] * completion,
+    )
+
+
+def test_a_sequence_is_a_prompt_and_what_the_policy_produced():
+    made = Sequence.of(
+        [5, 6], [7, 8, 9], logprobs=[-1, -2, -3], advantage=2.0, versions=[4, 4, 5]
+    )
+    assert made.tokens.tolist() == [5, 6, 7, 8, 9]
+    assert made.loss_mask.tolist() == [False, False, True, True, True]
+    assert made.behavior_logprobs.tolist() == [0, 0, -1, -2, -3]
+    assert made.advantages.tolist() == [0, 0, 2, 2, 2]
+    assert made.versions.tolist() == [-1, -1, 4, 4, 5]
+    plain = Sequence.of([5], [6])
+    assert plain.behavior_logprobs.tolist() == plain.advantages.tolist() == [0, 0]
+    assert plain.versions.tolist() == [-1, 0]
+    dtypes = [getattr(made, name).dtype.name for name in FIELDS]
+    assert dtypes == ["int32", "bool", "float32", "float32", "int32"]
+
+
+def test_rows_worked_by_hand():
+    """First fit, longest first: 7 | 5 into row 0, 6 and 4 into row 1, 3 opens row 2."""
+    parts = [(2, 1), (3, 4), (1, 3), (2, 3), (1, 5)]  # 3, 7, 4, 5, 6 tokens
+    batch = pack(
+        [sequence(n, *part) for n, part in enumerate(parts)], length=12, row_multiple=2
+    )
+    assert batch.shape == (4, 12)
+    assert batch.segment_ids.tolist() == [
+        [1] * 7 + [2] * 5,
+        [1] * 6 + [2] * 4 + [0] * 2,
+        [1] * 3 + [0] * 9,
+        [0] * 12,
+    ]
+    assert batch.tokens[1].tolist() == [*range(401, 407), *range(201, 205), 0, 0]
+    assert batch.positions[1].tolist() == [*range(6), *range(4), 0, 0]
+    assert batch.versions[3].tolist() == [-1] * 12
+    assert batch.proximal_logprobs is batch.reference_logprobs is None
+
+
+@LAWS
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), max_size=12),
+    st.integers(1, 4),
+)
+def test_every_sequence_is_there_once_and_whole(parts, row_multiple):
+    sequences = [sequence(n, *part) for n, part in enumerate(parts)]
+    batch = pack(sequences, LENGTH, row_multiple)
+    rows, length = batch.shape
+    assert length == LENGTH
+    assert rows % row_multiple == 0
+    assert rows >= row_multiple
+    found = []
+    for row in range(rows):
+        segments = batch.segment_ids[row]
+        used = segments > 0
+        # 1, 1, 2, 2, 2, ..., then padding alone.
+        assert not used[used.argmin() :].any() or used.all()
+        assert (np.diff(segments[used]) >= 0).all()
+        assert set(segments[used]) == set(range(1, segments.max() + 1))
+        assert not batch.loss_mask[row][~used].any()
+        for number in range(1, segments.max() + 1):
+            span = segments == number
+            source = sequences[int(batch.tokens[row][span][0]) // 100]
+            found.append(int(batch.tokens[row][span][0]) // 100)
+            assert batch.positions[row][span].tolist() == list(range(span.sum()))
+            mask = source.loss_mask.copy()
+            mask[0] = False
+            np.testing.assert_array_equal(batch.loss_mask[row][span], mask)
+            for name in set(FIELDS) - {"loss_mask"}:
+                np.testing.assert_array_equal(
+                    getattr(batch, name)[row][span], getattr(source, name)
+                )
+    assert sorted(found) == list(range(len(sequences)))
+
+
+def test_the_first_token_is_never_trained_on_even_if_asked():
+    batch = pack([sequence(0, 0, 3), sequence(1, 0, 4)], LENGTH, 1)
+    assert batch.loss_mask.tolist() == [
+        [False, True, True, True, False, True, True] + [False] * 5
+    ]
+
+
+def test_packing_is_deterministic_and_keeps_equal_lengths_in_order():
+    sequences = [sequence(n, 1, 3) for n in range(6)]
+    first, second = (pack(sequences, LENGTH, 1) for _ in range(2))
+    for name in (*FIELDS, "positions", "segment_ids"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    starts = first.tokens[first.positions == 0]
+    assert starts.tolist() == [1, 101, 201, 301, 401, 501]
+
+
+def test_no_sequences_give_empty_rows():
+    batch = pack([], 8, 3)
+    assert batch.shape == (3, 8)
+    assert not batch.segment_ids.any()
+    assert not batch.loss_mask.any()
+
+
+def test_a_sequence_longer_than_a_row_is_refused():
+    message = r"sequence 1 has 13 tokens, a row only 12; raise the row length"
+    with pytest.raises(ValueError, match=f"^pack: {message}"):
+        pack([sequence(0, 1, 2), sequence(1, 6, 7)], LENGTH, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "logprobs"), [([], [], []), ([], [1, 2], [-1.0])]
+)
+def test_arrays_that_are_not_aligned_are_refused(prompt, completion, logprobs):
+    with pytest.raises(
+        ValueError, match=r"one entry a token, at least one; got \{'tok"
+    ):
+        Sequence.of(prompt, completion, logprobs=logprobs)

@@ -1,0 +1,229 @@
+"""Options, the configuration file, and how a program says that it failed."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+
+import pytest
+from rich.console import Console
+
+from jaxrl_post.train.config import (
+    AlgorithmConfig,
+    DataConfig,
+    RLConfig,
+    RolloutConfig,
+    SFTConfig,
+)
+from jaxrl_post.train.run import Outcome
+from jaxrl_post.train.run_directory import RunDescription, RunDirectory
+from jaxrl_post.train.state import OptimizerConfig
+from launch import cli, grpo, sft
+from launch.recipes.demo import demo
+
+
+def options(*arguments: str, default=None):
+    return cli.read_options(default or demo(), [*arguments], "launch.grpo", "Trains.")
+
+
+def written(tmp_path, content) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def described(tmp_path, config) -> str:
+    """The config.json that a run of this configuration writes."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.describe(
+        RunDescription("", "", 0, "", {"jax": "0"}, dataclasses.asdict(config))
+    )
+    return str(directory.config)
+
+
+def run_nothing(config, *, console, command, should_stop):
+    return Outcome(step=3, completed=True, model=None, report=None)
+
+
+def called(run, *arguments: str, errors=(ValueError,), entry=cli.main) -> int:
+    return entry(
+        demo(),
+        run,
+        program="launch.grpo",
+        description="Trains.",
+        errors=errors,
+        arguments=list(arguments),
+    )
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("program", [grpo, sft])
+def test_help_explains_every_option(program, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "--config FILE" in text
+    lines = [line.strip("│ ") for line in text.splitlines()]
+    found = [i for i, line in enumerate(lines) if line.startswith("--")]
+    assert len(found) > 30
+    # The explanation stands beside a short option, and below a long one.
+    alone = [i for i in found if "  " not in lines[i]]
+    unexplained = [lines[i] for i in alone if lines[i + 1].startswith("(default")]
+    assert not unexplained
+
+
+def test_options_change_the_default():
+    config = options("--steps", "7", "--rollout.max-tokens=9", "--no-resume")
+    expected = dataclasses.replace(
+        demo(),
+        steps=7,
+        resume=False,
+        rollout=dataclasses.replace(demo().rollout, max_tokens=9),
+    )
+    assert config == expected
+
+
+def test_an_unknown_option_is_an_error_that_suggests(capsys):
+    with pytest.raises(SystemExit) as ended:
+        grpo.main(["--stepz", "3"])
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert "Unrecognized options: --stepz" in message
+    assert "--steps INT" in message
+
+
+def test_an_option_of_the_wrong_type_is_an_error(capsys):
+    with pytest.raises(SystemExit) as ended:
+        grpo.main(["--steps", "many"])
+    assert ended.value.code == 2
+    assert "many" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"stepz": 3}, r"config.json: unknown key 'stepz'; known: algorithm, checkpo"),
+        ({"rollout": {"n": 3}}, r"config.json: rollout: unknown key 'n'; known: dead"),
+        ({"rollout": 3}, "rollout must be an object; got 3"),
+        ({"steps": "many"}, "steps must be int; got 'many'"),
+        ({"steps": True}, "steps must be int; got True"),
+        ({"steps": 1.5}, "steps must be int; got 1.5"),
+        ({"resume": 1}, "resume must be bool; got 1"),
+        ({"rollout": {"temperature": None}}, "temperature must be float; got None"),
+        ({"rollout": {"stop_strings": [1]}}, r"stop_strings must be tuple.*; got \[1"),
+        ({"algorithm": {"name": "gpro"}}, r"name must be .*'grpo'.*; got 'gpro'"),
+        ({"data": {"path": 4}}, r"path must be str \| None; got 4"),
+        ([1], r"config.json must hold an object; got \[1\]"),
+        ({"versions": {}, "config": None}, "must hold an object; got None"),
+        ("{", "cannot read .*config.json: "),
+    ],
+)
+def test_a_bad_configuration_file_is_an_error(content, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        options("--config", written(tmp_path, content))
+
+
+def test_a_missing_configuration_file_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"--config: cannot read .*nothing\.json"):
+        options(f"--config={tmp_path}/nothing.json")
+    with pytest.raises(ValueError, match="--config: needs a file"):
+        options("--steps", "3", "--config")
+
+
+def test_a_whole_number_serves_as_float(tmp_path):
+    path = written(tmp_path, {"rollout": {"temperature": 1}})
+    assert options("--config", path).rollout.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        demo(),
+        RLConfig(
+            run_dir="runs/x",
+            resume=False,
+            mesh="dp4,tp2",
+            dtype="bfloat16",
+            env="gsm8k",
+            data=DataConfig(path="a.jsonl", on_bad_row="skip"),
+            algorithm=AlgorithmConfig("cispo", clip_high=5.0, kl_estimator="k2"),
+            rollout=RolloutConfig(stop_strings=("</a>", "\n"), dynamic_sampling=True),
+            optimizer=OptimizerConfig(schedule="cosine"),
+        ),
+        SFTConfig(model="tiny", log_every=3),
+    ],
+    ids=["demo", "changed", "sft"],
+)
+def test_the_file_of_a_run_gives_its_configuration_back(config, tmp_path):
+    path = described(tmp_path, config)
+    other = type(config)(steps=1, seed=7)
+    assert options("--config", path, default=other) == config
+    changed = options("--config", path, "--seed", "11", default=other)
+    assert changed == dataclasses.replace(config, seed=11)
+
+
+def test_an_expected_error_is_one_line_and_status_1(capsys):
+    def fail(config, *, console, command, should_stop):
+        raise ValueError("mesh: [dp4] needs 4 devices")
+
+    assert called(fail) == 1
+    assert capsys.readouterr().out == "error: mesh: [dp4] needs 4 devices\n"
+
+
+def test_an_unexpected_error_keeps_its_trace():
+    def fail(config, *, console, command, should_stop):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        called(fail)
+
+
+def test_the_end_names_model_and_report(capsys, tmp_path):
+    def run(config, *, console, command, should_stop):
+        assert command == "python -m launch.grpo --steps 4 --env 'arithmetic?level=2'"
+        assert not should_stop()
+        return Outcome(4, True, tmp_path / "[a]", tmp_path / "r.html")
+
+    assert called(run, "--steps", "4", "--env", "arithmetic?level=2") == 0
+    assert capsys.readouterr().out == (
+        f"model:  {tmp_path}/[a]\nreport: {tmp_path}/r.html\n"
+    )
+
+
+def test_a_stopped_run_says_how_to_go_on(capsys):
+    def run(config, *, console, command, should_stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert should_stop()
+        return Outcome(2, False, None, None)
+
+    assert called(run) == 0
+    text = capsys.readouterr().out
+    assert re.match("SIGTERM: finishing this step, then saving; again to end", text)
+    assert "stopped after step 2, all of it saved; the same command goes on" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_is_left_to_the_system(number):
+    stop = cli.Stop(Console(quiet=True))
+    assert not stop()
+    os.kill(os.getpid(), number)
+    assert stop()
+    assert stop.name == number.name
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_ctrl_c_ends_a_program_that_does_not_train(capsys):
+    def run(config, *, console, command):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert called(run, entry=cli.call) == 130
+    assert capsys.readouterr().out == "stopped\n"

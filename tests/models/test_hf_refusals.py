@@ -1,0 +1,210 @@
+"""Checkpoint directories that cannot be read, and what the error says."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxrl_post.models import CheckpointError, load_pretrained, save_pretrained
+from tests import tiny
+
+TIED = dataclasses.replace(tiny.CONFIG, tie_embeddings=True)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint in one file."""
+    save_pretrained(tmp_path / "llama", tiny.CONFIG, tiny.shared())
+    return tmp_path / "llama"
+
+
+def edit_config(directory, **changes):
+    path = directory / "config.json"
+    raw = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps(raw))
+
+
+def edit_tensors(directory, edit):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    with pytest.raises(CheckpointError, match=r"absent: no such directory; .*download"):
+        load_pretrained(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"no config\.json; this is not a check"):
+        load_pretrained(tmp_path)
+
+
+def test_a_config_that_cannot_be_read(saved):
+    edit_config(saved, model_type="mamba")
+    with pytest.raises(
+        CheckpointError,
+        match=r"config\.json: unknown model_type 'mamba'; supported: llama, qwen2, q",
+    ):
+        load_pretrained(saved)
+    edit_config(saved, model_type="llama", num_key_value_heads=3)
+    with pytest.raises(CheckpointError, match=r"config\.json: .*multiple of num_kv"):
+        load_pretrained(saved)
+    (saved / "config.json").write_text('{"model_type": ')
+    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
+        load_pretrained(saved)
+    (saved / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"must hold a JSON object; got \[1\]"):
+        load_pretrained(saved)
+
+
+def test_missing_and_unknown_tensors(saved):
+    edit_tensors(saved, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(
+        CheckpointError,
+        match=r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight$",
+    ):
+        load_pretrained(saved)
+    edit_tensors(saved, lambda t: t.update({"model.visual.bias": np.zeros(2)}))
+    with pytest.raises(
+        CheckpointError,
+        match=r"missing tensors: .*up_proj\.weight; unknown tensors: model\.visual\.b",
+    ):
+        load_pretrained(saved)
+
+
+def test_many_names_are_counted_not_listed(saved):
+    edit_config(saved, attention_bias=True)
+    with pytest.raises(CheckpointError, match=r", \.\.\. \(8 in all\)$"):
+        load_pretrained(saved)
+
+
+def test_harmless_surplus_is_ignored(saved):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(saved, lambda t: t.update({name: np.ones(2, np.float32)}))
+    params = load_pretrained(saved)[1]
+    np.testing.assert_array_equal(params.embedding, tiny.shared().embedding)
+
+
+def test_a_second_copy_of_a_tied_matrix_must_be_a_copy(tmp_path):
+    save_pretrained(tmp_path / "m", TIED, tiny.params(TIED))
+
+    def copy(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+    def change(tensors):
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    edit_tensors(tmp_path / "m", copy)
+    assert load_pretrained(tmp_path / "m")[1].unembedding is None
+    edit_tensors(tmp_path / "m", change)
+    with pytest.raises(
+        CheckpointError,
+        match=r"lm_head\.weight differs from model\.embed_tokens\.weight, but tie_word",
+    ):
+        load_pretrained(tmp_path / "m")
+
+
+def test_a_wrong_shape_names_both(saved):
+    edit_config(saved, intermediate_size=21)
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.safetensors: tensor model\.layers\.0\.mlp\.gate_proj\.weight "
+        r"has shape \(24, 16\), but config\.json asks for \(21, 16\)",
+    ):
+        load_pretrained(saved)
+
+
+def test_integer_weights_are_refused(saved):
+    def quantize(tensors):
+        tensors["model.norm.weight"] = np.ones(16, np.int8)
+
+    edit_tensors(saved, quantize)
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight has dtype I8; read"
+    ):
+        load_pretrained(saved)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])
+def test_truncated_files_are_named(saved, keep):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: truncated or damaged \(.*fetch it"
+    ):
+        load_pretrained(saved)
+
+
+@pytest.fixture
+def split(tmp_path):
+    save_pretrained(
+        tmp_path / "split", tiny.CONFIG, tiny.shared(), max_file_bytes=12_000
+    )
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) == 3
+    return tmp_path / "split"
+
+
+def edit_index(directory, name, file):
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][name] = file
+    path.write_text(json.dumps(index))
+
+
+def test_a_missing_shard_is_named(split):
+    (split / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError,
+        match=r"model-00002-of-00003\.safetensors: missing, but model\.safetensors\.in",
+    ):
+        load_pretrained(split)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../secret.safetensors",
+        "/tmp/secret.safetensors",
+        "a/b.safetensors",
+        "a\\b.safetensors",
+        "..",
+        "",
+        "config.json",
+        7,
+    ],
+)
+def test_an_index_cannot_leave_the_directory(split, file):
+    (split.parent / "secret.safetensors").write_bytes(b"")
+    edit_index(split, "model.norm.weight", file)
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.norm\.weight must be a plain \*\.safetensors name in",
+    ):
+        load_pretrained(split)
+
+
+def test_an_index_that_lies_is_refused(split):
+    edit_index(split, "model.norm.weight", "model-00001-of-00003.safetensors")
+    with pytest.raises(
+        CheckpointError,
+        match=r"model-00001.*says that tensor model\.norm\.weight is in this file, but",
+    ):
+        load_pretrained(split)
+    (split / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointError, match="weight_map must be a non-empty object"):
+        load_pretrained(split)
+
+
+def test_pickles_are_not_read(saved):
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"neither model\.safetensors nor .*index\.json is there$"
+    ):
+        load_pretrained(saved)
+    (saved / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(
+        CheckpointError,
+        match=r"only pytorch_model\.bin\. Pickle files can run code .*save_pretrained",
+    ):
+        load_pretrained(saved)

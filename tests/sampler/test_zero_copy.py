@@ -1,0 +1,131 @@
+"""Publishing: the sampler decodes with the very arrays that the trainer updates."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post.algorithms.objective import Objective
+from jaxrl_post.data.packing import Sequence, pack
+from jaxrl_post.metrics import masked
+from jaxrl_post.models import param_specs
+from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh, named_shardings
+from jaxrl_post.train import state as training
+from jaxrl_post.train.learner import Learner
+from jaxrl_post.train.publish import buffer_pointers, publish
+from jaxrl_post.train.step import Policy
+from tests import tiny
+
+CONFIG = dataclasses.replace(tiny.CONFIG, num_layers=1)
+SPECS = param_specs(CONFIG)
+SIZES = EngineConfig(
+    num_slots=4, max_prompt_tokens=8, max_tokens=8, steps_per_call=4, prefill_tokens=32
+)
+
+
+def likelihood(logprobs, batch):
+    return Objective(masked(-logprobs, batch.loss_mask), {})
+
+
+@pytest.fixture(scope="module", params=["", "dp2,fsdp2,tp2"], ids=["one", "mesh"])
+def mesh(request):
+    devices = jax.devices() if request.param else jax.devices()[:1]
+    return create_mesh(request.param, devices)
+
+
+@pytest.fixture(scope="module")
+def learner(mesh):
+    optimizer = training.make_optimizer(
+        training.OptimizerConfig(learning_rate=0.1), SPECS, 10
+    )
+    layout = training.shardings(SPECS, optimizer, mesh, DEFAULT_RULES, narrow=False)
+    return Learner(
+        policy=Policy(CONFIG),
+        objective=likelihood,
+        optimizer=optimizer,
+        max_grad_norm=1.0,
+        layout=layout,
+        mesh=mesh,
+        microbatch_rows=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(mesh):
+    return Engine(CONFIG, SIZES, mesh=mesh)
+
+
+def run(sampler, request):
+    sampler.submit(request)
+    done = []
+    while sampler.busy:
+        done += sampler.step()
+    return done
+
+
+def test_an_update_between_two_generations_copies_nothing(mesh, learner, engine):
+    request = Request(
+        1, (1, 2, 3), 4, sampling=SamplingParams(temperature=0.0, max_tokens=6)
+    )
+    batch = pack([Sequence.of([5, 6], [7, 8, 9])] * 4, length=5, row_multiple=4)
+    with jax.set_mesh(mesh):
+        params = tiny.params(CONFIG, mesh=mesh)
+        state = training.create(params, learner.optimizer, learner.layout)
+        for version in range(2):
+            before = buffer_pointers(state.params)
+            with jax.transfer_guard_device_to_device("disallow"):
+                sampler = publish(engine, state.params, version)
+                done = run(sampler, request)
+            assert sampler.bytes_moved == 0
+            assert sampler.params is state.params
+            # Sampling neither moved nor took the trainer's arrays.
+            assert buffer_pointers(state.params) == before
+            assert [c.versions for c in done] == [(version,) * 6] * 4
+            # What it sampled is what these parameters say.
+            logprobs = learner.logprobs(
+                state.params,
+                pack(
+                    [Sequence.of(request.prompt, c.tokens) for c in done],
+                    length=9,
+                    row_multiple=4,
+                ),
+            )
+            np.testing.assert_allclose(
+                logprobs[:, 3:], [c.logprobs for c in done], rtol=1e-5, atol=1e-5
+            )
+            old = state.params
+            state, _ = learner.update(state, batch, where="step")
+            assert old.embedding.is_deleted()  # donated: there never are two copies
+            del sampler
+
+
+def test_publishing_on_another_layout_moves_and_counts_every_byte():
+    params = tiny.params(CONFIG, mesh=create_mesh("dp2,fsdp2,tp2"))
+    other = create_mesh("tp4,dp2")
+    target = named_shardings(SPECS, other)
+    engine = Engine(CONFIG, SIZES, mesh=other)
+    sampler = publish(engine, params, 3, target)
+    jax.tree.map(np.testing.assert_array_equal, sampler.params, params)
+    for leaf, sharding in zip(
+        jax.tree.leaves(sampler.params), jax.tree.leaves(target), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    # tp4 splits matrices four ways and dp2 holds them twice. Norms lie everywhere
+    # already: they are the same arrays.
+    norms = 3 * 16
+    total = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert sampler.bytes_moved == 2 * 4 * (total - norms)
+    assert sampler.params.final_norm is params.final_norm
+    # On the layout that they have, nothing moves.
+    again = publish(engine, sampler.params, 4, target)
+    assert again.bytes_moved == 0
+    assert buffer_pointers(again.params) == buffer_pointers(sampler.params)
+
+
+def test_pointers_tell_a_copy_from_the_original():
+    array = jnp.arange(4.0)
+    assert buffer_pointers([array]) == buffer_pointers([array])
+    assert buffer_pointers([array]) != buffer_pointers([jnp.copy(array)])
