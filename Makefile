@@ -2,36 +2,44 @@
 # ARGS adds options, as in: make demo ARGS="--steps 20", make test ARGS=tests/losses.
 
 EXTRAS := math,envs,chat,dev
+CHECKS := check-format check-lint check-types check-layers
 
-.PHONY: demo test check format parity lock
+.PHONY: demo test check $(CHECKS) format parity lock environment
 
-# A small model learns arithmetic; runs/demo/report.html shows how.
+# A small model learns from reward alone; runs/demo/report.html shows how.
 demo:
 	@tools/setup.sh
 	.venv/bin/python -m launch.grpo $(ARGS)
 
-test:
-	@tools/setup.sh $(EXTRAS)
+test: environment
 	.venv/bin/python -m pytest $(ARGS)
 
 # What CI asks for beside the tests.
-check:
-	@tools/setup.sh $(EXTRAS)
+check: $(CHECKS)
+
+check-format: environment
 	.venv/bin/ruff format --check .
+
+check-lint: environment
 	.venv/bin/ruff check .
+
+check-types: environment
 	.venv/bin/pyright
+
+check-layers: environment
 	.venv/bin/lint-imports
 
-format:
-	@tools/setup.sh $(EXTRAS)
+format: environment
 	.venv/bin/ruff check --fix-only --quiet .
 	.venv/bin/ruff format .
 
 # Against torch and transformers, in an environment of their own.
-parity:
-	@tools/setup.sh $(EXTRAS)
+parity: environment
 	tools/parity.sh
 
 lock:
 	@tools/setup.sh
 	tools/lock.sh $(ARGS)
+
+environment:
+	@tools/setup.sh $(EXTRAS)

@@ -8,7 +8,7 @@ import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxrl_post.envs.env import Message, Task
 from jaxrl_post.envs.workers import Outcome
@@ -25,6 +25,7 @@ class RolloutTimeoutError(RuntimeError):
     """The episodes of a step did not finish before the deadline."""
 
 
+@runtime_checkable
 class Judges(Protocol):
     """Worker processes that run an environment's `step` under a deadline."""
 
@@ -35,6 +36,7 @@ class Judges(Protocol):
         ...
 
 
+@runtime_checkable
 class Codec(Protocol):
     """Text and tokens, as the runner needs them."""
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from jaxrl_post.sampler.requests import Completion, Request
 __all__ = ["Generator", "Group", "Rollout"]
 
 
+@runtime_checkable
 class Generator(Protocol):
     """What the rollout needs of a sampler; its parameters are bound already."""
 

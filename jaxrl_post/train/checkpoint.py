@@ -142,8 +142,8 @@ class Checkpoints:
                 "run directory to start over"
             ) from error
         structure = jax.tree.structure(abstract)
-        leaves = jax.tree.leaves(_ordered(restored.state, wanted))
-        return jax.tree.unflatten(structure, leaves), restored.meta
+        leaves = jax.tree.leaves(_ordered(restored["state"], wanted))
+        return jax.tree.unflatten(structure, leaves), restored["meta"]
 
     def restore_params(
         self, step: int, shapes: PyTree, *, dtype: jnp.dtype | None = None

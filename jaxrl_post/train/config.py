@@ -3,8 +3,9 @@
 `launch` makes command-line options of them; recipes are functions that return one.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jaxrl_post.models.decoder import Remat
 from jaxrl_post.train.state import OptimizerConfig
@@ -19,6 +20,7 @@ __all__ = [
     "RolloutConfig",
     "SFTConfig",
     "UpdateConfig",
+    "check_numbers",
 ]
 
 
@@ -258,3 +260,45 @@ class RLConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+
+# The least that an option may be. What other parts check themselves is not here.
+LEAST = {
+    "steps": 1, "log_samples": 0, "log_every": 1, "examples_per_step": 1,
+    "max_tokens": 1, "eval.every": 0, "eval.num_tasks": 1, "eval.show": 0,
+    "checkpoint.every": 1, "checkpoint.keep": 1, "warm_start.steps": 0,
+    "warm_start.examples_per_step": 1, "update.minibatches": 1, "update.epochs": 1,
+    "update.row_tokens": 0, "update.microbatch_tokens": 1,
+    "rollout.prompts_per_step": 1, "rollout.samples_per_prompt": 2,
+    "rollout.max_prompt_tokens": 1, "rollout.max_tokens": 1, "rollout.num_slots": 0,
+    "rollout.steps_per_call": 0, "rollout.max_draws": 1, "rollout.reward_workers": 1,
+}  # fmt: skip
+
+
+def check_numbers(config: RLConfig | SFTConfig) -> None:
+    """Checks the numbers that make no sense whatever the other options are.
+
+    Raises:
+        ConfigError: one is too small, or the sampling temperature is 0.
+
+    >>> check_numbers(SFTConfig(checkpoint=CheckpointConfig(every=0)))
+    Traceback (most recent call last):
+    jaxrl_post.train.config.ConfigError: --checkpoint.every: must be at least 1; got 0
+    """
+
+    def check(section: Any, prefix: str) -> None:
+        for name, value in vars(section).items():
+            if dataclasses.is_dataclass(value):
+                check(value, f"{prefix}{name}.")
+            elif prefix + name in LEAST and value < LEAST[prefix + name]:
+                option = (prefix + name).replace("_", "-")
+                raise ConfigError(
+                    f"--{option}: must be at least {LEAST[prefix + name]}; got {value}"
+                )
+
+    check(config, "")
+    if isinstance(config, RLConfig) and not config.rollout.temperature > 0:
+        raise ConfigError(
+            "--rollout.temperature: must be greater than 0, or all samples of a prompt "
+            f"are the same; got {config.rollout.temperature:g}"
+        )

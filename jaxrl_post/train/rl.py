@@ -16,7 +16,8 @@ from jaxrl_post import algorithms
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.data import packing
 from jaxrl_post.data.codec import Codec
-from jaxrl_post.envs import Environment, Split, Task, WorkerPool
+from jaxrl_post.envs import Environment, Task, WorkerPool
+from jaxrl_post.envs.env import Split
 from jaxrl_post.losses import kl
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.buffer import GroupBuffer
@@ -279,9 +280,9 @@ class Trainer:
         groups = self.buffer.take(wanted)
         if not groups:
             raise FailedRolloutsError(
-                f"step {number}: none of {len(sampled)} groups had rewards that differ; "
-                "turn --rollout.dynamic-sampling off, or choose tasks that the model "
-                "solves sometimes"
+                f"step {number}: none of {len(sampled)} groups had rewards that "
+                "differ; turn --rollout.dynamic-sampling off, or choose tasks that the "
+                "model solves sometimes"
             )
         return groups, metrics
 
@@ -297,9 +298,10 @@ class Trainer:
         # From failed rollouts alone nothing is learned, whatever share is allowed.
         if share > self.config.rollout.max_failed_share or share == 1:
             raise FailedRolloutsError(
-                f"step {number}: {len(failed)} of {len(rollouts)} rollouts failed, more "
-                f"than the share of {self.config.rollout.max_failed_share:g} that "
-                f"--rollout.max-failed-share allows. The first: {failed[0].error}"
+                f"step {number}: {len(failed)} of {len(rollouts)} rollouts failed; "
+                "--rollout.max-failed-share allows a share of "
+                f"{self.config.rollout.max_failed_share:g}, and never all of them. "
+                f"The first: {failed[0].error}"
             )
         rewards = [r.reward for r in rollouts if r.reward is not None]
         metrics = {

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl_post import models
+from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.envs import Environment, WorkerPool, WorkerStartError
 from jaxrl_post.rollout.runner import RolloutTimeoutError
@@ -25,7 +26,13 @@ from jaxrl_post.train.checkpoint import (
     Checkpoints,
     abstract_state,
 )
-from jaxrl_post.train.config import ConfigError, RLConfig, SFTConfig, UpdateConfig
+from jaxrl_post.train.config import (
+    ConfigError,
+    RLConfig,
+    SFTConfig,
+    UpdateConfig,
+    check_numbers,
+)
 from jaxrl_post.train.learner import DivergenceError, Learner
 from jaxrl_post.train.report import write_report
 from jaxrl_post.train.rl import (
@@ -45,7 +52,14 @@ from jaxrl_post.train.session import (
     open_model,
     versions,
 )
-from jaxrl_post.train.sinks import ACCURACY, MetricsLog, Progress, Sample, SampleLog
+from jaxrl_post.train.sinks import (
+    ACCURACY,
+    MetricsLog,
+    Progress,
+    Sample,
+    SampleLog,
+    warnings_shown,
+)
 from jaxrl_post.train.state import OptimizerConfig, TrainState
 from jaxrl_post.train.step import Policy
 from jaxrl_post.types import PyTree
@@ -64,7 +78,8 @@ RUN_ERRORS = (
     WorkerStartError,
 )
 
-# What may differ between a run and its continuation without changing what is trained.
+# What may differ between a run and its continuation without changing what is trained;
+# "steps" as long as no schedule of the learning rate ends with them.
 FREE_TO_CHANGE = (
     "run_dir", "resume", "mesh", "steps", "log_samples", "log_every", "eval",
     "checkpoint", "update.microbatch_tokens", "update.remat", "rollout.reward_workers",
@@ -110,34 +125,30 @@ def run_rl(
         DivergenceError, FailedRolloutsError, RolloutTimeoutError, CheckpointError: the
             last checkpoint is whole.
     """
-    if config.steps < 1:
-        raise ConfigError(f"--steps: must be at least 1; got {config.steps}")
+    check_numbers(config)
+    algorithm = make_algorithm(config.algorithm, config.rollout.max_tokens)
+    Trainer.row_tokens(config)
     directory = RunDirectory(Path(config.run_dir))
-    environment = make_environment(config.env, config.data)
     initial = directory.path / "initial"
-    source = str(initial) if _can_resume(directory, config) else config.model
-    model = open_model(
-        source,
-        mesh=config.mesh,
-        dtype=config.dtype,
-        seed=config.seed,
-        environment=environment,
-    )
-    check_prompts(
-        environment,
-        model.tokenizer,
-        config.rollout.max_prompt_tokens,
-        "--rollout.max-prompt-tokens",
-    )
     with ExitStack() as stack:
+        stack.enter_context(warnings_shown(console))
+        environment = make_environment(config.env, config.data)
+        source = str(initial) if _can_resume(directory, config) else config.model
+        model = open_model(
+            source,
+            mesh=config.mesh,
+            dtype=config.dtype,
+            seed=config.seed,
+            environment=environment,
+        )
+        check_prompts(
+            environment,
+            model.tokenizer,
+            config.rollout.max_prompt_tokens,
+            "--rollout.max-prompt-tokens",
+        )
         stack.enter_context(jax.set_mesh(model.mesh))
         checkpoints = stack.enter_context(_checkpoints(directory, config))
-        if checkpoints.latest() is None:
-            model = _warm_started(config, model, environment, console)
-            if model.preset:
-                models.save_pretrained(
-                    initial, model.config, model.params, tokenizer=model.tokenizer
-                )
         judges = stack.enter_context(
             WorkerPool(
                 environment,
@@ -145,7 +156,16 @@ def run_rl(
                 deadline_s=config.rollout.reward_deadline_s,
             )
         )
-        trainer = _trainer(config, model, environment, judges)
+        if checkpoints.latest() is None:
+            model = _warm_started(config, model, environment, console)
+            # Before what a continuation begins with, so that no other configuration
+            # can begin with it.
+            _describe(directory, config, model, command)
+            if model.preset:
+                models.save_pretrained(
+                    initial, model.config, model.params, tokenizer=model.tokenizer
+                )
+        trainer = _trainer(config, model, environment, judges, algorithm)
         _print_layout(console, trainer)
         return _rl_loop(
             config, directory, trainer, checkpoints, console, command, should_stop
@@ -160,19 +180,21 @@ def run_sft(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Trains on an environment's demonstrations; arguments and errors as `run_rl`."""
+    check_numbers(config)
     if config.update.minibatches != 1 or config.update.epochs != 1:
         raise ConfigError("--update.minibatches, --update.epochs: must be 1 for SFT")
     directory = RunDirectory(Path(config.run_dir))
-    environment = make_environment(config.env, config.data)
-    model = open_model(
-        config.model,
-        mesh=config.mesh,
-        dtype=config.dtype,
-        seed=config.seed,
-        environment=environment,
-    )
     row_tokens = config.update.row_tokens or -(-config.max_tokens // 8) * 8
     with ExitStack() as stack:
+        stack.enter_context(warnings_shown(console))
+        environment = make_environment(config.env, config.data)
+        model = open_model(
+            config.model,
+            mesh=config.mesh,
+            dtype=config.dtype,
+            seed=config.seed,
+            environment=environment,
+        )
         stack.enter_context(jax.set_mesh(model.mesh))
         checkpoints = stack.enter_context(_checkpoints(directory, config))
         learner, state = _learner(
@@ -191,6 +213,7 @@ def run_sft(
                 latest, abstract_state(jax.eval_shape(lambda: state), learner.layout),
                 indices,
             )  # fmt: skip
+            console.print(f"resumed at step {latest} of {config.steps}")
         _describe(directory, config, model, command)
         metrics_log = stack.enter_context(
             MetricsLog(directory, resume_step=-1 if latest is None else latest)
@@ -259,7 +282,8 @@ def _rl_loop(
             metrics["time/checkpoint"] = saving
             stopped = should_stop()
             last = step == config.steps or stopped
-            if (config.eval.every and step % config.eval.every == 0) or last:
+            # Whoever sends a signal does not wait for an evaluation.
+            if not stopped and _evaluates(config, step):
                 evaluation = trainer.evaluate()
                 metrics |= _evaluated(evaluation)
                 shown = _samples("eval", evaluation.groups, config.eval.show)
@@ -276,6 +300,11 @@ def _rl_loop(
     return _finish(
         directory, trainer.model, trainer.state, step, completed=step >= config.steps
     )
+
+
+def _evaluates(config: RLConfig, step: int) -> bool:
+    every = config.eval.every
+    return step == config.steps or (every > 0 and step % every == 0)
 
 
 def _can_resume(directory: RunDirectory, config: RLConfig) -> bool:
@@ -308,12 +337,15 @@ def _check_same_run(directory: RunDirectory, config: RLConfig | SFTConfig) -> No
     if saved is None:
         return
     before, now = _flat(saved), _flat(dataclasses.asdict(config))
+    free_to_change = set(FREE_TO_CHANGE)
+    if config.optimizer.schedule != "constant":
+        free_to_change.remove("steps")
     changed = [
         f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
         and not any(
-            name == free or name.startswith(f"{free}.") for free in FREE_TO_CHANGE
+            name == free or name.startswith(f"{free}.") for free in free_to_change
         )
     ]
     if changed:
@@ -368,9 +400,12 @@ def _learner(
 
 
 def _trainer(
-    config: RLConfig, model: Model, environment: Environment, judges: WorkerPool
+    config: RLConfig,
+    model: Model,
+    environment: Environment,
+    judges: WorkerPool,
+    algorithm: Algorithm,
 ) -> Trainer:
-    algorithm = make_algorithm(config.algorithm, config.rollout.max_tokens)
     reference = _copy(model.params) if algorithm.needs_reference else None
     learner, state = _learner(
         model,
@@ -411,7 +446,9 @@ def _warm_started(
     learner, state = _learner(
         model,
         sft.next_token_objective,
-        OptimizerConfig(learning_rate=warm.learning_rate, warmup_steps=20),
+        OptimizerConfig(
+            learning_rate=warm.learning_rate, warmup_steps=20, schedule="linear"
+        ),
         config.update,
         num_steps=warm.steps,
         row_tokens=row_tokens,

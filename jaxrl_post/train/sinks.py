@@ -1,11 +1,12 @@
 """What a run tells while it goes: metrics, samples, and a line about its progress."""
 
+import logging
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,7 @@ __all__ = [
     "Progress",
     "Sample",
     "SampleLog",
+    "warnings_shown",
 ]
 
 # The metrics that a person looks at first; `Progress` and the report show them by name.
@@ -376,3 +378,40 @@ class Progress:
         line.append(f"  {notation.duration(self._clock() - self._started)} elapsed")
         line.no_wrap, line.overflow = True, "ellipsis"
         return line
+
+
+class _Shown(logging.Handler):
+    """Prints a record; one that says the same as an earlier one is dropped."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+        self._seen: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self._seen:
+            self._seen.add(text)
+            self._console.print(text, style="yellow", markup=False, highlight=False)
+
+
+@contextmanager
+def warnings_shown(console: Console) -> Iterator[None]:
+    """Shows what the library warns of, skipped rows of a file for example, once each.
+
+    >>> import io
+    >>> out = io.StringIO()
+    >>> with warnings_shown(Console(file=out)):
+    ...     for _ in range(2):
+    ...         logging.getLogger("jaxrl_post.envs").warning("1 skipped")
+    >>> out.getvalue()
+    '1 skipped\\n'
+    """
+    logger, handler = logging.getLogger("jaxrl_post"), _Shown(console)
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate

@@ -22,7 +22,7 @@ def demo() -> RLConfig:
     """The default of `launch.grpo`."""
     return RLConfig(
         run_dir="runs/demo",
-        env="arithmetic?level=0&slips=0.65",
+        env="arithmetic?level=0&slips=0.7",
         steps=120,
         rollout=RolloutConfig(
             prompts_per_step=32,

@@ -23,8 +23,9 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 SHELL = "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
 COMMANDS = re.findall(r"^python -m launch\.(\w+) (.*)$", SHELL, re.MULTILINE)
 TARGETS = re.findall(
-    r"\bmake ([a-z]+)",
+    r"(?:`|^)make ([a-z]+)",
     "".join((ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS),
+    re.MULTILINE,
 )
 
 DEFAULTS = {
@@ -83,7 +84,7 @@ def test_a_command_has_only_options_that_exist(program, arguments):
 def test_programs_and_targets_are_there():
     makefile = (ROOT / "Makefile").read_text()
     for target in TARGETS:
-        assert f"\n{target}:\n" in makefile
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for program in re.findall(r"launch\.(\w+)", README):
         assert (ROOT / "launch" / f"{program}.py").is_file()
 

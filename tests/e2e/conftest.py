@@ -29,7 +29,14 @@ def program() -> Callable[..., subprocess.Popen[str]]:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
-            env={**os.environ, "XLA_FLAGS": flags, **environment},
+            env={
+                **os.environ,
+                "XLA_FLAGS": flags,
+                "JAX_PLATFORMS": "cpu",
+                # Where `coin` is, for the program and its workers.
+                "PYTHONPATH": str(Path(__file__).parent),
+                **environment,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -49,8 +56,9 @@ def program() -> Callable[..., subprocess.Popen[str]]:
 
 # Small enough that a step takes a tenth of a second, whole enough to use every part.
 QUICK = (
-    "--env=arithmetic?operations=+-&terms=2&digits=1",
+    "--env=coin:Coin",
     "--warm-start.steps=3",
+    "--warm-start.examples-per-step=8",
     "--rollout.prompts-per-step=4",
     "--rollout.samples-per-prompt=8",
     "--rollout.max-tokens=4",
@@ -58,5 +66,6 @@ QUICK = (
     "--update.row-tokens=32",
     "--update.microbatch-tokens=512",
     "--eval.num-tasks=8",
-    "--optimizer.learning-rate=1e-3",
+    "--optimizer.learning-rate=3e-4",
+    "--optimizer.schedule=constant",
 )

@@ -73,8 +73,11 @@ def argmax_loop(params, prompt, count):
     return tuple(row[0, length : length + count].tolist()), logprobs
 
 
-# Shortest, in between, exactly a bucket, longest; up to the last entry of a slot.
-@pytest.mark.parametrize(("length", "count"), [(1, 6), (5, 6), (16, 17), (24, 24)])
+# Shortest, in between, a first burst whose last step needs entry 16 of a view of 16,
+# exactly a bucket, longest; up to the last entry of a slot.
+@pytest.mark.parametrize(
+    ("length", "count"), [(1, 6), (5, 6), (14, 6), (16, 17), (24, 24)]
+)
 def test_greedy_equals_the_argmax_of_whole_forwards(engine, params, length, count):
     sampling = dataclasses.replace(GREEDY, max_tokens=count)
     request = Request(length, prompt(length), sampling=sampling)

@@ -101,11 +101,19 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     other = make_state(size=16)
     one = create_mesh("", jax.devices()[:1])
     abstract = abstract_state(jax.eval_shape(lambda: other), layout_of(other, one, P()))
-    with pytest.raises(CheckpointError, match=r"step 1 in .* another model"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 1 in .*master\.w is float32\[8, 4\], not float32\[16, 4\].*another"
+        " model",
+    ):
         checkpoints.restore(1, abstract, task_indices(3, seed=0))
     checkpoints.close()
 
 
+# Orbax stops waiting for the other arrays once one has failed; what becomes of them
+# reaches nobody.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c")
     old = make_state(1.0)

@@ -1,0 +1,42 @@
+"""An environment that an untrained model solves about half of the time."""
+
+import zlib
+from dataclasses import dataclass
+
+from jaxrl_post.envs import Message, Step, Task, TaskSequence, response
+
+
+@dataclass(frozen=True)
+class Coin:
+    """Pays 1 for half of all answers; one task in three pays nothing.
+
+    Which answers is a matter of a hash, so there is nothing to learn: some groups have
+    rewards that differ and some have not, however long the training.
+
+    Attributes:
+        size: tasks of a split.
+        hopeless: whether no task pays anything.
+        broken: judging the tasks before this one raises.
+    """
+
+    size: int = 40
+    hopeless: bool = False
+    broken: int = 0
+    name: str = "coin"
+
+    def tasks(self, split: str) -> TaskSequence:
+        def make(index: int) -> Task:
+            return Task(index, (Message("user", f"{split} {index}="),), "")
+
+        return TaskSequence(self.size, make)
+
+    def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
+        if task.id < self.broken:
+            raise RuntimeError("out of order")
+        answer = response(conversation)
+        heads = zlib.crc32(f"{task.id} {answer}".encode()) % 2 == 0
+        pays = heads and task.id % 3 > 0 and not self.hopeless
+        return Step(float(pays), done=True, metrics={"length": len(answer)})
+
+    def demonstration(self, task: Task) -> str:
+        return f"{task.id}"

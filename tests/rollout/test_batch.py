@@ -1,0 +1,90 @@
+"""From groups to sequences: each advantage lands on the tokens that earned it."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_post import algorithms
+from jaxrl_post.data import packing
+from jaxrl_post.rollout import Group, Rollout, batch
+
+
+def make_rollout(prompt: int, index: int, reward: float | None) -> Rollout:
+    # Tokens tell the sample they belong to: 100 for the prompt, 10 for the sample.
+    name = 100 * prompt + 10 * index
+    count = index + 1
+    mask = (False, True, False, *[True] * count)
+    size = len(mask)
+    return Rollout(
+        prompt_id=prompt,
+        sample_index=index,
+        task_id=0,
+        tokens=tuple(name + i for i in range(size)),
+        loss_mask=mask,
+        logprobs=tuple(-float(name + i) if on else 0.0 for i, on in enumerate(mask)),
+        log_masses=(0.0,) * size,
+        versions=tuple(prompt if on else -1 for on in mask),
+        reward=reward,
+        error="",
+        finish_reason="stop",
+        prompt_text="",
+        response_text="",
+    )
+
+
+REWARDS = {1: (3.0, 1.0, None, 2.0), 2: (0.0, 0.0, 4.0, 0.0)}
+GROUPS = [
+    Group(prompt, tuple(make_rollout(prompt, i, r) for i, r in enumerate(rewards)))
+    for prompt, rewards in REWARDS.items()
+]
+# Leave-one-out means, over the samples that did not fail: 3 - 1.5, 1 - 2.5, 2 - 2.
+EXPECTED = {
+    (1, 0): 1.5, (1, 1): -1.5, (1, 3): 0.0,
+    (2, 0): -4 / 3, (2, 1): -4 / 3, (2, 2): 4.0, (2, 3): -4 / 3,
+}  # fmt: skip
+
+
+def estimate(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    return np.asarray(
+        algorithms.rloo().advantages(jnp.asarray(rewards), jnp.asarray(valid))
+    )
+
+
+def test_reward_to_advantage_to_the_tokens_of_its_sample():
+    values = batch.advantages(GROUPS, estimate)
+    assert values.shape == (2, 4)
+    assert values.dtype == np.float32
+    made = batch.sequences(GROUPS, values)
+    assert len(made) == 7, "a failed rollout is left out"
+    for sequence in made:
+        name = int(sequence.tokens[0])
+        prompt, index = name // 100, name % 100 // 10
+        advantage = EXPECTED.pop((prompt, index))
+        mask = sequence.loss_mask
+        np.testing.assert_array_equal(sequence.tokens, name + np.arange(len(mask)))
+        np.testing.assert_allclose(sequence.advantages[mask], advantage, atol=1e-6)
+        assert np.all(sequence.advantages[~mask] == 0)
+        np.testing.assert_array_equal(
+            sequence.behavior_logprobs, np.where(mask, -sequence.tokens, 0)
+        )
+        np.testing.assert_array_equal(sequence.versions, np.where(mask, prompt, -1))
+        assert mask.tolist() == [False, True, False] + [True] * (index + 1)
+    assert not EXPECTED
+
+
+def test_a_packed_row_keeps_each_token_with_its_advantage():
+    values = np.float32([[1, 2, 0, 4], [5, 6, 7, 8]])
+    packed = packing.pack(batch.sequences(GROUPS, values), 16, 1)
+    assert packed.shape[0] < 7, "several sequences share a row"
+    expected = {
+        token: value if on else 0.0
+        for group, row in zip(GROUPS, values, strict=True)
+        for rollout, value in zip(group.rollouts, row, strict=True)
+        if rollout.reward is not None
+        for token, on in zip(rollout.tokens, rollout.loss_mask, strict=True)
+    }
+    real = packed.segment_ids > 0
+    found = dict(
+        zip(packed.tokens[real].tolist(), packed.advantages[real].tolist(), strict=True)
+    )
+    assert found == expected
+    assert np.all(packed.advantages[~real] == 0)

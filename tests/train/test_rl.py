@@ -1,0 +1,303 @@
+"""The loop, step by step: what is collected, what is trained on, and what is not."""
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_post.envs import WorkerPool
+from jaxrl_post.train import rl
+from jaxrl_post.train.config import AlgorithmConfig, ConfigError
+from jaxrl_post.train.learner import DivergenceError, Learner
+from jaxrl_post.types import TokenBatch
+from tests.train.trainers import RL, changed, make_trainer
+
+E2E = Path(__file__).parents[1] / "e2e"
+
+
+@pytest.fixture(scope="module")
+def coin() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(E2E))
+        yield importlib.import_module("coin")
+
+
+@pytest.fixture(scope="module")
+def judges(coin) -> Iterator[WorkerPool]:
+    with WorkerPool(coin.Coin()) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def _restore_mesh():
+    before = jax.sharding.get_mesh()
+    yield
+    jax.set_mesh(before)
+
+
+def host(tree) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def assert_same(left, right) -> None:
+    for one, other in zip(host(left), host(right), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_dynamic_sampling_trains_on_spread_and_keeps_the_surplus(coin, judges):
+    config = changed("rollout", dynamic_sampling=True)
+    trainer = make_trainer(coin.Coin(), judges, config)
+    waiting: list[int] = []
+    refilled = kept = 0
+    for number in range(1, 6):
+        drawn, version = trainer.drawn, int(trainer.state.step)
+        metrics, groups = trainer.step(number)
+        assert len(groups) == 4
+        assert all(group.has_spread for group in groups)
+        # The oldest first: what waited is used before anything that was just drawn.
+        ids = [group.prompt_id for group in groups]
+        assert ids[: len(waiting)] == waiting[:4]
+        assert all(prompt_id >= drawn for prompt_id in ids[len(waiting) :])
+        ages = [version - max(r.versions) for group in groups for r in group.rollouts]
+        assert sorted(set(ages)) in ([0], [0, 1], [1])
+        assert ages.count(1) == 4 * len(waiting)
+        assert metrics["rollout/staleness"] == pytest.approx(np.mean(ages))
+        assert (trainer.drawn - drawn) % 4 == 0
+        refilled += trainer.drawn - drawn > 4
+        waiting = [value["prompt_id"] for value in trainer.meta()["buffer"]]
+        kept += len(waiting) > 0
+    assert refilled, "no step needed a second draw: the test shows nothing"
+    assert kept, "no group ever waited: the test shows nothing"
+
+
+def test_dynamic_sampling_is_bounded(coin):
+    config = changed("rollout", dynamic_sampling=True, max_draws=2)
+    environment = coin.Coin(hopeless=True)
+    with WorkerPool(environment) as judges:
+        trainer = make_trainer(environment, judges, config)
+        with pytest.raises(
+            rl.FailedRolloutsError,
+            match=r"step 1: none of 8 groups had rewards that differ; turn "
+            "--rollout.dynamic-sampling off",
+        ):
+            trainer.step(1)
+    assert trainer.drawn == 8
+    assert int(trainer.state.step) == 0
+
+
+def test_a_step_makes_do_with_the_groups_of_its_last_draw(coin, judges):
+    config = changed("rollout", dynamic_sampling=True, max_draws=1)
+    trainer = make_trainer(coin.Coin(), judges, config)
+    sizes = []
+    for number in range(1, 5):
+        _, groups = trainer.step(number)
+        sizes.append(len(groups))
+        assert all(group.has_spread for group in groups)
+    assert trainer.drawn == 16
+    assert 1 <= min(sizes) < 4, sizes
+
+
+def test_without_dynamic_sampling_every_group_is_trained_on(coin, judges):
+    trainer = make_trainer(coin.Coin(), judges)
+    metrics, groups = trainer.step(1)
+    assert [group.prompt_id for group in groups] == [0, 1, 2, 3]
+    assert trainer.meta()["buffer"] == []
+    assert metrics["rollout/staleness"] == 0
+    assert metrics["publish/bytes_moved"] == 0
+    rewards = [r.reward for group in groups for r in group.rollouts]
+    assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
+    spread = np.mean([group.has_spread for group in groups])
+    assert metrics["rollout/groups_with_spread"] == pytest.approx(spread)
+    phases = [
+        v for k, v in metrics.items() if k.startswith("time/") and k != "time/step"
+    ]
+    assert len(phases) >= 5
+    assert sum(phases) <= metrics["time/step"]
+
+
+def test_meta_brings_buffer_and_numbering_back(coin, judges):
+    config = changed("rollout", dynamic_sampling=True)
+    trainer = make_trainer(coin.Coin(), judges, config)
+    for number in range(1, 9):
+        trainer.step(number)
+        if len(trainer.buffer):
+            break
+    assert len(trainer.buffer), "no group waits: the test shows nothing"
+    meta = json.loads(json.dumps(trainer.meta()))
+    other = make_trainer(coin.Coin(), judges, config)
+    other.load_meta(meta)
+    assert other.drawn == trainer.drawn
+    assert other.buffer.take(9) == trainer.buffer.take(9)
+
+
+def test_failed_rollouts_are_counted_and_left_out(coin):
+    environment = coin.Coin(broken=10)
+    config = changed("rollout", max_failed_share=0.9)
+    with WorkerPool(environment) as judges:
+        trainer = make_trainer(environment, judges, config)
+        while True:
+            metrics, groups = trainer.step(trainer.drawn // 4 + 1)
+            failed = [r for g in groups for r in g.rollouts if r.reward is None]
+            if failed:
+                break
+    assert 0 < len(failed) < 16
+    assert metrics["rollout/failed"] == len(failed)
+    assert all("out of order" in r.error for r in failed)
+    rewards = [r.reward for g in groups for r in g.rollouts if r.reward is not None]
+    assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
+    assert metrics["reward/trained_mean"] == pytest.approx(np.mean(rewards))
+
+
+@pytest.mark.parametrize(("share", "broken"), [(0.25, 20), (1.0, 40)])
+def test_more_failures_than_the_share_stop_the_run(coin, share, broken):
+    environment = coin.Coin(broken=broken)
+    config = changed("rollout", max_failed_share=share)
+    with WorkerPool(environment) as judges:
+        trainer = make_trainer(environment, judges, config)
+        before = host(trainer.state)
+        with pytest.raises(
+            rl.FailedRolloutsError,
+            match=rf"step \d+: \d+ of 16 rollouts failed; --rollout.max-failed-share "
+            rf"allows a share of {share:g}, and never all of them. The first: "
+            r"(?s:.*)out of order",
+        ):
+            for number in range(1, 4):
+                before = host(trainer.state)
+                trainer.step(number)
+    assert_same(before, trainer.state)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(coin, judges):
+    trainer = make_trainer(coin.Coin(), judges)
+    trainer.algorithm = dataclasses.replace(
+        trainer.algorithm, advantages=lambda rewards, valid: rewards * np.nan
+    )
+    before = host(trainer.state)
+    with pytest.raises(
+        DivergenceError,
+        match=r"step 1, epoch 1, minibatch 1: train/loss is nan; no optimizer step was "
+        r"taken and the last checkpoint is good",
+    ):
+        trainer.step(1)
+    assert_same(before, trainer.state)
+
+
+class Watched(Learner):
+    """Remembers the batches of its updates."""
+
+    def update(self, state, batch, *, where):
+        self.__dict__.setdefault("seen", []).append((where, batch))
+        return super().update(state, batch, where=where)
+
+
+def watch(trainer: rl.Trainer) -> list[tuple[str, TokenBatch]]:
+    trainer.learner = Watched(**vars_of(trainer.learner))
+    return trainer.learner.__dict__.setdefault("seen", [])
+
+
+def vars_of(learner: Learner) -> dict:
+    return {f.name: getattr(learner, f.name) for f in dataclasses.fields(learner)}
+
+
+def test_every_update_of_a_batch_is_clipped_against_the_same_policy(coin, judges):
+    config = changed("update", minibatches=2, epochs=2)
+    trainer = make_trainer(coin.Coin(), judges, config)
+    seen = watch(trainer)
+    start = jax.tree.map(np.array, trainer.state.params)
+    metrics, groups = trainer.step(1)
+    assert int(trainer.state.step) == 4
+    assert [where for where, _ in seen] == [
+        f"step 1, epoch {e}, minibatch {m}" for e in (1, 2) for m in (1, 2)
+    ]
+    for _, batch in seen:
+        expected = trainer.learner.logprobs(start, batch)
+        np.testing.assert_allclose(batch.proximal_logprobs, expected, atol=1e-6)
+    for (_, first), (_, second) in zip(seen[:2], seen[2:], strict=True):
+        np.testing.assert_array_equal(first.tokens, second.tokens)
+    sampled = sum(r.num_sampled for group in groups for r in group.rollouts)
+    assert sum(int(batch.loss_mask.sum()) for _, batch in seen[:2]) == sampled
+    # Later updates are off the policy that the ratio is taken against.
+    assert abs(metrics["policy/ratio"] - 1) > 1e-6
+
+
+def test_one_update_needs_no_proximal_policy(coin, judges):
+    trainer = make_trainer(coin.Coin(), judges)
+    seen = watch(trainer)
+    trainer.step(1)
+    ((_, batch),) = seen
+    assert batch.proximal_logprobs is None
+    assert batch.reference_logprobs is None
+
+
+def test_the_reference_is_the_start_and_stays_there(coin, judges):
+    config = changed("algorithm", kl_coefficient=0.1)
+    trainer = make_trainer(coin.Coin(), judges, config)
+    start = jax.tree.map(np.array, trainer.state.params)
+    divergences = []
+    for number in range(1, 4):
+        metrics, _ = trainer.step(number)
+        divergences.append(metrics["policy/kl_to_reference"])
+    assert divergences[0] == pytest.approx(0, abs=1e-6)
+    assert min(divergences[1:]) > 1e-6
+    assert_same(trainer.reference, start)
+    assert any(
+        np.any(one != other)
+        for one, other in zip(host(trainer.state.params), host(start), strict=True)
+    )
+
+
+def test_an_evaluation_leaves_no_trace(coin, judges):
+    plain = make_trainer(coin.Coin(), judges)
+    looked_at = make_trainer(coin.Coin(), judges)
+    for number in range(1, 4):
+        expected, _ = plain.step(number)
+        evaluations = [looked_at.evaluate(), looked_at.evaluate()]
+        found, _ = looked_at.step(number)
+        for name, value in expected.items():
+            if not name.startswith(("time/", "throughput/", "sampler/")):
+                assert found[name] == value, name
+        # Its time is not that of the step's rollouts.
+        assert found["time/rollout"] + found["time/reward"] <= found["time/step"]
+    assert_same(plain.state, looked_at.state)
+    assert plain.meta() == looked_at.meta()
+    one, other = evaluations
+    assert one.accuracy == other.accuracy
+    assert one.groups == other.groups
+    assert len(one.groups) == 6
+    assert all("eval" in group.rollouts[0].prompt_text for group in one.groups)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
+def test_every_algorithm_of_the_configuration_is_made(name):
+    plain = rl.make_algorithm(AlgorithmConfig(name=name), 4)
+    assert not plain.needs_reference
+    rewards = np.float32([[1, 0, 0, 0]])
+    values = np.asarray(plain.advantages(jax.numpy.asarray(rewards), None))
+    assert values[0, 0] > 0 > values[0, 1]
+    with_kl = rl.make_algorithm(AlgorithmConfig(name=name, kl_coefficient=0.1), 4)
+    assert with_kl.needs_reference
+
+
+def test_rloo_refuses_a_clip():
+    for option in ("clip_low", "clip_high"):
+        with pytest.raises(
+            ConfigError, match=r"--algorithm.clip-\*: rloo does not clip"
+        ):
+            rl.make_algorithm(AlgorithmConfig(name="rloo", **{option: 0.2}), 4)
+
+
+def test_rows_hold_the_longest_prompt_and_completion():
+    rows = changed("update", row_tokens=0)
+    assert rl.Trainer.row_tokens(rows) == 24, "20, rounded up to a multiple of 8"
+    assert rl.Trainer.row_tokens(RL) == 24
+    assert rl.Trainer.row_tokens(changed("update", row_tokens=20)) == 20
+    with pytest.raises(
+        ConfigError, match=r"--update.row-tokens: must be at least .* 20; got 19"
+    ):
+        rl.Trainer.row_tokens(changed("update", row_tokens=19))

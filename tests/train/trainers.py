@@ -1,0 +1,92 @@
+"""A trainer around a model of a few thousand parameters, cheap to make again."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post import models
+from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.envs import Environment, WorkerPool
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.train import rl, run
+from jaxrl_post.train import state as training
+from jaxrl_post.train.config import (
+    AlgorithmConfig,
+    EvalConfig,
+    RLConfig,
+    RolloutConfig,
+    UpdateConfig,
+)
+from jaxrl_post.train.learner import Learner
+from jaxrl_post.train.session import Model
+from jaxrl_post.train.state import OptimizerConfig
+
+CONFIG = ModelConfig(
+    "llama", 264, 16, 24, 1, num_heads=2, num_kv_heads=2, max_length=64
+)
+RL = RLConfig(
+    env="coin:Coin",
+    rollout=RolloutConfig(
+        prompts_per_step=4, samples_per_prompt=4, max_prompt_tokens=16, max_tokens=4
+    ),
+    update=UpdateConfig(row_tokens=24, microbatch_tokens=24 * 16),
+    optimizer=OptimizerConfig(learning_rate=3e-3),
+    eval=EvalConfig(num_tasks=6),
+)
+
+
+def make_model() -> Model:
+    mesh = create_mesh("dp1", jax.devices()[:1])
+    specs = models.param_specs(CONFIG)
+    params = models.initialize(
+        jax.random.key(0), specs, jnp.float32, mesh, DEFAULT_RULES
+    )
+    texts = [f"train {i}=" for i in range(9)]
+    tokenizer = Tokenizer.train(texts, vocab_size=CONFIG.vocab_size)
+    return Model(
+        "tiny", CONFIG, specs, params, tokenizer, mesh, DEFAULT_RULES, preset=False
+    )
+
+
+@functools.cache
+def _parts(
+    algorithm: AlgorithmConfig,
+) -> tuple[rl.Algorithm, Learner, rl.Engine]:
+    """What compiles: made once for every algorithm."""
+    model = make_model()
+    made = rl.make_algorithm(algorithm, RL.rollout.max_tokens)
+    learner, _ = run._learner(
+        model, made.objective, RL.optimizer, RL.update, num_steps=100, row_tokens=24
+    )
+    return made, learner, rl.make_engine(RL.rollout, model, seed=0)
+
+
+def make_trainer(
+    environment: Environment, judges: WorkerPool, config: RLConfig = RL
+) -> rl.Trainer:
+    """A trainer at step 0. Sizes and optimizer must be those of RL."""
+    algorithm, learner, engine = _parts(config.algorithm)
+    model = make_model()
+    jax.set_mesh(learner.mesh)
+    reference = run._copy(model.params) if algorithm.needs_reference else None
+    return rl.Trainer(
+        config=config,
+        model=model,
+        environment=environment,
+        algorithm=algorithm,
+        learner=learner,
+        engine=engine,
+        runner=rl.make_runner(config.rollout, model, judges),
+        state=training.create(model.params, learner.optimizer, learner.layout),
+        reference=reference,
+        indices=task_indices(len(environment.tasks("train")), config.seed),
+    )
+
+
+def changed(section: str, **values) -> RLConfig:
+    """RL with other values in one of its sections."""
+    return replace(RL, **{section: replace(getattr(RL, section), **values)})
