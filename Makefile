@@ -27,7 +27,7 @@ check-types: environment
 	.venv/bin/pyright
 
 check-layers: environment
-	.venv/bin/lint-imports
+	.venv/bin/lint-imports --no-logo
 
 format: environment
 	.venv/bin/ruff check --fix-only --quiet .

@@ -3,9 +3,9 @@
     python -m benchmarks.layer_layout --json benchmarks/results/FILE.json
 
 Decides docs/decisions/0001. Both variants call the very same layer function. Decoding
-is 64 slots at a cache length of 80; training is the forward and backward pass of 16 rows
-of 80 tokens through the layers (no vocabulary product). `--num-layers 28` shows what
-the choice costs in compile time for a deep model.
+is 64 slots at a cache length of 80; training is the forward and backward pass of 16
+rows of 80 tokens through the layers (no vocabulary product). `--num-layers 28` shows
+what the choice costs in compile time for a deep model.
 """
 
 import dataclasses

@@ -41,9 +41,10 @@ class Arithmetic:
 
     Operands are uniform in [0, 10**digits), operations uniform in `operations`; a
     product binds tighter than a sum, and a sum tighter than a maximum, which is written
-    "a>b" and means the larger of the two ("7>83>64=" has the answer 83). The reward is 1 if the answer is the canonical
-    decimal integer ("22", "-3", "0"), white space around it aside, and 0 otherwise:
-    "+22", "022" and "22." are wrong, so that a problem has one right string to learn.
+    "a>b" and means the larger of the two ("7>83>64=" has the answer 83). The reward is
+    1 if the answer is the canonical decimal integer ("22", "-3", "0"), white space
+    around it aside, and 0 otherwise: "+22", "022" and "22." are wrong, so that a
+    problem has one right string to learn.
 
     A problem belongs to "eval" if a hash of its text says so (one in ten), otherwise to
     "train". Where at most 100,000 problems exist, each appears once and a split is

@@ -2,8 +2,8 @@
 
 A `KVCache` holds, per layer, keys and values [slots, kv_heads, length, head_dim]. Entry
 `p` of a slot belongs to the token at position `p`. Entries beyond what was written may
-hold any finite number: a query at position `p` sees entries 0..p, all of which have been
-written, because a token's own key is written before it attends.
+hold any finite number: a query at position `p` sees entries 0..p, all of which have
+been written, because a token's own key is written before it attends.
 """
 
 import dataclasses

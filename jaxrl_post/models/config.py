@@ -95,9 +95,15 @@ class ModelConfig:
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         for name in (
-            "vocab_size hidden_size intermediate_size num_layers num_heads "
-            "num_kv_heads head_dim max_length"
-        ).split():
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_length",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"config: {name} must be at least 1; got {getattr(self, name)}"

@@ -57,8 +57,8 @@ def batches(
             answer = environment.demonstration(task)
             if answer is None:
                 raise ConfigError(
-                    f"--env: {environment.name} has no demonstration of task {task.id}; "
-                    "supervised fine-tuning needs one for every task"
+                    f"--env: {environment.name} has no demonstration of task "
+                    f"{task.id}; supervised fine-tuning needs one for every task"
                 )
             prompt = chat.render(tokenizer, task.messages)
             target = (*tokenizer.encode(answer), tokenizer.eos_id)

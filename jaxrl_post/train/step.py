@@ -1,8 +1,8 @@
 """The pure train step: accumulate over microbatches, then apply.
 
 Sums and counts are accumulated, never means, so the gradient does not depend on how a
-batch is split. `accumulate` and `apply` are two programs of fixed shape; a batch may have
-any number of microbatches.
+batch is split. `accumulate` and `apply` are two programs of fixed shape; a batch may
+have any number of microbatches.
 """
 
 import functools

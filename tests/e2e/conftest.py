@@ -1,6 +1,7 @@
 """Whole programs in processes of their own, as a person runs them."""
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,26 +18,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def surroundings(devices: int) -> dict[str, str]:
+    """Environment variables of a program with so many CPU devices."""
+    return {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+        # Where `coin` is, for the program and its workers.
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+
+
 @pytest.fixture
 def program() -> Callable[..., subprocess.Popen[str]]:
     """Starts `python -m MODULE ARGUMENTS`; what still runs at the end is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def start(
-        module: str, *arguments: str, devices: int = 1, **environment: str
+        module: str,
+        *arguments: str,
+        devices: int = 1,
+        limit: tuple[int, int] | None = None,
     ) -> subprocess.Popen[str]:
-        flags = f"--xla_force_host_platform_device_count={devices}"
+        def set_limit() -> None:
+            if limit is not None:
+                resource.setrlimit(limit[0], (limit[1], limit[1]))
+
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
-            env={
-                **os.environ,
-                "XLA_FLAGS": flags,
-                "JAX_PLATFORMS": "cpu",
-                # Where `coin` is, for the program and its workers.
-                "PYTHONPATH": str(Path(__file__).parent),
-                **environment,
-            },
+            env=surroundings(devices),
+            preexec_fn=set_limit,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

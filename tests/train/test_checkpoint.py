@@ -119,13 +119,18 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
     old = make_state(1.0)
     checkpoints.save(1, old, task_indices(3, seed=0), {})
     checkpoints.wait()
+    larger = make_state(size=2**16)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save() -> None:
+        checkpoints.save(2, larger, task_indices(3, seed=0), {})
+        checkpoints.wait()
+
     # A file that may not grow is what a full disk looks like to a writer.
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(CheckpointError, match=r"could not be written.*Step 1 is"):
-            checkpoints.save(2, make_state(size=2**16), task_indices(3, seed=0), {})
-            checkpoints.wait()
+            save()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     fresh = Checkpoints(tmp_path / "c")

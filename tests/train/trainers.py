@@ -1,7 +1,7 @@
 """A trainer around a model of a few thousand parameters, cheap to make again."""
 
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxrl_post.train.config import (
 from jaxrl_post.train.learner import Learner
 from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import OptimizerConfig
+from jaxrl_post.types import TokenBatch
 
 CONFIG = ModelConfig(
     "llama", 264, 16, 24, 1, num_heads=2, num_kv_heads=2, max_length=64
@@ -52,17 +53,32 @@ def make_model() -> Model:
     )
 
 
+class Watched(Learner):
+    """Remembers the batches of its updates."""
+
+    @functools.cached_property
+    def seen(self) -> list[tuple[str, TokenBatch]]:
+        return []
+
+    def update(
+        self, state: training.TrainState, batch: TokenBatch, *, where: str
+    ) -> tuple[training.TrainState, dict[str, float]]:
+        self.seen.append((where, batch))
+        return super().update(state, batch, where=where)
+
+
 @functools.cache
 def _parts(
     algorithm: AlgorithmConfig,
-) -> tuple[rl.Algorithm, Learner, rl.Engine]:
+) -> tuple[rl.Algorithm, Watched, rl.Engine]:
     """What compiles: made once for every algorithm."""
     model = make_model()
     made = rl.make_algorithm(algorithm, RL.rollout.max_tokens)
     learner, _ = run._learner(
         model, made.objective, RL.optimizer, RL.update, num_steps=100, row_tokens=24
     )
-    return made, learner, rl.make_engine(RL.rollout, model, seed=0)
+    watched = Watched(**{f.name: getattr(learner, f.name) for f in fields(learner)})
+    return made, watched, rl.make_engine(RL.rollout, model, seed=0)
 
 
 def make_trainer(

@@ -1,0 +1,196 @@
+"""Programs on meshes, on real data, and on a disk that is full."""
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl_post import models
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.train.checkpoint import Checkpoints
+from jaxrl_post.train.run_directory import read_rows
+from tests.e2e.conftest import QUICK, ROOT, surroundings
+
+# Eight query and four key/value heads, so that tp4 divides both.
+CONFIG = ModelConfig(
+    "qwen2", 320, 32, 64, 1, num_heads=8, num_kv_heads=4, max_length=512,
+    qkv_bias=True, tie_embeddings=True,
+)  # fmt: skip
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+QUESTION = "How many apples does Ann have? 12 + 30 = 42. #### 42"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A Hugging Face directory with a tokenizer of its own."""
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    params = models.initialize(jax.random.key(0), models.param_specs(CONFIG))
+    tokenizer = Tokenizer.train([QUESTION] * 3, vocab_size=CONFIG.vocab_size)
+    models.save_pretrained(folder, CONFIG, params, tokenizer=tokenizer)
+    return folder
+
+
+def ends(process, *, code: int = 0) -> str:
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == code, output
+    return output
+
+
+def metrics(run: Path) -> dict[int, dict[str, float]]:
+    return {row["step"]: row["metrics"] for row in read_rows(run / "metrics.jsonl")}
+
+
+def options(run: Path, model: Path, *more: str) -> list[str]:
+    return [
+        f"--run-dir={run}", f"--model={model}", *QUICK, "--steps=2", "--eval.every=0",
+        "--checkpoint.every=1", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_device(model, tmp_path_factory) -> Path:
+    """Two steps on one device; further runs are compared with it or continue it."""
+    run = tmp_path_factory.mktemp("one") / "run"
+    subprocess.run(
+        [sys.executable, "-m", "launch.grpo", *options(run, model)],
+        cwd=ROOT, env=surroundings(1), check=True, timeout=400,
+    )  # fmt: skip
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp2,tp4", "dp2,fsdp2,tp2"])
+def test_a_mesh_trains_as_one_device_does(program, model, one_device, tmp_path, mesh):
+    run = tmp_path / "run"
+    output = ends(
+        program("launch.grpo", *options(run, model, f"--mesh={mesh}"), devices=8)
+    )
+    sizes = dict(part for part in [(p[:-1], p[-1]) for p in mesh.split(",")])
+    for axis, size in sizes.items():
+        assert f"{axis}={size}" in output
+    assert "model:" in output
+    expected, found = metrics(one_device), metrics(run)
+    assert sorted(found) == [0, 1, 2]
+    # The same samples, but for a draw that falls on a border between two tokens.
+    for name in ("reward/mean", "rollout/completion_length"):
+        assert found[1][name] == pytest.approx(expected[1][name], abs=0.1)
+    for name in ("train/loss", "train/grad_norm", "policy/entropy"):
+        assert found[1][name] == pytest.approx(expected[1][name], abs=1e-3), name
+    assert found[2]["publish/bytes_moved"] == 0
+
+
+@pytest.mark.slow
+def test_a_run_of_one_device_goes_on_on_eight(program, model, one_device, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(one_device, run)
+    before = metrics(one_device)
+    arguments = options(run, model, "--steps=3", "--mesh=fsdp4,tp2")
+    output = ends(program("launch.grpo", *arguments, devices=8))
+    assert "resumed at step 2 of 3" in output
+    found = metrics(run)
+    assert sorted(found) == [0, 1, 2, 3]
+    assert found[2] == before[2]
+    assert json.loads((run / "config.json").read_text())["mesh"] == "dp1,fsdp4,tp2"
+    saved = load_file(run / "model" / "model.safetensors")
+    assert all(np.isfinite(value).all() for value in saved.values())
+
+
+@pytest.mark.slow
+def test_a_mesh_that_does_not_fit_is_refused_at_once(program, tmp_path):
+    # The demo's model has two key/value heads.
+    run = tmp_path / "run"
+    process = program(
+        "launch.grpo", f"--run-dir={run}", "--mesh=dp2,tp4", *QUICK, devices=8
+    )
+    output = ends(process, code=1)
+    assert "error:" in output
+    assert "heads" in output
+    assert "Traceback" not in output
+    assert not (run / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GSM8K.exists(), reason="needs shared/data/gsm8k, not there")
+def test_gsm8k_with_a_model_directory(program, model, tmp_path):
+    rows = GSM8K.read_bytes().splitlines(keepends=True)[:60]
+    data = tmp_path / "train.jsonl"
+    data.write_bytes(b"".join(rows) + b'{"question": "no answer"}\n')
+    run = tmp_path / "run"
+    process = program(
+        "launch.grpo",
+        *options(
+            run, model,
+            "--env=gsm8k",
+            f"--data.path={data}",
+            "--data.on-bad-row=skip",
+            "--rollout.max-prompt-tokens=480",
+            "--rollout.max-tokens=8",
+            "--rollout.samples-per-prompt=2",
+            "--update.row-tokens=0",
+            "--update.microbatch-tokens=1024",
+            "--eval.num-tasks=2",
+        ),
+    )  # fmt: skip
+    output = ends(process)
+    assert output.count(f"{data}: 60 rows read, 1 skipped") == 1, output
+    assert f"{data}:61: no field 'answer'" in output
+    assert sorted(metrics(run)) == [0, 1, 2]
+    assert (run / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_sft_goes_on_as_if_it_had_never_stopped(program, model, tmp_path):
+    def arguments(run: Path, steps: int) -> list[str]:
+        return [
+            f"--run-dir={run}", f"--model={model}", f"--steps={steps}",
+            "--env=coin:Coin", "--examples-per-step=4", "--max-tokens=32",
+            "--update.microbatch-tokens=128", "--log-every=1", "--checkpoint.every=2",
+        ]  # fmt: skip
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    ends(program("launch.sft", *arguments(whole, 5)))
+    ends(program("launch.sft", *arguments(broken, 3)))
+    output = ends(program("launch.sft", *arguments(broken, 5)))
+    assert "resumed at step 3 of 5" in output
+    expected, found = metrics(whole), metrics(broken)
+    assert sorted(found) == [1, 2, 3, 4, 5]
+    for step, row in expected.items():
+        assert found[step]["train/loss"] == row["train/loss"], step
+    left, right = (
+        load_file(run / "model" / "model.safetensors") for run in (whole, broken)
+    )
+    for name, value in left.items():
+        np.testing.assert_array_equal(value, right[name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_with_a_message(program, model, one_device, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(one_device, run)
+    largest = max(
+        path.stat().st_size for path in (run / "checkpoints" / "2").rglob("*")
+    )
+    process = program(
+        "launch.grpo",
+        *options(run, model, "--steps=4"),
+        # What is written of step 3 stops in the middle of its largest file.
+        limit=(resource.RLIMIT_FSIZE, largest // 2),
+    )
+    output = ends(process, code=1)
+    assert "error: checkpoint:" in output
+    assert "could not be written" in output
+    assert "Step 2 is whole; free space there and run again to resume" in output
+    checkpoints = Checkpoints(run / "checkpoints")
+    assert checkpoints.latest() == 2
+    checkpoints.close()
+    output = ends(program("launch.grpo", *options(run, model, "--steps=3")))
+    assert "resumed at step 2 of 3" in output
+    assert sorted(metrics(run)) == [0, 1, 2, 3]

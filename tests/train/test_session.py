@@ -1,0 +1,117 @@
+"""What is refused before anything is compiled."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxrl_post.envs import Message, Task, TaskSequence
+from jaxrl_post.envs.arithmetic import Arithmetic
+from jaxrl_post.sharding import MeshError
+from jaxrl_post.train.config import ConfigError, DataConfig
+from jaxrl_post.train.session import (
+    check_prompts,
+    make_environment,
+    open_model,
+    versions,
+)
+from tests.train.trainers import make_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts(Arithmetic):
+    """Two prompts of a length of one's choice in one split, none in the other."""
+
+    texts: tuple[str, ...] = ("1", "1+1=")
+    held_out: int = 1
+
+    def tasks(self, split: str) -> TaskSequence:
+        size = len(self.texts) if split == "train" else self.held_out
+        return TaskSequence(
+            size, lambda i: Task(i, (Message("user", self.texts[i]),), "")
+        )
+
+
+def test_a_prompt_that_is_too_long_is_named_with_its_length():
+    tokenizer = make_model().tokenizer
+    size = len(tokenizer.encode("1+1=", special=True))
+    check_prompts(Prompts(), tokenizer, size, "--rollout.max-prompt-tokens")
+    with pytest.raises(
+        ConfigError,
+        match=rf"--rollout.max-prompt-tokens: train task 1 of arithmetic.* has {size} "
+        rf"prompt tokens, more than {size - 1}; raise the option",
+    ):
+        check_prompts(Prompts(), tokenizer, size - 1, "--rollout.max-prompt-tokens")
+
+
+@pytest.mark.parametrize(
+    ("environment", "split"),
+    [(Prompts(texts=()), "train"), (Prompts(held_out=0), "eval")],
+)
+def test_an_empty_split_is_an_empty_data_set(environment, split):
+    with pytest.raises(
+        ConfigError, match=rf"--env: arithmetic.* has no {split} tasks; the data set is"
+    ):
+        check_prompts(environment, make_model().tokenizer, 99, "--option")
+
+
+@pytest.mark.parametrize("field", ["path", "eval_path"])
+def test_files_are_for_environments_that_read_some(field):
+    with pytest.raises(
+        ConfigError,
+        match=rf"--data.{field}: the environment 'arithmetic' reads no file",
+    ):
+        make_environment("arithmetic?level=1", DataConfig(**{field: "a.jsonl"}))
+
+
+def test_gsm8k_needs_a_file():
+    with pytest.raises(ConfigError, match=r"--data.path: gsm8k needs a JSONL file"):
+        make_environment("gsm8k", DataConfig())
+
+
+def test_gsm8k_gets_its_options(tmp_path):
+    rows = [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(3)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "train.jsonl").write_text(text + "oops\n")
+    (tmp_path / "eval.jsonl").write_text(text)
+    data = DataConfig(
+        str(tmp_path / "train.jsonl"), str(tmp_path / "eval.jsonl"), "skip"
+    )
+    environment = make_environment("gsm8k", data)
+    assert len(environment.tasks("train")) == 3
+    with pytest.raises(ValueError, match=r"train.jsonl:4: not JSON"):
+        make_environment("gsm8k", dataclasses.replace(data, on_bad_row="fail")).tasks(
+            "train"
+        )
+
+
+def open_with(**changes):
+    options = {"mesh": "", "dtype": None, "seed": 0, "environment": Arithmetic()}
+    return open_model(changes.pop("name", "demo"), **{**options, **changes})
+
+
+def test_a_model_that_is_neither_directory_nor_preset():
+    with pytest.raises(
+        ConfigError,
+        match=r"--model: 'demi' is neither .* presets are demo, tiny, small",
+    ):
+        open_with(name="demi")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("dp2,tp4", r"num_kv_heads|kv_heads|heads"),
+        ("dp3,tp2", r"8|devices"),
+        ("dp2,xx4", r"xx"),
+    ],
+)
+def test_a_mesh_that_fits_neither_model_nor_devices(mesh, message):
+    with pytest.raises(MeshError, match=message):
+        open_with(mesh=mesh)
+
+
+def test_versions_name_what_a_result_depends_on():
+    found = versions()
+    assert {"python", "jax", "flax", "optax", "jaxrl_post", "device"} <= found.keys()
+    json.dumps(found)
