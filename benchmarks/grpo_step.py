@@ -148,7 +148,9 @@ def _make_step(
         train = time.perf_counter()
         rewards = random.random((PROMPTS, SAMPLES)).astype(np.float32)
         valid = np.ones_like(rewards, np.bool_)
-        advantages = np.asarray(algorithm.advantages(rewards, valid)).ravel()
+        advantages = np.asarray(
+            algorithm.advantages(jnp.asarray(rewards), jnp.asarray(valid))
+        ).ravel()
         sequences = [
             packing.Sequence.of(
                 prompts[completion.prompt_id],

@@ -185,7 +185,7 @@ class Arithmetic:
         """The answer itself, or one of the teacher's slips."""
         text = task.messages[0].content
         if _uniform(10**6, "slip", text) < self.slips * 10**6:
-            return re.match(r"\d+", text)[0]
+            return re.findall(r"\d+", text)[0]
         return task.reference
 
     @property

@@ -108,9 +108,11 @@ class Group:
         """Restores what `to_json` made."""
 
         def rollout(fields: Mapping[str, Any]) -> Rollout:
-            return Rollout(
-                **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-            )
+            values: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in fields.items()
+            }
+            return Rollout(**values)
 
         rollouts: Sequence[Rollout] = [rollout(fields) for fields in value["rollouts"]]
         return cls(value["prompt_id"], tuple(rollouts))

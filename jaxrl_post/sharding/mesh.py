@@ -83,7 +83,10 @@ def _fill(sizes: dict[str, int], spec: str, num_devices: int) -> dict[str, int]:
     return {axis: sizes.get(axis, 1) for axis in AXES}
 
 
-def create_mesh(spec: str = "", devices: Sequence[jax.Device] | None = None) -> Mesh:
+def create_mesh(
+    spec: str = "",
+    devices: Sequence[jax.Device] | None = None,  # type: ignore[valid-type]
+) -> Mesh:
     """Builds the mesh that `spec` describes over `devices` (default: all).
 
     The mesh always has every axis of `AXES`, so that one set of rules serves all.

@@ -381,6 +381,7 @@ def _rollout_metrics(
 ) -> dict[str, float]:
     """Facts about the rollouts that are trained on."""
     rollouts = [r for group in groups for r in group.rollouts if r.reward is not None]
+    rewards = [r.reward for r in rollouts if r.reward is not None]
     lengths = [r.num_sampled for r in rollouts]
     stopped = [r.finish_reason != "length" for r in rollouts]
     ages = [version - max(r.versions) for r in rollouts]
@@ -391,7 +392,7 @@ def _rollout_metrics(
         if on
     ]
     return {
-        "reward/trained_mean": float(np.mean([r.reward for r in rollouts])),
+        "reward/trained_mean": float(np.mean(rewards)),
         "rollout/completion_length": float(np.mean(lengths)),
         "rollout/completion_length_max": float(np.max(lengths)),
         "rollout/stopped_fraction": float(np.mean(stopped)),

@@ -138,7 +138,7 @@ def shardings(
         transform_non_params=lambda _: replicated,
     )
     return TrainState(
-        step=replicated,
+        step=replicated,  # type: ignore[arg-type]
         params=of_params,
         master=of_params if narrow else None,
         opt_state=opt_state,

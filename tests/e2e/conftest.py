@@ -1,15 +1,24 @@
 """Whole programs in processes of their own, as a person runs them."""
 
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+# Not by preexec_fn, which forks this process, and JAX has threads here. A file that may
+# not grow is what a full disk looks like to a writer.
+LIMITED = """
+import resource, runpy, sys
+limit, module = int(sys.argv[1]), sys.argv[2]
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+sys.argv[:3] = [module]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,7 +39,7 @@ def surroundings(devices: int) -> dict[str, str]:
 
 
 @pytest.fixture
-def program() -> Callable[..., subprocess.Popen[str]]:
+def program() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `python -m MODULE ARGUMENTS`; what still runs at the end is killed."""
     started: list[subprocess.Popen[str]] = []
 
@@ -38,17 +47,13 @@ def program() -> Callable[..., subprocess.Popen[str]]:
         module: str,
         *arguments: str,
         devices: int = 1,
-        limit: tuple[int, int] | None = None,
+        largest_file: int | None = None,
     ) -> subprocess.Popen[str]:
-        def set_limit() -> None:
-            if limit is not None:
-                resource.setrlimit(limit[0], (limit[1], limit[1]))
-
+        how = ["-m"] if largest_file is None else ["-c", LIMITED, str(largest_file)]
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, *how, module, *arguments],
             cwd=ROOT,
             env=surroundings(devices),
-            preexec_fn=set_limit,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -1,7 +1,6 @@
 """Programs on meshes, on real data, and on a disk that is full."""
 
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -182,7 +181,7 @@ def test_a_full_disk_ends_the_run_with_a_message(program, model, one_device, tmp
         "launch.grpo",
         *options(run, model, "--steps=4"),
         # What is written of step 3 stops in the middle of its largest file.
-        limit=(resource.RLIMIT_FSIZE, largest // 2),
+        largest_file=largest // 2,
     )
     output = ends(process, code=1)
     assert "error: checkpoint:" in output

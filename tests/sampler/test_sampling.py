@@ -116,6 +116,20 @@ def test_supports_and_masses_equal_the_definition(options):
     np.testing.assert_allclose(out.logprobs, full, rtol=1e-5, atol=1e-5)
 
 
+def test_boundaries_belong_to_the_token_after_them():
+    even = np.zeros(4, np.float32)
+    out, _ = over_the_grid(even, np.float32([0, 0.25, 0.5, 0.75, LAST]))
+    assert out.tokens.tolist() == [0, 1, 2, 3, 3]
+
+
+def test_top_p_keeps_no_token_beyond_what_reaches_it():
+    # 1/2, 1/4, 1/8, 1/8, in float32 too: the first two reach 3/4 and no less.
+    logits = -np.log(np.float32([2, 4, 8, 8]))
+    assert np.cumsum(jax.nn.softmax(logits))[:2].tolist() == [0.5, 0.75]
+    _, frequencies = over_the_grid(logits, truncate=True, top_p=0.75)
+    np.testing.assert_allclose(frequencies, [2 / 3, 1 / 3, 0, 0], atol=1e-3)
+
+
 def test_ties_with_the_last_kept_token_stay():
     logits = np.log([0.1, 0.3, 0.3, 0.3])
     out, frequencies = over_the_grid(logits, truncate=True, top_k=2)

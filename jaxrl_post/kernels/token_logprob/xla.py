@@ -86,9 +86,7 @@ def backward(
         chosen = _tile(order, index, layout.tile)
         inputs = _take(hidden, chosen)
         target, normalizer, entropy, g, e = (_take(array, chosen) for array in by_row)
-        # Rows that fill up the last tile have no influence.
-        real = chosen < hidden.shape[0]
-        g, e = jnp.where(real, g, 0.0), jnp.where(real, e, 0.0)
+        # Rows that fill up the last tile read zeros, also as g and e: no influence.
         logits, first = _logits(inputs, weight, layout)
         log_p = logits - normalizer[:, None]
         columns = jnp.arange(weight.shape[0], dtype=jnp.int32)
