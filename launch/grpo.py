@@ -15,8 +15,8 @@ def main(arguments: list[str] | None = None) -> int:
         run_rl,
         program="launch.grpo",
         description="Trains a language model by GRPO, Dr. GRPO, DAPO, GSPO, CISPO or "
-        "RLOO. Without options it is the demo: a small model learns to name the largest "
-        "of three numbers, from reward alone.",
+        "RLOO. Without options it is the demo: from reward alone a small model learns "
+        "to name the largest of three numbers.",
         errors=RUN_ERRORS,
         arguments=arguments,
     )
