@@ -1,6 +1,7 @@
 """Runs from the first line to the report: files, checkpoints, signals."""
 
 import dataclasses
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -547,6 +548,8 @@ def _finish(
     saved = None
     if completed:
         saved = directory.path / "model"
+        # What an earlier end left: fewer steps, or a run that died before its report.
+        shutil.rmtree(saved, ignore_errors=True)
         models.save_pretrained(
             saved, model.config, state.params, tokenizer=model.tokenizer
         )

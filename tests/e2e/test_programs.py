@@ -20,7 +20,7 @@ from tests.e2e.conftest import QUICK, ROOT, surroundings
 
 # Eight query and four key/value heads, so that tp4 divides both.
 CONFIG = ModelConfig(
-    "qwen2", 320, 32, 64, 1, num_heads=8, num_kv_heads=4, max_length=512,
+    "qwen2", 320, 32, 64, 1, num_heads=8, num_kv_heads=4, max_length=1024,
     qkv_bias=True, tie_embeddings=True,
 )  # fmt: skip
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -130,11 +130,11 @@ def test_gsm8k_with_a_model_directory(program, model, tmp_path):
             "--env=gsm8k",
             f"--data.path={data}",
             "--data.on-bad-row=skip",
-            "--rollout.max-prompt-tokens=480",
+            "--rollout.max-prompt-tokens=1000",
             "--rollout.max-tokens=8",
             "--rollout.samples-per-prompt=2",
             "--update.row-tokens=0",
-            "--update.microbatch-tokens=1024",
+            "--update.microbatch-tokens=2048",
             "--eval.num-tasks=2",
         ),
     )  # fmt: skip
@@ -168,6 +168,9 @@ def test_sft_goes_on_as_if_it_had_never_stopped(program, model, tmp_path):
     )
     for name, value in left.items():
         np.testing.assert_array_equal(value, right[name], err_msg=name)
+    # The command of a run that is complete does nothing, and does it well.
+    ends(program("launch.sft", *arguments(broken, 5)))
+    assert metrics(broken) == found
 
 
 @pytest.mark.slow
