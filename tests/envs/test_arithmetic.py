@@ -37,7 +37,8 @@ def test_answers_are_those_of_python(level):
         environment.tasks("train")[:200], environment.tasks("eval")[:50]
     ):
         # Python's own grammar is the oracle; leading zeros would not parse.
-        assert task.reference == str(eval(prompt(task).removesuffix("=")))
+        sides = prompt(task).removesuffix("=").split(">")
+        assert task.reference == str(max(eval(side) for side in sides))
         assert environment.demonstration(task) == task.reference
         assert grade(environment, task, task.reference) == 1.0
 
@@ -152,7 +153,7 @@ def test_well_formed_says_whether_an_integer_was_answered(text, well_formed):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"operations": ""}, r"operations must be distinct .* '\+-\*', got ''"),
+        ({"operations": ""}, r"operations must be distinct .* '\+-\*>', got ''"),
         ({"operations": "+/"}, r"operations must be distinct .*, got '\+/'"),
         ({"operations": "++"}, r"operations must be distinct .*, got '\+\+'"),
         ({"terms": 1}, r"terms must be an integer in \[2, 8\], got 1"),
@@ -171,6 +172,24 @@ def test_unknown_level_says_which_there_are():
         Arithmetic.at_level(6)
 
 
+def test_slips_are_the_first_number_in_the_share_that_was_asked_for():
+    environment = Arithmetic.at_level(0, slips=0.3)
+    tasks = environment.tasks("train")[:2000]
+    wrong = 0
+    for task in tasks:
+        answer = environment.demonstration(task)
+        first = prompt(task).partition(">")[0]
+        assert answer in (task.reference, first)
+        wrong += answer != task.reference
+    # A slip is wrong unless the first number is the largest, one time in three:
+    # binomial(2000, 0.3 * 2 / 3) has mean 400 and standard deviation 18.
+    assert abs(wrong - 400) < 4 * 18
+    # What is rewarded does not slip.
+    assert grade(environment, tasks[0], tasks[0].reference) == 1.0
+    with pytest.raises(ValueError, match=r"slips must be a share in \[0, 1\], got 2"):
+        Arithmetic(slips=2.0)
+
+
 def test_the_largest_of_three_numbers():
     tasks = Arithmetic.at_level(0).tasks("eval")[:50]
     for task in tasks:
@@ -180,7 +199,8 @@ def test_the_largest_of_three_numbers():
 
 
 def test_a_sum_binds_tighter_than_a_maximum():
-    tasks = Arithmetic("+>", terms=3, digits=1).tasks("train")
+    environment = Arithmetic("+>", terms=3, digits=1, eval_size=1000)
+    tasks = [*environment.tasks("train"), *environment.tasks("eval")]
     answers = {prompt(task): task.reference for task in tasks}
     assert answers["1+4>3="] == "5"
     assert answers["9>1+4="] == "9"
