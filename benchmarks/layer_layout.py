@@ -82,7 +82,7 @@ def main(options: Options) -> dict[str, Any]:
     def unrolled(layers, hidden, positions, keys, values):
         new_keys, new_values = [], []
         for weights, key, value in zip(layers, keys, values, strict=True):
-            entry = LayerCache(key, value, CACHE)
+            entry = LayerCache(key, value)
             hidden, entry = layer(weights, hidden, positions, entry)
             new_keys.append(entry.keys)
             new_values.append(entry.values)
@@ -91,7 +91,7 @@ def main(options: Options) -> dict[str, Any]:
     def scanned(layers, hidden, positions, keys, values):
         def body(hidden, inputs):
             weights, key, value = inputs
-            entry = LayerCache(key, value, CACHE)
+            entry = LayerCache(key, value)
             hidden, entry = layer(weights, hidden, positions, entry)
             return hidden, (entry.keys, entry.values)
 

@@ -6,7 +6,7 @@ hold any finite number: a query at position `p` sees entries 0..p, all of which 
 been written, because a token's own key is written before it attends.
 """
 
-import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -36,14 +36,10 @@ class KVView(Protocol):
 
 @struct.dataclass
 class LayerCache:
-    """Keys and values of one layer, [slots, kv_heads, length, head_dim] each.
-
-    `view_length` bounds what is read: no position at or beyond it has been written.
-    """
+    """Keys and values of one layer, [slots, kv_heads, length, head_dim] each."""
 
     keys: Float[Array, "slots kv_heads length head_dim"]
     values: Float[Array, "slots kv_heads length head_dim"]
-    view_length: int = struct.field(pytree_node=False)
 
     def write(
         self,
@@ -51,31 +47,22 @@ class LayerCache:
         value: Float[Array, "slots kv_heads new head_dim"],
         positions: Int[Array, "slots new"],
     ) -> "LayerCache":
-        """Stores consecutive tokens of every slot, the first at `positions[:, 0]`.
-
-        They must fit: where they would not, XLA moves them to the end of the slot.
-        """
-        start = positions[:, 0]
+        """Stores the tokens of every slot; what is beyond the cache is dropped."""
 
         def put(cache: Array, new: Array, at: Array) -> Array:
-            zero = jnp.zeros_like(at)
-            return jax.lax.dynamic_update_slice(cache, new, (zero, at, zero))
+            return cache.at[:, at].set(new, mode="drop", unique_indices=True)
 
-        return dataclasses.replace(
-            self,
-            keys=jax.vmap(put)(self.keys, key, start),
-            values=jax.vmap(put)(self.values, value, start),
+        # A slot at a time, so that a mesh which splits the slots moves nothing.
+        return LayerCache(
+            keys=jax.vmap(put)(self.keys, key, positions),
+            values=jax.vmap(put)(self.values, value, positions),
         )
 
-    def read(self) -> tuple[Array, Array, Int[Array, "slots view"]]:
+    def read(self) -> tuple[Array, Array, Int[Array, "slots length"]]:
         """Returns keys, values and the positions of what may have been written."""
-        slots = self.keys.shape[0]
-        positions = jnp.arange(self.view_length, dtype=jnp.int32)
-        return (
-            self.keys[:, :, : self.view_length],
-            self.values[:, :, : self.view_length],
-            jnp.broadcast_to(positions, (slots, self.view_length)),
-        )
+        slots, _, length, _ = self.keys.shape
+        positions = jnp.arange(length, dtype=jnp.int32)
+        return self.keys, self.values, jnp.broadcast_to(positions, (slots, length))
 
 
 @struct.dataclass
@@ -84,7 +71,6 @@ class KVCache:
 
     keys: tuple[Float[Array, "slots kv_heads length head_dim"], ...]
     values: tuple[Float[Array, "slots kv_heads length head_dim"], ...]
-    view_length: int = struct.field(pytree_node=False)
 
     @classmethod
     def zeros(
@@ -95,25 +81,39 @@ class KVCache:
         fresh = lambda: tuple(  # noqa: E731
             jnp.zeros(shape, dtype) for _ in range(config.num_layers)
         )
-        return cls(fresh(), fresh(), length)
+        return cls(fresh(), fresh())
 
     @property
     def length(self) -> int:
         """Tokens that a slot can hold."""
         return self.keys[0].shape[2]
 
-    def view(self, length: int) -> "KVCache":
-        """Returns the cache with reads bounded to the first `length` positions."""
-        return dataclasses.replace(self, view_length=length)
+    def prefix(self, length: int) -> "KVCache":
+        """Returns a copy of the first `length` entries of every slot.
+
+        Attention reads all entries of a cache, and the part that it needs once a token
+        would be copied once a token.
+        """
+        if length == self.length:
+            return self
+        return jax.tree.map(lambda cache: cache[:, :, :length], self)
+
+    def with_prefix(self, prefix: "KVCache") -> "KVCache":
+        """Returns the cache with its first entries replaced."""
+        if prefix.length == self.length:
+            return prefix
+        put = functools.partial(
+            jax.lax.dynamic_update_slice, start_indices=(0, 0, 0, 0)
+        )
+        return jax.tree.map(put, self, prefix)
 
     def layer(self, index: int) -> LayerCache:
         """Returns one layer's part."""
-        return LayerCache(self.keys[index], self.values[index], self.view_length)
+        return LayerCache(self.keys[index], self.values[index])
 
     def with_layers(self, layers: Sequence[LayerCache]) -> "KVCache":
         """Returns the cache with all layers replaced."""
-        return dataclasses.replace(
-            self,
+        return KVCache(
             keys=tuple(layer.keys for layer in layers),
             values=tuple(layer.values for layer in layers),
         )

@@ -192,10 +192,11 @@ def decode(
         keep: False ends a slot now (the host found a stop string).
         rules: sharding of activations.
         num_steps: static.
-        view_length: static; no slot's position gets beyond it during these steps.
+        view_length: static; entries of the cache that are read. No active slot's
+            position gets beyond them during these steps.
         truncate: static, as in `sampling.sample`.
     """
-    full_length = state.cache.view_length
+    whole = state.cache
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, Emitted]:
         hidden, cache = forward(
@@ -235,7 +236,7 @@ def decode(
         return after, emitted
 
     state = dataclasses.replace(
-        state, active=state.active & keep, cache=state.cache.view(view_length)
+        state, active=state.active & keep, cache=whole.prefix(view_length)
     )
     state, emitted = jax.lax.scan(step, state, None, length=num_steps)
-    return dataclasses.replace(state, cache=state.cache.view(full_length)), emitted
+    return dataclasses.replace(state, cache=whole.with_prefix(state.cache)), emitted

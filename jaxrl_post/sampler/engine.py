@@ -110,14 +110,19 @@ class Engine:
         self._mesh, self._detokenize = mesh, detokenize
         self._key = jax.random.key(seed)
         self._prompt_buckets = _buckets(sizes.max_prompt_tokens)
-        self._view_buckets = _buckets(sizes.max_length)
+        # Decoding copies the part of the cache that it reads, and its memory is worth
+        # it only where the part is small.
+        half = [
+            size for size in _buckets(sizes.max_length) if 2 * size <= sizes.max_length
+        ]
+        self._view_buckets = (*half, sizes.max_length)
         self._keep = np.ones(sizes.num_slots, np.bool_)
         self._compile(jnp.dtype(dtype))
 
     @property
     def max_compilations(self) -> int:
         """Bound on the number of programs that this engine ever compiles."""
-        return 2 * len(self._prompt_buckets) + 2 * len(self._view_buckets)
+        return 3 * len(self._prompt_buckets) + 2 * len(self._view_buckets)
 
     @property
     def busy(self) -> bool:
@@ -223,11 +228,10 @@ class Engine:
                 bucket = self._bucket(self._prompt_buckets, len(prompt))
                 by_length[bucket].append(admission)
         for length, group in sorted(by_length.items()):
-            rows = max(
-                1, min(self.sizes.prefill_tokens // length, self.sizes.num_slots)
-            )
-            for first in range(0, len(group), rows):
-                self._prefill_group(params, group[first : first + rows], rows, length)
+            while group:
+                rows = self._prefill_rows(length, len(group))
+                self._prefill_group(params, group[:rows], rows, length)
+                group = group[rows:]
         self.prefilled_prompts += sum(map(len, by_length.values()))
         # What ended in these slots is over; what begins must not end with it.
         self._keep[[admission.slot for admission in admissions]] = True
@@ -239,6 +243,11 @@ class Engine:
                 self._key,
                 length=self._bucket(self._prompt_buckets, longest),
             )
+
+    def _prefill_rows(self, length: int, prompts: int) -> int:
+        """Rows of the next prefill call: many, or an eighth where few prompts wait."""
+        many = max(1, min(self.sizes.prefill_tokens // length, self.sizes.num_slots))
+        return many if 2 * prompts > many else -(-many // 8)
 
     def _prefill_group(
         self,

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ __all__ = [
     "SFTConfig",
     "UpdateConfig",
     "check_numbers",
+    "differences",
 ]
 
 
@@ -50,7 +52,8 @@ class RolloutConfig:
     Attributes:
         prompts_per_step: groups in a training batch.
         samples_per_prompt: samples in a group.
-        max_prompt_tokens: longest prompt; a longer one stops the run before it starts.
+        max_prompt_tokens: longest prompt, 0 for the environment's longest; a longer one
+            stops the run before it starts.
         max_tokens: most tokens of a completion, the stop token included.
         temperature: > 0; part of the policy.
         top_k: as SamplingParams.
@@ -270,7 +273,7 @@ LEAST = {
     "warm_start.examples_per_step": 1, "update.minibatches": 1, "update.epochs": 1,
     "update.row_tokens": 0, "update.microbatch_tokens": 1,
     "rollout.prompts_per_step": 1, "rollout.samples_per_prompt": 2,
-    "rollout.max_prompt_tokens": 1, "rollout.max_tokens": 1, "rollout.num_slots": 0,
+    "rollout.max_prompt_tokens": 0, "rollout.max_tokens": 1, "rollout.num_slots": 0,
     "rollout.steps_per_call": 0, "rollout.max_draws": 1, "rollout.reward_workers": 1,
 }  # fmt: skip
 
@@ -302,3 +305,48 @@ def check_numbers(config: RLConfig | SFTConfig) -> None:
             "--rollout.temperature: must be greater than 0, or all samples of a prompt "
             f"are the same; got {config.rollout.temperature:g}"
         )
+
+
+# What may differ between a run and its continuation without changing what is trained;
+# "steps" as long as no schedule of the learning rate ends with them.
+FREE_TO_CHANGE = (
+    "run_dir", "resume", "mesh", "steps", "log_samples", "log_every", "eval",
+    "checkpoint", "update.microbatch_tokens", "update.remat", "rollout.reward_workers",
+    "rollout.reward_deadline_s", "rollout.deadline_s", "rollout.max_failed_share",
+)  # fmt: skip
+
+
+def differences(saved: Mapping[str, Any], config: RLConfig | SFTConfig) -> list[str]:
+    """What would make a continuation another run than the one that was saved.
+
+    Args:
+        saved: the configuration of the run, as config.json holds it.
+        config: of the continuation.
+
+    Returns:
+        A line an option; none where the run can go on.
+
+    >>> saved = dataclasses.asdict(SFTConfig(seed=3, log_every=7))
+    >>> differences(saved, SFTConfig())
+    ['seed: 3 then, 0 now']
+    """
+    before, now = _flat(saved), _flat(dataclasses.asdict(config))
+    free = set(FREE_TO_CHANGE)
+    if config.optimizer.schedule != "constant":
+        free.remove("steps")
+    return [
+        f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+        and not any(name == each or name.startswith(f"{each}.") for each in free)
+    ]
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            flat |= _flat(item, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = list(item) if isinstance(item, tuple) else item
+    return flat

@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.sharding import partition_spec
+from jaxrl_post.train import state as training
 from jaxrl_post.train import step as pure
-from jaxrl_post.train.state import TrainState
+from jaxrl_post.train.config import UpdateConfig
+from jaxrl_post.train.session import Model
+from jaxrl_post.train.state import OptimizerConfig, TrainState
 from jaxrl_post.types import PyTree, TokenBatch, rows
 
-__all__ = ["DivergenceError", "Learner"]
+__all__ = ["DivergenceError", "Learner", "begin_training"]
 
 
 class DivergenceError(RuntimeError):
@@ -143,3 +147,47 @@ class Learner:
             return pure.score(self.policy, params, batch).logprob
 
         return self._jit(run, NamedSharding(self.mesh, P()))
+
+
+def begin_training(
+    model: Model,
+    objective: pure.ObjectiveFn,
+    optimizer_config: OptimizerConfig,
+    update: UpdateConfig,
+    *,
+    num_steps: int,
+    row_tokens: int,
+    temperature: float = 1.0,
+) -> tuple[Learner, TrainState]:
+    """Makes a learner for a model, and the state of step 0.
+
+    Args:
+        model: its arrays become the state's; the first update takes them.
+        objective: as `Learner.objective`.
+        optimizer_config: AdamW and its schedule.
+        update: gives the size of a microbatch.
+        num_steps: optimizer steps of the whole run.
+        row_tokens: length of a packed row.
+        temperature: part of the policy.
+    """
+    optimizer = training.make_optimizer(optimizer_config, model.specs, num_steps)
+    layout = training.shardings(
+        model.specs,
+        optimizer,
+        model.mesh,
+        model.rules,
+        narrow=model.dtype != jnp.float32,
+    )
+    shape = model.mesh.shape
+    split = shape["dp"] * shape["fsdp"]
+    rows = max(1, update.microbatch_tokens // row_tokens)
+    learner = Learner(
+        policy=pure.Policy(model.config, temperature, update.remat, model.rules),
+        objective=objective,
+        optimizer=optimizer,
+        max_grad_norm=optimizer_config.max_grad_norm,
+        layout=layout,
+        mesh=model.mesh,
+        microbatch_rows=-(-rows // split) * split,
+    )
+    return learner, training.create(model.params, optimizer, layout)

@@ -234,7 +234,7 @@ class Trainer:
             options = changes
         return SamplingParams(
             max_tokens=rollout.max_tokens,
-            stop_ids=self.model.tokenizer.stop_ids[: self.engine.sizes.max_stop_ids],
+            stop_ids=self.model.tokenizer.stop_ids,
             stop_strings=rollout.stop_strings,
             **options,
         )

@@ -3,7 +3,7 @@
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from jaxrl_post.envs import Environment, WorkerPool, WorkerStartError
 from jaxrl_post.rollout.runner import RolloutTimeoutError
 from jaxrl_post.rollout.types import Group
 from jaxrl_post.train import sft
-from jaxrl_post.train import state as training
 from jaxrl_post.train.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -31,10 +30,10 @@ from jaxrl_post.train.config import (
     ConfigError,
     RLConfig,
     SFTConfig,
-    UpdateConfig,
     check_numbers,
+    differences,
 )
-from jaxrl_post.train.learner import DivergenceError, Learner
+from jaxrl_post.train.learner import DivergenceError, begin_training
 from jaxrl_post.train.report import write_report
 from jaxrl_post.train.rl import (
     Evaluation,
@@ -47,10 +46,10 @@ from jaxrl_post.train.rl import (
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
 from jaxrl_post.train.session import (
     Model,
-    check_prompts,
     layout_table,
     make_environment,
     open_model,
+    prompt_limit,
     versions,
 )
 from jaxrl_post.train.sinks import (
@@ -62,7 +61,6 @@ from jaxrl_post.train.sinks import (
     warnings_shown,
 )
 from jaxrl_post.train.state import OptimizerConfig, TrainState
-from jaxrl_post.train.step import Policy
 from jaxrl_post.types import PyTree
 
 __all__ = ["RUN_ERRORS", "Outcome", "run_rl", "run_sft"]
@@ -78,14 +76,6 @@ RUN_ERRORS = (
     RolloutTimeoutError,
     WorkerStartError,
 )
-
-# What may differ between a run and its continuation without changing what is trained;
-# "steps" as long as no schedule of the learning rate ends with them.
-FREE_TO_CHANGE = (
-    "run_dir", "resume", "mesh", "steps", "log_samples", "log_every", "eval",
-    "checkpoint", "update.microbatch_tokens", "update.remat", "rollout.reward_workers",
-    "rollout.reward_deadline_s", "rollout.deadline_s", "rollout.max_failed_share",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,7 +118,6 @@ def run_rl(
     """
     check_numbers(config)
     algorithm = make_algorithm(config.algorithm, config.rollout.max_tokens)
-    Trainer.row_tokens(config)
     directory = RunDirectory(Path(config.run_dir))
     initial = directory.path / "initial"
     with ExitStack() as stack:
@@ -142,12 +131,7 @@ def run_rl(
             seed=config.seed,
             environment=environment,
         )
-        check_prompts(
-            environment,
-            model.tokenizer,
-            config.rollout.max_prompt_tokens,
-            "--rollout.max-prompt-tokens",
-        )
+        config = _measured(config, model, environment)
         stack.enter_context(jax.set_mesh(model.mesh))
         checkpoints = stack.enter_context(_checkpoints(directory, config))
         judges = stack.enter_context(
@@ -171,6 +155,22 @@ def run_rl(
         return _rl_loop(
             config, directory, trainer, checkpoints, console, command, should_stop
         )
+
+
+def _measured(config: RLConfig, model: Model, environment: Environment) -> RLConfig:
+    """The configuration with what the environment's prompts decide."""
+    rollout = dataclasses.replace(
+        config.rollout,
+        max_prompt_tokens=prompt_limit(
+            environment,
+            model.tokenizer,
+            config.rollout.max_prompt_tokens,
+            "--rollout.max-prompt-tokens",
+        ),
+    )
+    config = dataclasses.replace(config, rollout=rollout)
+    Trainer.row_tokens(config)
+    return config
 
 
 def run_sft(
@@ -198,7 +198,7 @@ def run_sft(
         )
         stack.enter_context(jax.set_mesh(model.mesh))
         checkpoints = stack.enter_context(_checkpoints(directory, config))
-        learner, state = _learner(
+        learner, state = begin_training(
             model,
             sft.next_token_objective,
             config.optimizer,
@@ -335,69 +335,13 @@ def _checkpoints(
 def _check_same_run(directory: RunDirectory, config: RLConfig | SFTConfig) -> None:
     """Refuses to continue a run with another configuration."""
     saved = directory.read_config()
-    if saved is None:
-        return
-    before, now = _flat(saved), _flat(dataclasses.asdict(config))
-    free_to_change = set(FREE_TO_CHANGE)
-    if config.optimizer.schedule != "constant":
-        free_to_change.remove("steps")
-    changed = [
-        f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-        and not any(
-            name == free or name.startswith(f"{free}.") for free in free_to_change
-        )
-    ]
+    changed = [] if saved is None else differences(saved, config)
     if changed:
         raise ConfigError(
             f"--run-dir: {directory.path} holds a run with another configuration; "
             f"{'; '.join(changed[:5])}. Give the same options to resume it, or another "
             "--run-dir"
         )
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, item in value.items():
-        if isinstance(item, Mapping):
-            flat |= _flat(item, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = list(item) if isinstance(item, tuple) else item
-    return flat
-
-
-def _learner(
-    model: Model,
-    objective: Callable,
-    optimizer_config: OptimizerConfig,
-    update: UpdateConfig,
-    *,
-    num_steps: int,
-    row_tokens: int,
-    temperature: float = 1.0,
-) -> tuple[Learner, TrainState]:
-    optimizer = training.make_optimizer(optimizer_config, model.specs, num_steps)
-    layout = training.shardings(
-        model.specs,
-        optimizer,
-        model.mesh,
-        model.rules,
-        narrow=model.dtype != jnp.float32,
-    )
-    shape = model.mesh.shape
-    split = shape["dp"] * shape["fsdp"]
-    rows = max(1, update.microbatch_tokens // row_tokens)
-    learner = Learner(
-        policy=Policy(model.config, temperature, update.remat, model.rules),
-        objective=objective,
-        optimizer=optimizer,
-        max_grad_norm=optimizer_config.max_grad_norm,
-        layout=layout,
-        mesh=model.mesh,
-        microbatch_rows=-(-rows // split) * split,
-    )
-    return learner, training.create(model.params, optimizer, layout)
 
 
 def _trainer(
@@ -408,7 +352,7 @@ def _trainer(
     algorithm: Algorithm,
 ) -> Trainer:
     reference = _copy(model.params) if algorithm.needs_reference else None
-    learner, state = _learner(
+    learner, state = begin_training(
         model,
         algorithm.objective,
         config.optimizer,
@@ -444,7 +388,7 @@ def _warm_started(
     if not (model.preset and warm.steps):
         return model
     row_tokens = Trainer.row_tokens(config)
-    learner, state = _learner(
+    learner, state = begin_training(
         model,
         sft.next_token_objective,
         OptimizerConfig(
@@ -551,6 +495,10 @@ def _finish(
         # What an earlier end left: fewer steps, or a run that died before its report.
         shutil.rmtree(saved, ignore_errors=True)
         models.save_pretrained(
-            saved, model.config, state.params, tokenizer=model.tokenizer
+            saved,
+            model.config,
+            state.params,
+            tokenizer=model.tokenizer,
+            source=model.source,
         )
     return Outcome(step, completed, saved, write_report(directory))

@@ -78,6 +78,11 @@ class Model:
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     @property
+    def source(self) -> Path | None:
+        """The directory that it was loaded from, None for a preset."""
+        return None if self.preset else Path(self.name)
+
+    @property
     def dtype(self) -> jnp.dtype:
         """The compute dtype."""
         return self.params.embedding.dtype
@@ -175,16 +180,23 @@ def learn_tokenizer(environment: Environment, vocab_size: int) -> Tokenizer:
     return Tokenizer.train(texts, vocab_size=min(vocab_size, 1024))
 
 
-def check_prompts(
+def prompt_limit(
     environment: Environment, tokenizer: Tokenizer, limit: int, option: str
-) -> None:
-    """Checks that no prompt of the environment is too long, before anything runs.
+) -> int:
+    """The most tokens that a prompt may have, checked before anything runs.
 
     Looks at up to 10,000 tasks of each split.
+
+    Args:
+        environment: whose tasks are rendered.
+        tokenizer: of the model.
+        limit: 0 for the longest prompt that there is.
+        option: of the limit, for errors.
 
     Raises:
         ConfigError: an empty split, or a prompt of more than `limit` tokens.
     """
+    longest = 0
     for split in ("train", "eval"):
         tasks = environment.tasks(split)
         if len(tasks) == 0:
@@ -193,11 +205,13 @@ def check_prompts(
             )
         for index in range(min(len(tasks), 10_000)):
             size = len(chat.render(tokenizer, tasks[index].messages))
-            if size > limit:
+            if 0 < limit < size:
                 raise ConfigError(
                     f"{option}: {split} task {index} of {environment.name} has "
                     f"{size} prompt tokens, more than {limit}; raise the option"
                 )
+            longest = max(longest, size)
+    return limit or longest
 
 
 def layout_table(

@@ -27,7 +27,7 @@ def demo() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
-            max_prompt_tokens=16,
+            max_prompt_tokens=0,
             max_tokens=4,
         ),
         update=UpdateConfig(row_tokens=64, microbatch_tokens=1024),

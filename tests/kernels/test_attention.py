@@ -208,3 +208,8 @@ def test_segment_ids_on_one_side_are_refused(given):
 def test_an_empty_window_is_refused():
     with pytest.raises(ValueError, match=r"window must be at least 1, .*; got 0"):
         run(arrays(7, 7, 2, 2), ARANGE, window=0)
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match=r"one of \('reference', 'xla'\); got 'XLA'"):
+        run(arrays(7, 7, 2, 2), ARANGE, implementation="XLA")

@@ -1,6 +1,7 @@
 """Fused token log-probs: hand-worked numbers, a float64 oracle, laws, memory."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +40,13 @@ def oracle(hidden, weight, targets, temperature=1.0, vocab_size=None):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("temperature", "vocab_size", "implementation", "tile_bytes"),
+    static_argnames=("temperature", "vocab_size", "implementation", "setting"),
 )
 def both_passes(
-    hidden, weight, targets, cotangents, mask=None, *, tile_bytes=None, **options
+    hidden, weight, targets, cotangents, mask=None, *, setting=None, **options
 ):
-    """(log-prob, entropy), (d hidden, d unembedding); `tile_bytes` keys the cache."""
-    del tile_bytes
+    """(log-prob, entropy), (d hidden, d unembedding); `setting` keys the cache."""
+    del setting
 
     def run(hidden, weight):
         return tuple(token_logprob(hidden, weight, targets, mask=mask, **options))
@@ -87,7 +88,9 @@ def test_from_logits_takes_a_temperature_a_row():
     close([out.logprob], [np.log([0.75, 0.75])], 2e-3)
 
 
-# Rows of tokens that no tile divides, tiles of 8 and 24 rows, all rows in one tile.
+# Rows of tokens that no tile divides, tiles of 8 and 24 rows, all rows in one tile. The
+# backward pass finds the logits of no tile, of the first one, of all.
+@pytest.mark.parametrize("kept_tiles", [0, 1, 100])
 @pytest.mark.parametrize(
     ("rows", "length", "vocab", "vocab_size", "tile_bytes", "temperature"),
     [
@@ -99,9 +102,11 @@ def test_from_logits_takes_a_temperature_a_row():
     ],
 )
 def test_tiles_equal_the_definition(
-    monkeypatch, rows, length, vocab, vocab_size, tile_bytes, temperature
+    monkeypatch, rows, length, vocab, vocab_size, tile_bytes, temperature, kept_tiles
 ):
     monkeypatch.setattr(api, "TILE_BYTES", tile_bytes)
+    tile = max(8, min(tile_bytes // (4 * vocab), 1024) // 8 * 8)
+    monkeypatch.setattr(api, "KEPT_BYTES", kept_tiles * tile * 4 * vocab)
     hidden, weight, targets, cotangents = arrays(rows, length, 5, vocab)
     targets = targets % vocab_size
     mask = jnp.asarray(np.random.default_rng(1).random((rows, length)) < 0.7)
@@ -109,7 +114,7 @@ def test_tiles_equal_the_definition(
     results = {
         name: both_passes(
             hidden, weight, targets, cotangents, mask,
-            implementation=name, tile_bytes=tile_bytes, **options,
+            implementation=name, setting=(tile_bytes, kept_tiles), **options,
         )
         for name in IMPLEMENTATIONS
     }  # fmt: skip
@@ -240,9 +245,12 @@ def test_a_mesh_changes_nothing(spec, vocab, split_vocab):
     close(grads, expected[1])
 
 
-def test_memory_holds_one_tile_and_not_all_logits(monkeypatch):
+@pytest.mark.parametrize("kept_tiles", [0, 2])
+def test_memory_holds_some_tiles_and_not_all_logits(monkeypatch, kept_tiles):
     tokens, vocab, width = 512, 4096, 4
-    monkeypatch.setattr(api, "TILE_BYTES", 8 * vocab * 4)
+    tile_bytes = 8 * vocab * 4
+    monkeypatch.setattr(api, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(api, "KEPT_BYTES", kept_tiles * tile_bytes)
     hidden, weight, targets, _ = arrays(1, tokens, width, vocab)
 
     def compiled_bytes(implementation):
@@ -255,7 +263,8 @@ def test_memory_holds_one_tile_and_not_all_logits(monkeypatch):
 
     all_logits = tokens * vocab * 4
     assert compiled_bytes("reference") >= all_logits
-    assert compiled_bytes("xla") < all_logits // 8
+    # 64 tiles; beside those kept, two and the weight's gradient.
+    assert compiled_bytes("xla") < all_logits // 8 + kept_tiles * tile_bytes
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
@@ -275,6 +284,13 @@ def test_a_vocabulary_beyond_the_rows_is_refused(vocab_size):
     )
     with pytest.raises(ValueError, match=message):
         token_logprob(hidden, weight, targets, vocab_size=vocab_size)
+
+
+def test_an_unknown_implementation_is_refused():
+    hidden, weight, targets, _ = arrays(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"one of \('xla', 'reference'\); got 'XLA'"):
+        # Without the tests' own check of types, which comes first.
+        inspect.unwrap(token_logprob)(hidden, weight, targets, implementation="XLA")
 
 
 def test_rows_that_the_mesh_does_not_divide_are_refused():

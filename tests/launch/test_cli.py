@@ -222,6 +222,9 @@ def test_the_second_signal_is_left_to_the_system(number):
 
 
 def test_ctrl_c_ends_a_program_that_does_not_train(capsys):
+    # Not so already where the tests run in the background: there shells ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def run(config, *, console, command):
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -190,7 +190,7 @@ def test_prefill_in_chunks_equals_one_forward(rich):
         np.testing.assert_allclose(hidden, expected[:, start : start + 3], **CLOSE)
 
 
-def test_slots_at_different_positions_with_garbage_beyond_and_a_short_view(rich):
+def test_slots_at_different_positions_with_garbage_beyond_and_a_prefix(rich):
     """Slot 0 has seen 2 tokens and slot 1 has seen 5; 8 of 16 entries are read."""
     row = tokens(2, 6)
     expected = run(rich, RICH, row)
@@ -203,9 +203,10 @@ def test_slots_at_different_positions_with_garbage_beyond_and_a_short_view(rich)
         cache,
         keys=tuple(map(garbage, cache.keys)),
         values=tuple(map(garbage, cache.values)),
-    ).view(8)
+    )
     new = row[np.arange(2), seen][:, None]
-    hidden, after = extend(rich, RICH, cache, new, seen[:, None])
+    hidden, prefix = extend(rich, RICH, cache.prefix(8), new, seen[:, None])
+    after = cache.with_prefix(prefix)
     np.testing.assert_allclose(hidden[:, 0], expected[np.arange(2), seen], **CLOSE)
     # One entry a slot was written, all others are as they were.
     for old, now in zip(
@@ -214,8 +215,21 @@ def test_slots_at_different_positions_with_garbage_beyond_and_a_short_view(rich)
         changed = (old != now).any(axis=(1, 3))
         assert changed.sum(axis=1).tolist() == [1, 1]
         assert changed.argmax(axis=1).tolist() == [2, 5]
-    assert after.length == 16
-    assert after.view_length == 8
+    assert (prefix.length, after.length) == (8, 16)
+
+
+def test_what_is_beyond_the_cache_is_dropped(rich):
+    """An idle slot may stand beyond the prefix; what it holds there stays its own."""
+    cache = KVCache.zeros(RICH, 2, 4, tiny.F32)
+    row = tokens(2, 4)
+    _, cache = extend(rich, RICH, cache, row, [range(4)] * 2)
+    new = (row[:, 2:3] + 1) % RICH.vocab_size
+    _, after = extend(rich, RICH, cache, new, np.array([[4], [2]]))
+    for old, now in zip(
+        cache.keys + cache.values, after.keys + after.values, strict=True
+    ):
+        changed = (old != now).any(axis=(1, 3))
+        assert changed.tolist() == [[False] * 4, [False, False, True, False]]
 
 
 def test_segment_ids_and_a_view_together_are_refused():

@@ -189,12 +189,12 @@ def test_rounded_sums_never_draw_a_token_without_probability():
     # One token a block of 128 carries the block's weight.
     weights = np.zeros((len(rows), 300, 128), np.float32)
     weights[:, :, 5] = sums[rows]
-    weights = jnp.asarray(weights.reshape(len(rows), -1))
+    weights = jnp.asarray(weights.reshape(len(rows), -1).T)
     invert = jax.jit(sampling._invert)
     uniforms = running[rows, before] / running[rows, -1]
     for _ in range(3):
         tokens = invert(weights, jnp.asarray(uniforms))
-        chosen = jnp.take_along_axis(weights, tokens[:, None], axis=1)
+        chosen = jnp.take_along_axis(weights, tokens[None], axis=0)
         assert (chosen > 0).all()
         uniforms = np.nextafter(uniforms, np.float32(1))
 

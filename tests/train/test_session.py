@@ -10,9 +10,9 @@ from jaxrl_post.envs.arithmetic import Arithmetic
 from jaxrl_post.sharding import MeshError
 from jaxrl_post.train.config import ConfigError, DataConfig
 from jaxrl_post.train.session import (
-    check_prompts,
     make_environment,
     open_model,
+    prompt_limit,
     versions,
 )
 from tests.train.trainers import make_model
@@ -35,13 +35,20 @@ class Prompts(Arithmetic):
 def test_a_prompt_that_is_too_long_is_named_with_its_length():
     tokenizer = make_model().tokenizer
     size = len(tokenizer.encode("1+1=", special=True))
-    check_prompts(Prompts(), tokenizer, size, "--rollout.max-prompt-tokens")
+    assert prompt_limit(Prompts(), tokenizer, size, "") == size
+    assert prompt_limit(Prompts(), tokenizer, 99, "") == 99
     with pytest.raises(
         ConfigError,
         match=rf"--rollout.max-prompt-tokens: train task 1 of arithmetic.* has {size} "
         rf"prompt tokens, more than {size - 1}; raise the option",
     ):
-        check_prompts(Prompts(), tokenizer, size - 1, "--rollout.max-prompt-tokens")
+        prompt_limit(Prompts(), tokenizer, size - 1, "--rollout.max-prompt-tokens")
+
+
+def test_without_a_limit_the_longest_prompt_is_measured():
+    tokenizer = make_model().tokenizer
+    size = len(tokenizer.encode("1+1=", special=True))
+    assert prompt_limit(Prompts(), tokenizer, 0, "--option") == size
 
 
 @pytest.mark.parametrize(
@@ -52,7 +59,7 @@ def test_an_empty_split_is_an_empty_data_set(environment, split):
     with pytest.raises(
         ConfigError, match=rf"--env: arithmetic.* has no {split} tasks; the data set is"
     ):
-        check_prompts(environment, make_model().tokenizer, 99, "--option")
+        prompt_limit(environment, make_model().tokenizer, 99, "--option")
 
 
 @pytest.mark.parametrize("field", ["path", "eval_path"])

@@ -21,7 +21,7 @@ from jaxrl_post.train.config import (
     RolloutConfig,
     UpdateConfig,
 )
-from jaxrl_post.train.learner import Learner
+from jaxrl_post.train.learner import Learner, begin_training
 from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import OptimizerConfig
 from jaxrl_post.types import TokenBatch
@@ -74,7 +74,7 @@ def _parts(
     """What compiles: made once for every algorithm."""
     model = make_model()
     made = rl.make_algorithm(algorithm, RL.rollout.max_tokens)
-    learner, _ = run._learner(
+    learner, _ = begin_training(
         model, made.objective, RL.optimizer, RL.update, num_steps=100, row_tokens=24
     )
     watched = Watched(**{f.name: getattr(learner, f.name) for f in fields(learner)})

@@ -1,7 +1,7 @@
 """Validation and the choice of an implementation."""
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +54,8 @@ def attention(
         all values: callers mask it.
 
     Raises:
-        ValueError: heads is no multiple of kv_heads, one segment array is missing, or
-            the window is empty.
+        ValueError: heads is no multiple of kv_heads, one segment array is missing, the
+            window is empty, or there is no such implementation.
 
     References:
         Ainslie et al., GQA, arXiv:2305.13245.
@@ -74,6 +74,11 @@ def attention(
         raise ValueError(
             f"attention: window must be at least 1, the query itself, or None; "
             f"got {window}"
+        )
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"attention: implementation must be one of {get_args(Implementation)}; "
+            f"got {implementation!r}"
         )
     factor = query.shape[3] ** -0.5 if scale is None else scale
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,13 @@ from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = ["TokenLogprob", "token_logprob"]
 
+Implementation = Literal["xla", "reference"]
+
 # Bytes of one tile of float32 logits on one device.
 TILE_BYTES = 64 * 2**20
+# Bytes of logits that the forward pass leaves to the backward pass on one device, which
+# computes the others again.
+KEPT_BYTES = 256 * 2**20
 
 
 def token_logprob(
@@ -32,13 +37,13 @@ def token_logprob(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     rules: Rules = DEFAULT_RULES,
-    implementation: Literal["xla", "reference"] = "xla",
+    implementation: Implementation = "xla",
 ) -> TokenLogprob:
     """log softmax(hidden unembedding^T / temperature)[target], without all the logits.
 
-    Memory is one tile of logits in both passes, and work is proportional to the rows
-    that `mask` keeps. Differentiable in `hidden` and `unembedding`, through log-prob
-    and entropy both.
+    Memory is one tile of logits in both passes and a bounded number of tiles between
+    them, and work is proportional to the rows that `mask` keeps. Differentiable in
+    `hidden` and `unembedding`, through log-prob and entropy both.
 
     Args:
         hidden: states that predict `targets`, any float dtype.
@@ -54,7 +59,8 @@ def token_logprob(
         Log-prob and entropy, float32 [batch, length], in nats.
 
     Raises:
-        ValueError: a temperature that is not positive, or a bad `vocab_size`.
+        ValueError: a temperature that is not positive, a bad `vocab_size`, or no such
+            implementation.
 
     >>> import jax.numpy as jnp
     >>> h, w = jnp.zeros((1, 2, 3)), jnp.ones((4, 3))
@@ -71,6 +77,11 @@ def token_logprob(
         raise ValueError(
             f"token_logprob: vocab_size must lie in 1..{unembedding.shape[0]}, the "
             f"rows of unembedding; got {vocab_size}"
+        )
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"token_logprob: implementation must be one of {get_args(Implementation)}; "
+            f"got {implementation!r}"
         )
     mask = jnp.ones(targets.shape, jnp.bool_) if mask is None else mask
     if implementation == "reference":
@@ -121,7 +132,9 @@ def _plan(
         vocab = tuple(axis for axis in _names(vocab_spec[0]) if axis not in batch)
     columns = weight_shape[0] // math.prod(mesh.shape[axis] for axis in vocab)
     tile = max(8, min(TILE_BYTES // (4 * columns), 1024) // 8 * 8)
-    layout = xla.Layout(tile, vocab_size, float(temperature), vocab)
+    rows = math.prod(batch_shape) // math.prod(mesh.shape[axis] for axis in batch)
+    kept = min(-(-rows // tile), KEPT_BYTES // (4 * tile * columns))
+    layout = xla.Layout(tile, vocab_size, float(temperature), vocab, kept)
     return _Plan((layout, batch, vocab, sharded))
 
 
@@ -133,6 +146,9 @@ def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _fused(
     plan: _Plan, hidden: Array, weight: Array, targets: Array, mask: Array
 ) -> tuple[Array, Array]:
+    layout, *where = plan
+    # No backward pass follows.
+    plan = _Plan((layout._replace(kept=0), *where))
     return _fused_forward(plan, hidden, weight, targets, mask)[0]
 
 
@@ -151,25 +167,27 @@ def _fused_forward(
             layout,
         )
         outputs = (logprob, entropy, residuals.normalizer)
-        return tuple(value.reshape(shape) for value in outputs)
+        return *(value.reshape(shape) for value in outputs), residuals.logits
 
     if sharded:
         local = jax.shard_map(
             local,
             in_specs=(P(batch), P(vocab), P(batch), P(batch)),
-            out_specs=P(batch),
+            out_specs=(P(batch), P(batch), P(batch), P(batch, None, vocab)),
             check_vma=False,
         )
-    logprob, entropy, normalizer = local(hidden, weight, targets, mask)
-    saved = (hidden, weight, targets, mask, normalizer, entropy)
+    logprob, entropy, normalizer, logits = local(hidden, weight, targets, mask)
+    saved = (logits, hidden, weight, targets, mask, normalizer, entropy)
     return (logprob, entropy), saved
 
 
 def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) -> Any:
     layout, batch, vocab, sharded = plan
-    hidden, weight, *by_row = saved
+    logits, hidden, weight, *by_row = saved
 
-    def local(hidden: Array, weight: Array, *by_row: Array) -> tuple[Array, Array]:
+    def local(
+        logits: Array, hidden: Array, weight: Array, *by_row: Array
+    ) -> tuple[Array, Array]:
         shape = hidden.shape
         targets, mask, normalizer, entropy, g, e = (a.reshape(-1) for a in by_row)
         d_hidden, d_weight = xla.backward(
@@ -177,7 +195,7 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
             weight,
             targets,
             mask,
-            xla.Residuals(normalizer, entropy),
+            xla.Residuals(normalizer, entropy, logits),
             (g, e),
             layout,
         )
@@ -191,11 +209,11 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
     if sharded:
         local = jax.shard_map(
             local,
-            in_specs=(P(batch), P(vocab), *(P(batch),) * 6),
+            in_specs=(P(batch, None, vocab), P(batch), P(vocab), *(P(batch),) * 6),
             out_specs=(P(batch), P(vocab)),
             check_vma=False,
         )
-    d_hidden, d_weight = local(hidden, weight, *by_row, *cotangents)
+    d_hidden, d_weight = local(logits, hidden, weight, *by_row, *cotangents)
     return d_hidden, d_weight, None, None
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["MASKED", "TokenLogprob", "from_logits"]
+__all__ = ["MASKED", "TokenLogprob", "exponentials", "from_logits"]
 
 # Logit of a column that does not exist: finite, so that 0 * logit is 0 and never NaN.
 MASKED = -1e30
@@ -38,9 +38,21 @@ def from_logits(
     """
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)[..., None]
     scaled = logits.astype(jnp.float32) * scale
-    normalizer = jax.nn.logsumexp(scaled, axis=-1)
+    _, normalizer = exponentials(scaled, axis=-1)
     target = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
     log_p = scaled - normalizer[..., None]
     # Not normalizer - sum p z: at low entropy the two cancel to nothing but rounding.
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
     return TokenLogprob(target - normalizer, entropy)
+
+
+def exponentials(scaled: Float[Array, "..."], *, axis: int) -> tuple[Array, Array]:
+    """exp(z - max z), which sampling draws from, and log sum exp z.
+
+    Args:
+        scaled: float32 logits over their temperature.
+        axis: of the vocabulary; the second result has no such dimension.
+    """
+    top = jax.lax.stop_gradient(scaled.max(axis=axis, keepdims=True))
+    weights = jnp.exp(scaled - top)
+    return weights, jnp.log(weights.sum(axis=axis)) + top.squeeze(axis)

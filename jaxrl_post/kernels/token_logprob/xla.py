@@ -1,13 +1,16 @@
-"""Row tiles with recomputation: logits of one tile are in memory at a time.
+"""Row tiles: logits of one tile are in memory at a time, and a bounded number more.
 
 Rows that the mask leaves out cost nothing: the rows that count are gathered into tiles,
 and the number of tiles is decided at run time. Over a sharded vocabulary each device
-works on its own columns and the tiles' statistics are summed across `axes`.
+works on its own columns and the tiles' statistics are summed across `axes`. The forward
+pass leaves the logits of the first tiles to the backward pass, as many as `Layout.kept`
+says; those of further tiles are computed again.
 
 Backward, with p = softmax(z), z = h W^T / temperature, H the entropy, and g, e the
 cotangents of log-prob and entropy: dz = g (onehot - p) - e p (log p + H).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -27,19 +30,28 @@ class Layout(NamedTuple):
         vocab_size: columns that exist; those from there on are padding.
         temperature: divides the logits.
         axes: mesh axes over which the vocabulary is split, none where it is whole.
+        kept: tiles whose logits the forward pass leaves to the backward pass.
     """
 
     tile: int
     vocab_size: int
     temperature: float
     axes: tuple[str, ...] = ()
+    kept: int = 0
 
 
 class Residuals(NamedTuple):
-    """Per-row statistics that the backward pass needs, float32 [rows]."""
+    """What the backward pass needs, float32.
+
+    Attributes:
+        normalizer: log sum exp of the logits, [rows].
+        entropy: [rows].
+        logits: of the first tiles, [kept, tile, columns].
+    """
 
     normalizer: Array
     entropy: Array
+    logits: Array
 
 
 def forward(
@@ -50,19 +62,24 @@ def forward(
     order, num_tiles = _tiles(mask, layout.tile)
 
     def body(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        *by_row, kept = carry
         chosen = _tile(order, index, layout.tile)
         logits, first = _logits(_take(hidden, chosen), weight, layout)
+        if layout.kept:
+            kept = kept.at[index].set(logits, mode="drop")
         stats = _statistics(logits, _take(targets, chosen) - first, layout)
-        return tuple(
+        return *(
             array.at[chosen].set(value, mode="drop")
-            for array, value in zip(carry, stats, strict=True)
-        )
+            for array, value in zip(by_row, stats, strict=True)
+        ), kept
 
     zeros = jnp.zeros((rows,), jnp.float32)
-    target, normalizer, entropy = jax.lax.fori_loop(
-        0, num_tiles, body, (zeros, zeros, zeros)
+    # Not zeros: nobody reads what no tile has written.
+    kept = jnp.empty((layout.kept, layout.tile, weight.shape[0]), jnp.float32)
+    target, normalizer, entropy, kept = jax.lax.fori_loop(
+        0, num_tiles, body, (zeros, zeros, zeros, kept)
     )
-    return target - normalizer, entropy, Residuals(normalizer, entropy)
+    return target - normalizer, entropy, Residuals(normalizer, entropy, kept)
 
 
 def backward(
@@ -79,21 +96,25 @@ def backward(
     Under a split vocabulary the first is this device's part of a sum.
     """
     order, num_tiles = _tiles(mask, layout.tile)
-    by_row = (targets, *residuals, *cotangents)
+    by_row = (targets, residuals.normalizer, residuals.entropy, *cotangents)
+    row_of_tile = jnp.arange(layout.tile, dtype=jnp.int32)
+    _, first = _columns(weight, layout)
 
-    def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def body(kept: bool, index: Array, carry: tuple[Array, Array]) -> Any:
         d_hidden, d_weight = carry
         chosen = _tile(order, index, layout.tile)
         inputs = _take(hidden, chosen)
         target, normalizer, entropy, g, e = (_take(array, chosen) for array in by_row)
         # Rows that fill up the last tile read zeros, also as g and e: no influence.
-        logits, first = _logits(inputs, weight, layout)
+        logits = residuals.logits[index] if kept else _logits(inputs, weight, layout)[0]
         log_p = logits - normalizer[:, None]
-        columns = jnp.arange(weight.shape[0], dtype=jnp.int32)
-        onehot = columns == (target - first)[:, None]
         spread = g[:, None] + e[:, None] * (log_p + entropy[:, None])
-        d_logits = jnp.where(onehot, g[:, None], 0.0) - jnp.exp(log_p) * spread
-        d_logits = (d_logits / layout.temperature).astype(weight.dtype)
+        d_logits = jnp.exp(log_p) * (-spread / layout.temperature)
+        column = _here(target - first, logits.shape[1])
+        d_logits = d_logits.at[row_of_tile, column].add(
+            g / layout.temperature, mode="drop", unique_indices=True
+        )
+        d_logits = d_logits.astype(weight.dtype)
         d_rows = jnp.einsum(
             "tv,vd->td", d_logits, weight, preferred_element_type=jnp.float32
         )
@@ -102,11 +123,17 @@ def backward(
         )
         return d_hidden.at[chosen].set(d_rows, mode="drop"), d_weight
 
-    start = (
+    grads = (
         jnp.zeros(hidden.shape, jnp.float32),
         jnp.zeros(weight.shape, jnp.float32),
     )
-    return jax.lax.fori_loop(0, num_tiles, body, start)
+    kept = jnp.minimum(num_tiles, layout.kept)
+    if layout.kept:
+        grads = jax.lax.fori_loop(0, kept, functools.partial(body, True), grads)
+    if layout.kept * layout.tile < hidden.shape[0]:
+        again = functools.partial(body, False)
+        grads = jax.lax.fori_loop(kept, num_tiles, again, grads)
+    return grads
 
 
 def _tiles(mask: Array, tile: int) -> tuple[Array, Array]:
@@ -127,18 +154,32 @@ def _take(array: Array, chosen: Array) -> Array:
     return array.at[chosen].get(mode="fill", fill_value=0)
 
 
-def _logits(hidden: Array, weight: Array, layout: Layout) -> tuple[Array, Any]:
+def _columns(weight: Array, layout: Layout) -> tuple[int, Array]:
+    """Columns over all devices, padding included, and the id of the first one here."""
+    columns, first = weight.shape[0], jnp.int32(0)
+    if layout.axes:
+        first = jax.lax.axis_index(layout.axes) * columns
+        columns *= jax.lax.axis_size(layout.axes)
+    return columns, first
+
+
+def _here(local_targets: Array, columns: int) -> Array:
+    """Columns of this device; one that is out of range for those of another."""
+    here = (local_targets >= 0) & (local_targets < columns)
+    return jnp.where(here, local_targets, columns)
+
+
+def _logits(hidden: Array, weight: Array, layout: Layout) -> tuple[Array, Array]:
     """Scaled float32 logits [tile, columns] and the id of the first column here."""
     product = jnp.einsum(
         "td,vd->tv", hidden, weight, preferred_element_type=jnp.float32
     )
     logits = product * (1.0 / layout.temperature)
-    columns, first = weight.shape[0], jnp.int32(0)
-    if layout.axes:
-        first = jax.lax.axis_index(layout.axes) * columns
-    total = columns * (jax.lax.axis_size(layout.axes) if layout.axes else 1)
+    total, first = _columns(weight, layout)
     if total != layout.vocab_size:
-        exists = first + jnp.arange(columns, dtype=jnp.int32) < layout.vocab_size
+        exists = (
+            first + jnp.arange(weight.shape[0], dtype=jnp.int32) < layout.vocab_size
+        )
         logits = jnp.where(exists, logits, MASKED)
     return logits, first
 
@@ -147,16 +188,20 @@ def _statistics(
     logits: Array, local_targets: Array, layout: Layout
 ) -> tuple[Array, Array, Array]:
     """Target logit, log-normaliser and entropy of each row of a tile."""
+    column = _here(local_targets, logits.shape[1])
+    target = jnp.take_along_axis(
+        logits, column[:, None], axis=-1, mode="fill", fill_value=0.0
+    )[:, 0]
     top = logits.max(axis=-1)
     if layout.axes:
         top = jax.lax.pmax(top, layout.axes)
-    shifted = logits - top[:, None]
-    weights = jnp.exp(shifted)
-    total, weighted = weights.sum(axis=-1), (weights * shifted).sum(axis=-1)
-    here = (local_targets >= 0) & (local_targets < logits.shape[1])
-    safe = jnp.where(here, local_targets, 0)
-    target = jnp.take_along_axis(logits, safe[:, None], axis=-1)[:, 0]
-    target = jnp.where(here, target, 0.0)
+    total = jnp.exp(logits - top[:, None]).sum(axis=-1)
     if layout.axes:
-        total, weighted, target = jax.lax.psum((total, weighted, target), layout.axes)
-    return target, top + jnp.log(total), jnp.log(total) - weighted / total
+        total, target = jax.lax.psum((total, target), layout.axes)
+    normalizer = top + jnp.log(total)
+    # A pass of its own: two sums over the same exponentials would have XLA store them.
+    log_p = logits - normalizer[:, None]
+    entropy = -(jnp.exp(log_p) * log_p).sum(axis=-1)
+    if layout.axes:
+        entropy = jax.lax.psum(entropy, layout.axes)
+    return target, normalizer, entropy
