@@ -100,8 +100,8 @@ def backward(
     row_of_tile = jnp.arange(layout.tile, dtype=jnp.int32)
     _, first = _columns(weight, layout)
 
-    def body(kept: bool, index: Array, carry: tuple[Array, Array]) -> Any:
-        d_hidden, d_weight = carry
+    def tile(kept: bool, index: Array) -> tuple[Array, Array, Array]:
+        """Rows of a tile, and what they give to the two gradients."""
         chosen = _tile(order, index, layout.tile)
         inputs = _take(hidden, chosen)
         target, normalizer, entropy, g, e = (_take(array, chosen) for array in by_row)
@@ -118,31 +118,39 @@ def backward(
         d_rows = jnp.einsum(
             "tv,vd->td", d_logits, weight, preferred_element_type=jnp.float32
         )
-        d_weight += jnp.einsum(
+        d_weight = jnp.einsum(
             "tv,td->vd", d_logits, inputs, preferred_element_type=jnp.float32
         )
-        return d_hidden.at[chosen].set(d_rows, mode="drop"), d_weight
+        return chosen, d_rows, d_weight
 
-    grads = (
-        jnp.zeros(hidden.shape, jnp.float32),
-        jnp.zeros(weight.shape, jnp.float32),
-    )
-    kept = jnp.minimum(num_tiles, layout.kept)
-    if layout.kept:
-        grads = jax.lax.fori_loop(0, kept, functools.partial(body, True), grads)
-    if layout.kept * layout.tile < hidden.shape[0]:
-        again = functools.partial(body, False)
+    def add(kept: bool, index: Array, carry: tuple[Array, Array]) -> Any:
+        chosen, d_rows, d_weight = tile(kept, index)
+        return carry[0].at[chosen].set(d_rows, mode="drop"), carry[1] + d_weight
+
+    # The first tile begins the sum: zeros of the size of the vocabulary to add it to
+    # would take longer to write than many a tile.
+    chosen, d_rows, d_weight = tile(layout.kept > 0, jnp.int32(0))
+    d_hidden = jnp.zeros(hidden.shape, jnp.float32)
+    grads = (d_hidden.at[chosen].set(d_rows, mode="drop"), d_weight)
+    kept = jnp.clip(layout.kept, 1, num_tiles)
+    if layout.kept > 1:
+        grads = jax.lax.fori_loop(1, kept, functools.partial(add, True), grads)
+    if max(layout.kept, 1) * layout.tile < hidden.shape[0]:
+        again = functools.partial(add, False)
         grads = jax.lax.fori_loop(kept, num_tiles, again, grads)
     return grads
 
 
 def _tiles(mask: Array, tile: int) -> tuple[Array, Array]:
-    """Rows that count, in order, padded with an index out of range; number of tiles."""
+    """Rows that count, in order, padded with an index out of range; number of tiles.
+
+    One tile at least: where no row counts, one is computed from zeros.
+    """
     rows = mask.shape[0]
     count = mask.sum(dtype=jnp.int32)
     order = jnp.nonzero(mask, size=rows, fill_value=rows)[0].astype(jnp.int32)
     order = jnp.pad(order, (0, -rows % tile), constant_values=rows)
-    return order, (count + tile - 1) // tile
+    return order, jnp.maximum((count + tile - 1) // tile, 1)
 
 
 def _tile(order: Array, index: Array, tile: int) -> Array:
