@@ -63,7 +63,7 @@ class Options:
     shape: Literal["tiny", "small"] = "small"
     json: Path | None = None
     repeats: int = 5
-    microbatch_rows: int = 16
+    microbatch_rows: int = 8
     remat: Literal["none", "dots", "full"] = "none"
     dtype: Literal["float32", "bfloat16"] = "float32"
 

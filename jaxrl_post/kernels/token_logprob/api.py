@@ -23,9 +23,6 @@ Implementation = Literal["xla", "reference"]
 
 # Bytes of one tile of float32 logits on one device.
 TILE_BYTES = 64 * 2**20
-# Bytes of logits that the forward pass leaves to the backward pass on one device, which
-# computes the others again.
-KEPT_BYTES = 256 * 2**20
 
 
 def token_logprob(
@@ -41,9 +38,9 @@ def token_logprob(
 ) -> TokenLogprob:
     """log softmax(hidden unembedding^T / temperature)[target], without all the logits.
 
-    Memory is one tile of logits in both passes and a bounded number of tiles between
-    them, and work is proportional to the rows that `mask` keeps. Differentiable in
-    `hidden` and `unembedding`, through log-prob and entropy both.
+    Memory is one tile of logits, in both passes and between them, and work is
+    proportional to the rows that `mask` keeps. Differentiable in `hidden` and
+    `unembedding`, through log-prob and entropy both.
 
     Args:
         hidden: states that predict `targets`, any float dtype.
@@ -132,9 +129,7 @@ def _plan(
         vocab = tuple(axis for axis in _names(vocab_spec[0]) if axis not in batch)
     columns = weight_shape[0] // math.prod(mesh.shape[axis] for axis in vocab)
     tile = max(8, min(TILE_BYTES // (4 * columns), 1024) // 8 * 8)
-    rows = math.prod(batch_shape) // math.prod(mesh.shape[axis] for axis in batch)
-    kept = min(-(-rows // tile), KEPT_BYTES // (4 * tile * columns))
-    layout = xla.Layout(tile, vocab_size, float(temperature), vocab, kept)
+    layout = xla.Layout(tile, vocab_size, float(temperature), vocab)
     return _Plan((layout, batch, vocab, sharded))
 
 
@@ -146,9 +141,6 @@ def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _fused(
     plan: _Plan, hidden: Array, weight: Array, targets: Array, mask: Array
 ) -> tuple[Array, Array]:
-    layout, *where = plan
-    # No backward pass follows.
-    plan = _Plan((layout._replace(kept=0), *where))
     return _fused_forward(plan, hidden, weight, targets, mask)[0]
 
 
@@ -173,7 +165,7 @@ def _fused_forward(
         local = jax.shard_map(
             local,
             in_specs=(P(batch), P(vocab), P(batch), P(batch)),
-            out_specs=(P(batch), P(batch), P(batch), P(batch, None, vocab)),
+            out_specs=(P(batch), P(batch), P(batch), P(batch, vocab)),
             check_vma=False,
         )
     logprob, entropy, normalizer, logits = local(hidden, weight, targets, mask)
@@ -209,7 +201,7 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
     if sharded:
         local = jax.shard_map(
             local,
-            in_specs=(P(batch, None, vocab), P(batch), P(vocab), *(P(batch),) * 6),
+            in_specs=(P(batch, vocab), P(batch), P(vocab), *(P(batch),) * 6),
             out_specs=(P(batch), P(vocab)),
             check_vma=False,
         )

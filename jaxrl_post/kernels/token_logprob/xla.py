@@ -1,17 +1,16 @@
-"""Row tiles: logits of one tile are in memory at a time, and a bounded number more.
+"""Row tiles: logits of one tile are in memory at a time.
 
 Rows that the mask leaves out cost nothing: the rows that count are gathered into tiles,
 and the number of tiles is decided at run time. Over a sharded vocabulary each device
 works on its own columns and the tiles' statistics are summed across `axes`. The forward
-pass leaves the logits of the first tiles to the backward pass, as many as `Layout.kept`
-says; those of further tiles are computed again.
+pass leaves the logits of the first tile to the backward pass, which computes those of
+further tiles again.
 
 Backward, with p = softmax(z), z = h W^T / temperature, H the entropy, and g, e the
 cotangents of log-prob and entropy: dz = g (onehot - p) - e p (log p + H).
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +29,12 @@ class Layout(NamedTuple):
         vocab_size: columns that exist; those from there on are padding.
         temperature: divides the logits.
         axes: mesh axes over which the vocabulary is split, none where it is whole.
-        kept: tiles whose logits the forward pass leaves to the backward pass.
     """
 
     tile: int
     vocab_size: int
     temperature: float
     axes: tuple[str, ...] = ()
-    kept: int = 0
 
 
 class Residuals(NamedTuple):
@@ -46,7 +43,7 @@ class Residuals(NamedTuple):
     Attributes:
         normalizer: log sum exp of the logits, [rows].
         entropy: [rows].
-        logits: of the first tiles, [kept, tile, columns].
+        logits: of the first tile, [tile, columns].
     """
 
     normalizer: Array
@@ -61,24 +58,22 @@ def forward(
     rows = hidden.shape[0]
     order, num_tiles = _tiles(mask, layout.tile)
 
-    def body(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        *by_row, kept = carry
+    def tile(index: Array, by_row: tuple[Array, ...]) -> tuple[tuple, Array]:
         chosen = _tile(order, index, layout.tile)
         logits, first = _logits(_take(hidden, chosen), weight, layout)
-        if layout.kept:
-            kept = kept.at[index].set(logits, mode="drop")
         stats = _statistics(logits, _take(targets, chosen) - first, layout)
-        return *(
+        by_row = tuple(
             array.at[chosen].set(value, mode="drop")
             for array, value in zip(by_row, stats, strict=True)
-        ), kept
+        )
+        return by_row, logits
 
     zeros = jnp.zeros((rows,), jnp.float32)
-    # Not zeros: nobody reads what no tile has written.
-    kept = jnp.empty((layout.kept, layout.tile, weight.shape[0]), jnp.float32)
-    target, normalizer, entropy, kept = jax.lax.fori_loop(
-        0, num_tiles, body, (zeros, zeros, zeros, kept)
-    )
+    by_row, kept = tile(jnp.int32(0), (zeros, zeros, zeros))
+    if rows > layout.tile:
+        further = lambda index, by_row: tile(index, by_row)[0]  # noqa: E731
+        by_row = jax.lax.fori_loop(1, num_tiles, further, by_row)
+    target, normalizer, entropy = by_row
     return target - normalizer, entropy, Residuals(normalizer, entropy, kept)
 
 
@@ -100,13 +95,12 @@ def backward(
     row_of_tile = jnp.arange(layout.tile, dtype=jnp.int32)
     _, first = _columns(weight, layout)
 
-    def tile(kept: bool, index: Array) -> tuple[Array, Array, Array]:
+    def tile(index: Array, logits: Array) -> tuple[Array, Array, Array]:
         """Rows of a tile, and what they give to the two gradients."""
         chosen = _tile(order, index, layout.tile)
         inputs = _take(hidden, chosen)
         target, normalizer, entropy, g, e = (_take(array, chosen) for array in by_row)
         # Rows that fill up the last tile read zeros, also as g and e: no influence.
-        logits = residuals.logits[index] if kept else _logits(inputs, weight, layout)[0]
         log_p = logits - normalizer[:, None]
         spread = g[:, None] + e[:, None] * (log_p + entropy[:, None])
         d_logits = jnp.exp(log_p) * (-spread / layout.temperature)
@@ -123,22 +117,18 @@ def backward(
         )
         return chosen, d_rows, d_weight
 
-    def add(kept: bool, index: Array, carry: tuple[Array, Array]) -> Any:
-        chosen, d_rows, d_weight = tile(kept, index)
+    def add(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        inputs = _take(hidden, _tile(order, index, layout.tile))
+        chosen, d_rows, d_weight = tile(index, _logits(inputs, weight, layout)[0])
         return carry[0].at[chosen].set(d_rows, mode="drop"), carry[1] + d_weight
 
     # The first tile begins the sum: zeros of the size of the vocabulary to add it to
-    # would take longer to write than many a tile.
-    chosen, d_rows, d_weight = tile(layout.kept > 0, jnp.int32(0))
-    d_hidden = jnp.zeros(hidden.shape, jnp.float32)
-    grads = (d_hidden.at[chosen].set(d_rows, mode="drop"), d_weight)
-    kept = jnp.clip(layout.kept, 1, num_tiles)
-    if layout.kept > 1:
-        grads = jax.lax.fori_loop(1, kept, functools.partial(add, True), grads)
-    if max(layout.kept, 1) * layout.tile < hidden.shape[0]:
-        again = functools.partial(add, False)
-        grads = jax.lax.fori_loop(kept, num_tiles, again, grads)
-    return grads
+    # would take longer to write than many a tile to compute.
+    chosen, d_rows, d_weight = tile(jnp.int32(0), residuals.logits)
+    d_hidden = jnp.zeros(hidden.shape, jnp.float32).at[chosen].set(d_rows, mode="drop")
+    if hidden.shape[0] <= layout.tile:
+        return d_hidden, d_weight
+    return jax.lax.fori_loop(1, num_tiles, add, (d_hidden, d_weight))
 
 
 def _tiles(mask: Array, tile: int) -> tuple[Array, Array]:
