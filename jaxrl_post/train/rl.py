@@ -23,7 +23,7 @@ from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.buffer import GroupBuffer
 from jaxrl_post.rollout.machine import Limits
 from jaxrl_post.rollout.runner import Runner
-from jaxrl_post.rollout.types import Group
+from jaxrl_post.rollout.types import Group, Rollout
 from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
 from jaxrl_post.train.config import (
     AlgorithmConfig,
@@ -94,12 +94,14 @@ class Evaluation:
     """Held-out tasks, answered greedily.
 
     Attributes:
-        accuracy: mean reward, in the environment's units.
+        accuracy: mean reward of those that could be judged, in the environment's units.
+        failed: answers that could not.
         groups: one of one rollout a task.
         seconds: that it took.
     """
 
     accuracy: float
+    failed: int
     groups: list[Group]
     seconds: float
 
@@ -176,7 +178,12 @@ class Trainer:
         return publish(self.engine, self.state.params, int(self.state.step))
 
     def evaluate(self) -> Evaluation:
-        """Answers the held-out tasks greedily. Leaves no trace in the training."""
+        """Answers the held-out tasks greedily. Leaves no trace in the training.
+
+        Raises:
+            FailedRolloutsError: too many could not be judged.
+            RolloutTimeoutError: they took too long.
+        """
         begin = time.perf_counter()
         tasks = self._tasks["eval"]
         count = min(self.config.eval.num_tasks, len(tasks))
@@ -186,9 +193,10 @@ class Trainer:
         groups = self.runner.run(self.publish(), numbered, 1, sampling)
         # Its time is its own, not the next step's.
         self.runner.seconds.update(spent)
-        rewards = [float(group.rewards[0]) for group in groups]
+        rewards = self._judged([group.rollouts[0] for group in groups], "evaluation")
         seconds = time.perf_counter() - begin
-        return Evaluation(float(np.mean(rewards)), groups, seconds)
+        failed = len(groups) - len(rewards)
+        return Evaluation(float(np.mean(rewards)), failed, groups, seconds)
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint holds beside arrays and the iterator: JSON values."""
@@ -293,21 +301,11 @@ class Trainer:
         rollouts = [r for group in sampled for r in group.rollouts]
         if not rollouts:
             return {}
-        failed = [r for r in rollouts if r.reward is None]
-        share = len(failed) / len(rollouts)
-        # From failed rollouts alone nothing is learned, whatever share is allowed.
-        if share > self.config.rollout.max_failed_share or share == 1:
-            raise FailedRolloutsError(
-                f"step {number}: {len(failed)} of {len(rollouts)} rollouts failed; "
-                "--rollout.max-failed-share allows a share of "
-                f"{self.config.rollout.max_failed_share:g}, and never all of them. "
-                f"The first: {failed[0].error}"
-            )
-        rewards = [r.reward for r in rollouts if r.reward is not None]
+        rewards = self._judged(rollouts, f"step {number}")
         metrics = {
             "reward/mean": float(np.mean(rewards)),
             "reward/std": float(np.std(rewards)),
-            "rollout/failed": float(len(failed)),
+            "rollout/failed": float(len(rollouts) - len(rewards)),
             "rollout/groups_with_spread": float(
                 np.mean([group.has_spread for group in sampled])
             ),
@@ -316,6 +314,20 @@ class Trainer:
             values = [r.metrics[name] for r in rollouts if name in r.metrics]
             metrics[f"env/{name}"] = float(np.mean(values))
         return metrics
+
+    def _judged(self, rollouts: Sequence[Rollout], where: str) -> list[float]:
+        """The rewards of those that did not fail."""
+        failed = [r for r in rollouts if r.reward is None]
+        share = len(failed) / len(rollouts)
+        allowed = self.config.rollout.max_failed_share
+        # From failed rollouts alone nothing is learned, whatever share is allowed.
+        if share > allowed or share == 1:
+            raise FailedRolloutsError(
+                f"{where}: {len(failed)} of {len(rollouts)} rollouts failed; "
+                f"--rollout.max-failed-share allows a share of {allowed:g}, and never "
+                f"all of them. The first: {failed[0].error}"
+            )
+        return [r.reward for r in rollouts if r.reward is not None]
 
     def _update(
         self, sequences: list[packing.Sequence], number: int

@@ -459,7 +459,11 @@ def _print_layout(console: Console, trainer: Trainer) -> None:
 
 
 def _evaluated(evaluation: Evaluation) -> dict[str, float]:
-    return {ACCURACY: evaluation.accuracy, "time/eval": evaluation.seconds}
+    return {
+        ACCURACY: evaluation.accuracy,
+        "eval/failed": float(evaluation.failed),
+        "time/eval": evaluation.seconds,
+    }
 
 
 def _samples(split: Any, groups: Sequence[Group], count: int) -> list[Sample]:

@@ -253,6 +253,29 @@ def test_an_evaluation_leaves_no_trace(coin, judges):
     assert all("eval" in group.rollouts[0].prompt_text for group in one.groups)
 
 
+def test_answers_that_cannot_be_judged_are_no_zeros_of_an_evaluation(coin):
+    for broken in range(5, 40, 5):
+        environment = coin.Coin(broken=broken)
+        config = changed("rollout", max_failed_share=0.9)
+        with WorkerPool(environment) as judges:
+            found = make_trainer(environment, judges, config).evaluate()
+        judged = [g.rollouts[0].reward for g in found.groups if g.valid[0]]
+        if found.failed:
+            break
+    assert 0 < found.failed == len(found.groups) - len(judged)
+    assert found.accuracy == pytest.approx(np.mean(judged))
+
+
+def test_an_evaluation_that_fails_stops_the_run(coin):
+    environment = coin.Coin(broken=40)
+    with WorkerPool(environment) as judges:
+        trainer = make_trainer(environment, judges)
+        with pytest.raises(
+            rl.FailedRolloutsError, match=r"evaluation: 6 of 6 rollouts failed; --roll"
+        ):
+            trainer.evaluate()
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
 def test_every_algorithm_of_the_configuration_is_made(name):
     plain = rl.make_algorithm(AlgorithmConfig(name=name), 4)
