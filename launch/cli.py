@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -51,6 +51,7 @@ def main(
     program: str,
     description: str,
     errors: tuple[type[Exception], ...],
+    recipes: Mapping[str, Callable[[], Any]] = {},
     arguments: list[str] | None = None,
 ) -> int:
     """Runs a training program, which Ctrl-C stops at the end of a step.
@@ -62,6 +63,7 @@ def main(
         program: as in `call`.
         description: as in `call`.
         errors: as in `call`.
+        recipes: as in `call`.
         arguments: as in `call`.
 
     Returns:
@@ -88,6 +90,7 @@ def main(
         program=program,
         description=description,
         errors=errors,
+        recipes=recipes,
         arguments=arguments,
     )
 
@@ -99,6 +102,7 @@ def call(
     program: str,
     description: str,
     errors: tuple[type[Exception], ...],
+    recipes: Mapping[str, Callable[[], Any]] = {},
     arguments: list[str] | None = None,
 ) -> int:
     """Reads options, runs, and says how it ended.
@@ -110,6 +114,7 @@ def call(
         program: for messages, such as "launch.grpo".
         description: for --help.
         errors: those whose message is all that a person needs.
+        recipes: other configurations to start from, by name.
         arguments: default sys.argv.
 
     Returns:
@@ -118,7 +123,7 @@ def call(
     arguments = sys.argv[1:] if arguments is None else arguments
     console = Console(soft_wrap=True)
     try:
-        config = read_options(default, arguments, program, description)
+        config = read_options(default, arguments, program, description, recipes)
         _quiet_compiler_logs()
         command = f"python -m {program} {shlex.join(arguments)}".strip()
         run(config, console=console, command=command)
@@ -132,43 +137,55 @@ def call(
 
 
 def read_options[Config](
-    default: Config, arguments: list[str], program: str, description: str
+    default: Config,
+    arguments: list[str],
+    program: str,
+    description: str,
+    recipes: Mapping[str, Callable[[], Config]] = {},
 ) -> Config:
-    """Applies `--config FILE`, then the other options, to a default configuration.
+    """Applies `--recipe NAME`, `--config FILE`, then the other options, to a default.
 
     Raises:
-        ValueError: FILE cannot be read, has a key that the configuration lacks, or a
-            value of the wrong type.
+        ValueError: there is no such recipe; FILE cannot be read, has a key that the
+            configuration lacks, or a value of the wrong type.
     """
-    file, rest = _config_file(arguments)
+    rest = arguments
+    description += "\n\n"
+    if recipes:
+        names = ", ".join(recipes)
+        name, rest = _take(rest, "--recipe")
+        if name is not None and name not in recipes:
+            raise ValueError(f"--recipe: there is no {name!r}; there are {names}")
+        default = default if name is None else recipes[name]()
+        description += f"--recipe NAME starts from another configuration: {names}. "
+    file, rest = _take(rest, "--config")
     if file is not None:
-        default = from_json(default, _read(file), where=str(file))
+        default = from_json(default, _read(Path(file)), where=file)
     return tyro.cli(
         type(default),
         default=default,
         args=rest,
         prog=f"python -m {program}",
-        description=f"{description}\n\n"
-        "--config FILE reads a configuration that a run wrote (its config.json); "
-        "other options change it.",
+        description=f"{description}--config FILE reads a configuration that a run "
+        "wrote (its config.json). Other options change it.",
     )
 
 
-def _config_file(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """Takes --config out of the arguments; the rest is tyro's."""
-    rest, file, pending = [], None, False
+def _take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
+    """Takes an option out of the arguments; the rest is tyro's."""
+    rest, value, pending = [], None, False
     for argument in arguments:
         if pending:
-            file, pending = Path(argument), False
-        elif argument == "--config":
+            value, pending = argument, False
+        elif argument == option:
             pending = True
-        elif argument.startswith("--config="):
-            file = Path(argument.removeprefix("--config="))
+        elif argument.startswith(f"{option}="):
+            value = argument.removeprefix(f"{option}=")
         else:
             rest.append(argument)
     if pending:
-        raise ValueError("--config: needs a file")
-    return file, rest
+        raise ValueError(f"{option}: needs a value")
+    return value, rest
 
 
 def _read(file: Path) -> dict[str, Any]:

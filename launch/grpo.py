@@ -3,6 +3,7 @@
 import sys
 
 from launch import cli
+from launch.recipes.chain_sum import chain_sum
 from launch.recipes.demo import demo
 
 
@@ -18,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
         "RLOO. Without options it is the demo: from reward alone a small model learns "
         "to name the largest of three numbers.",
         errors=RUN_ERRORS,
+        recipes={"demo": demo, "chain_sum": chain_sum},
         arguments=arguments,
     )
 

@@ -23,7 +23,7 @@ def demo() -> RLConfig:
     return RLConfig(
         run_dir="runs/demo",
         env="arithmetic?level=0&slips=0.7",
-        steps=120,
+        steps=160,
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,

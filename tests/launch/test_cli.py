@@ -20,6 +20,7 @@ from jaxrl_post.train.run import Outcome
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
 from jaxrl_post.train.state import OptimizerConfig
 from launch import cli, grpo, sft
+from launch.recipes.chain_sum import chain_sum
 from launch.recipes.demo import demo
 
 
@@ -135,8 +136,22 @@ def test_a_bad_configuration_file_is_an_error(content, message, tmp_path):
 def test_a_missing_configuration_file_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"--config: cannot read .*nothing\.json"):
         options(f"--config={tmp_path}/nothing.json")
-    with pytest.raises(ValueError, match="--config: needs a file"):
+    with pytest.raises(ValueError, match="--config: needs a value"):
         options("--steps", "3", "--config")
+
+
+def test_a_recipe_is_where_options_start():
+    def chosen(*arguments):
+        recipes = {"demo": demo, "chain_sum": chain_sum}
+        return cli.read_options(demo(), [*arguments], "launch.grpo", "Trains.", recipes)
+
+    assert chosen() == chosen("--recipe", "demo") == demo()
+    changed = dataclasses.replace(chain_sum(), steps=7)
+    assert chosen("--recipe=chain_sum", "--steps", "7") == changed
+    with pytest.raises(ValueError, match="no 'chains'; there are demo, chain_sum"):
+        chosen("--recipe", "chains")
+    with pytest.raises(ValueError, match="--recipe: needs a value"):
+        chosen("--recipe")
 
 
 def test_a_whole_number_serves_as_float(tmp_path):

@@ -1,0 +1,36 @@
+"""A task of reasoning-gym, learned by a small model on two CPU cores in minutes.
+
+Sums and differences of two digits, in words: "State the final answer to the following
+arithmetic problem: 5 + 2 =". The warm start ends early, when the model gets somewhat
+less than half of them right; the rest it learns from the library's own scorer.
+"""
+
+from jaxrl_post.train.config import (
+    EvalConfig,
+    RLConfig,
+    RolloutConfig,
+    UpdateConfig,
+    WarmStartConfig,
+)
+from jaxrl_post.train.state import OptimizerConfig
+
+__all__ = ["chain_sum"]
+
+
+def chain_sum() -> RLConfig:
+    """`python -m launch.grpo --recipe chain_sum`; needs the extra `envs`."""
+    return RLConfig(
+        run_dir="runs/chain_sum",
+        env="reasoning-gym:chain_sum?max_terms=2&max_digits=1",
+        steps=350,
+        rollout=RolloutConfig(
+            prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=0, max_tokens=4
+        ),
+        update=UpdateConfig(row_tokens=64, microbatch_tokens=1024),
+        # The warm start's momentum is not carried over: smaller steps at first.
+        optimizer=OptimizerConfig(
+            learning_rate=3e-4, warmup_steps=20, schedule="linear", beta2=0.98
+        ),
+        eval=EvalConfig(every=50, num_tasks=200),
+        warm_start=WarmStartConfig(steps=110, examples_per_step=64, learning_rate=2e-3),
+    )
