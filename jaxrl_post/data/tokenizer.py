@@ -134,7 +134,10 @@ class Tokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def save(self, directory: str | Path) -> None:
-        """Writes tokenizer.json, tokenizer_config.json and the chat template."""
+        """Writes tokenizer.json, tokenizer_config.json and the chat template.
+
+        The stop ids go into generation_config.json, beside what it says already.
+        """
         directory = Path(directory)
         self.backend.save(str(directory / "tokenizer.json"))
         settings: dict[str, Any] = {
@@ -146,8 +149,9 @@ class Tokenizer:
             settings["chat_template"] = self.chat_template
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
-        generation = json.dumps({"eos_token_id": list(self.stop_ids)}, indent=2)
-        (directory / "generation_config.json").write_text(generation, encoding="utf-8")
+        file = directory / "generation_config.json"
+        generation = _read_json(file) | {"eos_token_id": list(self.stop_ids)}
+        file.write_text(json.dumps(generation, indent=2), encoding="utf-8")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -147,9 +147,7 @@ def run_rl(
             # can begin with it.
             _describe(directory, config, model, command)
             if model.preset:
-                models.save_pretrained(
-                    initial, model.config, model.params, tokenizer=model.tokenizer
-                )
+                _save(initial, model, model.params)
         trainer = _trainer(config, model, environment, judges, algorithm)
         _print_layout(console, trainer)
         return _rl_loop(
@@ -496,13 +494,14 @@ def _finish(
     saved = None
     if completed:
         saved = directory.path / "model"
-        # What an earlier end left: fewer steps, or a run that died before its report.
-        shutil.rmtree(saved, ignore_errors=True)
-        models.save_pretrained(
-            saved,
-            model.config,
-            state.params,
-            tokenizer=model.tokenizer,
-            source=model.source,
-        )
+        _save(saved, model, state.params)
     return Outcome(step, completed, saved, write_report(directory))
+
+
+def _save(target: Path, model: Model, params: PyTree) -> None:
+    """Writes a model over what an earlier end of the run left, whole or torn."""
+    for left in (target, *target.parent.glob(f".{target.name}.*")):
+        shutil.rmtree(left, ignore_errors=True)
+    models.save_pretrained(
+        target, model.config, params, tokenizer=model.tokenizer, source=model.source
+    )

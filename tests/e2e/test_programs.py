@@ -122,15 +122,19 @@ def test_gsm8k_with_a_model_directory(program, model, tmp_path):
     rows = GSM8K.read_bytes().splitlines(keepends=True)[:60]
     data = tmp_path / "train.jsonl"
     data.write_bytes(b"".join(rows) + b'{"question": "no answer"}\n')
+    checkpoint = shutil.copytree(model, tmp_path / "checkpoint")
+    generation = json.loads((checkpoint / "generation_config.json").read_text())
+    generation["temperature"] = 0.6
+    (checkpoint / "generation_config.json").write_text(json.dumps(generation))
     run = tmp_path / "run"
     process = program(
         "launch.grpo",
         *options(
-            run, model,
+            run, checkpoint,
             "--env=gsm8k",
             f"--data.path={data}",
             "--data.on-bad-row=skip",
-            "--rollout.max-prompt-tokens=1000",
+            "--rollout.max-prompt-tokens=0",
             "--rollout.max-tokens=8",
             "--rollout.samples-per-prompt=2",
             "--update.row-tokens=0",
@@ -143,6 +147,9 @@ def test_gsm8k_with_a_model_directory(program, model, tmp_path):
     assert f"{data}:61: no field 'answer'" in output
     assert sorted(metrics(run)) == [0, 1, 2]
     assert (run / "report.html").exists()
+    # What the trainer does not know of a checkpoint is in the trained one too.
+    saved = (run / "model" / "generation_config.json").read_text()
+    assert json.loads(saved) == generation
 
 
 @pytest.mark.slow
