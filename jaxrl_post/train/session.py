@@ -92,9 +92,18 @@ def make_environment(spec: str, data: DataConfig) -> Environment:
     """Makes an environment; `data` gives files to those that read some.
 
     Raises:
-        ConfigError: `data.path` for an environment without files, or none for gsm8k.
+        ConfigError: `data.path` for an environment without files, or none for gsm8k; a
+            module that the environment needs is not installed.
         ValueError: as `envs.make`.
     """
+    options = _file_options(spec, data)
+    try:
+        return envs.make(spec, options=options)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--env: {error}") from error
+
+
+def _file_options(spec: str, data: DataConfig) -> dict[str, str]:
     name = spec.partition("?")[0]
     if name != "gsm8k":
         for field in ("path", "eval_path"):
@@ -103,15 +112,15 @@ def make_environment(spec: str, data: DataConfig) -> Environment:
                     f"--data.{field}: the environment {name!r} reads no file; drop the "
                     "option, or use --env gsm8k"
                 )
-        return envs.make(spec)
+        return {}
     if data.path is None:
         raise ConfigError(
             "--data.path: gsm8k needs a JSONL file with the fields question and answer"
         )
-    options = {"path": data.path, "on_bad_row": data.on_bad_row}
+    options: dict[str, str] = {"path": data.path, "on_bad_row": data.on_bad_row}
     if data.eval_path is not None:
         options["eval_path"] = data.eval_path
-    return envs.make(spec, options=options)
+    return options
 
 
 def open_model(

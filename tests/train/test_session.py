@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 
@@ -60,6 +61,14 @@ def test_an_empty_split_is_an_empty_data_set(environment, split):
         ConfigError, match=rf"--env: arithmetic.* has no {split} tasks; the data set is"
     ):
         prompt_limit(environment, make_model().tokenizer, 99, "--option")
+
+
+def test_a_missing_library_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(
+        ConfigError, match=r"--env: ReasoningGym needs .* pip install 'jaxrl_post\[envs"
+    ):
+        make_environment("reasoning-gym:chain_sum", DataConfig())
 
 
 @pytest.mark.parametrize("field", ["path", "eval_path"])
