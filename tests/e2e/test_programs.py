@@ -66,7 +66,7 @@ def one_device(model, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp2,tp4", "dp2,fsdp2,tp2"])
+@pytest.mark.parametrize("mesh", ["dp2,tp4", "fsdp4,tp2", "dp2,fsdp2,tp2"])
 def test_a_mesh_trains_as_one_device_does(program, model, one_device, tmp_path, mesh):
     run = tmp_path / "run"
     output = ends(
