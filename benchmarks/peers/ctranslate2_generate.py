@@ -23,6 +23,8 @@ import sys
 import time
 from pathlib import Path
 
+from load import Load
+
 PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 8, 16, 64
 SHAPES = {
     "tiny": dict(vocab_size=512, hidden_size=256, intermediate_size=688,
@@ -32,30 +34,6 @@ SHAPES = {
                   num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
                   max_position_embeddings=4096),
 }  # fmt: skip
-
-
-class Load:
-    """CPU seconds of this process and of everything else on the machine."""
-
-    def __init__(self) -> None:
-        self.start = self.read()
-
-    @staticmethod
-    def read() -> tuple[float, float, float]:
-        with open("/proc/stat") as file:
-            fields = [int(field) for field in file.readline().split()[1:9]]
-        idle = fields[3] + fields[4]
-        busy = (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")
-        return time.perf_counter(), time.process_time(), busy
-
-    def report(self) -> dict[str, float]:
-        wall, own, busy = (b - a for a, b in zip(self.start, self.read(), strict=True))
-        cores = os.cpu_count() or 1
-        return {
-            "own_cores_used": own / wall,
-            "others_cores_used": max(0.0, busy - own) / wall,
-            "cores": cores,
-        }
 
 
 def build(shape: str, models: Path) -> None:

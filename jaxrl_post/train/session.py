@@ -47,6 +47,9 @@ PRESETS: Mapping[str, ModelConfig] = {
 # Texts from which a preset's tokenizer is learned.
 TOKENIZER_TEXTS = 2000
 
+# Tasks of a split whose prompts are measured before a run.
+MEASURED_TASKS = 10_000
+
 
 @dataclass(frozen=True)
 class Model:
@@ -194,16 +197,17 @@ def prompt_limit(
 ) -> int:
     """The most tokens that a prompt may have, checked before anything runs.
 
-    Looks at up to 10,000 tasks of each split.
+    Looks at the first tasks of each split, MEASURED_TASKS of them.
 
     Args:
         environment: whose tasks are rendered.
         tokenizer: of the model.
-        limit: 0 for the longest prompt that there is.
+        limit: 0 for the longest prompt that there is, where that many are all.
         option: of the limit, for errors.
 
     Raises:
-        ConfigError: an empty split, or a prompt of more than `limit` tokens.
+        ConfigError: an empty split, a prompt of more than `limit` tokens, or no limit
+            for more tasks than are looked at.
     """
     longest = 0
     for split in ("train", "eval"):
@@ -212,7 +216,14 @@ def prompt_limit(
             raise ConfigError(
                 f"--env: {environment.name} has no {split} tasks; the data set is empty"
             )
-        for index in range(min(len(tasks), 10_000)):
+        # A longer one, drawn later, would end the run in the middle.
+        if not limit and len(tasks) > MEASURED_TASKS:
+            raise ConfigError(
+                f"{option}: {environment.name} has {len(tasks):,} {split} tasks, and "
+                f"the longest prompt is looked for among {MEASURED_TASKS:,} at most; "
+                "give the option"
+            )
+        for index in range(min(len(tasks), MEASURED_TASKS)):
             size = len(chat.render(tokenizer, tasks[index].messages))
             if 0 < limit < size:
                 raise ConfigError(

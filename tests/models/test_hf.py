@@ -21,6 +21,7 @@ from jaxrl_post.models import (
 )
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
 from tests import tiny
+from tests.models.checkpoints import edit_config, edit_tensors
 from tests.tiny import BF16, F32
 
 LLAMA = ModelConfig(
@@ -45,19 +46,6 @@ def saved(tmp_path):
     """A checkpoint in one file."""
     save_pretrained(tmp_path / "llama", LLAMA, tiny.params(LLAMA))
     return tmp_path / "llama"
-
-
-def edit_config(directory, **changes):
-    path = directory / "config.json"
-    raw = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps(raw))
-
-
-def edit_tensors(directory, edit):
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    edit(tensors)
-    save_file(tensors, path)
 
 
 # Reading.

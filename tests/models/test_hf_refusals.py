@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from jaxrl_post.models import CheckpointError, load_pretrained, save_pretrained
 from tests import tiny
+from tests.models.checkpoints import edit_config, edit_tensors
 
 TIED = dataclasses.replace(tiny.CONFIG, tie_embeddings=True)
 
@@ -18,19 +18,6 @@ def saved(tmp_path):
     """A checkpoint in one file."""
     save_pretrained(tmp_path / "llama", tiny.CONFIG, tiny.shared())
     return tmp_path / "llama"
-
-
-def edit_config(directory, **changes):
-    path = directory / "config.json"
-    raw = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps(raw))
-
-
-def edit_tensors(directory, edit):
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    edit(tensors)
-    save_file(tensors, path)
 
 
 def test_no_checkpoint_at_all(tmp_path):
@@ -165,7 +152,7 @@ def test_a_missing_shard_is_named(split):
     "file",
     [
         "../secret.safetensors",
-        "/tmp/secret.safetensors",
+        "/elsewhere/secret.safetensors",
         "a/b.safetensors",
         "a\\b.safetensors",
         "..",

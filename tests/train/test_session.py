@@ -9,6 +9,7 @@ import pytest
 from jaxrl_post.envs import Message, Task, TaskSequence
 from jaxrl_post.envs.arithmetic import Arithmetic
 from jaxrl_post.sharding import MeshError
+from jaxrl_post.train import session
 from jaxrl_post.train.config import ConfigError, DataConfig
 from jaxrl_post.train.session import (
     make_environment,
@@ -50,6 +51,16 @@ def test_without_a_limit_the_longest_prompt_is_measured():
     tokenizer = make_model().tokenizer
     size = len(tokenizer.encode("1+1=", special=True))
     assert prompt_limit(Prompts(), tokenizer, 0, "--option") == size
+
+
+def test_more_tasks_than_are_measured_need_a_limit(monkeypatch):
+    monkeypatch.setattr(session, "MEASURED_TASKS", 1)
+    tokenizer = make_model().tokenizer
+    assert prompt_limit(Prompts(), tokenizer, 99, "--option") == 99
+    with pytest.raises(
+        ConfigError, match=r"--option: .* has 2 train tasks, .* 1 at most; give the op"
+    ):
+        prompt_limit(Prompts(), tokenizer, 0, "--option")
 
 
 @pytest.mark.parametrize(
