@@ -206,9 +206,12 @@ class Checkpoints:
         what = (
             "the last checkpoint" if step is None else f"the checkpoint of step {step}"
         )
+        # Of the disk: Orbax counts a step from the moment its save begins.
+        whole = [int(p.name) for p in self.directory.iterdir() if p.name.isdigit()]
         return CheckpointError(
             f"checkpoint: {what} could not be written to {self.directory}: {error}. "
-            f"Step {self.latest()} is whole; free space there and run again to resume"
+            f"Step {max(whole, default=None)} is whole; free space there and run again "
+            "to resume"
         )
 
 
