@@ -65,6 +65,9 @@ class TokenBatch:
             parameters at the start of this batch's updates. None means that the batch
             gets one update, so that they equal the policy's own.
         reference_logprobs: float32 [rows, length] or None, under the reference policy.
+        values: float32 [rows, length] or None: what the critic expected before the
+            token was sampled, at the start of this batch's updates.
+        returns: float32 [rows, length] or None: what the critic should have said.
         versions: int32 [rows, length], version of the parameters that sampled the token
             (-1 where the policy did not produce it).
     """
@@ -78,6 +81,8 @@ class TokenBatch:
     versions: Int[HostOrDevice, "rows length"]
     proximal_logprobs: Float[HostOrDevice, "rows length"] | None = None
     reference_logprobs: Float[HostOrDevice, "rows length"] | None = None
+    values: Float[HostOrDevice, "rows length"] | None = None
+    returns: Float[HostOrDevice, "rows length"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

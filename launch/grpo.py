@@ -9,7 +9,8 @@ from launch.recipes.demo import demo
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    from jaxrl_post.train.run import RUN_ERRORS, run_rl
+    from jaxrl_post.train.online import run_rl
+    from jaxrl_post.train.run import RUN_ERRORS
 
     return cli.main(
         demo(),

@@ -8,7 +8,8 @@ from launch import cli
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    from jaxrl_post.train.run import RUN_ERRORS, run_sft
+    from jaxrl_post.train.offline import run_sft
+    from jaxrl_post.train.run import RUN_ERRORS
 
     return cli.main(
         SFTConfig(),

@@ -1,7 +1,21 @@
 """Named algorithms: compositions of `jaxrl_post.losses` behind one contract."""
 
-from jaxrl_post.algorithms import terms
-from jaxrl_post.algorithms.objective import Algorithm, Objective, PolicyTerm, compose
+from jaxrl_post.algorithms import (
+    corrections,
+    dialects,
+    preference,
+    supervised,
+    terms,
+)
+from jaxrl_post.algorithms.objective import (
+    Algorithm,
+    Corrected,
+    Correction,
+    Objective,
+    PolicyTerm,
+    Predictions,
+    compose,
+)
 from jaxrl_post.algorithms.policy_gradient import (
     cispo,
     dapo,
@@ -10,17 +24,41 @@ from jaxrl_post.algorithms.policy_gradient import (
     gspo,
     rloo,
 )
+from jaxrl_post.algorithms.token_credit import (
+    distillation,
+    ppo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    shared_backbone,
+)
+from jaxrl_post.algorithms.variants import dppo, gmpo, max_rl, sapo
 
 __all__ = [
     "Algorithm",
+    "Corrected",
+    "Correction",
     "Objective",
     "PolicyTerm",
+    "Predictions",
     "cispo",
     "compose",
+    "corrections",
     "dapo",
+    "dialects",
+    "distillation",
+    "dppo",
     "dr_grpo",
+    "gmpo",
     "grpo",
     "gspo",
+    "max_rl",
+    "ppo",
+    "preference",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
     "rloo",
+    "sapo",
+    "shared_backbone",
+    "supervised",
     "terms",
 ]

@@ -1,32 +1,57 @@
 """The contract between an algorithm and a train step, and how one is composed.
 
-An `Algorithm` is two pure functions. `advantages` turns the rewards of groups into one
-number a sample, before the batch is packed. `objective` turns the policy's log-probs
-and a `TokenBatch` into a loss and metrics; the train step differentiates `loss.sum` on
-each microbatch, adds the gradients, and divides by the pooled `loss.count`.
+An `Algorithm` is a few pure functions. `advantages` turns the rewards of groups into
+one number a sample, before the batch is packed. `credit`, where there is one, turns
+those numbers into one a token, once the batch is packed and scored. `objective` turns
+the model's predictions and a `TokenBatch` into a loss and metrics; the train step
+differentiates `loss.sum` on each microbatch, adds the gradients, and divides by the
+pooled `loss.count`.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.losses import correction, diagnostics, kl
+from jaxrl_post.losses import diagnostics, entropy, kl
 from jaxrl_post.losses.sequences import in_sequence
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.types import Array, Bool, Float, Int, TokenBatch
 
 __all__ = [
     "Algorithm",
+    "Corrected",
+    "Correction",
     "KlEstimator",
+    "Mask",
     "Objective",
+    "PerToken",
     "PolicyLoss",
     "PolicyTerm",
+    "Predictions",
     "Reduction",
+    "SegmentIds",
     "compose",
+    "raise_early",
 ]
+
+
+class Predictions(NamedTuple):
+    """What a model says about the tokens of a batch, differentiable; [rows, length].
+
+    Attributes:
+        logprobs: float32 log-probs (nats) of the tokens where the loss mask is True, 0
+            elsewhere; None of a model without a vocabulary.
+        entropy: float32, of the distributions from which they come (nats); None where
+            nobody computed it.
+        values: float32, what the value head says after each token; None without one.
+    """
+
+    logprobs: Any = None
+    entropy: Any = None
+    values: Any = None
 
 
 class Objective(NamedTuple):
@@ -42,22 +67,30 @@ class Objective(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """A policy-optimisation algorithm as two pure functions.
+    """A policy-optimisation algorithm as pure functions.
 
     Attributes:
         advantages: (rewards [groups, samples], valid [groups, samples]) to advantages
             [groups, samples], 0 where `valid` is False.
-        objective: (policy_logprobs [rows, length], batch) to an `Objective`. The
-            log-probs are aligned as the batch's are and differentiable.
-        needs_reference: whether `objective` reads `batch.reference_logprobs`.
+        objective: (predictions, batch) to the policy's `Objective`.
+        needs_reference: whether `batch.reference_logprobs` is read.
+        credit: a packed batch to the same batch with an advantage a token, and the
+            critic's `returns` where there is a critic. It sees the batch of all of a
+            step's updates at once, with each sequence's advantage on all of its
+            tokens, and log-probs and `values` from before the first update. None
+            leaves every token its sequence's advantage.
+        value_objective: (predictions, batch) to the critic's `Objective`; None for an
+            algorithm without a critic.
     """
 
     advantages: Callable[
         [Float[Array, "groups samples"], Bool[Array, "groups samples"]],
         Float[Array, "groups samples"],
     ]
-    objective: Callable[[Float[Array, "rows length"], TokenBatch], Objective]
+    objective: Callable[[Predictions, TokenBatch], Objective]
     needs_reference: bool
+    credit: Callable[[TokenBatch], TokenBatch] | None = None
+    value_objective: Callable[[Predictions, TokenBatch], Objective] | None = None
 
 
 class PolicyTerm(NamedTuple):
@@ -68,12 +101,27 @@ class PolicyTerm(NamedTuple):
         ratio: float32 [rows, length], policy / proximal as the method defines it.
         clip_fraction_low: fraction of tokens at the method's lower clip.
         clip_fraction_high: fraction of tokens at the method's upper clip.
+        metrics: further ones, by name; None for none.
     """
 
     loss: Float[Array, "rows length"]
     ratio: Float[Array, "rows length"]
     clip_fraction_low: Metric
     clip_fraction_high: Metric
+    metrics: dict[str, Metric] | None = None
+
+
+class Corrected(NamedTuple):
+    """How much the tokens that the sampler drew are worth to the policy.
+
+    Attributes:
+        weights: float32 [rows, length], >= 0, without gradient; 0 drops a token from
+            the sum and not from the count.
+        metrics: by name.
+    """
+
+    weights: Float[Array, "rows length"]
+    metrics: dict[str, Metric]
 
 
 type PerToken = Float[Array, "rows length"]
@@ -81,6 +129,7 @@ type Mask = Bool[Array, "rows length"]
 type SegmentIds = Int[Array, "rows length"]
 
 type PolicyLoss = Callable[[PerToken, PerToken, PerToken, Mask, SegmentIds], PolicyTerm]
+type Correction = Callable[[PerToken, PerToken, Mask, SegmentIds], Corrected]
 type Reduction = Callable[[PerToken, Mask, SegmentIds], Metric]
 type KlEstimator = Callable[[PerToken, PerToken, Mask], PerToken]
 
@@ -95,21 +144,25 @@ def compose(
     reduction: Reduction,
     kl_coefficient: float,
     kl_estimator: KlEstimator,
-    importance_cap: float | None,
+    correction: Correction | None,
+    anchor: Literal["proximal", "behavior"] = "proximal",
+    entropy_coefficient: float = 0.0,
+    accept_k1_loss: bool = False,
 ) -> Algorithm:
     """Builds an algorithm from its parts.
 
-    loss = reduction_t(min(proximal_t / behavior_t, importance_cap) policy_loss_t
-                       + kl_coefficient kl_estimator_t)
+    loss = reduction_t(correction_t policy_loss_t
+                       + kl_coefficient kl_estimator_t
+                       - entropy_coefficient entropy_t)
 
-    Both terms pass through one reduction, so they share one denominator. A batch
+    All terms pass through one reduction, so they share one denominator. A batch
     without proximal log-probs gets one update, whose ratio is exactly 1.
 
     Metrics: policy/ratio, policy/clip_fraction_low, policy/clip_fraction_high,
     policy/kl_to_proximal (KL(proximal || policy)), mismatch/token_mult_prob_error and
-    mismatch/kl (KL(behavior || proximal)); with a cap correction/weight (truncated),
-    correction/truncated_fraction and correction/ess; and with reference log-probs
-    policy/kl_to_reference (KL(policy || reference)). All KLs are k3, in nats a token.
+    mismatch/kl (KL(behavior || proximal)); those of the correction; and with reference
+    log-probs policy/kl_to_reference (KL(policy || reference)). All KLs are k3, in nats
+    a token.
 
     Args:
         advantages: as `Algorithm.advantages`.
@@ -119,15 +172,25 @@ def compose(
         kl_coefficient: >= 0, weight of the KL to the reference in the loss.
         kl_estimator: (policy_logprobs, reference_logprobs, mask) to values per token;
             `kl.k2`, `kl.k3`, `kl.k3_plus`, or a `functools.partial` of one with clamps.
-        importance_cap: > 0, the cap of the token-level truncated importance weights
-            that correct the sampler's mismatch; None for no correction.
+        correction: (proximal_logprobs, behavior_logprobs, mask, segment_ids) to a
+            `Corrected`, for what sampler and trainer disagree on; one of
+            `algorithms.corrections`, or None for none.
+        anchor: whose log-probs `policy_loss` gets beside the policy's. "behavior" are
+            the sampler's: the policy loss's ratio then is the correction as well.
+        entropy_coefficient: weight of the policy's entropy, which the loss then rewards
+            (> 0) or punishes (< 0).
+        accept_k1_loss: take `kl.k1` as the loss's estimator although its expected
+            gradient is zero, to reproduce a run that did.
 
     Returns:
         The algorithm.
 
     Raises:
-        ValueError: a hyperparameter is out of its range, or `kl_estimator` is `kl.k1`.
-            The objective raises it when it needs reference log-probs and has none.
+        ValueError: a hyperparameter is out of its range, `kl_estimator` is `kl.k1` and
+            `accept_k1_loss` False, or there is a correction beside the anchor
+            "behavior".
+            The objective raises it when it needs reference log-probs or an entropy and
+            has none.
 
     verl's GRPO, for example, is the mean over tokens with clamps in the KL:
 
@@ -141,34 +204,32 @@ def compose(
     ...     reduction=reduce.token_mean,
     ...     kl_coefficient=0.001,
     ...     kl_estimator=partial(kl.k3, max_value=10.0),
-    ...     importance_cap=None,
+    ...     correction=None,
     ... )
     >>> algorithm.needs_reference
     True
     """
     if kl_coefficient < 0:
         raise ValueError(f"kl_coefficient must be >= 0, got {kl_coefficient}")
-    _refuse_k1(kl_estimator)
+    if not accept_k1_loss:
+        _refuse_k1(kl_estimator)
+    _check_anchor(anchor, correction)
 
-    def objective(
-        policy_logprobs: Float[Array, "rows length"], batch: TokenBatch
-    ) -> Objective:
+    def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
+        policy_logprobs = predictions.logprobs
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         current = jax.lax.stop_gradient(policy_logprobs)
         proximal = batch.proximal_logprobs
         proximal = current if proximal is None else proximal
-        term = policy_loss(
-            policy_logprobs, proximal, batch.advantages, mask, batch.segment_ids
-        )
+        behavior, ids = batch.behavior_logprobs, batch.segment_ids
+        old = behavior if anchor == "behavior" else proximal
+        term = policy_loss(policy_logprobs, old, batch.advantages, mask, ids)
         per_token, metrics = term.loss, _policy_metrics(term, current, proximal, mask)
-        metrics |= _mismatch_metrics(proximal, batch.behavior_logprobs, mask)
-        if importance_cap is not None:
-            weights = correction.token_weights(proximal, batch.behavior_logprobs, mask)
-            capped = correction.truncated(weights, cap=importance_cap)
-            per_token = capped * per_token
-            metrics |= _correction_metrics(
-                weights, capped, mask, batch.segment_ids, importance_cap
-            )
+        metrics |= _mismatch_metrics(proximal, behavior, mask)
+        if correction is not None:
+            corrected = correction(proximal, behavior, mask, ids)
+            per_token = jax.lax.stop_gradient(corrected.weights) * per_token
+            metrics |= corrected.metrics
         if batch.reference_logprobs is not None:
             metrics["policy/kl_to_reference"] = diagnostics.approximate_kl(
                 current, batch.reference_logprobs, mask
@@ -177,11 +238,14 @@ def compose(
             reference = _require_reference(batch, kl_coefficient)
             penalty = kl_estimator(policy_logprobs, reference, mask)
             per_token = per_token + kl_coefficient * penalty
-        loss = reduction(per_token, mask, batch.segment_ids)
+        if entropy_coefficient:
+            bonus = _entropy_bonus(predictions, mask, entropy_coefficient)
+            per_token = per_token + bonus
+        loss = reduction(per_token, mask, ids)
         return Objective(loss, jax.tree.map(jax.lax.stop_gradient, metrics))
 
     algorithm = Algorithm(advantages, objective, kl_coefficient > 0)
-    _raise_early(algorithm)
+    raise_early(algorithm)
     return algorithm
 
 
@@ -196,6 +260,7 @@ def _policy_metrics(
         "policy/clip_fraction_low": term.clip_fraction_low,
         "policy/clip_fraction_high": term.clip_fraction_high,
         "policy/kl_to_proximal": diagnostics.approximate_kl(proximal, current, mask),
+        **(term.metrics or {}),
     }
 
 
@@ -212,20 +277,14 @@ def _mismatch_metrics(
     }
 
 
-def _correction_metrics(
-    weights: Float[Array, "rows length"],
-    capped: Float[Array, "rows length"],
-    mask: Bool[Array, "rows length"],
-    segment_ids: Int[Array, "rows length"],
-    cap: float,
-) -> dict[str, Metric]:
-    return {
-        "correction/weight": masked(capped, mask),
-        "correction/truncated_fraction": diagnostics.outside_fraction(
-            weights, mask, high=cap
-        ),
-        "correction/ess": diagnostics.effective_sample_size(capped, mask, segment_ids),
-    }
+def _check_anchor(anchor: str, correction: Correction | None) -> None:
+    if anchor not in ("proximal", "behavior"):
+        raise ValueError(f"anchor must be 'proximal' or 'behavior', got {anchor!r}")
+    if anchor == "behavior" and correction is not None:
+        raise ValueError(
+            f"correction must be None where anchor is 'behavior', got {correction}; "
+            "the policy's ratio to the sampler is the whole weight already"
+        )
 
 
 def _refuse_k1(estimator: KlEstimator) -> None:
@@ -237,7 +296,8 @@ def _refuse_k1(estimator: KlEstimator) -> None:
             "kl_estimator must be one whose gradient is that of a KL (kl.k2, kl.k3 or "
             "kl.k3_plus), got kl.k1: as a loss its expected gradient is zero, so it "
             "would add noise and no pull towards the reference; use kl.k1 as a metric "
-            "or as a penalty inside the reward"
+            "or as a penalty inside the reward. accept_k1_loss=True takes it all the "
+            "same"
         )
 
 
@@ -253,7 +313,18 @@ def _require_reference(
     return batch.reference_logprobs
 
 
-def _raise_early(algorithm: Algorithm) -> None:
+def _entropy_bonus(
+    predictions: Predictions, mask: Bool[Array, "rows length"], coefficient: float
+) -> Float[Array, "rows length"]:
+    if predictions.entropy is None:
+        raise ValueError(
+            "predictions.entropy must be given when entropy_coefficient is not 0, got "
+            f"None with entropy_coefficient {coefficient}"
+        )
+    return coefficient * entropy.entropy_bonus(predictions.entropy, mask)
+
+
+def raise_early(algorithm: Algorithm) -> None:
     """Traces the algorithm on one token, so that bad hyperparameters raise here.
 
     Each part checks its own when it is called, which would be at the first train step,
@@ -271,7 +342,13 @@ def _raise_early(algorithm: Algorithm) -> None:
             behavior_logprobs=zeros,
             versions=ids,
             reference_logprobs=zeros,
+            values=zeros,
         )
-        algorithm.objective(zeros, batch)
+        predictions = Predictions(zeros, zeros, zeros)
+        if algorithm.credit is not None:
+            batch = algorithm.credit(batch)
+        algorithm.objective(predictions, batch)
+        if algorithm.value_objective is not None:
+            algorithm.value_objective(predictions, batch)
 
     jax.eval_shape(one_token)

@@ -1,7 +1,7 @@
 """Policy-gradient algorithms that estimate advantages from groups of samples.
 
-Each is one composition of an advantage, a policy term and a reduction; a dialect of
-another framework is another composition (see `objective.compose`). Where they differ:
+Each is one composition of an advantage, a policy term and a reduction; `variants` has
+more of them, and `dialects` what other frameworks compose under these names:
 
     name     advantage        ratio     clip                 loss is the mean over
     grpo     group, over std  token     1 -+ 0.2             tokens, then sequences
@@ -15,7 +15,13 @@ another framework is another composition (see `objective.compose`). Where they d
 from functools import partial
 
 from jaxrl_post.algorithms import terms
-from jaxrl_post.algorithms.objective import Algorithm, KlEstimator, compose
+from jaxrl_post.algorithms.corrections import TRUNCATED
+from jaxrl_post.algorithms.objective import (
+    Algorithm,
+    Correction,
+    KlEstimator,
+    compose,
+)
 from jaxrl_post.losses import advantages, kl, reduce
 
 __all__ = ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "rloo"]
@@ -30,7 +36,8 @@ def grpo(
     epsilon: float = 1e-6,
     kl_coefficient: float = 0.0,
     kl_estimator: KlEstimator = kl.k3,
-    importance_cap: float | None = 2.0,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
 ) -> Algorithm:
     """Group Relative Policy Optimization.
 
@@ -45,7 +52,8 @@ def grpo(
         epsilon: >= 0, added to the group's standard deviation.
         kl_coefficient: >= 0, weight of the KL to the reference policy.
         kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
 
     Returns:
         The algorithm.
@@ -67,7 +75,8 @@ def grpo(
         reduction=reduce.sequence_mean_of_token_mean,
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
-        importance_cap=importance_cap,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
     )
 
 
@@ -78,7 +87,8 @@ def dr_grpo(
     clip_high: float = 0.2,
     kl_coefficient: float = 0.0,
     kl_estimator: KlEstimator = kl.k3,
-    importance_cap: float | None = 2.0,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
 ) -> Algorithm:
     """GRPO done right: without the divisions that bias it.
 
@@ -92,7 +102,8 @@ def dr_grpo(
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         kl_coefficient: >= 0, weight of the KL to the reference policy.
         kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
 
     Returns:
         The algorithm.
@@ -112,7 +123,8 @@ def dr_grpo(
         reduction=partial(reduce.constant_denominator, denominator=denominator),
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
-        importance_cap=importance_cap,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
     )
 
 
@@ -124,7 +136,8 @@ def dapo(
     epsilon: float = 1e-6,
     kl_coefficient: float = 0.0,
     kl_estimator: KlEstimator = kl.k3,
-    importance_cap: float | None = 2.0,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
 ) -> Algorithm:
     """Decoupled Clip and Dynamic sAmpling Policy Optimization, its loss.
 
@@ -138,7 +151,8 @@ def dapo(
         epsilon: >= 0, added to the group's standard deviation.
         kl_coefficient: >= 0, weight of the KL to the reference policy.
         kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
 
     Returns:
         The algorithm.
@@ -158,7 +172,8 @@ def dapo(
         reduction=reduce.token_mean,
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
-        importance_cap=importance_cap,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
     )
 
 
@@ -170,7 +185,8 @@ def gspo(
     epsilon: float = 1e-6,
     kl_coefficient: float = 0.0,
     kl_estimator: KlEstimator = kl.k3,
-    importance_cap: float | None = 2.0,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
 ) -> Algorithm:
     """Group Sequence Policy Optimization.
 
@@ -184,7 +200,8 @@ def gspo(
         epsilon: >= 0, added to the group's standard deviation.
         kl_coefficient: >= 0, weight of the KL to the reference policy.
         kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
 
     Returns:
         The algorithm.
@@ -206,7 +223,8 @@ def gspo(
         reduction=reduce.sequence_mean_of_token_mean,
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
-        importance_cap=importance_cap,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
     )
 
 
@@ -218,7 +236,8 @@ def cispo(
     epsilon: float = 1e-6,
     kl_coefficient: float = 0.0,
     kl_estimator: KlEstimator = kl.k3,
-    importance_cap: float | None = 2.0,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
 ) -> Algorithm:
     """Clipped Importance-Sampling Policy Optimization.
 
@@ -233,7 +252,8 @@ def cispo(
         epsilon: >= 0, added to the group's standard deviation.
         kl_coefficient: >= 0, weight of the KL to the reference policy.
         kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
 
     Returns:
         The algorithm.
@@ -255,7 +275,8 @@ def cispo(
         reduction=reduce.token_mean,
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
-        importance_cap=importance_cap,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
     )
 
 
@@ -263,7 +284,8 @@ def rloo(
     *,
     kl_coefficient: float = 0.0,
     kl_estimator: KlEstimator = kl.k3,
-    importance_cap: float | None = 2.0,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
 ) -> Algorithm:
     """REINFORCE with a leave-one-out baseline.
 
@@ -274,7 +296,8 @@ def rloo(
     Args:
         kl_coefficient: >= 0, weight of the KL to the reference policy.
         kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        importance_cap: > 0, cap of the sampler-mismatch weights; None for no weights.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
 
     Returns:
         The algorithm.
@@ -295,5 +318,6 @@ def rloo(
         reduction=reduce.sequence_mean_of_token_sum,
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
-        importance_cap=importance_cap,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
     )

@@ -4,14 +4,24 @@ Each function returns the `policy_loss` of `compose`. To write a method of one's
 write another, or pass one of these to `compose` with other parts.
 """
 
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
 from jaxrl_post.algorithms.objective import PolicyLoss, PolicyTerm
-from jaxrl_post.losses import diagnostics, policy, ratios
+from jaxrl_post.losses import diagnostics, policy, ratios, trust_region
+from jaxrl_post.metrics import masked
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
     "clipped_sequence_ratio",
     "clipped_token_ratio",
+    "divergence_masked_ratio",
+    "geometric_mean_ratio",
+    "opsm",
     "reinforce",
+    "soft_gated_ratio",
     "weighting_token_ratio",
 ]
 
@@ -29,7 +39,6 @@ def clipped_token_ratio(
     Returns:
         A policy loss for `compose`.
 
-    >>> import jax.numpy as jnp
     >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
     >>> term = clipped_token_ratio(clip_low=0.2, clip_high=0.28)
     >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
@@ -69,7 +78,6 @@ def clipped_sequence_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
     Returns:
         A policy loss for `compose`.
 
-    >>> import jax.numpy as jnp
     >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
     >>> term = clipped_sequence_ratio(clip_low=3e-4, clip_high=4e-4)
     >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
@@ -110,7 +118,6 @@ def weighting_token_ratio(*, ratio_low: float, ratio_high: float) -> PolicyLoss:
     Returns:
         A policy loss for `compose`.
 
-    >>> import jax.numpy as jnp
     >>> p, ones = jnp.full((1, 2), -0.5), jnp.ones((1, 2))
     >>> term = weighting_token_ratio(ratio_low=0.0, ratio_high=5.0)
     >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
@@ -146,13 +153,190 @@ def weighting_token_ratio(*, ratio_low: float, ratio_high: float) -> PolicyLoss:
     return policy_loss
 
 
+def geometric_mean_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
+    """GMPO: the geometric mean of a sequence's clipped token ratios.
+
+    The ratio that is shown, and clipped, is each token's.
+
+    Args:
+        clip_low: >= 0, in nats; the log-ratio is clipped at -clip_low.
+        clip_high: >= 0, in nats; the log-ratio is clipped at clip_high.
+
+    Returns:
+        A policy loss for `compose`.
+
+    >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
+    >>> term = geometric_mean_ratio(clip_low=0.4, clip_high=0.4)
+    >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
+    [[-1.0, -1.0]]
+    """
+
+    def policy_loss(
+        policy_logprobs: Float[Array, "rows length"],
+        proximal_logprobs: Float[Array, "rows length"],
+        advantages: Float[Array, "rows length"],
+        mask: Bool[Array, "rows length"],
+        segment_ids: Int[Array, "rows length"],
+    ) -> PolicyTerm:
+        arrays = (policy_logprobs, proximal_logprobs)
+        loss = policy.gmpo(
+            *arrays,
+            advantages,
+            mask,
+            segment_ids,
+            clip_low=clip_low,
+            clip_high=clip_high,
+        )
+        ratio = ratios.token_ratio(*arrays, mask)
+        low, high = 1 - math.exp(-clip_low), math.exp(clip_high) - 1
+        return _clipped(loss, ratio, advantages, mask, low, high)
+
+    return policy_loss
+
+
+def soft_gated_ratio(*, tau_positive: float, tau_negative: float) -> PolicyLoss:
+    """SAPO: a smooth gate of each token's ratio. Nothing is clipped.
+
+    Args:
+        tau_positive: > 0, of tokens with a positive advantage; larger is narrower.
+        tau_negative: > 0, of the others.
+
+    Returns:
+        A policy loss for `compose`.
+
+    >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
+    >>> term = soft_gated_ratio(tau_positive=1.0, tau_negative=1.05)
+    >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
+    [[-2.0, -2.0]]
+    """
+
+    def policy_loss(
+        policy_logprobs: Float[Array, "rows length"],
+        proximal_logprobs: Float[Array, "rows length"],
+        advantages: Float[Array, "rows length"],
+        mask: Bool[Array, "rows length"],
+        segment_ids: Int[Array, "rows length"],
+    ) -> PolicyTerm:
+        del segment_ids
+        loss = policy.sapo(
+            policy_logprobs,
+            proximal_logprobs,
+            advantages,
+            mask,
+            tau_positive=tau_positive,
+            tau_negative=tau_negative,
+        )
+        ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
+        return _unclipped(loss, ratio, mask)
+
+    return policy_loss
+
+
+def divergence_masked_ratio(
+    *,
+    divergence: Callable[[Array, Array, Array], Array],
+    threshold: float,
+    max_ratio: float | None,
+) -> PolicyLoss:
+    """DPPO: the plain ratio, without the tokens that are led out of a trust region.
+
+    The paper's region is around the sampler's policy: compose with anchor="behavior".
+    The clip fractions are of the tokens left out, by the sign of their advantage.
+
+    Args:
+        divergence: `trust_region.binary_tv` or `trust_region.binary_kl`.
+        threshold: >= 0, in the divergence's unit.
+        max_ratio: > 0, bound of the ratio as a weight; see `trust_region.dppo`.
+
+    Returns:
+        A policy loss for `compose`.
+
+    >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
+    >>> term = divergence_masked_ratio(
+    ...     divergence=trust_region.binary_tv, threshold=0.15, max_ratio=20.0
+    ... )
+    >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
+    [[-1.0, -1.0]]
+    """
+
+    def policy_loss(
+        policy_logprobs: Float[Array, "rows length"],
+        proximal_logprobs: Float[Array, "rows length"],
+        advantages: Float[Array, "rows length"],
+        mask: Bool[Array, "rows length"],
+        segment_ids: Int[Array, "rows length"],
+    ) -> PolicyTerm:
+        del segment_ids
+        arrays = (policy_logprobs, proximal_logprobs)
+        loss = trust_region.dppo(
+            *arrays,
+            advantages,
+            mask,
+            divergence=divergence,
+            threshold=threshold,
+            max_ratio=max_ratio,
+        )
+        ratio = ratios.token_ratio(*arrays, mask)
+        keep = trust_region.dppo_mask(
+            ratio, divergence(*arrays, mask), advantages, mask, threshold=threshold
+        )
+        left_out = [~keep & (advantages < 0), ~keep & (advantages > 0)]
+        low, high = (masked(event.astype(jnp.float32), mask) for event in left_out)
+        return PolicyTerm(loss, ratio, low, high)
+
+    return policy_loss
+
+
+def opsm(policy_loss: PolicyLoss, *, delta: float) -> PolicyLoss:
+    """Off-policy sequence masking around another policy loss.
+
+    The loss of sequences with a negative advantage that the policy has left is 0. How
+    far is the mean of log q - log p, q the log-probs that the policy loss gets: the
+    proximal ones, or the sampler's with anchor="behavior", as in DeepSeek-V3.2. Adds
+    the metric policy/off_policy_fraction, of the tokens left out.
+
+    Args:
+        policy_loss: one of the others here.
+        delta: in nats a token.
+
+    Returns:
+        A policy loss for `compose`.
+
+    References:
+        DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.
+
+    >>> p, q = jnp.array([[-3.0, -3.0]]), jnp.array([[-1.0, -1.0]])
+    >>> ids = jnp.ones((1, 2), jnp.int32)
+    >>> term = opsm(reinforce(), delta=1.0)
+    >>> term(p, q, jnp.array([[-1.0, -1.0]]), ids > 0, ids).loss.tolist()
+    [[0.0, 0.0]]
+    """
+
+    def masked_policy_loss(
+        policy_logprobs: Float[Array, "rows length"],
+        proximal_logprobs: Float[Array, "rows length"],
+        advantages: Float[Array, "rows length"],
+        mask: Bool[Array, "rows length"],
+        segment_ids: Int[Array, "rows length"],
+    ) -> PolicyTerm:
+        arrays = (policy_logprobs, proximal_logprobs, advantages, mask, segment_ids)
+        term = policy_loss(*arrays)
+        left_out = mask & ~trust_region.opsm_mask(*arrays, delta=delta)
+        fraction = masked(left_out.astype(jnp.float32), mask)
+        return term._replace(
+            loss=jnp.where(left_out, 0.0, term.loss),
+            metrics=(term.metrics or {}) | {"policy/off_policy_fraction": fraction},
+        )
+
+    return masked_policy_loss
+
+
 def reinforce() -> PolicyLoss:
     """REINFORCE: the plain log-prob. The ratio is only watched; nothing is clipped.
 
     Returns:
         A policy loss for `compose`.
 
-    >>> import jax.numpy as jnp
     >>> p, ones = jnp.full((1, 2), -0.5), jnp.ones((1, 2))
     >>> reinforce()(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
     [[0.5, 0.5]]
@@ -166,14 +350,9 @@ def reinforce() -> PolicyLoss:
         segment_ids: Int[Array, "rows length"],
     ) -> PolicyTerm:
         del segment_ids
+        loss = policy.reinforce(policy_logprobs, advantages, mask)
         ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
-        none_clipped = diagnostics.outside_fraction(ratio, mask)
-        return PolicyTerm(
-            loss=policy.reinforce(policy_logprobs, advantages, mask),
-            ratio=ratio,
-            clip_fraction_low=none_clipped,
-            clip_fraction_high=none_clipped,
-        )
+        return _unclipped(loss, ratio, mask)
 
     return policy_loss
 
@@ -197,3 +376,12 @@ def _clipped(
             ratio, advantages, mask, clip_high=clip_high
         ),
     )
+
+
+def _unclipped(
+    loss: Float[Array, "rows length"],
+    ratio: Float[Array, "rows length"],
+    mask: Bool[Array, "rows length"],
+) -> PolicyTerm:
+    none_clipped = diagnostics.outside_fraction(ratio, mask)
+    return PolicyTerm(loss, ratio, none_clipped, none_clipped)

@@ -68,13 +68,18 @@ class Sequence:
         )
 
 
-def pack(sequences: Collection[Sequence], length: int, row_multiple: int) -> TokenBatch:
+def pack(
+    sequences: Collection[Sequence | tuple[Sequence, ...]],
+    length: int,
+    row_multiple: int,
+) -> TokenBatch:
     """Lays sequences side by side into as few rows as first-fit-decreasing finds.
 
-    Deterministic: sequences of equal length keep their order.
+    Deterministic: what is equally long keeps its order.
 
     Args:
-        sequences: each of 1 .. length tokens.
+        sequences: each of 1 .. length tokens; those of a tuple lie side by side in one
+            row, in their order, and have 1 .. length tokens together.
         length: tokens of a row.
         row_multiple: empty rows are added up to a multiple of this.
 
@@ -82,17 +87,19 @@ def pack(sequences: Collection[Sequence], length: int, row_multiple: int) -> Tok
         NumPy arrays [rows, length], at least `row_multiple` rows.
 
     Raises:
-        ValueError: a sequence is longer than a row.
+        ValueError: a sequence, or a tuple of some, is longer than a row.
 
     >>> one = Sequence.of([5], [6, 7])
     >>> pack([one, one], length=8, row_multiple=1).segment_ids
     array([[1, 1, 1, 2, 2, 2, 0, 0]], dtype=int32)
     """
-    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i].tokens))
+    units = [unit if isinstance(unit, tuple) else (unit,) for unit in sequences]
+    sizes = [sum(len(sequence.tokens) for sequence in unit) for unit in units]
+    order = sorted(range(len(units)), key=lambda i: -sizes[i])
     rows: list[list[int]] = []
     free: list[int] = []
     for index in order:
-        size = len(sequences[index].tokens)
+        size = sizes[index]
         if size > length:
             raise ValueError(
                 f"pack: sequence {index} has {size} tokens, a row only {length}; raise "
@@ -108,7 +115,7 @@ def pack(sequences: Collection[Sequence], length: int, row_multiple: int) -> Tok
     height = max(1, -(-len(rows) // row_multiple)) * row_multiple
     batch = _empty(height, length)
     for row, members in enumerate(rows):
-        _fill(batch, row, [sequences[index] for index in members])
+        _fill(batch, row, [sequence for index in members for sequence in units[index]])
     return batch
 
 

@@ -125,6 +125,10 @@ class Tokenizer:
         """The id that ends a sequence."""
         return self.stop_ids[0]
 
+    def same_ids(self, other: "Tokenizer") -> bool:
+        """Whether every token has the same id in both."""
+        return self.backend.get_vocab() == other.backend.get_vocab()
+
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
         """Token ids of a text; `special` adds what belongs around it (BOS)."""
         return tuple(self.backend.encode(text, add_special_tokens=special).ids)

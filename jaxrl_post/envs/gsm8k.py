@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxrl_post.envs.env import Message, Split, Step, Task, response
-from jaxrl_post.envs.jsonl import OnBadRow, Row, read_jsonl
+from jaxrl_post.jsonl import OnBadRow, Row, read_jsonl
 
 __all__ = ["GSM8K", "INSTRUCTION", "Extraction", "final_answer"]
 

@@ -3,8 +3,12 @@
 Rewards are [*groups, samples]. `valid` is False for samples that have no reward (a
 rollout that failed): they enter no statistic and their advantage is 0. A group of one
 valid sample has nothing to be compared with, so its advantage is 0 (as in NeMo RL and
-prime-rl; verl leaves the raw reward). A group of equal rewards gives exactly 0.
+prime-rl); verl leaves the raw reward, which `single="raw"` gives. A group of equal
+rewards gives exactly 0. `baselines` has the estimators that need more than rewards, or
+that aim at something other than their mean.
 """
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +18,7 @@ from jaxrl_post.types import Array, Bool, Float
 
 __all__ = [
     "group_centered",
+    "group_mean",
     "group_normalized",
     "leave_one_out",
     "leave_one_out_baseline",
@@ -22,18 +27,43 @@ __all__ = [
 ]
 
 
-def group_centered(
+def group_mean(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
-) -> Float[Array, "*groups samples"]:
-    """Reward minus the group's mean: A_i = r_i - mean(r).
+) -> Float[Array, "*groups"]:
+    """Mean reward of each group; exactly the reward where all have the same.
 
     Args:
         rewards: any float dtype.
         valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
+        float32; 0 for a group without a valid sample.
+
+    >>> group_mean(jnp.array([[1.0, 3.0], [5.0, 5.0]])).tolist()
+    [2.0, 5.0]
+    """
+    return _mean(*_float_and_valid(rewards, valid))[..., 0]
+
+
+def group_centered(
+    rewards: Float[Array, "*groups samples"],
+    valid: Bool[Array, "*groups samples"] | None = None,
+    *,
+    single: Literal["zero", "raw"] = "zero",
+) -> Float[Array, "*groups samples"]:
+    """Reward minus the group's mean: A_i = r_i - mean(r).
+
+    Args:
+        rewards: any float dtype.
+        valid: bool, False where a sample has no reward; None means that all have one.
+        single: what a group's only valid sample gets: "zero", or its "raw" reward.
+
+    Returns:
         float32; 0 where `valid` is False.
+
+    Raises:
+        ValueError: `single` is neither.
 
     References:
         Liu et al., Understanding R1-Zero-Like Training, arXiv:2503.20783 (Dr. GRPO).
@@ -42,7 +72,8 @@ def group_centered(
     [[-1.0, 1.0], [0.0, 0.0]]
     """
     rewards, valid = _float_and_valid(rewards, valid)
-    return counted(rewards - _mean(rewards, valid), valid)
+    centred = counted(rewards - _mean(rewards, valid), valid)
+    return _with_single(centred, rewards, valid, single)
 
 
 def group_normalized(
@@ -51,6 +82,7 @@ def group_normalized(
     *,
     ddof: int = 1,
     epsilon: float = 1e-6,
+    single: Literal["zero", "raw"] = "zero",
 ) -> Float[Array, "*groups samples"]:
     """Reward centred and divided by the group's standard deviation.
 
@@ -64,12 +96,14 @@ def group_normalized(
         valid: bool, False where a sample has no reward; None means that all have one.
         ddof: the variance is the sum of squares over n - ddof; 1 (sample) or 0.
         epsilon: >= 0, in the unit of the rewards.
+        single: what a group's only valid sample gets: "zero", or its "raw" reward.
 
     Returns:
         float32; 0 where `valid` is False.
 
     Raises:
-        ValueError: `ddof` is neither 0 nor 1, or `epsilon` is negative.
+        ValueError: `ddof` is neither 0 nor 1, `epsilon` is negative, or `single` is
+            neither of its two.
 
     References:
         Shao et al., DeepSeekMath, arXiv:2402.03300 (GRPO).
@@ -82,7 +116,8 @@ def group_normalized(
     _require_epsilon(epsilon)
     rewards, valid = _float_and_valid(rewards, valid)
     centred = counted(rewards - _mean(rewards, valid), valid)
-    return _scaled(centred, _std(rewards, valid, ddof), epsilon)
+    normalized = _scaled(centred, _std(rewards, valid, ddof), epsilon)
+    return _with_single(normalized, rewards, valid, single)
 
 
 def leave_one_out_baseline(
@@ -193,6 +228,20 @@ def _require_epsilon(epsilon: float) -> None:
         raise ValueError(f"epsilon must be >= 0, got {epsilon}")
 
 
+def _with_single(
+    values: Float[Array, "*groups samples"],
+    rewards: Float[Array, "*groups samples"],
+    valid: Bool[Array, "*groups samples"],
+    single: str,
+) -> Float[Array, "*groups samples"]:
+    """Advantages in which a group's only valid sample has what `single` says."""
+    if single not in ("zero", "raw"):
+        raise ValueError(f"single must be 'zero' or 'raw', got {single!r}")
+    if single == "zero":
+        return values
+    return jnp.where(valid.sum(axis=-1, keepdims=True) == 1, rewards, values)
+
+
 def _float_and_valid(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None,
@@ -240,14 +289,14 @@ def _std(
     freedom = jnp.maximum(mask.sum(axis=-1, keepdims=True) - ddof, 1)
     squares = jnp.square(deviation).sum(axis=-1, keepdims=True)
     variance = squares / freedom.astype(jnp.float32)
-    # sqrt has an infinite derivative at 0, which would meet a zero cotangent.
-    return jnp.where(
-        variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1.0)), 0.0
-    )
+    # sqrt has an infinite derivative at 0, which would meet a zero cotangent. Not
+    # `variance > 0`, which would hide a NaN.
+    equal = variance == 0
+    return jnp.where(equal, 0.0, jnp.sqrt(jnp.where(equal, 1.0, variance)))
 
 
 def _scaled(
     centred: Float[Array, "*batch n"], std: Float[Array, "*batch m"], epsilon: float
 ) -> Float[Array, "*batch n"]:
     """Divides by std + epsilon, and leaves what has no spread as it is."""
-    return centred / jnp.where(std > 0, std + epsilon, 1.0)
+    return centred / jnp.where(std == 0, 1.0, std + epsilon)

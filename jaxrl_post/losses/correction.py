@@ -6,6 +6,12 @@ weight proximal / behavior makes a token's loss unbiased again; its variance is 
 by truncating weights or by dropping tokens where they are extreme. Dropped tokens weigh
 0 and stay in the loss's denominator.
 
+Decoupled PPO is this weight times the surrogate clipped around the proximal policy:
+
+    proximal_t / behavior_t  clipped_surrogate(policy_t, proximal_t, A_t)
+
+so the trust region is around a recent policy however old the sampler's is.
+
 Weights carry no gradient, and are 1 at uncounted tokens. A behavior log-prob that is
 missing must not be written as 0, which would say probability 1; NaN makes the loss NaN.
 """
@@ -18,9 +24,11 @@ from jaxrl_post.losses.ratios import (
     sequence_ratio,
     token_ratio,
 )
+from jaxrl_post.losses.sequences import in_sequence
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
+    "decoupled_weights",
     "icepop",
     "sequence_masked",
     "sequence_weights",
@@ -88,7 +96,7 @@ def truncated(
         cap: > 0.
 
     Returns:
-        Same shape, at most `cap`.
+        float32, at most `cap`.
 
     Raises:
         ValueError: `cap` is not positive.
@@ -103,7 +111,44 @@ def truncated(
     """
     if cap <= 0:
         raise ValueError(f"cap must be > 0, got {cap}")
-    return jnp.minimum(weights, cap)
+    return jnp.minimum(weights.astype(jnp.float32), cap)
+
+
+def decoupled_weights(
+    proximal_logprobs: Float[Array, "*shape"],
+    behavior_logprobs: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    *,
+    cap: float,
+) -> Float[Array, "*shape"]:
+    """Decoupled PPO's weight of each token: min(proximal_t / behavior_t, cap).
+
+    The papers leave it unbounded. AReaL's default drops the tokens beyond the cap
+    instead of truncating them: `icepop(token_weights(...), low=0.0, high=cap)`.
+
+    Args:
+        proximal_logprobs: the trainer's log-probs (nats).
+        behavior_logprobs: the sampler's log-probs (nats).
+        mask: bool, True where a token counts.
+        cap: > 0.
+
+    Returns:
+        float32, at most `cap`, without gradient; min(1, cap) where the mask is False.
+
+    Raises:
+        ValueError: `cap` is not positive.
+
+    References:
+        Hilton, Cobbe and Schulman, Batch size-invariance for policy optimization,
+        arXiv:2110.00641.
+        Fu et al., AReaL, arXiv:2505.24298.
+
+    >>> proximal, behavior = jnp.array([-1.0, -1.0]), jnp.array([-1.0, -9.0])
+    >>> mask = jnp.array([True, True])
+    >>> decoupled_weights(proximal, behavior, mask, cap=5.0).tolist()
+    [1.0, 5.0]
+    """
+    return truncated(token_weights(proximal_logprobs, behavior_logprobs, mask), cap=cap)
 
 
 def icepop(
@@ -117,7 +162,7 @@ def icepop(
         high: upper bound, itself kept.
 
     Returns:
-        Same shape.
+        float32.
 
     Raises:
         ValueError: the bounds are negative or in the wrong order.
@@ -129,6 +174,7 @@ def icepop(
     [0.0, 0.75, 0.0]
     """
     _require_bounds(low, high)
+    weights = weights.astype(jnp.float32)
     # Written so that NaN is neither below nor above, and stays visible.
     return jnp.where((weights < low) | (weights > high), 0.0, weights)
 
@@ -157,7 +203,7 @@ def sequence_masked(
         high: upper bound, itself kept.
 
     Returns:
-        Same shape as `weights`.
+        float32; 1 where the mask is False, unless its sequence is dropped.
 
     Raises:
         ValueError: the bounds are negative or in the wrong order.
@@ -177,6 +223,10 @@ def sequence_masked(
     mean_weight = jax.lax.stop_gradient(
         sequence_ratio(proximal_logprobs, behavior_logprobs, mask, segment_ids)
     )
+    mask = in_sequence(mask, segment_ids)
+    weights = jnp.where(mask, weights.astype(jnp.float32), 1.0)
+    # NaN is neither below nor above, and must show even where no weight is NaN.
+    weights = jnp.where(jnp.isnan(mean_weight), mean_weight, weights)
     return jnp.where((mean_weight < low) | (mean_weight > high), 0.0, weights)
 
 

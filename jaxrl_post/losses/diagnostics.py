@@ -18,6 +18,7 @@ from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
     "approximate_kl",
+    "chi_square",
     "clip_fraction_high",
     "clip_fraction_low",
     "effective_sample_size",
@@ -103,6 +104,7 @@ def clip_fraction_low(
     >>> clip_fraction_low(ratio, advantages, mask, clip_low=0.2).mean().item()
     0.5
     """
+    ratio = ratio.astype(jnp.float32)
     return _fraction((advantages < 0) & (ratio < 1 - clip_low), mask)
 
 
@@ -131,6 +133,7 @@ def clip_fraction_high(
     >>> clip_fraction_high(ratio, advantages, mask, clip_high=0.2).mean().item()
     0.5
     """
+    ratio = ratio.astype(jnp.float32)
     return _fraction((advantages > 0) & (ratio > 1 + clip_high), mask)
 
 
@@ -156,6 +159,7 @@ def outside_fraction(
     >>> outside_fraction(weights, mask, high=2.0).mean().item()
     0.5
     """
+    values = values.astype(jnp.float32)
     return _fraction((values < low) | (values > high), mask)
 
 
@@ -195,6 +199,28 @@ def effective_sample_size(
     # Each of a sequence's tokens holds the sequence's fraction: count it once.
     share = counted(fraction / length, mask)
     return Metric.of(share.sum(), sequence_count(mask, segment_ids))
+
+
+def chi_square(weights: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Metric:
+    """Estimate of chi^2(proximal || behavior), the variance of importance weights.
+
+    chi^2(p || q) = E_q[(p / q)^2] - 1,  estimated by mean_t(w_t^2 - 1)
+
+    It is where truncated or rejected weights are felt first: pass them raw. verl's
+    chi2_token is this of `correction.token_weights`; its chi2_seq counts sequences,
+    `reduce.sequence_mean_of_token_mean` of w^2 - 1 for `correction.sequence_weights`.
+
+    Args:
+        weights: proximal / behavior, of tokens the behavior policy sampled.
+        mask: bool, True where a token counts.
+
+    Returns:
+        (sum over tokens, number of tokens); >= 0 in expectation only.
+
+    >>> chi_square(jnp.array([2.0, 0.0, 9.0]), jnp.array([True, True, False])).mean()
+    Array(1., dtype=float32)
+    """
+    return masked(jnp.square(counted(weights, mask)) - 1.0, mask)
 
 
 def sampled_entropy(

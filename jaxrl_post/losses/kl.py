@@ -7,6 +7,10 @@ With d = log policy - log reference at a sampled token, E[d] = KL, and
     k3 = e^-d + d - 1       unbiased and >= 0; its gradient is KL(reference || policy)'s
     k3_plus                 the value of k3, the gradient of k2
 
+Two modifiers go further. `with_score_term` adds what the gradient of a sampled value
+lacks: the distribution of the tokens moves as well; then k1 and k3 have the gradient of
+the KL. `with_importance_weights` takes tokens that another policy sampled.
+
 Dialects of the clamps: verl and NeMo RL clamp k3's log-ratio to +-20 and its result to
 +-10; OpenRLHF clamps the log-ratio of all to +-10; TRL clamps nothing. The gradient
 beyond a clamp is 0. Gradients flow through the policy alone.
@@ -20,10 +24,23 @@ References:
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.correction import token_weights, truncated
 from jaxrl_post.losses.ratios import MAX_LOG_RATIO, token_log_ratio
+from jaxrl_post.losses.sequences import counted
 from jaxrl_post.types import Array, Bool, Float
 
-__all__ = ["k1", "k2", "k3", "k3_plus"]
+__all__ = [
+    "adaptive_coefficient",
+    "k1",
+    "k2",
+    "k3",
+    "k3_plus",
+    "with_importance_weights",
+    "with_score_term",
+]
+
+# Ziegler et al. bound the relative error of one step by this.
+_MAX_ERROR = 0.2
 
 
 def k1(
@@ -161,6 +178,139 @@ def k3_plus(
     value = k3(*arrays, max_log_ratio=max_log_ratio, max_value=max_value)
     slope = k2(*arrays, max_log_ratio=max_log_ratio, max_value=max_value)
     return jax.lax.stop_gradient(value) + (slope - jax.lax.stop_gradient(slope))
+
+
+def with_score_term(
+    values: Float[Array, "*shape"],
+    policy_logprobs: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+) -> Float[Array, "*shape"]:
+    """The same values, with the gradient of their expectation under the policy.
+
+    grad E_p[v] = E_p[grad v + v grad log p]
+
+    so to each value's own gradient it adds stop_gradient(v_t) grad log p_t. Of k1 and
+    of k3 it makes the KL's exact gradient in expectation (of k3 inside its clamps even
+    k2's, token by token); of k2 only the gradient of E[k2], which is not the KL.
+
+    Args:
+        values: per token, of one of the estimators.
+        policy_logprobs: log p (nats) under the policy that sampled the tokens.
+        mask: bool, True where a token counts.
+
+    Returns:
+        float32, the values; 0 where the mask is False.
+
+    References:
+        Tang and Munos, On a few pitfalls in KL divergence gradient estimation for RL,
+        arXiv:2506.09477.
+
+    >>> def total(logprobs):
+    ...     mask = jnp.array([True])
+    ...     values = k1(logprobs, jnp.array([-3.0]), mask)
+    ...     return with_score_term(values, logprobs, mask).sum()
+    >>> value, gradient = jax.value_and_grad(total)(jnp.array([-1.0]))
+    >>> value.item(), gradient.tolist()  # d, and 1 + d
+    (2.0, [3.0])
+    """
+    values = counted(values, mask)
+    # Its value is 0 and its gradient grad log p, also where log p is -inf.
+    score = token_log_ratio(policy_logprobs, policy_logprobs, mask)
+    return values + jax.lax.stop_gradient(values) * score
+
+
+def with_importance_weights(
+    values: Float[Array, "*shape"],
+    policy_logprobs: Float[Array, "*shape"],
+    behavior_logprobs: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    *,
+    cap: float | None = None,
+) -> Float[Array, "*shape"]:
+    """Values times the policy's constant importance weight over the sampler.
+
+    stop_gradient(min(p_t / behavior_t, cap)) v_t
+
+    The estimators expect tokens of the policy itself, and E_behavior[(p / behavior) v]
+    = E_p[v]. The weight is constant here, as it was in NeMo RL; DeepSeek-V3.2, and NeMo
+    RL since, differentiate it as well. That is this function of the values that
+    `with_score_term` returns, and, uncapped, the unbiased gradient of the KL.
+
+    Args:
+        values: per token, of one of the estimators, differentiable.
+        policy_logprobs: log p (nats).
+        behavior_logprobs: the sampler's log-probs (nats).
+        mask: bool, True where a token counts.
+        cap: > 0, the largest weight, or None for none but the ratio's own e^20.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: `cap` is not positive.
+
+    References:
+        DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556, eq. 7.
+
+    >>> p, behavior = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.0625]))
+    >>> mask = jnp.array([True, True])
+    >>> with_importance_weights(jnp.ones(2), p, behavior, mask, cap=4.0).tolist()
+    [2.0, 4.0]
+    """
+    weights = token_weights(policy_logprobs, behavior_logprobs, mask)
+    if cap is not None:
+        weights = truncated(weights, cap=cap)
+    return weights * counted(values, mask)
+
+
+def adaptive_coefficient(
+    coefficient: Float[Array, ""] | float,
+    observed_kl: Float[Array, ""] | float,
+    *,
+    target: float,
+    horizon: float,
+    num_steps: float = 1,
+) -> Float[Array, ""]:
+    """The KL penalty's next coefficient, a proportional step towards a target KL.
+
+    c' = c (1 + num_steps / horizon clip(KL / target - 1, -0.2, 0.2))
+
+    The paper has num_steps / horizon = 0.1 for every batch; its code, verl and OpenRLHF
+    count `num_steps` in samples, over a horizon of 10000.
+
+    Args:
+        coefficient: c, scalar.
+        observed_kl: the batch's KL, scalar, in the unit of `target`.
+        target: > 0, in nats (a token's or a sequence's, as `observed_kl` is).
+        horizon: > 0, in steps or samples.
+        num_steps: in (0, 5 horizon), since the last update, in the unit of `horizon`.
+
+    Returns:
+        float32 scalar; NaN if an input is.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Ziegler et al., Fine-Tuning Language Models from Human Preferences,
+        arXiv:1909.08593, section 2.2.
+
+    >>> adaptive_coefficient(1.0, 9.0, target=6.0, horizon=10.0, num_steps=5).item()
+    1.100000023841858
+    """
+    if not target > 0:
+        raise ValueError(f"target must be > 0 (nats), got {target}")
+    if not horizon > 0:
+        raise ValueError(f"horizon must be > 0, got {horizon}")
+    if not 0 < num_steps < horizon / _MAX_ERROR:
+        raise ValueError(
+            f"num_steps must be in (0, {horizon / _MAX_ERROR}), 5 times the horizon, "
+            f"beyond which the coefficient could turn negative, got {num_steps}"
+        )
+    coefficient = jnp.asarray(coefficient, jnp.float32)
+    observed_kl = jnp.asarray(observed_kl, jnp.float32)
+    error = jnp.clip(observed_kl / target - 1.0, -_MAX_ERROR, _MAX_ERROR)
+    return coefficient * (1.0 + error * (num_steps / horizon))
 
 
 def _bounded(

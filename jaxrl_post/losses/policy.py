@@ -8,11 +8,25 @@ as the proximal ones.
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.losses.ratios import gspo_token_ratio, sequence_ratio, token_ratio
-from jaxrl_post.losses.sequences import counted
+from jaxrl_post.losses.ratios import (
+    MAX_LOG_RATIO,
+    gspo_token_ratio,
+    sequence_ratio,
+    token_log_ratio,
+    token_ratio,
+)
+from jaxrl_post.losses.sequences import counted, sequence_mean
 from jaxrl_post.types import Array, Bool, Float, Int
 
-__all__ = ["cispo", "clipped_surrogate", "gspo", "gspo_token", "reinforce"]
+__all__ = [
+    "cispo",
+    "clipped_surrogate",
+    "gmpo",
+    "gspo",
+    "gspo_token",
+    "reinforce",
+    "sapo",
+]
 
 
 def clipped_surrogate(
@@ -146,6 +160,54 @@ def reinforce(
     return _constant(advantages, mask) * counted(-policy_logprobs, mask)
 
 
+def sapo(
+    policy_logprobs: Float[Array, "*shape"],
+    proximal_logprobs: Float[Array, "*shape"],
+    advantages: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> Float[Array, "*shape"]:
+    """SAPO: a smooth gate of the ratio in the place of a clip.
+
+    L_t = -f(r_t) A_t,  f(r) = 4 / tau sigmoid(tau (r - 1)),
+    with tau_positive where A_t > 0 and tau_negative elsewhere. Since f'(1) = 1 the
+    gradient on policy is REINFORCE's, and it fades on both sides of r = 1; the larger
+    tau, the faster. The value itself is not -r A: on policy it is -2 A / tau.
+
+    Args:
+        policy_logprobs: log p (nats), differentiable.
+        proximal_logprobs: log q (nats).
+        advantages: per token.
+        mask: bool, True where a token counts.
+        tau_positive: > 0; the paper's 1.0.
+        tau_negative: > 0; the paper's 1.05, above tau_positive because pushing one
+            token down lifts the many that were not sampled.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: a temperature is not positive.
+
+    References:
+        Gao et al., Soft Adaptive Policy Optimization, arXiv:2511.20347.
+
+    >>> p, advantages = jnp.array([-1.0, -1.0]), jnp.array([1.0, -1.0])
+    >>> mask = jnp.array([True, True])
+    >>> sapo(p, p, advantages, mask, tau_negative=2.0).tolist()
+    [-2.0, 1.0]
+    """
+    for name, tau in ("tau_positive", tau_positive), ("tau_negative", tau_negative):
+        if tau <= 0:
+            raise ValueError(f"{name} must be > 0, got {tau}")
+    advantages = _constant(advantages, mask)
+    ratio = token_ratio(policy_logprobs, proximal_logprobs, mask)
+    tau = jnp.where(advantages > 0, tau_positive, tau_negative)
+    return -(4 / tau) * jax.nn.sigmoid(tau * (ratio - 1)) * advantages
+
+
 def gspo(
     policy_logprobs: Float[Array, "*batch length"],
     proximal_logprobs: Float[Array, "*batch length"],
@@ -230,6 +292,64 @@ def gspo_token(
     _require_clip(clip_low, clip_high)
     ratio = gspo_token_ratio(policy_logprobs, proximal_logprobs, mask, segment_ids)
     return _clipped(ratio, advantages, mask, clip_low, clip_high)
+
+
+def gmpo(
+    policy_logprobs: Float[Array, "*batch length"],
+    proximal_logprobs: Float[Array, "*batch length"],
+    advantages: Float[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> Float[Array, "*batch length"]:
+    """GMPO: the geometric mean of a sequence's clipped token ratios.
+
+    L_t = -exp(mean_s(d_s)) A_t for s, t in sequence i, and with log r_s clipped where
+    it favours the loss: d_s = min(log r_s, clip_high) where A_s > 0,
+    d_s = max(log r_s, -clip_low) where A_s < 0. A clipped token loses its own gradient
+    only, unlike in `gspo`, which clips the mean. The mean over a sequence's tokens is
+    the paper's loss of the sequence; its gradient on policy is -A_i / |y_i| a token.
+
+    Args:
+        policy_logprobs: log p (nats), differentiable.
+        proximal_logprobs: log q (nats).
+        advantages: per token; the paper has one value a sequence.
+        mask: bool, True where a token counts.
+        segment_ids: int in [0, length], or None for one sequence a row.
+        clip_low: >= 0, in nats; the paper's 0.4 keeps the ratio above e^-0.4.
+        clip_high: >= 0, in nats; the paper's 0.4 keeps the ratio below e^0.4.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: a bound is negative.
+
+    References:
+        Zhao et al., Geometric-Mean Policy Optimization, arXiv:2507.20673.
+
+    >>> p, q = jnp.array([-1.0, -3.0]), jnp.array([-2.0, -2.0])
+    >>> advantages, mask = jnp.array([1.0, 1.0]), jnp.array([True, True])
+    >>> gmpo(p, q, advantages, mask, clip_high=1.0).tolist()
+    [-1.0, -1.0]
+    """
+    for name, bound in ("clip_low", clip_low), ("clip_high", clip_high):
+        if bound < 0:
+            raise ValueError(
+                f"{name} bounds the log-ratio and must be >= 0 (nats), got {bound}"
+            )
+    advantages = _constant(advantages, mask)
+    log_ratio = token_log_ratio(
+        policy_logprobs, proximal_logprobs, mask, max_log_ratio=None
+    )
+    upper = jnp.where(advantages > 0, clip_high, jnp.inf)
+    lower = jnp.where(advantages < 0, -clip_low, -jnp.inf)
+    clipped = jnp.clip(log_ratio, lower, upper)
+    log_mean = sequence_mean(clipped, mask, segment_ids)
+    ratio = jnp.exp(jnp.clip(log_mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return -ratio * advantages
 
 
 def _clipped(

@@ -2,10 +2,22 @@
 
 The loss of a batch is the pooled `mean()`; the metrics of microbatches add up to the
 metric of the batch, so the loss does not depend on how rows were split. (A mean taken
-in each microbatch would.) A sequence counts when at least one of its tokens does, so
-rows and segments that only fill space change nothing.
+in each microbatch would, as in TRL's bnpo.) A sequence counts when at least one of its
+tokens does, so rows and segments that only fill space change nothing.
+
+    token_mean                     verl token-mean, TRL dapo, NeMo RL's token level
+    sequence_mean_of_token_mean    verl seq-mean-token-mean, TRL grpo, NeMo RL's
+                                   sequence level
+    sequence_mean_of_token_sum     verl seq-mean-token-sum, TRL luspo
+    constant_denominator           verl seq-mean-token-sum-norm, TRL dr_grpo
+    prompt_mean                    prime-rl prompt
+    token_sum                      verl token-sum, Tinker
+
+TRL's sequence means, and verl's when given `global_batch_size`, divide by all
+sequences, also those that have no token left: `with_denominator`.
 """
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl_post.losses.sequences import (
@@ -19,9 +31,13 @@ from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
     "constant_denominator",
+    "prompt_mean",
+    "prompt_token_counts",
     "sequence_mean_of_token_mean",
     "sequence_mean_of_token_sum",
     "token_mean",
+    "token_sum",
+    "with_denominator",
 ]
 
 
@@ -138,3 +154,152 @@ def constant_denominator(
         raise ValueError(f"denominator must be > 0 (tokens), got {denominator}")
     total = sequence_mean_of_token_sum(values, mask, segment_ids)
     return Metric(total.sum / denominator, total.count)
+
+
+def prompt_mean(
+    values: Float[Array, "*batch length"],
+    prompt_tokens: Int[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+) -> Metric:
+    """Mean over prompts of the token mean of each one's samples.
+
+    Every prompt weighs the same, whatever its samples' number and length; within it
+    every token does. This is DAPO's and CISPO's formula as printed, with the sum of the
+    group's lengths inside the expectation over prompts, where code takes `token_mean`.
+
+    A token's share 1 / prompt_tokens is counted, and a prompt's shares add up to 1, so
+    that a prompt may be split over microbatches and devices.
+
+    Args:
+        values: per token, any float dtype.
+        prompt_tokens: number of counted tokens of the token's prompt in the whole
+            batch, >= 1 where the mask is True; of `prompt_token_counts`.
+        mask: bool, True where a token counts.
+        segment_ids: int in [0, length], or None; padding tokens are not counted.
+
+    Returns:
+        (sum over tokens of value / prompt_tokens, number of prompts).
+
+    References:
+        Yu et al., DAPO, arXiv:2503.14476.
+        Khatri et al., The Art of Scaling Reinforcement Learning Compute for LLMs,
+        arXiv:2510.13786 (prompt, sequence and token averages compared).
+
+    >>> values, mask = jnp.array([[1.0, 1.0], [1.0, 5.0]]), jnp.ones((2, 2), bool)
+    >>> prompts = jnp.array([[0, 0], [0, 1]])
+    >>> counts = prompt_token_counts(prompts, mask, num_prompts=2)
+    >>> prompt_mean(values, counts, mask).mean().item()
+    3.0
+    """
+    mask = in_sequence(mask, segment_ids)
+    share = counted(1.0 / prompt_tokens.astype(jnp.float32), mask)
+    return Metric((counted(values, mask) * share).sum(), share.sum())
+
+
+def prompt_token_counts(
+    prompt_ids: Int[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+    *,
+    num_prompts: int,
+) -> Int[Array, "*batch length"]:
+    """Gives every token the number of counted tokens of its prompt.
+
+    Args:
+        prompt_ids: int in [0, num_prompts), of the whole batch, before it is split.
+        mask: bool, True where a token counts.
+        segment_ids: int in [0, length], or None; padding tokens are not counted.
+        num_prompts: >= 1.
+
+    Returns:
+        int32 of the same shape.
+
+    Raises:
+        ValueError: `num_prompts` is less than 1.
+
+    >>> mask = jnp.array([[True, True], [True, False]])
+    >>> prompt_token_counts(jnp.array([[0, 0], [0, 1]]), mask, num_prompts=2).tolist()
+    [[3, 3], [3, 0]]
+    """
+    if num_prompts < 1:
+        raise ValueError(f"num_prompts must be >= 1, got {num_prompts}")
+    counts = jax.ops.segment_sum(
+        in_sequence(mask, segment_ids).astype(jnp.int32).ravel(),
+        prompt_ids.ravel(),
+        num_segments=num_prompts,
+    )
+    return counts[prompt_ids]
+
+
+def token_sum(
+    values: Float[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+    *,
+    scale: float = 1.0,
+    parts: int = 1,
+) -> Metric:
+    """Sum over all counted tokens, divided by nothing: the batch's size is its weight.
+
+    The pooled count is 1, so each of the parts that a batch comes in counts for its
+    share of it. verl's scale is the number of data-parallel ranks, to undo the mean
+    that its gradients take over them; where gradients are summed, as here, it is 1.
+
+    Args:
+        values: per token, any float dtype.
+        mask: bool, True where a token counts.
+        segment_ids: int in [0, length], or None; padding tokens are not counted.
+        scale: factor of the sum.
+        parts: >= 1; into how many microbatches and shards the batch is split, whose
+            metrics are going to be added up.
+
+    Returns:
+        (scale times the sum over tokens, 1 / parts).
+
+    Raises:
+        ValueError: `parts` is less than 1.
+
+    >>> values, mask = jnp.array([[1.0, 1.0, 4.0]]), jnp.array([[True, True, True]])
+    >>> token_sum(values, mask).mean().item()
+    6.0
+    >>> (token_sum(values, mask, parts=2) + token_sum(values, mask, parts=2)).mean()
+    Array(12., dtype=float32)
+    """
+    total = token_mean(values, mask, segment_ids)
+    return with_denominator(Metric(scale * total.sum, total.count), 1.0, parts=parts)
+
+
+def with_denominator(
+    metric: Metric,
+    denominator: Float[Array, ""] | Int[Array, ""] | float,
+    *,
+    parts: int = 1,
+) -> Metric:
+    """Divides by a number known in advance in place of what was counted.
+
+    The pooled count is the right denominator wherever what counts is what is summed.
+    This is for the others: all sequences, also those that overlong filtering emptied;
+    or the tokens before a rejection.
+
+    Args:
+        metric: of one of the reductions.
+        denominator: > 0, of the whole batch; an array is not checked.
+        parts: >= 1; into how many microbatches and shards the batch is split, whose
+            metrics are going to be added up.
+
+    Returns:
+        (the metric's sum, denominator / parts).
+
+    Raises:
+        ValueError: `denominator` is a number and not positive, or `parts` is less
+            than 1.
+
+    >>> with_denominator(Metric.of(6.0, 3.0), 4.0).mean().item()
+    1.5
+    """
+    if isinstance(denominator, int | float) and not denominator > 0:
+        raise ValueError(f"denominator must be > 0, got {denominator}")
+    if parts < 1:
+        raise ValueError(f"parts must be >= 1, got {parts}")
+    return Metric(metric.sum, jnp.asarray(denominator, jnp.float32) / parts)

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 
 from jaxrl_post.types import Array, Bool, Float, Int
 
-__all__ = ["counted", "in_sequence", "sequence_count", "sequence_mean", "sequence_sum"]
+__all__ = [
+    "counted",
+    "in_sequence",
+    "segment_totals",
+    "sequence_count",
+    "sequence_mean",
+    "sequence_sum",
+]
 
 
 def counted(
@@ -78,7 +85,7 @@ def sequence_sum(
     kept = counted(values, in_sequence(mask, segment_ids))
     if segment_ids is None:
         return jnp.broadcast_to(kept.sum(axis=-1, keepdims=True), values.shape)
-    totals = _segment_totals(kept, segment_ids)
+    totals = segment_totals(kept, segment_ids)
     return jnp.take_along_axis(totals, segment_ids, axis=-1)
 
 
@@ -128,17 +135,29 @@ def sequence_count(
     if segment_ids is None:
         return mask.any(axis=-1).sum().astype(jnp.float32)
     present = in_sequence(mask, segment_ids).astype(jnp.float32)
-    return (_segment_totals(present, segment_ids) > 0).sum().astype(jnp.float32)
+    return (segment_totals(present, segment_ids) > 0).sum().astype(jnp.float32)
 
 
-def _segment_totals(
+def segment_totals(
     values: Float[Array, "*batch length"], segment_ids: Int[Array, "*batch length"]
 ) -> Float[Array, "*batch segments"]:
-    """Sums each row by segment; a row of `length` tokens has at most that many ids."""
+    """Sums each row by segment: one number a sequence instead of one a token.
+
+    Args:
+        values: [*batch, length], any float dtype, 0 where nothing counts (`counted`).
+        segment_ids: int [*batch, length] in [0, length].
+
+    Returns:
+        float32 [*batch, length + 1]; entry s is the sum over the tokens of segment s,
+        of which a row of `length` tokens has at most that many.
+
+    >>> segment_totals(jnp.array([1.0, 2.0, 4.0]), jnp.array([1, 1, 2])).tolist()
+    [0.0, 3.0, 4.0, 0.0]
+    """
     num_segments = values.shape[-1] + 1
 
     def one_row(row: Array, ids: Array) -> Array:
         return jax.ops.segment_sum(row, ids, num_segments=num_segments)
 
     by_row = jnp.vectorize(one_row, signature="(length),(length)->(segments)")
-    return by_row(values, segment_ids)
+    return by_row(values.astype(jnp.float32), segment_ids)

@@ -1,9 +1,12 @@
 """Losses of supervised learning."""
 
+import jax
+import jax.numpy as jnp
+
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.types import Array, Bool, Float
 
-__all__ = ["next_token_loss"]
+__all__ = ["dynamic_fine_tuning_loss", "next_token_loss"]
 
 
 def next_token_loss(
@@ -18,9 +21,35 @@ def next_token_loss(
     Returns:
         float32; 0 where the mask is False.
 
-    >>> import jax.numpy as jnp
     >>> logprobs = jnp.array([-0.5, -jnp.inf])
     >>> next_token_loss(logprobs, jnp.array([True, False])).tolist()
     [0.5, 0.0]
     """
     return counted(-logprobs, mask)
+
+
+def dynamic_fine_tuning_loss(
+    logprobs: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Dynamic fine-tuning (DFT): L_t = -stop_gradient(p_t) log p_t.
+
+    The gradient is that of -p_t: tokens that the model finds unlikely, which dominate
+    that of `next_token_loss`, no longer do.
+
+    Args:
+        logprobs: log-probs (nats) of the target tokens, finite where they count.
+        mask: bool, True where a token is a target.
+
+    Returns:
+        float32 in [0, 1 / e]; 0 where the mask is False.
+
+    References:
+        Wu et al., On the Generalization of SFT, arXiv:2508.05629.
+
+    >>> logprobs = jnp.log(jnp.array([0.5, 0.0]))
+    >>> loss = dynamic_fine_tuning_loss(logprobs, jnp.array([True, False]))
+    >>> [round(value, 6) for value in loss.tolist()]  # 0.5 log 2, and 0
+    [0.346574, 0.0]
+    """
+    nll = next_token_loss(logprobs, mask)
+    return jax.lax.stop_gradient(jnp.exp(-nll)) * nll

@@ -1,13 +1,14 @@
 """Decoder-only language models as pure functions, and their checkpoints."""
 
 from jaxrl_post.models.cache import KVCache
-from jaxrl_post.models.config import ModelConfig, RopeScaling
+from jaxrl_post.models.config import Head, ModelConfig, RopeScaling
 from jaxrl_post.models.decoder import (
     DecoderParams,
     forward,
     logits,
     param_specs,
     unembedding,
+    values,
 )
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.hf import load_pretrained, save_pretrained
@@ -16,6 +17,7 @@ from jaxrl_post.models.spec import ParamSpec, abstract, initialize
 __all__ = [
     "CheckpointError",
     "DecoderParams",
+    "Head",
     "KVCache",
     "ModelConfig",
     "ParamSpec",
@@ -28,4 +30,5 @@ __all__ = [
     "param_specs",
     "save_pretrained",
     "unembedding",
+    "values",
 ]

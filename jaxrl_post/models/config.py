@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ModelConfig", "RopeScaling"]
+__all__ = ["Head", "ModelConfig", "RopeScaling"]
+
+# What stands on the last hidden state: the vocabulary; one number, as in critics and
+# reward models; or both, as in a critic that shares the policy's backbone.
+Head = Literal["lm", "value", "lm+value"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class ModelConfig:
         tie_embeddings: the embedding also maps hidden states to logits.
         windows: sliding-window width in tokens of each layer, None where attention is
             full; the empty tuple means full attention everywhere.
+        head: what the model says about its last hidden state.
 
     >>> config = ModelConfig("llama", 256, 64, 128, 2, num_heads=4, num_kv_heads=2)
     >>> config.head_dim
@@ -90,6 +95,7 @@ class ModelConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     windows: tuple[int | None, ...] = ()
+    head: Head = "lm"
 
     def __post_init__(self) -> None:
         if not self.head_dim:

@@ -30,6 +30,7 @@ __all__ = [
     "logits",
     "param_specs",
     "unembedding",
+    "values",
 ]
 
 # What the backward pass keeps of a layer: everything; the results of matrix products
@@ -90,19 +91,21 @@ class LayerParams[Leaf]:
 
 @struct.dataclass
 class DecoderParams[Leaf]:
-    """All parameters. `unembedding` is None where the embeddings are tied.
+    """All parameters. `unembedding` is None where the embeddings are tied, or unused.
 
     Attributes:
         embedding: [vocab, hidden].
         layers: one LayerParams a layer.
         final_norm: [hidden].
         unembedding: [vocab, hidden] or None.
+        value_head: [1, hidden], or None where the model predicts no value.
     """
 
     embedding: Leaf
     layers: tuple[LayerParams[Leaf], ...]
     final_norm: Leaf
     unembedding: Leaf | None = None
+    value_head: Leaf | None = None
 
 
 def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
@@ -144,7 +147,11 @@ def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
         layers=(LayerParams(norm, attention_specs, norm, mlp_specs),)
         * config.num_layers,
         final_norm=norm,
-        unembedding=when(not config.tie_embeddings, table),
+        unembedding=when(config.head != "value" and not config.tie_embeddings, table),
+        value_head=when(
+            config.head != "lm",
+            zeros((1, hidden), ("value", "embed")),
+        ),
     )
 
 
@@ -222,6 +229,25 @@ def logits(
     return jnp.einsum(
         "...d,vd->...v", hidden, unembedding(params), preferred_element_type=jnp.float32
     )
+
+
+def values(
+    params: DecoderParams[Array], hidden: Float[Array, "*batch hidden"]
+) -> Float[Array, "*batch"]:
+    """Maps hidden states to float32 values: what the value head says after each token.
+
+    Raises:
+        ValueError: the parameters have no value head.
+    """
+    if params.value_head is None:
+        raise ValueError(
+            'values: the parameters have no value head; make them with head="value" or '
+            '"lm+value" in the model\'s config'
+        )
+    both = jnp.einsum(
+        "...d,nd->...n", hidden, params.value_head, preferred_element_type=jnp.float32
+    )
+    return both[..., 0]
 
 
 def _remat(step: Callable, remat: Remat) -> Callable:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_post.models import llama, qwen
-from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.config import Head, ModelConfig
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.layout import Weight
 
@@ -17,7 +17,7 @@ class Family:
     """What a family's checkpoints look like.
 
     Attributes:
-        architecture: the class in transformers.
+        architecture: the class in transformers, before "ForCausalLM".
         weights: our path of a parameter, with `*` for the layer, to its place on disk.
         config_from_hf: a parsed config.json to our config.
         config_to_hf: our config to the contents of a config.json.
@@ -30,15 +30,9 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        "LlamaForCausalLM", llama.WEIGHTS, llama.config_from_hf, llama.config_to_hf
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM", qwen.WEIGHTS, qwen.qwen2_from_hf, qwen.qwen2_to_hf
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", qwen.WEIGHTS, qwen.qwen3_from_hf, qwen.qwen3_to_hf
-    ),
+    "llama": Family("Llama", llama.WEIGHTS, llama.config_from_hf, llama.config_to_hf),
+    "qwen2": Family("Qwen2", qwen.WEIGHTS, qwen.qwen2_from_hf, qwen.qwen2_to_hf),
+    "qwen3": Family("Qwen3", qwen.WEIGHTS, qwen.qwen3_from_hf, qwen.qwen3_to_hf),
 }
 
 
@@ -67,7 +61,27 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     >>> read_config(qwen).qkv_bias
     True
     """
-    return family_of(raw.get("model_type")).config_from_hf(raw)
+    config = family_of(raw.get("model_type")).config_from_hf(raw)
+    return replace(config, head=_head(raw))
+
+
+# With one label, a sequence classifier of transformers is a value head without bias.
+LM, VALUE = "ForCausalLM", "ForSequenceClassification"
+ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def _head(raw: Mapping[str, Any]) -> Head:
+    names = raw.get("architectures") or [LM]
+    if not any(str(name).endswith(VALUE) for name in names):
+        return "lm"
+    # transformers leaves the labels out where there are two.
+    labels = len(raw.get("id2label", "ab"))
+    if labels != 1:
+        raise CheckpointError(
+            f"architectures: {names[0]} must have one label to be a reward model; got "
+            f"{labels} in id2label"
+        )
+    return "value"
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -78,8 +92,18 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
             is read back and compared, so nothing is lost in silence.
     """
     family = family_of(config.model_type)
-    raw = {"architectures": [family.architecture], **family.config_to_hf(config)}
-    expected, found = _comparable(config), _comparable(family.config_from_hf(raw))
+    if config.head == "lm+value":
+        raise CheckpointError(
+            'transformers has no model with head="lm+value"; save the policy without '
+            "its value head"
+        )
+    value = config.head == "value"
+    raw = {
+        "architectures": [family.architecture + (VALUE if value else LM)],
+        **family.config_to_hf(config),
+        **(ONE_LABEL if value else {}),
+    }
+    expected, found = _comparable(config), _comparable(read_config(raw))
     if found != expected:
         name = next(n for n, v in vars(expected).items() if getattr(found, n) != v)
         raise CheckpointError(

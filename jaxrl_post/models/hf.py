@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.config import Head, ModelConfig
 from jaxrl_post.models.decoder import DecoderParams, param_specs
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.families import Family, family_of, read_config, write_config
@@ -40,6 +40,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Recomputed from the config; old checkpoints carry them all the same.
 HARMLESS = "rotary_emb.inv_freq"
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
+VALUE_HEAD = "score.weight"
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 
 # Bytes compared at a time where a tied matrix was stored twice.
@@ -70,6 +71,7 @@ def load_pretrained(
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
     dtype: DTypeLike | None = None,
+    head: Head | None = None,
 ) -> tuple[ModelConfig, DecoderParams[Array]]:
     """Reads a Llama, Qwen2 or Qwen3 checkpoint.
 
@@ -82,6 +84,8 @@ def load_pretrained(
         mesh: where the parameters go; None puts them on JAX's default device.
         rules: logical axis to mesh axes.
         dtype: of the parameters; default: what config.json says, else float32.
+        head: of the model; default: the checkpoint's. A language model read with a
+            value head gets one of zeros: a critic or reward model before its training.
 
     Returns:
         (config, params).
@@ -108,15 +112,22 @@ def load_pretrained(
         wanted = jnp.dtype(dtype_name(raw) if dtype is None else dtype)
     except ValueError as error:
         raise CheckpointError(f"{directory / CONFIG_FILE}: {error}") from error
+    # Of a language model: without a value head, and with a matrix that no value needs.
+    new = {VALUE_HEAD} if config.head == "lm" else set()
+    unused = UNEMBEDDING if config.head == "lm" and head == "value" else None
+    config = replace(config, head=head or config.head)
     specs = param_specs(config)
     entries = _entries(family_of(config.model_type), specs)
     shardings = [None] * len(entries)
     if mesh is not None:
         shardings = jax.tree.leaves(named_shardings(specs, mesh, rules))
     with TensorFiles.open(directory) as files:
-        _check(directory, files, entries, config)
+        stored = [entry for entry in entries if entry.name not in new]
+        _check(directory, files, stored, config, unused)
         leaves = [
-            _load(files, entry, sharding, wanted)
+            _zeros(entry, sharding, wanted)
+            if entry.name in new
+            else _load(files, entry, sharding, wanted)
             for entry, sharding in zip(entries, shardings, strict=True)
         ]
     structure = jax.tree.structure(specs, is_leaf=is_spec)
@@ -214,11 +225,17 @@ def _entries(family: Family, specs: PyTree) -> list[_Entry]:
 
 
 def _check(
-    directory: Path, files: TensorFiles, entries: list[_Entry], config: ModelConfig
+    directory: Path,
+    files: TensorFiles,
+    entries: list[_Entry],
+    config: ModelConfig,
+    unused: str | None,
 ) -> None:
     """Compares what is there with what the config asks for, before anything is read."""
     expected, found = {entry.name for entry in entries}, files.names
     surplus = {name for name in found - expected if not name.endswith(HARMLESS)}
+    if unused is not None:
+        surplus.discard(unused)
     if config.tie_embeddings:
         surplus.discard(UNEMBEDDING)
     missing = expected - found
@@ -288,6 +305,10 @@ def _load(
     else:
         value = jax.make_array_from_callback(shape, sharding, shard, dtype=dtype)
     return value.block_until_ready()
+
+
+def _zeros(entry: _Entry, sharding: NamedSharding | None, dtype: jnp.dtype) -> Array:
+    return jnp.zeros(entry.layout.shape, dtype, device=sharding)
 
 
 def _match(entries: list[_Entry], params: DecoderParams[Array]) -> dict[str, Array]:

@@ -49,6 +49,7 @@ WEIGHTS: Mapping[str, Weight] = {
     "layers.*.mlp.down_bias": Weight("model.layers.*.mlp.down_proj.bias", "norm"),
     "final_norm": Weight("model.norm.weight", "norm"),
     "unembedding": Weight("lm_head.weight", "vocab embed"),
+    "value_head": Weight("score.weight", "value embed"),
 }
 
 

@@ -71,5 +71,6 @@ DEFAULT_RULES = Rules.of(
         "head_dim": (),
         "ffn": ("tp",),
         "norm": (),
+        "value": (),
     }
 )

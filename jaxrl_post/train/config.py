@@ -13,17 +13,43 @@ from jaxrl_post.train.state import OptimizerConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "AlgorithmName",
     "CheckpointConfig",
     "ConfigError",
+    "CorrectionConfig",
+    "CriticConfig",
     "DataConfig",
     "EvalConfig",
+    "OfflineConfig",
+    "PairsConfig",
+    "PreferenceConfig",
+    "PreferenceLossConfig",
     "RLConfig",
+    "RewardConfig",
     "RolloutConfig",
+    "RunConfig",
     "SFTConfig",
     "UpdateConfig",
+    "WarmStartConfig",
     "check_numbers",
     "differences",
 ]
+
+
+AlgorithmName = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "gmpo", "sapo", "max_rl",
+    "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillation",
+]  # fmt: skip
+
+
+CorrectionName = Literal[
+    "none", "truncated_tokens", "truncated_sequences", "icepop", "icepop_sequences",
+    "masked_sequences",
+]  # fmt: skip
+
+PreferenceName = Literal[
+    "dpo", "robust_dpo", "ln_dpo", "hinge", "ipo", "simpo", "cpo", "orpo"
+]  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -92,6 +118,23 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class CorrectionConfig:
+    """How the loss allows for what sampler and trainer disagree on.
+
+    Attributes:
+        kind: of `jaxrl_post.algorithms.corrections`.
+        cap: of the weights, for all kinds but icepop; None keeps the default.
+        low: lower bound of icepop and masked_sequences; None keeps the default.
+        high: upper bound of the same.
+    """
+
+    kind: CorrectionName = "truncated_tokens"
+    cap: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Which algorithm, and what departs from its paper's defaults (None keeps them).
 
@@ -101,16 +144,52 @@ class AlgorithmConfig:
         clip_high: upper clip; cispo's upper ratio bound.
         kl_coefficient: weight of the KL to the reference policy; 0 needs no reference.
         kl_estimator: of that term.
-        importance_cap: cap of the weights that correct the sampler's mismatch; 0 turns
-            the correction off.
+        kl_coefficient: weight of the KL to the reference policy: in the reward of ppo
+            and reinforce_plus_plus, in the loss of the others; 0 needs no reference.
+        kl_estimator: of that term; k1 only inside the reward. None for k1 there and k3
+            in a loss.
+        reference: Hugging Face directory of the reference policy, which is the teacher
+            of distillation; None for the model as it began.
+        entropy_coefficient: weight of the entropy that the loss rewards.
+        correction: of what the sampler's log-probs differ by.
     """
 
-    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"] = "grpo"
+    name: AlgorithmName = "grpo"
     clip_low: float | None = None
     clip_high: float | None = None
     kl_coefficient: float = 0.0
-    kl_estimator: Literal["k2", "k3", "k3_plus"] = "k3"
-    importance_cap: float = 2.0
+    kl_estimator: Literal["k1", "k2", "k3", "k3_plus"] | None = None
+    reference: str | None = None
+    entropy_coefficient: float = 0.0
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The critic of ppo; other algorithms have none.
+
+    Attributes:
+        backbone: separate: a model of its own; shared: a value head on the policy.
+        model: Hugging Face directory in which a separate critic begins, a reward model
+            or a language model; None for the policy's own weights.
+        gamma: discount a token.
+        gae_lambda: of the policy's advantages.
+        value_lambda: of the critic's targets; 1 makes them the returns.
+        clip: how far a value may move in the updates of a batch; 0 for no clip.
+        coefficient: weight of the critic's loss beside the policy's in a shared model.
+        warmup_steps: steps at the beginning in which a separate critic learns alone.
+        optimizer: AdamW of a separate critic.
+    """
+
+    backbone: Literal["separate", "shared"] = "separate"
+    model: str | None = None
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    value_lambda: float = 1.0
+    clip: float = 0.2
+    coefficient: float = 0.1
+    warmup_steps: int = 0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
 @dataclass(frozen=True)
@@ -134,17 +213,23 @@ class UpdateConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Held-out accuracy: one greedy sample a task.
+    """What is measured on held-out tasks, demonstrations or pairs.
+
+    Sampling programs answer each task once, greedily.
 
     Attributes:
         every: steps between evaluations; 0 for the first and last step alone.
-        num_tasks: held-out tasks.
+        num_tasks: held-out tasks, demonstrations or pairs.
         show: completions of these that are logged.
     """
 
     every: int = 25
     num_tasks: int = 128
     show: int = 8
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether a step of a run of so many steps ends with an evaluation."""
+        return step == steps or (self.every > 0 and step % self.every == 0)
 
 
 @dataclass(frozen=True)
@@ -158,48 +243,6 @@ class CheckpointConfig:
 
     every: int = 25
     keep: int = 2
-
-
-@dataclass(frozen=True)
-class SFTConfig:
-    """Supervised fine-tuning on an environment's demonstrations.
-
-    Attributes:
-        run_dir: where everything goes.
-        resume: go on from the newest checkpoint in `run_dir`, if there is one.
-        seed: of initial weights and data order.
-        mesh: such as "dp4,tp8"; default: all devices on dp.
-        model: a Hugging Face directory, or a preset: demo, tiny, small.
-        dtype: of the parameters; None for the checkpoint's own, float32 for a preset.
-        env: arithmetic, gsm8k, reasoning-gym:<task>, or <module>:<factory>, with
-            options as in arithmetic?level=2.
-        data: files.
-        steps: optimizer steps.
-        examples_per_step: demonstrations of a step.
-        max_tokens: longest prompt plus demonstration.
-        log_every: steps between rows of metrics.
-        optimizer: AdamW.
-        update: microbatches; `minibatches` and `epochs` must be 1.
-        checkpoint: when to save.
-    """
-
-    run_dir: str = "runs/sft"
-    resume: bool = True
-    seed: int = 0
-    mesh: str = ""
-    model: str = "demo"
-    dtype: Literal["float32", "bfloat16"] | None = None
-    env: str = "arithmetic"
-    data: DataConfig = field(default_factory=DataConfig)
-    steps: int = 200
-    examples_per_step: int = 64
-    max_tokens: int = 128
-    log_every: int = 10
-    optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(learning_rate=1e-3, warmup_steps=20)
-    )
-    update: UpdateConfig = field(default_factory=UpdateConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @dataclass(frozen=True)
@@ -222,8 +265,8 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
-class RLConfig:
-    """Group-based policy optimisation.
+class RunConfig:
+    """What every training program has.
 
     Attributes:
         run_dir: where everything goes.
@@ -232,37 +275,150 @@ class RLConfig:
         mesh: such as "dp4,tp8"; default: all devices on dp.
         model: a Hugging Face directory, or a preset: demo, tiny, small.
         dtype: of the parameters; None for the checkpoint's own, float32 for a preset.
-        env: arithmetic, gsm8k, reasoning-gym:<task>, or <module>:<factory>, with
-            options as in arithmetic?level=2.
-        data: files.
-        steps: batches of rollouts to train on.
-        log_samples: training completions logged at each evaluation.
-        algorithm: what is optimised.
-        rollout: how samples are drawn and judged.
+        steps: of the run; each is a batch, sampled or read.
         update: how a batch becomes optimizer steps.
         optimizer: AdamW.
-        eval: held-out accuracy.
+        eval: on what is held out.
         checkpoint: when to save.
         warm_start: supervised steps of a preset.
     """
 
-    run_dir: str = "runs/grpo"
+    run_dir: str = "runs/run"
     resume: bool = True
     seed: int = 0
     mesh: str = ""
     model: str = "demo"
     dtype: Literal["float32", "bfloat16"] | None = None
-    env: str = "arithmetic"
-    data: DataConfig = field(default_factory=DataConfig)
     steps: int = 200
-    log_samples: int = 8
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+
+@dataclass(frozen=True)
+class OfflineConfig(RunConfig):
+    """What programs have that learn from a data set.
+
+    Attributes:
+        examples_per_step: demonstrations, or pairs, of a step.
+        max_tokens: longest prompt plus answer.
+        log_every: steps between rows of metrics.
+    """
+
+    examples_per_step: int = 64
+    max_tokens: int = 128
+    log_every: int = 10
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-3, warmup_steps=20)
+    )
+
+
+@dataclass(frozen=True)
+class SFTConfig(OfflineConfig):
+    """Supervised fine-tuning on an environment's demonstrations.
+
+    Attributes:
+        env: arithmetic, gsm8k, reasoning-gym:<task>, or <module>:<factory>, with
+            options as in arithmetic?level=2.
+        data: files.
+    """
+
+    run_dir: str = "runs/sft"
+    env: str = "arithmetic"
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+@dataclass(frozen=True)
+class PairsConfig:
+    """Preference pairs from a file.
+
+    Attributes:
+        path: .jsonl or .parquet with prompt, chosen and rejected, as texts or as
+            messages; or GSM8K's example solutions of several models.
+        on_bad_row: stop at a malformed row, or skip, count and report it.
+        eval_share: of the prompts, held out.
+    """
+
+    path: str | None = None
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    eval_share: float = 0.1
+
+
+@dataclass(frozen=True)
+class PreferenceLossConfig:
+    """Which preference loss, and what departs from its paper's defaults.
+
+    Attributes:
+        name: of `jaxrl_post.algorithms.preference`.
+        beta: scale of the implicit reward; None keeps the default.
+        label_smoothing: share of the labels that are taken to be wrong.
+        margin: simpo's target margin; None keeps the default.
+        nll_weight: weight of the chosen answer's likelihood in cpo, and of the odds
+            ratio beside it in orpo; None keeps the default.
+        reference: Hugging Face directory of the reference policy; None for the model
+            as it began.
+    """
+
+    name: PreferenceName = "dpo"
+    beta: float | None = None
+    label_smoothing: float = 0.0
+    margin: float | None = None
+    nll_weight: float | None = None
+    reference: str | None = None
+
+
+@dataclass(frozen=True)
+class PreferenceConfig(OfflineConfig):
+    """Optimisation on preference pairs.
+
+    Attributes:
+        data: of the pairs.
+        loss: on a pair.
+    """
+
+    run_dir: str = "runs/dpo"
+    data: PairsConfig = field(default_factory=PairsConfig)
+    loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
+
+
+@dataclass(frozen=True)
+class RewardConfig(OfflineConfig):
+    """A reward model from preference pairs.
+
+    Attributes:
+        data: of the pairs.
+        centering: weight of the squared sum of a pair's rewards, which keeps them
+            around 0.
+    """
+
+    run_dir: str = "runs/reward"
+    data: PairsConfig = field(default_factory=PairsConfig)
+    centering: float = 0.01
+
+
+@dataclass(frozen=True)
+class RLConfig(RunConfig):
+    """Policy optimisation on samples of its own.
+
+    Attributes:
+        env: arithmetic, gsm8k, reasoning-gym:<task>, or <module>:<factory>, with
+            options as in arithmetic?level=2.
+        data: files.
+        log_samples: training completions logged at each evaluation.
+        algorithm: what is optimised.
+        critic: of ppo.
+        rollout: how samples are drawn and judged.
+    """
+
+    run_dir: str = "runs/grpo"
+    env: str = "arithmetic"
+    data: DataConfig = field(default_factory=DataConfig)
+    log_samples: int = 8
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
 # The least that an option may be. What other parts check themselves is not here.
@@ -271,14 +427,14 @@ LEAST = {
     "max_tokens": 1, "eval.every": 0, "eval.num_tasks": 1, "eval.show": 0,
     "checkpoint.every": 1, "checkpoint.keep": 1, "warm_start.steps": 0,
     "warm_start.examples_per_step": 1, "update.minibatches": 1, "update.epochs": 1,
-    "update.row_tokens": 0, "update.microbatch_tokens": 1,
+    "critic.warmup_steps": 0, "update.row_tokens": 0, "update.microbatch_tokens": 1,
     "rollout.prompts_per_step": 1, "rollout.samples_per_prompt": 2,
     "rollout.max_prompt_tokens": 0, "rollout.max_tokens": 1, "rollout.num_slots": 0,
     "rollout.steps_per_call": 0, "rollout.max_draws": 1, "rollout.reward_workers": 1,
 }  # fmt: skip
 
 
-def check_numbers(config: RLConfig | SFTConfig) -> None:
+def check_numbers(config: RunConfig) -> None:
     """Checks the numbers that make no sense whatever the other options are.
 
     Raises:
@@ -316,7 +472,7 @@ FREE_TO_CHANGE = (
 )  # fmt: skip
 
 
-def differences(saved: Mapping[str, Any], config: RLConfig | SFTConfig) -> list[str]:
+def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     """What would make a continuation another run than the one that was saved.
 
     Args:

@@ -1,9 +1,9 @@
 """Model directories, from other model directories and from the checkpoints of runs."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,8 @@ from jaxrl_post.models.families import read_config
 from jaxrl_post.models.hf import SavesItself
 from jaxrl_post.models.tensor_files import read_json
 from jaxrl_post.train.checkpoint import Checkpoints
-from jaxrl_post.train.config import ConfigError, DataConfig
-from jaxrl_post.train.run_directory import RunDirectory
-from jaxrl_post.train.session import PRESETS, learn_tokenizer, make_environment
+from jaxrl_post.train.config import ConfigError
+from jaxrl_post.train.run_directory import RunDescription, RunDirectory
 from jaxrl_post.types import Array
 
 __all__ = ["ConvertConfig", "convert"]
@@ -126,10 +125,14 @@ def _from_directory(config: ConvertConfig) -> Parts:
 
 
 def _from_run(run: RunDirectory, config: ConvertConfig) -> Parts:
-    saved = run.read_config()
+    saved = run.read_description()
     if saved is None:
         raise ConfigError(f"--input: {run.path} has checkpoints but no config.json")
-    architecture, tokenizer, source = _origin(run, saved, config.base)
+    folder = _origin(run, saved, config.base)
+    architecture = replace(
+        read_config(read_json(folder / "config.json")),
+        head="value" if saved.head == "value" else "lm",
+    )
     checkpoints = Checkpoints(run.path / "checkpoints")
     try:
         step = checkpoints.latest() if config.step is None else config.step
@@ -141,27 +144,17 @@ def _from_run(run: RunDirectory, config: ConvertConfig) -> Parts:
         params = checkpoints.restore_params(step, specs, dtype=dtype)
     finally:
         checkpoints.close()
-    return architecture, params, tokenizer, source
+    return architecture, params, TokenizerFiles(folder), folder
 
 
-def _origin(
-    run: RunDirectory, saved: dict[str, Any], base: str | None
-) -> tuple[ModelConfig, SavesItself, Path | None]:
-    """The architecture and the tokenizer of a run, which no checkpoint holds."""
-    folders = [run.path / "initial", Path(saved["model"])]
+def _origin(run: RunDirectory, saved: RunDescription, base: str | None) -> Path:
+    """Where architecture and tokenizer of a run are, which no checkpoint holds."""
+    folders = [run.path / "initial", Path(saved.config["model"])]
     if base is not None:
         folders = [Path(base)]
     for folder in folders:
         if (folder / "config.json").is_file():
-            architecture = read_config(read_json(folder / "config.json"))
-            return architecture, TokenizerFiles(folder), folder
-    if base is None and saved["model"] in PRESETS:
-        # A supervised run of a preset writes no `initial`; it learns the same tokenizer
-        # again, and so does this.
-        environment = make_environment(saved["env"], DataConfig(**saved["data"]))
-        architecture = PRESETS[saved["model"]]
-        tokenizer = learn_tokenizer(environment, architecture.vocab_size)
-        return architecture, tokenizer, None
+            return folder
     raise ConfigError(
         f"--base: there is no config.json in {folders[-1]}, the model from which the "
         "run started; give the directory where it is now"

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,13 @@ from jaxrl_post.train.config import ConfigError, DataConfig, RolloutConfig
 from jaxrl_post.train.publish import publish
 from jaxrl_post.train.rl import FailedRolloutsError, make_engine, make_runner
 from jaxrl_post.train.run_directory import replace_file
-from jaxrl_post.train.session import Model, make_environment, open_model, versions
+from jaxrl_post.train.session import (
+    Model,
+    environment_texts,
+    make_environment,
+    open_model,
+    versions,
+)
 
 __all__ = [
     "EvaluateConfig",
@@ -297,7 +304,7 @@ def run_evaluation(
         mesh=config.mesh,
         dtype=config.dtype,
         seed=config.seed,
-        environment=environment,
+        texts=partial(environment_texts, environment),
     )
     groups = evaluate(config, model, environment, console=console)
     scores = score(groups, solved_reward=config.solved_reward)

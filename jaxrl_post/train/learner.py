@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_post.algorithms import Predictions
 from jaxrl_post.sharding import partition_spec
 from jaxrl_post.train import state as training
 from jaxrl_post.train import step as pure
@@ -20,7 +21,7 @@ from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import OptimizerConfig, TrainState
 from jaxrl_post.types import PyTree, TokenBatch, rows
 
-__all__ = ["DivergenceError", "Learner", "begin_training"]
+__all__ = ["DivergenceError", "Learner", "Scorer", "begin_training"]
 
 
 class DivergenceError(RuntimeError):
@@ -28,11 +29,64 @@ class DivergenceError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Scorer:
+    """Predictions of a frozen model over packed batches of any number of rows.
+
+    Attributes:
+        policy: how predictions come from parameters.
+        mesh: of the parameters.
+        microbatch_rows: rows of one program call; a multiple of the batch's split.
+    """
+
+    policy: pure.Policy
+    mesh: Mesh
+    microbatch_rows: int
+
+    def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
+        """NumPy predictions [rows, length] for a batch of NumPy arrays."""
+        pieces = [self._predict(params, piece) for piece in self.microbatches(batch)]
+        return jax.tree.map(
+            lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *pieces
+        )
+
+    def microbatches(self, batch: TokenBatch) -> Iterator[TokenBatch]:
+        """Pieces of `microbatch_rows` rows each, on their devices.
+
+        Raises:
+            ValueError: the rows do not fill the pieces.
+        """
+        size = self.microbatch_rows
+        if batch.shape[0] % size:
+            raise ValueError(
+                f"batch: rows must be a multiple of microbatch_rows={size}; "
+                f"got {batch.shape[0]}"
+            )
+        for first in range(0, batch.shape[0], size):
+            yield jax.device_put(rows(batch, first, first + size), self._batch_sharding)
+
+    @functools.cached_property
+    def _batch_sharding(self) -> NamedSharding:
+        spec = partition_spec(
+            (self.microbatch_rows,),
+            ("batch",),
+            self.mesh,
+            self.policy.rules,
+            name="microbatch rows",
+        )
+        return NamedSharding(self.mesh, spec)
+
+    @functools.cached_property
+    def _predict(self) -> Callable:
+        run = functools.partial(pure.predict, self.policy)
+        return jax.jit(run, out_shardings=NamedSharding(self.mesh, P()))
+
+
+@dataclass(frozen=True)
 class Learner:
     """Optimizer steps over packed batches of any number of rows.
 
     Attributes:
-        policy: how log-probs come from parameters.
+        policy: how predictions come from parameters.
         objective: an algorithm's, or a supervised one.
         optimizer: optax.
         max_grad_norm: for clipping.
@@ -68,7 +122,7 @@ class Learner:
                 donated and the parameters are unchanged.
         """
         total = None
-        for piece in self._microbatches(batch):
+        for piece in self.scorer.microbatches(batch):
             if total is None:
                 total = self._empty(state.params, piece)
             total = self._accumulate(state.params, total, piece)
@@ -88,31 +142,23 @@ class Learner:
             return state, metrics
         return self._apply(state, total), metrics
 
-    def logprobs(self, params: PyTree, batch: TokenBatch) -> np.ndarray:
-        """Log-probs of the tokens that the mask marks, float32 [rows, length]."""
-        pieces = [self._score(params, piece) for piece in self._microbatches(batch)]
-        return np.concatenate([np.asarray(piece) for piece in pieces])
-
-    def _microbatches(self, batch: TokenBatch) -> Iterator[TokenBatch]:
-        size = self.microbatch_rows
-        if batch.shape[0] % size:
-            raise ValueError(
-                f"batch: rows must be a multiple of microbatch_rows={size}; "
-                f"got {batch.shape[0]}"
-            )
-        for first in range(0, batch.shape[0], size):
-            yield jax.device_put(rows(batch, first, first + size), self._batch_sharding)
+    def evaluate(self, params: PyTree, batch: TokenBatch) -> dict[str, float]:
+        """Loss and metrics of a batch under given parameters; nothing is updated."""
+        total = None
+        for piece in self.scorer.microbatches(batch):
+            measured = self._measure(params, piece)
+            if total is not None:
+                measured = jax.tree.map(jnp.add, total, measured)
+            total = measured
+        if total is None:
+            raise ValueError("evaluate: the batch has no rows")
+        loss, metrics = total
+        return {name: float(m.mean()) for name, m in {**metrics, "loss": loss}.items()}
 
     @functools.cached_property
-    def _batch_sharding(self) -> NamedSharding:
-        spec = partition_spec(
-            (self.microbatch_rows,),
-            ("batch",),
-            self.mesh,
-            self.policy.rules,
-            name="microbatch rows",
-        )
-        return NamedSharding(self.mesh, spec)
+    def scorer(self) -> Scorer:
+        """Predictions of models of the same architecture, over the same batches."""
+        return Scorer(self.policy, self.mesh, self.microbatch_rows)
 
     def _jit(self, function: Callable, out: PyTree, donate: tuple[int, ...] = ()):
         return jax.jit(function, out_shardings=out, donate_argnums=donate)
@@ -142,10 +188,8 @@ class Learner:
         return self._jit(pure.grad_norm, NamedSharding(self.mesh, P()))
 
     @functools.cached_property
-    def _score(self) -> Callable:
-        def run(params: PyTree, batch: TokenBatch) -> jax.Array:
-            return pure.score(self.policy, params, batch).logprob
-
+    def _measure(self) -> Callable:
+        run = functools.partial(pure.measure, self.policy, self.objective)
         return self._jit(run, NamedSharding(self.mesh, P()))
 
 

@@ -50,7 +50,7 @@ SECTIONS = (
             Panel(
                 ACCURACY,
                 "Held-out accuracy",
-                "% of tasks solved",
+                "% of tasks or pairs",
                 "{:.1f}%".format,
                 width="half",
                 factor=100.0,
@@ -70,9 +70,26 @@ SECTIONS = (
         ),
     ),
     (
+        "Critic",
+        (
+            Panel("critic/explained_variance", "Explained variance", "1 is perfect"),
+            Panel("critic/loss", "Critic's loss"),
+            Panel("critic/value", "Value", "mean over tokens"),
+        ),
+    ),
+    (
+        "Preferences",
+        (
+            Panel("preference/accuracy", "Accuracy", "pairs of the step ranked right"),
+            Panel("preference/margin", "Margin", "chosen minus rejected reward"),
+            Panel("eval/margin", "Held-out margin", "chosen minus rejected reward"),
+        ),
+    ),
+    (
         "Optimization",
         (
             Panel("train/loss", "Loss"),
+            Panel("eval/loss", "Held-out loss", smoothed=False),
             Panel("train/grad_norm", "Gradient norm", "before clipping"),
             Panel(FAILED, "Failed rollouts", "per step", smoothed=False),
         ),

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_post import algorithms
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.data import packing
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.envs import Environment, Task, WorkerPool
 from jaxrl_post.envs.env import Split
-from jaxrl_post.losses import kl
+from jaxrl_post.losses import value
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.buffer import GroupBuffer
 from jaxrl_post.rollout.machine import Limits
@@ -26,22 +25,22 @@ from jaxrl_post.rollout.runner import Runner
 from jaxrl_post.rollout.types import Group, Rollout
 from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
 from jaxrl_post.train.config import (
-    AlgorithmConfig,
     ConfigError,
     RLConfig,
     RolloutConfig,
 )
 from jaxrl_post.train.learner import Learner
 from jaxrl_post.train.publish import Published, publish
+from jaxrl_post.train.reference import Reference
 from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import TrainState
-from jaxrl_post.types import PyTree, TokenBatch
+from jaxrl_post.types import TokenBatch, rows
 
 __all__ = [
+    "Critic",
     "Evaluation",
     "FailedRolloutsError",
     "Trainer",
-    "make_algorithm",
     "make_engine",
     "make_runner",
 ]
@@ -52,41 +51,6 @@ EVAL_IDS = 2**31
 
 class FailedRolloutsError(RuntimeError):
     """More rollouts of a step failed than the configuration allows."""
-
-
-def make_algorithm(config: AlgorithmConfig, max_tokens: int) -> Algorithm:
-    """Builds the algorithm that a configuration names.
-
-    Raises:
-        ConfigError: a clip for rloo, which has none.
-    """
-    estimators = {"k2": kl.k2, "k3": kl.k3, "k3_plus": kl.k3_plus}
-    options: dict[str, Any] = {
-        "kl_coefficient": config.kl_coefficient,
-        "kl_estimator": estimators[config.kl_estimator],
-        "importance_cap": config.importance_cap or None,
-    }
-    low, high = (
-        ("ratio_low", "ratio_high")
-        if config.name == "cispo"
-        else (
-            "clip_low",
-            "clip_high",
-        )
-    )
-    clips = {low: config.clip_low, high: config.clip_high}
-    given = {name: value for name, value in clips.items() if value is not None}
-    if config.name == "rloo" and given:
-        raise ConfigError("--algorithm.clip-*: rloo does not clip; drop the option")
-    build = {
-        "grpo": algorithms.grpo,
-        "dr_grpo": functools.partial(algorithms.dr_grpo, denominator=float(max_tokens)),
-        "dapo": algorithms.dapo,
-        "gspo": algorithms.gspo,
-        "cispo": algorithms.cispo,
-        "rloo": algorithms.rloo,
-    }[config.name]
-    return build(**options, **given)
 
 
 @dataclass
@@ -107,6 +71,15 @@ class Evaluation:
 
 
 @dataclass
+class Critic:
+    """A value model of its own: its optimizer steps, and where they have led."""
+
+    model: Model
+    learner: Learner
+    state: TrainState
+
+
+@dataclass
 class Trainer:
     """One run's moving parts; each `step` is one batch of rollouts and its updates.
 
@@ -119,7 +92,8 @@ class Trainer:
         engine: the sampler.
         runner: episodes.
         state: of training.
-        reference: frozen parameters, None where the algorithm needs none.
+        reference: None where the algorithm needs none.
+        critic: None where the algorithm has none, or one inside the policy's model.
         indices: iterator over training tasks.
         buffer: groups that wait for the next step.
         drawn: prompts drawn so far; numbers them.
@@ -134,8 +108,9 @@ class Trainer:
     engine: Engine
     runner: Runner
     state: TrainState
-    reference: PyTree | None
+    reference: Reference | None
     indices: grain.DatasetIterator
+    critic: Critic | None = None
     buffer: GroupBuffer = field(default_factory=GroupBuffer)
     drawn: int = 0
     phases: dict[str, float] = field(default_factory=dict)
@@ -210,6 +185,24 @@ class Trainer:
         """Takes up what `meta` gave."""
         self.drawn = meta["drawn"]
         self.buffer = GroupBuffer.from_json(meta["buffer"])
+
+    def snapshot(self) -> TrainState:
+        """All arrays that a checkpoint holds."""
+        critic = None if self.critic is None else self.critic.state
+        return self.state.replace(critic=critic)  # type: ignore[attr-defined]
+
+    @property
+    def layout(self) -> TrainState:
+        """Shardings of `snapshot`."""
+        critic = None if self.critic is None else self.critic.learner.layout
+        return self.learner.layout.replace(critic=critic)  # type: ignore[attr-defined]
+
+    def load_snapshot(self, snapshot: TrainState) -> None:
+        """Takes up what `snapshot` gave."""
+        if self.critic is not None:
+            assert snapshot.critic is not None
+            self.critic.state = snapshot.critic
+        self.state = snapshot.replace(critic=None)  # type: ignore[attr-defined]
 
     @functools.cached_property
     def _tasks(self) -> dict[Split, Sequence[Task]]:
@@ -338,21 +331,34 @@ class Trainer:
         needs_proximal = update.minibatches * update.epochs > 1
         with self._phase("logprobs"):
             pieces = [self._scored(piece, needs_proximal) for piece in pieces]
+            pieces, credit_metrics = self._credited(pieces)
         collected: list[dict[str, float]] = []
         with self._phase("train"):
             for epoch in range(update.epochs):
                 for index, piece in enumerate(pieces):
                     where = f"step {number}, epoch {epoch + 1}, minibatch {index + 1}"
-                    self.state, metrics = self.learner.update(
-                        self.state, piece, where=where
-                    )
-                    collected.append(metrics)
+                    collected.append(self._updated(piece, number, where))
             jax.block_until_ready(self.state.params)
-        names = collected[0]
-        return {
+        return credit_metrics | {
             name: float(np.mean([metrics[name] for metrics in collected]))
-            for name in names
+            for name in collected[0]
         }
+
+    def _updated(self, piece: TokenBatch, number: int, where: str) -> dict[str, float]:
+        """One optimizer step of the critic, where there is one, and of the policy."""
+        metrics: dict[str, float] = {}
+        if self.critic is not None:
+            self.critic.state, found = self.critic.learner.update(
+                self.critic.state, piece, where=f"{where}, critic"
+            )
+            metrics = {
+                name.replace("train/", "critic/"): value
+                for name, value in found.items()
+            }
+        if number > self.config.critic.warmup_steps:
+            self.state, found = self.learner.update(self.state, piece, where=where)
+            metrics |= found
+        return metrics
 
     def _minibatches(
         self, sequences: list[packing.Sequence], number: int
@@ -363,17 +369,63 @@ class Trainer:
             order = np.random.default_rng([self.config.seed, number])
             sequences = [sequences[i] for i in order.permutation(len(sequences))]
         length = self.row_tokens(self.config)
-        rows = self.learner.microbatch_rows
-        return [packing.pack(sequences[i::count], length, rows) for i in range(count)]
+        multiple = self.learner.microbatch_rows
+        return [
+            packing.pack(sequences[i::count], length, multiple) for i in range(count)
+        ]
 
     def _scored(self, batch: TokenBatch, needs_proximal: bool) -> TokenBatch:
-        if needs_proximal:
-            proximal = self.learner.logprobs(self.state.params, batch)
-            batch = batch.replace(proximal_logprobs=proximal)  # type: ignore[attr-defined]
+        found: dict[str, Any] = {}
+        values = None
+        if needs_proximal or self.model.config.head == "lm+value":
+            predicted = self.learner.scorer.predict(self.state.params, batch)
+            values = predicted.values
+            if needs_proximal:
+                found["proximal_logprobs"] = predicted.logprobs
         if self.reference is not None:
-            reference = self.learner.logprobs(self.reference, batch)
-            batch = batch.replace(reference_logprobs=reference)  # type: ignore[attr-defined]
-        return batch
+            predicted = self.reference.scorer.predict(self.reference.params, batch)
+            found["reference_logprobs"] = predicted.logprobs
+        if self.critic is not None:
+            scorer = self.critic.learner.scorer
+            values = scorer.predict(self.critic.state.params, batch).values
+        if values is not None:
+            # Before a token: what the critic said after the one in front of it.
+            found["values"] = np.roll(values, 1, axis=1)
+        return batch.replace(**found)  # type: ignore[attr-defined]
+
+    def _credited(
+        self, pieces: list[TokenBatch]
+    ) -> tuple[list[TokenBatch], dict[str, float]]:
+        """Gives each token its advantage, from the whole of a step's batch."""
+        if self.algorithm.credit is None:
+            return pieces, {}
+        ends = np.cumsum([piece.shape[0] for piece in pieces]).tolist()
+        # Rows in which nothing counts change nothing; with them the number of compiled
+        # shapes grows with the logarithm of the rows.
+        empty = (1 << (ends[-1] - 1).bit_length()) - ends[-1]
+
+        def joined(*parts: np.ndarray) -> np.ndarray:
+            whole = np.concatenate(parts)
+            return np.pad(whole, ((0, empty), (0, 0)))
+
+        whole = jax.tree.map(np.asarray, self._credit(jax.tree.map(joined, *pieces)))
+        mask, metrics = whole.loss_mask, {}
+        if whole.values is not None:
+            metrics["critic/explained_variance"] = float(
+                value.explained_variance(
+                    jnp.asarray(whole.values),
+                    jnp.asarray(whole.returns),
+                    jnp.asarray(mask),
+                )
+            )
+        metrics["advantage/token_std"] = float(np.std(whole.advantages[mask]))
+        starts = [0, *ends[:-1]]
+        return [rows(whole, *span) for span in zip(starts, ends, strict=True)], metrics
+
+    @functools.cached_property
+    def _credit(self) -> Callable[[TokenBatch], TokenBatch]:
+        assert self.algorithm.credit is not None
+        return jax.jit(self.algorithm.credit)
 
     @staticmethod
     def row_tokens(config: RLConfig) -> int:

@@ -33,6 +33,7 @@ class RunDescription:
         mesh: the mesh as its specification is written, for example "dp4,tp8".
         versions: package name to version, for example {"jax": "0.12.0"}.
         config: the resolved configuration, of values that JSON can write.
+        head: of the model that the run makes: "lm", or "value" for a reward model.
     """
 
     command: str
@@ -41,6 +42,7 @@ class RunDescription:
     mesh: str
     versions: Mapping[str, str]
     config: Mapping[str, Any]
+    head: str = "lm"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +80,8 @@ class RunDirectory:
         """The page that `jaxrl_post.train.report.write_report` makes."""
         return self.path / "report.html"
 
-    def read_config(self) -> dict[str, Any] | None:
-        """The configuration in config.json, None where there is no such file.
+    def read_description(self) -> RunDescription | None:
+        """What config.json holds, None where there is no such file.
 
         Raises:
             ValueError: the file is damaged.
@@ -87,8 +89,8 @@ class RunDirectory:
         if not self.config.exists():
             return None
         try:
-            return json.loads(self.config.read_text(encoding="utf-8"))["config"]
-        except (ValueError, KeyError, TypeError) as error:
+            return RunDescription(**json.loads(self.config.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
             raise ValueError(
                 f"{self.config} is not what a run writes: {error!r}; "
                 "remove it, or use another run directory"

@@ -1,8 +1,10 @@
 """What every run opens first: mesh, environment, model, tokenizer, and their layout."""
 
+import dataclasses
 import importlib.metadata
 import platform
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from jaxrl_post import envs, models
 from jaxrl_post.data import chat
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Environment
-from jaxrl_post.models import DecoderParams, ModelConfig, ParamSpec
+from jaxrl_post.models import DecoderParams, Head, ModelConfig, ParamSpec
 from jaxrl_post.sharding import (
     DEFAULT_RULES,
     Rules,
@@ -25,7 +27,15 @@ from jaxrl_post.sharding import (
 from jaxrl_post.train.config import ConfigError, DataConfig, UpdateConfig
 from jaxrl_post.types import Array, PyTree
 
-__all__ = ["PRESETS", "Model", "layout_table", "make_environment", "open_model"]
+__all__ = [
+    "PRESETS",
+    "Model",
+    "environment_texts",
+    "layout_table",
+    "make_environment",
+    "open_model",
+    "save_model",
+]
 
 # Randomly initialised models for machines without an accelerator. "tiny" and "small"
 # are the shapes of the benchmark.
@@ -132,7 +142,8 @@ def open_model(
     mesh: str,
     dtype: str | None,
     seed: int,
-    environment: Environment,
+    texts: Callable[[], Sequence[str]],
+    head: Head = "lm",
     rules: Rules = DEFAULT_RULES,
 ) -> Model:
     """Loads a model directory, or initialises a preset with a tokenizer of its own.
@@ -142,11 +153,13 @@ def open_model(
         mesh: such as "dp4,tp8".
         dtype: of the parameters, None for the checkpoint's own.
         seed: of a preset's weights.
-        environment: whose texts a preset's tokenizer is learned from.
+        texts: what a preset's tokenizer is learned from.
+        head: of the model; a value head that a directory lacks begins with zeros.
         rules: logical axis to mesh axes.
 
     Raises:
-        ConfigError: no such directory or preset.
+        ConfigError: no such directory or preset, or a reward model where a language
+            model is asked for.
         MeshError: the mesh fits neither the devices nor the model; before anything is
             read or compiled.
     """
@@ -155,14 +168,22 @@ def open_model(
         tokenizer = Tokenizer.from_directory(name)
         wanted = None if dtype is None else jnp.dtype(dtype)
         config, params = models.load_pretrained(
-            name, mesh=device_mesh, rules=rules, dtype=wanted
+            name,
+            mesh=device_mesh,
+            rules=rules,
+            dtype=wanted,
+            head=None if head == "lm" else head,
         )
+        if config.head != head:
+            raise ConfigError(
+                f"--model: {name} is a reward model; it has no output for tokens"
+            )
         specs = models.param_specs(config)
     elif name in PRESETS:
-        config = PRESETS[name]
+        config = dataclasses.replace(PRESETS[name], head=head)
         specs = models.param_specs(config)
         named_shardings(specs, device_mesh, rules)
-        tokenizer = learn_tokenizer(environment, config.vocab_size)
+        tokenizer = Tokenizer.train(texts(), vocab_size=min(config.vocab_size, 1024))
         wanted = jnp.dtype(dtype or "float32")
         params = models.initialize(
             jax.random.key(seed), specs, wanted, device_mesh, rules
@@ -182,14 +203,30 @@ def open_model(
     )
 
 
-def learn_tokenizer(environment: Environment, vocab_size: int) -> Tokenizer:
-    """A preset's tokenizer: from the same environment it is the same each time."""
+def environment_texts(environment: Environment) -> list[str]:
+    """Texts for a preset's tokenizer: of the same environment the same each time."""
     tasks = environment.tasks("train")
     texts = []
     for task in tasks[: min(len(tasks), TOKENIZER_TEXTS)]:
         texts += [message.content for message in task.messages]
         texts.append(environment.demonstration(task) or "")
-    return Tokenizer.train(texts, vocab_size=min(vocab_size, 1024))
+    return texts
+
+
+def save_model(target: Path, model: Model, params: PyTree) -> None:
+    """Writes a model over what an earlier end of a run left, whole or torn.
+
+    A value head beside the vocabulary is left out: what is saved is the policy.
+    """
+    for left in (target, *target.parent.glob(f".{target.name}.*")):
+        shutil.rmtree(left, ignore_errors=True)
+    config = model.config
+    if config.head == "lm+value":
+        config = dataclasses.replace(config, head="lm")
+        params = params.replace(value_head=None)
+    models.save_pretrained(
+        target, config, params, tokenizer=model.tokenizer, source=model.source
+    )
 
 
 def prompt_limit(
@@ -241,8 +278,9 @@ def layout_table(
     rows: int,
     row_tokens: int,
     optimizer: PyTree,
-    reference: PyTree | None,
-    cache: PyTree | None,
+    reference: PyTree | None = None,
+    critic: PyTree | None = None,
+    cache: PyTree | None = None,
 ) -> list[tuple[str, str, str]]:
     """(what, how it lies, MiB a device) of everything that takes memory.
 
@@ -253,6 +291,7 @@ def layout_table(
         ("parameters", f"{model.num_parameters:,} {model.dtype}", model.params),
         ("optimizer", "float32 moments and master weights", optimizer),
         ("reference", "frozen parameters", reference),
+        ("critic", "parameters and optimizer", critic),
         ("KV cache", "of all slots", cache),
     ]
     table = [("mesh", axes, "")]

@@ -51,12 +51,15 @@ class TrainState:
         params: what `forward` reads, in the compute dtype, shared with the sampler.
         master: float32 weights where `params` are narrower, else None.
         opt_state: optax's.
+        critic: of an algorithm with a critic of its own, where a checkpoint holds both;
+            else None.
     """
 
     step: Int[Array, ""]
     params: PyTree
     master: PyTree | None
     opt_state: Any
+    critic: "TrainState | None" = None
 
 
 def make_optimizer(

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxrl_post.algorithms.objective import Objective
-from jaxrl_post.kernels.token_logprob import TokenLogprob, token_logprob
+from jaxrl_post.algorithms.objective import Objective, Predictions
+from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.metrics import Metric, masked
-from jaxrl_post.models import ModelConfig, forward, unembedding
+from jaxrl_post.models import ModelConfig, forward, unembedding, values
 from jaxrl_post.models.decoder import Remat
 from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.train.state import TrainState
@@ -30,19 +30,20 @@ __all__ = [
     "accumulate",
     "apply",
     "empty_accumulator",
-    "score",
+    "measure",
+    "predict",
     "train_step",
 ]
 
-ObjectiveFn = Callable[[Float[Array, "rows length"], TokenBatch], Objective]
+ObjectiveFn = Callable[[Predictions, TokenBatch], Objective]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How log-probabilities come from parameters; static.
+    """How predictions come from parameters; static.
 
     Attributes:
-        config: of the model.
+        config: of the model; its head decides what is predicted.
         temperature: at which the samples were drawn; part of the policy.
         remat: what the backward pass keeps.
         rules: sharding of activations.
@@ -63,11 +64,11 @@ class Accumulator:
     metrics: dict[str, Metric]
 
 
-def score(policy: Policy, params: PyTree, batch: TokenBatch) -> TokenLogprob:
-    """Log-prob of every token that the loss mask marks, and the entropy there.
+def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
+    """What a model says about the tokens of a batch.
 
-    Returns:
-        float32 [rows, length] each, aligned to the tokens; 0 outside of the mask.
+    Log-probs and entropies are those of the tokens that the loss mask marks, and 0
+    elsewhere; values are there after every token.
     """
     hidden = forward(
         params,
@@ -78,6 +79,9 @@ def score(policy: Policy, params: PyTree, batch: TokenBatch) -> TokenLogprob:
         rules=policy.rules,
         remat=policy.remat,
     )
+    after = None if policy.config.head == "lm" else values(params, hidden)
+    if policy.config.head == "value":
+        return Predictions(values=after)
     # The state at t predicts the token at t + 1. The mask is False at every segment's
     # first token, so what wraps around is never asked for.
     previous = functools.partial(jnp.roll, shift=-1, axis=1)
@@ -89,17 +93,27 @@ def score(policy: Policy, params: PyTree, batch: TokenBatch) -> TokenLogprob:
         temperature=policy.temperature,
         rules=policy.rules,
     )
-    return TokenLogprob(*(jnp.roll(value, 1, axis=1) for value in predicted))
+    logprobs, entropy = (jnp.roll(value, 1, axis=1) for value in predicted)
+    return Predictions(logprobs, entropy, after)
 
 
 def _loss(
     policy: Policy, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
 ) -> tuple[Array, tuple[Metric, dict[str, Metric]]]:
-    logprobs, entropy = score(policy, params, batch)
-    result = objective(logprobs, batch)
-    entropies = masked(jax.lax.stop_gradient(entropy), batch.loss_mask)
-    metrics = {**result.metrics, "policy/entropy": entropies}
+    predictions = predict(policy, params, batch)
+    result = objective(predictions, batch)
+    metrics = result.metrics
+    if predictions.entropy is not None:
+        entropies = masked(jax.lax.stop_gradient(predictions.entropy), batch.loss_mask)
+        metrics = {**metrics, "policy/entropy": entropies}
     return result.loss.sum, (result.loss, jax.lax.stop_gradient(metrics))
+
+
+def measure(
+    policy: Policy, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
+) -> tuple[Metric, dict[str, Metric]]:
+    """Loss and metrics of a microbatch, without a gradient."""
+    return _loss(policy, objective, params, batch)[1]
 
 
 def empty_accumulator(
@@ -162,7 +176,9 @@ def apply(
             lambda wide, old: wide.astype(old.dtype), weights, state.params
         )
         master = weights
-    return TrainState(state.step + 1, params, master, opt_state)
+    return state.replace(  # type: ignore[attr-defined]
+        step=state.step + 1, params=params, master=master, opt_state=opt_state
+    )
 
 
 def train_step(

@@ -5,8 +5,12 @@ teacher who mostly answers with the first number, so the model begins a little b
 than chance. Nothing but the reward tells it to do better than its teacher.
 """
 
+from dataclasses import replace
+
 from jaxrl_post.train.config import (
+    AlgorithmConfig,
     CheckpointConfig,
+    CriticConfig,
     EvalConfig,
     RLConfig,
     RolloutConfig,
@@ -15,7 +19,7 @@ from jaxrl_post.train.config import (
 )
 from jaxrl_post.train.state import OptimizerConfig
 
-__all__ = ["demo"]
+__all__ = ["demo", "ppo_demo"]
 
 
 def demo() -> RLConfig:
@@ -38,5 +42,19 @@ def demo() -> RLConfig:
         checkpoint=CheckpointConfig(every=50),
         warm_start=WarmStartConfig(
             steps=400, examples_per_step=128, learning_rate=2e-3
+        ),
+    )
+
+
+def ppo_demo() -> RLConfig:
+    """The default of `launch.ppo`: the same task, from the same warm start."""
+    return replace(
+        demo(),
+        run_dir="runs/ppo",
+        algorithm=AlgorithmConfig(name="ppo"),
+        critic=CriticConfig(
+            optimizer=OptimizerConfig(
+                learning_rate=1e-3, warmup_steps=5, schedule="linear", beta2=0.98
+            )
         ),
     )

@@ -1,5 +1,6 @@
 """The contract between an algorithm and a train step, and its composition."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_post import algorithms
-from jaxrl_post.losses import kl
+from jaxrl_post.algorithms import Predictions, corrections, terms
+from jaxrl_post.losses import advantages, kl, reduce
 from jaxrl_post.types import rows
 
 ALWAYS = {
@@ -23,6 +25,7 @@ CORRECTION = {
     "correction/weight",
     "correction/truncated_fraction",
     "correction/ess",
+    "correction/chi_square",
 }
 MAKERS = {
     "grpo": algorithms.grpo,
@@ -31,9 +34,15 @@ MAKERS = {
     "gspo": partial(algorithms.gspo, clip_low=0.2, clip_high=0.2),
     "cispo": algorithms.cispo,
     "rloo": algorithms.rloo,
+    "gmpo": partial(algorithms.gmpo, clip_low=0.2, clip_high=0.2),
+    "sapo": algorithms.sapo,
+    "max_rl": algorithms.max_rl,
+    "dppo": partial(algorithms.dppo, threshold=0.05),
 }
+CORRECTED = {"correction": corrections.truncated_tokens(cap=1.2)}
 ALGORITHMS = {
-    name: make(kl_coefficient=0.1, importance_cap=1.2) for name, make in MAKERS.items()
+    name: make(kl_coefficient=0.1, **({} if name == "dppo" else CORRECTED))
+    for name, make in MAKERS.items()
 }
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
@@ -42,7 +51,7 @@ def value_and_gradient(algorithm):
     """((loss sum, (count, metrics)), gradient of the sum), jitted."""
 
     def total(policy_logprobs, batch):
-        result = algorithm.objective(policy_logprobs, batch)
+        result = algorithm.objective(Predictions(policy_logprobs), batch)
         return result.loss.sum, (result.loss.count, result.metrics)
 
     return jax.jit(jax.value_and_grad(total, has_aux=True))
@@ -71,10 +80,11 @@ def test_metric_names(unpacked):
     without = batch.replace(reference_logprobs=None)
 
     def names(algorithm, batch):
-        return set(algorithm.objective(policy_logprobs, batch).metrics)
+        return set(algorithm.objective(Predictions(policy_logprobs), batch).metrics)
 
     assert names(algorithms.grpo(), without) == ALWAYS | CORRECTION
-    assert names(algorithms.grpo(importance_cap=None), without) == ALWAYS
+    assert names(algorithms.grpo(correction=None), without) == ALWAYS
+    assert names(MAKERS["dppo"](), without) == ALWAYS
     assert names(algorithms.grpo(), batch) == ALWAYS | CORRECTION | {
         "policy/kl_to_reference"
     }
@@ -162,6 +172,8 @@ def test_a_batch_without_counted_tokens(name, unpacked):
 def test_one_update_a_batch_has_a_ratio_of_exactly_one(name, unpacked):
     policy_logprobs, batch = unpacked
     batch = batch.replace(proximal_logprobs=None)
+    if name == "dppo":
+        batch = batch.replace(behavior_logprobs=policy_logprobs)
     _, (_, metrics) = STEPS[name](policy_logprobs, batch)[0]
     means = {key: metric.mean().item() for key, metric in metrics.items()}
     assert means["policy/ratio"] == 1.0
@@ -177,7 +189,11 @@ def test_traced_once_for_batches_of_one_shape(sequences, lay_out, unpacked):
     def loss(policy_logprobs, batch):
         nonlocal traces
         traces += 1
-        return ALGORITHMS["grpo"].objective(policy_logprobs, batch).loss.mean()
+        return (
+            ALGORITHMS["grpo"]
+            .objective(Predictions(policy_logprobs), batch)
+            .loss.mean()
+        )
 
     reordered = lay_out([[sequence] for sequence in sequences[::-1]], 6)
     assert loss(*unpacked) == pytest.approx(loss(*reordered).item(), rel=1e-5)
@@ -196,8 +212,10 @@ def test_rows_over_three_devices_equal_one_device(unpacked):
 def test_bfloat16_logprobs_give_a_float32_loss(unpacked):
     policy_logprobs, batch = unpacked
     low = policy_logprobs.astype(jnp.bfloat16)
-    loss = ALGORITHMS["grpo"].objective(low, batch).loss
-    exact = ALGORITHMS["grpo"].objective(low.astype(jnp.float32), batch).loss
+    loss = ALGORITHMS["grpo"].objective(Predictions(low), batch).loss
+    exact = (
+        ALGORITHMS["grpo"].objective(Predictions(low.astype(jnp.float32)), batch).loss
+    )
     assert loss.sum.dtype == jnp.float32
     assert loss.sum == exact.sum
 
@@ -213,7 +231,9 @@ def test_only_the_policy_gets_a_gradient(unpacked):
 
     def loss(constants):
         changed = batch.replace(**constants)
-        return ALGORITHMS["grpo"].objective(policy_logprobs, changed).loss.sum
+        return (
+            ALGORITHMS["grpo"].objective(Predictions(policy_logprobs), changed).loss.sum
+        )
 
     gradients = jax.grad(loss)({name: getattr(batch, name) for name in names})
     for name, gradient in gradients.items():
@@ -224,7 +244,9 @@ def test_metrics_carry_no_gradient(unpacked):
     policy_logprobs, batch = unpacked
 
     def total(policy_logprobs):
-        metrics = ALGORITHMS["grpo"].objective(policy_logprobs, batch).metrics
+        metrics = (
+            ALGORITHMS["grpo"].objective(Predictions(policy_logprobs), batch).metrics
+        )
         return sum(metric.sum for metric in metrics.values())
 
     assert (jax.grad(total)(policy_logprobs) == 0).all()
@@ -259,6 +281,7 @@ def test_metrics_equal_their_transcription(name, unpacked):
         "mismatch/kl": k3(b - q),
         "correction/weight": capped,
         "correction/truncated_fraction": weights > 1.2,
+        "correction/chi_square": weights**2 - 1,
     }
     if name == "cispo":
         per_token["policy/clip_fraction_low"] = ratio < 0.0
@@ -305,7 +328,7 @@ def test_the_kl_term_is_the_estimator_that_was_asked_for(estimator, unpacked):
     batch = batch.replace(advantages=jnp.zeros_like(batch.advantages))
     algorithm = algorithms.dapo(kl_coefficient=0.5, kl_estimator=estimator)
     expected = estimator(policy_logprobs, batch.reference_logprobs, batch.loss_mask)
-    loss = algorithm.objective(policy_logprobs, batch).loss
+    loss = algorithm.objective(Predictions(policy_logprobs), batch).loss
     np.testing.assert_allclose(loss.sum, 0.5 * expected.sum(), rtol=1e-6)
 
 
@@ -315,13 +338,13 @@ def test_a_reference_is_needed_exactly_when_the_kl_is_in_the_loss(unpacked):
     without, with_kl = algorithms.grpo(), algorithms.grpo(kl_coefficient=0.04)
     assert not without.needs_reference
     assert with_kl.needs_reference
-    assert jnp.isfinite(without.objective(policy_logprobs, batch).loss.sum)
+    assert jnp.isfinite(without.objective(Predictions(policy_logprobs), batch).loss.sum)
     with pytest.raises(
         ValueError,
         match=r"batch\.reference_logprobs must be given when kl_coefficient > 0, got "
         r"None with kl_coefficient 0\.04; score the batch",
     ):
-        with_kl.objective(policy_logprobs, batch)
+        with_kl.objective(Predictions(policy_logprobs), batch)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +359,16 @@ def test_a_reference_is_needed_exactly_when_the_kl_is_in_the_loss(unpacked):
         ("cispo", {"ratio_high": 0.28}, r"ratio_high .*must be >= 1, got 0\.28"),
         ("dr_grpo", {"denominator": 0.0}, r"denominator must be > 0.*got 0\.0"),
         ("rloo", {"kl_coefficient": -0.1}, r"kl_coefficient must be >= 0, got -0\.1"),
-        ("rloo", {"importance_cap": 0.0}, r"cap must be > 0, got 0\.0"),
+        (
+            "rloo",
+            {"correction": corrections.truncated_tokens(cap=0.0)},
+            r"cap must be > 0, got 0\.0",
+        ),
+        ("gmpo", {"clip_high": -0.1}, r"clip_high bounds the log-ratio.*got -0\.1"),
+        ("sapo", {"tau_negative": 0.0}, r"tau_negative must be > 0, got 0\.0"),
+        ("max_rl", {"clip_low": 1.5}, r"clip_low must be in \[0, 1\].*got 1\.5"),
+        ("dppo", {"threshold": -1.0}, r"threshold must be >= 0.*got -1\.0"),
+        ("dppo", {"max_ratio": 0.0}, r"max_ratio must be > 0 or None, got 0\.0"),
         (
             "grpo",
             {"kl_coefficient": 0.1, "kl_estimator": partial(kl.k3, max_value=-1.0)},
@@ -347,3 +379,51 @@ def test_a_reference_is_needed_exactly_when_the_kl_is_in_the_loss(unpacked):
 def test_bad_hyperparameters_raise_at_construction(make, arguments, message):
     with pytest.raises(ValueError, match=message):
         MAKERS[make](**arguments)
+
+
+PARTS = {
+    "advantages": advantages.group_centered,
+    "policy_loss": terms.reinforce(),
+    "reduction": reduce.token_mean,
+    "kl_coefficient": 0.0,
+    "kl_estimator": kl.k3,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"anchor": "behavior", "correction": corrections.TRUNCATED},
+            r"correction must be None where anchor is 'behavior', got .*; the policy's "
+            r"ratio to the sampler is the whole weight already",
+        ),
+        (
+            {"anchor": "reference", "correction": None},
+            r"anchor must be 'proximal' or 'behavior', got 'reference'",
+        ),
+    ],
+)
+def test_anchors_are_checked(arguments, message):
+    # What is under the run-time type check of the tests.
+    compose = inspect.unwrap(algorithms.compose)
+    with pytest.raises(ValueError, match=message):
+        compose(**PARTS, **arguments)
+
+
+def test_the_anchor_behavior_is_the_sampler_in_the_proximal_place(unpacked):
+    policy_logprobs, batch = unpacked
+    clipped = terms.clipped_token_ratio(clip_low=0.2, clip_high=0.2)
+    parts = PARTS | {"policy_loss": clipped, "correction": None}
+    anchored = algorithms.compose(**parts, anchor="behavior")
+    moved = batch.replace(proximal_logprobs=batch.behavior_logprobs)
+    loss, expected, other = (
+        made.objective(Predictions(policy_logprobs), data).loss.sum
+        for made, data in (
+            (anchored, batch),
+            (algorithms.compose(**parts), moved),
+            (algorithms.compose(**parts), batch),
+        )
+    )
+    assert loss == expected
+    assert abs(loss - other) > 1e-2

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 from jaxrl_post import algorithms
+from jaxrl_post.algorithms import Predictions, corrections
 from jaxrl_post.losses import policy, reduce
 
 KL, CAP, EPSILON = 0.1, 1.3, 1e-6
-SHARED = {"kl_coefficient": KL, "importance_cap": CAP}
+SHARED = {
+    "kl_coefficient": KL,
+    "correction": corrections.truncated_tokens(cap=CAP),
+}
 # Two groups of three samples, the last group with a sample that failed.
 REWARDS = np.array([[1.0, 0.0, 3.0], [0.5, 2.0, np.nan]])
 VALID = np.array([[True, True, True], [True, True, False]])
@@ -99,7 +103,9 @@ def test_loss_and_gradient_equal_the_transcription(name, unpacked):
     exact = np.asarray(policy_logprobs, np.float64)
 
     def mean(policy_logprobs):
-        return ALGORITHMS[name].objective(policy_logprobs, batch).loss.mean()
+        return (
+            ALGORITHMS[name].objective(Predictions(policy_logprobs), batch).loss.mean()
+        )
 
     loss, gradient = jax.jit(jax.value_and_grad(mean))(policy_logprobs)
     np.testing.assert_allclose(
@@ -119,7 +125,9 @@ def test_loss_and_gradient_equal_the_transcription(name, unpacked):
 def test_the_fixture_clips_on_both_sides(unpacked):
     # Else the transcriptions would agree without testing the clips.
     for name in ("grpo", "gspo"):
-        metrics = ALGORITHMS[name].objective(*unpacked).metrics
+        policy_logprobs, batch = unpacked
+        predictions = Predictions(policy_logprobs)
+        metrics = ALGORITHMS[name].objective(predictions, batch).metrics
         assert metrics["policy/clip_fraction_low"].sum > 0
         assert metrics["policy/clip_fraction_high"].sum > 0
         assert 0 < metrics["correction/truncated_fraction"].mean() < 1
@@ -143,7 +151,7 @@ def test_on_policy_gradient_equals_reinforce(name, reduction, unpacked):
         values = policy.reinforce(policy_logprobs, batch.advantages, batch.loss_mask)
         return reduction(values, batch.loss_mask, batch.segment_ids).mean()
 
-    gradient = jax.grad(lambda p: make().objective(p, batch).loss.mean())(
+    gradient = jax.grad(lambda p: make().objective(Predictions(p), batch).loss.mean())(
         policy_logprobs
     )
     np.testing.assert_allclose(
@@ -155,7 +163,7 @@ def test_on_policy_gspo_and_grpo_agree(unpacked):
     policy_logprobs, batch = unpacked
     batch = batch.replace(proximal_logprobs=None, behavior_logprobs=policy_logprobs)
     by_token, by_sequence = (
-        jax.grad(lambda p, a=algorithm: a.objective(p, batch).loss.mean())(
+        jax.grad(lambda p, a=algorithm: a.objective(Predictions(p), batch).loss.mean())(
             policy_logprobs
         )
         for algorithm in (algorithms.grpo(), algorithms.gspo())
@@ -174,18 +182,18 @@ def test_defaults_are_the_papers(unpacked):
     for default, explicit in pairs:
         assert not default.needs_reference
         assert (
-            default.objective(policy_logprobs, batch).loss.sum
-            == explicit.objective(policy_logprobs, batch).loss.sum
+            default.objective(Predictions(policy_logprobs), batch).loss.sum
+            == explicit.objective(Predictions(policy_logprobs), batch).loss.sum
         )
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
-def test_without_a_cap_the_sampler_weighs_nothing(name, unpacked):
+def test_without_a_correction_the_sampler_weighs_nothing(name, unpacked):
     policy_logprobs, batch = unpacked
-    algorithm = getattr(algorithms, name)(importance_cap=None)
+    algorithm = getattr(algorithms, name)(correction=None)
     exact = batch.replace(behavior_logprobs=batch.proximal_logprobs)
     corrected = getattr(algorithms, name)()
     assert (
-        algorithm.objective(policy_logprobs, batch).loss.sum
-        == corrected.objective(policy_logprobs, exact).loss.sum
+        algorithm.objective(Predictions(policy_logprobs), batch).loss.sum
+        == corrected.objective(Predictions(policy_logprobs), exact).loss.sum
     )

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import tyro
 
-from jaxrl_post.train.config import SFTConfig
+from jaxrl_post.train.config import PreferenceConfig, RewardConfig, SFTConfig
 from jaxrl_post.train.convert import ConvertConfig
 from jaxrl_post.train.evaluate import EvaluateConfig
 from launch import cli
-from launch.recipes.demo import demo
+from launch.recipes.demo import demo, ppo_demo
+from launch.recipes.distillation import distillation
 from launch.report import ReportConfig
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,11 @@ TARGETS = re.findall(
 
 DEFAULTS = {
     "grpo": demo(),
+    "ppo": ppo_demo(),
+    "distill": distillation(),
     "sft": SFTConfig(),
+    "dpo": PreferenceConfig(),
+    "reward": RewardConfig(),
     "evaluate": EvaluateConfig(model=tyro.MISSING),
     "convert": ConvertConfig(input=tyro.MISSING, output=tyro.MISSING),
     "report": ReportConfig(run_dir=tyro.MISSING),

@@ -69,7 +69,7 @@ def test_values_outside_their_type_are_named():
     program = "from jaxrl_post.envs.arithmetic import Arithmetic\n"
     program += "from jaxrl_post.envs.env import Message\n"
     program += "from jaxrl_post.envs.gsm8k import GSM8K, final_answer\n"
-    program += "from jaxrl_post.envs.jsonl import read_jsonl\n"
+    program += "from jaxrl_post.jsonl import read_jsonl\n"
     for expression, _ in CHOICES:
         program += f"try:\n  {expression}\n"
         program += "except ValueError as error:\n  print(error)\n"

@@ -15,14 +15,11 @@ from safetensors.numpy import load_file
 
 from jaxrl_post import models
 from jaxrl_post.data.prompts import task_indices
-from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.envs.arithmetic import Arithmetic
 from jaxrl_post.models import load_pretrained
 from jaxrl_post.train.checkpoint import Checkpoints
-from jaxrl_post.train.config import CheckpointConfig, SFTConfig
-from jaxrl_post.train.run import run_sft
+from jaxrl_post.train.config import CheckpointConfig, RewardConfig, SFTConfig
+from jaxrl_post.train.offline import run_sft
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
-from jaxrl_post.train.session import PRESETS, learn_tokenizer
 from jaxrl_post.train.state import OptimizerConfig, create, make_optimizer
 from launch import convert
 
@@ -133,26 +130,25 @@ def test_a_run_whose_model_has_moved(trained, tmp_path, capsys):
     assert same(tensors(tmp_path / "made"), tensors(trained / "model"))
 
 
-def test_a_supervised_run_of_a_preset(tmp_path):
-    config = SFTConfig(run_dir=str(tmp_path / "run"), model="demo")
-    specs = models.param_specs(PRESETS["demo"])
-    params = models.initialize(jax.random.key(1), specs)
+def test_a_reward_model_keeps_its_head(trained, tmp_path):
+    """The checkpoints of a run that began with a language model, whose head is new."""
+    initial = tmp_path / "run" / "initial"
+    shutil.copytree(trained / "model", initial)
+    config, backbone = load_pretrained(initial, head="value")
+    specs = models.param_specs(config)
+    params = backbone.replace(value_head=jnp.full_like(backbone.value_head, 0.25))
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
-    state = create(params, make_optimizer(config.optimizer, specs, 1), None)
+    settings = RewardConfig(run_dir=str(tmp_path / "run"))
+    state = create(params, make_optimizer(settings.optimizer, specs, 1), None)
     checkpoints.save(3, state, task_indices(5, seed=0), {})
     checkpoints.close()
     RunDirectory(tmp_path / "run").describe(
-        RunDescription("", "demo", 0, "", {}, dataclasses.asdict(config))
+        RunDescription("", "demo", 0, "", {}, dataclasses.asdict(settings), "value")
     )
     assert run(tmp_path / "run", tmp_path / "made") == 0
-    architecture, found = load_pretrained(tmp_path / "made")
-    assert architecture == PRESETS["demo"]
+    found_config, found = load_pretrained(tmp_path / "made")
+    assert found_config == config
     jax.tree.map(np.testing.assert_array_equal, found, params)
-    texts = [task.messages[0].content for task in Arithmetic().tasks("train")[:9]]
-    learned = learn_tokenizer(Arithmetic(), architecture.vocab_size)
-    saved = Tokenizer.from_directory(tmp_path / "made")
-    assert saved.stop_ids == learned.stop_ids
-    assert list(map(saved.encode, texts)) == list(map(learned.encode, texts))
 
 
 def test_nothing_is_overwritten(model, tmp_path, capsys):

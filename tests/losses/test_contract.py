@@ -1,175 +1,332 @@
-"""What every per-token function promises, whatever it computes.
+"""What every public function of the losses promises, whatever it computes.
 
-Masked tokens may hold anything and reach neither value nor gradient; values are
-float32; jit and vmap change nothing; packed rows give what unpacked rows give.
+What does not count may hold anything and reaches neither value nor gradient; values are
+float32; jit traces once; vmap, shard_map and packing change nothing.
 """
 
-from functools import partial
+from collections import Counter
+from functools import cache, partial
+from pkgutil import iter_modules
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl_post.losses import correction, diagnostics, kl, policy, ratios, supervised
+from jaxrl_post import losses
+from jaxrl_post.metrics import Metric
+from tests.losses.contract import ROWS, batch, example, poisoned
+from tests.losses.contract_cases import CASES, EXCEPTIONS, public_names
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+__all__ = ["example", "poisoned"]
 
-
-def of_logprobs(function):
-    return lambda p, q, a, mask, ids: function(p, q, mask)
-
-
-def of_sequences(function):
-    return lambda p, q, a, mask, ids: function(p, q, mask, ids)
-
-
-def of_advantages(function):
-    return lambda p, q, a, mask, ids: function(p, q, a, mask)
-
-
-def of_advantages_and_sequences(function):
-    return lambda p, q, a, mask, ids: function(p, q, a, mask, ids)
-
-
-DIFFERENTIABLE = {
-    "token_log_ratio": of_logprobs(ratios.token_log_ratio),
-    "token_ratio": of_logprobs(ratios.token_ratio),
-    "sequence_ratio": of_sequences(ratios.sequence_ratio),
-    "sequence_product_ratio": of_sequences(ratios.sequence_product_ratio),
-    "gspo_token_ratio": of_sequences(ratios.gspo_token_ratio),
-    "clipped_surrogate": of_advantages(partial(policy.clipped_surrogate, **CLIP)),
-    "dual_clip": of_advantages(
-        partial(policy.clipped_surrogate, dual_clip=3.0, **CLIP)
-    ),
-    "cispo": of_advantages(partial(policy.cispo, ratio_low=0.0, ratio_high=5.0)),
-    "reinforce": lambda p, q, a, mask, ids: policy.reinforce(p, a, mask),
-    "gspo": of_advantages_and_sequences(partial(policy.gspo, **CLIP)),
-    "gspo_token": of_advantages_and_sequences(partial(policy.gspo_token, **CLIP)),
-    "k1": of_logprobs(kl.k1),
-    "k2": of_logprobs(kl.k2),
-    "k3": of_logprobs(kl.k3),
-    "k3_plus": of_logprobs(kl.k3_plus),
-    "next_token_loss": lambda p, q, a, mask, ids: supervised.next_token_loss(p, mask),
+TRACES = Counter()
+# What is compiled here runs a few times on small arrays: compiling is what takes time.
+jit = partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
+# Arrays that may be left out, and what that means.
+OPTIONAL = {
+    "ids": jnp.ones((ROWS, 6), jnp.int32),
+    "valid": jnp.ones(ROWS, bool),
+    "present": jnp.ones((ROWS, 4), bool),
 }
-CONSTANT = {
-    "token_weights": of_logprobs(correction.token_weights),
-    "sequence_weights": of_sequences(correction.sequence_weights),
-    "sequence_masked": lambda p, q, a, mask, ids: correction.sequence_masked(
-        jnp.ones(p.shape), p, q, mask, ids, low=0.5, high=2.0
-    ),
-}
-METRICS = {
-    "token_mult_prob_error": of_logprobs(diagnostics.token_mult_prob_error),
-    "approximate_kl": of_logprobs(diagnostics.approximate_kl),
-    "sampled_entropy": of_logprobs(diagnostics.sampled_entropy),
-    "clip_fraction_low": lambda p, q, a, mask, ids: diagnostics.clip_fraction_low(
-        p, a, mask, clip_low=0.2
-    ),
-    "clip_fraction_high": lambda p, q, a, mask, ids: diagnostics.clip_fraction_high(
-        p, a, mask, clip_high=0.2
-    ),
-    "outside_fraction": lambda p, q, a, mask, ids: diagnostics.outside_fraction(
-        p, mask, low=-1.0
-    ),
-    "effective_sample_size": lambda p, q, a, mask, ids: (
-        diagnostics.effective_sample_size(-p, mask, ids)
-    ),
-}
-PER_TOKEN = DIFFERENTIABLE | CONSTANT
-over = pytest.mark.parametrize
+# Its result has one place a segment and no optional array.
+PER_SEGMENT = "sequences.segment_totals"
 
 
-def example(seed=0, rows=3, length=6):
-    """Log-probs of two policies, advantages, a mask and two segments with padding."""
-    rng = np.random.default_rng(seed)
-    p, q = (-rng.gamma(1.0, 1.0, (rows, length)) for _ in range(2))
-    advantages, mask = rng.normal(size=(rows, length)), rng.random((rows, length)) < 0.6
-    segment_ids = np.tile(np.array([1] * 3 + [2] * (length - 4) + [0]), (rows, 1))
-    mask[:, 0], mask[:, -1] = True, False
-    arrays = (jnp.array(x, jnp.float32) for x in (p, q, advantages))
-    return *arrays, jnp.array(mask), jnp.array(segment_ids, jnp.int32)
+def over(condition=lambda case: True):
+    names = [name for name, case in CASES.items() if condition(case)]
+    return pytest.mark.parametrize("name", names)
 
 
-def poisoned(arrays, mask, rotation):
-    """The arrays with -inf, NaN and inf in turn wherever the mask is False."""
-    bad = np.resize(np.roll([-np.inf, np.nan, np.inf], rotation), mask.shape)
-    return [jnp.where(mask, x, jnp.array(bad, x.dtype)) for x in arrays]
+def is_float(array):
+    return array is not None and jnp.issubdtype(array.dtype, jnp.floating)
 
 
-@over("name", PER_TOKEN)
-def test_masked_entries_reach_neither_value_nor_gradient(name):
-    function = PER_TOKEN[name]
-    *arrays, mask, ids = example()
-
-    def total(p, q, a):
-        return jnp.where(mask, function(p, q, a, mask, ids), 0.0).sum()
-
-    gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))
-    clean_value, clean = gradients(*arrays)
-    for rotation in range(3):
-        value, dirty = gradients(*poisoned(arrays, mask, rotation))
-        assert value == clean_value
-        for gradient, expected in zip(dirty, clean, strict=True):
-            np.testing.assert_array_equal(gradient, expected)
-            assert (jnp.where(mask, 0.0, gradient) == 0).all()
-    assert bool((clean[0] != 0).any()) == (name in DIFFERENTIABLE)
+def arrays_of(case, seed=0):
+    every = batch(seed)
+    return {name: every[name] for name in case.names}
 
 
-@over("name", METRICS)
-def test_masked_entries_do_not_reach_a_metric(name):
-    *arrays, mask, ids = example()
-    clean = METRICS[name](*arrays, mask, ids)
-    assert clean.count > 0
-    for rotation in range(3):
-        dirty = METRICS[name](*poisoned(arrays, mask, rotation), mask, ids)
-        assert (dirty.sum, dirty.count) == (clean.sum, clean.count)
+def kept_of(case, arrays, array):
+    """The case's mask in the shape of `array`; None if it says nothing about it."""
+    if case.mask is None or array.shape[: arrays[case.mask].ndim] != (
+        shape := arrays[case.mask].shape
+    ):
+        return None
+    mask = arrays[case.mask].reshape(*shape, *[1] * (array.ndim - len(shape)))
+    return jnp.broadcast_to(mask, array.shape)
 
 
-@over("name", PER_TOKEN | METRICS)
-def test_empty_masks_give_zeros_and_finite_numbers(name):
-    *arrays, mask, ids = example()
-    nothing = jnp.zeros_like(mask)
-    bad = poisoned(arrays, nothing, 0)
-    if name in METRICS:
-        metric = METRICS[name](*bad, nothing, ids)
-        assert (metric.sum, metric.count, metric.mean()) == (0, 0, 0)
-    else:
-        assert jnp.isfinite(PER_TOKEN[name](*bad, nothing, ids)).all()
+def dirty(case, arrays, rotation=0):
+    """The arrays with anything at all wherever they do not count."""
+    changed = dict(arrays)
+    for name, array in arrays.items():
+        kept = kept_of(case, arrays, array)
+        if kept is not None and is_float(array):
+            changed[name] = poisoned([array], kept, rotation)[0]
+        elif kept is not None and name in ("tokens", "versions", "sample_lengths"):
+            bad = jnp.array(np.resize([-1, 7, 2**30], array.shape), array.dtype)
+            changed[name] = jnp.where(kept, array, bad)
+    return changed
 
 
-@over("name", PER_TOKEN)
-def test_float32_out_for_bfloat16_in(name):
-    p, q, a, mask, ids = example()
-    low = [x.astype(jnp.bfloat16) for x in (p, q, a)]
-    exact = PER_TOKEN[name](*(x.astype(jnp.float32) for x in low), mask, ids)
-    values = PER_TOKEN[name](*low, mask, ids)
-    assert values.dtype == jnp.float32
-    np.testing.assert_array_equal(values, exact)
+@cache
+def compiled(name):
+    """The jitted case: its result, and the gradient in each float array of its sum.
+
+    The entries of the sum have weights, so that no two gradients cancel.
+    """
+    case = CASES[name]
+
+    def total(floats, others):
+        result = case(floats | others)
+        rng = np.random.default_rng(9)
+        terms = [
+            (jnp.array(rng.uniform(0.5, 1.5, leaf.shape), jnp.float32) * leaf).sum()
+            for leaf in jax.tree.leaves(result)
+            if is_float(leaf)
+        ]
+        return sum(terms, jnp.zeros((), jnp.float32)), result
+
+    def evaluate(arrays):
+        TRACES[name] += 1
+        floats = {key: x for key, x in arrays.items() if is_float(x)}
+        others = {key: x for key, x in arrays.items() if key not in floats}
+        gradients, result = jax.grad(total, has_aux=True)(floats, others)
+        return result, gradients
+
+    return jit(evaluate)
 
 
-@over("name", PER_TOKEN)
-def test_vmap_over_rows_equals_the_batch(name):
-    arguments = example()
-    by_row = jax.vmap(PER_TOKEN[name])(*arguments)
-    np.testing.assert_allclose(by_row, PER_TOKEN[name](*arguments), rtol=1e-6)
+def assert_equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@over("name", PER_TOKEN)
-def test_permuting_the_rows_permutes_the_values(name):
-    arguments = example()
-    order = jnp.array([2, 0, 1])
-    permuted = PER_TOKEN[name](*(x[order] for x in arguments))
-    np.testing.assert_array_equal(permuted, PER_TOKEN[name](*arguments)[order])
-
-
-@over("name", PER_TOKEN)
-def test_packed_equals_unpacked(name):
-    p, q, a, mask, _ = example(rows=4, length=5)
-    apart = PER_TOKEN[name](p, q, a, mask, None)
-    packed = [jnp.pad(x.reshape(1, 20), ((0, 0), (0, 3))) for x in (p, q, a, mask)]
-    ids = jnp.pad(jnp.repeat(jnp.arange(1, 5), 5)[None], ((0, 0), (0, 3)))
-    together = PER_TOKEN[name](*packed, ids)[0, :20].reshape(4, 5)
-    np.testing.assert_allclose(
-        jnp.where(mask, together, 0), jnp.where(mask, apart, 0), rtol=1e-5, atol=1e-6
+def assert_close(one, other):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), one, other
     )
+
+
+def assert_finite(tree):
+    for leaf in jax.tree.leaves(tree):
+        assert jnp.isfinite(leaf).all()
+
+
+def row(arrays, index):
+    return {name: x[index] if x.ndim else x for name, x in arrays.items()}
+
+
+def summed(tree):
+    return jax.tree.map(lambda leaf: leaf.sum(axis=0), tree)
+
+
+def stacked(trees):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def test_every_public_function_has_a_case_or_a_reason():
+    modules = {module.name for module in iter_modules(losses.__path__)}
+    assert set(losses.__all__) == modules
+    covered = {case.public_name for case in CASES.values()}
+    assert covered.isdisjoint(EXCEPTIONS)
+    assert public_names() == covered | set(EXCEPTIONS)
+
+
+@over()
+def test_jit_traces_once_for_arrays_of_the_same_shapes(name):
+    case, function = CASES[name], compiled(name)
+    results = [function(arrays_of(case, seed))[0] for seed in (0, 1)]
+    assert TRACES[name] == 1
+    for result in results:
+        assert_finite(result)
+        leaves = jax.tree.leaves(result)
+        assert {leaf.dtype for leaf in leaves} == {jnp.dtype(case.dtype)}
+
+
+@over()
+def test_the_gradient_goes_through_what_it_should(name):
+    case = CASES[name]
+    _, gradients = compiled(name)(arrays_of(case))
+    assert_finite(gradients)
+    through = {key for key, gradient in gradients.items() if gradient.any()}
+    assert case.through is None or through == set(case.through.split())
+
+
+@over(lambda case: case.mask)
+def test_what_does_not_count_reaches_neither_value_nor_gradient(name):
+    case, function = CASES[name], compiled(name)
+    arrays = arrays_of(case)
+    clean = function(arrays)
+    for rotation in range(3):
+        result, gradients = function(dirty(case, arrays, rotation))
+        assert_equal((result, gradients), clean)
+        for key, gradient in gradients.items():
+            kept = kept_of(case, arrays, arrays[key])
+            assert kept is None or not jnp.where(kept, 0.0, gradient).any()
+
+
+@over(lambda case: case.mask)
+def test_nothing_that_counts_gives_finite_numbers(name):
+    case = CASES[name]
+    arrays = arrays_of(case)
+    arrays[case.mask] = jnp.zeros_like(arrays[case.mask])
+    result, gradients = compiled(name)(dirty(case, arrays))
+    assert_finite((result, gradients))
+    if isinstance(result, Metric):
+        assert result.sum == result.mean() == 0
+
+
+@over(lambda case: case.mask)
+def test_one_that_counts_gives_finite_numbers(name):
+    case = CASES[name]
+    arrays = arrays_of(case)
+    mask = arrays[case.mask]
+    # One of each group, one token of each row, or one pair.
+    place = (slice(None), *[0] * (mask.ndim - 1)) if mask.ndim > 1 else 0
+    arrays[case.mask] = jnp.zeros_like(mask).at[place].set(True)
+    assert_finite(compiled(name)(dirty(case, arrays)))
+
+
+@over()
+def test_equal_numbers_everywhere_give_finite_numbers(name):
+    case = CASES[name]
+    arrays = {
+        key: jnp.full_like(x, -1.0) if is_float(x) and x.ndim else x
+        for key, x in arrays_of(case).items()
+    }
+    if case.mask:
+        arrays[case.mask] = jnp.ones_like(arrays[case.mask])
+    assert_finite(compiled(name)(arrays))
+
+
+@over(lambda case: case.dtype == jnp.float32 and case.nan)
+def test_a_nan_that_counts_shows_in_its_own_row(name):
+    case = CASES[name]
+    arrays = arrays_of(case)
+    for key, array in arrays.items():
+        kept = jnp.ones(array.shape, bool)
+        if case.mask:
+            kept = kept_of(case, arrays, array)
+        if not is_float(array) or kept is None or not array.ndim:
+            continue
+        first = (jnp.arange(ROWS) == 0).reshape(-1, *[1] * (array.ndim - 1))
+        bad = jnp.where(kept & first, jnp.nan, array)
+        result, _ = compiled(name)(arrays | {key: bad})
+        shown = jax.tree.map(jnp.isnan, result)
+        assert any(leaf.any() for leaf in jax.tree.leaves(shown)), key
+        if case.parts == "rows" and not case.of_part:
+            assert not shown[1:].any(), key
+
+
+@over()
+def test_float32_out_for_sixteen_bits_in(name):
+    case = CASES[name]
+
+    @jit
+    def both(arrays):
+        def cast(x, dtype):
+            return x.astype(dtype) if is_float(x) else x
+
+        results = []
+        for dtype in (jnp.bfloat16, jnp.float16):
+            low = {key: cast(x, dtype) for key, x in arrays.items()}
+            exact = {key: cast(x, jnp.float32) for key, x in low.items()}
+            results.append((case(low), case(exact)))
+        return results
+
+    for result, exact in both(arrays_of(case)):
+        leaves = jax.tree.leaves(result)
+        assert {leaf.dtype for leaf in leaves} == {jnp.dtype(case.dtype)}
+        assert_equal(result, exact)
+
+
+@over()
+def test_vmap_over_rows_equals_the_batch(name):
+    case = CASES[name]
+    arrays = arrays_of(case)
+    axes = {key: 0 if x.ndim else None for key, x in arrays.items()}
+
+    def one_row(arrays):
+        return case(arrays, **case.of_part)
+
+    by_row = jit(jax.vmap(one_row, in_axes=(axes,), axis_name="rows"))(arrays)
+    if case.parts == "own":
+        alone = jit(case)
+        expected = stacked([alone(row(arrays, index)) for index in range(ROWS)])
+    else:
+        expected, _ = compiled(name)(arrays)
+    assert_close(summed(by_row) if case.parts == "sum" else by_row, expected)
+
+
+@over()
+def test_eight_devices_with_a_row_each_equal_the_batch(name):
+    case = CASES[name]
+    arrays = arrays_of(case)
+    specs = {key: PartitionSpec(*["rows"] * (x.ndim > 0)) for key, x in arrays.items()}
+
+    def one_device(arrays):
+        result = case(arrays, **case.of_part)
+        if case.parts == "sum":
+            return jax.lax.psum(result, "rows")
+        if case.parts == "own":
+            return jax.tree.map(lambda leaf: leaf[None], result)
+        return result
+
+    sharded = jax.shard_map(
+        one_device,
+        mesh=Mesh(np.array(jax.devices()), ("rows",)),
+        in_specs=(specs,),
+        out_specs=PartitionSpec(*["rows"] * (case.parts != "sum")),
+    )
+    if case.parts == "own":
+        alone = jit(case)
+        shards = [row(arrays, np.array([index])) for index in range(ROWS)]
+        expected = stacked([alone(shard) for shard in shards])
+    else:
+        expected, _ = compiled(name)(arrays)
+    assert_close(jit(sharded)(arrays), expected)
+
+
+@over(lambda case: case.parts != "own")
+def test_permuting_the_rows_permutes_the_values(name):
+    case, function = CASES[name], compiled(name)
+    arrays = arrays_of(case)
+    order = np.array([5, 2, 7, 0, 3, 6, 1, 4])
+    permuted, _ = function(row(arrays, order))
+    result, _ = function(arrays)
+    assert_close(permuted, result if case.parts == "sum" else result[order])
+
+
+@over(lambda case: OPTIONAL.keys() & case.names and case.name != PER_SEGMENT)
+def test_what_is_left_out_means_everything(name):
+    case = CASES[name]
+    arrays = arrays_of(case)
+    whole = {key: OPTIONAL[key] for key in OPTIONAL.keys() & arrays}
+    expected, _ = compiled(name)(arrays | whole)
+    result = jit(case)(arrays | dict.fromkeys(whole))
+    assert_close(result, expected)
+
+
+@over(lambda case: "ids" in case.names and case.name != PER_SEGMENT)
+def test_packed_equals_unpacked(name):
+    case, function = CASES[name], jit(CASES[name])
+    arrays = arrays_of(case)
+    apart = function(arrays | {"ids": None})
+    packed = {
+        key: jnp.pad(x.reshape(1, -1), ((0, 0), (0, 3))) if x.ndim else x
+        for key, x in arrays.items()
+    }
+    ids = jnp.repeat(jnp.arange(1, ROWS + 1, dtype=jnp.int32), 6)
+    packed["ids"] = jnp.pad(ids[None], ((0, 0), (0, 3)))
+    together = function(packed)
+    if case.parts != "sum":
+        together = together[0, :-3].reshape(ROWS, 6)
+    assert_close(together, apart)

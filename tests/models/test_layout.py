@@ -64,6 +64,7 @@ def test_writing_is_the_inverse_of_reading():
         output_bias=True,
         mlp_bias=True,
         qk_norm=True,
+        head="lm+value",
     )
     specs = param_specs(config)
     weights = FAMILIES["qwen3"].weights
@@ -82,7 +83,7 @@ def test_writing_is_the_inverse_of_reading():
             shard = layout.read(lambda region, stored=stored: stored[region], index)
             np.testing.assert_array_equal(shard, value[index])
         checked += 1
-    assert checked == 21
+    assert checked == 22
 
 
 @pytest.mark.parametrize("text", ["heads embed", "(heads head_dim) embed norm", ""])

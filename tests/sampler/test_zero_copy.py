@@ -26,8 +26,8 @@ SIZES = EngineConfig(
 )
 
 
-def likelihood(logprobs, batch):
-    return Objective(masked(-logprobs, batch.loss_mask), {})
+def likelihood(predictions, batch):
+    return Objective(masked(-predictions.logprobs, batch.loss_mask), {})
 
 
 @pytest.fixture(scope="module", params=["", "dp2,fsdp2,tp2"], ids=["one", "mesh"])
@@ -85,14 +85,14 @@ def test_an_update_between_two_generations_copies_nothing(mesh, learner, engine)
             assert buffer_pointers(state.params) == before
             assert [c.versions for c in done] == [(version,) * 6] * 4
             # What it sampled is what these parameters say.
-            logprobs = learner.logprobs(
+            logprobs = learner.scorer.predict(
                 state.params,
                 pack(
                     [Sequence.of(request.prompt, c.tokens) for c in done],
                     length=9,
                     row_multiple=4,
                 ),
-            )
+            ).logprobs
             np.testing.assert_allclose(
                 logprobs[:, 3:], [c.logprobs for c in done], rtol=1e-5, atol=1e-5
             )

@@ -190,7 +190,7 @@ def test_rows_must_fill_microbatches():
 def test_proximal_and_reference_are_scored_with_the_given_parameters():
     learner, state = build(kl_coefficient=0.1)
     batch = packing.pack(sequences(), 16, 8)
-    proximal = learner.logprobs(state.params, batch)
+    proximal = learner.scorer.predict(state.params, batch).logprobs
     assert np.all(proximal[~batch.loss_mask] == 0)
     assert np.all(proximal[batch.loss_mask] < 0)
     batch = batch.replace(proximal_logprobs=proximal, reference_logprobs=proximal)

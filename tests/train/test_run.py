@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxrl_post.train import run
+from jaxrl_post.train import offline, online, run
 from jaxrl_post.train.config import (
     CheckpointConfig,
     ConfigError,
@@ -30,7 +30,7 @@ def _coin(monkeypatch):
 def begin(config: RLConfig | SFTConfig) -> str:
     out = io.StringIO()
     console = Console(file=out, width=200)
-    start = run.run_rl if isinstance(config, RLConfig) else run.run_sft
+    start = online.run_rl if isinstance(config, RLConfig) else offline.run_sft
     start(config, console=console, command="")
     return out.getvalue()
 
@@ -66,7 +66,7 @@ def test_what_changes_the_training_is_refused_by_name(tmp_path, now, message):
         ConfigError,
         match=rf"--run-dir: .*run holds a run with another configuration; .*{message}",
     ):
-        run._check_same_run(directory, now)
+        run.check_same_run(directory, now)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,15 @@ def test_what_changes_the_training_is_refused_by_name(tmp_path, now, message):
     ],
 )
 def test_what_does_not_change_the_training_is_free(tmp_path, now):
-    run._check_same_run(described(tmp_path / "run", RL), now)
+    run.check_same_run(described(tmp_path / "run", RL), now)
 
 
 def test_steps_are_not_free_where_a_schedule_ends_with_them(tmp_path):
     linear = changed("optimizer", schedule="linear")
     directory = described(tmp_path / "run", linear)
-    run._check_same_run(directory, linear)
+    run.check_same_run(directory, linear)
     with pytest.raises(ConfigError, match="steps: 200 then, 300 now"):
-        run._check_same_run(directory, dataclasses.replace(linear, steps=300))
+        run.check_same_run(directory, dataclasses.replace(linear, steps=300))
 
 
 def test_no_resume_does_not_write_over_a_run(tmp_path):
@@ -165,7 +165,7 @@ def test_skipped_rows_are_counted_and_shown_once(tmp_path):
         config, rollout=dataclasses.replace(config.rollout, max_prompt_tokens=1)
     )
     with pytest.raises(ConfigError, match=r"--rollout.max-prompt-tokens: train task 0"):
-        run.run_rl(config, console=Console(file=out, width=300), command="")
+        online.run_rl(config, console=Console(file=out, width=300), command="")
     text = out.getvalue()
     assert text.count("rows.jsonl: 40 rows read, 2 skipped") == 1
     assert "rows.jsonl:41: no field 'answer'" in text

@@ -195,6 +195,7 @@ def test_description_is_written_whole(tmp_path):
         "mesh": "dp1",
         "versions": {"jax": "1"},
         "config": {"betas": [0.9, 1]},
+        "head": "lm",
     }
     assert os.listdir(directory.path) == ["config.json"]
 

@@ -12,6 +12,7 @@ from jaxrl_post.sharding import MeshError
 from jaxrl_post.train import session
 from jaxrl_post.train.config import ConfigError, DataConfig
 from jaxrl_post.train.session import (
+    environment_texts,
     make_environment,
     open_model,
     prompt_limit,
@@ -113,7 +114,12 @@ def test_gsm8k_gets_its_options(tmp_path):
 
 
 def open_with(**changes):
-    options = {"mesh": "", "dtype": None, "seed": 0, "environment": Arithmetic()}
+    options = {
+        "mesh": "",
+        "dtype": None,
+        "seed": 0,
+        "texts": lambda: environment_texts(Arithmetic()),
+    }
     return open_model(changes.pop("name", "demo"), **{**options, **changes})
 
 

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_post.algorithms import Predictions, supervised
 from jaxrl_post.data import packing
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.envs import Message, Task, TaskSequence
 from jaxrl_post.envs.arithmetic import Arithmetic
-from jaxrl_post.train import sft
 from jaxrl_post.train.config import ConfigError
+from jaxrl_post.train.examples import Demonstrations
+from jaxrl_post.train.examples import batches as batches_of
 from tests.train.trainers import make_model
 
 
@@ -31,11 +33,11 @@ class Shown(Arithmetic):
 
 
 def batches(environment, row_tokens: int = 16):
-    return sft.batches(
-        environment,
+    return batches_of(
+        Demonstrations(environment, row_tokens),
         make_model().tokenizer,
         task_indices(len(environment.tasks("train")), seed=0),
-        examples=2,
+        count=2,
         row_tokens=row_tokens,
         row_multiple=3,
     )
@@ -77,6 +79,6 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count():
     batch = packing.pack([packing.Sequence.of([5], [6, 7, 8])], 6, 1)
     logprobs = jnp.array([[-9.0, -1.0, -2.0, -6.0, -9.0, -9.0]])
     batch = jax.tree.map(jnp.asarray, batch)
-    objective = sft.next_token_objective(logprobs, batch)
+    objective = supervised.next_token(Predictions(logprobs), batch)
     assert float(objective.loss.mean()) == pytest.approx(3.0)
     assert float(objective.loss.count) == 3

@@ -12,8 +12,9 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Environment, WorkerPool
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
-from jaxrl_post.train import rl, run
+from jaxrl_post.train import rl
 from jaxrl_post.train import state as training
+from jaxrl_post.train.algorithm import make_algorithm
 from jaxrl_post.train.config import (
     AlgorithmConfig,
     EvalConfig,
@@ -22,6 +23,7 @@ from jaxrl_post.train.config import (
     UpdateConfig,
 )
 from jaxrl_post.train.learner import Learner, begin_training
+from jaxrl_post.train.reference import open_reference
 from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import OptimizerConfig
 from jaxrl_post.types import TokenBatch
@@ -73,7 +75,7 @@ def _parts(
 ) -> tuple[rl.Algorithm, Watched, rl.Engine]:
     """What compiles: made once for every algorithm."""
     model = make_model()
-    made = rl.make_algorithm(algorithm, RL.rollout.max_tokens)
+    made = make_algorithm(algorithm, RL.rollout.max_tokens)
     learner, _ = begin_training(
         model, made.objective, RL.optimizer, RL.update, num_steps=100, row_tokens=24
     )
@@ -88,7 +90,9 @@ def make_trainer(
     algorithm, learner, engine = _parts(config.algorithm)
     model = make_model()
     jax.set_mesh(learner.mesh)
-    reference = run._copy(model.params) if algorithm.needs_reference else None
+    reference = None
+    if algorithm.needs_reference:
+        reference = open_reference(model, learner, None, "")
     return rl.Trainer(
         config=config,
         model=model,

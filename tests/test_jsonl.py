@@ -2,7 +2,7 @@ import codecs
 
 import pytest
 
-from jaxrl_post.envs.jsonl import read_jsonl
+from jaxrl_post.jsonl import BadRowError, gather, read_jsonl
 
 GOOD = b'{"q": "1+1", "n": 2}\n'
 
@@ -121,3 +121,24 @@ def test_skipping_every_row_is_an_error(read):
 def test_an_absent_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.jsonl"):
         read_jsonl(tmp_path / "absent.jsonl", fields={})
+
+
+def test_a_row_may_hold_any_number_of_items():
+    def parse(line, row):
+        if row < 0:
+            raise BadRowError("below zero")
+        return [line] * row
+
+    rows = [(1, 0), (3, 2), (4, -1), (7, 1)]
+    items, report = gather("rows", rows, parse, on_bad_row="skip")
+    assert items == [3, 3, 7]
+    assert (report.num_rows, report.num_unused, report.num_bad) == (3, 1, 1)
+    assert str(report).splitlines() == [
+        "rows: 3 rows read (1 of them unused), 1 skipped",
+        "  rows:4: below zero",
+    ]
+
+
+def test_only_what_says_that_a_row_is_bad_makes_it_bad():
+    with pytest.raises(ZeroDivisionError):
+        gather("rows", [(1, 0)], lambda line, row: [line // row], on_bad_row="skip")

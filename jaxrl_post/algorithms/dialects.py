@@ -1,0 +1,401 @@
+"""What other frameworks compute under these names, choice by choice.
+
+Each function is one composition whose defaults are the framework's own, so that a run
+there can be continued, or doubted, here:
+
+                   epsilon  alone   loss is the mean over   KL (k3)  sampler's mismatch
+    verl_grpo      1e-6     raw     all tokens              <= 10    -
+    verl_dr_grpo   no std   raw     sequences, of sum / C   <= 10    -
+    verl_cispo     1e-6     raw     all tokens              <= 10    -
+    trl_grpo       1e-4     0       all tokens              as it is sequences, w <= 3
+    trl_dr_grpo    no std   0       sequences, of sum / C   as it is sequences, w <= 3
+    trl_cispo      1e-4     0       all tokens              as it is sequences, w <= 3
+    nemo_rl_grpo   1e-6     0       all tokens              <= 10    -
+    openrlhf_grpo  1e-9     0       all tokens              <= 10    -
+
+"Alone" is the advantage of a group's only sample. All take the sample standard
+deviation (n - 1), NeMo RL of the group's other samples, whose mean is its baseline too.
+verl alone has a dual clip. A ratio's logarithm is clamped to +-20 here, as in verl,
+whatever the framework does.
+
+Where a framework divides by all sequences, and where by those that count a token, is
+told in `losses.reduce`. What is not part of an `Algorithm` is a keyword there: the
+values across tokens that the policy did not produce are `returns.gae(gaps=)`, the
+overlong penalty's bound is `shaping.overlong_penalty(bound=)`.
+"""
+
+from functools import partial
+
+from jaxrl_post.algorithms import terms
+from jaxrl_post.algorithms.corrections import icepop_sequences
+from jaxrl_post.algorithms.objective import (
+    Algorithm,
+    Correction,
+    KlEstimator,
+    Reduction,
+    compose,
+)
+from jaxrl_post.losses import advantages, kl, reduce
+
+__all__ = [
+    "nemo_rl_grpo",
+    "openrlhf_grpo",
+    "trl_cispo",
+    "trl_dr_grpo",
+    "trl_grpo",
+    "verl_cispo",
+    "verl_dr_grpo",
+    "verl_grpo",
+]
+
+# verl and NeMo RL clamp the log-ratio to +-20 and the result to +-10, OpenRLHF the
+# result alone: beyond a log-ratio of 20 the result is beyond 10, so they are the same.
+CLAMPED_K3: KlEstimator = partial(kl.k3, max_log_ratio=20.0, max_value=10.0)
+PLAIN_K3: KlEstimator = partial(kl.k3, max_log_ratio=None)
+
+# TRL's GRPOConfig: vllm_importance_sampling_mode "sequence_mask", _cap 3.0.
+SEQUENCE_MASK = icepop_sequences(low=0.0, high=3.0)
+
+
+def verl_grpo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 3.0,
+    kl_coefficient: float = 0.0,
+    reduction: Reduction = reduce.token_mean,
+    correction: Correction | None = None,
+) -> Algorithm:
+    """verl's GRPO: adv_estimator grpo with policy_loss vanilla.
+
+    Epsilon 1e-6; a group's only sample keeps its raw reward; a dual clip at 3; the mean
+    over all tokens (loss_agg_mode token-mean).
+
+    Args:
+        clip_low: in [0, 1]; verl's clip_ratio_low.
+        clip_high: >= 0; verl's clip_ratio_high.
+        dual_clip: > 1; verl's clip_ratio_c.
+        kl_coefficient: >= 0; verl's kl_loss_coef, 0.001 where use_kl_loss is set.
+        reduction: verl's loss_agg_mode.
+        correction: of the sampler's mismatch; verl's rollout_correction, off.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        verl, verl/trainer/ppo/core_algos.py, https://github.com/volcengine/verl.
+
+    >>> import jax.numpy as jnp
+    >>> verl_grpo().advantages(jnp.array([[7.0]]), jnp.array([[True]])).tolist()
+    [[7.0]]
+    """
+    return compose(
+        advantages=partial(
+            advantages.group_normalized, ddof=1, epsilon=1e-6, single="raw"
+        ),
+        policy_loss=terms.clipped_token_ratio(
+            clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+        ),
+        reduction=reduction,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=CLAMPED_K3,
+        correction=correction,
+    )
+
+
+def verl_dr_grpo(
+    *,
+    denominator: float,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 3.0,
+    kl_coefficient: float = 0.0,
+    correction: Correction | None = None,
+) -> Algorithm:
+    """verl's Dr. GRPO: norm_adv_by_std_in_grpo off, seq-mean-token-sum-norm.
+
+    Args:
+        denominator: > 0, in tokens; verl's loss_scale_factor, for which it takes the
+            padded width of the batch's responses where nobody sets it.
+        clip_low: in [0, 1]; verl's clip_ratio_low.
+        clip_high: >= 0; verl's clip_ratio_high.
+        dual_clip: > 1; verl's clip_ratio_c.
+        kl_coefficient: >= 0; verl's kl_loss_coef, 0.001 where use_kl_loss is set.
+        correction: of the sampler's mismatch; verl's rollout_correction, off.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        verl, verl/trainer/ppo/core_algos.py, https://github.com/volcengine/verl.
+
+    >>> verl_dr_grpo(denominator=1024.0).needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(advantages.group_centered, single="raw"),
+        policy_loss=terms.clipped_token_ratio(
+            clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+        ),
+        reduction=partial(reduce.constant_denominator, denominator=denominator),
+        kl_coefficient=kl_coefficient,
+        kl_estimator=CLAMPED_K3,
+        correction=correction,
+    )
+
+
+def verl_cispo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coefficient: float = 0.0,
+    correction: Correction | None = None,
+) -> Algorithm:
+    """verl's CISPO, which bounds the ratio by 1 - clip_low and 1 + clip_high.
+
+    Args:
+        clip_low: in [0, 1]; verl's clip_ratio_low, of which anything above 1 is no
+            bound and is 1 here.
+        clip_high: >= 0; verl's clip_ratio_high.
+        kl_coefficient: >= 0; verl's kl_loss_coef, 0.001 where use_kl_loss is set.
+        correction: of the sampler's mismatch; verl's rollout_correction, off.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        verl, verl/trainer/ppo/core_algos.py, https://github.com/volcengine/verl.
+
+    >>> verl_cispo(clip_high=0.28).needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(
+            advantages.group_normalized, ddof=1, epsilon=1e-6, single="raw"
+        ),
+        policy_loss=terms.weighting_token_ratio(
+            ratio_low=1 - clip_low, ratio_high=1 + clip_high
+        ),
+        reduction=reduce.token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=CLAMPED_K3,
+        correction=correction,
+    )
+
+
+def trl_grpo(
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    beta: float = 0.0,
+    reduction: Reduction = reduce.token_mean,
+    correction: Correction | None = SEQUENCE_MASK,
+) -> Algorithm:
+    """TRL's GRPOTrainer as it comes.
+
+    Epsilon 1e-4; a group's only sample gets 0; no clamp in the KL; the mean over all
+    tokens (loss_type dapo). Sequences whose importance weight exceeds 3 are dropped.
+
+    Args:
+        epsilon_low: in [0, 1]; the ratio is clipped at 1 - epsilon_low.
+        epsilon_high: >= 0; the ratio is clipped at 1 + epsilon_high.
+        beta: >= 0, weight of the KL to the reference policy.
+        reduction: TRL's loss_type; `reduce.sequence_mean_of_token_mean` for grpo.
+        correction: TRL's vllm_importance_sampling_mode and _cap.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        TRL, trl/trainer/grpo_trainer.py, https://github.com/huggingface/trl.
+
+    >>> trl_grpo(beta=0.04).needs_reference
+    True
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=1, epsilon=1e-4),
+        policy_loss=terms.clipped_token_ratio(
+            clip_low=epsilon_low, clip_high=epsilon_high
+        ),
+        reduction=reduction,
+        kl_coefficient=beta,
+        kl_estimator=PLAIN_K3,
+        correction=correction,
+    )
+
+
+def trl_dr_grpo(
+    *,
+    max_completion_length: int,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    beta: float = 0.0,
+    correction: Correction | None = SEQUENCE_MASK,
+) -> Algorithm:
+    """TRL's Dr. GRPO: loss_type dr_grpo, scale_rewards none.
+
+    Args:
+        max_completion_length: >= 1, in tokens; the denominator of a sequence's sum.
+        epsilon_low: in [0, 1]; the ratio is clipped at 1 - epsilon_low.
+        epsilon_high: >= 0; the ratio is clipped at 1 + epsilon_high.
+        beta: >= 0, weight of the KL to the reference policy.
+        correction: TRL's vllm_importance_sampling_mode and _cap.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        TRL, trl/trainer/grpo_trainer.py, https://github.com/huggingface/trl.
+
+    >>> trl_dr_grpo(max_completion_length=256).needs_reference
+    False
+    """
+    return compose(
+        advantages=advantages.group_centered,
+        policy_loss=terms.clipped_token_ratio(
+            clip_low=epsilon_low, clip_high=epsilon_high
+        ),
+        reduction=partial(
+            reduce.constant_denominator, denominator=float(max_completion_length)
+        ),
+        kl_coefficient=beta,
+        kl_estimator=PLAIN_K3,
+        correction=correction,
+    )
+
+
+def trl_cispo(
+    *,
+    epsilon_high: float = 5.0,
+    beta: float = 0.0,
+    correction: Correction | None = SEQUENCE_MASK,
+) -> Algorithm:
+    """TRL's CISPO (loss_type cispo), whose epsilon_high is the ratio's bound itself.
+
+    Args:
+        epsilon_high: >= 1, the largest ratio. There is no lower bound. TRL recommends
+            5; its own default, meant for the clip of GRPO, is 0.2.
+        beta: >= 0, weight of the KL to the reference policy.
+        correction: TRL's vllm_importance_sampling_mode and _cap.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        TRL, trl/trainer/grpo_trainer.py, https://github.com/huggingface/trl.
+
+    >>> trl_cispo().needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=1, epsilon=1e-4),
+        policy_loss=terms.weighting_token_ratio(ratio_low=0.0, ratio_high=epsilon_high),
+        reduction=reduce.token_mean,
+        kl_coefficient=beta,
+        kl_estimator=PLAIN_K3,
+        correction=correction,
+    )
+
+
+def nemo_rl_grpo(
+    *,
+    ratio_clip_min: float = 0.2,
+    ratio_clip_max: float = 0.2,
+    kl_penalty: float = 0.01,
+    reduction: Reduction = reduce.token_mean,
+    correction: Correction | None = None,
+) -> Algorithm:
+    """NeMo RL's GRPO, of its examples' configuration.
+
+    Baseline and standard deviation are of the group's other samples. Where these do not
+    vary (always so in a group of two) the advantage is not scaled; otherwise epsilon is
+    1e-6. A group's only sample gets 0. The mean is over all tokens (token_level_loss).
+
+    Args:
+        ratio_clip_min: in [0, 1]; the ratio is clipped at 1 - ratio_clip_min.
+        ratio_clip_max: >= 0; the ratio is clipped at 1 + ratio_clip_max.
+        kl_penalty: >= 0; NeMo RL's reference_policy_kl_penalty.
+        reduction: `reduce.sequence_mean_of_token_mean` without token_level_loss.
+        correction: NeMo RL's use_importance_sampling_correction, off.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        NeMo RL, examples/configs/grpo_math_1B.yaml, https://github.com/NVIDIA-NeMo/RL.
+
+    >>> nemo_rl_grpo().needs_reference
+    True
+    """
+    return compose(
+        advantages=partial(advantages.leave_one_out_normalized, epsilon=1e-6),
+        policy_loss=terms.clipped_token_ratio(
+            clip_low=ratio_clip_min, clip_high=ratio_clip_max
+        ),
+        reduction=reduction,
+        kl_coefficient=kl_penalty,
+        kl_estimator=CLAMPED_K3,
+        correction=correction,
+    )
+
+
+def openrlhf_grpo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coefficient: float = 0.01,
+    correction: Correction | None = None,
+) -> Algorithm:
+    """OpenRLHF's GRPO: advantage_estimator group_norm, use_kl_loss, kl_estimator k3.
+
+    Epsilon 1e-9; groups of one are refused there and get 0 here; the mean over all
+    tokens. Without use_kl_loss its KL is in the reward, after the normalisation.
+
+    Args:
+        clip_low: in [0, 1]; the first of OpenRLHF's eps_clip_low_high.
+        clip_high: >= 0; the second.
+        kl_coefficient: >= 0; OpenRLHF's init_kl_coef.
+        correction: OpenRLHF's enable_vllm_is_correction, off.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        OpenRLHF, openrlhf/trainer/ppo_utils/experience_maker.py,
+        https://github.com/OpenRLHF/OpenRLHF.
+
+    >>> openrlhf_grpo().needs_reference
+    True
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=1, epsilon=1e-9),
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
+        reduction=reduce.token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=CLAMPED_K3,
+        correction=correction,
+    )

@@ -1,0 +1,385 @@
+"""Algorithms that give each token an advantage of its own: PPO and those near it.
+
+Their `advantages` leaves the reward as it is; `credit` places it on a sequence's last
+token, subtracts the KL penalty a token, and spreads what remains.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.algorithms import terms
+from jaxrl_post.algorithms.corrections import TRUNCATED
+from jaxrl_post.algorithms.objective import (
+    Algorithm,
+    Correction,
+    KlEstimator,
+    Objective,
+    Predictions,
+    compose,
+    raise_early,
+)
+from jaxrl_post.losses import advantages, kl, reduce, returns, value, whitening
+from jaxrl_post.losses.sequences import counted, in_sequence
+from jaxrl_post.metrics import Metric, masked
+from jaxrl_post.types import Array, Bool, Float, TokenBatch
+
+__all__ = [
+    "distillation",
+    "ppo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "shared_backbone",
+]
+
+
+def ppo(
+    *,
+    gamma: float = 1.0,
+    lambda_: float = 0.95,
+    value_lambda: float = 1.0,
+    whiten: bool = True,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    value_clip: float | None = 0.2,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k1,
+    entropy_coefficient: float = 0.0,
+    correction: Correction | None = TRUNCATED,
+) -> Algorithm:
+    """Proximal Policy Optimization with a critic and generalised advantages.
+
+    Each token's reward is the KL penalty, the last one's also the sequence's reward.
+    Policy and critic both take the mean over all tokens.
+
+    Args:
+        gamma: in [0, 1], discount a token.
+        lambda_: in [0, 1], of the policy's advantages.
+        value_lambda: in [0, 1], of the critic's targets. 1 makes them the returns
+            themselves, which VC-PPO found to matter for long answers; with `lambda_`
+            they are those of the PPO paper.
+        whiten: advantages get mean 0 and variance 1 over the tokens of the batch.
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        dual_clip: > 1, or None; see `policy.clipped_surrogate`.
+        value_clip: > 0, how far a value may move in the batch's updates; None for a
+            plain squared error.
+        kl_coefficient: >= 0, weight of the KL to the reference policy in the reward.
+        kl_estimator: of that penalty; in the reward `kl.k1` is unbiased.
+        entropy_coefficient: weight of the policy's entropy.
+        correction: of the sampler's mismatch; None for none.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Schulman et al., Proximal Policy Optimization, arXiv:1707.06347.
+        Ouyang et al., Training language models to follow instructions with human
+        feedback, arXiv:2203.02155 (the penalty).
+        Yuan et al., What's Behind PPO's Collapse in Long-CoT?, arXiv:2503.01491.
+
+    >>> ppo().value_objective is not None
+    True
+    """
+
+    def credit(batch: TokenBatch) -> TokenBatch:
+        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        rewards = _token_rewards(batch, mask, kl_coefficient, kl_estimator)
+        values = _require_values(batch)
+        estimate = partial(
+            returns.gae, rewards, values, mask, batch.segment_ids, gamma=gamma
+        )
+        targets = returns.lambda_returns(estimate(lambda_=value_lambda), values, mask)
+        per_token = estimate(lambda_=lambda_)
+        if whiten:
+            per_token = whitening.whitened(per_token, mask)
+        return batch.replace(advantages=per_token, returns=targets)  # type: ignore[attr-defined]
+
+    composed = compose(
+        advantages=_rewards,
+        policy_loss=terms.clipped_token_ratio(
+            clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+        ),
+        reduction=reduce.token_mean,
+        kl_coefficient=0.0,
+        kl_estimator=kl.k3,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
+    )
+    return _credited(
+        composed._replace(value_objective=_value_objective(value_clip)),
+        credit,
+        kl_coefficient,
+    )
+
+
+def reinforce_plus_plus(
+    *,
+    gamma: float = 1.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k1,
+    correction: Correction | None = TRUNCATED,
+) -> Algorithm:
+    """REINFORCE++: PPO without a critic, whitened over the whole batch.
+
+    A token's advantage is its discounted return, KL penalty included, minus the mean
+    of all tokens' and over their standard deviation. No group is needed.
+
+    Args:
+        gamma: in [0, 1], discount a token.
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        kl_coefficient: >= 0, weight of the KL to the reference policy in the reward.
+        kl_estimator: of that penalty; in the reward `kl.k1` is unbiased.
+        correction: of the sampler's mismatch; None for none.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Hu et al., REINFORCE++, arXiv:2501.03262.
+
+    >>> reinforce_plus_plus(kl_coefficient=0.01).needs_reference
+    True
+    """
+
+    def credit(batch: TokenBatch) -> TokenBatch:
+        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        rewards = _token_rewards(batch, mask, kl_coefficient, kl_estimator)
+        per_token = returns.reinforce_plus_plus(
+            rewards, mask, batch.segment_ids, gamma=gamma
+        )
+        return batch.replace(advantages=per_token)  # type: ignore[attr-defined]
+
+    composed = compose(
+        advantages=_rewards,
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
+        reduction=reduce.token_mean,
+        kl_coefficient=0.0,
+        kl_estimator=kl.k3,
+        correction=correction,
+    )
+    return _credited(composed, credit, kl_coefficient)
+
+
+def reinforce_plus_plus_baseline(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k2,
+    correction: Correction | None = TRUNCATED,
+) -> Algorithm:
+    """REINFORCE++ with the group's mean as baseline.
+
+    Rewards centred in their group, then whitened over the tokens of the whole batch:
+    one standard deviation for all, instead of a noisy one a group.
+
+    Args:
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        kl_coefficient: >= 0, weight of the KL to the reference policy in the loss.
+        kl_estimator: of that term; the paper takes `kl.k2`.
+        correction: of the sampler's mismatch; None for none.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Hu et al., REINFORCE++, arXiv:2501.03262.
+
+    >>> reinforce_plus_plus_baseline().needs_reference
+    False
+    """
+
+    def credit(batch: TokenBatch) -> TokenBatch:
+        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        per_token = whitening.whitened(batch.advantages, mask)
+        return batch.replace(advantages=per_token)  # type: ignore[attr-defined]
+
+    composed = compose(
+        advantages=advantages.group_centered,
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
+        reduction=reduce.token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=correction,
+    )
+    return composed._replace(credit=credit)
+
+
+def distillation(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    correction: Correction | None = TRUNCATED,
+) -> Algorithm:
+    """On-policy distillation: the student's own samples, graded token by token.
+
+    The reference policy is the teacher. A token's advantage is log teacher - log
+    student, so that the expected gradient is that of the reverse KL from the student
+    to the teacher at the prefixes that the student visits. Rewards are only watched.
+
+    Args:
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        correction: of the sampler's mismatch; None for none.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
+        Lu et al., On-Policy Distillation, Thinking Machines Lab, 2025.
+
+    >>> distillation().needs_reference
+    True
+    """
+
+    def credit(batch: TokenBatch) -> TokenBatch:
+        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        penalty = kl.k1(_start(batch), _require_reference(batch), mask)
+        return batch.replace(advantages=-penalty)  # type: ignore[attr-defined]
+
+    composed = compose(
+        advantages=_rewards,
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
+        reduction=reduce.token_mean,
+        kl_coefficient=0.0,
+        kl_estimator=kl.k3,
+        correction=correction,
+    )
+    return _credited(composed, credit, kl_coefficient=1.0)
+
+
+def shared_backbone(algorithm: Algorithm, *, coefficient: float) -> Algorithm:
+    """Trains policy and critic as two heads of one model.
+
+    loss = policy's + coefficient * critic's, over one denominator.
+
+    Args:
+        algorithm: with a critic.
+        coefficient: > 0, weight of the critic's loss.
+
+    Returns:
+        The algorithm, whose objective needs predictions of both heads and whose
+        `value_objective` is None.
+
+    Raises:
+        ValueError: the algorithm has no critic, or `coefficient` is not positive.
+
+    >>> shared_backbone(ppo(), coefficient=0.1).value_objective is None
+    True
+    """
+    value_objective = algorithm.value_objective
+    if value_objective is None:
+        raise ValueError("algorithm must have a critic, got one without")
+    if not coefficient > 0:
+        raise ValueError(f"coefficient must be > 0, got {coefficient}")
+
+    def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
+        policy = algorithm.objective(predictions, batch)
+        critic = value_objective(predictions, batch)
+        # Both are means over tokens: the counts are equal.
+        total = policy.loss.sum + coefficient * critic.loss.sum
+        return Objective(
+            Metric(total, policy.loss.count),
+            {**policy.metrics, **critic.metrics, "critic/loss": _still(critic.loss)},
+        )
+
+    return algorithm._replace(objective=objective, value_objective=None)
+
+
+def _rewards(
+    rewards: Float[Array, "groups samples"], valid: Bool[Array, "groups samples"]
+) -> Float[Array, "groups samples"]:
+    return counted(rewards, valid)
+
+
+def _start(batch: TokenBatch) -> Float[Array, "rows length"]:
+    """Log-probs before the first update; the sampler's where nobody scored them."""
+    if batch.proximal_logprobs is None:
+        return batch.behavior_logprobs
+    return batch.proximal_logprobs
+
+
+def _token_rewards(
+    batch: TokenBatch,
+    mask: Bool[Array, "rows length"],
+    kl_coefficient: float,
+    kl_estimator: KlEstimator,
+) -> Float[Array, "rows length"]:
+    """The sequence's reward at its last token, minus the penalty at every token."""
+    rewards = returns.at_last_token(batch.advantages, mask, batch.segment_ids)
+    if not kl_coefficient:
+        return rewards
+    penalty = kl_estimator(_start(batch), _require_reference(batch), mask)
+    return rewards - kl_coefficient * penalty
+
+
+def _require_reference(batch: TokenBatch) -> Float[Array, "rows length"]:
+    if batch.reference_logprobs is None:
+        raise ValueError(
+            "batch.reference_logprobs must be given, got None; score the batch with "
+            "the reference policy"
+        )
+    return batch.reference_logprobs
+
+
+def _require_values(batch: TokenBatch) -> Float[Array, "rows length"]:
+    if batch.values is None:
+        raise ValueError(
+            "batch.values must be given, got None; score the batch with the critic"
+        )
+    return batch.values
+
+
+def _value_objective(clip: float | None):
+    def value_objective(predictions: Predictions, batch: TokenBatch) -> Objective:
+        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        old, targets = _require_values(batch), batch.returns
+        if predictions.values is None or targets is None:
+            raise ValueError(
+                "predictions.values and batch.returns must be given to a critic, got "
+                "None; use a model with a value head, and the algorithm's `credit`"
+            )
+        # What the critic said before a token: after the one in front of it. The mask
+        # is False at a segment's first token, so what wraps around is not counted.
+        values = jnp.roll(predictions.values, 1, axis=-1)
+        losses = value.clipped_value_loss(values, old, targets, mask, clip=clip)
+        loss = reduce.token_mean(losses, mask, batch.segment_ids)
+        metrics = {
+            "critic/value": masked(values, mask),
+            "critic/return": masked(targets, mask),
+        }
+        return Objective(loss, _still(metrics))
+
+    return value_objective
+
+
+def _still(tree):
+    return jax.tree.map(jax.lax.stop_gradient, tree)
+
+
+def _credited(algorithm: Algorithm, credit, kl_coefficient: float) -> Algorithm:
+    if kl_coefficient < 0:
+        raise ValueError(f"kl_coefficient must be >= 0, got {kl_coefficient}")
+    made = algorithm._replace(credit=credit, needs_reference=kl_coefficient > 0)
+    raise_early(made)
+    return made

@@ -1,0 +1,227 @@
+"""Policy-gradient algorithms that exchange one part of GRPO for something smoother.
+
+name     advantage        instead of PPO's clip               loss is the mean over
+gmpo     group, over std  token clips in a geometric mean     tokens, then sequences
+sapo     group, over std  a sigmoid gate of the token ratio   tokens, then sequences
+dppo     group, over std  a bound on the policies' divergence all tokens
+max_rl   group, over mean (the clip)                          all tokens
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from jaxrl_post.algorithms import terms
+from jaxrl_post.algorithms.corrections import TRUNCATED
+from jaxrl_post.algorithms.objective import (
+    Algorithm,
+    Correction,
+    KlEstimator,
+    compose,
+)
+from jaxrl_post.losses import advantages, baselines, kl, reduce, trust_region
+from jaxrl_post.types import Array
+
+__all__ = ["dppo", "gmpo", "max_rl", "sapo"]
+
+
+def gmpo(
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """Geometric-Mean Policy Optimization.
+
+    GRPO whose sequences are weighted by the geometric mean of their clipped token
+    ratios, which a single outlier moves little; hence the wide clip range.
+
+    Args:
+        clip_low: >= 0, in nats; a token's log-ratio is clipped at -clip_low.
+        clip_high: >= 0, in nats; a token's log-ratio is clipped at clip_high.
+        ddof: 1 or 0; see `advantages.group_normalized`.
+        epsilon: >= 0, added to the group's standard deviation.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Zhao et al., Geometric-Mean Policy Optimization, arXiv:2507.20673.
+
+    >>> gmpo().needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
+        policy_loss=terms.geometric_mean_ratio(clip_low=clip_low, clip_high=clip_high),
+        reduction=reduce.sequence_mean_of_token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def sapo(
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """Soft Adaptive Policy Optimization.
+
+    GRPO with a sigmoid gate in the place of the clip: a token's gradient fades as its
+    ratio leaves 1, and never stops. The loss's value is not GRPO's; its gradient on
+    policy is.
+
+    Args:
+        tau_positive: > 0, of positive advantages; the larger, the faster they fade.
+        tau_negative: > 0, of negative advantages.
+        ddof: 1 or 0; see `advantages.group_normalized`.
+        epsilon: >= 0, added to the group's standard deviation.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Gao et al., Soft Adaptive Policy Optimization, arXiv:2511.20347.
+
+    >>> sapo().needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
+        policy_loss=terms.soft_gated_ratio(
+            tau_positive=tau_positive, tau_negative=tau_negative
+        ),
+        reduction=reduce.sequence_mean_of_token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def dppo(
+    *,
+    threshold: float,
+    divergence: Callable[[Array, Array, Array], Array] = trust_region.binary_tv,
+    max_ratio: float | None = 20.0,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """Divergence Proximal Policy Optimization.
+
+    The plain policy gradient, without the tokens whose next-token distribution has
+    moved further than a threshold and would move on. Ratio and region are to the
+    sampler's policy, so there is no other correction. verl bounds the ratio by 20, TRL
+    by 10.
+
+    Args:
+        threshold: >= 0, in the divergence's unit, which is why it has no default. TRL
+            takes 0.2 of the total variation, and 0.28 on the upper side.
+        divergence: `trust_region.binary_tv` or `trust_region.binary_kl`.
+        max_ratio: > 0, bound of the ratio as a weight; None for none.
+        ddof: 1 or 0; see `advantages.group_normalized`.
+        epsilon: >= 0, added to the group's standard deviation.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning,
+        arXiv:2602.04879.
+
+    >>> dppo(threshold=0.15).needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
+        policy_loss=terms.divergence_masked_ratio(
+            divergence=divergence, threshold=threshold, max_ratio=max_ratio
+        ),
+        reduction=reduce.token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=None,
+        anchor="behavior",
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def max_rl(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """Maximum Likelihood Reinforcement Learning.
+
+    Rewards centred and divided by their group's mean, so that the policy climbs the log
+    of a prompt's success rate. Every token weighs the same, as in the paper's gradient
+    of whole sequences; PPO's clip is for several updates on a batch.
+
+    Args:
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+
+    Returns:
+        The algorithm, for rewards >= 0.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Tajwar et al., Maximum Likelihood Reinforcement Learning, arXiv:2602.02710.
+
+    >>> max_rl().needs_reference
+    False
+    """
+    return compose(
+        advantages=baselines.max_rl,
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
+        reduction=reduce.token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
+    )

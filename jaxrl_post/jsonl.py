@@ -1,0 +1,284 @@
+"""JSON Lines, read strictly: a row is right, or reported with its line and reason."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+__all__ = [
+    "BadRow",
+    "BadRowError",
+    "OnBadRow",
+    "Report",
+    "Row",
+    "gather",
+    "is_unicode",
+    "json_lines",
+    "json_object",
+    "read_jsonl",
+]
+
+type OnBadRow = Literal["fail", "skip"]
+
+# A report lists so many bad rows, then only counts.
+_LISTED_BAD_ROWS = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row that passed every check.
+
+    Args:
+        line: 1-based line of the file.
+        fields: the row's JSON object, fields that nobody asked for included.
+    """
+
+    line: int
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that was skipped: its 1-based line and what is wrong with it."""
+
+    line: int
+    reason: str
+
+
+class BadRowError(Exception):
+    """What is wrong with a row; `gather` adds the file and the line."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was read from a file.
+
+    Args:
+        path: the file.
+        num_rows: rows that passed every check.
+        num_bad: rows that were skipped.
+        first_bad: the first few of them.
+        num_unused: of the `num_rows`, those that had nothing to give.
+
+    >>> print(Report("a.jsonl", 7, 1, (BadRow(3, "no field 'answer'"),)))
+    a.jsonl: 7 rows read, 1 skipped
+      a.jsonl:3: no field 'answer'
+    >>> print(Report("a.jsonl", 7, 0, (), num_unused=2))
+    a.jsonl: 7 rows read (2 of them unused), 0 skipped
+    """
+
+    path: str
+    num_rows: int
+    num_bad: int
+    first_bad: tuple[BadRow, ...]
+    num_unused: int = 0
+
+    def __str__(self) -> str:
+        unused = f" ({self.num_unused} of them unused)" if self.num_unused else ""
+        read = f"{self.num_rows} rows read{unused}"
+        lines = [f"{self.path}: {read}, {self.num_bad} skipped"]
+        lines += [f"  {self.path}:{bad.line}: {bad.reason}" for bad in self.first_bad]
+        if self.num_bad > len(self.first_bad):
+            lines.append(f"  and {self.num_bad - len(self.first_bad)} more")
+        return "\n".join(lines)
+
+
+def read_jsonl(
+    path: str | os.PathLike[str],
+    *,
+    fields: Mapping[str, type | tuple[type, ...]],
+    check: Callable[[Mapping[str, Any]], str | None] | None = None,
+    on_bad_row: OnBadRow = "fail",
+) -> tuple[list[Row], Report]:
+    r"""Reads one JSON object a line.
+
+    Lines end with "\n" or "\r\n". Empty lines and a UTF-8 byte order mark at the start
+    are ignored. A row is bad if it is not UTF-8, not a JSON object, repeats a key, says
+    NaN or Infinity, lacks a field, or has a field of another type (a bool is no int).
+
+    Args:
+        path: the file.
+        fields: name -> type, or types, of each field that a row must have.
+        check: says what is wrong with a row whose fields are right, or None.
+        on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
+            lists them in the report.
+
+    Returns:
+        The good rows in the file's order, and a report.
+
+    Raises:
+        ValueError: at a bad row under "fail"; if the file has no row, or no good one.
+        OSError: if the file cannot be read.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = pathlib.Path(directory, "two.jsonl")
+    ...     _ = path.write_text('{"question": "1+1?"}\n{"question": 2}\n')
+    ...     rows, report = read_jsonl(path, fields={"question": str}, on_bad_row="skip")
+    >>> rows, report.first_bad[0].reason
+    ([Row(line=1, fields={'question': '1+1?'})],
+     "field 'question' must be str, got int")
+    """
+
+    def parse(line: int, raw: bytes) -> list[Row]:
+        return [Row(line, _checked(json_object(raw), fields, check))]
+
+    return gather(os.fspath(path), json_lines(path), parse, on_bad_row=on_bad_row)
+
+
+def gather[Raw, Item](
+    name: str,
+    rows: Iterable[tuple[int, Raw]],
+    parse: Callable[[int, Raw], Sequence[Item]],
+    *,
+    on_bad_row: OnBadRow = "fail",
+) -> tuple[list[Item], Report]:
+    """What the rows of a file hold, in order; bad rows fail, or are left out.
+
+    Args:
+        name: the file, for messages.
+        rows: (1-based line, row) of every row.
+        parse: (line, row) -> the items of the row, which may be none. Raises
+            `BadRowError` at a bad row; no other exception is caught.
+        on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
+            lists them in the report.
+
+    Returns:
+        The items, and a report.
+
+    Raises:
+        ValueError: at a bad row under "fail"; if there is no row, or no good one.
+
+    >>> words, report = gather("a.txt", [(1, "a b"), (3, "")], lambda _, x: x.split())
+    >>> words, report.num_rows, report.num_unused
+    (['a', 'b'], 2, 1)
+    """
+    if on_bad_row not in ("fail", "skip"):
+        raise ValueError(f"on_bad_row must be 'fail' or 'skip', got {on_bad_row!r}")
+    items: list[Item] = []
+    bad: list[BadRow] = []
+    num_rows = num_unused = 0
+    for line, row in rows:
+        try:
+            found = parse(line, row)
+        except BadRowError as error:
+            if on_bad_row == "fail":
+                raise ValueError(
+                    f"{name}:{line}: {error}. Correct the row, or pass "
+                    "on_bad_row='skip' to leave such rows out"
+                ) from None
+            bad.append(BadRow(line, str(error)))
+        else:
+            items += found
+            num_rows += 1
+            num_unused += not found
+    first_bad = tuple(bad[:_LISTED_BAD_ROWS])
+    report = Report(name, num_rows, len(bad), first_bad, num_unused)
+    if not num_rows and bad:
+        raise ValueError(f"{name}: empty data set, because every row is bad:\n{report}")
+    if not num_rows:
+        raise ValueError(f"{name}: empty data set, the file has no rows")
+    return items, report
+
+
+def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
+    """(1-based line, its bytes) of every line that is not empty.
+
+    Args:
+        path: the file. A UTF-8 byte order mark at its start is left out.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        for line, raw in enumerate(file, start=1):
+            text = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
+            # Its end off, or an error at the end of the line would be at the next one.
+            if text := text.rstrip():
+                yield line, text
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object that a line holds.
+
+    Args:
+        raw: the line, UTF-8.
+
+    Raises:
+        BadRowError: it is not UTF-8, not one JSON object, repeats a key, or says NaN or
+            Infinity.
+
+    >>> json_object(b'{"a": 1}')
+    {'a': 1}
+    """
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRowError(
+            f"not UTF-8 at byte {error.start} of the line ({error.reason})"
+        ) from None
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant
+        )
+    except json.JSONDecodeError as error:
+        raise BadRowError(f"not JSON: {error.msg} at column {error.colno}") from None
+    # An integer of thousands of digits, or brackets nested as deep.
+    except (ValueError, RecursionError) as error:
+        raise BadRowError(f"not JSON that can be read: {error}") from None
+    if not isinstance(value, dict):
+        raise BadRowError(f"must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def is_unicode(text: str) -> bool:
+    r"""Whether a text can be encoded, which half of a surrogate pair cannot.
+
+    JSON can escape such a half, and a tokenizer fails on it much later.
+
+    >>> is_unicode("\N{PARTY POPPER}"), is_unicode("\ud83c")
+    (True, False)
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _checked(
+    row: dict[str, Any],
+    fields: Mapping[str, type | tuple[type, ...]],
+    check: Callable[[Mapping[str, Any]], str | None] | None,
+) -> dict[str, Any]:
+    for name, types in fields.items():
+        if name not in row:
+            present = ", ".join(repr(key) for key in row) or "none"
+            raise BadRowError(f"no field {name!r} (fields: {present})")
+        wanted = types if isinstance(types, tuple) else (types,)
+        if type(row[name]) not in wanted:
+            expected = " or ".join(each.__name__ for each in wanted)
+            got = type(row[name]).__name__
+            raise BadRowError(f"field {name!r} must be {expected}, got {got}")
+        if isinstance(row[name], str) and not is_unicode(row[name]):
+            raise BadRowError(f"field {name!r} holds half of a surrogate pair")
+    if check is not None and (reason := check(row)) is not None:
+        raise BadRowError(reason)
+    return row
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise BadRowError(f"key {repeated!r} appears twice")
+    return row
+
+
+def _reject_constant(constant: str) -> NoReturn:
+    raise BadRowError(f"{constant} is not JSON")

@@ -1,0 +1,310 @@
+"""Advantages from more than a group's rewards, or for more than their mean.
+
+As in `advantages`: rewards are [*groups, samples], `valid` is False for samples that
+have no reward (they enter no statistic and get 0), and a group of one valid sample or
+of equal rewards gets exactly 0 unless the function says otherwise. None has a gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.losses import advantages
+from jaxrl_post.losses.sequences import counted
+from jaxrl_post.losses.whitening import AxisName, whitened
+from jaxrl_post.types import Array, Bool, Float, Int
+
+__all__ = [
+    "gdpo",
+    "max_rl",
+    "optimal_baseline",
+    "pass_at_k",
+    "pass_at_k_estimate",
+    "remax",
+]
+
+
+def remax(
+    rewards: Float[Array, "*groups samples"],
+    greedy_rewards: Float[Array, "*groups"],
+    valid: Bool[Array, "*groups samples"] | None = None,
+) -> Float[Array, "*groups samples"]:
+    """ReMax: reward minus the reward of the prompt's greedy completion.
+
+    A_i = r_i - r(greedy)
+
+    The baseline is no sample of the group, so one sample a prompt is enough.
+
+    Args:
+        rewards: any float dtype.
+        greedy_rewards: reward of the completion decoded at temperature 0.
+        valid: bool, False where a sample has no reward; None means that all have one.
+
+    Returns:
+        float32; 0 where `valid` is False.
+
+    References:
+        Li et al., ReMax, arXiv:2310.10505.
+
+    >>> remax(jnp.array([[1.0, 0.0]]), jnp.array([0.25])).tolist()
+    [[0.75, -0.25]]
+    """
+    rewards, valid = _constant(rewards, valid)
+    baseline = jax.lax.stop_gradient(greedy_rewards).astype(jnp.float32)
+    return counted(rewards - baseline[..., None], valid)
+
+
+def optimal_baseline(
+    rewards: Float[Array, "*groups samples"],
+    lengths: Int[Array, "*groups samples"],
+    valid: Bool[Array, "*groups samples"] | None = None,
+) -> Float[Array, "*groups samples"]:
+    """OPO: reward minus the group's mean reward weighted by length.
+
+    A_i = r_i - sum_j(l_j r_j) / sum_j(l_j)
+
+    The baseline of least variance, if a sequence's squared gradient norm grows as its
+    length.
+
+    Args:
+        rewards: any float dtype.
+        lengths: of the completions, in tokens, >= 0.
+        valid: bool, False where a sample has no reward; None means that all have one.
+
+    Returns:
+        float32; 0 where `valid` is False and in a group without tokens.
+
+    References:
+        Hao et al., On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585.
+
+    >>> optimal_baseline(jnp.array([[1.0, 0.0]]), jnp.array([[1, 3]])).tolist()
+    [[0.75, -0.25]]
+    """
+    rewards, valid = _constant(rewards, valid)
+    weights = jnp.where(valid, lengths, 0).astype(jnp.float32)
+    total = weights.sum(axis=-1, keepdims=True)
+    # Centring first changes nothing but rounding: equal rewards become exactly 0.
+    centred = advantages.group_centered(rewards, valid)
+    baseline = (weights * centred).sum(axis=-1, keepdims=True) / jnp.maximum(total, 1.0)
+    return counted(centred - baseline, valid & (total > 0))
+
+
+def max_rl(
+    rewards: Float[Array, "*groups samples"],
+    valid: Bool[Array, "*groups samples"] | None = None,
+) -> Float[Array, "*groups samples"]:
+    """MaxRL: reward centred and divided by the group's mean.
+
+    A_i = (r_i - mean(r)) / mean(r)
+
+    Climbs log p(success) and not p(success), so that a prompt weighs the more the
+    rarer its successes are.
+
+    Args:
+        rewards: >= 0, usually 0 or 1; any float dtype.
+        valid: bool, False where a sample has no reward; None means that all have one.
+
+    Returns:
+        float32; 0 where `valid` is False and in a group whose mean is not positive: a
+        group without success says nothing, and a negative mean, which is no success
+        rate, would turn the sign around.
+
+    References:
+        Tajwar et al., Maximum Likelihood Reinforcement Learning, arXiv:2602.02710.
+
+    >>> max_rl(jnp.array([[1.0, 0.0, 0.0, 0.0]])).tolist()
+    [[3.0, -1.0, -1.0, -1.0]]
+    """
+    rewards, valid = _constant(rewards, valid)
+    mean = advantages.group_mean(rewards, valid)[..., None]
+    # Written so that NaN is not "not positive", and stays visible.
+    failed = mean <= 0
+    centred = counted(rewards - mean, valid & ~failed)
+    return centred / jnp.where(failed, 1.0, mean)
+
+
+def pass_at_k(
+    rewards: Float[Array, "*groups samples"],
+    valid: Bool[Array, "*groups samples"] | None = None,
+    *,
+    k: int,
+) -> Float[Array, "*groups samples"]:
+    """Pass@k Training: the mean advantage of a sample over all sets of k it is in.
+
+    A set of k samples has reward 1 if one of them is correct. Of n samples, c correct,
+    with R = 1 - C(n - c, k) / C(n, k) the mean over all sets and s = sqrt(R (1 - R)):
+
+        correct     A = (1 - R) / s
+        incorrect   A = (1 - R - C(n - c - 1, k - 1) / C(n - 1, k - 1)) / s
+                      = -c / (n - c) (1 - R) / s
+
+    k = 1 is `group_normalized` with ddof = 0, and k = n gives 0.
+
+    Args:
+        rewards: a sample is correct where its reward is > 0.
+        valid: bool, False where a sample has no reward; None means that all have one.
+        k: in [1, samples]; a group with fewer valid samples takes them all as one set.
+
+    Returns:
+        float32; 0 where `valid` is False and where R is 0 or 1.
+
+    Raises:
+        ValueError: `k` is out of its range.
+
+    References:
+        Chen et al., Pass@k Training for Adaptively Balancing Exploration and
+        Exploitation of Large Reasoning Models, arXiv:2508.10751.
+
+    >>> pass_at_k(jnp.array([[1.0, 0.0, 0.0, 0.0]]), k=2).tolist()
+    [[1.0, -0.3333333432674408, -0.3333333432674408, -0.3333333432674408]]
+    """
+    correct, valid = _correct(rewards, valid)
+    hit, miss = _draws(correct, valid, k)
+    n, c = (x.sum(axis=-1, keepdims=True) for x in (valid.astype(jnp.float32), correct))
+    # == and not >, so that NaN is not "no spread", and stays visible.
+    no_spread = hit * miss == 0
+    for_correct = jnp.sqrt(miss / jnp.where(no_spread, 1.0, hit))
+    for_incorrect = -c / jnp.maximum(n - c, 1.0) * for_correct
+    values = jnp.where(correct > 0, for_correct, for_incorrect)
+    return counted(jnp.where(no_spread, 0.0, values), valid)
+
+
+def pass_at_k_estimate(
+    rewards: Float[Array, "*groups samples"],
+    valid: Bool[Array, "*groups samples"] | None = None,
+    *,
+    k: int,
+) -> Float[Array, "*groups"]:
+    """Unbiased estimate of pass@k, the probability that one of k samples is correct.
+
+    1 - C(n - c, k) / C(n, k) of n samples, c correct
+
+    Args:
+        rewards: a sample is correct where its reward is > 0.
+        valid: bool, False where a sample has no reward; None means that all have one.
+        k: in [1, samples]. A group with n < k valid samples has no unbiased estimate
+            and gets that of pass@n, which is lower.
+
+    Returns:
+        float32 in [0, 1]; 0 for a group without a valid sample.
+
+    Raises:
+        ValueError: `k` is out of its range.
+
+    References:
+        Chen et al., Evaluating Large Language Models Trained on Code,
+        arXiv:2107.03374, eq. 1.
+
+    >>> pass_at_k_estimate(jnp.array([[1.0, 0.0, 0.0, 0.0]]), k=2).tolist()
+    [0.5]
+    """
+    return _draws(*_correct(rewards, valid), k)[0][..., 0]
+
+
+def gdpo(
+    rewards: Float[Array, "*groups samples components"],
+    valid: Bool[Array, "*groups samples"] | None = None,
+    *,
+    weights: tuple[float, ...] | None = None,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    axis_name: AxisName | None = None,
+) -> Float[Array, "*groups samples"]:
+    """GDPO: every reward component normalised in its group, then summed and scaled.
+
+    S_i = sum_c w_c (r_ic - mean(r_c)) / (std(r_c) + epsilon)    within the group
+    A_i = S_i / sqrt(var(S) + epsilon^2)                         over the batch
+
+    Normalising the sum of the components instead (GRPO) makes different combinations
+    equal, and lets the component of the largest spread decide.
+
+    Args:
+        rewards: any float dtype; a valid sample has all components.
+        valid: bool, False where a sample has no reward; None means that all have one.
+        weights: one a component; None for 1 each.
+        ddof: the variances are sums of squares over n - ddof; 1 (sample) or 0.
+        epsilon: >= 0.
+        axis_name: mesh axes over which the groups are split, inside `shard_map`.
+
+    Returns:
+        float32; 0 where `valid` is False.
+
+    Raises:
+        ValueError: the number of weights is not that of the components, `ddof` is
+            neither 0 nor 1, or `epsilon` is negative.
+
+    References:
+        Liu et al., GDPO: Group reward-Decoupled Normalization Policy Optimization for
+        Multi-reward RL Optimization, arXiv:2601.05242.
+
+    >>> rewards = jnp.array([[[1.0, 0.0], [0.0, 5.0]], [[1.0, 5.0], [0.0, 0.0]]])
+    >>> gdpo(rewards, ddof=0, epsilon=0.0, weights=(1.0, 0.0)).tolist()
+    [[1.0, -1.0], [1.0, -1.0]]
+    """
+    components = rewards.shape[-1]
+    if weights is not None and len(weights) != components:
+        raise ValueError(
+            f"weights must have one number for each of the {components} components, "
+            f"got {weights}"
+        )
+    if valid is None:
+        valid = jnp.ones(rewards.shape[:-1], bool)
+    by_component = jnp.moveaxis(rewards, -1, 0)
+    normalized = advantages.group_normalized(
+        by_component,
+        jnp.broadcast_to(valid, by_component.shape),
+        ddof=ddof,
+        epsilon=epsilon,
+    )
+    scales = (1.0,) * components if weights is None else weights
+    terms = [scale * part for scale, part in zip(scales, normalized, strict=True)]
+    total = jnp.stack(terms).sum(axis=0)
+    # A group's S add up to 0, hence the batch's too: taking their mean away would only
+    # add its rounding error to the groups that must get 0.
+    return whitened(
+        total, valid, center=False, ddof=ddof, epsilon=epsilon**2, axis_name=axis_name
+    )
+
+
+def _constant(
+    rewards: Float[Array, "*groups samples"],
+    valid: Bool[Array, "*groups samples"] | None,
+) -> tuple[Float[Array, "*groups samples"], Bool[Array, "*groups samples"]]:
+    """Rewards in float32 without gradient, 0 where missing, and which are not."""
+    if valid is None:
+        valid = jnp.ones(rewards.shape, bool)
+    return jax.lax.stop_gradient(counted(rewards, valid)), valid
+
+
+def _correct(
+    rewards: Float[Array, "*groups samples"],
+    valid: Bool[Array, "*groups samples"] | None,
+) -> tuple[Float[Array, "*groups samples"], Bool[Array, "*groups samples"]]:
+    """1 where a valid sample is correct, else 0; a valid NaN stays NaN."""
+    rewards, valid = _constant(rewards, valid)
+    correct = (rewards > 0).astype(jnp.float32)
+    return jnp.where(jnp.isnan(rewards), rewards, correct), valid
+
+
+def _draws(
+    correct: Float[Array, "*groups samples"],
+    valid: Bool[Array, "*groups samples"],
+    k: int,
+) -> tuple[Float[Array, "*groups 1"], Float[Array, "*groups 1"]]:
+    """Probabilities that k samples drawn without replacement hit, and that they miss.
+
+    miss = prod_{i<k} (n - c - i) / (n - i) = C(n - c, k) / C(n, k), and hit is the sum
+    over i of the probability that draw i is the first to hit. Products and sums of
+    terms >= 0 keep their digits where 1 - miss and log-gamma would lose them.
+    """
+    samples = valid.shape[-1]
+    if not 1 <= k <= samples:
+        raise ValueError(f"k must be in [1, samples = {samples}], got {k}")
+    n, c = (x.sum(axis=-1, keepdims=True) for x in (valid.astype(jnp.float32), correct))
+    drawn = jnp.arange(k, dtype=jnp.float32)
+    left = n - drawn
+    possible, size = left > 0, jnp.maximum(left, 1.0)
+    misses = jnp.where(possible, jnp.maximum(left - c, 0.0) / size, 1.0)
+    missed = jnp.cumprod(misses, axis=-1)
+    before = jnp.concatenate([jnp.ones_like(missed[..., :1]), missed[..., :-1]], -1)
+    hits = jnp.where(possible, c / size, 0.0) * before
+    return hits.sum(axis=-1, keepdims=True), missed[..., -1:]

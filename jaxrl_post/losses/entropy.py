@@ -1,0 +1,422 @@
+"""Keeping a policy's entropy: a bonus, and which tokens may spend it.
+
+A policy that is trained on rewards grows certain and stops exploring. The bonus pays
+for entropy; the masks choose the tokens whose update matters most to it, by their
+entropy or by the covariance of log-prob and advantage, whose mean drives its fall.
+
+The masks rank all counted tokens of the arrays that they are given. On a microbatch or
+inside a shard_map that is the microbatch or the shard, and not the whole batch.
+"""
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.losses.policy import clipped_surrogate
+from jaxrl_post.losses.ratios import token_log_ratio, token_ratio
+from jaxrl_post.losses.sequences import counted
+from jaxrl_post.types import Array, Bool, Float, Int, Key
+
+__all__ = [
+    "adaptive_coefficient",
+    "clip_cov",
+    "clip_cov_mask",
+    "covariance",
+    "entropy_bonus",
+    "gated_coefficient",
+    "kl_cov",
+    "kl_cov_mask",
+    "top_entropy_mask",
+]
+
+# Shares are rationals of at most this denominator, so that 0.2 is 1/5 and not the float
+# above it, and the square of it still fits in int32.
+_MAX_DENOMINATOR = 40_000
+
+
+def entropy_bonus(
+    entropy: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """The entropy as a loss: L_t = -H_t, to be weighted by a coefficient.
+
+    Args:
+        entropy: of the next-token distribution (nats), differentiable.
+        mask: bool, True where a token counts.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    >>> entropy_bonus(jnp.array([0.5, 2.0]), jnp.array([True, False])).tolist()
+    [-0.5, 0.0]
+    """
+    return counted(-entropy, mask)
+
+
+def adaptive_coefficient(
+    coefficient: Float[Array, ""] | float,
+    entropy: Float[Array, ""] | float,
+    *,
+    target: float,
+    step: float,
+    low: float,
+    high: float,
+) -> Float[Array, ""]:
+    """The bonus's next coefficient, one step towards holding the entropy at a target.
+
+    c' = clip(c + step if H <= target else c - step, low, high)
+
+    Skywork-OR1 starts from c = 0 with step 0.005; low 0 never pays for certainty. It
+    trains with `gated_coefficient` of c, and so does TRL, whose high is 1.
+
+    Args:
+        coefficient: c, scalar.
+        entropy: H, the batch's mean (nats a token), scalar.
+        target: in nats a token.
+        step: > 0.
+        low: smallest coefficient.
+        high: largest coefficient, >= low.
+
+    Returns:
+        float32 scalar; NaN if an input is.
+
+    Raises:
+        ValueError: `step` is not positive, or `low` exceeds `high`.
+
+    References:
+        He et al., Skywork Open Reasoner 1, arXiv:2505.22312.
+
+    >>> limits = {"target": 0.25, "step": 0.5, "low": 0.0, "high": 1.0}
+    >>> adaptive_coefficient(0.5, 0.1, **limits).item()
+    1.0
+    >>> adaptive_coefficient(0.25, 0.3, **limits).item()
+    0.0
+    """
+    if step <= 0:
+        raise ValueError(f"step must be > 0, got {step}")
+    _require_range(low, high)
+    coefficient = jnp.asarray(coefficient, jnp.float32)
+    entropy = jnp.asarray(entropy, jnp.float32)
+    # The difference is NaN where the entropy is, and a sign of it stays NaN.
+    change = jnp.where(entropy == target, 1.0, jnp.sign(target - entropy))
+    return jnp.clip(coefficient + step * change, low, high)
+
+
+def gated_coefficient(
+    coefficient: Float[Array, ""] | float,
+    entropy: Float[Array, ""] | float,
+    *,
+    target: float,
+) -> Float[Array, ""]:
+    """The coefficient while the entropy is at or below its target, and 0 above.
+
+    Args:
+        coefficient: scalar, of `adaptive_coefficient`.
+        entropy: the batch's mean (nats a token), scalar.
+        target: in nats a token.
+
+    Returns:
+        float32 scalar.
+
+    References:
+        He et al., Skywork Open Reasoner 1, arXiv:2505.22312.
+
+    >>> gated_coefficient(0.5, 0.1, target=0.2).item()
+    0.5
+    >>> gated_coefficient(0.5, 0.3, target=0.2).item()
+    0.0
+    """
+    entropy = jnp.asarray(entropy, jnp.float32)
+    coefficient = jnp.asarray(coefficient, jnp.float32)
+    return jnp.where(entropy > target, 0.0, coefficient)
+
+
+def top_entropy_mask(
+    entropy: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    *,
+    quantile: float = 0.8,
+) -> Bool[Array, "*shape"]:
+    """The counted tokens of highest entropy, where a sequence forks.
+
+    Keeps exactly max(1, ceil((1 - quantile) n)) of n counted tokens, of equals the
+    first in row-major order. Multiply the loss by it and divide by all n tokens, as the
+    paper does. TRL keeps what reaches the interpolated quantile, which in a tie is
+    more; its `top_entropy_quantile` is 1 - quantile.
+
+    Args:
+        entropy: of the next-token distribution (nats).
+        mask: bool, True where a token counts.
+        quantile: in [0, 1], the share of the tokens to leave out.
+
+    Returns:
+        bool; False where the mask is False. NaN ranks highest, so that its loss shows.
+
+    Raises:
+        ValueError: `quantile` is out of its range.
+
+    References:
+        Wang et al., Beyond the 80/20 Rule, arXiv:2506.01939.
+
+    >>> entropy, mask = jnp.array([0.1, 3.0, 0.2, 9.0]), jnp.array([True] * 3 + [False])
+    >>> top_entropy_mask(entropy, mask, quantile=0.8).tolist()
+    [False, True, False, False]
+    """
+    if not 0 <= quantile <= 1:
+        raise ValueError(f"quantile must be in [0, 1], got {quantile}")
+    count = mask.sum()
+    number = _at_least_one(count - _floor_of_share(quantile, count))
+    return _highest(entropy, mask, number)
+
+
+def covariance(
+    policy_logprobs: Float[Array, "*shape"],
+    advantages: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+) -> Float[Array, "*shape"]:
+    """Each token's part of the covariance of log-prob and advantage.
+
+    cov_t = (log p_t - mean(log p)) (A_t - mean(A)), means over all counted tokens.
+
+    Args:
+        policy_logprobs: log p (nats).
+        advantages: per token.
+        mask: bool, True where a token counts.
+
+    Returns:
+        float32 without gradient; 0 where the mask is False.
+
+    References:
+        Cui et al., The Entropy Mechanism of RL for Reasoning, arXiv:2505.22617.
+
+    >>> p, advantages = jnp.array([-1.0, -3.0]), jnp.array([1.0, -1.0])
+    >>> covariance(p, advantages, jnp.array([True, True])).tolist()
+    [1.0, 1.0]
+    """
+    product = _centred(policy_logprobs, mask) * _centred(advantages, mask)
+    return counted(jax.lax.stop_gradient(product), mask)
+
+
+def clip_cov_mask(
+    covariances: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    key: Key[Array, ""],
+    *,
+    fraction: float,
+    low: float,
+    high: float,
+) -> Bool[Array, "*shape"]:
+    """The tokens that keep their gradient when Clip-Cov drops some of high covariance.
+
+    Of the tokens with low <= cov_t <= high, max(1, floor(fraction n)) drawn at random
+    lose theirs, or all where there are fewer; n is the number of counted tokens.
+
+    Args:
+        covariances: per token, as of `covariance`.
+        mask: bool, True where a token counts.
+        key: of the draw, which also depends on the arrays' shape.
+        fraction: in (0, 1].
+        low: smallest covariance that may be dropped.
+        high: largest covariance that may be dropped, >= low.
+
+    Returns:
+        bool; False where the mask is False.
+
+    Raises:
+        ValueError: `fraction` is out of its range, or `low` exceeds `high`.
+
+    References:
+        Cui et al., The Entropy Mechanism of RL for Reasoning, arXiv:2505.22617.
+
+    >>> mask, key = jnp.array([True, True, True]), jax.random.key(0)
+    >>> covariances = jnp.array([0.1, 2.0, 9.0])
+    >>> clip_cov_mask(covariances, mask, key, fraction=0.1, low=1.0, high=5.0).tolist()
+    [True, False, True]
+    """
+    _require_fraction(fraction)
+    _require_range(low, high)
+    covariances = covariances.astype(jnp.float32)
+    candidates = mask & (covariances >= low) & (covariances <= high)
+    number = _at_least_one(_floor_of_share(fraction, mask.sum()))
+    lottery = jax.random.uniform(key, mask.shape, jnp.float32)
+    return mask & ~_highest(lottery, candidates, number)
+
+
+def kl_cov_mask(
+    covariances: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    *,
+    fraction: float,
+) -> Bool[Array, "*shape"]:
+    """The max(1, floor(fraction n)) counted tokens of highest covariance.
+
+    Args:
+        covariances: per token, as of `covariance`.
+        mask: bool, True where a token counts.
+        fraction: in (0, 1].
+
+    Returns:
+        bool; False where the mask is False. Of equals the first in row-major order;
+        NaN ranks highest.
+
+    Raises:
+        ValueError: `fraction` is out of its range.
+
+    References:
+        Cui et al., The Entropy Mechanism of RL for Reasoning, arXiv:2505.22617.
+
+    >>> covariances, mask = jnp.array([0.1, 2.0, 9.0]), jnp.array([True, True, False])
+    >>> kl_cov_mask(covariances, mask, fraction=0.5).tolist()
+    [False, True, False]
+    """
+    _require_fraction(fraction)
+    number = _at_least_one(_floor_of_share(fraction, mask.sum()))
+    return _highest(covariances, mask, number)
+
+
+def clip_cov(
+    policy_logprobs: Float[Array, "*shape"],
+    proximal_logprobs: Float[Array, "*shape"],
+    advantages: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    key: Key[Array, ""],
+    *,
+    clip_low: float,
+    clip_high: float,
+    fraction: float,
+    cov_low: float,
+    cov_high: float,
+) -> Float[Array, "*shape"]:
+    """Clip-Cov: the clipped surrogate, without a few tokens of high covariance.
+
+    L_t = keep_t policy.clipped_surrogate_t, with keep as in `clip_cov_mask`. As in verl
+    and the authors' code, tokens that the surrogate's own clip has stopped are not
+    drawn, and a dropped token's loss is 0. verl has fraction 2e-4, covariances 1 to 5.
+
+    Args:
+        policy_logprobs: log p (nats), differentiable.
+        proximal_logprobs: log q (nats).
+        advantages: per token.
+        mask: bool, True where a token counts.
+        key: of the draw, which also depends on the arrays' shape.
+        clip_low: in [0, 1].
+        clip_high: >= 0.
+        fraction: in (0, 1], the share of the tokens to drop.
+        cov_low: smallest covariance that may be dropped.
+        cov_high: largest covariance that may be dropped, >= cov_low.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Cui et al., The Entropy Mechanism of RL for Reasoning, arXiv:2505.22617.
+
+    >>> p, advantages = jnp.array([-1.0, -1.0, -4.0]), jnp.array([1.0, 0.0, -1.0])
+    >>> mask, key = jnp.array([True, True, True]), jax.random.key(0)
+    >>> clip = {"clip_low": 0.2, "clip_high": 0.2}
+    >>> chosen = {"fraction": 0.5, "cov_low": 1.5, "cov_high": 5.0}
+    >>> clip_cov(p, p, advantages, mask, key, **clip, **chosen).tolist()
+    [-1.0, -0.0, 0.0]
+    """
+    logprobs = (policy_logprobs, proximal_logprobs)
+    clip = {"clip_low": clip_low, "clip_high": clip_high}
+    loss = clipped_surrogate(*logprobs, advantages, mask, **clip)
+    ratio = token_ratio(*logprobs, mask)
+    stopped_high = (advantages > 0) & (ratio > 1 + clip_high)
+    stopped = stopped_high | ((advantages < 0) & (ratio < 1 - clip_low))
+    covariances = covariance(policy_logprobs, advantages, mask)
+    # NaN lies in no range; a loss of NaN must not be drawn, for it would vanish.
+    drawable = jnp.where(stopped | jnp.isnan(loss), jnp.nan, covariances)
+    limits = {"fraction": fraction, "low": cov_low, "high": cov_high}
+    return jnp.where(clip_cov_mask(drawable, mask, key, **limits), loss, 0.0)
+
+
+def kl_cov(
+    policy_logprobs: Float[Array, "*shape"],
+    proximal_logprobs: Float[Array, "*shape"],
+    advantages: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    *,
+    coefficient: float,
+    fraction: float,
+) -> Float[Array, "*shape"]:
+    """KL-Cov: the policy gradient, with a KL penalty on tokens of high covariance.
+
+    L_t = -r_t A_t + coefficient |log r_t| [t in kl_cov_mask],  r_t = p_t / q_t
+
+    |log r|, with gradient 0 at r = 1, stands for the KL, as in verl and the authors'
+    code; verl has coefficient 1 and fraction 2e-4. The ratio is not clipped.
+
+    Args:
+        policy_logprobs: log p (nats), differentiable.
+        proximal_logprobs: log q (nats).
+        advantages: per token.
+        mask: bool, True where a token counts.
+        coefficient: >= 0.
+        fraction: in (0, 1], the share of the tokens that are penalised.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Cui et al., The Entropy Mechanism of RL for Reasoning, arXiv:2505.22617.
+
+    >>> p, q = jnp.array([-1.0, -3.0]), jnp.array([-1.0, -3.5])
+    >>> advantages, mask = jnp.array([1.0, 0.0]), jnp.array([True, True])
+    >>> kl_cov(p, q, advantages, mask, coefficient=2.0, fraction=1.0).tolist()
+    [-1.0, 1.0]
+    """
+    if coefficient < 0:
+        raise ValueError(f"coefficient must be >= 0, got {coefficient}")
+    log_ratio = token_log_ratio(policy_logprobs, proximal_logprobs, mask)
+    surrogate = -jnp.exp(log_ratio) * counted(jax.lax.stop_gradient(advantages), mask)
+    covariances = covariance(policy_logprobs, advantages, mask)
+    penalised = kl_cov_mask(covariances, mask, fraction=fraction)
+    # Not jnp.abs, whose gradient at 0 is 1: it would push the ratio down on policy.
+    distance = jax.lax.stop_gradient(jnp.sign(log_ratio)) * log_ratio
+    return surrogate + jnp.where(penalised, coefficient * distance, 0.0)
+
+
+def _centred(
+    values: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    kept = counted(values, mask)
+    return kept - kept.sum() / jnp.maximum(mask.sum().astype(jnp.float32), 1.0)
+
+
+def _highest(
+    values: Float[Array, "*shape"], mask: Bool[Array, "*shape"], number: Int[Array, ""]
+) -> Bool[Array, "*shape"]:
+    """The `number` highest values under the mask; NaN first, then by position."""
+    values, counts = values.reshape(-1), mask.reshape(-1)
+    # The last key sorts first, and False before True. The sort is stable.
+    order = jnp.lexsort((-values, ~jnp.isnan(values), ~counts))
+    chosen = jnp.zeros(order.shape, bool).at[order].set(jnp.arange(order.size) < number)
+    return mask & chosen.reshape(mask.shape)
+
+
+def _floor_of_share(share: float, count: Int[Array, ""]) -> Int[Array, ""]:
+    """floor(share * count), exact in integers as floats are not (0.29 * 100 < 29)."""
+    exact = Fraction(share).limit_denominator(_MAX_DENOMINATOR)
+    whole, rest = count // exact.denominator, count % exact.denominator
+    return whole * exact.numerator + rest * exact.numerator // exact.denominator
+
+
+def _at_least_one(number: Int[Array, ""]) -> Int[Array, ""]:
+    return jnp.maximum(number, 1)
+
+
+def _require_fraction(fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be in (0, 1], got {fraction}")
+
+
+def _require_range(low: float, high: float) -> None:
+    if low > high:
+        raise ValueError(f"low must be <= high, got {low} and {high}")

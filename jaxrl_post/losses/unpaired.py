@@ -1,0 +1,107 @@
+"""Losses of single responses that are labelled desirable or undesirable.
+
+The arrays are [*responses]: log-probabilities (nats) of whole responses, summed over
+their tokens. `valid` is False where a slot holds no response, as in `preference`.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.losses.preference import counted_pairs, implicit_reward, log_ratio
+from jaxrl_post.types import Array, Bool, Float
+
+__all__ = ["kto_loss", "kto_reference_point"]
+
+
+def kto_reference_point(
+    policy_mismatched: Float[Array, "*responses"],
+    reference_mismatched: Float[Array, "*responses"],
+    valid: Bool[Array, "*responses"] | None = None,
+) -> Float[Array, ""]:
+    """KTO's reference point, an estimate of KL(policy || reference) from the batch.
+
+    z = max(0, mean_i(log pi(y_j | x_i) - log ref(y_j | x_i))), j the next after i
+
+    Each prompt is paired with the response to another one, which takes one more forward
+    pass of both models but no sampling. The mean is over the array that is given: TRL
+    takes it over all devices, the paper over a microbatch.
+
+    Args:
+        policy_mismatched: log pi(y_j | x_i) (nats).
+        reference_mismatched: log ref(y_j | x_i) (nats).
+        valid: bool, or None where every slot holds a response.
+
+    Returns:
+        float32 scalar >= 0 (nats), without gradient; 0 where nothing is valid.
+
+    References:
+        Ethayarajh et al., KTO, arXiv:2402.01306.
+
+    >>> policy, reference = jnp.array([-4.0, -5.0]), jnp.array([-6.0, -6.0])
+    >>> kto_reference_point(policy, reference).item()
+    1.5
+    """
+    mean = implicit_reward(
+        policy_mismatched, reference_mismatched, valid, beta=1.0
+    ).mean()
+    return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
+
+
+def kto_loss(
+    policy: Float[Array, "*responses"],
+    reference: Float[Array, "*responses"],
+    desirable: Bool[Array, "*responses"],
+    reference_point: Float[Array, ""],
+    valid: Bool[Array, "*responses"] | None = None,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Float[Array, "*responses"]:
+    """KTO: the value, to a loss-averse human, of a response's log-ratio r over z.
+
+    L = w_D (1 - sigmoid(beta (r - z)))  where the response is desirable,
+        w_U (1 - sigmoid(beta (z - r)))  where it is not;  r = log(pi(y) / ref(y))
+
+    Args:
+        policy: log pi(y) (nats), differentiable.
+        reference: log ref(y) (nats).
+        desirable: bool, the response's label.
+        reference_point: z (nats), held constant; see `kto_reference_point`.
+        valid: bool, or None where every slot holds a response.
+        beta: > 0 (per nat).
+        desirable_weight: w_D >= 0.
+        undesirable_weight: w_U >= 0. Where one label is rarer, weigh it up so that
+            both contribute about as much.
+
+    Returns:
+        float32 in [0, w]; 0 where `valid` is False.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Ethayarajh et al., KTO, arXiv:2402.01306.
+
+    >>> policy, desirable = jnp.array([-4.0, -4.0]), jnp.array([True, False])
+    >>> kto_loss(policy, policy, desirable, jnp.array(0.0), beta=0.1).tolist()
+    [0.5, 0.5]
+    """
+    if beta <= 0:
+        raise ValueError(f"beta must be > 0, got {beta}")
+    _require_weight("desirable_weight", desirable_weight)
+    _require_weight("undesirable_weight", undesirable_weight)
+    point = jax.lax.stop_gradient(reference_point).astype(jnp.float32)
+    gain = beta * (log_ratio(policy, reference, valid) - point)
+    # 1 - sigmoid(x) = sigmoid(-x), which keeps its digits for large x.
+    loss = jnp.where(
+        desirable,
+        desirable_weight * jax.nn.sigmoid(-gain),
+        undesirable_weight * jax.nn.sigmoid(gain),
+    )
+    return counted_pairs(loss, valid)
+
+
+def _require_weight(name: str, weight: float) -> None:
+    if weight < 0:
+        raise ValueError(f"{name} must be >= 0, got {weight}")

@@ -1,0 +1,303 @@
+"""Runs that learn from samples of their own: `launch.grpo`, `.ppo` and `.distill`."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from jaxrl_post import models
+from jaxrl_post.algorithms import Algorithm
+from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.envs import Environment, WorkerPool
+from jaxrl_post.rollout.types import Group
+from jaxrl_post.train.algorithm import make_algorithm
+from jaxrl_post.train.checkpoint import abstract_state
+from jaxrl_post.train.config import CriticConfig, RLConfig, check_numbers
+from jaxrl_post.train.examples import Demonstrations
+from jaxrl_post.train.learner import begin_training
+from jaxrl_post.train.reference import open_reference
+from jaxrl_post.train.rl import Critic, Evaluation, Trainer, make_engine, make_runner
+from jaxrl_post.train.run import (
+    Outcome,
+    Run,
+    finish,
+    open_run,
+    print_table,
+    warm_started,
+)
+from jaxrl_post.train.session import (
+    Model,
+    environment_texts,
+    layout_table,
+    make_environment,
+    prompt_limit,
+)
+from jaxrl_post.train.sinks import (
+    ACCURACY,
+    MetricsLog,
+    Progress,
+    Sample,
+    SampleLog,
+    warnings_shown,
+)
+
+__all__ = ["run_rl"]
+
+
+def run_rl(
+    config: RLConfig,
+    *,
+    console: Console,
+    command: str,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Trains on samples of its own, from the beginning or from a checkpoint.
+
+    Args:
+        config: of the run.
+        console: for people.
+        command: the command line, for the report.
+        should_stop: asked after each step; True saves and ends the run.
+
+    Raises:
+        ConfigError: before anything is compiled.
+        MeshError: likewise.
+        DivergenceError, FailedRolloutsError, RolloutTimeoutError, CheckpointError: the
+            last checkpoint is whole.
+    """
+    check_numbers(config)
+    algorithm = make_algorithm(
+        config.algorithm, config.rollout.max_tokens, config.critic
+    )
+    with warnings_shown(console):
+        environment = make_environment(config.env, config.data)
+    shared = config.algorithm.name == "ppo" and config.critic.backbone == "shared"
+    with open_run(
+        config,
+        console=console,
+        command=command,
+        texts=functools.partial(environment_texts, environment),
+        head="lm+value" if shared else "lm",
+        complete=functools.partial(_measured, environment),
+        warm_start=functools.partial(_warm_started, environment, console),
+    ) as run:
+        rollout = run.config.rollout
+        with WorkerPool(
+            environment, rollout.reward_workers, deadline_s=rollout.reward_deadline_s
+        ) as judges:
+            trainer = _trainer(run, environment, judges, algorithm)
+            _print_layout(run, trainer)
+            return _loop(run, trainer, should_stop)
+
+
+def _measured(environment: Environment, config: RLConfig, model: Model) -> RLConfig:
+    """The configuration with what the environment's prompts decide."""
+    rollout = dataclasses.replace(
+        config.rollout,
+        max_prompt_tokens=prompt_limit(
+            environment,
+            model.tokenizer,
+            config.rollout.max_prompt_tokens,
+            "--rollout.max-prompt-tokens",
+        ),
+    )
+    config = dataclasses.replace(config, rollout=rollout)
+    Trainer.row_tokens(config)
+    return config
+
+
+def _warm_started(
+    environment: Environment, console: Console, config: RLConfig, model: Model
+) -> Model:
+    row_tokens = Trainer.row_tokens(config)
+    return warm_started(
+        config.warm_start,
+        model,
+        Demonstrations(environment, row_tokens),
+        config.update,
+        seed=config.seed,
+        row_tokens=row_tokens,
+        console=console,
+    )
+
+
+def _trainer(
+    run: Run[RLConfig],
+    environment: Environment,
+    judges: WorkerPool,
+    algorithm: Algorithm,
+) -> Trainer:
+    config, model = run.config, run.model
+    optimizer_steps = config.steps * config.update.minibatches * config.update.epochs
+    begin = functools.partial(
+        begin_training,
+        update=config.update,
+        num_steps=optimizer_steps,
+        row_tokens=Trainer.row_tokens(config),
+        temperature=config.rollout.temperature,
+    )
+    critic = None
+    if algorithm.value_objective is not None:
+        value_model = open_critic(config.critic, model)
+        learner, state = begin(
+            value_model, algorithm.value_objective, config.critic.optimizer
+        )
+        critic = Critic(value_model, learner, state)
+    learner, state = begin(model, algorithm.objective, config.optimizer)
+    reference = None
+    if algorithm.needs_reference:
+        reference = open_reference(
+            model, learner, config.algorithm.reference, "--algorithm.reference"
+        )
+    return Trainer(
+        config=config,
+        model=model,
+        environment=environment,
+        algorithm=algorithm,
+        learner=learner,
+        engine=make_engine(config.rollout, model, seed=config.seed),
+        runner=make_runner(config.rollout, model, judges),
+        state=state,
+        reference=reference,
+        indices=task_indices(len(environment.tasks("train")), config.seed),
+        critic=critic,
+    )
+
+
+def open_critic(config: CriticConfig, model: Model) -> Model:
+    """A value model of its own: the policy's weights, or those of a directory.
+
+    Args:
+        config: names the directory, if any.
+        model: the policy.
+
+    Raises:
+        CheckpointError: the directory holds no model that can be read.
+    """
+    if config.model is None:
+        value_config = dataclasses.replace(model.config, head="value")
+        # Arrays of its own: two optimizers take them, each its own.
+        copied = jax.tree.map(jnp.copy, model.params)
+        fresh = models.initialize(
+            jax.random.key(0),
+            {"head": models.param_specs(value_config).value_head},
+            model.dtype,
+            model.mesh,
+            model.rules,
+        )
+        params = copied.replace(unembedding=None, value_head=fresh["head"])
+    else:
+        value_config, params = models.load_pretrained(
+            config.model,
+            mesh=model.mesh,
+            rules=model.rules,
+            dtype=model.dtype,
+            head="value",
+        )
+    return dataclasses.replace(
+        model,
+        config=value_config,
+        specs=models.param_specs(value_config),
+        params=params,
+    )
+
+
+def _loop(
+    run: Run[RLConfig], trainer: Trainer, should_stop: Callable[[], bool]
+) -> Outcome:
+    config, checkpoints = run.config, run.checkpoints
+    latest = checkpoints.latest()
+    if latest is not None:
+        shapes = jax.eval_shape(trainer.snapshot)
+        abstract = abstract_state(shapes, trainer.layout)
+        snapshot, meta = checkpoints.restore(latest, abstract, trainer.indices)
+        trainer.load_snapshot(snapshot)
+        trainer.load_meta(meta)
+        run.console.print(f"resumed at step {latest} of {config.steps}")
+    run.describe()
+    step, stopped = latest or 0, False
+    resume_step = -1 if latest is None else latest
+    with (
+        MetricsLog(run.directory, resume_step=resume_step) as metrics_log,
+        SampleLog(run.directory, resume_step=resume_step) as sample_log,
+        Progress(run.console, total_steps=config.steps) as progress,
+    ):
+        if latest is None:
+            evaluation = trainer.evaluate()
+            metrics_log.write(0, _evaluated(evaluation))
+            sample_log.write(0, _samples("eval", evaluation.groups, config.eval.show))
+        saving = 0.0
+        while step < config.steps and not stopped:
+            step += 1
+            metrics, groups = trainer.step(step)
+            metrics["time/checkpoint"] = saving
+            stopped = should_stop()
+            last = step == config.steps or stopped
+            # Whoever sends a signal does not wait for an evaluation.
+            if not stopped and config.eval.due(step, config.steps):
+                evaluation = trainer.evaluate()
+                metrics |= _evaluated(evaluation)
+                shown = _samples("eval", evaluation.groups, config.eval.show)
+                shown += _samples("train", groups, config.log_samples)
+                sample_log.write(step, shown)
+            # The row first: a run that dies before the checkpoint drops it again.
+            metrics_log.write(step, metrics)
+            progress.update(step, metrics)
+            begin = time.perf_counter()
+            if step % config.checkpoint.every == 0 or last:
+                checkpoints.save(
+                    step, trainer.snapshot(), trainer.indices, trainer.meta()
+                )
+            saving = time.perf_counter() - begin
+        checkpoints.wait()
+    critic = None
+    if trainer.critic is not None:
+        found = trainer.critic
+        critic = dataclasses.replace(found.model, params=found.state.params)
+    return finish(run, trainer.state, step, critic=critic)
+
+
+def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
+    critic, reference = trainer.critic, trainer.reference
+    rows = layout_table(
+        trainer.model,
+        trainer.config.update,
+        rows=trainer.learner.microbatch_rows,
+        row_tokens=Trainer.row_tokens(trainer.config),
+        optimizer=(trainer.state.opt_state, trainer.state.master),
+        reference=None if reference is None else reference.params,
+        critic=None if critic is None else critic.state,
+        cache=trainer.engine.cache,
+    )
+    print_table(run.console, rows)
+
+
+def _evaluated(evaluation: Evaluation) -> dict[str, float]:
+    return {
+        ACCURACY: evaluation.accuracy,
+        "eval/failed": float(evaluation.failed),
+        "time/eval": evaluation.seconds,
+    }
+
+
+def _samples(split: Any, groups: Sequence[Group], count: int) -> list[Sample]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return [
+        Sample(
+            split=split,
+            task_id=str(rollout.task_id),
+            sample_index=rollout.sample_index,
+            prompt=rollout.prompt_text,
+            completion=rollout.response_text,
+            reward=float("nan") if rollout.reward is None else rollout.reward,
+            finish_reason=rollout.finish_reason
+            if rollout.reward is not None
+            else "failed",
+        )
+        for rollout in rollouts[:count]
+    ]

@@ -1,0 +1,61 @@
+"""The frozen policy beside the one that trains: KL reference, or teacher."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.train.config import ConfigError
+from jaxrl_post.train.learner import Learner, Scorer
+from jaxrl_post.train.session import Model, open_model
+from jaxrl_post.train.step import Policy
+from jaxrl_post.types import PyTree
+
+__all__ = ["Reference", "open_reference"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A frozen policy, of the trained one's tokenizer, perhaps of another shape."""
+
+    scorer: Scorer
+    params: PyTree
+
+
+def open_reference(
+    model: Model, learner: Learner, directory: str | None, option: str
+) -> Reference:
+    """Opens the frozen policy that a run looks at.
+
+    Args:
+        model: that begins to train.
+        learner: gives temperature, rematerialisation and the size of a microbatch.
+        directory: Hugging Face's; None for the model as it begins.
+        option: that names the directory, for errors.
+
+    Raises:
+        ConfigError: the directory's tokenizer is another.
+    """
+    if directory is None:
+        # Arrays of its own: the first update takes the originals.
+        return Reference(learner.scorer, jax.tree.map(jnp.copy, model.params))
+    frozen = open_model(
+        directory,
+        mesh=",".join(f"{name}{size}" for name, size in model.mesh.shape.items()),
+        dtype=model.dtype.name,
+        seed=0,
+        texts=list,
+        rules=model.rules,
+    )
+    if not frozen.tokenizer.same_ids(model.tokenizer):
+        raise ConfigError(
+            f"{option}: the tokenizer of {directory} has other ids than "
+            f"that of {model.name}; token by token they cannot be compared"
+        )
+    policy = learner.policy
+    scorer = Scorer(
+        Policy(frozen.config, policy.temperature, policy.remat, frozen.rules),
+        learner.mesh,
+        learner.microbatch_rows,
+    )
+    return Reference(scorer, frozen.params)

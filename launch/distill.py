@@ -1,0 +1,27 @@
+"""On-policy distillation: `python -m launch.distill --algorithm.reference TEACHER`."""
+
+import sys
+
+from launch import cli
+from launch.recipes.distillation import distillation
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status."""
+    from jaxrl_post.train.online import run_rl
+    from jaxrl_post.train.run import RUN_ERRORS
+
+    return cli.main(
+        distillation(),
+        run_rl,
+        program="launch.distill",
+        description="Trains a student on its own samples, graded token by token by a "
+        "teacher: --algorithm.reference, a Hugging Face directory whose tokenizer is "
+        "the student's.",
+        errors=RUN_ERRORS,
+        arguments=arguments,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

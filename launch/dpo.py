@@ -1,0 +1,26 @@
+"""Preference optimisation on pairs: `python -m launch.dpo --data.path pairs.jsonl`."""
+
+import sys
+
+from launch import cli
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status."""
+    from jaxrl_post.train.config import PreferenceConfig
+    from jaxrl_post.train.offline import run_preference
+    from jaxrl_post.train.run import RUN_ERRORS
+
+    return cli.main(
+        PreferenceConfig(),
+        run_preference,
+        program="launch.dpo",
+        description="Trains a language model on preference pairs, by DPO or another "
+        "loss: see --loss.name.",
+        errors=RUN_ERRORS,
+        arguments=arguments,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,379 @@
+"""Each dialect against a float64 transcription of its framework's own formulas.
+
+The transcriptions follow the frameworks' code with loops over samples and rows, in the
+order in which that computes; they know nothing of packing, masks or metrics here.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post.algorithms import Predictions, dialects
+from jaxrl_post.losses import reduce, returns, shaping
+from jaxrl_post.types import TokenBatch
+
+# Groups of three, of two, of one, and of equal rewards.
+GROUPS = [[1.0, 0.0, 0.5], [1.0, 3.0], [7.0], [2.0, 2.0, 2.0]]
+LENGTHS, WIDTH, MAX_COMPLETION = [5, 2, 3, 4], 6, 16
+KL = 0.3
+
+
+def verl(rewards, by_std=True):
+    if len(rewards) == 1:
+        mean, std = 0.0, 1.0
+    else:
+        mean, std = np.mean(rewards), np.std(rewards, ddof=1)
+    return (rewards - mean) / (std + 1e-6) if by_std else rewards - mean
+
+
+def trl(rewards, by_std=True):
+    std = np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0
+    centred = rewards - np.mean(rewards)
+    return centred / (std + 1e-4) if by_std else centred
+
+
+def nemo_rl(rewards):
+    found = []
+    for index, reward in enumerate(rewards):
+        others = np.delete(rewards, index)
+        if not len(others):
+            found.append(0.0)
+            continue
+        std = np.std(others, ddof=1) if len(others) > 1 else 0.0
+        advantage = reward - np.mean(others)
+        found.append(advantage / (std + 1e-6) if std > 0 else advantage)
+    return np.array(found)
+
+
+def openrlhf(rewards):
+    if len(rewards) == 1:
+        return np.zeros(1)
+    return (rewards - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-9)
+
+
+def clipped(p, q, a, low=0.2, high=0.2):
+    ratio = np.exp(p - q)
+    return np.maximum(-a * ratio, -a * np.clip(ratio, 1 - low, 1 + high))
+
+
+def dual_clipped(p, q, a, low=0.2, high=0.2, c=3.0):
+    loss = clipped(p, q, a, low, high)
+    return np.where(a < 0, np.minimum(-a * c, loss), loss)
+
+
+def k3(p, r):
+    return np.exp(r - p) - (r - p) - 1
+
+
+def verl_k3(p, r):
+    log_ratio = np.clip(r - p, -20, 20)
+    return np.clip(np.exp(log_ratio) - log_ratio - 1, -10, 10)
+
+
+def openrlhf_k3(p, r):
+    log_ratio = -(p - r)
+    return np.clip(np.exp(log_ratio) - 1 - log_ratio, -10, 10)
+
+
+def token_mean(rows):
+    return np.concatenate(rows).mean()
+
+
+def sequence_mean(rows):
+    return np.mean([row.mean() for row in rows])
+
+
+def over_constant(denominator):
+    return lambda rows: sum(row.sum() for row in rows) / (len(rows) * denominator)
+
+
+def sequence_mask(q, b):
+    weight = np.exp((q - b).sum())
+    return 0.0 if weight > 3.0 else weight
+
+
+def unweighted(q, b):
+    return 1.0
+
+
+# The algorithm; advantages of a group; a sequence's policy loss; its KL; the mean; and
+# the weight of a sequence.
+DIALECTS = {
+    "verl_grpo": (
+        dialects.verl_grpo(kl_coefficient=KL),
+        verl,
+        dual_clipped,
+        verl_k3,
+        token_mean,
+        unweighted,
+    ),
+    "verl_grpo, seq-mean-token-mean": (
+        dialects.verl_grpo(
+            kl_coefficient=KL,
+            clip_high=0.28,
+            reduction=reduce.sequence_mean_of_token_mean,
+        ),
+        verl,
+        lambda p, q, a: dual_clipped(p, q, a, high=0.28),
+        verl_k3,
+        sequence_mean,
+        unweighted,
+    ),
+    "verl_dr_grpo": (
+        dialects.verl_dr_grpo(denominator=float(WIDTH), kl_coefficient=KL),
+        lambda rewards: verl(rewards, by_std=False),
+        dual_clipped,
+        verl_k3,
+        over_constant(WIDTH),
+        unweighted,
+    ),
+    "verl_cispo": (
+        dialects.verl_cispo(kl_coefficient=KL, clip_high=0.28),
+        verl,
+        lambda p, q, a: -np.clip(np.exp(p - q), 0.8, 1.28) * a * p,
+        verl_k3,
+        token_mean,
+        unweighted,
+    ),
+    "trl_grpo": (
+        dialects.trl_grpo(beta=KL),
+        trl,
+        clipped,
+        k3,
+        token_mean,
+        sequence_mask,
+    ),
+    "trl_grpo, loss_type grpo": (
+        dialects.trl_grpo(beta=KL, reduction=reduce.sequence_mean_of_token_mean),
+        trl,
+        clipped,
+        k3,
+        sequence_mean,
+        sequence_mask,
+    ),
+    "trl_dr_grpo": (
+        dialects.trl_dr_grpo(beta=KL, max_completion_length=MAX_COMPLETION),
+        lambda rewards: trl(rewards, by_std=False),
+        clipped,
+        k3,
+        over_constant(MAX_COMPLETION),
+        sequence_mask,
+    ),
+    "trl_cispo": (
+        dialects.trl_cispo(beta=KL, epsilon_high=1.3),
+        trl,
+        lambda p, q, a: -np.minimum(np.exp(p - q), 1.3) * a * p,
+        k3,
+        token_mean,
+        sequence_mask,
+    ),
+    "nemo_rl_grpo": (
+        dialects.nemo_rl_grpo(kl_penalty=KL),
+        nemo_rl,
+        clipped,
+        verl_k3,
+        token_mean,
+        unweighted,
+    ),
+    "openrlhf_grpo": (
+        dialects.openrlhf_grpo(kl_coefficient=KL),
+        openrlhf,
+        clipped,
+        openrlhf_k3,
+        token_mean,
+        unweighted,
+    ),
+}
+every_dialect = pytest.mark.parametrize("name", DIALECTS)
+
+
+def sampled_batch():
+    """Four responses in padded rows, with ratios and KLs beyond every clamp."""
+    rng = np.random.default_rng(2)
+    mask = np.arange(WIDTH) < np.array(LENGTHS)[:, None]
+    # Rows are responses here: their first place would be the prompt's last token.
+    mask = np.roll(np.pad(mask, ((0, 0), (0, 1))), 1, axis=1)
+    shape = mask.shape
+    p = -rng.gamma(2.0, 0.5, shape)
+    q = p + rng.normal(0, 0.4, shape)
+    q[0, 2] = p[0, 2] - 2.0
+    r = p + rng.normal(0, 0.5, shape)
+    r[1, 1], r[2, 2], r[3, 3] = p[1, 1] + 4.0, p[2, 2] - 30.0, p[3, 3] - 12.0
+    b = q + rng.normal(0, 0.2, shape)
+    b[3] = q[3] - 0.5
+    a = np.repeat([[-1.0], [1.5], [0.5], [2.0]], shape[1], axis=1)
+    policy, *known = (jnp.array(x, jnp.float32) for x in (p, q, r, b, a))
+    ids = jnp.broadcast_to(jnp.ones((), jnp.int32), shape)
+    batch = TokenBatch(
+        tokens=ids,
+        positions=ids,
+        segment_ids=ids,
+        loss_mask=jnp.array(mask),
+        proximal_logprobs=known[0],
+        reference_logprobs=known[1],
+        behavior_logprobs=known[2],
+        advantages=known[3],
+        versions=ids,
+    )
+    return policy, batch
+
+
+def rows_of(policy, batch):
+    """The counted tokens of each response in float64: p, q, r, b, a."""
+    arrays = (
+        policy,
+        batch.proximal_logprobs,
+        batch.reference_logprobs,
+        batch.behavior_logprobs,
+        batch.advantages,
+    )
+    for row, kept in enumerate(np.asarray(batch.loss_mask)):
+        yield [np.asarray(x, np.float64)[row, kept] for x in arrays]
+
+
+@every_dialect
+def test_advantages(name):
+    algorithm, transcription, *_ = DIALECTS[name]
+    size = max(map(len, GROUPS))
+    rewards = np.full((len(GROUPS), size), np.nan)
+    for row, group in enumerate(GROUPS):
+        rewards[row, : len(group)] = group
+    valid = ~np.isnan(rewards)
+    values = algorithm.advantages(jnp.array(rewards, jnp.float32), jnp.array(valid))
+    for row, group in enumerate(GROUPS):
+        expected = transcription(np.array(group))
+        np.testing.assert_allclose(
+            values[row, : len(group)], expected, rtol=1e-6, atol=1e-7
+        )
+    assert (values[~valid] == 0).all()
+
+
+@every_dialect
+def test_loss(name):
+    algorithm, _, policy_loss, divergence, mean, weight = DIALECTS[name]
+    policy, batch = sampled_batch()
+    rows = []
+    for p, q, r, b, a in rows_of(policy, batch):
+        rows.append(weight(q, b) * policy_loss(p, q, a) + KL * divergence(p, r))
+    loss = algorithm.objective(Predictions(policy), batch).loss
+    np.testing.assert_allclose(loss.mean(), mean(rows), rtol=1e-5)
+
+
+def test_the_batch_meets_what_the_dialects_disagree_on():
+    rows = list(rows_of(*sampled_batch()))
+    weights = [sequence_mask(q, b) for p, q, r, b, a in rows]
+    assert min(weights) == 0.0 < 0.1 < max(weights)
+    differences = {
+        "dual clip": lambda p, q, r, b, a: dual_clipped(p, q, a) - clipped(p, q, a),
+        "clamped KL": lambda p, q, r, b, a: verl_k3(p, r) - k3(p, r),
+        "CISPO's lower bound": lambda p, q, r, b, a: np.exp(p - q) < 0.8,
+        "CISPO's upper bound": lambda p, q, r, b, a: np.exp(p - q) > 1.28,
+    }
+    for what, difference in differences.items():
+        assert any(difference(*row).any() for row in rows), what
+
+
+def test_dialects_disagree_on_the_same_batch():
+    policy, batch = sampled_batch()
+    losses = {
+        name: made[0].objective(Predictions(policy), batch).loss.mean().item()
+        for name, made in DIALECTS.items()
+    }
+    # NeMo RL and OpenRLHF differ in their advantages alone.
+    assert losses.pop("nemo_rl_grpo") == losses["openrlhf_grpo"]
+    assert len({round(loss, 4) for loss in losses.values()}) == len(losses)
+
+
+@pytest.mark.parametrize("log_ratio", [-30.0, -19.0, -3.0, 0.5, 12.0, 25.0])
+def test_openrlhf_and_verl_clamp_k3_alike(log_ratio):
+    # One clamps the result alone, the other the log-ratio before: it makes no change.
+    p, r = np.array([-1.0]), np.array([-1.0 - log_ratio])
+    np.testing.assert_allclose(openrlhf_k3(p, r), verl_k3(p, r), rtol=1e-12)
+    found = dialects.CLAMPED_K3(
+        jnp.array(p, jnp.float32), jnp.array(r, jnp.float32), jnp.array([True])
+    )
+    np.testing.assert_allclose(found, verl_k3(p, r), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["verl", "openrlhf"])
+def test_gae_across_uncounted_tokens(name):
+    rng = np.random.default_rng(4)
+    mask = np.array([True, True, False, False, True, True, False, True, False])
+    rewards, values = rng.normal(size=(2, len(mask)))
+    gamma, lambda_ = 0.9, 0.8
+    expected = np.zeros(len(mask))
+    last, next_value = 0.0, 0.0
+    if name == "verl":
+        for t in reversed(range(len(mask))):
+            delta = rewards[t] + gamma * next_value - values[t]
+            step = delta + gamma * lambda_ * last
+            next_value = values[t] if mask[t] else next_value
+            last = step if mask[t] else last
+            expected[t] = last
+    else:
+        rewards, values = mask * rewards, mask * values
+        for t in reversed(range(len(mask))):
+            delta = rewards[t] + gamma * next_value - values[t]
+            last = delta + gamma * lambda_ * last
+            next_value = values[t]
+            expected[t] = last
+    estimate = returns.gae(
+        jnp.array(rewards, jnp.float32),
+        jnp.array(values, jnp.float32),
+        jnp.array(mask),
+        gamma=gamma,
+        lambda_=lambda_,
+        gaps={"verl": "carry", "openrlhf": "zero"}[name],
+    )
+    np.testing.assert_allclose(estimate[mask], expected[mask], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["verl", "openrlhf", "trl"])
+@pytest.mark.parametrize("length", [10, 20, 21, 23, 25, 26, 40])
+def test_overlong_penalty(name, length):
+    max_length, buffer, penalty = 25, 5, 0.5
+    excess = length - (max_length - buffer)
+    if name == "verl":
+        expected = min(-excess / buffer * penalty, 0.0)
+    elif name == "openrlhf":
+        excess = min(excess, buffer)
+        expected = -excess / buffer * penalty if excess > 0 else 0.0
+    else:
+        # TRL's reward has no factor of its own: here it is the reward's weight.
+        if length <= max_length - buffer:
+            share = 0.0
+        elif length <= max_length:
+            share = (max_length - buffer - length) / buffer
+        else:
+            share = -1.0
+        expected = penalty * share
+    found = shaping.overlong_penalty(
+        jnp.array([length]),
+        max_length=max_length,
+        buffer=buffer,
+        penalty=penalty,
+        bound="uncapped" if name == "verl" else "capped",
+    )
+    np.testing.assert_allclose(found, [expected], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        ("verl_grpo", {"dual_clip": 1.0}, r"dual_clip must be > 1 or None, got 1\.0"),
+        ("verl_dr_grpo", {"denominator": 0.0}, r"denominator must be > 0.*got 0\.0"),
+        ("verl_cispo", {"clip_low": 10.0}, r"ratio_low must be in \[0, 1\], got -9"),
+        ("trl_grpo", {"beta": -1.0}, r"kl_coefficient must be >= 0, got -1\.0"),
+        (
+            "trl_dr_grpo",
+            {"max_completion_length": 0},
+            r"denominator must be > 0.*got 0\.0",
+        ),
+        ("trl_cispo", {"epsilon_high": 0.2}, r"ratio_high .*must be >= 1, got 0\.2"),
+        ("nemo_rl_grpo", {"ratio_clip_min": 2.0}, r"clip_low must be in \[0, 1\]"),
+        ("openrlhf_grpo", {"clip_high": -1.0}, r"clip_high must be >= 0.*got -1\.0"),
+    ],
+)
+def test_bad_hyperparameters_raise_at_construction(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(dialects, make)(**arguments)

@@ -1,0 +1,165 @@
+"""Every program from beginning to end: killed and resumed, on one device and on eight.
+
+What a kill does to each part of a step is the matter of `test_resume`; here every
+program takes up its own state: a critic, a reference, a teacher, the place in a file.
+"""
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl_post import models
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.train.run_directory import read_rows
+from tests.e2e.conftest import QUICK
+
+CONFIG = ModelConfig(
+    "qwen2", 320, 32, 64, 1, num_heads=8, num_kv_heads=4, max_length=256,
+    qkv_bias=True, tie_embeddings=True,
+)  # fmt: skip
+STEPS = 6
+SAMPLED = (*QUICK, "--update.minibatches=2")
+READ = (
+    "--examples-per-step=8", "--max-tokens=32", "--update.microbatch-tokens=512",
+    "--log-every=1", "--optimizer.learning-rate=3e-4", "--eval.num-tasks=8",
+)  # fmt: skip
+PROGRAMS = {
+    "ppo": ("launch.ppo", *SAMPLED, "--algorithm.kl-coefficient=0.01"),
+    "ppo_shared": (
+        "launch.ppo", *SAMPLED, "--critic.backbone=shared",
+        "--critic.optimizer.learning-rate=1e-5", "--critic.optimizer.warmup-steps=0",
+        "--critic.optimizer.schedule=constant", "--critic.optimizer.beta2=0.95",
+    ),
+    "distill": ("launch.distill", *SAMPLED, "--algorithm.reference={teacher}"),
+    "sft": ("launch.sft", *READ, "--env=coin:Coin"),
+    "dpo": ("launch.dpo", *READ, "--data.path={pairs}"),
+    "reward": ("launch.reward", *READ, "--data.path={pairs}"),
+}  # fmt: skip
+# What eight devices must find as one does, at the first step.
+SAME = ("train/loss", "train/grad_norm", "eval/loss", "critic/loss")
+
+
+def made(folder: Path, seed: int) -> Path:
+    """A Hugging Face directory; all have one tokenizer."""
+    params = models.initialize(jax.random.key(seed), models.param_specs(CONFIG))
+    tokenizer = Tokenizer.train(["train 12=12 34", "yes no"], vocab_size=320)
+    models.save_pretrained(folder, CONFIG, params, tokenizer=tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("inputs")
+    pairs = folder / "pairs.jsonl"
+    rows = [
+        {"prompt": f"{i}=", "chosen": f"yes {i}", "rejected": f"no {i} {i}"}
+        for i in range(60)
+    ]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, teacher = made(folder / "model", 0), made(folder / "teacher", 1)
+    return {"model": model, "teacher": teacher, "pairs": pairs}
+
+
+def metrics(run: Path) -> dict[int, dict[str, float]]:
+    file = run / "metrics.jsonl"
+    if not file.exists():
+        return {}
+    return {row["step"]: row["metrics"] for row in read_rows(file)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_killed_and_resumed_on_one_device_and_whole_on_eight(
+    program, inputs, tmp_path, name
+):
+    module, *options = PROGRAMS[name]
+
+    def start(run: Path, *more: str, devices: int = 1):
+        given = [option.format(**inputs) for option in options]
+        return program(
+            module, f"--run-dir={run}", f"--model={inputs['model']}",
+            "--checkpoint.every=2", "--eval.every=0", *given, *more, devices=devices,
+        )  # fmt: skip
+
+    def ends(process) -> str:
+        output, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, output
+        return output
+
+    whole, broken, spread = (tmp_path / n for n in ("whole", "broken", "spread"))
+    output = ends(start(whole, f"--steps={STEPS}"))
+    assert f"model:  {whole / 'model'}" in output
+    assert (whole / "report.html").exists()
+    assert sorted(metrics(whole)) == list(range(STEPS + 1))
+
+    process = start(broken, f"--steps={STEPS}")
+    deadline = time.monotonic() + 240
+    while 3 not in metrics(broken) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    # A fast machine may have got to the end: then there is nothing to take up.
+    shutil.rmtree(broken / "model", ignore_errors=True)
+    ends(start(broken, f"--steps={STEPS}"))
+    for folder in ("model", "critic"):
+        if (whole / folder).exists():
+            left, right = (
+                load_file(run / folder / "model.safetensors") for run in (whole, broken)
+            )
+            for tensor, value in left.items():
+                np.testing.assert_array_equal(value, right[tensor], err_msg=tensor)
+    assert (whole / "critic").exists() == (name == "ppo")
+    assert sorted(metrics(broken)) == list(range(STEPS + 1))
+    for step, row in metrics(whole).items():
+        for metric, value in row.items():
+            if not metric.startswith(("time/", "throughput/", "sampler/")):
+                assert metrics(broken)[step][metric] == value, (step, metric)
+
+    ends(start(spread, "--steps=1", "--mesh=dp2,fsdp2,tp2", devices=8))
+    one, eight = metrics(whole)[1], metrics(spread)[1]
+    for metric in SAME:
+        if metric in one:
+            assert eight[metric] == pytest.approx(one[metric], abs=1e-3), metric
+
+
+@pytest.mark.slow
+def test_a_reward_model_serves_as_critic_and_as_a_start(program, inputs, tmp_path):
+    pairs, model = inputs["pairs"], inputs["model"]
+    reward, ppo = tmp_path / "reward", tmp_path / "ppo"
+    process = program(
+        "launch.reward", f"--run-dir={reward}", f"--model={model}", *READ,
+        f"--data.path={pairs}", "--steps=40",
+    )  # fmt: skip
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    found = metrics(reward)
+    # "yes" or "no": there is nothing easier, and held-out prompts say it too.
+    assert found[0]["eval/accuracy"] == 0.5
+    assert found[40]["eval/accuracy"] > 0.9
+    config = json.loads((reward / "model" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForSequenceClassification"]
+    process = program(
+        "launch.ppo", f"--run-dir={ppo}", f"--model={model}", *SAMPLED, "--steps=1",
+        f"--critic.model={reward / 'model'}",
+    )  # fmt: skip
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    left = load_file(reward / "model" / "model.safetensors")
+    right = load_file(ppo / "critic" / "model.safetensors")
+    moved = np.abs(left["score.weight"] - right["score.weight"]).max()
+    assert 0 < moved < 0.01, "it began where the reward model ended"
+    # A reward model has no output for tokens.
+    process = program("launch.grpo", f"--run-dir={tmp_path}/no",
+                      f"--model={reward / 'model'}", *QUICK)  # fmt: skip
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 1
+    assert "is a reward model; it has no output for tokens" in output
