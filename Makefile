@@ -4,7 +4,7 @@
 EXTRAS := math,envs,chat,parquet,notebooks,dev
 CHECKS := check-format check-lint check-types check-layers
 
-.PHONY: demo test check $(CHECKS) format parity lock environment
+.PHONY: demo test check $(CHECKS) format notebooks parity lock environment
 
 # A small model learns from reward alone; runs/demo/report.html shows how.
 demo:
@@ -32,6 +32,10 @@ check-layers: environment
 format: environment
 	.venv/bin/ruff check --fix-only --quiet .
 	.venv/bin/ruff format .
+
+# Runs them and writes their outputs into them.
+notebooks: environment
+	.venv/bin/python tools/notebooks.py notebooks/*.ipynb
 
 # Against torch and transformers, in an environment of their own.
 parity: environment

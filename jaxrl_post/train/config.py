@@ -338,7 +338,7 @@ class PairsConfig:
         path: .jsonl or .parquet with prompt, chosen and rejected, as texts or as
             messages; or GSM8K's example solutions of several models.
         on_bad_row: stop at a malformed row, or skip, count and report it.
-        eval_share: of the prompts, held out.
+        eval_share: of the prompts, held out; one pair of each of these is looked at.
     """
 
     path: str | None = None

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from jaxrl_post.data import packing, preferences
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import Head
+from jaxrl_post.train import notation
 from jaxrl_post.train.checkpoint import abstract_state
 from jaxrl_post.train.config import (
     ConfigError,
@@ -28,6 +29,7 @@ from jaxrl_post.train.config import (
     SFTConfig,
     check_numbers,
 )
+from jaxrl_post.train.evaluate import wilson_interval
 from jaxrl_post.train.examples import Demonstrations, Examples, Pairs, batches
 from jaxrl_post.train.learner import Learner, begin_training
 from jaxrl_post.train.reference import Reference, open_reference
@@ -69,6 +71,14 @@ class Job:
     needs_reference: bool = False
     reference: str | None = None
     sequences: int = 1
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Examples that are never trained on, as one batch, and their number."""
+
+    batch: TokenBatch
+    count: int
 
 
 def run_sft(
@@ -185,7 +195,10 @@ def _pairs(config: PairsConfig, console: Console) -> Pairs:
         if report.num_bad:
             console.print(str(report), style="yellow", markup=False, highlight=False)
         train, held_out = preferences.split(found, eval_share=config.eval_share)
-    return Pairs(train, held_out)
+    # One a prompt: pairs that share one are not independent, and an interval of the
+    # accuracy would be too narrow.
+    first = {pair.group: pair for pair in reversed(held_out)}
+    return Pairs(train, [pair for pair in held_out if first[pair.group] is pair])
 
 
 def _run(
@@ -272,8 +285,9 @@ def _loop(
     )
     held_out = _held_out(run, examples, learner, row_tokens)
     if held_out is not None:
-        held_out = _scored(held_out, reference)
+        held_out = replace(held_out, batch=_scored(held_out.batch, reference))
     step, stopped = latest or 0, False
+    metrics: dict[str, float] = {}
     with (
         MetricsLog(
             run.directory, resume_step=-1 if latest is None else latest
@@ -297,6 +311,7 @@ def _loop(
             if step % config.checkpoint.every == 0 or last:
                 checkpoints.save(step, state, indices, {"seed": config.seed})
         checkpoints.wait()
+    _say_accuracy(run, metrics, held_out)
     return finish(run, state, step)
 
 
@@ -332,28 +347,44 @@ def _scored(batch: TokenBatch, reference: Reference | None) -> TokenBatch:
 
 def _held_out(
     run: Run[OfflineConfig], examples: Examples, learner: Learner, row_tokens: int
-) -> TokenBatch | None:
+) -> HeldOut | None:
     """The first held-out examples as one batch; None where there is none."""
     count = min(run.config.eval.num_tasks, examples.size("eval"))
     if not count:
         return None
     encode = partial(examples.encode, run.model.tokenizer, "eval")
     chosen = [encode(index) for index in range(count)]
-    return packing.pack(chosen, row_tokens, learner.microbatch_rows)
+    batch = packing.pack(chosen, row_tokens, learner.microbatch_rows)
+    return HeldOut(batch, count)
 
 
 def _evaluated(
-    learner: Learner, params: PyTree, held_out: TokenBatch | None
+    learner: Learner, params: PyTree, held_out: HeldOut | None
 ) -> dict[str, float]:
     """Loss and metrics on what is held out, by names of their own."""
     if held_out is None:
         return {}
     begin = time.perf_counter()
-    found = learner.evaluate(params, held_out)
+    found = learner.evaluate(params, held_out.batch)
     metrics = {f"eval/{name.rpartition('/')[2]}": each for name, each in found.items()}
     if RIGHT in found:
         metrics[ACCURACY] = found[RIGHT]
+        low, high = wilson_interval(found[RIGHT], held_out.count)
+        metrics |= {"eval/accuracy_low": low, "eval/accuracy_high": high}
     return metrics | {"time/eval": time.perf_counter() - begin}
+
+
+def _say_accuracy(
+    run: Run[OfflineConfig], metrics: Mapping[str, float], held_out: HeldOut | None
+) -> None:
+    if held_out is not None and ACCURACY in metrics:
+        low, high = metrics["eval/accuracy_low"], metrics["eval/accuracy_high"]
+        run.console.print(
+            f"held-out accuracy: {notation.percent(metrics[ACCURACY])} of "
+            f"{held_out.count} pairs, each of another prompt "
+            f"(95 % interval {notation.percent(low)} to {notation.percent(high)})",
+            highlight=False,
+        )
 
 
 def _print_layout(

@@ -232,7 +232,10 @@ def test_rewards_are_left_to_the_credit():
 @pytest.mark.parametrize("layout", ["packed", "unpacked"])
 def test_the_critic_is_asked_what_it_said_before_the_token(clip, layout, layouts):
     algorithm = algorithms.ppo(value_clip=clip, **PPO)
-    batch = algorithm.credit(layouts[layout][1])
+    critic, credit = algorithm.value_objective, algorithm.credit
+    assert critic is not None
+    assert credit is not None
+    batch = credit(layouts[layout][1])
     rng = np.random.default_rng(14)
     # Near the old values, so that the clip is met and not always.
     said = np.roll(np.asarray(batch.values, np.float64), -1, axis=1)
@@ -253,7 +256,7 @@ def test_the_critic_is_asked_what_it_said_before_the_token(clip, layout, layouts
     assert clip is None or 0 < clipped < len(counted)
 
     def mean(values):
-        return algorithm.value_objective(Predictions(values=values), batch).loss.mean()
+        return critic(Predictions(values=values), batch).loss.mean()
 
     loss, gradient = jax.value_and_grad(mean)(jnp.array(said, jnp.float32))
     np.testing.assert_allclose(loss, np.mean(errors), rtol=1e-5)
@@ -281,6 +284,8 @@ def test_the_expected_gradient_of_distillation_is_the_reverse_kls():
     teacher = jax.nn.log_softmax(teacher_logits)
     start = jax.nn.log_softmax(logits)
     algorithm = algorithms.distillation()
+    credit = algorithm.credit
+    assert credit is not None
 
     def loss_of(token, logits):
         def after_prompt(value):
@@ -298,8 +303,7 @@ def test_the_expected_gradient_of_distillation_is_the_reverse_kls():
             reference_logprobs=after_prompt(teacher[token]),
         )
         policy = after_prompt(jax.nn.log_softmax(logits)[token])
-        credited = algorithm.credit(batch)
-        return algorithm.objective(Predictions(policy), credited).loss.mean()
+        return algorithm.objective(Predictions(policy), credit(batch)).loss.mean()
 
     def reverse_kl(logits):
         student = jax.nn.log_softmax(logits)

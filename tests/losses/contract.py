@@ -137,6 +137,8 @@ class Case:
             result. "sum": a sum's terms. "own": results of their own, because the
             function looks at all that it is given.
         of_part: further keywords where the batch is in parts (a device's, a row's).
+        elsewhere: what a result in the mask's shape has where nothing counts; None for
+            what the place's sequence or group has.
         dtype: of the result.
         nan: whether a NaN that counts shows in the result.
         covers: the public name, where `function` composes it with something.
@@ -149,6 +151,7 @@ class Case:
     through: str | None = ""
     parts: Literal["rows", "sum", "own"] = "rows"
     of_part: Mapping[str, Any] = field(default_factory=dict)
+    elsewhere: float | None = 0.0
     dtype: Any = jnp.float32
     nan: bool = True
     covers: Any = None

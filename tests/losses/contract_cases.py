@@ -90,10 +90,10 @@ PAIR = "chosen rejected reference_chosen reference_rejected valid"
 
 _TOKEN_CASES = (
     Case(ratios.token_log_ratio, "p q mask", through="p"),
-    Case(ratios.token_ratio, "p q mask", through="p"),
-    Case(ratios.sequence_ratio, "p q mask ids", through="p"),
-    Case(ratios.sequence_product_ratio, "p q mask ids", through="p"),
-    Case(ratios.gspo_token_ratio, "p q mask ids", through="p"),
+    Case(ratios.token_ratio, "p q mask", through="p", elsewhere=1.0),
+    Case(ratios.sequence_ratio, "p q mask ids", through="p", elsewhere=None),
+    Case(ratios.sequence_product_ratio, "p q mask ids", through="p", elsewhere=None),
+    Case(ratios.gspo_token_ratio, "p q mask ids", through="p", elsewhere=None),
     Case(policy.clipped_surrogate, "p q a mask", CLIP, "p"),
     Case(
         policy.clipped_surrogate,
@@ -151,16 +151,17 @@ _TOKEN_CASES = (
         "p",
         "own",
     ),
-    Case(correction.token_weights, "p q mask"),
-    Case(correction.sequence_weights, "p q mask ids"),
+    Case(correction.token_weights, "p q mask", elsewhere=1.0),
+    Case(correction.sequence_weights, "p q mask ids", elsewhere=None),
     Case(correction.truncated, "ratio", {"cap": 1.2}, "ratio"),
     Case(correction.icepop, "ratio", {"low": 0.8, "high": 1.2}, "ratio"),
-    Case(correction.decoupled_weights, "p q mask", {"cap": 1.2}),
+    Case(correction.decoupled_weights, "p q mask", {"cap": 1.2}, elsewhere=1.0),
     Case(
         correction.sequence_masked,
         "ratio p q mask ids",
         {"low": 0.5, "high": 2.0},
         "ratio",
+        elsewhere=None,
     ),
     Case(rejection.reject_tokens, "ratio mask", {"low": 0.8, "high": 1.2}, dtype=BOOL),
     *(
@@ -180,7 +181,12 @@ _TOKEN_CASES = (
         {"max_age": 1},
         dtype=BOOL,
     ),
-    Case(staleness.staleness_weights, "versions version mask", {"decay": 0.5}),
+    Case(
+        staleness.staleness_weights,
+        "versions version mask",
+        {"decay": 0.5},
+        elsewhere=1.0,
+    ),
     *(
         Case(
             staleness.interpolated_proximal,
@@ -258,8 +264,8 @@ _LOGIT_CASES = (
 _SEQUENCE_CASES = (
     Case(sequences.counted, "a mask", through="a"),
     Case(sequences.in_sequence, "mask ids", dtype=BOOL),
-    Case(sequences.sequence_sum, "a mask ids", through="a"),
-    Case(sequences.sequence_mean, "a mask ids", through="a"),
+    Case(sequences.sequence_sum, "a mask ids", through="a", elsewhere=None),
+    Case(sequences.sequence_mean, "a mask ids", through="a", elsewhere=None),
     Case(sequences.sequence_count, "mask ids", parts="sum"),
     Case(sequences.segment_totals, "a ids", through="a"),
     Case(reduce.token_mean, "a mask ids", {}, "a", "sum"),
@@ -272,6 +278,7 @@ _SEQUENCE_CASES = (
         "prompts mask ids",
         {"num_prompts": 3},
         parts="own",
+        elsewhere=None,
         dtype=INTEGER,
     ),
     Case(reduce.token_sum, "a mask ids", {}, "a", "sum", {"parts": ROWS}),
@@ -313,7 +320,7 @@ _SEQUENCE_CASES = (
         variant="zero",
     ),
     Case(returns.lambda_returns, "a p mask"),
-    Case(returns.length_adaptive_lambda, "mask ids", {"alpha": 0.5}),
+    Case(returns.length_adaptive_lambda, "mask ids", {"alpha": 2.0}, elsewhere=None),
     Case(returns.discounted_returns, "a mask ids", {"gamma": 0.9}),
     Case(returns.reinforce_plus_plus, "a mask ids", {"gamma": 0.9}, "", "rows", WHOLE),
     Case(returns.process_normalized, "step_rewards step_ends step_mask"),
@@ -401,8 +408,13 @@ _GROUP_CASES = (
             advantages.group_centered,
             advantages.group_normalized,
             advantages.leave_one_out,
-            advantages.leave_one_out_baseline,
             advantages.leave_one_out_normalized,
+        )
+    ),
+    *(
+        Case(function, "rewards present", through="rewards", elsewhere=None)
+        for function in (
+            advantages.leave_one_out_baseline,
             advantages.leave_one_out_std,
         )
     ),

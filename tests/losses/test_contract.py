@@ -120,6 +120,11 @@ def assert_finite(tree):
         assert jnp.isfinite(leaf).all()
 
 
+def assert_elsewhere(case, mask, result):
+    if case.elsewhere is not None and getattr(result, "shape", None) == mask.shape:
+        assert (np.asarray(result)[~np.asarray(mask)] == case.elsewhere).all()
+
+
 def row(arrays, index):
     return {name: x[index] if x.ndim else x for name, x in arrays.items()}
 
@@ -165,6 +170,7 @@ def test_what_does_not_count_reaches_neither_value_nor_gradient(name):
     case, function = CASES[name], compiled(name)
     arrays = arrays_of(case)
     clean = function(arrays)
+    assert_elsewhere(case, arrays[case.mask], clean[0])
     for rotation in range(3):
         result, gradients = function(dirty(case, arrays, rotation))
         assert_equal((result, gradients), clean)
@@ -180,6 +186,7 @@ def test_nothing_that_counts_gives_finite_numbers(name):
     arrays[case.mask] = jnp.zeros_like(arrays[case.mask])
     result, gradients = compiled(name)(dirty(case, arrays))
     assert_finite((result, gradients))
+    assert_elsewhere(case, arrays[case.mask], result)
     if isinstance(result, Metric):
         assert result.sum == result.mean() == 0
 

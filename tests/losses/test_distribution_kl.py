@@ -93,22 +93,6 @@ def test_gradients_equal_finite_differences_in_both_arguments(name):
 
 
 @every_case
-def test_what_is_masked_reaches_neither_value_nor_gradient(name):
-    function = CASES[name][0]
-    p, q, mask = example()
-
-    def total(p, q):
-        return function(p, q, mask).sum()
-
-    clean = jax.value_and_grad(total, argnums=(0, 1))(p, q)
-    for bad in (jnp.nan, -INF, INF):
-        dirty = (jnp.where(mask[..., None], x, bad) for x in (p, q))
-        found = jax.value_and_grad(total, argnums=(0, 1))(*dirty)
-        jax.tree.map(np.testing.assert_array_equal, found, clean)
-    assert (function(p, q, mask)[~mask] == 0).all()
-
-
-@every_case
 def test_a_token_that_neither_has_changes_nothing(name):
     function = CASES[name][0]
     p, q, mask = example()
@@ -198,19 +182,6 @@ def test_the_sampled_estimator_has_its_value_and_gradient_in_expectation():
     estimate = jax.value_and_grad(sampled)(p)
     for found, expected in zip(estimate, whole, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@every_case
-def test_float32_out_of_bfloat16_jit_and_vmap(name):
-    function = CASES[name][0]
-    p, q, mask = example()
-    p, q = p.astype(jnp.bfloat16), q.astype(jnp.bfloat16)
-    values = function(p, q, mask)
-    exact = function(p.astype(jnp.float32), q.astype(jnp.float32), mask)
-    assert values.dtype == jnp.float32
-    np.testing.assert_array_equal(values, exact)
-    for other in (jax.jit(function), jax.vmap(function)):
-        np.testing.assert_allclose(other(p, q, mask), values, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, -0.5])

@@ -111,7 +111,8 @@ def test_on_policy_gradient_equals_reinforce(name, p, a, mask):
     p, a, mask = map(jnp.array, (p, a, mask))
     gradient = jax.grad(lambda x: losses[name](x, p, a, mask).sum())(p)
     reinforce = jax.grad(lambda x: policy.reinforce(x, a, mask).sum())(p)
-    np.testing.assert_allclose(gradient, reinforce, rtol=1e-6)
+    # At the border of the denormals an advantage times a ratio is flushed to zero.
+    np.testing.assert_allclose(gradient, reinforce, rtol=1e-6, atol=1e-30)
 
 
 def test_a_clipped_token_has_no_gradient():

@@ -115,15 +115,6 @@ def test_nothing_comes_past_a_coefficient_of_zero(method, bad):
     assert x[7:].tolist() == [2, 1]
 
 
-@every_method
-def test_float32_out_for_bfloat16_in(method):
-    low = [jnp.array(x, jnp.bfloat16) for x in example((2, 7))]
-    values = SOLVED[method](*low)
-    exact = SOLVED[method](*(x.astype(jnp.float32) for x in low))
-    assert values.dtype == jnp.float32
-    np.testing.assert_array_equal(values, exact)
-
-
 def test_the_method_is_checked():
     with pytest.raises(
         ValueError,

@@ -89,38 +89,6 @@ def test_a_kept_nan_makes_the_loss_nan():
     assert jnp.isnan(reduce.token_mean(loss, keep).mean())
 
 
-@every_keeper
-def test_what_is_masked_is_dropped_and_has_no_say(name):
-    rng = np.random.default_rng(1)
-    values = jnp.array(rng.normal(size=(3, 6)), jnp.float32)
-    mask = jnp.array(rng.random((3, 6)) < 0.6)
-    clean = KEEPERS[name](values, mask, ids_of_rows())
-    assert clean.any()
-    assert not clean[~mask].any()
-    for bad in (jnp.nan, jnp.inf, -jnp.inf):
-        dirty = KEEPERS[name](jnp.where(mask, values, bad), mask, ids_of_rows())
-        np.testing.assert_array_equal(dirty, clean)
-    assert not KEEPERS[name](values, jnp.zeros_like(mask), ids_of_rows()).any()
-
-
-@every_keeper
-def test_packed_equals_unpacked_and_rows_are_apart(name):
-    rng = np.random.default_rng(2)
-    values = jnp.array(rng.normal(size=(3, 6)), jnp.float32)
-    mask = jnp.array(rng.random((3, 6)) < 0.8)
-    apart = KEEPERS[name](values, mask, None)
-    ids = jnp.repeat(jnp.arange(1, 4), 6)[None]
-    packed = KEEPERS[name](values.reshape(1, 18), mask.reshape(1, 18), ids)
-    np.testing.assert_array_equal(packed.reshape(3, 6), apart)
-    arguments = (values, mask, ids_of_rows())
-    whole = KEEPERS[name](*arguments)
-    for other in (jax.jit(KEEPERS[name]), jax.vmap(KEEPERS[name])):
-        np.testing.assert_array_equal(other(*arguments), whole)
-    order = jnp.array([2, 0, 1])
-    permuted = KEEPERS[name](values[order], mask[order], ids_of_rows())
-    np.testing.assert_array_equal(permuted, whole[order])
-
-
 def test_bfloat16_is_judged_in_float32():
     # 0.3 in bfloat16 is 0.30078125, and so is the bound if it is rounded as well.
     values, mask = jnp.full((1, 3), 0.3, jnp.bfloat16), jnp.ones((1, 3), bool)

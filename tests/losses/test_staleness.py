@@ -105,24 +105,6 @@ def test_interpolation_is_between_its_ends_and_linear_is_above(space):
 
 
 @every_space
-def test_interpolation_carries_no_gradient_and_hides_what_is_masked(space):
-    rng = np.random.default_rng(4)
-    q, p = jnp.array(-rng.gamma(1.0, 1.0, (2, 3, 4)), jnp.float32)
-    versions = jnp.array(rng.integers(0, 6, (3, 4)))
-    mask = jnp.array(rng.random((3, 4)) < 0.6)
-    clean = interpolated(q, p, versions, mask, space)
-    assert (clean[~mask] == 0).all()
-    for bad in (jnp.nan, jnp.inf, -jnp.inf):
-        dirty = (jnp.where(mask, x, bad) for x in (q, p))
-        found = interpolated(*dirty, jnp.where(mask, versions, -1), mask, space)
-        np.testing.assert_array_equal(found, clean)
-    gradients = jax.grad(
-        lambda q, p: interpolated(q, p, versions, mask, space).sum(), argnums=(0, 1)
-    )(q, p)
-    assert all((gradient == 0).all() for gradient in gradients)
-
-
-@every_space
 def test_a_counted_nan_stays_and_minus_infinity_is_no_nan(space):
     ends = jnp.array([jnp.nan, -1.0, -jnp.inf, -1.0, -jnp.inf])
     other = jnp.array([-1.0, jnp.nan, -1.0, -jnp.inf, -jnp.inf])

@@ -1,5 +1,6 @@
 """The loop, step by step: what is collected, what is trained on, and what is not."""
 
+import dataclasses
 import importlib
 import json
 from collections.abc import Iterator
@@ -285,3 +286,78 @@ def test_rows_hold_the_longest_prompt_and_completion():
         ConfigError, match=r"--update.row-tokens: must be at least .* 20; got 19"
     ):
         rl.Trainer.row_tokens(changed("update", row_tokens=19))
+
+
+def ppo(**critic) -> rl.RLConfig:
+    config = changed("algorithm", name="ppo", kl_coefficient=0.1)
+    return dataclasses.replace(
+        config, critic=dataclasses.replace(config.critic, **critic)
+    )
+
+
+def test_a_critic_is_asked_before_each_token_and_trained_on_the_same_batch(
+    coin, judges
+):
+    trainer = make_trainer(coin.Coin(), judges, ppo())
+    seen = trainer.learner.seen
+    seen.clear()
+    start = jax.tree.map(jax.numpy.copy, trainer.critic.state.params)
+    start = start.replace(value_head=start.value_head + 0.5)
+    trainer.critic.state = trainer.critic.state.replace(
+        params=jax.tree.map(jax.numpy.copy, start)
+    )
+    metrics, _ = trainer.step(1)
+    ((_, batch),) = seen
+    after = trainer.critic.learner.scorer.predict(start, batch).values
+    rows, columns = np.nonzero(batch.loss_mask)
+    assert np.ptp(batch.values[rows, columns]) > 0
+    np.testing.assert_allclose(
+        batch.values[rows, columns], after[rows, columns - 1], rtol=1e-5, atol=1e-6
+    )
+    # lambda is 1 for the critic: its targets are the returns, penalties included.
+    assert np.isfinite(batch.returns).all()
+    assert int(trainer.critic.state.step) == int(trainer.state.step) == 1
+    assert metrics["critic/grad_norm"] > 0
+    assert metrics["critic/explained_variance"] <= 1
+    assert metrics["advantage/token_std"] == pytest.approx(1, abs=0.02)
+
+
+def test_a_critic_can_learn_alone_at_first(coin, judges):
+    trainer = make_trainer(coin.Coin(), judges, ppo(warmup_steps=2))
+    start = jax.tree.map(np.array, trainer.state.params)
+    for number in (1, 2):
+        metrics, _ = trainer.step(number)
+        assert "train/loss" not in metrics
+    assert_same(trainer.state.params, start)
+    assert int(trainer.critic.state.step) == 2
+    metrics, _ = trainer.step(3)
+    assert int(trainer.state.step) == 1
+    assert "train/loss" in metrics
+
+
+def test_a_snapshot_holds_the_critic_too(coin, judges):
+    trainer = make_trainer(coin.Coin(), judges, ppo())
+    trainer.step(1)
+    snapshot = jax.tree.map(np.array, trainer.snapshot())
+    other = make_trainer(coin.Coin(), judges, ppo())
+    other.load_snapshot(snapshot)
+    assert_same(other.critic.state, trainer.critic.state)
+    assert_same(other.state, trainer.state)
+    assert other.state.critic is None
+    structures = [jax.tree.structure(t.snapshot()) for t in (trainer, other)]
+    assert structures[0] == jax.tree.structure(trainer.layout) == structures[1]
+
+
+def test_a_teacher_grades_every_token(coin, judges):
+    config = changed("algorithm", name="distillation", reference="itself")
+    trainer = make_trainer(coin.Coin(), judges, config)
+    seen = trainer.learner.seen
+    seen.clear()
+    worse = jax.tree.map(lambda leaf: leaf * 0.5, trainer.reference.params)
+    trainer.reference = dataclasses.replace(trainer.reference, params=worse)
+    trainer.step(1)
+    ((_, batch),) = seen
+    gap = batch.reference_logprobs - batch.behavior_logprobs
+    mask = batch.loss_mask
+    np.testing.assert_allclose(batch.advantages[mask], gap[mask], atol=1e-5)
+    assert np.ptp(gap[mask]) > 0

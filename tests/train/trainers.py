@@ -23,6 +23,7 @@ from jaxrl_post.train.config import (
     UpdateConfig,
 )
 from jaxrl_post.train.learner import Learner, begin_training
+from jaxrl_post.train.online import open_critic
 from jaxrl_post.train.reference import open_reference
 from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import OptimizerConfig
@@ -69,6 +70,12 @@ class Watched(Learner):
         return super().update(state, batch, where=where)
 
 
+def _begin(model: Model, objective) -> tuple[Learner, training.TrainState]:
+    return begin_training(
+        model, objective, RL.optimizer, RL.update, num_steps=100, row_tokens=24
+    )
+
+
 @functools.cache
 def _parts(
     algorithm: AlgorithmConfig,
@@ -76,9 +83,7 @@ def _parts(
     """What compiles: made once for every algorithm."""
     model = make_model()
     made = make_algorithm(algorithm, RL.rollout.max_tokens)
-    learner, _ = begin_training(
-        model, made.objective, RL.optimizer, RL.update, num_steps=100, row_tokens=24
-    )
+    learner, _ = _begin(model, made.objective)
     watched = Watched(**{f.name: getattr(learner, f.name) for f in fields(learner)})
     return made, watched, rl.make_engine(RL.rollout, model, seed=0)
 
@@ -90,6 +95,11 @@ def make_trainer(
     algorithm, learner, engine = _parts(config.algorithm)
     model = make_model()
     jax.set_mesh(learner.mesh)
+    critic = None
+    if algorithm.value_objective is not None:
+        value_model = open_critic(config.critic, model)
+        learns, state = _begin(value_model, algorithm.value_objective)
+        critic = rl.Critic(value_model, learns, state)
     reference = None
     if algorithm.needs_reference:
         reference = open_reference(model, learner, None, "")
@@ -104,6 +114,7 @@ def make_trainer(
         state=training.create(model.params, learner.optimizer, learner.layout),
         reference=reference,
         indices=task_indices(len(environment.tasks("train")), config.seed),
+        critic=critic,
     )
 
 
