@@ -9,10 +9,7 @@ recursion in float64 with NumPy. Decides the default of `reverse_linear_recurren
 
 import json
 import math
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +24,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.machine import machine
 from jaxrl_post.losses.recurrence import Method, reverse_linear_recurrence
 from jaxrl_post.losses.returns import gae
 from jaxrl_post.train.session import versions
@@ -86,7 +84,7 @@ def main(options: Options) -> dict[str, Any]:
         },
         "options": {k: str(v) for k, v in vars(options).items() if k != "json"},
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {_cores()} cores, {_processor()}",
+        "machine": machine(),
         "versions": versions(),
     }
 
@@ -131,22 +129,6 @@ def _gae_loop(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.n
         following = np.where(mask[t], values[t], following)
         result[t] = np.where(mask[t], advantage, 0.0)
     return result.T
-
-
-def _cores() -> int:
-    return (
-        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    )
-
-
-def _processor() -> str:
-    lines = (
-        Path("/proc/cpuinfo").read_text().splitlines()
-        if sys.platform == "linux"
-        else []
-    )
-    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-    return names[0] if names else platform.processor()
 
 
 def show(result: dict[str, Any]) -> None:

@@ -14,8 +14,6 @@ both, so a share of 100 % cannot be reached.
 """
 
 import json
-import os
-import platform
 import resource
 import statistics
 import sys
@@ -32,6 +30,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.machine import machine
 from jaxrl_post import algorithms, models
 from jaxrl_post.data import packing
 from jaxrl_post.models import ModelConfig
@@ -93,7 +92,7 @@ def main(options: Options) -> dict[str, Any]:
         "peak_memory_gib": peak,
         "options": {k: str(v) for k, v in vars(options).items() if k != "json"},
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {_cores()} cores, {_processor()}",
+        "machine": machine(),
         "versions": versions(),
     }
 
@@ -233,22 +232,6 @@ def _peak_memory() -> float:
         return stats["peak_bytes_in_use"] / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def _cores() -> int:
-    return (
-        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    )
-
-
-def _processor() -> str:
-    lines = (
-        Path("/proc/cpuinfo").read_text().splitlines()
-        if sys.platform == "linux"
-        else []
-    )
-    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-    return names[0] if names else platform.processor()
 
 
 def show(result: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ lacks: the distribution of the tokens moves as well; then k1 and k3 have the gra
 the KL. `with_importance_weights` takes tokens that another policy sampled.
 
 Dialects of the clamps: verl and NeMo RL clamp k3's log-ratio to +-20 and its result to
-+-10; OpenRLHF clamps the log-ratio of all to +-10; TRL clamps nothing. The gradient
-beyond a clamp is 0. Gradients flow through the policy alone.
++-10; OpenRLHF clamps the result of all to +-10; TRL clamps nothing. The gradient beyond
+a clamp is 0. Gradients flow through the policy alone.
 
 References:
     Schulman, Approximating KL Divergence, http://joschu.net/blog/kl-approx.html, 2020.

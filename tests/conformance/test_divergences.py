@@ -89,8 +89,8 @@ def test_row_17_token_mult_prob_error():
     ("dialect", "estimator", "clamps", "expected"),
     [
         ("verl k3", kl.k3, {"max_log_ratio": 20.0, "max_value": 10.0}, 10.0),
-        ("OpenRLHF k1", kl.k1, {"max_log_ratio": 10.0}, -10.0),
-        ("OpenRLHF k2", kl.k2, {"max_log_ratio": 10.0}, 50.0),
+        ("OpenRLHF k1", kl.k1, {"max_log_ratio": None, "max_value": 10.0}, -10.0),
+        ("OpenRLHF k2", kl.k2, {"max_log_ratio": None, "max_value": 10.0}, 10.0),
         ("TRL k3", kl.k3, {"max_log_ratio": None}, np.exp(25.0) - 26.0),
     ],
 )

@@ -19,6 +19,7 @@ from jaxrl_post.metrics import Metric
 from tests.losses.contract import ROWS, batch, example, poisoned
 from tests.losses.contract_cases import CASES, EXCEPTIONS, public_names
 
+# For the tests of single modules.
 __all__ = ["example", "poisoned"]
 
 TRACES = Counter()
@@ -211,6 +212,17 @@ def test_equal_numbers_everywhere_give_finite_numbers(name):
     }
     if case.mask:
         arrays[case.mask] = jnp.ones_like(arrays[case.mask])
+    assert_finite(compiled(name)(arrays))
+
+
+@over(lambda case: case.mask == "valid" and case.through)
+@pytest.mark.parametrize("unlikely", ["chosen", "rejected"])
+def test_very_unlikely_responses_give_finite_numbers(name, unlikely):
+    arrays = arrays_of(CASES[name])
+    far = -1e4 if unlikely == "chosen" else 1e4
+    for key, number in (unlikely, -1e4), ("margin", far):
+        if key in arrays:
+            arrays[key] = jnp.full_like(arrays[key], number)
     assert_finite(compiled(name)(arrays))
 
 

@@ -280,7 +280,7 @@ def test_on_policy_gradient_of_kl_cov_equals_reinforce():
 
 
 @OVER
-def test_counted_nan_stays_visible_and_bfloat16_gives_float32(name):
+def test_a_nan_that_counts_stays_visible(name):
     loss = LOSSES[name]
     *arrays, mask, _ = example()
     for index in range(3):
@@ -288,10 +288,6 @@ def test_counted_nan_stays_visible_and_bfloat16_gives_float32(name):
             mixed = list(arrays)
             mixed[index] = arrays[index].at[tuple(place)].set(jnp.nan)
             assert jnp.isnan(loss(*mixed, mask))[tuple(place)]
-    low = [x.astype(jnp.bfloat16) for x in arrays]
-    exact = loss(*(x.astype(jnp.float32) for x in low), mask)
-    assert loss(*low, mask).dtype == jnp.float32
-    np.testing.assert_array_equal(loss(*low, mask), exact)
 
 
 def test_permuting_the_rows_permutes_kl_cov_and_padding_changes_nothing():
