@@ -11,8 +11,9 @@ demo:
 	@tools/setup.sh
 	.venv/bin/python -m launch.grpo $(ARGS)
 
+# Two processes, a file in one of them: what a file's tests share is compiled once.
 test: environment
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 # What CI asks for beside the tests.
 check: $(CHECKS)

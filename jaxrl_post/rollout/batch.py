@@ -11,18 +11,25 @@ __all__ = ["advantages", "sequences"]
 
 
 def advantages(
-    groups: Sequence[Group], estimator: Callable[..., np.ndarray]
+    groups: Sequence[Group],
+    estimator: Callable[..., np.ndarray],
+    shaping: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
     """Applies a group advantage estimator to the rewards.
 
     Args:
         groups: of equal size.
         estimator: an algorithm's `advantages`, (rewards, valid) [groups, samples].
+        shaping: what is added to a reward, by the number of tokens that were sampled.
+            Here and nowhere before: which groups are worth training on is a matter of
+            the rewards as they were judged (`Group.has_spread`).
 
     Returns:
         float32 [groups, samples]; what it says about failed rollouts is not used.
     """
     rewards = np.stack([group.rewards for group in groups])
+    if shaping is not None:
+        rewards = rewards + shaping(np.stack([group.lengths for group in groups]))
     valid = np.stack([group.valid for group in groups])
     return np.asarray(estimator(rewards, valid), np.float32)
 

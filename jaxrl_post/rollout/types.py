@@ -91,8 +91,13 @@ class Group:
         return np.array([r.reward is not None for r in self.rollouts], np.bool_)
 
     @property
+    def lengths(self) -> np.ndarray:
+        """int32 [samples]; tokens that the policy produced."""
+        return np.array([r.num_sampled for r in self.rollouts], np.int32)
+
+    @property
     def has_spread(self) -> bool:
-        """Whether its rewards differ: without that it teaches nothing."""
+        """Whether its rewards, unshaped, differ: without that it teaches nothing."""
         rewards = self.rewards[self.valid]
         return rewards.size > 1 and bool(np.ptp(rewards) > 0)
 

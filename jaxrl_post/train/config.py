@@ -90,6 +90,9 @@ class RolloutConfig:
         steps_per_call: decoding steps between two looks of the host; 0 chooses.
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
             differ (DAPO); groups beyond that wait for the next step.
+        overlong_buffer: tokens before `max_tokens` over which a completion's reward
+            falls by up to `overlong_penalty` (DAPO); 0 for none.
+        overlong_penalty: what a completion of `max_tokens` loses.
         max_draws: with dynamic sampling, prompts drawn for a step at most, as a
             multiple of `prompts_per_step`; after that the step makes do.
         reward_workers: processes that judge.
@@ -110,6 +113,8 @@ class RolloutConfig:
     num_slots: int = 0
     steps_per_call: int = 0
     dynamic_sampling: bool = False
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
     max_draws: int = 4
     reward_workers: int = 1
     reward_deadline_s: float = 10.0
@@ -431,6 +436,7 @@ LEAST = {
     "rollout.prompts_per_step": 1, "rollout.samples_per_prompt": 2,
     "rollout.max_prompt_tokens": 0, "rollout.max_tokens": 1, "rollout.num_slots": 0,
     "rollout.steps_per_call": 0, "rollout.max_draws": 1, "rollout.reward_workers": 1,
+    "rollout.overlong_buffer": 0,
 }  # fmt: skip
 
 
@@ -456,6 +462,13 @@ def check_numbers(config: RunConfig) -> None:
                 )
 
     check(config, "")
+    if isinstance(config, RLConfig):
+        buffer, longest = config.rollout.overlong_buffer, config.rollout.max_tokens
+        if buffer > longest:
+            raise ConfigError(
+                f"--rollout.overlong-buffer: must be at most --rollout.max-tokens, "
+                f"{longest}; got {buffer}"
+            )
     if isinstance(config, RLConfig) and not config.rollout.temperature > 0:
         raise ConfigError(
             "--rollout.temperature: must be greater than 0, or all samples of a prompt "

@@ -17,7 +17,7 @@ from jaxrl_post.data import packing
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.envs import Environment, Task, WorkerPool
 from jaxrl_post.envs.env import Split
-from jaxrl_post.losses import value
+from jaxrl_post.losses import shaping, value
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.buffer import GroupBuffer
 from jaxrl_post.rollout.machine import Limits
@@ -135,7 +135,8 @@ class Trainer:
         with self._phase("publish"):
             published = self.publish()
         groups, metrics = self._collect(published, number)
-        values = batching.advantages(groups, self._estimate)
+        penalty = self._overlong if self.config.rollout.overlong_buffer else None
+        values = batching.advantages(groups, self._estimate, penalty)
         sequences = batching.sequences(groups, values)
         metrics |= _rollout_metrics(groups, values, published.version)
         metrics["publish/bytes_moved"] = float(published.bytes_moved)
@@ -221,6 +222,19 @@ class Trainer:
     def _estimate(self, rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
         return np.asarray(
             self.algorithm.advantages(jnp.asarray(rewards), jnp.asarray(valid))
+        )
+
+    def _overlong(self, lengths: np.ndarray) -> np.ndarray:
+        """The penalty of a completion that comes near the most tokens."""
+        rollout = self.config.rollout
+        return np.asarray(
+            shaping.overlong_penalty(
+                jnp.asarray(lengths),
+                max_length=rollout.max_tokens,
+                buffer=rollout.overlong_buffer,
+                penalty=rollout.overlong_penalty,
+                bound="capped",
+            )
         )
 
     def _sampling(self, **changes: float) -> SamplingParams:

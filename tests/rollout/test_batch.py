@@ -49,6 +49,23 @@ def estimate(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
     )
 
 
+def test_shaping_acts_on_rewards_by_length_and_not_on_the_choice_of_groups():
+    def longer_is_worse(lengths: np.ndarray) -> np.ndarray:
+        return -0.5 * lengths.astype(np.float32)
+
+    # A sample has sampled two tokens more than its index: one of them a turn before.
+    assert GROUPS[0].lengths.tolist() == [2, 3, 4, 5]
+    seen = []
+    batch.advantages(
+        GROUPS, lambda rewards, valid: seen.append(rewards) or rewards, longer_is_worse
+    )
+    expected = [[2.0, -0.5, -2.0, -0.5], [-1.0, -1.5, 2.0, -2.5]]
+    np.testing.assert_array_equal(seen[0], np.float32(expected))
+    # Lengths that differ make no group worth training on.
+    equal = Group(3, tuple(make_rollout(3, i, 1.0) for i in range(3)))
+    assert not equal.has_spread
+
+
 def test_reward_to_advantage_to_the_tokens_of_its_sample():
     values = batch.advantages(GROUPS, estimate)
     assert values.shape == (2, 4)

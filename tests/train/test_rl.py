@@ -361,3 +361,18 @@ def test_a_teacher_grades_every_token(coin, judges):
     mask = batch.loss_mask
     np.testing.assert_allclose(batch.advantages[mask], gap[mask], atol=1e-5)
     assert np.ptp(gap[mask]) > 0
+
+
+def test_completions_near_the_limit_lose_reward_where_that_is_asked_for(coin, judges):
+    seen = []
+    for buffer in (0, 2):
+        config = changed("rollout", overlong_buffer=buffer, overlong_penalty=4.0)
+        trainer = make_trainer(coin.Coin(), judges, config)
+        trainer._estimate = lambda rewards, valid: seen.append(rewards) or rewards
+        metrics, groups = trainer.step(1)
+    plain, shaped = seen
+    lengths = np.stack([group.lengths for group in groups])
+    penalty = np.clip(lengths - 2, 0, 2) / 2 * 4.0
+    np.testing.assert_allclose(shaped, plain - penalty, atol=1e-6)
+    # What is reported is what was judged.
+    assert metrics["reward/trained_mean"] == pytest.approx(plain.mean())
