@@ -12,7 +12,7 @@ from jaxrl_post.rollout.machine import Limits
 from jaxrl_post.rollout.runner import Runner
 from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
 from jaxrl_post.train.publish import Published
-from jaxrl_post.train.step import Policy, score
+from jaxrl_post.train.step import Policy, predict
 from tests import tiny
 from tests.rollout.scripts import Characters
 
@@ -83,7 +83,7 @@ def test_the_trainer_scores_every_turn_as_the_sampler_did(played):
     groups, _ = played
     values = np.ones((3, 3), np.float32)
     packed = packing.pack(batch.sequences(groups, values), 48, 1)
-    scored = jax.jit(score, static_argnums=0)(
+    scored = jax.jit(predict, static_argnums=0)(
         Policy(tiny.CONFIG, temperature=0.7),
         tiny.shared(),
         jax.tree.map(jnp.asarray, packed),
@@ -91,7 +91,7 @@ def test_the_trainer_scores_every_turn_as_the_sampler_did(played):
     mask = packed.loss_mask
     assert mask.sum() == sum(r.num_sampled for g in groups for r in g.rollouts)
     np.testing.assert_allclose(
-        np.asarray(scored.logprob)[mask], packed.behavior_logprobs[mask], atol=1e-4
+        np.asarray(scored.logprobs)[mask], packed.behavior_logprobs[mask], atol=1e-4
     )
     # Log-probabilities that differ from token to token, so that a shift would show.
     assert np.std(packed.behavior_logprobs[mask]) > 0.1

@@ -13,7 +13,7 @@ from jaxrl_post.kernels.token_logprob import from_logits
 from jaxrl_post.models import forward, logits
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import MeshError, create_mesh
-from jaxrl_post.train.step import Policy, score
+from jaxrl_post.train.step import Policy, predict
 from tests import tiny
 
 SIZES = EngineConfig(
@@ -183,7 +183,7 @@ def test_logprobs_equal_the_trainers(engine, params, sampling):
     )
     policy = Policy(tiny.CONFIG, sampling.temperature)
     batch = jax.tree.map(jnp.asarray, batch)
-    scored = jax.jit(score, static_argnums=0)(policy, params, batch).logprob
+    scored = jax.jit(predict, static_argnums=0)(policy, params, batch).logprobs
     assert int(batch.loss_mask.sum()) == 48
     np.testing.assert_allclose(scored, batch.behavior_logprobs, rtol=1e-5, atol=1e-5)
 
