@@ -97,6 +97,7 @@ def test_every_correction_of_the_configuration_is_made(kind):
     if kind == "none":
         assert correct is None
         return
+    assert correct is not None
     trainer, sampler = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -1.5]])
     ids = jnp.ones((1, 2), jnp.int32)
     weights = correct(trainer, sampler, ids > 0, ids).weights
