@@ -225,12 +225,10 @@ class EvalConfig:
     Attributes:
         every: steps between evaluations; 0 for the first and last step alone.
         num_tasks: held-out tasks, demonstrations or pairs.
-        show: completions of these that are logged.
     """
 
     every: int = 25
     num_tasks: int = 128
-    show: int = 8
 
     def due(self, step: int, steps: int) -> bool:
         """Whether a step of a run of so many steps ends with an evaluation."""
@@ -384,6 +382,9 @@ class PreferenceConfig(OfflineConfig):
     """
 
     run_dir: str = "runs/dpo"
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-6, warmup_steps=20)
+    )
     data: PairsConfig = field(default_factory=PairsConfig)
     loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
 
@@ -399,6 +400,9 @@ class RewardConfig(OfflineConfig):
     """
 
     run_dir: str = "runs/reward"
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-5, warmup_steps=20)
+    )
     data: PairsConfig = field(default_factory=PairsConfig)
     centering: float = 0.01
 
@@ -412,6 +416,7 @@ class RLConfig(RunConfig):
             options as in arithmetic?level=2.
         data: files.
         log_samples: training completions logged at each evaluation.
+        log_eval_samples: held-out completions logged at each evaluation.
         algorithm: what is optimised.
         critic: of ppo.
         rollout: how samples are drawn and judged.
@@ -421,6 +426,7 @@ class RLConfig(RunConfig):
     env: str = "arithmetic"
     data: DataConfig = field(default_factory=DataConfig)
     log_samples: int = 8
+    log_eval_samples: int = 8
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -429,7 +435,7 @@ class RLConfig(RunConfig):
 # The least that an option may be. What other parts check themselves is not here.
 LEAST = {
     "steps": 1, "log_samples": 0, "log_every": 1, "examples_per_step": 1,
-    "max_tokens": 1, "eval.every": 0, "eval.num_tasks": 1, "eval.show": 0,
+    "max_tokens": 1, "eval.every": 0, "eval.num_tasks": 1, "log_eval_samples": 0,
     "checkpoint.every": 1, "checkpoint.keep": 1, "warm_start.steps": 0,
     "warm_start.examples_per_step": 1, "update.minibatches": 1, "update.epochs": 1,
     "critic.warmup_steps": 0, "update.row_tokens": 0, "update.microbatch_tokens": 1,
@@ -479,9 +485,10 @@ def check_numbers(config: RunConfig) -> None:
 # What may differ between a run and its continuation without changing what is trained;
 # "steps" as long as no schedule of the learning rate ends with them.
 FREE_TO_CHANGE = (
-    "run_dir", "resume", "mesh", "steps", "log_samples", "log_every", "eval",
-    "checkpoint", "update.microbatch_tokens", "update.remat", "rollout.reward_workers",
-    "rollout.reward_deadline_s", "rollout.deadline_s", "rollout.max_failed_share",
+    "run_dir", "resume", "mesh", "steps", "log_samples", "log_eval_samples",
+    "log_every", "eval", "checkpoint", "update.microbatch_tokens", "update.remat",
+    "rollout.reward_workers", "rollout.reward_deadline_s", "rollout.deadline_s",
+    "rollout.max_failed_share",
 )  # fmt: skip
 
 

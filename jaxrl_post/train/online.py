@@ -230,7 +230,9 @@ def _loop(
         if latest is None:
             evaluation = trainer.evaluate()
             metrics_log.write(0, _evaluated(evaluation))
-            sample_log.write(0, _samples("eval", evaluation.groups, config.eval.show))
+            sample_log.write(
+                0, _samples("eval", evaluation.groups, config.log_eval_samples)
+            )
         saving = 0.0
         while step < config.steps and not stopped:
             step += 1
@@ -242,7 +244,7 @@ def _loop(
             if not stopped and config.eval.due(step, config.steps):
                 evaluation = trainer.evaluate()
                 metrics |= _evaluated(evaluation)
-                shown = _samples("eval", evaluation.groups, config.eval.show)
+                shown = _samples("eval", evaluation.groups, config.log_eval_samples)
                 shown += _samples("train", groups, config.log_samples)
                 sample_log.write(step, shown)
             # The row first: a run that dies before the checkpoint drops it again.
