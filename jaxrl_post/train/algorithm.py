@@ -150,7 +150,6 @@ def _check(config: AlgorithmConfig, critic: CriticConfig) -> None:
         for option, given in (
             ("model", critic.model is not None),
             ("warmup-steps", critic.warmup_steps > 0),
-            ("optimizer.*", critic.optimizer != NO_CRITIC.optimizer),
         ):
             if given:
                 raise ConfigError(

@@ -32,7 +32,11 @@ from jaxrl_post.train.config import (
 from jaxrl_post.train.evaluate import wilson_interval
 from jaxrl_post.train.examples import Demonstrations, Examples, Pairs, batches
 from jaxrl_post.train.learner import Learner, begin_training
-from jaxrl_post.train.reference import Reference, open_reference
+from jaxrl_post.train.reference import (
+    Reference,
+    open_reference,
+    require_directory,
+)
 from jaxrl_post.train.run import (
     Outcome,
     Run,
@@ -109,6 +113,7 @@ def run_preference(
 ) -> Outcome:
     """Trains a policy on preference pairs; arguments and errors as `run_rl`."""
     algorithm = make_preference(config.loss)
+    require_directory(config.loss.reference, "--loss.reference")
     pairs = _pairs(config.data, console)
     job = Job(
         algorithm.objective,

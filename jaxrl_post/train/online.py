@@ -20,7 +20,7 @@ from jaxrl_post.train.checkpoint import abstract_state
 from jaxrl_post.train.config import CriticConfig, RLConfig, check_numbers
 from jaxrl_post.train.examples import Demonstrations
 from jaxrl_post.train.learner import begin_training
-from jaxrl_post.train.reference import open_reference
+from jaxrl_post.train.reference import open_reference, require_directory
 from jaxrl_post.train.rl import Critic, Evaluation, Trainer, make_engine, make_runner
 from jaxrl_post.train.run import (
     Outcome,
@@ -71,6 +71,8 @@ def run_rl(
             last checkpoint is whole.
     """
     check_numbers(config)
+    require_directory(config.algorithm.reference, "--algorithm.reference")
+    require_directory(config.critic.model, "--critic.model")
     algorithm = make_algorithm(
         config.algorithm, config.rollout.max_tokens, config.critic
     )

@@ -1,6 +1,7 @@
 """The frozen policy beside the one that trains: KL reference, or teacher."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxrl_post.train.session import Model, open_model
 from jaxrl_post.train.step import Policy
 from jaxrl_post.types import PyTree
 
-__all__ = ["Reference", "open_reference"]
+__all__ = ["Reference", "open_reference", "require_directory"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,23 @@ class Reference:
 
     scorer: Scorer
     params: PyTree
+
+
+def require_directory(path: str | None, option: str) -> None:
+    """Refuses a model directory that is not there, before anything else is done.
+
+    Args:
+        path: None for an option that was not given.
+        option: its name.
+
+    Raises:
+        ConfigError: there is no such directory.
+    """
+    if path is not None and not Path(path).is_dir():
+        raise ConfigError(
+            f"{option}: no such directory: {path}; models are read from disk, so "
+            "download first: hf download NAME --local-dir DIRECTORY"
+        )
 
 
 def open_reference(

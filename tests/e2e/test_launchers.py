@@ -33,11 +33,7 @@ READ = (
 )  # fmt: skip
 PROGRAMS = {
     "ppo": ("launch.ppo", *SAMPLED, "--algorithm.kl-coefficient=0.01"),
-    "ppo_shared": (
-        "launch.ppo", *SAMPLED, "--critic.backbone=shared",
-        "--critic.optimizer.learning-rate=1e-5", "--critic.optimizer.warmup-steps=0",
-        "--critic.optimizer.schedule=constant", "--critic.optimizer.beta2=0.95",
-    ),
+    "ppo_shared": ("launch.ppo", *SAMPLED, "--critic.backbone=shared"),
     "distill": ("launch.distill", *SAMPLED, "--algorithm.reference={teacher}"),
     "sft": ("launch.sft", *READ, "--env=coin:Coin"),
     "dpo": ("launch.dpo", *READ, "--data.path={pairs}"),

@@ -20,7 +20,6 @@ from jaxrl_post.train.config import (
     PreferenceName,
 )
 from jaxrl_post.train.offline import make_preference
-from jaxrl_post.train.state import OptimizerConfig
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0, 0.0]])
 VALID = jnp.ones((1, 4), bool)
@@ -77,11 +76,6 @@ def test_a_shared_critic_is_part_of_the_objective():
             AlgorithmConfig(name="ppo"),
             {"backbone": "shared", "warmup_steps": 1},
             r"--critic\.warmup-steps: a shared backbone has none",
-        ),
-        (
-            AlgorithmConfig(name="ppo"),
-            {"backbone": "shared", "optimizer": OptimizerConfig(learning_rate=1.0)},
-            r"--critic\.optimizer\.\*: a shared backbone has none",
         ),
     ],
 )

@@ -170,3 +170,23 @@ def test_skipped_rows_are_counted_and_shown_once(tmp_path):
     assert text.count("rows.jsonl: 40 rows read, 2 skipped") == 1
     assert "rows.jsonl:41: no field 'answer'" in text
     assert "rows.jsonl:42: not JSON" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({"name": "distillation", "reference": "no/where"}, "--algorithm.reference"),
+        ({"name": "ppo"}, "--critic.model"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_before_a_warm_start(
+    tmp_path, changes, option
+):
+    config = changed("algorithm", **changes)
+    if option == "--critic.model":
+        critic = dataclasses.replace(config.critic, model="no/where")
+        config = dataclasses.replace(config, critic=critic)
+    config = dataclasses.replace(config, run_dir=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=rf"{option}: no such directory: no/where"):
+        begin(config)
+    assert not (tmp_path / "run").exists()
