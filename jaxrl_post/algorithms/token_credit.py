@@ -20,7 +20,15 @@ from jaxrl_post.algorithms.objective import (
     compose,
     raise_early,
 )
-from jaxrl_post.losses import advantages, kl, reduce, returns, value, whitening
+from jaxrl_post.losses import (
+    advantages,
+    kl,
+    reduce,
+    returns,
+    shaping,
+    value,
+    whitening,
+)
 from jaxrl_post.losses.sequences import counted, in_sequence
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.types import Array, Bool, Float, TokenBatch
@@ -254,6 +262,8 @@ def distillation(
 
     def credit(batch: TokenBatch) -> TokenBatch:
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        # `distill.on_policy_advantages`, clamped to +-20 nats: one token that the
+        # teacher never writes must not outweigh the batch.
         penalty = kl.k1(_start(batch), _require_reference(batch), mask)
         return batch.replace(advantages=-penalty)  # type: ignore[attr-defined]
 
@@ -330,7 +340,7 @@ def _token_rewards(
     if not kl_coefficient:
         return rewards
     penalty = kl_estimator(_start(batch), _require_reference(batch), mask)
-    return rewards - kl_coefficient * penalty
+    return shaping.kl_shaped_rewards(rewards, penalty, mask, coefficient=kl_coefficient)
 
 
 def _require_reference(batch: TokenBatch) -> Float[Array, "rows length"]:
@@ -368,6 +378,10 @@ def _value_objective(clip: float | None):
             "critic/value": masked(values, mask),
             "critic/return": masked(targets, mask),
         }
+        if clip is not None:
+            metrics["critic/clip_fraction"] = value.value_clip_fraction(
+                values, old, targets, mask, clip=clip
+            )
         return Objective(loss, _still(metrics))
 
     return value_objective

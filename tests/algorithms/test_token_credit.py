@@ -261,6 +261,12 @@ def test_the_critic_is_asked_what_it_said_before_the_token(clip, layout, layouts
     loss, gradient = jax.value_and_grad(mean)(jnp.array(said, jnp.float32))
     np.testing.assert_allclose(loss, np.mean(errors), rtol=1e-5)
     np.testing.assert_allclose(gradient, slopes, rtol=1e-4, atol=1e-6)
+    said_now = Predictions(values=jnp.array(said, jnp.float32))
+    metrics = critic(said_now, batch).metrics
+    assert ("critic/clip_fraction" in metrics) == (clip is not None)
+    if clip is not None:
+        fraction = metrics["critic/clip_fraction"].mean()
+        np.testing.assert_allclose(fraction, clipped / len(counted), rtol=1e-6)
 
 
 def test_metrics_of_the_critic(layouts):
@@ -269,7 +275,9 @@ def test_metrics_of_the_critic(layouts):
     said = jnp.roll(batch.values, -1, axis=1)
     metrics = algorithm.value_objective(Predictions(values=said), batch).metrics
     mask = np.asarray(batch.loss_mask)
-    assert metrics.keys() == {"critic/value", "critic/return"}
+    names = {"critic/value", "critic/return", "critic/clip_fraction"}
+    assert metrics.keys() == names
+    assert metrics["critic/clip_fraction"].mean() == 0, "no value has moved"
     for name, array in (("value", batch.values), ("return", batch.returns)):
         expected = np.asarray(array)[mask].mean()
         np.testing.assert_allclose(
