@@ -1,16 +1,39 @@
 """Conversations to token ids."""
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
+
+from jaxrl_post.data import spans
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
-__all__ = ["Turn", "render", "render_reply"]
+if TYPE_CHECKING:
+    from jaxrl_post.data.templates import Rendered
+
+__all__ = ["Options", "Turn", "conversation", "render", "render_reply", "render_text"]
+
+# Of a turn that is not a mapping.
+FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+# Names that a template knows for something else.
+TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
+# A turn's reasoning has several names in use; templates read the first two.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+# Stands at the end of a message that is continued; ends with a space to show whether
+# the template strips what it is given.
+MARK = "\ufdd0continued\ufdd0 "
 
 
 @runtime_checkable
 class Turn(Protocol):
-    """A message: who speaks, and what."""
+    """A message: who speaks, and what.
+
+    It may also have `reasoning_content`, `tool_calls`, `tool_call_id` and `name`, as a
+    message of a chat API has them. Where a turn is asked for, a mapping with these keys
+    (and whatever else a template reads) serves too.
+    """
 
     @property
     def role(self) -> str:
@@ -23,15 +46,55 @@ class Turn(Protocol):
         ...
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Turn]) -> tuple[int, ...]:
+type Messages = Sequence[Turn | Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a template is given beside the conversation.
+
+    Attributes:
+        tools: JSON schemas of functions, as chat APIs have them.
+        documents: each with what the template reads, such as a title and a text.
+        variables: by name, such as {"enable_thinking": False}.
+        template: name, for a tokenizer with several; None for "tool_use" where there
+            are tools and such a template, for "default" otherwise.
+        now: what a template takes for the present; None for the time that it is, with
+            which the tokens of some templates change from day to day.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    now: datetime.datetime | None = None
+
+    def __post_init__(self) -> None:
+        taken = [name for name in TAKEN if name in self.variables]
+        if taken:
+            raise ValueError(
+                f"Options: variables must not be named {', '.join(TAKEN)}; "
+                f"got {', '.join(taken)}"
+            )
+
+
+def render(
+    tokenizer: Tokenizer,
+    messages: Messages,
+    options: Options = Options(),
+    *,
+    continue_final: bool = False,
+) -> tuple[int, ...]:
     """Token ids of a conversation, up to where the assistant's answer begins.
 
-    With a chat template that template decides. Without one the contents follow one
-    another, which is what a base model and the built-in tasks use.
+    With a chat template that template decides, on BOS too. Without one the contents
+    follow one another, which is what a base model and the built-in tasks use.
 
     Args:
         tokenizer: with or without a chat template.
         messages: the conversation so far, at least one message.
+        options: for the template.
+        continue_final: leaves the last message open, to be continued.
 
     Raises:
         TokenizerError: the template needs jinja2, which is not installed, or fails.
@@ -41,15 +104,70 @@ def render(tokenizer: Tokenizer, messages: Sequence[Turn]) -> tuple[int, ...]:
     >>> tokenizer.decode(render(tokenizer, [Message("user", "1+2=")]))
     '1+2='
     """
-    if tokenizer.chat_template is None:
-        text = "".join(message.content for message in messages)
+    if not tokenizer.chat_templates:
+        text = "".join(_content(_message(message)) for message in messages)
         return tokenizer.encode(text, special=True)
+    text = render_text(
+        tokenizer,
+        messages,
+        options,
+        prompt=not continue_final,
+        continue_final=continue_final,
+    )
     # The template writes BOS itself.
-    return tokenizer.encode(_apply(tokenizer, messages, answer=True))
+    return tokenizer.encode(text)
+
+
+def render_text(
+    tokenizer: Tokenizer,
+    messages: Messages,
+    options: Options = Options(),
+    *,
+    prompt: bool = True,
+    continue_final: bool = False,
+) -> str:
+    """Text of a conversation as its chat template writes it, as transformers does.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: at least one message.
+        options: for the template.
+        prompt: ends with what makes the assistant answer.
+        continue_final: leaves the last message open instead.
+
+    Raises:
+        TokenizerError: no template, jinja2 is not installed, the template fails, or it
+            does not write the message that is to be continued as it is.
+    """
+    if continue_final and prompt:
+        raise TokenizerError(
+            "chat: continue_final leaves the last message open, prompt begins another; "
+            "ask for one of them"
+        )
+    rows = [_message(message) for message in messages]
+    if not rows:
+        raise TokenizerError("chat: a conversation has at least one message; got none")
+    if not continue_final:
+        return _run(tokenizer, rows, options, prompt).text
+    said, content = _marked(rows[-1].get("content"))
+    rows[-1] = {**rows[-1], "content": content}
+    whole = _run(tokenizer, rows, options, False).text
+    text, mark, after = whole.rpartition(MARK.rstrip())
+    if not mark or said.strip() not in text:
+        raise TokenizerError(
+            "chat: the template does not write the last message as it is, so nothing "
+            f"can continue it; got {said!r}"
+        )
+    return text if after.startswith(" ") else text.rstrip()
 
 
 def render_reply(
-    tokenizer: Tokenizer, before: Sequence[Turn], messages: Sequence[Turn]
+    tokenizer: Tokenizer,
+    before: Messages,
+    messages: Messages,
+    options: Options = Options(),
+    *,
+    stop_id: int | None = None,
 ) -> tuple[int, ...]:
     """Token ids that follow the assistant's turn when others speak.
 
@@ -62,53 +180,217 @@ def render_reply(
         tokenizer: with or without a chat template.
         before: the conversation, the assistant's turn last.
         messages: what is said next, at least one message.
+        options: for the template.
+        stop_id: the stop token that was sampled. Where the next turn begins with it,
+            because the model ends its own by announcing that one, it is not repeated.
 
     Raises:
         TokenizerError: the template renders earlier turns differently once later ones
             follow.
     """
-    if tokenizer.chat_template is None:
-        return tokenizer.encode("".join(message.content for message in messages))
-    shorter = _apply(tokenizer, before, answer=False)
-    longer = _apply(tokenizer, [*before, *messages], answer=True)
-    if not longer.startswith(shorter):
+    if not tokenizer.chat_templates:
+        said = [_content(_message(message)) for message in messages]
+        return tokenizer.encode("".join(said))
+    stops, options = tokenizer.stop_tokens, _timed(options)
+    shorter = render_text(tokenizer, before, options, prompt=False)
+    longer = render_text(tokenizer, [*before, *messages], options)
+    kept = spans.closed(shorter, longer, stops)
+    if kept is None:
         raise TokenizerError(
             "chat: this chat template rewrites earlier turns when later ones follow, "
             "so tokens that were sampled would change; use it for single-turn tasks "
             "only"
         )
-    return tokenizer.encode(longer[_turn_end(tokenizer, shorter) :])
+    ids = tokenizer.encode(longer[spans.turn_end(kept, stops) :])
+    return ids[1:] if ids[:1] == (stop_id,) else ids
 
 
-def _turn_end(tokenizer: Tokenizer, text: str) -> int:
-    """Index after the stop token of the last turn; of the end where there is none."""
-    stops = [tokenizer.backend.id_to_token(index) for index in tokenizer.stop_ids]
-    ends = [text.rindex(stop) + len(stop) for stop in stops if stop and stop in text]
-    end = max(ends, default=len(text))
-    return len(text) if text[end:].strip() else end
+def conversation(
+    tokenizer: Tokenizer,
+    messages: Messages,
+    options: Options = Options(),
+    *,
+    only_last: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Tokens of a whole conversation, and which of them the assistant produced.
+
+    That is its text, its reasoning, its tool calls and the token that ends its turn. A
+    template with `{% generation %}` blocks says so itself. With any other the spans are
+    found from what it writes: a turn begins where the prompt for it ends. The text is
+    tokenised once, as a whole; a token belongs to the assistant if it begins in one of
+    the spans, so one that only reaches into a span does not (transformers' mask has
+    that one too; with special tokens around a turn there is none). Without a template
+    the contents follow one another, the assistant's with the end-of-sequence token.
+
+    Args:
+        tokenizer: with or without a chat template.
+        messages: the conversation, with at least one turn of the assistant.
+        options: for the template.
+        only_last: the assistant's last turn alone.
+
+    Returns:
+        int32 ids [length] and bool mask [length].
+
+    Raises:
+        TokenizerError: no turn of the assistant; the template fails, or renders a turn
+            differently once later ones follow.
+
+    >>> tokenizer = Tokenizer.train(["1+2=3"])
+    >>> question = {"role": "user", "content": "1+2="}
+    >>> answer = {"role": "assistant", "content": "3"}
+    >>> tokens, mask = conversation(tokenizer, [question, answer])
+    >>> tokenizer.backend.decode(tokens[mask], skip_special_tokens=False)
+    '3<|eos|>'
+    """
+    rows = [_message(message) for message in messages]
+    if not any(row["role"] == "assistant" for row in rows):
+        raise TokenizerError(
+            "chat: a conversation to learn from needs a turn of the assistant; got "
+            f"the roles {[row['role'] for row in rows]}"
+        )
+    if tokenizer.chat_templates:
+        text, found = _templated(tokenizer, rows, _timed(options), only_last)
+    else:
+        text, found = _plain(tokenizer, rows, only_last)
+    ids, begins = tokenizer.encode_with_begins(
+        text, special=not tokenizer.chat_templates
+    )
+    tokens = np.asarray(ids, np.int32)
+    places = np.asarray(begins, np.int64)
+    mask = np.zeros(len(tokens), np.bool_)
+    for begin, end in found:
+        mask |= (begin <= places) & (places < end)
+    return tokens, mask
 
 
-def _apply(tokenizer: Tokenizer, messages: Sequence[Turn], *, answer: bool) -> str:
-    assert tokenizer.chat_template is not None
+def _timed(options: Options) -> Options:
+    """One time for several renderings: what they write is compared."""
+    return replace(options, now=options.now or datetime.datetime.now())
+
+
+def _templated(
+    tokenizer: Tokenizer,
+    rows: Sequence[Mapping[str, Any]],
+    options: Options,
+    only_last: bool,
+) -> tuple[str, list[spans.Span]]:
+    def text_of(part: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+        return _run(tokenizer, part, options, prompt).text
+
+    whole = _run(tokenizer, rows, options, False)
+    if whole.generated is None:
+        stops = tokenizer.stop_tokens
+        found = spans.assistant_spans(text_of, rows, stops, only_last=only_last)
+    else:
+        found = list(whole.generated)
+        if only_last:
+            found = spans.last_turn(text_of, rows, found)
+    return whole.text, found
+
+
+def _plain(
+    tokenizer: Tokenizer, rows: Sequence[Mapping[str, Any]], only_last: bool
+) -> tuple[str, list[spans.Span]]:
+    text, found = "", []
+    for row in rows:
+        begin = len(text)
+        text += _content(row)
+        if row["role"] == "assistant":
+            text += tokenizer.eos_token
+            found.append((begin, len(text)))
+    return text, found[-1:] if only_last else found
+
+
+def _run(
+    tokenizer: Tokenizer,
+    rows: Sequence[Mapping[str, Any]],
+    options: Options,
+    prompt: bool,
+) -> "Rendered":
     try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jaxrl_post.data import templates
     except ModuleNotFoundError as error:
         raise TokenizerError(
             "chat: this tokenizer has a chat template, which needs jinja2; "
             "pip install 'jaxrl_post[chat]'"
         ) from error
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(tokenizer.chat_template).render(
-            messages=[{"role": m.role, "content": m.content} for m in messages],
-            add_generation_prompt=answer,
-            **tokenizer.special_tokens,
+    tools, documents = options.tools, options.documents
+    named = options.template
+    if named is None and tools is not None and "tool_use" in tokenizer.chat_templates:
+        named = "tool_use"
+    source = tokenizer.chat_templates.get(named or "default")
+    if source is None:
+        known = ", ".join(tokenizer.chat_templates) or "none"
+        raise TokenizerError(
+            f"chat: the tokenizer has no chat template {named or 'default'!r}; name "
+            f"one of its own in the options; got {known}"
         )
-    except TemplateError as error:
-        raise TokenizerError(f"chat: the chat template failed: {error}") from error
+    variables = {
+        **tokenizer.special_tokens,
+        **_plain_value(options.variables, "variables"),
+        "messages": [_plain_value(row, f"messages[{i}]") for i, row in enumerate(rows)],
+        "tools": _plain_value(tools, "tools"),
+        "documents": _plain_value(documents, "documents"),
+        "add_generation_prompt": prompt,
+    }
+    return templates.run(source, variables, now=options.now)
+
+
+def _message(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
+    """A message as a template sees it: without what is None, its reasoning by name."""
+    if isinstance(message, Mapping):
+        entries = dict(message)
+    else:
+        entries = {name: getattr(message, name, None) for name in FIELDS}
+    row = {name: value for name, value in entries.items() if value is not None}
+    if not isinstance(row.get("role"), str):
+        raise TokenizerError(f"chat: a message needs a role; got {message!r}")
+    reasoning = [row[name] for name in REASONING if name in row]
+    if reasoning:
+        row = {"thinking": reasoning[0], **row, "reasoning_content": reasoning[0]}
+    return row
+
+
+def _content(row: Mapping[str, Any]) -> str:
+    """What is said, for a tokenizer without a template."""
+    if not isinstance(row.get("content"), str):
+        raise TokenizerError(
+            "chat: without a chat template a message is its text; "
+            f"got the content {row.get('content')!r}"
+        )
+    return row["content"]
+
+
+def _marked(content: Any) -> tuple[str, Any]:
+    """The last text of a content, and the content with the end of that text marked."""
+    if isinstance(content, str):
+        return content, content + MARK
+    parts = list(content or [])
+    for index, part in reversed(list(enumerate(parts))):
+        if isinstance(part, Mapping) and "text" in part:
+            parts[index] = {**part, "text": part["text"] + MARK}
+            return part["text"], parts
+    raise TokenizerError(
+        f"chat: the last message has no text to be continued; got {content!r}"
+    )
+
+
+def _plain_value(value: Any, name: str) -> Any:
+    """A copy made of JSON's types alone: nothing else is a template's business."""
+    if value is None or isinstance(value, bool):
+        return value
+    # A subclass, such as an enumeration's, may have methods of its own.
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {key: _plain_value(item, name) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain_value(item, name) for item in value]
+    raise TokenizerError(
+        f"chat: {name} must be made of what JSON has (text, numbers, lists, mappings); "
+        f"got {value!r} of type {type(value).__name__}"
+    )

@@ -2,11 +2,18 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxrl_post.data.tokenizer_files import (
+    TokenizerError,
+    read_files,
+    read_settings,
+)
 
 __all__ = ["Tokenizer", "TokenizerError"]
 
@@ -15,18 +22,15 @@ PAD, EOS = "<|pad|>", "<|eos|>"
 SPECIAL = [PAD, EOS]
 
 
-class TokenizerError(ValueError):
-    """A tokenizer directory that cannot be used."""
-
-
 class Tokenizer:
     """Encodes and decodes text, and knows which ids end a completion.
 
     Args:
         backend: of the tokenizers library.
         stop_ids: ids that end a completion, the end-of-sequence id first.
-        chat_template: Jinja source, or None for a plain text format.
+        chat_template: Jinja source, several by name, or None for a plain text format.
         special_tokens: names that a chat template may use, such as "bos_token".
+        num_embeddings: ids that the model knows; None for all.
     """
 
     def __init__(
@@ -34,8 +38,9 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         stop_ids: Sequence[int],
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        num_embeddings: int | None = None,
     ) -> None:
         if not stop_ids:
             raise TokenizerError(
@@ -44,12 +49,20 @@ class Tokenizer:
             )
         self.backend = backend
         self.stop_ids = tuple(stop_ids)
-        self.chat_template = chat_template
+        if isinstance(chat_template, str):
+            chat_template = {"default": chat_template}
+        self.chat_templates = dict(chat_template or {})
         self.special_tokens = dict(special_tokens or {})
+        self.num_embeddings = num_embeddings
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
         """Reads tokenizer.json and, where present, the files that go with it.
+
+        As transformers 5 does: what stands around a text (BOS) is the post-processor's
+        business, and add_bos_token of tokenizer_config.json is not looked at; named
+        special tokens are matched whole; truncation and padding of tokenizer.json are
+        not used. A special token that the vocabulary lacks is not added to it.
 
         Stop ids are those of generation_config.json, config.json and the eos_token of
         tokenizer_config.json together.
@@ -57,29 +70,12 @@ class Tokenizer:
         Raises:
             TokenizerError: a missing or unreadable file, or no end-of-sequence token.
         """
-        path = Path(path)
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise TokenizerError(
-                f"tokenizer: {file} does not exist; a Hugging Face model directory "
-                "with a fast tokenizer has one (save_pretrained of a fast tokenizer "
-                "makes it)"
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"tokenizer: cannot read {file}: {error}") from error
-        settings = _read_json(path / "tokenizer_config.json")
-        special = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name, token in settings.items()
-            if name.endswith("_token") and isinstance(token, dict | str)
-        }
+        files = read_files(Path(path))
         return cls(
-            backend,
-            stop_ids=_stop_ids(path, backend, special.get("eos_token")),
-            chat_template=_chat_template(path, settings.get("chat_template")),
-            special_tokens=special,
+            files.backend,
+            stop_ids=files.stop_ids,
+            chat_template=files.chat_templates,
+            special_tokens=files.special_tokens,
         )
 
     @classmethod
@@ -125,75 +121,156 @@ class Tokenizer:
         """The id that ends a sequence."""
         return self.stop_ids[0]
 
+    @property
+    def eos_token(self) -> str:
+        """The token that ends a sequence."""
+        token = self.backend.id_to_token(self.eos_id)
+        if token is None:
+            raise TokenizerError(
+                f"tokenizer: the end-of-sequence id {self.eos_id} is not in the "
+                "vocabulary; correct eos_token_id in generation_config.json"
+            )
+        return token
+
+    @property
+    def stop_tokens(self) -> tuple[str, ...]:
+        """The tokens of the stop ids, as far as the vocabulary has them."""
+        tokens = map(self.backend.id_to_token, self.stop_ids)
+        return tuple(token for token in tokens if token)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template named "default", None where there is none."""
+        return self.chat_templates.get("default")
+
     def same_ids(self, other: "Tokenizer") -> bool:
         """Whether every token has the same id in both."""
         return self.backend.get_vocab() == other.backend.get_vocab()
 
+    def for_model(self, num_embeddings: int) -> "Tokenizer":
+        """This tokenizer beside a model, to which it gives no id that the model lacks.
+
+        Added tokens may lie beyond the embeddings, as Gemma 3's image token does in its
+        text models: then no text may have them.
+
+        Args:
+            num_embeddings: ids of the model.
+
+        Raises:
+            TokenizerError: the vocabulary, or a stop id, lies beyond the embeddings.
+
+        >>> Tokenizer.train(["1+2=3"]).for_model(100)
+        Traceback (most recent call last):
+        ...
+        jaxrl_post.data.tokenizer_files.TokenizerError: tokenizer: its ids reach to ...
+        """
+        last = max(self.backend.get_vocab(with_added_tokens=False).values(), default=0)
+        last = max(last, *self.stop_ids)
+        if last >= num_embeddings:
+            raise TokenizerError(
+                f"tokenizer: its ids reach to {last} "
+                f"({self.backend.id_to_token(last)!r}), the model has only "
+                f"{num_embeddings} embeddings; they do not belong together"
+            )
+        return Tokenizer(
+            self.backend,
+            stop_ids=self.stop_ids,
+            chat_template=self.chat_templates,
+            special_tokens=self.special_tokens,
+            num_embeddings=num_embeddings,
+        )
+
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
-        """Token ids of a text; `special` adds what belongs around it (BOS)."""
-        return tuple(self.backend.encode(text, add_special_tokens=special).ids)
+        """Token ids of a text; `special` adds what belongs around it (BOS).
+
+        Raises:
+            TokenizerError: a token of the text lies beyond the model's embeddings.
+        """
+        ids = self.backend.encode(text, add_special_tokens=special).ids
+        return self._known(ids)
+
+    def encode_with_begins(
+        self, text: str, *, special: bool = False
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Token ids of a text, and where in it each token begins.
+
+        Args:
+            text: to encode.
+            special: adds what belongs around it, which begins at -1.
+
+        Raises:
+            TokenizerError: as `encode`.
+
+        >>> Tokenizer.train(["12"]).encode_with_begins("1 2")[1]
+        (0, 1, 2)
+        """
+        found = self._with_offsets.encode(text, add_special_tokens=special)
+        places = zip(found.offsets, found.sequence_ids, strict=True)
+        begins = tuple(-1 if part is None else begin for (begin, _), part in places)
+        return self._known(found.ids), begins
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def save(self, directory: str | Path) -> None:
-        """Writes tokenizer.json, tokenizer_config.json and the chat template.
+        """Writes tokenizer.json, tokenizer_config.json and the chat templates.
 
         The stop ids go into generation_config.json, beside what it says already.
         """
         directory = Path(directory)
         self.backend.save(str(directory / "tokenizer.json"))
+        names = {True: {}, False: {}}
+        for name, token in self.special_tokens.items():
+            names[name.endswith("_token")][name] = token
         settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **self.special_tokens,
+            **names[True],
         }
+        if names[False]:
+            settings["extra_special_tokens"] = names[False]
         settings.setdefault("eos_token", self.backend.id_to_token(self.eos_id))
-        if self.chat_template is not None:
+        if list(self.chat_templates) == ["default"]:
             settings["chat_template"] = self.chat_template
+        elif self.chat_templates:
+            settings["chat_template"] = [
+                {"name": name, "template": template}
+                for name, template in self.chat_templates.items()
+            ]
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
         file = directory / "generation_config.json"
-        generation = _read_json(file) | {"eos_token_id": list(self.stop_ids)}
+        generation = read_settings(file) | {"eos_token_id": list(self.stop_ids)}
         file.write_text(json.dumps(generation, indent=2), encoding="utf-8")
 
+    def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
+        if self.num_embeddings is not None:
+            last = max(ids, default=0)
+            if last >= self.num_embeddings:
+                raise TokenizerError(
+                    f"tokenizer: the text has the token {last} "
+                    f"({self.backend.id_to_token(last)!r}), the model only "
+                    f"{self.num_embeddings} embeddings; take that token out of the "
+                    "text or the chat template"
+                )
+        return tuple(ids)
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"tokenizer: {file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"tokenizer: {file} must hold an object")
-    return content
-
-
-def _chat_template(path: Path, setting: Any) -> str | None:
-    """chat_template.jinja, or what tokenizer_config.json says."""
-    if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    if isinstance(setting, list):  # several by name, as for tool use
-        named = {entry["name"]: entry["template"] for entry in setting}
-        setting = named.get("default")
-        if setting is None:
-            raise TokenizerError(
-                f"tokenizer: {path / 'tokenizer_config.json'} must name one of its "
-                f"chat templates 'default'; got {', '.join(named)}"
-            )
-    return setting
+    @cached_property
+    def _with_offsets(self) -> tokenizers.Tokenizer:
+        """The backend, or a copy in which a token's place has its white space too."""
+        if b'"trim_offsets":true' not in _state(self.backend.post_processor):
+            return self.backend
+        whole = json.loads(self.backend.to_str())
+        _untrim(whole["post_processor"])
+        return tokenizers.Tokenizer.from_str(json.dumps(whole))
 
 
-def _stop_ids(
-    path: Path, backend: tokenizers.Tokenizer, eos_token: str | None
-) -> tuple[int, ...]:
-    found: list[int] = []
-    eos_id = None if eos_token is None else backend.token_to_id(eos_token)
-    if eos_id is not None:
-        found.append(eos_id)
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(path / name).get("eos_token_id")
-        if ids is not None:
-            found += ids if isinstance(ids, list) else [ids]
-    return tuple(dict.fromkeys(found))
+def _state(post_processor: Any) -> bytes:
+    return b"" if post_processor is None else post_processor.__getstate__()
+
+
+def _untrim(processor: dict[str, Any]) -> None:
+    if "trim_offsets" in processor:
+        processor["trim_offsets"] = False
+    for part in processor.get("processors", ()):
+        _untrim(part)

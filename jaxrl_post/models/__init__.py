@@ -1,17 +1,24 @@
 """Decoder-only language models as pure functions, and their checkpoints."""
 
 from jaxrl_post.models.cache import KVCache
-from jaxrl_post.models.config import Head, ModelConfig, RopeScaling
+from jaxrl_post.models.config import (
+    Head,
+    LatentAttention,
+    MixtureOfExperts,
+    ModelConfig,
+    RopeScaling,
+)
 from jaxrl_post.models.decoder import (
-    DecoderParams,
     forward,
+    forward_with_routing,
     logits,
-    param_specs,
     unembedding,
     values,
 )
 from jaxrl_post.models.errors import CheckpointError
+from jaxrl_post.models.experts import Routing
 from jaxrl_post.models.hf import load_pretrained, save_pretrained
+from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.models.spec import ParamSpec, abstract, initialize
 
 __all__ = [
@@ -19,11 +26,15 @@ __all__ = [
     "DecoderParams",
     "Head",
     "KVCache",
+    "LatentAttention",
+    "MixtureOfExperts",
     "ModelConfig",
     "ParamSpec",
     "RopeScaling",
+    "Routing",
     "abstract",
     "forward",
+    "forward_with_routing",
     "initialize",
     "load_pretrained",
     "logits",

@@ -3,7 +3,8 @@
 A `KVCache` holds, per layer, keys and values [slots, kv_heads, length, head_dim]. Entry
 `p` of a slot belongs to the token at position `p`. Entries beyond what was written may
 hold any finite number: a query at position `p` sees entries 0..p, all of which have
-been written, because a token's own key is written before it attends.
+been written, because a token's own key is written before it attends. With latent
+attention the keys hold the latents, kv_heads is 1 and the values have no width.
 """
 
 import functools
@@ -77,11 +78,14 @@ class KVCache:
         cls, config: ModelConfig, slots: int, length: int, dtype: DTypeLike
     ) -> "KVCache":
         """Makes an empty cache for `slots` sequences of up to `length` tokens."""
-        shape = (slots, config.num_kv_heads, length, config.head_dim)
-        fresh = lambda: tuple(  # noqa: E731
-            jnp.zeros(shape, dtype) for _ in range(config.num_layers)
-        )
-        return cls(fresh(), fresh())
+        heads, *widths = config.cache_shape
+
+        def fresh(width: int) -> tuple[Array, ...]:
+            shape = (slots, heads, length, width)
+            return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+
+        keys, values = map(fresh, widths)
+        return cls(keys, values)
 
     @property
     def length(self) -> int:

@@ -1,13 +1,29 @@
-"""Hyperparameters of a decoder-only transformer."""
+"""Hyperparameters of a decoder-only transformer.
+
+One frozen, hashable `ModelConfig` covers all families: a family is a point of this
+space, and what it does not have stays at its default. Everything here changes numbers;
+what does not (mesh, kernels, precision of the run) is elsewhere.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Head", "ModelConfig", "RopeScaling"]
+__all__ = [
+    "Activation",
+    "Head",
+    "LatentAttention",
+    "MixtureOfExperts",
+    "ModelConfig",
+    "RopeScaling",
+]
 
 # What stands on the last hidden state: the vocabulary; one number, as in critics and
 # reward models; or both, as in a critic that shares the policy's backbone.
 Head = Literal["lm", "value", "lm+value"]
+
+# Of a gated MLP, on the gate. "gpt_oss" is (up + 1) * gate * sigmoid(1.702 gate) with
+# gate at most 7 and up within [-7, 7].
+Activation = Literal["silu", "gelu", "gelu_tanh", "gpt_oss"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +32,8 @@ class RopeScaling:
 
     Attributes:
         kind: "linear" (Chen et al., arXiv:2306.15595), "dynamic" (NTK-aware, grows with
-            the sequence), "llama3" (Llama 3.1), "yarn" (arXiv:2309.00071).
+            the sequence), "llama3" (Llama 3.1), "yarn" (arXiv:2309.00071), "longrope"
+            (arXiv:2402.13753).
         factor: target context over original context, >= 1.
         original_length: context length of pre-training, in tokens; None means the
             config's `max_length`.
@@ -25,13 +42,17 @@ class RopeScaling:
         beta_fast: yarn only; rotations over the original context above which a
             frequency is left as it is.
         beta_slow: yarn only; rotations below which it is fully interpolated.
-        attention_factor: yarn only; scale of cos and sin, None for 0.1 ln(factor) + 1.
+        attention_factor: yarn and longrope; scale of cos and sin, None for the
+            paper's.
         mscale: yarn only, as DeepSeek writes it; None where the checkpoint has none.
         mscale_all_dim: yarn only, as DeepSeek writes it.
         truncate: yarn only; whether the correction range is rounded to whole dims.
+        short_factors: longrope only; what divides each frequency in a row that is no
+            longer than the original context.
+        long_factors: longrope only; in a longer row.
     """
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float = 1.0
     original_length: int | None = None
     low_frequency_factor: float = 1.0
@@ -42,39 +63,153 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values come from a low-rank latent.
+
+    Attributes:
+        kv_rank: width of the latent, which is what a cache holds.
+        nope_dim: part of a query or key head without rotation.
+        rope_dim: the rotated part; its key is the same for all heads.
+        value_dim: width of a value head.
+        query_rank: width of the queries' latent; None where they have none.
+        norm_eps: epsilon of the latents' norms.
+
+    References:
+        DeepSeek-V2, arXiv:2405.04434.
+    """
+
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """Which experts a token goes to, and with what weights.
+
+    scores = softmax or sigmoid of the router's float32 logits. The experts with the
+    `experts_per_token` largest scores (plus a bias that only selects, if any) are
+    taken, from the best groups where there are groups. Weights are the scores of the
+    chosen, over their sum where `normalize`, times `scale`.
+
+    Attributes:
+        num_experts: in a layer.
+        experts_per_token: chosen for each token.
+        expert_size: width of an expert's MLP.
+        scoring: of the router's logits.
+        normalize: whether a token's weights sum to `scale`.
+        normalize_epsilon: added to that sum before the division.
+        scale: of the weights.
+        num_groups: experts are split into so many groups; 1 for no groups.
+        groups_per_token: groups whose experts may be chosen.
+        group_score: of a group: its largest score, or the sum of its two largest.
+        correction_bias: a bias a expert in the selection alone (DeepSeek-V3's
+            loss-free balancing, arXiv:2408.15664); it has no gradient.
+        router_bias: a bias on the router's logits.
+        biases: biases in the experts.
+        shared_size: width of an MLP that every token takes too; 0 for none.
+        shared_gate: the shared MLP is scaled by the sigmoid of a projection.
+        dense_layers: layers that have a plain MLP instead.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    normalize_epsilon: float = 0.0
+    scale: float = 1.0
+    num_groups: int = 1
+    groups_per_token: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    correction_bias: bool = False
+    router_bias: bool = False
+    biases: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"config: experts_per_token must lie in 1..{self.num_experts}, the "
+                f"number of experts; got {self.experts_per_token}"
+            )
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"config: num_groups must divide num_experts={self.num_experts}; got "
+                f"{self.num_groups}"
+            )
+        usable = self.groups_per_token * self.num_experts // self.num_groups
+        if not 1 <= self.groups_per_token <= self.num_groups or (
+            usable < self.experts_per_token
+        ):
+            raise ValueError(
+                f"config: groups_per_token must lie in 1..{self.num_groups} and hold "
+                f"{self.experts_per_token} experts; got {self.groups_per_token}"
+            )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder: Llama 3.x, Qwen2/2.5 and Qwen3 are points of this space.
+    """A decoder: what its family does, and its sizes.
 
     Frozen and hashable: it is static under jit. Mesh and kernels are never in it.
 
     Attributes:
-        model_type: the family, by Hugging Face's name ("llama", "qwen2", "qwen3").
+        model_type: the family, by Hugging Face's name, such as "qwen3".
         vocab_size: rows of the embedding.
         hidden_size: width of the residual stream.
         intermediate_size: width of the gated MLP.
         num_layers: number of decoder layers.
         num_heads: query heads.
         num_kv_heads: key/value heads; divides `num_heads`.
-        head_dim: width of a head; even.
+        head_dim: width of a head; default hidden_size / num_heads.
         max_length: context length in tokens.
         rms_norm_eps: epsilon of every RMSNorm.
         rope_theta: base of the rotary frequencies.
         rope_scaling: None for plain rotary embeddings.
+        rotary_dim: leading dims of a head that rotate, even; None for all.
+        rope_interleaved: neighbouring dims rotate together, not the two halves.
+        local_rope_theta: base in layers with a window, without scaling; None where
+            they rotate as the others do.
+        unrotated_layers: layers without rotary embeddings.
         qkv_bias: biases on the query, key and value projections.
         output_bias: bias on the attention's output projection.
         mlp_bias: biases in the MLP.
-        qk_norm: RMSNorm over each query and key head before RoPE.
+        qk_norm: RMSNorm of queries and keys before RoPE: over each head, or jointly
+            over all heads; None for none.
+        qkv_clip: bound of the absolute values of queries, keys and values.
         tie_embeddings: the embedding also maps hidden states to logits.
         windows: sliding-window width in tokens of each layer, None where attention is
             full; the empty tuple means full attention everywhere.
+        sinks: each head has a learned logit that takes part in the softmax and gives
+            nothing (arXiv:2309.17453).
+        attention_scale: of the scores; None for head_dim ** -0.5.
+        attention_softcap: c in c tanh(scores / c).
+        logit_softcap: c in c tanh(logits / c).
+        norm_placement: of the norms of attention and MLP: before them, after them
+            (inside the residual branch), or both.
+        norm_plus_one: RMSNorm multiplies by 1 + weight.
+        activation: of the MLP's gate.
+        embedding_scale: what embeddings are multiplied by.
+        residual_scale: what attention and MLP are multiplied by before they are added.
+        logit_divisor: what logits are divided by, before the softcap.
+        latent: multi-head latent attention; None for grouped-query attention.
+        experts: a mixture of experts in place of the MLP; None for dense layers.
         head: what the model says about its last hidden state.
 
     >>> config = ModelConfig("llama", 256, 64, 128, 2, num_heads=4, num_kv_heads=2)
-    >>> config.head_dim
-    16
+    >>> config.head_dim, config.rotated_dims, config.score_scale
+    (16, 16, 0.25)
     """
 
     model_type: str
@@ -89,17 +224,37 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    rope_interleaved: bool = False
+    local_rope_theta: float | None = None
+    unrotated_layers: tuple[int, ...] = ()
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "joint"] | None = None
+    qkv_clip: float | None = None
     tie_embeddings: bool = False
     windows: tuple[int | None, ...] = ()
+    sinks: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    norm_placement: Literal["before", "after", "both"] = "before"
+    norm_plus_one: bool = False
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    latent: LatentAttention | None = None
+    experts: MixtureOfExperts | None = None
     head: Head = "lm"
 
     def __post_init__(self) -> None:
         if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+            latent, width = self.latent, self.hidden_size // self.num_heads
+            if latent is not None:
+                width = latent.nope_dim + latent.rope_dim
+            object.__setattr__(self, "head_dim", width)
         for name in (
             "vocab_size",
             "hidden_size",
@@ -119,17 +274,72 @@ class ModelConfig:
                 f"config: num_heads must be a multiple of num_kv_heads; "
                 f"got {self.num_heads} and {self.num_kv_heads}"
             )
-        if self.head_dim % 2:
+        dims = self.rotated_dims
+        if dims % 2 or not 2 <= dims <= self.head_dim:
+            name = "head_dim" if self.rotary_dim is None else "rotary_dim"
             raise ValueError(
-                f"config: head_dim must be even for rotary embeddings; "
-                f"got {self.head_dim}"
+                f"config: {name} must be even for rotary embeddings, and no more than "
+                f"head_dim={self.head_dim}; got {dims}"
             )
+        self._check_layers()
+
+    def _check_layers(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
                 f"config: windows must be empty or name all {self.num_layers} layers; "
                 f"got {len(self.windows)} entries"
             )
+        dense = () if self.experts is None else self.experts.dense_layers
+        for name, layers in (
+            ("unrotated_layers", self.unrotated_layers),
+            ("experts.dense_layers", dense),
+        ):
+            if any(not 0 <= layer < self.num_layers for layer in layers):
+                raise ValueError(
+                    f"config: {name} must lie in 0..{self.num_layers - 1}; got {layers}"
+                )
 
     def window(self, layer: int) -> int | None:
         """Sliding-window width of a layer, None for full attention."""
         return self.windows[layer] if self.windows else None
+
+    def layer_experts(self, layer: int) -> MixtureOfExperts | None:
+        """The mixture of experts of a layer, None where its MLP is dense."""
+        experts = self.experts
+        return None if experts is None or layer in experts.dense_layers else experts
+
+    @property
+    def rotated_dims(self) -> int:
+        """Dims of a head that rotate."""
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def score_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        scale = self.attention_scale
+        return self.head_dim**-0.5 if scale is None else scale
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Heads, width of a key and width of a value that a cache holds.
+
+        With latent attention that is one head: the latent and the rotated key. Values
+        are made from the latent and take no room.
+        """
+        if self.latent is not None:
+            return 1, self.latent.kv_rank + self.latent.rope_dim, 0
+        return self.num_kv_heads, self.head_dim, self.head_dim
+
+    @property
+    def rotation_limit(self) -> int | None:
+        """Longest sequence whose rotation does not depend on its own length.
+
+        Dynamic and longrope scaling change all angles of a sequence that outgrows the
+        original context, also those of keys in a cache; None for the other kinds.
+        """
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind not in ("dynamic", "longrope"):
+            return None
+        return scaling.original_length or self.max_length

@@ -1,34 +1,27 @@
-"""The decoder: one pure function for training, prefill and decoding.
-
-Parameters are one array a layer and kind (docs/decisions/0001): decoding reads them in
-place, where stacked layers would be sliced, hence copied, at every step.
-"""
+"""The decoder: one pure function for training, prefill and decoding."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
-from jaxrl_post.kernels.attention import attention
-from jaxrl_post.models.cache import KVView
+from jaxrl_post.models.attention import Context, grouped_query, latent_attention
+from jaxrl_post.models.cache import KVView, LayerCache
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.rope import apply_rope, rope_tables
-from jaxrl_post.models.spec import ParamSpec
+from jaxrl_post.models.experts import Routing, mixture, routing
+from jaxrl_post.models.layers import embed, mlp, norm, softcap
+from jaxrl_post.models.params import DecoderParams, LayerParams
+from jaxrl_post.models.rope import rope_tables
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
-from jaxrl_post.types import Array, Float, Int
+from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
-    "AttentionParams",
-    "DecoderParams",
-    "LayerParams",
-    "MLPParams",
     "Remat",
     "forward",
+    "forward_with_routing",
     "logits",
-    "param_specs",
     "unembedding",
     "values",
 ]
@@ -36,123 +29,6 @@ __all__ = [
 # What the backward pass keeps of a layer: everything; the results of matrix products
 # with parameters; or its input alone.
 Remat = Literal["none", "dots", "full"]
-
-
-@struct.dataclass
-class AttentionParams[Leaf]:
-    """Projections of grouped-query attention; None where the family has no such part.
-
-    Attributes:
-        query: [hidden, heads, head_dim].
-        key: [hidden, kv_heads, head_dim].
-        value: [hidden, kv_heads, head_dim].
-        output: [heads, head_dim, hidden].
-        query_bias: [heads, head_dim].
-        key_bias: [kv_heads, head_dim].
-        value_bias: [kv_heads, head_dim].
-        output_bias: [hidden].
-        query_norm: [head_dim].
-        key_norm: [head_dim].
-    """
-
-    query: Leaf
-    key: Leaf
-    value: Leaf
-    output: Leaf
-    query_bias: Leaf | None = None
-    key_bias: Leaf | None = None
-    value_bias: Leaf | None = None
-    output_bias: Leaf | None = None
-    query_norm: Leaf | None = None
-    key_norm: Leaf | None = None
-
-
-@struct.dataclass
-class MLPParams[Leaf]:
-    """Gated MLP: gate and up [hidden, ffn], down [ffn, hidden], optional biases."""
-
-    gate: Leaf
-    up: Leaf
-    down: Leaf
-    gate_bias: Leaf | None = None
-    up_bias: Leaf | None = None
-    down_bias: Leaf | None = None
-
-
-@struct.dataclass
-class LayerParams[Leaf]:
-    """One decoder layer; the norms are [hidden]."""
-
-    attention_norm: Leaf
-    attention: AttentionParams[Leaf]
-    mlp_norm: Leaf
-    mlp: MLPParams[Leaf]
-
-
-@struct.dataclass
-class DecoderParams[Leaf]:
-    """All parameters. `unembedding` is None where the embeddings are tied, or unused.
-
-    Attributes:
-        embedding: [vocab, hidden].
-        layers: one LayerParams a layer.
-        final_norm: [hidden].
-        unembedding: [vocab, hidden] or None.
-        value_head: [1, hidden], or None where the model predicts no value.
-    """
-
-    embedding: Leaf
-    layers: tuple[LayerParams[Leaf], ...]
-    final_norm: Leaf
-    unembedding: Leaf | None = None
-    value_head: Leaf | None = None
-
-
-def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
-    """Returns the parameters' shapes, logical axes and initialisers."""
-    hidden, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    matrix = ParamSpec
-    ones = functools.partial(ParamSpec, init="ones")
-    zeros = functools.partial(ParamSpec, init="zeros")
-
-    def when(wanted: bool, spec: ParamSpec) -> ParamSpec | None:
-        return spec if wanted else None
-
-    head_axes, kv_axes = ("heads", "head_dim"), ("kv_heads", "head_dim")
-    attention_specs = AttentionParams(
-        query=matrix((hidden, heads, dim), ("embed", *head_axes)),
-        key=matrix((hidden, kv_heads, dim), ("embed", *kv_axes)),
-        value=matrix((hidden, kv_heads, dim), ("embed", *kv_axes)),
-        output=matrix((heads, dim, hidden), (*head_axes, "embed")),
-        query_bias=when(config.qkv_bias, zeros((heads, dim), head_axes)),
-        key_bias=when(config.qkv_bias, zeros((kv_heads, dim), kv_axes)),
-        value_bias=when(config.qkv_bias, zeros((kv_heads, dim), kv_axes)),
-        output_bias=when(config.output_bias, zeros((hidden,), ("norm",))),
-        query_norm=when(config.qk_norm, ones((dim,), ("head_dim",))),
-        key_norm=when(config.qk_norm, ones((dim,), ("head_dim",))),
-    )
-    mlp_specs = MLPParams(
-        gate=matrix((hidden, ffn), ("embed", "ffn")),
-        up=matrix((hidden, ffn), ("embed", "ffn")),
-        down=matrix((ffn, hidden), ("ffn", "embed")),
-        gate_bias=when(config.mlp_bias, zeros((ffn,), ("ffn",))),
-        up_bias=when(config.mlp_bias, zeros((ffn,), ("ffn",))),
-        down_bias=when(config.mlp_bias, zeros((hidden,), ("norm",))),
-    )
-    norm = ones((hidden,), ("norm",))
-    table = matrix((config.vocab_size, hidden), ("vocab", "embed"))
-    return DecoderParams(
-        embedding=table,
-        layers=(LayerParams(norm, attention_specs, norm, mlp_specs),)
-        * config.num_layers,
-        final_norm=norm,
-        unembedding=when(config.head != "value" and not config.tie_embeddings, table),
-        value_head=when(
-            config.head != "lm",
-            zeros((1, hidden), ("value", "embed")),
-        ),
-    )
 
 
 def forward(
@@ -194,24 +70,46 @@ def forward(
             "forward: segment_ids cannot be combined with kv_view; a view's row is one "
             "sequence already"
         )
-    if positions is None:
-        length = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        positions = jnp.broadcast_to(length, tokens.shape)
-    tables = rope_tables(config, positions)
-    hidden = _embed(params.embedding, tokens.reshape(-1), rules)
-    layer_caches = []
-    for index, layer in enumerate(params.layers):
-        step = functools.partial(_layer, config, index, rules)
-        entry = None if kv_view is None else kv_view.layer(index)
-        hidden, entry = _remat(step, remat)(
-            layer, hidden, tables, positions, segment_ids, entry
-        )
-        layer_caches.append(entry)
-    hidden = _rms_norm(hidden, params.final_norm, config.rms_norm_eps)
-    hidden = hidden.reshape(*tokens.shape, -1)
-    if kv_view is None:
-        return hidden
-    return hidden, kv_view.with_layers(layer_caches)
+    hidden, entries, _ = _run(
+        params, config, tokens, positions, segment_ids, kv_view, None, rules, remat
+    )
+    return hidden if kv_view is None else (hidden, kv_view.with_layers(entries))
+
+
+def forward_with_routing(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    tokens: Int[Array, "batch length"],
+    *,
+    mask: Bool[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    rules: Rules = DEFAULT_RULES,
+    remat: Remat = "none",
+) -> tuple[Float[Array, "batch length hidden"], Routing]:
+    """As `forward` without a cache, and how the routers spread the tokens.
+
+    Args:
+        params: of a model with experts.
+        config: static.
+        tokens: int32 ids.
+        mask: tokens that count in the routing; padding should not.
+        positions: as in `forward`.
+        segment_ids: as in `forward`.
+        rules: as in `forward`.
+        remat: as in `forward`.
+
+    Raises:
+        ValueError: the model has no experts.
+    """
+    if config.experts is None:
+        raise ValueError(f"routing: {config.model_type} has no experts; use forward")
+    hidden, _, routed = _run(
+        params, config, tokens, positions, segment_ids, None, mask, rules, remat
+    )
+    found = [entry for entry in routed if entry is not None]
+    stacked = [jnp.stack(parts) for parts in zip(*found, strict=True)]
+    return hidden, Routing(*stacked, tokens=mask.sum(dtype=jnp.float32))
 
 
 def unembedding(params: DecoderParams[Array]) -> Float[Array, "vocab hidden"]:
@@ -225,10 +123,12 @@ def logits(
     hidden: Float[Array, "*batch hidden"],
 ) -> Float[Array, "*batch vocab"]:
     """Maps hidden states to float32 logits."""
-    del config  # Families with soft-caps or scales need it; the signature stays.
-    return jnp.einsum(
+    product = jnp.einsum(
         "...d,vd->...v", hidden, unembedding(params), preferred_element_type=jnp.float32
     )
+    if config.logit_divisor != 1.0:
+        product = product / config.logit_divisor
+    return softcap(product, config.logit_softcap)
 
 
 def values(
@@ -250,6 +150,51 @@ def values(
     return both[..., 0]
 
 
+class _Place(NamedTuple):
+    """Where a layer's tokens are: what all layers share, and the layer's cache."""
+
+    positions: Array
+    segment_ids: Array | None
+    tables: tuple[Array, Array]
+    local_tables: tuple[Array, Array]
+    mask: Array | None
+    entry: LayerCache | None
+
+
+def _run(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    tokens: Array,
+    positions: Array | None,
+    segment_ids: Array | None,
+    kv_view: KVView | None,
+    mask: Array | None,
+    rules: Rules,
+    remat: Remat,
+) -> tuple[Array, list[Any], list[Any]]:
+    """Hidden states, and of each layer its cache and its routing, None without."""
+    if positions is None:
+        length = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = jnp.broadcast_to(length, tokens.shape)
+    tables = rope_tables(config, positions)
+    local = tables
+    if config.local_rope_theta is not None:
+        local = rope_tables(config, positions, local=True)
+    place = _Place(positions, segment_ids, tables, local, mask, None)
+    hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
+    entries, routed = [], []
+    for index, layer in enumerate(params.layers):
+        step = functools.partial(_layer, config, index, rules)
+        entry = None if kv_view is None else kv_view.layer(index)
+        hidden, entry, found = _remat(step, remat)(
+            layer, hidden, place._replace(entry=entry)
+        )
+        entries.append(entry)
+        routed.append(found)
+    hidden = norm(config, hidden, params.final_norm)
+    return hidden.reshape(*tokens.shape, -1), entries, routed
+
+
 def _remat(step: Callable, remat: Remat) -> Callable:
     if remat == "none":
         return step
@@ -259,107 +204,66 @@ def _remat(step: Callable, remat: Remat) -> Callable:
     return jax.checkpoint(step, policy=policy)
 
 
-# Between the embedding and the last norm a hidden state is [batch * length, hidden]:
-# every projection is a product of two matrices. With three dimensions XLA's CPU backend
-# transposes the inputs of the weight gradients element by element (the backward pass of
-# the MLP took 2.7 times as long).
-
-
-def _embed(table: Array, tokens: Array, rules: Rules) -> Array:
-    # Whole rows before the lookup: else the backward pass has to move the activations
-    # from a split of the batch to one of the width.
-    table = constrain(table, ("vocab", "hidden"), rules)
-    return constrain(table[tokens], ("batch", "hidden"), rules)
-
-
-def _rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
-    wide = x.astype(jnp.float32)
-    variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return weight * (wide * jax.lax.rsqrt(variance + epsilon)).astype(x.dtype)
-
-
 def _layer(
     config: ModelConfig,
     index: int,
     rules: Rules,
     params: LayerParams[Array],
     hidden: Array,
-    tables: tuple[Array, Array],
-    positions: Array,
-    segment_ids: Array | None,
-    entry: Any,
-) -> tuple[Array, Any]:
-    normed = _rms_norm(hidden, params.attention_norm, config.rms_norm_eps)
-    attended, entry = _attention(
-        config, index, rules, params.attention, normed, tables, positions, segment_ids,
-        entry,
-    )  # fmt: skip
-    hidden = constrain(hidden + attended, ("batch", "hidden"), rules)
-    normed = _rms_norm(hidden, params.mlp_norm, config.rms_norm_eps)
-    hidden = hidden + _mlp(params.mlp, normed, rules)
-    return constrain(hidden, ("batch", "hidden"), rules), entry
+    place: _Place,
+) -> tuple[Array, LayerCache | None, Any]:
+    """Attention, then the MLP or the experts, each added to the residual stream."""
+
+    def normed(x: Array, weight: Array | None) -> Array:
+        return x if weight is None else norm(config, x, weight)
+
+    def add(hidden: Array, branch: Array, weight: Array | None) -> Array:
+        branch = normed(branch, weight)
+        if config.residual_scale != 1.0:
+            branch = branch * jnp.asarray(config.residual_scale, branch.dtype)
+        return constrain(hidden + branch, ("batch", "hidden"), rules)
+
+    branch, entry = _attention(
+        config, index, params, normed(hidden, params.attention_norm), place, rules
+    )
+    hidden = add(hidden, branch, params.attention_post_norm)
+    x = normed(hidden, params.mlp_norm)
+    routed = None
+    experts = config.layer_experts(index)
+    if params.experts is not None and experts is not None:
+        branch, chosen = mixture(config, experts, params.experts, x, rules)
+        if place.mask is not None:
+            routed = routing(chosen, place.mask.reshape(-1))
+    elif params.mlp is not None:
+        branch = mlp(config, params.mlp, x, rules)
+    else:
+        raise ValueError(
+            f"layer {index}: has neither an MLP nor experts; the parameters are not "
+            "those of the config"
+        )
+    return add(hidden, branch, params.mlp_post_norm), entry, routed
 
 
 def _attention(
     config: ModelConfig,
     index: int,
-    rules: Rules,
-    params: AttentionParams[Array],
+    params: LayerParams[Array],
     x: Array,
-    tables: tuple[Array, Array],
-    positions: Array,
-    segment_ids: Array | None,
-    entry: Any,
-) -> tuple[Array, Any]:
-    shape = positions.shape
-    query = _to_heads(x, params.query, params.query_bias, shape)
-    key = _to_heads(x, params.key, params.key_bias, shape)
-    value = _to_heads(x, params.value, params.value_bias, shape)
-    if params.query_norm is not None and params.key_norm is not None:
-        query = _rms_norm(query, params.query_norm, config.rms_norm_eps)
-        key = _rms_norm(key, params.key_norm, config.rms_norm_eps)
-    query = constrain(
-        apply_rope(query, *tables), ("batch", "length", "heads", "head_dim"), rules
+    place: _Place,
+    rules: Rules,
+) -> tuple[Array, LayerCache | None]:
+    window = config.window(index)
+    tables = place.tables if window is None else place.local_tables
+    if index in config.unrotated_layers:
+        tables = None
+    context = Context(place.positions, place.segment_ids, tables, window, place.entry)
+    if config.latent is None:
+        return grouped_query(config, params.attention, x, context, rules)  # type: ignore[arg-type]
+    return latent_attention(
+        config,
+        config.latent,
+        params.attention,  # type: ignore[arg-type]
+        x,
+        context,
+        rules,
     )
-    # The cache's layout, [batch, kv_heads, length, head_dim], serves training too.
-    key = apply_rope(key, *tables).swapaxes(1, 2)
-    value = value.swapaxes(1, 2)
-    kv_positions, kv_segment_ids = positions, segment_ids
-    if entry is not None:
-        entry = entry.write(key, value, positions)
-        key, value, kv_positions = entry.read()
-    kv_axes = ("batch", "kv_heads", "length", "head_dim")
-    attended = attention(
-        query,
-        constrain(key, kv_axes, rules),
-        constrain(value, kv_axes, rules),
-        query_positions=positions,
-        kv_positions=kv_positions,
-        query_segment_ids=segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        window=config.window(index),
-    )
-    output = params.output.reshape(-1, params.output.shape[-1])
-    attended = attended.reshape(x.shape[0], -1)
-    return _project(attended, output, params.output_bias), entry
-
-
-def _mlp(params: MLPParams[Array], x: Array, rules: Rules) -> Array:
-    gate = _project(x, params.gate, params.gate_bias)
-    up = _project(x, params.up, params.up_bias)
-    inner = constrain(jax.nn.silu(gate) * up, ("batch", "ffn"), rules)
-    return _project(inner, params.down, params.down_bias)
-
-
-def _to_heads(
-    x: Array, weight: Array, bias: Array | None, shape: tuple[int, ...]
-) -> Array:
-    """Projects to [batch, length, heads, head_dim]."""
-    flat = _project(x, weight.reshape(weight.shape[0], -1), None)
-    heads = flat.reshape(*shape, *weight.shape[1:])
-    return heads if bias is None else heads + bias
-
-
-def _project(x: Array, weight: Array, bias: Array | None) -> Array:
-    product = x @ weight
-    return product if bias is None else product + bias

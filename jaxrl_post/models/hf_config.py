@@ -1,52 +1,88 @@
-"""What the families' config.json have in common, read and written.
+"""What the families' config.json have in common, read and written."""
 
-Two spellings are about. Transformers 4 wrote `rope_theta`, `rope_scaling` and
-`torch_dtype`; transformers 5 writes `rope_parameters` and `dtype` and still reads the
-old keys. Both are read here as transformers 5 reads them, and both are written.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_post.models.config import ModelConfig, RopeScaling
+from jaxrl_post.models.config import Activation, ModelConfig
 from jaxrl_post.models.errors import CheckpointError
+from jaxrl_post.models.hf_rope import (
+    FULL,
+    SLIDING,
+    Rotation,
+    layer_ropes,
+    rope_from_hf,
+    rope_to_hf,
+    rotation_from_hf,
+    scaling_to_hf,
+)
+from jaxrl_post.models.hf_values import Json, flag, integer, number
 
 __all__ = [
     "Defaults",
     "decoder_from_hf",
     "decoder_to_hf",
     "dtype_name",
-    "flag",
-    "integer",
+    "layer_types",
+    "layer_types_to_hf",
+    "ropes_by_layer",
+    "ropes_by_layer_to_hf",
+    "single_window",
 ]
 
-type Json = Mapping[str, Any]
-
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What transformers assumes where config.json lacks a key.
+    """What transformers assumes where config.json lacks a key, and how a family reads.
 
     Attributes:
         max_length: of `max_position_embeddings`.
         num_kv_heads: of `num_key_value_heads`; None for the number of query heads.
         head_dim: 0 for hidden_size / num_heads.
+        rms_norm_eps: of `rms_norm_eps`.
+        rope_theta: of `rope_theta`.
+        rotary_share: of `partial_rotary_factor`.
+        partial: the family has `partial_rotary_factor`; the others must leave it at 1.
+        tie_embeddings: of `tie_word_embeddings`.
+        activation_key: where the activation stands.
+        activation: the default there.
     """
 
     max_length: int
     num_kv_heads: int | None = None
     head_dim: int = 0
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rotary_share: float = 1.0
+    partial: bool = False
+    tie_embeddings: bool = False
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
 
 
-def decoder_from_hf(raw: Json, defaults: Defaults) -> ModelConfig:
+def decoder_from_hf(
+    raw: Json,
+    defaults: Defaults,
+    *,
+    rotation: Rotation | None = None,
+    width_key: str = "intermediate_size",
+) -> ModelConfig:
     """Reads the keys that all families share.
 
     Args:
         raw: the parsed config.json.
         defaults: the family's.
+        rotation: of layers with full attention, where the family reads it itself.
+        width_key: where the width of the MLP stands.
 
     Returns:
         A config without what only some families have: biases, norms of queries and
@@ -56,30 +92,57 @@ def decoder_from_hf(raw: Json, defaults: Defaults) -> ModelConfig:
         CheckpointError: a key is missing, of the wrong type, or says something that
             the decoder does not do.
     """
-    _refuse_unsupported(raw)
+    activation = raw.get(defaults.activation_key) or defaults.activation
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{defaults.activation_key} must be one of {', '.join(ACTIVATIONS)}; "
+            f"got {activation!r}"
+        )
     num_heads = integer(raw, "num_attention_heads")
     max_length = integer(raw, "max_position_embeddings", defaults.max_length)
-    kv_heads = raw.get("num_key_value_heads", defaults.num_kv_heads)
-    theta, scaling = _rope_from_hf(raw, max_length)
+    if rotation is None:
+        rotation = rope_from_hf(
+            raw, max_length, theta=defaults.rope_theta, share=defaults.rotary_share
+        )
+    if rotation.share != 1.0 and not defaults.partial:
+        raise CheckpointError(
+            f"partial_rotary_factor must be 1; got {rotation.share:g}"
+        )
+    hidden_size = integer(raw, "hidden_size")
+    head_dim = integer(raw, "head_dim", defaults.head_dim) or hidden_size // num_heads
     return ModelConfig(
         model_type=raw["model_type"],
         vocab_size=integer(raw, "vocab_size"),
-        hidden_size=integer(raw, "hidden_size"),
-        intermediate_size=integer(raw, "intermediate_size"),
+        hidden_size=hidden_size,
+        intermediate_size=integer(raw, width_key),
         num_layers=integer(raw, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=num_heads if kv_heads is None else kv_heads,
-        head_dim=integer(raw, "head_dim", defaults.head_dim),
+        num_kv_heads=integer(
+            raw, "num_key_value_heads", defaults.num_kv_heads or num_heads
+        ),
+        head_dim=head_dim,
         max_length=max_length,
-        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_embeddings=flag(raw, "tie_word_embeddings", False),
+        rms_norm_eps=number(raw, "rms_norm_eps", defaults.rms_norm_eps),
+        rope_theta=rotation.theta,
+        rope_scaling=rotation.scaling,
+        rotary_dim=None if rotation.share == 1.0 else int(head_dim * rotation.share),
+        activation=ACTIVATIONS[activation],
+        tie_embeddings=flag(raw, "tie_word_embeddings", defaults.tie_embeddings),
     )
 
 
-def decoder_to_hf(config: ModelConfig) -> dict[str, Any]:
+def decoder_to_hf(
+    config: ModelConfig,
+    *,
+    partial: bool = False,
+    activation_key: str = "hidden_act",
+) -> dict[str, Any]:
     """Writes the keys that all families share, in both spellings.
+
+    Args:
+        config: of the model.
+        partial: the family has `partial_rotary_factor`.
+        activation_key: where the family's activation stands.
 
     Raises:
         CheckpointError: transformers has no words for the config's rope_scaling.
@@ -93,12 +156,122 @@ def decoder_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        activation_key: ACTIVATION_NAMES.get(config.activation, "silu"),
         "max_position_embeddings": config.max_length,
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-        **_rope_to_hf(config),
+        **rope_to_hf(config, partial=partial),
     }
+
+
+def ropes_by_layer(
+    raw: Json, max_length: int, *, theta: float, local_theta: float, local_key: str = ""
+) -> tuple[Rotation, float]:
+    """Reads a rotation of full layers and the base of sliding ones.
+
+    Args:
+        raw: the parsed config.json.
+        max_length: of the config.
+        theta: default base of full layers.
+        local_theta: default base of sliding layers.
+        local_key: where transformers 4 has that base; without it the layers share one.
+
+    Raises:
+        CheckpointError: sliding layers have a scaling, which no release has.
+    """
+    nested = layer_ropes(raw)
+    if nested is None:
+        full = rope_from_hf(raw, max_length, theta=theta, share=1.0)
+        if not local_key:
+            return full, full.theta
+        return full, number(raw, local_key, local_theta)
+    full = rotation_from_hf(nested[FULL], {}, max_length, theta=theta, share=1.0)
+    # transformers reads this one option from the outer dictionary, where it never is.
+    if full.scaling is not None and not full.scaling.truncate:
+        raise CheckpointError(
+            f"rope_parameters: truncate must be true for {FULL}; got false, which "
+            "transformers ignores here"
+        )
+    local = rotation_from_hf(
+        nested.get(SLIDING, {}), {}, max_length, theta=local_theta, share=1.0
+    )
+    if local.scaling is not None:
+        raise CheckpointError(
+            f"rope_parameters: {SLIDING} must have rope_type 'default'; got "
+            f"{local.scaling.kind!r}"
+        )
+    return full, local.theta
+
+
+def ropes_by_layer_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes `rope_parameters` by kind of layer.
+
+    Raises:
+        CheckpointError: transformers has no words for the scaling.
+    """
+    local = config.local_rope_theta or config.rope_theta
+    full = scaling_to_hf(config) or {"rope_type": "default"}
+    return {
+        FULL: {**full, "rope_theta": config.rope_theta},
+        SLIDING: {"rope_type": "default", "rope_theta": local},
+    }
+
+
+def layer_types(
+    raw: Json,
+    num_layers: int,
+    width: int | None,
+    default: Callable[[int], bool],
+) -> tuple[int | None, ...]:
+    """The window of every layer from `layer_types`; () where all attention is full.
+
+    Args:
+        raw: the parsed config.json.
+        num_layers: of the config.
+        width: of the windows, in tokens.
+        default: whether a layer slides, where config.json does not say.
+
+    Raises:
+        CheckpointError: other kinds, too few, or sliding layers without a width.
+    """
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = [SLIDING if default(layer) else FULL for layer in range(num_layers)]
+    if len(kinds) != num_layers or not set(kinds) <= {FULL, SLIDING}:
+        raise CheckpointError(
+            f"layer_types must name {FULL} or {SLIDING} for each of {num_layers} "
+            f"layers; got {kinds}"
+        )
+    if width is not None and width < 1:
+        raise CheckpointError(f"sliding_window must be at least 1; got {width}")
+    if SLIDING not in kinds:
+        return ()
+    if width is None:
+        raise CheckpointError(
+            f"layer_types names {SLIDING}, but use_sliding_window is not true or "
+            f"sliding_window is null; set both or make every layer {FULL}"
+        )
+    return tuple(width if kind == SLIDING else None for kind in kinds)
+
+
+def layer_types_to_hf(config: ModelConfig) -> list[str]:
+    """Returns the kind of every layer."""
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    return [FULL if width is None else SLIDING for width in windows]
+
+
+def single_window(config: ModelConfig) -> int | None:
+    """The one width that windows have, None where all attention is full.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    widths: Sequence[int] = sorted({width for width in config.windows if width})
+    if len(widths) > 1:
+        raise CheckpointError(
+            f"windows must all have one width to be written; got {widths}"
+        )
+    return widths[0] if widths else None
 
 
 def dtype_name(raw: Json) -> str:
@@ -107,7 +280,9 @@ def dtype_name(raw: Json) -> str:
     >>> dtype_name({"torch_dtype": "bfloat16"})
     'bfloat16'
     """
-    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    places = (raw, raw.get("text_config") or {})
+    names = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
+    name = next(filter(None, names), "float32")
     known = ("float32", "bfloat16", "float16")
     if name not in known:
         raise CheckpointError(
@@ -115,142 +290,3 @@ def dtype_name(raw: Json) -> str:
             f"the dtype argument"
         )
     return name
-
-
-def integer(raw: Json, key: str, default: int | None = None) -> int:
-    """Reads an integer; null counts as absent, and no default as required."""
-    value = raw.get(key)
-    if value is None and default is not None:
-        return default
-    if value is None:
-        raise CheckpointError(f"{key} is missing")
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise CheckpointError(f"{key} must be an integer; got {value!r}")
-    return value
-
-
-def flag(raw: Json, key: str, default: bool) -> bool:
-    """Reads true or false; null counts as absent."""
-    value = raw.get(key)
-    value = default if value is None else value
-    if not isinstance(value, bool):
-        raise CheckpointError(f"{key} must be true or false; got {value!r}")
-    return value
-
-
-def _number(raw: Json, key: str, default: float | None = None) -> float:
-    value = raw.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise CheckpointError(f"{key} is missing")
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise CheckpointError(f"{key} must be a number; got {value!r}")
-    return float(value)
-
-
-def _refuse_unsupported(raw: Json) -> None:
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise CheckpointError(f"hidden_act must be 'silu'; got {activation!r}")
-    if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"].get("quant_method")
-        raise CheckpointError(
-            f"the weights are quantized ({method}); take the unquantized checkpoint"
-        )
-
-
-def _rope_from_hf(raw: Json, max_length: int) -> tuple[float, RopeScaling | None]:
-    """Base and scaling; a value inside the dictionary wins over one beside it."""
-    rope: Json = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise CheckpointError(
-            f"rope_parameters must be the same for all layers; got one entry for each "
-            f"of {', '.join(rope)}"
-        )
-    theta = _number(rope, "rope_theta", _number(raw, "rope_theta", 10000.0))
-    for place in (rope, raw):
-        if _number(place, "partial_rotary_factor", 1.0) != 1.0:
-            raise CheckpointError(
-                f"partial_rotary_factor must be 1; got {place['partial_rotary_factor']}"
-            )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise CheckpointError(
-            f"unknown rope_type {kind!r}; supported: {', '.join(ROPE_KINDS)}"
-        )
-    if kind == "default":
-        return theta, None
-    return theta, _scaling_from_hf(kind, rope, max_length)
-
-
-def _scaling_from_hf(kind: str, rope: Json, max_length: int) -> RopeScaling:
-    if kind == "linear":
-        return RopeScaling("linear", _number(rope, "factor"))
-    if kind == "dynamic":
-        # Its original length is always max_position_embeddings: transformers ignores
-        # `original_max_position_embeddings` here.
-        return RopeScaling("dynamic", _number(rope, "factor"))
-    original = integer(rope, "original_max_position_embeddings", max_length)
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            _number(rope, "factor"),
-            original_length=original,
-            low_frequency_factor=_number(rope, "low_freq_factor"),
-            high_frequency_factor=_number(rope, "high_freq_factor"),
-        )
-
-    def optional(key: str) -> float | None:
-        return None if rope.get(key) is None else _number(rope, key)
-
-    return RopeScaling(
-        "yarn",
-        _number(rope, "factor", max_length / original),
-        original_length=original,
-        # Zero means the default, as transformers reads it.
-        beta_fast=optional("beta_fast") or 32.0,
-        beta_slow=optional("beta_slow") or 1.0,
-        attention_factor=optional("attention_factor"),
-        mscale=optional("mscale"),
-        mscale_all_dim=optional("mscale_all_dim"),
-        truncate=flag(rope, "truncate", True),
-    )
-
-
-def _rope_to_hf(config: ModelConfig) -> dict[str, Any]:
-    theta = {"rope_theta": config.rope_theta}
-    if config.rope_scaling is None:
-        return {
-            **theta,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", **theta},
-        }
-    scaling = _scaling_to_hf(config.rope_scaling, config.max_length)
-    return {**theta, "rope_scaling": scaling, "rope_parameters": {**scaling, **theta}}
-
-
-def _scaling_to_hf(scaling: RopeScaling, max_length: int) -> dict[str, Any]:
-    original = scaling.original_length or max_length
-    entries: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "linear":
-        return entries
-    if scaling.kind == "dynamic":
-        if original != max_length:
-            raise CheckpointError(
-                f"rope_scaling 'dynamic' grows from max_length in transformers, so "
-                f"original_length must be None or {max_length}; got {original}"
-            )
-        return entries
-    entries["original_max_position_embeddings"] = original
-    if scaling.kind == "llama3":
-        entries["low_freq_factor"] = scaling.low_frequency_factor
-        entries["high_freq_factor"] = scaling.high_frequency_factor
-        return entries
-    entries["beta_fast"] = scaling.beta_fast
-    entries["beta_slow"] = scaling.beta_slow
-    for key in ("attention_factor", "mscale", "mscale_all_dim"):
-        if getattr(scaling, key) is not None:
-            entries[key] = getattr(scaling, key)
-    if not scaling.truncate:
-        entries["truncate"] = False
-    return entries

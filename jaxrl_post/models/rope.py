@@ -8,26 +8,42 @@ import numpy as np
 from jaxrl_post.models.config import ModelConfig, RopeScaling
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["apply_rope", "rope_tables"]
+__all__ = ["apply_rope", "rope_tables", "yarn_mscale"]
 
 
 def rope_tables(
-    config: ModelConfig, positions: Int[Array, "*batch length"]
+    config: ModelConfig,
+    positions: Int[Array, "*batch length"],
+    *,
+    local: bool = False,
 ) -> tuple[Float[Array, "*batch length half"], Float[Array, "*batch length half"]]:
     """Cosines and sines of every position's rotation angles, float32.
 
     Args:
-        config: gives head_dim, base and scaling.
+        config: gives the rotated width, base and scaling.
         positions: int32 positions; rows are treated one by one.
+        local: the rotation of layers with a window, where they have one of their own.
 
     References:
         Su et al., RoFormer, arXiv:2104.09864.
     """
-    frequencies, scale = _frequencies(config)
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies)
     scaling = config.rope_scaling
-    if scaling is not None and scaling.kind == "dynamic":
-        angles = _dynamic_angles(config, scaling, positions)
+    base = config.rope_theta
+    if local and config.local_rope_theta is not None:
+        scaling, base = None, config.local_rope_theta
+    plain = base ** -_exponents(config)
+    places = positions[..., None].astype(jnp.float32)
+    scale = 1.0
+    if scaling is None:
+        angles = places * jnp.asarray(plain.astype(np.float32))
+    elif scaling.kind == "dynamic":
+        angles = places * _dynamic(config, scaling, positions)
+    elif scaling.kind == "longrope":
+        angles = places * _longrope(config, scaling, plain, positions)
+        scale = _longrope_scale(config, scaling)
+    else:
+        frequencies, scale = _fixed(config, scaling, plain)
+        angles = places * jnp.asarray(frequencies.astype(np.float32))
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
@@ -35,31 +51,46 @@ def apply_rope(
     x: Float[Array, "batch length heads head_dim"],
     cos: Float[Array, "batch length half"],
     sin: Float[Array, "batch length half"],
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Rotates the first half of each head against the second, in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotates the leading 2 * half dims of each head, in float32.
+
+    Args:
+        x: queries or keys.
+        cos: from `rope_tables`.
+        sin: likewise.
+        interleaved: dims 2i and 2i + 1 are a pair, not i and half + i. The pairs are
+            laid out as halves afterwards: for queries and keys alike, so their products
+            are the same.
+    """
+    width = 2 * cos.shape[-1]
+    rotating, rest = jnp.split(x, [width], axis=-1)
+    wide = rotating.astype(jnp.float32)
+    if interleaved:
+        first, second = wide[..., ::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    turned = jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
-def _plain(config: ModelConfig) -> np.ndarray:
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    return config.rope_theta**-exponents
+def _exponents(config: ModelConfig) -> np.ndarray:
+    return np.arange(0, config.rotated_dims, 2, dtype=np.float64) / config.rotated_dims
 
 
-def _frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Inverse frequencies [head_dim / 2] and the scale of cos and sin."""
-    plain, scaling = _plain(config), config.rope_scaling
-    if scaling is None or scaling.kind == "dynamic":
-        return plain.astype(np.float32), 1.0
+def _fixed(
+    config: ModelConfig, scaling: RopeScaling, plain: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """Frequencies [rotary_dim / 2] that do not depend on the row; scale of cos, sin."""
     if scaling.kind == "linear":
-        return (plain / scaling.factor).astype(np.float32), 1.0
+        return plain / scaling.factor, 1.0
     original = scaling.original_length or config.max_length
     if scaling.kind == "llama3":
-        return _llama3(plain, scaling, original).astype(np.float32), 1.0
-    frequencies = _yarn(config, plain, scaling, original)
-    return frequencies.astype(np.float32), _yarn_scale(scaling)
+        return _llama3(plain, scaling, original), 1.0
+    return _yarn(config, plain, scaling, original), _yarn_scale(scaling)
 
 
 def _llama3(plain: np.ndarray, scaling: RopeScaling, original: int) -> np.ndarray:
@@ -76,39 +107,72 @@ def _yarn(
     def dim_of(rotations: float) -> float:
         """The (fractional) dim that turns `rotations` times over the context."""
         turns = math.log(original / (rotations * 2 * math.pi))
-        return config.head_dim * turns / (2 * math.log(config.rope_theta))
+        return config.rotated_dims * turns / (2 * math.log(config.rope_theta))
 
     low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
-    dims = np.arange(config.head_dim // 2, dtype=np.float64)
+    low, high = max(low, 0), min(high, config.rotated_dims - 1)
+    dims = np.arange(config.rotated_dims // 2, dtype=np.float64)
     # Equal bounds are a step; reversed ones (a context below 2 pi) leave all as it is.
     ramp = np.clip((dims - low) / ((high - low) or 1e-3), 0.0, 1.0)
     return plain * (1 - ramp) + plain / scaling.factor * ramp
 
 
 def _yarn_scale(scaling: RopeScaling) -> float:
-    def mscale(weight: float) -> float:
-        if scaling.factor <= 1:
-            return 1.0
-        return 0.1 * weight * math.log(scaling.factor) + 1.0
-
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
-    return mscale(1.0)
+        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(
+            scaling.factor, scaling.mscale_all_dim
+        )
+    return yarn_mscale(scaling.factor, 1.0)
 
 
-def _dynamic_angles(
+def yarn_mscale(factor: float, weight: float) -> float:
+    """0.1 weight ln(factor) + 1, which is 1 for a factor of at most 1.
+
+    >>> round(yarn_mscale(40.0, 1.0), 4)
+    1.3689
+    """
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _row_lengths(positions: Int[Array, "*batch length"]) -> Int[Array, "*batch"]:
+    return positions.max(axis=-1) + 1
+
+
+def _dynamic(
     config: ModelConfig, scaling: RopeScaling, positions: Int[Array, "*batch length"]
-) -> Float[Array, "*batch length half"]:
+) -> Float[Array, "*batch 1 half"]:
     """NTK-aware: the base grows once a row is longer than the original context."""
     original = scaling.original_length or config.max_length
-    length = jnp.maximum(positions.max(axis=-1) + 1, original).astype(jnp.float32)
+    length = jnp.maximum(_row_lengths(positions), original).astype(jnp.float32)
     growth = scaling.factor * length / original - (scaling.factor - 1)
-    base = config.rope_theta * growth ** (config.head_dim / (config.head_dim - 2))
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    frequencies = base[..., None] ** -jnp.asarray(exponents)
-    return positions[..., None].astype(jnp.float32) * frequencies[..., None, :]
+    dim = config.rotated_dims
+    base = config.rope_theta * growth ** (dim / (dim - 2))
+    exponents = jnp.asarray(_exponents(config).astype(np.float32))
+    return (base[..., None] ** -exponents)[..., None, :]
+
+
+def _longrope(
+    config: ModelConfig,
+    scaling: RopeScaling,
+    plain: np.ndarray,
+    positions: Int[Array, "*batch length"],
+) -> Float[Array, "*batch 1 half"]:
+    """One table of divisors up to the original context, another beyond it."""
+    original = scaling.original_length or config.max_length
+    short = jnp.asarray((plain / np.asarray(scaling.short_factors)).astype(np.float32))
+    long = jnp.asarray((plain / np.asarray(scaling.long_factors)).astype(np.float32))
+    beyond = _row_lengths(positions) > original
+    return jnp.where(beyond[..., None], long, short)[..., None, :]
+
+
+def _longrope_scale(config: ModelConfig, scaling: RopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    original = scaling.original_length or config.max_length
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(original))

@@ -27,17 +27,24 @@ class ParamSpec:
         axes: the logical axis of each dimension (see `sharding.rules`).
         init: "normal" (standard deviation `scale`), "zeros" or "ones".
         scale: standard deviation of the "normal" initialiser.
+        wide: float32 whatever the dtype of the others, as where a small difference
+            decides.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Literal["normal", "zeros", "ones"] = "normal"
     scale: float = 0.02
+    wide: bool = False
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    def dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """The parameter's dtype where the others have `dtype`."""
+        return jnp.float32 if self.wide else dtype
 
 
 def is_spec(leaf: Any) -> bool:
@@ -53,11 +60,13 @@ def abstract(
 ) -> PyTree:
     """Returns the tree of ShapeDtypeStructs, with shardings where a mesh is given."""
     if mesh is None:
-        as_struct = lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype)  # noqa: E731
+        as_struct = lambda spec: jax.ShapeDtypeStruct(  # noqa: E731
+            spec.shape, spec.dtype(dtype)
+        )
         return jax.tree.map(as_struct, specs, is_leaf=is_spec)
     return jax.tree.map(
         lambda spec, sharding: jax.ShapeDtypeStruct(
-            spec.shape, dtype, sharding=sharding
+            spec.shape, spec.dtype(dtype), sharding=sharding
         ),
         specs,
         named_shardings(specs, mesh, rules),
@@ -88,11 +97,11 @@ def initialize(
     def draw(path: Any, spec: ParamSpec) -> Array:
         if spec.init != "normal":
             fill = jnp.zeros if spec.init == "zeros" else jnp.ones
-            return fill(spec.shape, dtype)
+            return fill(spec.shape, spec.dtype(dtype))
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         values = spec.scale * jax.random.normal(own_key, spec.shape, jnp.float32)
-        return values.astype(dtype)
+        return values.astype(spec.dtype(dtype))
 
     def draw_all() -> PyTree:
         return jax.tree_util.tree_map_with_path(draw, specs, is_leaf=is_spec)

@@ -7,22 +7,25 @@ back (https://github.com/huggingface/safetensors#format), and the header follows
 shapes and dtypes, so it can be written before the first tensor is fetched.
 """
 
+import functools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_post.models.errors import CheckpointError
+from jaxrl_post.models.layout import Fetch, Index
 
-__all__ = ["StoredTensor", "TensorFiles", "read_json", "write_tensors"]
+__all__ = ["StoredTensor", "Tensor", "open_tensors", "read_json", "write_tensors"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,6 +33,30 @@ PLAIN_FILE = r"[^/\\\0]+\.safetensors"
 
 # Names in the format, by name in NumPy.
 STORED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+# The library has no NumPy arrays of these (0.8.0), so their bytes are read from the
+# file. The reader that knows the scales turns them into numbers.
+RAW_DTYPES = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor on disk, or one that is computed from such tensors region by region.
+
+    Attributes:
+        file: that holds it.
+        shape: dimensions.
+        dtype: of what `fetch` returns, by its name in the format, such as "BF16".
+        fetch: copies a region into memory; every slice has both its bounds.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    fetch: Fetch
 
 
 @dataclass(frozen=True)
@@ -46,58 +73,26 @@ class StoredTensor:
         return math.prod(self.shape) * (4 if self.dtype == "float32" else 2)
 
 
-class TensorFiles:
-    """The tensors of a checkpoint directory, wherever they are; made by `open`."""
+@contextmanager
+def open_tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
+    """Opens model.safetensors, or the shards that the index names.
 
-    def __init__(self, opened: Mapping[Path, Any]) -> None:
-        self._place = {
-            name: (path, handle)
-            for path, handle in opened.items()
-            for name in handle.keys()  # noqa: SIM118 (not a mapping)
-        }
+    Yields:
+        All tensors by name. Nothing has been read of them but the headers, and nothing
+        can be read after the context.
 
-    @classmethod
-    @contextmanager
-    def open(cls, directory: Path) -> Iterator["TensorFiles"]:
-        """Opens model.safetensors, or the shards that the index names.
-
-        Raises:
-            CheckpointError: there is neither; a shard is missing, damaged or lacks a
-                tensor that the index promises; the index leaves the directory.
-        """
-        promised = _locate(directory)
-        with ExitStack() as stack:
-            opened = {
-                path: stack.enter_context(_open(path)) for path in sorted(promised)
-            }
-            files = cls(opened)
-            for path, names in promised.items():
-                _check_promise(path, names, set(opened[path].keys()))
-            yield files
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._place)
-
-    def file(self, name: str) -> Path:
-        """Returns the file that holds a tensor."""
-        return self._place[name][0]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor; nothing is read but the header."""
-        return tuple(self._slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        """Returns the dtype of a tensor by its name in the format, such as "BF16"."""
-        return self._slice(name).get_dtype()
-
-    def fetch(self, name: str, region: tuple[slice, ...]) -> np.ndarray:
-        """Copies a region of a tensor into memory."""
-        return self._slice(name)[region]
-
-    def _slice(self, name: str) -> Any:
-        return self._place[name][1].get_slice(name)
+    Raises:
+        CheckpointError: there is neither; a shard is missing, damaged or lacks a tensor
+            that the index promises; the index leaves the directory.
+    """
+    promised = _locate(directory)
+    tensors: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for path in sorted(promised):
+            found = _tensors(path, stack.enter_context(_open(path)))
+            _check_promise(path, promised[path], set(found))
+            tensors |= found
+        yield tensors
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -203,10 +198,59 @@ def _open(path: Path) -> Iterator[Any]:
         handle = safe_open(path, framework="numpy")
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path}: truncated or damaged ({error}); fetch it again"
+            f"{path}: truncated or damaged ({error}{_damage(path)}); fetch it again"
         ) from error
     with handle as opened:
         yield opened
+
+
+def _tensors(path: Path, opened: Any) -> dict[str, Tensor]:
+    start, header = _header(path)
+    tensors = {}
+    for name in opened.keys():  # noqa: SIM118 (not a mapping)
+        view = opened.get_slice(name)
+        shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        fetch = view.__getitem__
+        if dtype in RAW_DTYPES:
+            offset = start + header[name]["data_offsets"][0]
+            raw = functools.partial(np.memmap, path, RAW_DTYPES[dtype], "r", offset)
+            fetch = functools.partial(_raw_region, raw, shape)
+        tensors[name] = Tensor(path, shape, dtype, fetch)
+    return tensors
+
+
+def _raw_region(
+    mapped: Callable[[tuple[int, ...]], np.ndarray],
+    shape: tuple[int, ...],
+    region: Index,
+) -> np.ndarray:
+    return np.array(mapped(shape)[region])
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data starts in a file, in bytes, and what it says about its tensors."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, path.stat().st_size)))
+    header.pop("__metadata__", None)
+    return 8 + length, header
+
+
+def _damage(path: Path) -> str:
+    """Names the first tensor whose data the file does not hold, if the header can."""
+    try:
+        start, header = _header(path)
+        ends = {name: start + t["data_offsets"][1] for name, t in header.items()}
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return ""  # The header itself is damaged: there is no tensor to name.
+    size = path.stat().st_size
+    beyond = [name for name, end in ends.items() if end > size]
+    if not beyond:
+        return ""
+    first = min(beyond, key=ends.__getitem__)
+    return (
+        f"; the data of tensor {first} ends at byte {ends[first]}, the file at {size}"
+    )
 
 
 def _check_promise(path: Path, promised: set[str], found: set[str]) -> None:

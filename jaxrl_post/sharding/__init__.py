@@ -6,6 +6,7 @@ from jaxrl_post.sharding.partition import (
     named_shardings,
     partition_spec,
     per_device_bytes,
+    split_size,
 )
 from jaxrl_post.sharding.rules import DEFAULT_RULES, Rules
 
@@ -19,4 +20,5 @@ __all__ = [
     "parse_mesh",
     "partition_spec",
     "per_device_bytes",
+    "split_size",
 ]

@@ -1,7 +1,8 @@
 """`dp4,tp8` to a `jax.sharding.Mesh`.
 
 Axes, outermost first: `dp` (data parallel, parameters replicated), `fsdp` (data
-parallel, parameters sharded) and `tp` (tensor parallel). The order in which a user
+parallel, parameters sharded), `ep` (the same, but experts stay whole and each device
+has its own) and `tp` (tensor parallel). The order in which a user
 writes them does not matter. Devices are laid out so that `tp`, which communicates in
 every layer, gets the fastest links, and `dp`, which communicates once a step, may span
 slow ones.
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 
 __all__ = ["AXES", "MeshError", "create_mesh", "parse_mesh"]
 
-AXES = ("dp", "fsdp", "tp")
+AXES = ("dp", "fsdp", "ep", "tp")
 
 
 class MeshError(ValueError):
@@ -41,7 +42,7 @@ def parse_mesh(spec: str, num_devices: int) -> dict[str, int]:
             not `num_devices`.
 
     >>> parse_mesh("tp2,dp-1", 8)
-    {'dp': 4, 'fsdp': 1, 'tp': 2}
+    {'dp': 4, 'fsdp': 1, 'ep': 1, 'tp': 2}
     """
     sizes: dict[str, int] = {}
     for part in (spec or "dp-1").replace(" ", "").split(","):
@@ -95,7 +96,7 @@ def create_mesh(
         MeshError: as `parse_mesh`.
 
     >>> dict(create_mesh("tp1", jax.devices()[:1]).shape)
-    {'dp': 1, 'fsdp': 1, 'tp': 1}
+    {'dp': 1, 'fsdp': 1, 'ep': 1, 'tp': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = tuple(parse_mesh(spec, len(devices)).values())

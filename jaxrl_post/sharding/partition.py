@@ -12,11 +12,18 @@ from jaxrl_post.sharding.mesh import MeshError
 from jaxrl_post.sharding.rules import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, PyTree
 
-__all__ = ["constrain", "named_shardings", "partition_spec", "per_device_bytes"]
+__all__ = [
+    "constrain",
+    "named_shardings",
+    "partition_spec",
+    "per_device_bytes",
+    "split_size",
+]
 
-# A vocabulary that tp does not divide is replicated instead of refused: it is a detail
-# of a tokenizer, and every operation over it works either way.
-REPLICATE_WHEN_UNEVEN = ("vocab",)
+# Replicated instead of refused where the mesh does not divide it. A vocabulary's
+# size is a detail of a tokenizer, and key/value heads may be fewer than a node's
+# devices; every operation over them works either way.
+REPLICATE_WHEN_UNEVEN = ("vocab", "kv_heads")
 
 
 def partition_spec(
@@ -56,6 +63,18 @@ def partition_spec(
                 )
         entries.append(names[0] if len(names) == 1 else names or None)
     return P(*entries)
+
+
+def split_size(
+    axis: str, mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES
+) -> int:
+    """Into how many parts a mesh splits a logical axis.
+
+    >>> from jaxrl_post.sharding import create_mesh
+    >>> split_size("batch", create_mesh("dp1", jax.devices()[:1]))
+    1
+    """
+    return math.prod(mesh.shape.get(name, 1) for name in rules.mesh_axes(axis))
 
 
 def named_shardings(specs: PyTree, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> PyTree:

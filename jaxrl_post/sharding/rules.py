@@ -17,7 +17,7 @@ class Rules:
 
     >>> print(DEFAULT_RULES.replace(ffn=()).table())  # doctest: +ELLIPSIS
     logical axis  mesh axes
-    batch         dp, fsdp
+    batch         dp, fsdp, ep
     ...
     ffn           -
     ...
@@ -60,17 +60,23 @@ class Rules:
 DEFAULT_RULES = Rules.of(
     {
         # Activations.
-        "batch": ("dp", "fsdp"),
+        "batch": ("dp", "fsdp", "ep"),
         "length": (),
         "hidden": (),
         # Parameters, and the activations that they make.
         "vocab": ("tp",),
-        "embed": ("fsdp",),
+        "embed": ("fsdp", "ep"),
         "heads": ("tp",),
         "kv_heads": ("tp",),
         "head_dim": (),
         "ffn": ("tp",),
         "norm": (),
         "value": (),
+        "rank": (),
+        # Experts. They are split over ep, so the rest of their dimensions is not.
+        "experts": ("ep",),
+        "expert_embed": ("fsdp",),
+        "expert_ffn": ("tp",),
+        "router": (),
     }
 )

@@ -124,7 +124,7 @@ def test_a_template_that_rewrites_history_is_refused_where_it_does():
     [
         ("{% for %}", "the chat template failed"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.append(1) }}", "the chat template failed: .*append"),
+        ("{{ messages.append(1) }}", "the chat template failed in line 1: .*append"),
         ("{{ messages[0].__class__.__mro__ }}", "the chat template failed"),
     ],
 )

@@ -130,7 +130,7 @@ def test_stop_ids_come_from_each_file(directory, files, expected):
     ],
     ids=["inline", "both", "file", "none", "named"],
 )
-def test_where_the_chat_template_is(directory, setting, file, expected):
+def test_where_the_default_chat_template_is(directory, setting, file, expected):
     settings = {"eos_token": "<|eos|>"}
     if setting is not None:
         settings["chat_template"] = setting
@@ -138,6 +138,121 @@ def test_where_the_chat_template_is(directory, setting, file, expected):
     if file is not None:
         write(directory, "chat_template.jinja", file)
     assert Tokenizer.from_directory(directory).chat_template == expected
+
+
+def test_several_chat_templates(directory, tmp_path_factory):
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools"},
+    ]
+    write(
+        directory,
+        "tokenizer_config.json",
+        {"eos_token": "<|eos|>", "chat_template": named},
+    )
+    read = Tokenizer.from_directory(directory)
+    assert read.chat_templates == {"default": "plain", "tool_use": "tools"}
+    copy = tmp_path_factory.mktemp("copy")
+    read.save(copy)
+    assert Tokenizer.from_directory(copy).chat_templates == read.chat_templates
+    # Files of their own hide all that the settings name.
+    (directory / "additional_chat_templates").mkdir()
+    write(directory / "additional_chat_templates", "rag.jinja", "documents")
+    read = Tokenizer.from_directory(directory)
+    assert read.chat_templates == {"rag": "documents"}
+    assert read.chat_template is None
+
+
+def test_the_template_of_a_processor_serves_last(directory):
+    write(directory, "chat_template.json", {"chat_template": "of a processor"})
+    write(directory, "tokenizer_config.json", {"eos_token": "<|eos|>"})
+    assert Tokenizer.from_directory(directory).chat_template == "of a processor"
+    settings = {"eos_token": "<|eos|>", "chat_template": "inline"}
+    write(directory, "tokenizer_config.json", settings)
+    assert Tokenizer.from_directory(directory).chat_template == "inline"
+
+
+def test_named_special_tokens_are_matched_whole(directory):
+    """Also those that tokenizer.json has in its vocabulary alone."""
+    content = json.loads(TOKENIZER.backend.to_str())
+    content["model"]["vocab"]["<turn>"] = len(TOKENIZER.backend.get_vocab())
+    write(directory, "tokenizer.json", content)
+    settings = {"eos_token": "<|eos|>"}
+    write(directory, "tokenizer_config.json", settings)
+    assert len(Tokenizer.from_directory(directory).encode("<turn>")) > 1
+    turn = content["model"]["vocab"]["<turn>"]
+    for more in (
+        {"turn_token": "<turn>"},
+        {"turn_token": {"content": "<turn>", "lstrip": False}},
+        {"additional_special_tokens": ["<turn>", "<unknown>"]},
+        {"extra_special_tokens": {"turn": "<turn>"}},
+    ):
+        write(directory, "tokenizer_config.json", settings | more)
+        read = Tokenizer.from_directory(directory)
+        assert read.encode("<turn>") == (turn,)
+        assert read.decode((turn,)) == ""
+        assert "<unknown>" not in read.backend.get_vocab()
+        assert read.vocab_size == turn + 1
+
+
+def test_named_special_tokens_are_saved(directory, tmp_path_factory):
+    settings = {
+        "eos_token": "<|eos|>",
+        "image_token": "<bos>",
+        "extra_special_tokens": {"turn": "<eot>"},
+        "add_bos_token": True,
+    }
+    write(directory, "tokenizer_config.json", settings)
+    read = Tokenizer.from_directory(directory)
+    expected = {"eos_token": "<|eos|>", "image_token": "<bos>", "turn": "<eot>"}
+    assert read.special_tokens == expected
+    copy = tmp_path_factory.mktemp("copy")
+    read.save(copy)
+    assert Tokenizer.from_directory(copy).special_tokens == expected
+
+
+def test_truncation_and_padding_of_the_file_are_not_used(directory):
+    backend = tokenizers.Tokenizer.from_str(TOKENIZER.backend.to_str())
+    backend.enable_truncation(2)
+    backend.enable_padding(length=50)
+    backend.save(str(directory / "tokenizer.json"))
+    write(directory, "tokenizer_config.json", {"eos_token": "<|eos|>"})
+    assert len(Tokenizer.from_directory(directory).encode("12345")) == 5
+
+
+# Beside a model.
+
+
+def test_a_vocabulary_that_exceeds_the_embedding_is_refused():
+    last = max(TOKENIZER.backend.get_vocab().values())
+    assert TOKENIZER.for_model(last + 1).num_embeddings == last + 1
+    message = rf"its ids reach to {last} \('.*'\), the model has only {last} embeddings"
+    with pytest.raises(TokenizerError, match=f"^tokenizer: {message}"):
+        TOKENIZER.for_model(last)
+    stops = Tokenizer(TOKENIZER.backend, stop_ids=(1, last + 9))
+    with pytest.raises(TokenizerError, match=rf"ids reach to {last + 9} \(None\)"):
+        stops.for_model(last + 9)
+
+
+def test_added_tokens_beyond_the_embedding_must_not_be_used():
+    backend = tokenizers.Tokenizer.from_str(TOKENIZER.backend.to_str())
+    size = backend.get_vocab_size()
+    backend.add_special_tokens(["<image>"])
+    tokenizer = Tokenizer(backend, stop_ids=(1,), chat_template="x").for_model(size)
+    assert tokenizer.chat_template == "x"
+    assert tokenizer.encode("12") == TOKENIZER.encode("12")
+    message = rf"the text has the token {size} \('<image>'\), the model only {size} emb"
+    for encode in (tokenizer.encode, tokenizer.encode_with_begins):
+        with pytest.raises(TokenizerError, match=f"^tokenizer: {message}"):
+            encode("12<image>")
+    assert size in tokenizer.for_model(size + 1).encode("12<image>")
+
+
+def test_an_end_of_sequence_id_without_a_token():
+    with pytest.raises(
+        TokenizerError, match=r"id 999 is not in the vocabulary; correct"
+    ):
+        _ = Tokenizer(TOKENIZER.backend, stop_ids=(999,)).eos_token
 
 
 @pytest.mark.parametrize(
@@ -150,8 +265,20 @@ def test_where_the_chat_template_is(directory, setting, file, expected):
         ("tokenizer_config.json", {"eos_token": "<none>"}, r"no end-of-sequence token"),
         (
             "tokenizer_config.json",
-            {"chat_template": [{"name": "rag", "template": ""}]},
-            r"must name one of its chat templates 'default'; got rag",
+            {"chat_template": [{"name": "rag"}]},
+            r"chat_template of .*tokenizer_config.json must be Jinja.*got \[{'name'",
+        ),
+        ("tokenizer_config.json", {"chat_template": 1}, r"must be Jinja, .*; got 1$"),
+        (
+            "chat_template.json",
+            {"chat_template": ["x"]},
+            r"of .*chat_template.json must",
+        ),
+        ("config.json", {"eos_token_id": False}, r"an id or a list .*; got \[False\]"),
+        (
+            "config.json",
+            {"eos_token_id": "2"},
+            r"must be an id or a list .*; got \['2'",
         ),
     ],
 )

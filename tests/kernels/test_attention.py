@@ -28,12 +28,13 @@ def arrays(queries, keys, heads, kv_heads, *, batch=2, dim=4, dtype=jnp.float32)
 
 
 def oracle(
-    query, key, value, query_positions, kv_positions, segments=None, window=None
-):
+    query, key, value, query_positions, kv_positions, segments=None, window=None,
+    softcap=None, sinks=None,
+):  # fmt: skip
     query, key, value = (np.asarray(array, np.float64) for array in (query, key, value))
     batch, queries, heads, dim = query.shape
     group = heads // key.shape[1]
-    out = np.zeros_like(query)
+    out = np.zeros((batch, queries, heads, value.shape[-1]))
     for b, t, h in np.ndindex(batch, queries, heads):
         seen = []
         for s in range(key.shape[2]):
@@ -42,8 +43,11 @@ def oracle(
             if same and back >= 0 and (window is None or back < window):
                 seen.append(s)
         scores = key[b, h // group, seen] @ query[b, t, h] / np.sqrt(dim)
-        weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights / weights.sum() @ value[b, h // group, seen]
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        nothing = 0.0 if sinks is None else np.exp(np.float64(sinks[h]))
+        weights = np.exp(scores)
+        out[b, t, h] = weights / (weights.sum() + nothing) @ value[b, h // group, seen]
     return out
 
 
@@ -97,6 +101,60 @@ def test_every_implementation_equals_the_oracle(
     assert float(jnp.abs(grads["xla"][2]).max()) > 0
     for tiled, whole in zip(grads["xla"], grads["reference"], strict=True):
         np.testing.assert_allclose(tiled, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_softcap_sinks_and_values_of_another_width(
+    monkeypatch, implementation, softcap
+):
+    monkeypatch.setattr(api, "QUERY_TILE", 3)
+    query, key, value = arrays(7, 7, 6, 2)
+    value = value[..., :3]
+    sinks = jnp.array([-1e30, -2.0, 0.0, 1.0, 5.0, 40.0])
+    options = {"softcap": softcap, "sinks": sinks}
+    expected = oracle(
+        query, key, value, POSITIONS, POSITIONS, SEGMENTS, 2, **options
+    )  # fmt: skip
+    out = run(
+        (query, key, value), POSITIONS, segments=SEGMENTS, window=2,
+        implementation=implementation, **options,
+    )  # fmt: skip
+    assert out.shape == (2, 7, 6, 3)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    # The last head looks at its sink alone.
+    assert float(jnp.abs(out[:, :, 5]).max()) < 1e-12
+
+
+def test_gradients_of_softcap_and_sinks_equal_finite_differences():
+    operands = [*arrays(4, 4, 2, 1, batch=1), jnp.array([0.3, -0.8])]
+    positions = np.array([range(4)], np.int32)
+    weights = np.random.default_rng(1).normal(size=operands[0].shape)
+
+    def ours(*arrays):
+        out = run(arrays[:3], positions, softcap=0.7, sinks=arrays[3])
+        return (out * jnp.float32(weights)).sum()
+
+    def loss(arrays):
+        out = oracle(
+            *arrays[:3], positions, positions, softcap=0.7, sinks=arrays[3]
+        )  # fmt: skip
+        return (out * weights).sum()
+
+    grads = jax.grad(ours, (0, 1, 2, 3))(*operands)
+    operands = [np.float64(operand) for operand in operands]
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        moves = [1e-5 * rng.normal(size=array.shape) for array in operands]
+        ahead = loss([a + d for a, d in zip(operands, moves, strict=True)])
+        behind = loss([a - d for a, d in zip(operands, moves, strict=True)])
+        slope = sum((g * d).sum() for g, d in zip(grads, moves, strict=True))
+        np.testing.assert_allclose(slope, (ahead - behind) / 2, rtol=1e-4)
+
+
+def test_a_softcap_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match=r"softcap must be > 0 or None; got 0\.0"):
+        run(arrays(7, 7, 2, 2), ARANGE, softcap=0.0)
 
 
 def test_gradient_equals_finite_differences_of_the_oracle():

@@ -29,10 +29,13 @@ def arrays(rows, length, width, vocab, *, seed=0, dtype=np.float32):
     )
 
 
-def oracle(hidden, weight, targets, temperature=1.0, vocab_size=None):
+def oracle(hidden, weight, targets, temperature=1.0, vocab_size=None, softcap=None):
     """Log-prob and entropy in float64, from the textbook's definitions."""
     hidden, weight = np.float64(hidden), np.float64(weight)[:vocab_size]
-    odds = np.exp(hidden @ weight.T / temperature)
+    logits = hidden @ weight.T
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+    odds = np.exp(logits / temperature)
     p = odds / odds.sum(axis=-1, keepdims=True)
     chosen = np.take_along_axis(p, np.asarray(targets)[..., None], axis=-1)[..., 0]
     return np.log(chosen), -(p * np.log(p)).sum(axis=-1)
@@ -40,7 +43,13 @@ def oracle(hidden, weight, targets, temperature=1.0, vocab_size=None):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("temperature", "vocab_size", "implementation", "setting"),
+    static_argnames=(
+        "temperature",
+        "softcap",
+        "vocab_size",
+        "implementation",
+        "setting",
+    ),
 )
 def both_passes(
     hidden, weight, targets, cotangents, mask=None, *, setting=None, **options
@@ -90,23 +99,26 @@ def test_from_logits_takes_a_temperature_a_row():
 
 # Rows of tokens that no tile divides, tiles of 8 and 24 rows, all rows in one tile.
 @pytest.mark.parametrize(
-    ("rows", "length", "vocab", "vocab_size", "tile_bytes", "temperature"),
+    ("rows", "length", "vocab", "vocab_size", "tile_bytes", "temperature", "softcap"),
     [
-        (1, 1, 3, 3, 1, 1.0),
-        (2, 9, 13, 13, 1, 1.0),
-        (3, 11, 37, 33, 24 * 4 * 37, 0.7),
-        (2, 9, 13, 1, 1, 1.0),
-        (1, 50, 7, 7, 2**26, 2.5),
+        (1, 1, 3, 3, 1, 1.0, None),
+        (2, 9, 13, 13, 1, 1.0, None),
+        (3, 11, 37, 33, 24 * 4 * 37, 0.7, None),
+        (3, 11, 37, 33, 24 * 4 * 37, 0.7, 1.5),
+        (2, 9, 13, 1, 1, 1.0, None),
+        (1, 50, 7, 7, 2**26, 2.5, 30.0),
     ],
 )
 def test_tiles_equal_the_definition(
-    monkeypatch, rows, length, vocab, vocab_size, tile_bytes, temperature
+    monkeypatch, rows, length, vocab, vocab_size, tile_bytes, temperature, softcap
 ):
     monkeypatch.setattr(api, "TILE_BYTES", tile_bytes)
     hidden, weight, targets, cotangents = arrays(rows, length, 5, vocab)
     targets = targets % vocab_size
     mask = jnp.asarray(np.random.default_rng(1).random((rows, length)) < 0.7)
-    options = {"temperature": temperature, "vocab_size": vocab_size}
+    options = {
+        "temperature": temperature, "vocab_size": vocab_size, "softcap": softcap,
+    }  # fmt: skip
     results = {
         name: both_passes(
             hidden, weight, targets, cotangents, mask,
@@ -114,23 +126,24 @@ def test_tiles_equal_the_definition(
         )
         for name in IMPLEMENTATIONS
     }  # fmt: skip
-    expected = oracle(hidden, weight, targets, temperature, vocab_size)
+    expected = oracle(hidden, weight, targets, temperature, vocab_size, softcap)
     for values, _ in results.values():
         close(values, [np.where(mask, value, 0) for value in expected])
     close(results["xla"][1], results["reference"][1])
 
 
+@pytest.mark.parametrize("softcap", [None, 1.2])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_gradient_equals_finite_differences_of_the_oracle(implementation):
+def test_gradient_equals_finite_differences_of_the_oracle(implementation, softcap):
     hidden, weight, targets, cotangents = arrays(2, 3, 4, 6)
     targets = targets % 5
     _, (d_hidden, d_weight) = both_passes(
         hidden, weight, targets, cotangents,
-        temperature=0.7, vocab_size=5, implementation=implementation,
+        temperature=0.7, vocab_size=5, softcap=softcap, implementation=implementation,
     )  # fmt: skip
 
     def loss(hidden, weight):
-        values = oracle(hidden, weight, targets, 0.7, 5)
+        values = oracle(hidden, weight, targets, 0.7, 5, softcap)
         return float((np.stack(values) * np.float64(cotangents)).sum())
 
     step = 1e-5
@@ -274,6 +287,12 @@ def test_a_temperature_that_is_not_positive_is_refused(temperature):
         ValueError, match=r"temperature must be > 0; got .*Score greedy"
     ):
         token_logprob(hidden, weight, targets, temperature=temperature)
+
+
+def test_a_softcap_that_is_not_positive_is_refused():
+    hidden, weight, targets, _ = arrays(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"softcap must be > 0 or None; got -1\.0"):
+        token_logprob(hidden, weight, targets, softcap=-1.0)
 
 
 @pytest.mark.parametrize("vocab_size", [0, 5])

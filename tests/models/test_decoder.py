@@ -23,7 +23,7 @@ from tests import tiny
 
 # Every optional part, and a window in the second layer.
 RICH = dataclasses.replace(
-    tiny.CONFIG, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True,
+    tiny.CONFIG, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm="head",
     tie_embeddings=True, windows=(None, 3),
 )  # fmt: skip
 ONE_LAYER = dataclasses.replace(tiny.CONFIG, num_layers=1)

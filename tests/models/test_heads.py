@@ -12,7 +12,9 @@ from jaxrl_post import models
 from jaxrl_post.models import CheckpointError, ModelConfig
 from jaxrl_post.sharding import create_mesh
 
-CONFIG = ModelConfig("qwen3", 40, 16, 24, 2, num_heads=4, num_kv_heads=2, qk_norm=True)
+CONFIG = ModelConfig(
+    "qwen3", 40, 16, 24, 2, num_heads=4, num_kv_heads=2, qk_norm="head"
+)
 TOKENS = jnp.array([[1, 2, 3, 4]], jnp.int32)
 
 

@@ -83,7 +83,7 @@ def test_optional_parameters_follow_the_config():
     assert plain.layers[0].attention.query_norm is None
     rich = param_specs(
         dataclasses.replace(
-            tiny.CONFIG, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True,
+            tiny.CONFIG, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm="head",
             tie_embeddings=True,
         )
     )  # fmt: skip

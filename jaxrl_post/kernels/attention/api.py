@@ -20,7 +20,7 @@ QUERY_TILE = 512
 def attention(
     query: Float[Array, "batch queries heads head_dim"],
     key: Float[Array, "batch kv_heads keys head_dim"],
-    value: Float[Array, "batch kv_heads keys head_dim"],
+    value: Float[Array, "batch kv_heads keys value_dim"],
     *,
     query_positions: Int[Array, "batch queries"],
     kv_positions: Int[Array, "batch keys"],
@@ -28,8 +28,10 @@ def attention(
     kv_segment_ids: Int[Array, "batch keys"] | None = None,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
     implementation: Implementation = "xla",
-) -> Float[Array, "batch queries heads head_dim"]:
+) -> Float[Array, "batch queries heads value_dim"]:
     """Causal grouped-query attention.
 
     A query sees the keys of its own segment whose position is not later than its own,
@@ -39,23 +41,28 @@ def attention(
     Args:
         query: float, any dtype.
         key: the same dtype, in the cache's layout.
-        value: as `key`.
+        value: as `key`, of any width.
         query_positions: int32 positions within the segment.
         kv_positions: int32 positions of the keys.
         query_segment_ids: int32, or None where each row is one sequence.
         kv_segment_ids: int32, None exactly where `query_segment_ids` is.
         window: tokens that a query looks back, itself included; None for all.
         scale: of the scores; default head_dim ** -0.5.
+        softcap: c in c tanh(scores / c), after the scale; None for none (Gemma 2,
+            arXiv:2408.00118).
+        sinks: a logit a query head that takes part in the softmax and adds nothing, so
+            that a head may look at no token (Xiao et al., arXiv:2309.17453).
         implementation: "xla" tiles the queries and recomputes scores in the backward
             pass, so that memory grows with keys x tile; "reference" holds all scores.
 
     Returns:
         The attended values, in `query`'s dtype. A query that sees no key gets a mean of
-        all values: callers mask it.
+        all values, or with sinks next to nothing: callers mask it.
 
     Raises:
         ValueError: heads is no multiple of kv_heads, one segment array is missing, the
-            window is empty, or there is no such implementation.
+            window is empty, the softcap not positive, or there is no such
+            implementation.
 
     References:
         Ainslie et al., GQA, arXiv:2305.13245.
@@ -75,6 +82,8 @@ def attention(
             f"attention: window must be at least 1, the query itself, or None; "
             f"got {window}"
         )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"attention: softcap must be > 0 or None; got {softcap}")
     if implementation not in get_args(Implementation):
         raise ValueError(
             f"attention: implementation must be one of {get_args(Implementation)}; "
@@ -84,7 +93,7 @@ def attention(
 
     def block(query: Array, positions: Array, segments: Array | None) -> Array:
         mask = visible(positions, kv_positions, segments, kv_segment_ids, window)
-        return attend(query, key, value, mask, factor)
+        return attend(query, key, value, mask, factor, softcap, sinks)
 
     queries = query.shape[1]
     if implementation == "reference" or queries <= QUERY_TILE:
@@ -110,5 +119,5 @@ def _tiled(block, query: Array, positions: Array, segments: Array | None) -> Arr
 
     step = jax.checkpoint(lambda tile: block(*tile))
     out = jax.lax.map(step, (tiles(query), tiles(positions), tiles(segments)))
-    out = jnp.moveaxis(out, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])
+    out = jnp.moveaxis(out, 0, 1).reshape(query.shape[0], -1, *out.shape[-2:])
     return out[:, :queries]

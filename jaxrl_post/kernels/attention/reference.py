@@ -31,10 +31,12 @@ def visible(
 def attend(
     query: Float[Array, "batch queries heads head_dim"],
     key: Float[Array, "batch kv_heads keys head_dim"],
-    value: Float[Array, "batch kv_heads keys head_dim"],
+    value: Float[Array, "batch kv_heads keys value_dim"],
     mask: Bool[Array, "batch queries keys"],
     scale: float,
-) -> Float[Array, "batch queries heads head_dim"]:
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+) -> Float[Array, "batch queries heads value_dim"]:
     """Softmax attention; scores and softmax in float32, the result as `query`.
 
     The queries of a group become one dimension, so that both products are plain batched
@@ -53,16 +55,28 @@ def attend(
     )
     shape = (batch, kv_heads, group, queries, keys)
     seen = jnp.broadcast_to(mask[:, None, None], shape).reshape(scores.shape)
-    scores = jnp.where(seen, scores * scale, MASKED)
-    scores = scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
-    weights = jnp.exp(scores)
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen, scores, MASKED)
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        by_head = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1)
+        by_head = jnp.repeat(by_head, queries, axis=-1)
+        by_head = by_head.reshape(1, kv_heads, group * queries, 1)
+        top = jnp.maximum(top, by_head)
+    top = jax.lax.stop_gradient(top)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(by_head - top)
     mixed = jnp.einsum(
         "bnqk,bnkd->bnqd",
         weights.astype(value.dtype),
         value,
         preferred_element_type=jnp.float32,
     )
-    mixed = mixed / weights.sum(axis=-1, keepdims=True)
-    mixed = mixed.astype(query.dtype)
-    mixed = mixed.reshape(batch, kv_heads, group, queries, dim)
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
+    mixed = (mixed / total).astype(query.dtype)
+    width = value.shape[-1]
+    mixed = mixed.reshape(batch, kv_heads, group, queries, width)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, queries, heads, width)

@@ -32,6 +32,7 @@ def token_logprob(
     *,
     mask: Bool[Array, "batch length"] | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
     vocab_size: int | None = None,
     rules: Rules = DEFAULT_RULES,
     implementation: Implementation = "xla",
@@ -47,7 +48,9 @@ def token_logprob(
         unembedding: the same dtype.
         targets: int32 ids in [0, vocab_size).
         mask: rows to compute; the others give 0 and have no gradient. Default: all.
-        temperature: > 0.
+        temperature: > 0; divides the logits.
+        softcap: > 0, c in c tanh(logits / c), before the temperature (Gemma 2,
+            arXiv:2408.00118); None for none.
         vocab_size: rows of `unembedding` that are real; the rest is padding.
         rules: with the mesh of `jax.set_mesh`, how batch and vocabulary are split.
         implementation: "xla", or "reference", which holds all logits.
@@ -56,8 +59,8 @@ def token_logprob(
         Log-prob and entropy, float32 [batch, length], in nats.
 
     Raises:
-        ValueError: a temperature that is not positive, a bad `vocab_size`, or no such
-            implementation.
+        ValueError: a temperature or softcap that is not positive, a bad `vocab_size`, or
+            no such implementation.
 
     >>> import jax.numpy as jnp
     >>> h, w = jnp.zeros((1, 2, 3)), jnp.ones((4, 3))
@@ -70,6 +73,8 @@ def token_logprob(
             f"token_logprob: temperature must be > 0; got {temperature}. Score greedy "
             "samples at the temperature at which you train"
         )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"token_logprob: softcap must be > 0 or None; got {softcap}")
     if not 0 < vocab_size <= unembedding.shape[0]:
         raise ValueError(
             f"token_logprob: vocab_size must lie in 1..{unembedding.shape[0]}, the "
@@ -82,8 +87,12 @@ def token_logprob(
         )
     mask = jnp.ones(targets.shape, jnp.bool_) if mask is None else mask
     if implementation == "reference":
-        return _reference(hidden, unembedding, targets, mask, temperature, vocab_size)
-    plan = _plan(unembedding.shape, targets.shape, temperature, vocab_size, rules)
+        return _reference(
+            hidden, unembedding, targets, mask, temperature, softcap, vocab_size
+        )
+    plan = _plan(
+        unembedding.shape, targets.shape, temperature, softcap, vocab_size, rules
+    )
     return TokenLogprob(*_fused(plan, hidden, unembedding, targets, mask))
 
 
@@ -93,6 +102,7 @@ def _reference(
     targets: Array,
     mask: Array,
     temperature: float,
+    softcap: float | None,
     vocab_size: int,
 ) -> TokenLogprob:
     # Zeros before the product: 0 x NaN in the backward pass would be NaN.
@@ -100,6 +110,8 @@ def _reference(
     logits = jnp.einsum(
         "btd,vd->btv", hidden, unembedding, preferred_element_type=jnp.float32
     )
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     exists = jnp.arange(unembedding.shape[0]) < vocab_size
     both = from_logits(jnp.where(exists, logits, MASKED), targets, temperature)
     return TokenLogprob(*(jnp.where(mask, value, 0.0) for value in both))
@@ -113,6 +125,7 @@ def _plan(
     weight_shape: tuple[int, ...],
     batch_shape: tuple[int, ...],
     temperature: float,
+    softcap: float | None,
     vocab_size: int,
     rules: Rules,
 ) -> _Plan:
@@ -129,7 +142,7 @@ def _plan(
         vocab = tuple(axis for axis in _names(vocab_spec[0]) if axis not in batch)
     columns = weight_shape[0] // math.prod(mesh.shape[axis] for axis in vocab)
     tile = max(8, min(TILE_BYTES // (4 * columns), 1024) // 8 * 8)
-    layout = xla.Layout(tile, vocab_size, float(temperature), vocab)
+    layout = xla.Layout(tile, vocab_size, float(temperature), softcap, vocab)
     return _Plan((layout, batch, vocab, sharded))
 
 

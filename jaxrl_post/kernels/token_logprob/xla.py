@@ -28,12 +28,14 @@ class Layout(NamedTuple):
         tile: rows whose logits are in memory at a time.
         vocab_size: columns that exist; those from there on are padding.
         temperature: divides the logits.
+        softcap: c in c tanh(logits / c), before the temperature; None for none.
         axes: mesh axes over which the vocabulary is split, none where it is whole.
     """
 
     tile: int
     vocab_size: int
     temperature: float
+    softcap: float | None = None
     axes: tuple[str, ...] = ()
 
 
@@ -108,6 +110,10 @@ def backward(
         d_logits = d_logits.at[row_of_tile, column].add(
             g / layout.temperature, mode="drop", unique_indices=True
         )
+        if layout.softcap is not None:
+            capped = logits * (layout.temperature / layout.softcap)
+            # tanh' = 1 - tanh^2; a column that does not exist has no gradient anyway.
+            d_logits = d_logits * (1.0 - jnp.square(jnp.clip(capped, -1.0, 1.0)))
         d_logits = d_logits.astype(weight.dtype)
         d_rows = jnp.einsum(
             "tv,vd->td", d_logits, weight, preferred_element_type=jnp.float32
@@ -172,6 +178,8 @@ def _logits(hidden: Array, weight: Array, layout: Layout) -> tuple[Array, Array]
     product = jnp.einsum(
         "td,vd->tv", hidden, weight, preferred_element_type=jnp.float32
     )
+    if layout.softcap is not None:
+        product = layout.softcap * jnp.tanh(product / layout.softcap)
     logits = product * (1.0 / layout.temperature)
     total, first = _columns(weight, layout)
     if total != layout.vocab_size:

@@ -4,16 +4,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_post.models import llama
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.errors import CheckpointError
+from jaxrl_post.models.families import llama
 from jaxrl_post.models.hf_config import (
     Defaults,
     decoder_from_hf,
     decoder_to_hf,
-    flag,
-    integer,
+    layer_types,
+    layer_types_to_hf,
+    single_window,
 )
+from jaxrl_post.models.hf_values import flag, integer
 from jaxrl_post.models.layout import Weight
 
 __all__ = [
@@ -33,8 +34,6 @@ WEIGHTS: Mapping[str, Weight] = {
         "model.layers.*.self_attn.k_norm.weight", "head_dim"
     ),
 }
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def qwen2_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
@@ -69,7 +68,7 @@ def qwen3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         config,
         qkv_bias=bias,
         output_bias=bias,
-        qk_norm=True,
+        qk_norm="head",
         windows=_windows(raw, config.num_layers),
     )
 
@@ -89,41 +88,24 @@ def _windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     `layer_types` names the sliding layers; without it they are the layers from
     `max_window_layers` on. Either way they need `use_sliding_window`.
     """
-    width: int | None = None
-    if flag(raw, "use_sliding_window", False):
-        width = raw.get("sliding_window", 4096)
-        if width is not None and integer(raw, "sliding_window", 4096) < 1:
-            raise CheckpointError(f"sliding_window must be at least 1; got {width}")
-    types = raw.get("layer_types")
-    if types is None:
-        first = integer(raw, "max_window_layers", 28)
-        types = [SLIDING if width and i >= first else FULL for i in range(num_layers)]
-    if len(types) != num_layers or not set(types) <= {FULL, SLIDING}:
-        raise CheckpointError(
-            f"layer_types must name {FULL} or {SLIDING} for each of {num_layers} "
-            f"layers; got {types}"
-        )
-    if SLIDING not in types:
-        return ()
-    if width is None:
-        raise CheckpointError(
-            f"layer_types names {SLIDING}, but use_sliding_window is not true or "
-            f"sliding_window is null; set both or make every layer {FULL}"
-        )
-    return tuple(width if kind == SLIDING else None for kind in types)
+    width = None
+    if (
+        flag(raw, "use_sliding_window", False)
+        and raw.get("sliding_window", 4096) is not None
+    ):
+        width = integer(raw, "sliding_window", 4096)
+    first = integer(raw, "max_window_layers", 28)
+    return layer_types(
+        raw, num_layers, width, lambda layer: width is not None and layer >= first
+    )
 
 
 def _windows_to_hf(config: ModelConfig) -> dict[str, Any]:
-    windows = [config.window(layer) for layer in range(config.num_layers)]
-    widths = sorted({width for width in windows if width is not None})
-    if len(widths) > 1:
-        raise CheckpointError(
-            f"windows must all have one width to be written; got {widths}"
-        )
-    sliding = [layer for layer, width in enumerate(windows) if width is not None]
+    width = single_window(config)
+    sliding = [i for i in range(config.num_layers) if config.window(i) is not None]
     return {
-        "use_sliding_window": bool(widths),
-        "sliding_window": widths[0] if widths else None,
+        "use_sliding_window": width is not None,
+        "sliding_window": width,
         "max_window_layers": sliding[0] if sliding else config.num_layers,
-        "layer_types": [FULL if width is None else SLIDING for width in windows],
+        "layer_types": layer_types_to_hf(config),
     }

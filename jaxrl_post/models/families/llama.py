@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.hf_config import Defaults, decoder_from_hf, decoder_to_hf, flag
+from jaxrl_post.models.hf_config import Defaults, decoder_from_hf, decoder_to_hf
+from jaxrl_post.models.hf_values import flag
 from jaxrl_post.models.layout import Weight
 
 __all__ = ["WEIGHTS", "config_from_hf", "config_to_hf"]

@@ -1,0 +1,187 @@
+r"""Conversations as rows of data sets hold them, checked field by field.
+
+References:
+    Bai et al., "Training a Helpful and Harmless Assistant with Reinforcement Learning
+    from Human Feedback", arXiv:2204.05862 (the text form "\n\nHuman: ... ").
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_post.data.tables import listed
+from jaxrl_post.jsonl import BadRowError, is_unicode
+
+__all__ = [
+    "Message",
+    "answer_of",
+    "common_beginning",
+    "conversation_of",
+    "prompt_of",
+    "require_assistant",
+    "require_prompt",
+    "text_of",
+]
+
+_ROLES = ("system", "user", "assistant", "tool")
+_SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+_SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation.
+
+    Args:
+        role: who speaks: "system", "user", "assistant" or "tool".
+        content: what is said.
+    """
+
+    role: str
+    content: str
+
+
+def prompt_of(value: Any) -> tuple[Message, ...]:
+    """The prompt that the field "prompt" holds, as a text or as messages.
+
+    Raises:
+        BadRowError: it is something else, empty, or ends with the assistant.
+
+    >>> prompt_of("2+2=")
+    (Message(role='user', content='2+2='),)
+    """
+    if isinstance(value, str):
+        messages = (Message("user", text_of(value, "field 'prompt'")),)
+    else:
+        messages = _messages(value, "prompt")
+    require_prompt(messages)
+    return messages
+
+
+def answer_of(value: Any, name: str, prompt: tuple[Message, ...]) -> str:
+    """The assistant's answer that a field holds.
+
+    Args:
+        value: a text, or a list of {"role", "content"}: the assistant's message, alone
+            or after the prompt's messages.
+        name: of the field, for messages.
+        prompt: what is answered.
+
+    Raises:
+        BadRowError: it is something else.
+
+    >>> answer_of([{"role": "assistant", "content": "4"}], "chosen", prompt_of("2+2="))
+    '4'
+    """
+    if isinstance(value, str):
+        return text_of(value, f"field {name!r}")
+    messages = _messages(value, name)
+    require_assistant(messages[-1], name)
+    if len(messages) == 1:
+        return messages[0].content
+    common = common_beginning(messages, prompt)
+    if common < len(prompt):
+        raise BadRowError(
+            f"field {name!r} must be the answer alone or begin with the prompt's "
+            f"messages, got another beginning at message {common + 1}"
+        )
+    if len(messages) != len(prompt) + 1:
+        raise BadRowError(
+            f"field {name!r} must have one message after the prompt's, got "
+            f"{len(messages) - len(prompt)}"
+        )
+    return messages[-1].content
+
+
+def conversation_of(value: Any, name: str) -> tuple[Message, ...]:
+    r"""The messages that a field holds, the answer included.
+
+    Args:
+        value: a list of {"role", "content"}, or a text such as
+            "\n\nHuman: Hi!\n\nAssistant: Hello.".
+        name: of the field, for messages.
+
+    Raises:
+        BadRowError: it is something else.
+
+    >>> [turn.role for turn in conversation_of("\n\nHuman: Hi!\n\nAssistant: A", "x")]
+    ['user', 'assistant']
+    """
+    if not isinstance(value, str):
+        return _messages(value, name)
+    before, *turns = _SPEAKER.split(text_of(value, f"field {name!r}"))
+    if before.strip() or not turns:
+        raise BadRowError(
+            f"field {name!r} without a 'prompt' must be a list of messages or begin "
+            f"with '\\n\\nHuman:', got {value[:20]!r}"
+        )
+    # The blanks around a turn belong to the form: "\n\nHuman: " and "\n\nAssistant: ".
+    return tuple(
+        Message(_SPEAKER_ROLES[speaker], content.strip())
+        for speaker, content in zip(turns[::2], turns[1::2], strict=True)
+    )
+
+
+def text_of(value: Any, what: str) -> str:
+    """A text that can be written as UTF-8.
+
+    Raises:
+        BadRowError: it is something else.
+
+    >>> text_of("Hi!", "field 'prompt'")
+    'Hi!'
+    """
+    if not isinstance(value, str):
+        raise BadRowError(f"{what} must be str, got {type(value).__name__}")
+    if not is_unicode(value):
+        raise BadRowError(f"{what} holds half of a surrogate pair")
+    return value
+
+
+def common_beginning(a: tuple[Message, ...], b: tuple[Message, ...]) -> int:
+    """How many messages two conversations have in common at their beginning."""
+    shorter = min(len(a), len(b))
+    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
+
+
+def require_prompt(messages: tuple[Message, ...]) -> None:
+    """Refuses a prompt (BadRowError) in which there is nothing to answer."""
+    if not any(message.content.strip() for message in messages):
+        raise BadRowError("the prompt is empty")
+    if messages[-1].role == "assistant":
+        raise BadRowError(
+            "the prompt must end with a message to answer, got one of the assistant"
+        )
+
+
+def require_assistant(message: Message, name: str) -> None:
+    """Refuses the last message of a field (BadRowError) if it is no answer."""
+    if message.role != "assistant":
+        raise BadRowError(
+            f"field {name!r} must end with role 'assistant', got {message.role!r}"
+        )
+
+
+def _messages(value: Any, name: str) -> tuple[Message, ...]:
+    if not isinstance(value, list):
+        got = type(value).__name__
+        raise BadRowError(f"field {name!r} must be str or list of messages, got {got}")
+    if not value:
+        raise BadRowError(f"field {name!r} has no message")
+    return tuple(
+        _message(each, f"field {name!r}, message {number}")
+        for number, each in enumerate(value, start=1)
+    )
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise BadRowError(f"{where} must be an object, got {type(value).__name__}")
+    for key in ("role", "content"):
+        if key not in value:
+            raise BadRowError(f"{where}: no {key!r}")
+    if value["role"] not in _ROLES:
+        raise BadRowError(
+            f"{where}: 'role' must be one of {listed(_ROLES)}, got {value['role']!r}"
+        )
+    return Message(value["role"], text_of(value["content"], f"{where}: 'content'"))

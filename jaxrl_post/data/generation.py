@@ -1,0 +1,119 @@
+"""How the authors of a model sample from it: generation_config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxrl_post.data.tokenizer_files import TokenizerError, read_settings
+
+__all__ = ["GenerationDefaults", "read_generation_defaults"]
+
+# What transformers does where a setting is absent, or present with this value: nothing.
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+    "min_length": 0,
+    "num_beams": 1,
+    "penalty_alpha": None,
+    "guidance_scale": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+}
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Sampling settings of a model; None where its file says nothing.
+
+    Attributes:
+        temperature: > 0, or 0 for greedy decoding.
+        top_k: tokens kept, 0 for all.
+        top_p: mass kept, in (0, 1].
+        min_p: share of the top token's probability to be kept, in [0, 1].
+        max_tokens: tokens to sample at most.
+        unsupported: settings that change what is sampled and that the sampler lacks.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    unsupported: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_generation_defaults(directory: str | Path) -> GenerationDefaults:
+    """Reads generation_config.json; without one nothing is known.
+
+    "do_sample": false means greedy decoding, whatever temperature stands beside it.
+
+    Args:
+        directory: of a model.
+
+    Raises:
+        TokenizerError: the file is no object, or a setting is out of its range.
+
+    >>> read_generation_defaults("no such directory").temperature is None
+    True
+    """
+    file = Path(directory) / "generation_config.json"
+    settings = read_settings(file)
+    defaults = GenerationDefaults(
+        temperature=_number(file, settings, "temperature", 0.0, float("inf")),
+        top_k=_count(file, settings, "top_k", 0),
+        top_p=_number(file, settings, "top_p", 0.0, 1.0),
+        min_p=_number(file, settings, "min_p", 0.0, 1.0),
+        max_tokens=_count(file, settings, "max_new_tokens", 1),
+        unsupported={
+            name: settings[name]
+            for name, neutral in NEUTRAL.items()
+            if settings.get(name) not in (None, neutral, [])
+        },
+    )
+    if defaults.top_p == 0:
+        raise _refusal(file, "top_p", "a number in (0, 1]", 0)
+    if settings.get("do_sample") is False:
+        return GenerationDefaults(
+            0.0, max_tokens=defaults.max_tokens, unsupported=defaults.unsupported
+        )
+    return defaults
+
+
+def _number(
+    file: Path, settings: Mapping[str, Any], name: str, low: float, high: float
+) -> float | None:
+    value = settings.get(name)
+    if value is None:
+        return None
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    if not numeric or not low <= value <= high:
+        raise _refusal(file, name, f"a number in [{low:g}, {high:g}]", value)
+    return float(value)
+
+
+def _count(
+    file: Path, settings: Mapping[str, Any], name: str, least: int
+) -> int | None:
+    value = settings.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise _refusal(file, name, f"an integer >= {least}", value)
+    return value
+
+
+def _refusal(file: Path, name: str, wanted: str, value: Any) -> TokenizerError:
+    return TokenizerError(
+        f"generation: {name} of {file} must be {wanted}; got {value!r}; correct the "
+        "file"
+    )

@@ -1,0 +1,194 @@
+"""What the files of a model directory say about its tokenizer."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+__all__ = ["TokenizerError", "TokenizerFiles", "read_files", "read_settings"]
+
+
+class TokenizerError(ValueError):
+    """A tokenizer directory that cannot be used."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a `Tokenizer` is made of.
+
+    Attributes:
+        backend: of the tokenizers library.
+        stop_ids: ids that end a completion; none where no file names one.
+        chat_templates: Jinja by name.
+        special_tokens: by name.
+    """
+
+    backend: tokenizers.Tokenizer
+    stop_ids: tuple[int, ...]
+    chat_templates: Mapping[str, str]
+    special_tokens: Mapping[str, str]
+
+
+def read_files(path: Path) -> TokenizerFiles:
+    """Reads tokenizer.json and, where present, the files that go with it.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        TokenizerError: a missing or unreadable file.
+    """
+    backend = _read_backend(path / "tokenizer.json")
+    settings = read_settings(path / "tokenizer_config.json")
+    named, unnamed = _special_tokens(path, settings)
+    # What the vocabulary lacks is not added to it: the model has no embedding for it.
+    known = [
+        token
+        for token in (*named.values(), *unnamed)
+        if backend.token_to_id(token.content) is not None
+    ]
+    backend.add_special_tokens(known)
+    special = {name: token.content for name, token in named.items()}
+    return TokenizerFiles(
+        backend,
+        _stop_ids(path, backend, special.get("eos_token")),
+        _chat_templates(path, settings),
+        special,
+    )
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; an empty one where there is no file.
+
+    Args:
+        file: such as generation_config.json.
+
+    Raises:
+        TokenizerError: it holds something else.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"tokenizer: {file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"tokenizer: {file} must hold an object")
+    return content
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    if not file.is_file():
+        raise TokenizerError(
+            f"tokenizer: {file} does not exist; a Hugging Face model directory "
+            "with a fast tokenizer has one (save_pretrained of a fast tokenizer "
+            "makes it)"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(f"tokenizer: cannot read {file}: {error}") from error
+    # Some files still have what the run that made them needed.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+type Token = tokenizers.AddedToken
+
+
+def _special_tokens(
+    path: Path, settings: dict[str, Any]
+) -> tuple[dict[str, Token], list[Token]]:
+    """Special tokens by name, and those without one."""
+    if "added_tokens_decoder" not in settings:
+        # As older versions of transformers wrote it, and newer ones read it.
+        settings = settings | read_settings(path / "special_tokens_map.json")
+    named = {
+        name: _token(value)
+        for name, value in settings.items()
+        if name.endswith("_token") and _is_token(value)
+    }
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        named |= {name: _token(value) for name, value in extra.items()}
+    else:
+        extra = extra or settings.get("additional_special_tokens")
+    unnamed = (
+        [_token(value) for value in extra or ()] if isinstance(extra, list) else []
+    )
+    return named, unnamed
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and "content" in value)
+
+
+def _token(value: str | dict[str, Any]) -> Token:
+    if isinstance(value, str):
+        return tokenizers.AddedToken(value, special=True, normalized=False)
+    return tokenizers.AddedToken(
+        value["content"],
+        single_word=value.get("single_word", False),
+        lstrip=value.get("lstrip", False),
+        rstrip=value.get("rstrip", False),
+        normalized=value.get("normalized", False),
+        special=True,
+    )
+
+
+def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Files of their own; without any, what tokenizer_config.json says.
+
+    A processor's chat_template.json serves where there is nothing else.
+    """
+    found = {}
+    default = path / "chat_template.jinja"
+    if default.is_file():
+        found["default"] = default.read_text(encoding="utf-8")
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        found[file.stem] = file.read_text(encoding="utf-8")
+    if found:
+        return found
+    setting, file = settings.get("chat_template"), path / "tokenizer_config.json"
+    if setting is None:
+        file = path / "chat_template.json"
+        setting = read_settings(file).get("chat_template")
+    if setting is None:
+        return {}
+    if isinstance(setting, list):  # several by name, as for tool use
+        entries = [entry if isinstance(entry, dict) else {} for entry in setting]
+        pairs = [(entry.get("name"), entry.get("template")) for entry in entries]
+    else:
+        pairs = [("default", setting)]
+    templates = {}
+    for name, template in pairs:
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise TokenizerError(
+                f"tokenizer: chat_template of {file} must be Jinja, or a list of "
+                f"objects with name and template; got {setting!r:.80}"
+            )
+        templates[name] = template
+    return templates
+
+
+def _stop_ids(
+    path: Path, backend: tokenizers.Tokenizer, eos_token: str | None
+) -> tuple[int, ...]:
+    found: list[int] = []
+    eos_id = None if eos_token is None else backend.token_to_id(eos_token)
+    if eos_id is not None:
+        found.append(eos_id)
+    for name in ("generation_config.json", "config.json"):
+        ids = read_settings(path / name).get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        if any(isinstance(i, bool) or not isinstance(i, int | None) for i in ids):
+            raise TokenizerError(
+                f"tokenizer: eos_token_id of {path / name} must be an id or a list of "
+                f"ids; got {ids}"
+            )
+        found += [entry for entry in ids if entry is not None]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,183 @@
+"""Attention layers: grouped-query attention and multi-head latent attention."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxrl_post.kernels.attention import attention
+from jaxrl_post.models.cache import LayerCache
+from jaxrl_post.models.config import LatentAttention, ModelConfig
+from jaxrl_post.models.layers import norm, project, to_heads
+from jaxrl_post.models.matrix import dense
+from jaxrl_post.models.params import AttentionParams, LatentAttentionParams
+from jaxrl_post.models.rope import apply_rope
+from jaxrl_post.sharding import Rules, constrain
+from jaxrl_post.types import Array, Float, Int
+
+__all__ = ["Context", "grouped_query", "latent_attention"]
+
+HEAD_AXES = ("batch", "length", "heads", "head_dim")
+# The cache's layout serves training too.
+KV_AXES = ("batch", "kv_heads", "length", "head_dim")
+
+
+class Context(NamedTuple):
+    """What attention knows of its tokens.
+
+    Attributes:
+        positions: int32, within the segment.
+        segment_ids: int32, or None where each row is one sequence.
+        tables: cosines and sines of the layer's rotation; None for no rotation.
+        window: of the layer.
+        entry: the layer's part of a cache; None attends among the tokens alone.
+    """
+
+    positions: Int[Array, "batch length"]
+    segment_ids: Int[Array, "batch length"] | None
+    tables: tuple[Array, Array] | None
+    window: int | None
+    entry: LayerCache | None
+
+
+class Seen(NamedTuple):
+    """Keys, values [batch, kv_heads, keys, dim] and positions of what may be seen."""
+
+    key: Array
+    value: Array
+    positions: Int[Array, "batch keys"]
+
+
+def grouped_query(
+    config: ModelConfig,
+    params: AttentionParams[Array],
+    x: Float[Array, "tokens hidden"],
+    context: Context,
+    rules: Rules,
+) -> tuple[Float[Array, "tokens hidden"], LayerCache | None]:
+    """Grouped-query attention (Ainslie et al., arXiv:2305.13245).
+
+    Returns:
+        What it adds to the residual stream, and the cache with these tokens.
+    """
+    shape = context.positions.shape
+    query = to_heads(x, params.query, params.query_bias, shape)
+    key = to_heads(x, params.key, params.key_bias, shape)
+    value = to_heads(x, params.value, params.value_bias, shape)
+    if params.query_norm is not None and params.key_norm is not None:
+        query = norm(config, query, params.query_norm)
+        key = norm(config, key, params.key_norm)
+    if config.qkv_clip is not None:
+        bound = config.qkv_clip
+        query, key, value = (jnp.clip(a, -bound, bound) for a in (query, key, value))
+    query, key = _rotate(config, query, context), _rotate(config, key, context)
+    entry, seen = _remember(context, key.swapaxes(1, 2), value.swapaxes(1, 2))
+    attended = _attend(config, query, seen, context, rules, params.sinks)
+    attended = attended.reshape(x.shape[0], -1)
+    return project(attended, params.output, params.output_bias, inputs=2), entry
+
+
+def latent_attention(
+    config: ModelConfig,
+    latent: LatentAttention,
+    params: LatentAttentionParams[Array],
+    x: Float[Array, "tokens hidden"],
+    context: Context,
+    rules: Rules,
+) -> tuple[Float[Array, "tokens hidden"], LayerCache | None]:
+    """Multi-head latent attention.
+
+    With c the latent of a token, a head's key is [U_k c, r] and its value U_v c, where
+    r is the rotated key that all heads share. Training makes keys and values from the
+    latents. With a cache, which holds [c, r] alone, U_k moves to the query and U_v to
+    the result: q . U_k c = (U_k^T q) . c, the same numbers up to rounding.
+
+    References:
+        DeepSeek-V2, arXiv:2405.04434, section 2.1.
+
+    Returns:
+        What it adds to the residual stream, and the cache with these tokens.
+    """
+    shape = context.positions.shape
+    query = _latent_query(config, latent, params, x, shape)
+    query_nope, query_rope = jnp.split(query, [latent.nope_dim], axis=-1)
+    query_rope = _rotate(config, query_rope, context)
+    compressed, key_rope = jnp.split(
+        project(x, params.kv_down, params.kv_down_bias), [latent.kv_rank], axis=-1
+    )
+    compressed = norm(config, compressed, params.kv_norm, latent.norm_eps)
+    key_rope = _rotate(config, key_rope.reshape(*shape, 1, -1), context)
+    if context.entry is None:
+        both = to_heads(compressed, params.kv_up, None, shape)
+        key_nope, value = jnp.split(both, [latent.nope_dim], axis=-1)
+        key_rope = jnp.broadcast_to(key_rope, (*key_nope.shape[:3], latent.rope_dim))
+        key = jnp.concatenate([key_nope, key_rope], axis=-1)
+        query = jnp.concatenate([query_nope, query_rope], axis=-1)
+        entry, seen = _remember(context, key.swapaxes(1, 2), value.swapaxes(1, 2))
+        attended = _attend(config, query, seen, context, rules)
+    else:
+        up = dense(params.kv_up, x.dtype)
+        compressed = compressed.reshape(*shape, 1, -1)
+        row = jnp.concatenate([compressed, key_rope], axis=-1).swapaxes(1, 2)
+        entry, seen = _remember(context, row, row[..., :0])
+        moved = jnp.einsum("blhn,rhn->blhr", query_nope, up[..., : latent.nope_dim])
+        query = jnp.concatenate([moved, query_rope], axis=-1)
+        # The keys serve as values: to cut the rotated part off would copy the cache.
+        seen = seen._replace(value=seen.key)
+        mixed = _attend(config, query, seen, context, rules)[..., : latent.kv_rank]
+        attended = jnp.einsum("blhr,rhv->blhv", mixed, up[..., latent.nope_dim :])
+    attended = attended.reshape(x.shape[0], -1)
+    return project(attended, params.output, params.output_bias, inputs=2), entry
+
+
+def _latent_query(
+    config: ModelConfig,
+    latent: LatentAttention,
+    params: LatentAttentionParams[Array],
+    x: Array,
+    shape: tuple[int, ...],
+) -> Float[Array, "batch length heads head_dim"]:
+    """Queries from x, through a latent of their own where there is one."""
+    if params.query is not None:
+        return to_heads(x, params.query, None, shape)
+    low = project(x, params.query_down, params.query_down_bias)
+    low = norm(config, low, params.query_norm, latent.norm_eps)
+    return to_heads(low, params.query_up, None, shape)
+
+
+def _rotate(config: ModelConfig, x: Array, context: Context) -> Array:
+    if context.tables is None:
+        return x
+    return apply_rope(x, *context.tables, interleaved=config.rope_interleaved)
+
+
+def _remember(
+    context: Context, key: Array, value: Array
+) -> tuple[LayerCache | None, Seen]:
+    """Writes to the cache, where there is one, and returns all that may be seen."""
+    if context.entry is None:
+        return None, Seen(key, value, context.positions)
+    entry = context.entry.write(key, value, context.positions)
+    return entry, Seen(*entry.read())
+
+
+def _attend(
+    config: ModelConfig,
+    query: Array,
+    seen: Seen,
+    context: Context,
+    rules: Rules,
+    sinks: Array | None = None,
+) -> Float[Array, "batch length heads value_dim"]:
+    return attention(
+        constrain(query, HEAD_AXES, rules),
+        constrain(seen.key, KV_AXES, rules),
+        constrain(seen.value, KV_AXES, rules),
+        query_positions=context.positions,
+        kv_positions=seen.positions,
+        query_segment_ids=context.segment_ids,
+        kv_segment_ids=context.segment_ids,
+        window=context.window,
+        scale=config.score_scale,
+        softcap=config.attention_softcap,
+        sinks=sinks,
+    )

@@ -1,0 +1,257 @@
+"""Mixture of experts: the router, and grouped matrix products over the experts.
+
+Tokens are sorted by the expert that they go to, and `jax.lax.ragged_dot` multiplies
+each run of rows with its own expert's matrix. No token is dropped, so what a token gets
+does not depend on the others in its batch: sampler and trainer agree.
+
+On a mesh the experts are split over `ep`, which elsewhere splits the batch. Inside a
+group of devices along `ep` the tokens are gathered, each device computes its own
+experts' part for all of them, and the parts are added as they are scattered back. A
+device holds, in the worst case, all assignments of its group at once.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post.models.config import Activation, MixtureOfExperts, ModelConfig
+from jaxrl_post.models.layers import gated, mlp, project
+from jaxrl_post.models.params import ExpertsParams
+from jaxrl_post.sharding import Rules, partition_spec
+from jaxrl_post.types import Array, Bool, Float, Int
+
+__all__ = ["Chosen", "Routing", "mixture", "route"]
+
+
+class Chosen(NamedTuple):
+    """The experts of each token, and their weights.
+
+    Attributes:
+        experts: int32 [tokens, experts_per_token].
+        weights: float32 [tokens, experts_per_token].
+        logits: float32 [tokens, experts], of the router.
+        scores: float32 [tokens, experts], before any bias of the selection.
+    """
+
+    experts: Int[Array, "tokens chosen"]
+    weights: Float[Array, "tokens chosen"]
+    logits: Float[Array, "tokens experts"]
+    scores: Float[Array, "tokens experts"]
+
+
+@struct.dataclass
+class Routing:
+    """How the routers spread the tokens that count; sums, which add up over batches.
+
+    Attributes:
+        assigned: float32 [layers, experts], tokens that went to each expert.
+        probability: float32 [layers, experts], sum over the tokens of each expert's
+            share of the scores.
+        squared_logsumexp: float32 [layers], sum over the tokens of the router's squared
+            log-sum-exp.
+        tokens: float32 scalar, tokens that count.
+    """
+
+    assigned: Float[Array, "layers experts"]
+    probability: Float[Array, "layers experts"]
+    squared_logsumexp: Float[Array, " layers"]
+    tokens: Float[Array, ""]
+
+
+def route(
+    experts: MixtureOfExperts,
+    params: ExpertsParams[Array],
+    x: Float[Array, "tokens hidden"],
+) -> Chosen:
+    """Chooses experts, in float32 whatever the dtype of the parameters.
+
+    References:
+        Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437 (groups,
+        sigmoid scores, a bias that only selects).
+    """
+    wide = lambda array: array.astype(jnp.float32)  # noqa: E731
+    logits = wide(x) @ wide(params.router).T
+    if params.router_bias is not None:
+        logits = logits + wide(params.router_bias)
+    if experts.scoring == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+    else:
+        scores = jax.nn.softmax(logits, axis=-1)
+    selection = scores
+    if params.correction_bias is not None:
+        selection = selection + jax.lax.stop_gradient(wide(params.correction_bias))
+    if experts.num_groups > 1:
+        selection = _best_groups(experts, selection)
+    _, chosen = jax.lax.top_k(selection, experts.experts_per_token)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if experts.normalize:
+        total = weights.sum(axis=-1, keepdims=True) + experts.normalize_epsilon
+        weights = weights / total
+    return Chosen(chosen, weights * experts.scale, logits, scores)
+
+
+def _best_groups(experts: MixtureOfExperts, selection: Array) -> Array:
+    """Leaves only the experts of the best groups in the selection."""
+    tokens, groups = selection.shape[0], experts.num_groups
+    grouped = selection.reshape(tokens, groups, -1)
+    if experts.group_score == "max":
+        by_group = grouped.max(axis=-1)
+    else:
+        by_group = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+    _, best = jax.lax.top_k(by_group, experts.groups_per_token)
+    kept = jax.nn.one_hot(best, groups, dtype=jnp.bool_).any(axis=1)
+    # Below every score and bias, so that no expert of another group is ever chosen.
+    grouped = jnp.where(kept[..., None], grouped, -jnp.inf)
+    return grouped.reshape(tokens, -1)
+
+
+def routing(
+    chosen: Chosen, mask: Bool[Array, " tokens"]
+) -> tuple[Float[Array, " experts"], Float[Array, " experts"], Float[Array, ""]]:
+    """One layer's entries of `Routing`: assigned, probability, squared_logsumexp."""
+    counts = mask.astype(jnp.float32)
+    num_experts = chosen.scores.shape[-1]
+    hits = jax.nn.one_hot(chosen.experts, num_experts, dtype=jnp.float32).sum(axis=1)
+    share = chosen.scores / chosen.scores.sum(axis=-1, keepdims=True)
+    logsumexp = jax.nn.logsumexp(chosen.logits, axis=-1)
+    return counts @ hits, counts @ share, counts @ jnp.square(logsumexp)
+
+
+def mixture(
+    config: ModelConfig,
+    experts: MixtureOfExperts,
+    params: ExpertsParams[Array],
+    x: Float[Array, "tokens hidden"],
+    rules: Rules,
+) -> tuple[Float[Array, "tokens hidden"], Chosen]:
+    """The experts' weighted sum, and the shared MLP where there is one.
+
+    Args:
+        config: gives the activation.
+        experts: of the layer.
+        params: of the layer.
+        x: normalised hidden states.
+        rules: with the mesh of `jax.set_mesh`, how tokens and experts are split.
+
+    Returns:
+        What the layer adds to the residual stream, and how it was chosen.
+    """
+    chosen = route(experts, params, x)
+    mixed = _experts(config.activation, params, x, chosen, rules)
+    if params.shared is not None:
+        shared = mlp(config, params.shared, x, rules)
+        if params.shared_gate is not None:
+            shared = shared * jax.nn.sigmoid(project(x, params.shared_gate.T))
+        mixed = mixed + shared
+    return mixed, chosen
+
+
+def _experts(
+    activation: Activation,
+    params: ExpertsParams[Array],
+    x: Array,
+    chosen: Chosen,
+    rules: Rules,
+) -> Array:
+    biases = (params.gate_bias, params.up_bias, params.down_bias)
+    weights = (params.gate, params.up, params.down, *biases)
+    run = functools.partial(_local, activation)
+    mesh = jax.sharding.get_abstract_mesh()
+    arrays = (x, chosen.experts, chosen.weights)
+    if mesh.empty or mesh.size == 1:
+        return run((), (), *arrays, weights)
+    split = tuple(a for a in rules.mesh_axes("batch") if mesh.shape.get(a, 1) > 1)
+    if x.shape[0] % math.prod(mesh.shape[axis] for axis in split):
+        split = ()  # A batch that the mesh does not divide is whole on every device.
+    by_token = P(split)
+    count, _, ffn = params.gate.shape
+
+    wide = partition_spec(
+        (count, ffn), ("experts", "expert_ffn"), mesh, rules, name="experts"
+    )
+    over_experts, over_ffn = _names(wide[0]), _names(wide[1])
+    # Whole along the hidden dimension: what fsdp splits is gathered here.
+    specs = (
+        *(P(wide[0], None, wide[1]),) * 2,
+        P(wide[0], wide[1], None),
+        *(wide, wide, P(wide[0])),
+    )
+    weight_specs = jax.tree.map(lambda spec, _: spec, specs, weights)
+    gathered = tuple(axis for axis in over_experts if axis in split)
+    run = functools.partial(run, over_experts, over_ffn, gathered=gathered)
+    return jax.shard_map(
+        run,
+        in_specs=(by_token, by_token, by_token, weight_specs),
+        out_specs=by_token,
+        check_vma=False,
+    )(*arrays, weights)
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def _local(
+    activation: Activation,
+    over_experts: tuple[str, ...],
+    over_ffn: tuple[str, ...],
+    x: Array,
+    chosen: Array,
+    weights: Array,
+    matrices: tuple[Any, ...],
+    *,
+    gathered: tuple[str, ...] = (),
+) -> Array:
+    """This device's experts, for all tokens of its group.
+
+    Args:
+        activation: of the gate.
+        over_experts: mesh axes that split the experts.
+        over_ffn: mesh axes that split the experts' width.
+        x: this device's tokens.
+        chosen: their experts, numbered over all devices.
+        weights: float32.
+        matrices: gate, up, down and their biases, of this device's experts.
+        gathered: of `over_experts`, the axes along which devices have other tokens.
+    """
+    gate_w, up_w, down_w, gate_b, up_b, down_b = matrices
+    dtype = x.dtype
+    if gathered:
+        gather = functools.partial(jax.lax.all_gather, axis_name=gathered, tiled=True)
+        x, chosen, weights = gather(x), gather(chosen), gather(weights)
+    count, per_token = gate_w.shape[0], chosen.shape[1]
+    first = jax.lax.axis_index(over_experts) * count if over_experts else 0
+    own = chosen.reshape(-1) - first
+    # Assignments to other devices' experts go behind all groups, where ragged_dot does
+    # not compute.
+    own = jnp.where((own >= 0) & (own < count), own, count)
+    order = jnp.argsort(own, stable=True)
+    by_expert = own[order]
+    sizes = jnp.bincount(own, length=count + 1)[:count].astype(jnp.int32)
+
+    def dot(rows: Array, matrix: Array, bias: Array | None) -> Array:
+        product = jax.lax.ragged_dot(rows, matrix, sizes)
+        if bias is None:
+            return product
+        return product + bias.at[by_expert].get(mode="fill", fill_value=0)
+
+    rows = x[order // per_token]
+    inner = gated(activation, dot(rows, gate_w, gate_b), dot(rows, up_w, up_b))
+    if down_b is not None and over_ffn:
+        # Once, although every device along these axes adds a part.
+        down_b = jnp.where(jax.lax.axis_index(over_ffn) == 0, down_b, 0)
+    out = dot(inner, down_w, down_b).astype(jnp.float32)
+    here = (by_expert < count)[:, None]
+    out = jnp.where(here, out * weights.reshape(-1)[order][:, None], 0.0)
+    out = out[jnp.argsort(order)].reshape(-1, per_token, x.shape[1]).sum(axis=1)
+    whole = tuple(axis for axis in (*over_experts, *over_ffn) if axis not in gathered)
+    if whole:
+        out = jax.lax.psum(out, whole)
+    if gathered:
+        out = jax.lax.psum_scatter(out, gathered, tiled=True)
+    return out.astype(dtype)

@@ -1,0 +1,68 @@
+"""Phi-3 in Hugging Face's terms: joined projections, partial rotation, longrope."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.errors import CheckpointError
+from jaxrl_post.models.families import llama
+from jaxrl_post.models.families.mistral import uniform_window
+from jaxrl_post.models.hf_config import Defaults, decoder_from_hf, decoder_to_hf
+from jaxrl_post.models.hf_values import integer, optional_integer
+from jaxrl_post.models.layout import Weight
+
+__all__ = ["WEIGHTS", "config_from_hf", "config_to_hf"]
+
+QKV = "model.layers.*.self_attn.qkv_proj.weight"
+GATE_UP = "model.layers.*.mlp.gate_up_proj.weight"
+WEIGHTS: Mapping[str, Weight] = {
+    **llama.WEIGHTS,
+    "layers.*.attention.query": Weight(QKV, "(heads head_dim) embed", part=0),
+    "layers.*.attention.key": Weight(QKV, "(kv_heads head_dim) embed", part=1),
+    "layers.*.attention.value": Weight(QKV, "(kv_heads head_dim) embed", part=2),
+    "layers.*.mlp.gate": Weight(GATE_UP, "ffn embed", part=0),
+    "layers.*.mlp.up": Weight(GATE_UP, "ffn embed", part=1),
+}
+
+DEFAULTS = Defaults(max_length=4096, rms_norm_eps=1e-5, partial=True)
+ORIGINAL = "original_max_position_embeddings"
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads config.json; a window, where there is one, is that of all layers.
+
+    Raises:
+        CheckpointError: as `decoder_from_hf`, another scaling than longrope, or one
+            whose tables do not fit the heads.
+    """
+    raw = {ORIGINAL: integer(raw, ORIGINAL, 4096), **raw}
+    rope = raw.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) == "yarn":
+        # What early releases called it.
+        raw = {**raw, "rope_scaling": {**rope, "rope_type": "longrope"}}
+    config = decoder_from_hf(raw, DEFAULTS)
+    scaling = config.rope_scaling
+    if scaling is not None:
+        sizes = {len(scaling.short_factors), len(scaling.long_factors)}
+        if scaling.kind != "longrope" or sizes != {config.rotated_dims // 2}:
+            raise CheckpointError(
+                f"rope_scaling must be longrope with {config.rotated_dims // 2} short "
+                f"and long factors; got {scaling.kind} with {sorted(sizes)}"
+            )
+    width = optional_integer(raw, "sliding_window")
+    if width is None:
+        return config
+    if width < 1:
+        raise CheckpointError(f"sliding_window must be at least 1; got {width}")
+    return replace(config, windows=(width,) * config.num_layers)
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes config.json.
+
+    Raises:
+        CheckpointError: as `decoder_to_hf`, or windows that differ between layers.
+    """
+    raw = decoder_to_hf(config, partial=True)
+    return {ORIGINAL: 4096, **raw, "sliding_window": uniform_window(config)}

@@ -1,0 +1,308 @@
+"""The parameters of a decoder: their tree, shapes, logical axes and initialisers.
+
+Parameters are one array a layer and kind (docs/decisions/0001): decoding reads them in
+place, where stacked layers would be sliced, hence copied, at every step.
+"""
+
+import functools
+
+from flax import struct
+
+from jaxrl_post.models.config import LatentAttention, MixtureOfExperts, ModelConfig
+from jaxrl_post.models.spec import ParamSpec
+
+__all__ = [
+    "AttentionParams",
+    "DecoderParams",
+    "ExpertsParams",
+    "LatentAttentionParams",
+    "LayerParams",
+    "MLPParams",
+    "param_specs",
+]
+
+
+@struct.dataclass
+class AttentionParams[Leaf]:
+    """Projections of grouped-query attention; None where the family has no such part.
+
+    Attributes:
+        query: [hidden, heads, head_dim].
+        key: [hidden, kv_heads, head_dim].
+        value: [hidden, kv_heads, head_dim].
+        output: [heads, head_dim, hidden].
+        query_bias: [heads, head_dim].
+        key_bias: [kv_heads, head_dim].
+        value_bias: [kv_heads, head_dim].
+        output_bias: [hidden].
+        query_norm: [head_dim], or [heads, head_dim] where the norm is joint.
+        key_norm: [head_dim], or [kv_heads, head_dim].
+        sinks: [heads], logits that take part in the softmax.
+    """
+
+    query: Leaf
+    key: Leaf
+    value: Leaf
+    output: Leaf
+    query_bias: Leaf | None = None
+    key_bias: Leaf | None = None
+    value_bias: Leaf | None = None
+    output_bias: Leaf | None = None
+    query_norm: Leaf | None = None
+    key_norm: Leaf | None = None
+    sinks: Leaf | None = None
+
+
+@struct.dataclass
+class LatentAttentionParams[Leaf]:
+    """Projections of multi-head latent attention.
+
+    Attributes:
+        kv_down: [hidden, kv_rank + rope_dim], to the latent and the rotated key.
+        kv_norm: [kv_rank].
+        kv_up: [kv_rank, heads, nope_dim + value_dim], to keys and values.
+        output: [heads, value_dim, hidden].
+        query: [hidden, heads, nope_dim + rope_dim]; None where queries have a latent.
+        query_down: [hidden, query_rank], to that latent.
+        query_norm: [query_rank].
+        query_up: [query_rank, heads, nope_dim + rope_dim].
+        query_down_bias: [query_rank].
+        kv_down_bias: [kv_rank + rope_dim].
+        output_bias: [hidden].
+    """
+
+    kv_down: Leaf
+    kv_norm: Leaf
+    kv_up: Leaf
+    output: Leaf
+    query: Leaf | None = None
+    query_down: Leaf | None = None
+    query_norm: Leaf | None = None
+    query_up: Leaf | None = None
+    query_down_bias: Leaf | None = None
+    kv_down_bias: Leaf | None = None
+    output_bias: Leaf | None = None
+
+
+@struct.dataclass
+class MLPParams[Leaf]:
+    """Gated MLP: gate and up [hidden, ffn], down [ffn, hidden], optional biases."""
+
+    gate: Leaf
+    up: Leaf
+    down: Leaf
+    gate_bias: Leaf | None = None
+    up_bias: Leaf | None = None
+    down_bias: Leaf | None = None
+
+
+@struct.dataclass
+class ExpertsParams[Leaf]:
+    """A mixture of experts.
+
+    Attributes:
+        router: [experts, hidden].
+        gate: [experts, hidden, expert_size].
+        up: [experts, hidden, expert_size].
+        down: [experts, expert_size, hidden].
+        router_bias: [experts].
+        correction_bias: [experts], added to the scores that select.
+        gate_bias: [experts, expert_size].
+        up_bias: [experts, expert_size].
+        down_bias: [experts, hidden].
+        shared: an MLP of width `shared_size` that every token takes.
+        shared_gate: [1, hidden].
+    """
+
+    router: Leaf
+    gate: Leaf
+    up: Leaf
+    down: Leaf
+    router_bias: Leaf | None = None
+    correction_bias: Leaf | None = None
+    gate_bias: Leaf | None = None
+    up_bias: Leaf | None = None
+    down_bias: Leaf | None = None
+    shared: MLPParams[Leaf] | None = None
+    shared_gate: Leaf | None = None
+
+
+@struct.dataclass
+class LayerParams[Leaf]:
+    """One decoder layer; the norms are [hidden].
+
+    Attributes:
+        attention: of either kind.
+        mlp: None where the layer has experts.
+        experts: None where the layer has a plain MLP.
+        attention_norm: of attention's input.
+        attention_post_norm: of its output.
+        mlp_norm: of the MLP's input.
+        mlp_post_norm: of its output.
+    """
+
+    attention: AttentionParams[Leaf] | LatentAttentionParams[Leaf]
+    mlp: MLPParams[Leaf] | None = None
+    experts: ExpertsParams[Leaf] | None = None
+    attention_norm: Leaf | None = None
+    attention_post_norm: Leaf | None = None
+    mlp_norm: Leaf | None = None
+    mlp_post_norm: Leaf | None = None
+
+
+@struct.dataclass
+class DecoderParams[Leaf]:
+    """All parameters. `unembedding` is None where the embeddings are tied, or unused.
+
+    Attributes:
+        embedding: [vocab, hidden].
+        layers: one LayerParams a layer.
+        final_norm: [hidden].
+        unembedding: [vocab, hidden] or None.
+        value_head: [1, hidden], or None where the model predicts no value.
+    """
+
+    embedding: Leaf
+    layers: tuple[LayerParams[Leaf], ...]
+    final_norm: Leaf
+    unembedding: Leaf | None = None
+    value_head: Leaf | None = None
+
+
+matrix = ParamSpec
+ones = functools.partial(ParamSpec, init="ones")
+zeros = functools.partial(ParamSpec, init="zeros")
+
+
+def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
+    """Returns the parameters' shapes, logical axes and initialisers."""
+    table = matrix((config.vocab_size, config.hidden_size), ("vocab", "embed"))
+    untied = config.head != "value" and not config.tie_embeddings
+    return DecoderParams(
+        embedding=table,
+        layers=tuple(_layer(config, layer) for layer in range(config.num_layers)),
+        final_norm=_norm(config, config.hidden_size),
+        unembedding=when(untied, table),
+        value_head=when(
+            config.head != "lm",
+            zeros((1, config.hidden_size), ("value", "embed")),
+        ),
+    )
+
+
+def when(wanted: bool, spec: ParamSpec) -> ParamSpec | None:
+    """The spec of a part that only some families have."""
+    return spec if wanted else None
+
+
+def _norm(config: ModelConfig, width: int, axis: str = "norm") -> ParamSpec:
+    # Either way the norm begins by multiplying with one.
+    return (zeros if config.norm_plus_one else ones)((width,), (axis,))
+
+
+def _layer(config: ModelConfig, layer: int) -> LayerParams[ParamSpec]:
+    experts, norm = config.layer_experts(layer), _norm(config, config.hidden_size)
+    before = config.norm_placement in ("before", "both")
+    after = config.norm_placement in ("after", "both")
+    latent = config.latent
+    return LayerParams(
+        attention=_attention(config) if latent is None else _latent(config, latent),
+        mlp=_mlp(config, config.intermediate_size) if experts is None else None,
+        experts=None if experts is None else _experts(config, experts),
+        attention_norm=when(before, norm),
+        attention_post_norm=when(after, norm),
+        mlp_norm=when(before, norm),
+        mlp_post_norm=when(after, norm),
+    )
+
+
+def _attention(config: ModelConfig) -> AttentionParams[ParamSpec]:
+    hidden, dim = config.hidden_size, config.head_dim
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    head_axes, kv_axes = ("heads", "head_dim"), ("kv_heads", "head_dim")
+
+    def head_norm(count: int, axes: tuple[str, str]) -> ParamSpec | None:
+        if config.qk_norm == "joint":
+            return ones((count, dim), axes)
+        return when(config.qk_norm == "head", _norm(config, dim, "head_dim"))
+
+    return AttentionParams(
+        query=matrix((hidden, heads, dim), ("embed", *head_axes)),
+        key=matrix((hidden, kv_heads, dim), ("embed", *kv_axes)),
+        value=matrix((hidden, kv_heads, dim), ("embed", *kv_axes)),
+        output=matrix((heads, dim, hidden), (*head_axes, "embed")),
+        query_bias=when(config.qkv_bias, zeros((heads, dim), head_axes)),
+        key_bias=when(config.qkv_bias, zeros((kv_heads, dim), kv_axes)),
+        value_bias=when(config.qkv_bias, zeros((kv_heads, dim), kv_axes)),
+        output_bias=when(config.output_bias, zeros((hidden,), ("norm",))),
+        query_norm=head_norm(heads, head_axes),
+        key_norm=head_norm(kv_heads, kv_axes),
+        sinks=when(config.sinks, zeros((heads,), ("heads",))),
+    )
+
+
+def _latent(
+    config: ModelConfig, latent: LatentAttention
+) -> LatentAttentionParams[ParamSpec]:
+    hidden, heads, rank = config.hidden_size, config.num_heads, latent.query_rank
+    head = (heads, config.head_dim)
+    head_axes = ("heads", "head_dim")
+    if rank is None:
+        queries = {"query": matrix((hidden, *head), ("embed", *head_axes))}
+    else:
+        queries = {
+            "query_down_bias": when(config.qkv_bias, zeros((rank,), ("rank",))),
+            "query_down": matrix((hidden, rank), ("embed", "rank")),
+            "query_norm": _norm(config, rank),
+            "query_up": matrix((rank, *head), ("rank", *head_axes)),
+        }
+    width = latent.kv_rank + latent.rope_dim
+    return LatentAttentionParams(
+        kv_down=matrix((hidden, width), ("embed", "rank")),
+        kv_norm=_norm(config, latent.kv_rank),
+        kv_up=matrix(
+            (latent.kv_rank, heads, latent.nope_dim + latent.value_dim),
+            ("rank", *head_axes),
+        ),
+        output=matrix((heads, latent.value_dim, hidden), (*head_axes, "embed")),
+        kv_down_bias=when(config.qkv_bias, zeros((width,), ("rank",))),
+        output_bias=when(config.output_bias, zeros((hidden,), ("norm",))),
+        **queries,
+    )
+
+
+def _mlp(config: ModelConfig, ffn: int) -> MLPParams[ParamSpec]:
+    hidden, bias = config.hidden_size, config.mlp_bias
+    return MLPParams(
+        gate=matrix((hidden, ffn), ("embed", "ffn")),
+        up=matrix((hidden, ffn), ("embed", "ffn")),
+        down=matrix((ffn, hidden), ("ffn", "embed")),
+        gate_bias=when(bias, zeros((ffn,), ("ffn",))),
+        up_bias=when(bias, zeros((ffn,), ("ffn",))),
+        down_bias=when(bias, zeros((hidden,), ("norm",))),
+    )
+
+
+def _experts(
+    config: ModelConfig, experts: MixtureOfExperts
+) -> ExpertsParams[ParamSpec]:
+    count, hidden, ffn = experts.num_experts, config.hidden_size, experts.expert_size
+    # Axes of their own: an expert's matrix may not be split over the axis of the mesh
+    # that splits the experts.
+    wide = ("experts", "expert_embed", "expert_ffn")
+    bias = experts.biases
+    return ExpertsParams(
+        router=matrix((count, hidden), ("router", "embed")),
+        gate=matrix((count, hidden, ffn), wide),
+        up=matrix((count, hidden, ffn), wide),
+        down=matrix((count, ffn, hidden), ("experts", "expert_ffn", "expert_embed")),
+        router_bias=when(experts.router_bias, zeros((count,), ("router",))),
+        correction_bias=when(
+            experts.correction_bias, zeros((count,), ("router",), wide=True)
+        ),
+        gate_bias=when(bias, zeros((count, ffn), ("experts", "expert_ffn"))),
+        up_bias=when(bias, zeros((count, ffn), ("experts", "expert_ffn"))),
+        down_bias=when(bias, zeros((count, hidden), ("experts", "norm"))),
+        shared=_mlp(config, experts.shared_size) if experts.shared_size else None,
+        shared_gate=when(experts.shared_gate, matrix((1, hidden), ("value", "embed"))),
+    )

@@ -1,0 +1,267 @@
+"""Weights in eight or four bits, for a base that is not trained (QLoRA).
+
+A quantised matrix is a node of the parameter tree with its codes and scales. It is made
+dense in the activations' dtype where it multiplies, one matrix at a time.
+
+Written here and not taken from qwix: its four-bit type flattens the array on the way
+in and out, which undoes the sharding, and its models are modules, not plain trees.
+"""
+
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jaxrl_post.models.matrix import (
+    input_dims,
+    is_matrix,
+    matrices,
+    multiply,
+    path_name,
+)
+from jaxrl_post.models.params import DecoderParams
+from jaxrl_post.types import Array, Float, Int, UInt
+
+__all__ = ["BLOCK", "NF4", "NF4_VALUES", "Int8", "quantize"]
+
+Kind = Literal["int8", "nf4"]
+
+BLOCK = 64
+LARGEST = 127
+
+# QLoRA, appendix E: quantiles of the normal distribution scaled to [-1, 1], seven
+# negative and eight positive, and zero.
+NF4_VALUES = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
+BORDERS = (NF4_VALUES[1:] + NF4_VALUES[:-1]) / 2
+
+
+# The backward pass makes the matrix dense again: to keep what the forward pass made
+# would be to hold the whole model unquantised.
+@functools.partial(jax.checkpoint, static_argnums=2)
+def _multiply(x: Array, weight: Any, inputs: int) -> Array:
+    return multiply(x, weight.dense(x.dtype), inputs)
+
+
+@struct.dataclass
+class Int8:
+    """A matrix W = codes * scales, symmetric, with one scale for every output.
+
+    Attributes:
+        codes: int8 in [-127, 127], of the matrix's shape.
+        scales: float32, of size 1 in the dims that are summed over.
+        dtype: of the matrix that was quantised.
+    """
+
+    codes: Int[Array, "..."]
+    scales: Float[Array, "..."]
+    dtype: Any = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return self.codes.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of its dims."""
+        return self.codes.ndim
+
+    def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """The matrix; the product is rounded once, from float32."""
+        return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
+
+    def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
+        """x W, in x's dtype."""
+        return _multiply(x, self, inputs)
+
+
+@struct.dataclass
+class NF4:
+    """A matrix in four bits: NF4_VALUES[code] times the largest size in its block.
+
+    Attributes:
+        codes: uint8, of the matrix's shape with `dim` halved: element 2 i along `dim`
+            in the low half of byte i, element 2 i + 1 in the high one.
+        scales: bfloat16, of the matrix's shape with one element for every block.
+        dim: along which blocks lie.
+        dtype: of the matrix that was quantised.
+    """
+
+    codes: UInt[Array, "..."]
+    scales: Float[Array, "..."]
+    dim: int = struct.field(pytree_node=False)
+    dtype: Any = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        shape = self.codes.shape
+        return (*shape[: self.dim], 2 * shape[self.dim], *shape[self.dim + 1 :])
+
+    @property
+    def ndim(self) -> int:
+        """Number of its dims."""
+        return self.codes.ndim
+
+    def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """The matrix; the product is rounded once, from float32."""
+        halves = jnp.stack([self.codes & 15, self.codes >> 4], axis=self.dim + 1)
+        table = jnp.asarray(NF4_VALUES)
+        # A byte's half is never out of bounds.
+        values = table.at[halves].get(mode="promise_in_bounds")
+        blocks = self.scales.shape[self.dim]
+        blocked = _blocked(values.reshape(self.shape), self.dim, blocks)
+        scales = jnp.expand_dims(self.scales.astype(jnp.float32), self.dim + 1)
+        return (blocked * scales).reshape(self.shape).astype(dtype)
+
+    def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
+        """x W, in x's dtype."""
+        return _multiply(x, self, inputs)
+
+
+def quantize(
+    params: DecoderParams[Array], kind: Kind = "nf4", *, block: int = BLOCK
+) -> DecoderParams[Any]:
+    """Quantises the matrices of attention, of dense MLPs and of shared ones.
+
+    Embeddings, heads, norms, biases, routers and experts' own matrices stay arrays. The
+    codes keep the sharding of what they come from; so do the scales, but for a dim that
+    they have too few of to split. For a while both trees are in memory.
+
+    Args:
+        params: arrays, not tracers.
+        kind: "int8": symmetric, one float32 scale for each output, 8 bits an element.
+            "nf4": blocks that share a bfloat16 scale, 4.25 bits an element with blocks
+            of 64. (The paper's second quantisation, of the scales, gives 4.13.)
+        block: nf4 only: elements that share a scale, even. They lie along the matrix's
+            longest dim that this divides.
+
+    Returns:
+        The tree with `Int8` or `NF4` in the place of those matrices.
+
+    Raises:
+        ValueError: an unknown kind; a matrix that blocks do not fit, or that is
+            quantised or adapted already.
+
+    References:
+        Dettmers et al., QLoRA, arXiv:2305.14314.
+
+    >>> import jax
+    >>> from jaxrl_post.models import ModelConfig, initialize, param_specs
+    >>> config = ModelConfig("llama", 32, 64, 64, 1, num_heads=4, num_kv_heads=2)
+    >>> params = quantize(initialize(jax.random.key(0), param_specs(config)))
+    >>> gate = params.layers[0].mlp.gate
+    >>> gate.shape, gate.codes.shape, gate.scales.shape
+    ((64, 64), (32, 64), (1, 64))
+    """
+    if kind not in ("int8", "nf4"):
+        raise ValueError(f"kind: must be 'int8' or 'nf4'; got {kind!r}")
+    if block < 2 or block % 2:
+        raise ValueError(f"block: must be even and at least 2; got {block}")
+    wanted = matrices(params)
+
+    def one(path: Any, leaf: Any) -> Any:
+        name = path_name(path)
+        if name not in wanted:
+            return leaf
+        if is_matrix(leaf):
+            raise ValueError(
+                f"params: {name} is {type(leaf).__name__} already; quantise the arrays "
+                "of the base, then adapt"
+            )
+        if kind == "int8":
+            return _int8(leaf, input_dims(name))
+        return _nf4(leaf, block, name)
+
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_matrix)
+
+
+def _int8(weight: Array, inputs: int) -> Int8:
+    shape = (*(1 for _ in weight.shape[:inputs]), *weight.shape[inputs:])
+    shardings = _like(weight, weight.shape), _like(weight, shape)
+    make = jax.jit(_int8_codes, static_argnums=1, out_shardings=shardings)
+    return Int8(*make(weight, inputs), dtype=weight.dtype)
+
+
+def _int8_codes(weight: Array, inputs: int) -> tuple[Array, Array]:
+    wide = weight.astype(jnp.float32)
+    largest = jnp.abs(wide).max(axis=tuple(range(inputs)), keepdims=True)
+    scales = _nonzero(largest) / LARGEST
+    return jnp.rint(wide / scales).astype(jnp.int8), scales
+
+
+def _nf4(weight: Array, block: int, name: str) -> NF4:
+    fits = [size if size % block == 0 else 0 for size in weight.shape]
+    size = max(fits)
+    if not size:
+        raise ValueError(
+            f"block: must divide a dim of every matrix; got {block}, and {name} has "
+            f"shape {weight.shape}"
+        )
+    dim = fits.index(size)
+    before, after = weight.shape[:dim], weight.shape[dim + 1 :]
+    shardings = (
+        _like(weight, (*before, size // 2, *after)),
+        _like(weight, (*before, size // block, *after)),
+    )
+    make = jax.jit(_nf4_codes, static_argnums=(1, 2), out_shardings=shardings)
+    return NF4(*make(weight, dim, block), dim=dim, dtype=weight.dtype)
+
+
+def _nf4_codes(weight: Array, dim: int, block: int) -> tuple[Array, Array]:
+    blocks = weight.shape[dim] // block
+    blocked = _blocked(weight.astype(jnp.float32), dim, blocks)
+    # Rounded before the codes are chosen, so that these fit what is stored.
+    scales = _nonzero(jnp.abs(blocked).max(axis=dim + 1)).astype(jnp.bfloat16)
+    relative = blocked / jnp.expand_dims(scales.astype(jnp.float32), dim + 1)
+    borders = jnp.asarray(BORDERS)
+    # Every code is the number of borders below; one pass, nothing is sorted.
+    codes = jnp.searchsorted(borders, relative, method="compare_all").astype(jnp.uint8)
+    low, high = jnp.moveaxis(_blocked(codes.reshape(weight.shape), dim, -1), dim + 1, 0)
+    return low | (high << 4), scales
+
+
+def _blocked(array: Array, dim: int, blocks: int) -> Array:
+    """Splits a dim into blocks of one size; -1 for as many as make pairs."""
+    shape, size = array.shape, array.shape[dim]
+    blocks = size // 2 if blocks == -1 else blocks
+    return array.reshape(*shape[:dim], blocks, size // blocks, *shape[dim + 1 :])
+
+
+def _nonzero(scales: Array) -> Array:
+    """A block of zeros is zeros with any scale, but not with 0 / 0."""
+    return jnp.where(scales == 0, jnp.ones_like(scales), scales)
+
+
+def _like(weight: Array, shape: tuple[int, ...]) -> NamedSharding | None:
+    """The matrix's sharding for a smaller array; what does not divide stays whole."""
+    sharding = weight.sharding
+    if not isinstance(sharding, NamedSharding):
+        return None
+    spec = (*sharding.spec, *(None,) * weight.ndim)[: weight.ndim]
+
+    def fits(size: int, names: Any) -> bool:
+        axes = (names,) if isinstance(names, str) else names or ()
+        return size % math.prod(sharding.mesh.shape[axis] for axis in axes) == 0
+
+    kept = (
+        names if fits(size, names) else None
+        for size, names in zip(shape, spec, strict=True)
+    )
+    return NamedSharding(sharding.mesh, P(*kept))

@@ -1,0 +1,361 @@
+"""What the assistant produced in a conversation, found from what templates write."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import normalizers, processors
+
+from jaxrl_post.data.chat import (
+    Options,
+    conversation,
+    render,
+    render_reply,
+    render_text,
+)
+from jaxrl_post.data.spans import closed, turn_end
+from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+
+PARITY = Path(__file__).parents[1] / "parity"
+CHATS = json.loads((PARITY / "fixtures" / "chat.json").read_text(encoding="utf-8"))
+
+ASK = {"role": "user", "content": "What is 2+2?"}
+FOUR = {"role": "assistant", "content": "4"}
+AGAIN = {"role": "user", "content": "And 3+3?"}
+SIX = {"role": "assistant", "content": "6"}
+TWO_TURNS = [ASK, FOUR, AGAIN, SIX]
+CALLS = [
+    ASK,
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Look.",
+        "tool_calls": [
+            {
+                "id": "abcde1234",
+                "type": "function",
+                "function": {"name": "add", "arguments": {"a": 2}},
+            }
+        ],
+    },
+    {"role": "tool", "content": "4", "tool_call_id": "abcde1234"},
+    {**FOUR, "reasoning_content": "Seen."},
+]
+CALL = '{"name": "add", "arguments": {"a": 2}}'
+
+
+def tokenizer_of(template, stops, **changes):
+    backend = tokenizers.Tokenizer.from_str(json.dumps(CHATS["tokenizer"] | changes))
+    if (PARITY / "chat_templates" / f"{template}.jinja").is_file():
+        file = PARITY / "chat_templates" / f"{template}.jinja"
+        template = file.read_text(encoding="utf-8")
+    return Tokenizer(
+        backend,
+        stop_ids=[backend.token_to_id(stop) for stop in stops],
+        chat_template=template,
+        special_tokens=CHATS["special_tokens"],
+    )
+
+
+def produced(tokenizer, messages, options=None, **more):
+    """The runs of tokens that the mask marks, as text."""
+    tokens, mask = conversation(tokenizer, messages, options or Options(), **more)
+    assert tokens.dtype == np.int32
+    assert mask.dtype == np.bool_
+    assert tokens.shape == mask.shape
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    return [
+        tokenizer.backend.decode(tokens[begin:end], skip_special_tokens=False)
+        for begin, end in edges.reshape(-1, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "stops", "expected"),
+    [
+        ("chatml", ["<|im_end|>"], ["4<|im_end|>", "6<|im_end|>"]),
+        ("generation", ["<|im_end|>"], ["4<|im_end|>", "6<|im_end|>"]),
+        ("qwen2_5", ["<|im_end|>"], ["4<|im_end|>", "6<|im_end|>"]),
+        ("llama2", ["</s>"], [" 4 </s>", " 6 </s>"]),
+        ("llama3_1", ["<|eot_id|>"], ["4<|eot_id|>", "6<|eot_id|>"]),
+        ("mistral", ["</s>"], [" 4</s>", " 6</s>"]),
+        ("gemma", ["</s>", "<end_of_turn>"], ["4<end_of_turn>", "6<end_of_turn>"]),
+        # The end of the whole conversation is not a turn's.
+        ("phi3", ["</s>", "<|end|>", "<|assistant|>"], ["4<|end|>", "6<|end|>"]),
+        # The next turn's head is what ends this one; nothing ends the last.
+        (
+            "glm",
+            ["</s>", "<|user|>", "<|observation|>"],
+            ["\n<think></think>\n4<|user|>", "\n<think></think>\n6"],
+        ),
+        # Without a template.
+        (None, ["</s>"], ["4</s>", "6</s>"]),
+    ],
+)
+def test_turns_and_the_tokens_that_end_them(template, stops, expected):
+    tokenizer = tokenizer_of(template, stops)
+    assert produced(tokenizer, TWO_TURNS) == expected
+    assert produced(tokenizer, TWO_TURNS, only_last=True) == expected[1:]
+    assert produced(tokenizer, [*TWO_TURNS, ASK])[0] == expected[0]
+    tokens, _ = conversation(tokenizer, TWO_TURNS)
+    if template is not None:
+        text = render_text(tokenizer, TWO_TURNS, prompt=False)
+        assert tuple(tokens) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            "qwen2_5",
+            [f"<tool_call>\n{CALL}\n</tool_call><|im_end|>", "4<|im_end|>"],
+        ),
+        (
+            "qwen3",
+            [
+                f"<think>\nLook.\n</think>\n\n<tool_call>\n{CALL}\n</tool_call><|im_end|>",
+                "<think>\nSeen.\n</think>\n\n4<|im_end|>",
+            ],
+        ),
+        (
+            "generation",
+            [
+                f"<think>\nLook.\n</think>\n\n\n<tool_call>\n{CALL}\n</tool_call>"
+                "<|im_end|>",
+                "<think>\nSeen.\n</think>\n\n4<|im_end|>",
+            ],
+        ),
+    ],
+)
+def test_reasoning_and_tool_calls_are_produced(template, expected):
+    tokenizer = tokenizer_of(template, ["<|im_end|>"])
+    options = Options(tools=CHATS["tools"])
+    assert produced(tokenizer, CALLS, options) == expected
+    assert produced(tokenizer, CALLS, options, only_last=True) == expected[1:]
+
+
+def test_a_result_that_follows_ends_a_turn_too():
+    tokenizer = tokenizer_of("glm", ["<|user|>", "<|observation|>"])
+    call = (
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+    )
+    assert produced(tokenizer, CALLS)[0] == (
+        f"\n<think>Look.</think>\n{call}<|observation|>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "stops", "message"),
+    [
+        (
+            "qwen3",
+            ["<|im_end|>"],
+            # Reasoning is written in the last turn alone.
+            r"up to messages\[1\] differently once later turns follow: "
+            r".*<think>.* became .*4<\|im_end\|>.*only_last=True",
+        ),
+        (
+            "harmony",
+            ["<|return|>", "<|call|>"],
+            r"up to messages\[1\] differently .*4<\|return\|>' became '.*4<\|end\|>",
+        ),
+        (
+            "deepseek",
+            ["</s>"],
+            r"messages\[1\], a turn of the assistant, differently from how it prompts "
+            r"for it: .*<think>.n' became .*4</s>'; give the turn what the prompt",
+        ),
+    ],
+)
+def test_a_template_that_rewrites_turns_is_reported(template, stops, message):
+    tokenizer = tokenizer_of(template, stops)
+    with pytest.raises(TokenizerError, match=f"^chat: the template writes .*{message}"):
+        produced(tokenizer, TWO_TURNS)
+
+
+def test_the_last_turn_alone_can_be_learned_under_such_a_template():
+    thoughtful = {**SIX, "reasoning_content": "3, 3"}
+    qwen = tokenizer_of("qwen3", ["<|im_end|>"])
+    assert produced(qwen, [ASK, FOUR, AGAIN, thoughtful], only_last=True) == [
+        "<think>\n3, 3\n</think>\n\n6<|im_end|>"
+    ]
+    harmony = tokenizer_of("harmony", ["<|return|>", "<|call|>"])
+    assert produced(harmony, [ASK, FOUR, AGAIN, thoughtful], only_last=True) == [
+        "<|channel|>analysis<|message|>3, 3<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>6<|return|>"
+    ]
+
+
+def test_generation_blocks_of_the_last_turn():
+    tokenizer = tokenizer_of("generation_recap", ["<|im_end|>"])
+    thoughtful = [{**turn, "reasoning_content": "Hm."} for turn in (FOUR, SIX)]
+    messages = [ASK, thoughtful[0], AGAIN, thoughtful[1]]
+    # Two blocks a turn: reasoning, which earlier turns lose, and the answer.
+    expected = ["4<|im_end|>", "<think>Hm.</think>", "6<|im_end|>"]
+    assert produced(tokenizer, messages) == expected
+    assert produced(tokenizer, messages, only_last=True) == expected[1:]
+
+
+def test_a_turn_whose_head_is_a_stop_token():
+    tokenizer = tokenizer_of("phi3", ["</s>", "<|end|>", "<|assistant|>"])
+    assert produced(tokenizer, [ASK, {**FOUR, "content": " "}]) == [" <|end|>"]
+
+
+def test_a_generation_block_that_begins_with_the_turn():
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% generation %}{{ m.content }}</s>{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    tokenizer = tokenizer_of(template, ["</s>"])
+    assert produced(tokenizer, TWO_TURNS, only_last=True) == ["6</s>"]
+
+
+def test_the_last_turn_under_a_template_whose_beginning_changes():
+    changing = (
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}"
+        "{% generation %}.{% endgeneration %}{% endfor %}"
+    )
+    with pytest.raises(
+        TokenizerError, match=r"precedes messages\[3\] differently once"
+    ):
+        produced(tokenizer_of(changing, ["</s>"]), TWO_TURNS, only_last=True)
+
+
+def test_a_conversation_without_the_assistant_teaches_nothing():
+    with pytest.raises(
+        TokenizerError, match=r"needs a turn of the assistant; got .*'use"
+    ):
+        produced(tokenizer_of("chatml", ["<|im_end|>"]), [ASK])
+
+
+# Sampling and learning agree.
+
+
+@pytest.mark.parametrize(
+    ("template", "stop"), [("chatml", "<|im_end|>"), ("llama3_1", "<|eot_id|>")]
+)
+def test_a_conversation_is_what_an_episode_would_have_sampled(template, stop):
+    tokenizer = tokenizer_of(template, [stop])
+    parts = [
+        render(tokenizer, [ASK]),
+        (*tokenizer.encode("4"), tokenizer.eos_id),
+        render_reply(tokenizer, [ASK, FOUR], [AGAIN]),
+        (*tokenizer.encode("6"), tokenizer.eos_id),
+    ]
+    tokens, mask = conversation(tokenizer, TWO_TURNS)
+    sampled = (
+        [False] * len(parts[0]) + [True] * 2 + [False] * len(parts[2]) + [True] * 2
+    )
+    whole = [token for part in parts for token in part]
+    assert tokens.tolist()[: len(whole)] == whole
+    assert mask.tolist()[: len(whole)] == sampled
+    assert not mask[len(whole) :].any()
+
+
+def test_a_reply_follows_the_end_of_a_turn_not_of_the_conversation():
+    tokenizer = tokenizer_of("phi3", ["</s>", "<|end|>"])
+    reply = render_reply(tokenizer, [ASK, FOUR], [AGAIN])
+    text = tokenizer.backend.decode(reply, skip_special_tokens=False)
+    assert text == "\n<|user|>\nAnd 3+3?<|end|>\n<|assistant|>\n"
+
+
+def test_a_head_that_was_sampled_is_not_repeated():
+    tokenizer = tokenizer_of("glm", ["</s>", "<|user|>", "<|observation|>"])
+    user = tokenizer.backend.token_to_id("<|user|>")
+    reply = render_reply(tokenizer, [ASK, FOUR], [AGAIN])
+    assert reply[0] == user
+    assert render_reply(tokenizer, [ASK, FOUR], [AGAIN], stop_id=user) == reply[1:]
+    assert render_reply(tokenizer, [ASK, FOUR], [AGAIN], stop_id=2) == reply
+
+
+def test_renderings_that_are_compared_have_one_time():
+    clock = "{{ strftime_now('%H:%M:%S.%f') }}{% for m in messages %}{{ m.content }}"
+    tokenizer = tokenizer_of(f"{clock}</s>{{% endfor %}}", ["</s>"])
+    assert produced(tokenizer, TWO_TURNS) == ["4</s>", "6</s>"]
+    reply = render_reply(tokenizer, [ASK, FOUR], [AGAIN])
+    assert reply == tokenizer.encode("And 3+3?</s>")
+
+
+# From places in the text to tokens.
+
+
+def test_a_token_that_begins_before_a_span_is_not_produced():
+    backend = Tokenizer.train(["user=:) 4 2+2"] * 9, vocab_size=300).backend
+    template = "{% for m in messages %}{{ m.role }}={{ m.content }}<|eos|>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant={% endif %}"
+    tokenizer = Tokenizer(backend, stop_ids=(1,), chat_template=template)
+    assert "=:)" in backend.get_vocab()
+    smile = {"role": "assistant", "content": ":)4"}
+    assert produced(tokenizer, [ASK, smile]) == ["4<|eos|>"]
+
+
+def test_white_space_belongs_to_its_token_whatever_the_post_processor_trims():
+    """Byte-level post-processors may cut white space off the places of tokens."""
+    post_processor = json.loads(processors.ByteLevel(trim_offsets=True).__getstate__())
+    sequence = {"type": "Sequence", "processors": [post_processor]}
+    messages = [ASK, {"role": "assistant", "content": "\n\n 4 \n  "}, AGAIN, SIX]
+    expected = ["\n\n 4 \n  <|im_end|>", "6<|im_end|>"]
+    for trimming in (None, post_processor, sequence):
+        tokenizer = tokenizer_of("chatml", ["<|im_end|>"], post_processor=trimming)
+        assert produced(tokenizer, messages) == expected
+        # The space belongs to the prompt, and so do tokens that begin with it.
+        spaced = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+        spaced += "{% if add_generation_prompt %}assistant: {% endif %}"
+        tokenizer = tokenizer_of(spaced, ["</s>"], post_processor=trimming)
+        assert produced(tokenizer, [ASK, FOUR]) == ["4</s>"]
+        assert produced(tokenizer, [ASK, {**FOUR, "content": "is"}]) == ["</s>"]
+
+
+def test_characters_of_several_tokens_and_normalized_text():
+    answer = "🙂e\u0301數 4"
+    messages = [{**ASK, "content": "🙂e\u0301"}, {**FOUR, "content": answer}]
+    tokenizer = tokenizer_of("chatml", ["<|im_end|>"])
+    assert produced(tokenizer, messages) == [f"{answer}<|im_end|>"]
+    normalizer = json.loads(normalizers.NFC().__getstate__())
+    tokenizer = tokenizer_of("chatml", ["<|im_end|>"], normalizer=normalizer)
+    assert produced(tokenizer, messages) == ["🙂é數 4<|im_end|>"]
+
+
+def test_bos_is_the_business_of_the_template():
+    post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    state = json.loads(post_processor.__getstate__())
+    tokenizer = tokenizer_of("llama2", ["</s>"], post_processor=state)
+    tokens, _ = conversation(tokenizer, TWO_TURNS)
+    assert tokens.tolist().count(1) == 2
+    assert render(tokenizer, [ASK]).count(1) == 1
+
+
+def test_what_stands_around_a_plain_text_is_not_produced():
+    post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    state = json.loads(post_processor.__getstate__())
+    tokenizer = tokenizer_of(None, ["</s>"], post_processor=state)
+    tokens, mask = conversation(tokenizer, [FOUR, AGAIN, SIX])
+    assert tokens[0] == 1
+    assert not mask[0]
+    assert tokens[-2:].tolist() == [2, 2]
+    assert mask[-2:].tolist() == [True, False]
+
+
+# Parts.
+
+
+def test_where_a_turn_ends():
+    stops = ["<e>", "<s>"]
+    assert turn_end("a<e>b<e>", stops) == 8
+    assert turn_end("a<e>b<e>\n<s> ", stops) == 8
+    assert turn_end("a<e>b", stops) == 5
+    assert turn_end("a<e><e>", stops, begin=4) == 7
+    assert turn_end("a<e>", []) == 4
+
+
+def test_how_a_conversation_continues_another():
+    assert closed("a<e>", "a<e>b", ["<e>"]) == "a<e>"
+    assert closed("a<e>\n<s>", "a<e>\nb", ["<e>", "<s>"]) == "a<e>\n"
+    assert closed("a<s>", "a<e>", ["<s>", "<e>"]) is None
+    assert closed("a<e>", "b", ["<e>"]) is None

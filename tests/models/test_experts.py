@@ -1,0 +1,300 @@
+"""Mixtures of experts: the router worked by hand, dense loops, meshes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post.models import (
+    MixtureOfExperts,
+    ModelConfig,
+    forward,
+    forward_with_routing,
+    initialize,
+    param_specs,
+)
+from jaxrl_post.models.experts import mixture, route
+from jaxrl_post.models.params import ExpertsParams
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh, named_shardings
+
+EXPERTS = MixtureOfExperts(num_experts=8, experts_per_token=2, expert_size=12)
+SHARED = dataclasses.replace(
+    EXPERTS,
+    scoring="sigmoid",
+    normalize_epsilon=1e-20,
+    scale=2.5,
+    num_groups=4,
+    groups_per_token=2,
+    group_score="top2",
+    correction_bias=True,
+    shared_size=20,
+    dense_layers=(0,),
+)
+BIASED = dataclasses.replace(EXPERTS, router_bias=True, biases=True)
+GATED = dataclasses.replace(
+    EXPERTS, normalize=False, shared_size=20, shared_gate=True
+)  # fmt: skip
+
+
+def config_of(experts, **changes):
+    base = ModelConfig(
+        "qwen3_moe", 40, 16, 24, 2, num_heads=4, num_kv_heads=2, experts=experts
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def params_of(config, seed=0):
+    """Every value random, and large enough that routers decide."""
+    specs = param_specs(config)
+    flat = jax.tree.map(
+        lambda spec: dataclasses.replace(spec, init="normal", scale=0.5),
+        specs,
+        is_leaf=lambda leaf: hasattr(leaf, "axes"),
+    )
+    return initialize(jax.random.key(seed), flat)
+
+
+def router_of(logits):
+    """A router whose logits are the tokens themselves."""
+    empty = jnp.zeros((1,))
+    return ExpertsParams(jnp.eye(logits.shape[1]), empty, empty, empty)
+
+
+def test_softmax_scores_worked_by_hand():
+    logits = jnp.log(jnp.array([[1.0, 2.0, 4.0, 3.0]]))
+    plain = dataclasses.replace(EXPERTS, num_experts=4, normalize=False, scale=10.0)
+    chosen = route(plain, router_of(logits), logits)
+    np.testing.assert_array_equal(chosen.experts, [[2, 3]])
+    np.testing.assert_allclose(chosen.weights, [[4.0, 3.0]], rtol=1e-6)
+    summed = dataclasses.replace(plain, normalize=True, scale=1.0)
+    chosen = route(summed, router_of(logits), logits)
+    np.testing.assert_allclose(chosen.weights, [[4 / 7, 3 / 7]], rtol=1e-6)
+
+
+def test_sigmoid_scores_groups_and_a_bias_that_selects_worked_by_hand():
+    """Groups {0, 1}, {2, 3}, {4, 5}: the second is best by the sum of its two."""
+    scores = np.array([[0.9, 0.1, 0.6, 0.5, 0.3, 0.4]])
+    logits = jnp.asarray(np.log(scores / (1 - scores)), jnp.float32)
+    experts = MixtureOfExperts(
+        6, 2, 4, scoring="sigmoid", num_groups=3, groups_per_token=1, group_score="top2"
+    )
+    params = router_of(logits)
+    chosen = route(experts, params, logits)
+    np.testing.assert_array_equal(chosen.experts, [[2, 3]])
+    np.testing.assert_allclose(chosen.weights, [[6 / 11, 5 / 11]], rtol=1e-6)
+    largest = dataclasses.replace(experts, group_score="max")
+    np.testing.assert_array_equal(
+        route(largest, params, logits).experts, [[0, 1]]
+    )  # fmt: skip
+    # The bias brings the third group before the others; weights do not know of it.
+    bias = jnp.array([0.0, 0.0, 0.0, 0.0, 2.0, 2.0])
+    biased = params.replace(correction_bias=bias)
+    chosen = route(experts, biased, logits)
+    np.testing.assert_array_equal(chosen.experts, [[5, 4]])
+    np.testing.assert_allclose(chosen.weights, [[4 / 7, 3 / 7]], rtol=1e-6)
+
+
+def test_the_router_is_float32_in_a_bfloat16_model():
+    x = jax.random.normal(jax.random.key(0), (64, 16)).astype(jnp.bfloat16)
+    params = params_of(config_of(EXPERTS)).layers[0].experts
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
+    chosen, exact = route(EXPERTS, narrow, x), route(EXPERTS, wide, x)
+    assert chosen.weights.dtype == chosen.logits.dtype == jnp.float32
+    np.testing.assert_array_equal(chosen.logits, exact.logits)
+
+
+def dense_loop(config, experts, params, x):
+    """Every token through each of its experts, one at a time, in float64."""
+    chosen = route(experts, params, x)
+    as_64 = lambda leaf: None if leaf is None else np.asarray(leaf, np.float64)  # noqa: E731
+    out = np.zeros(x.shape)
+    for token, (numbers, weights) in enumerate(
+        zip(np.asarray(chosen.experts), as_64(chosen.weights), strict=True)
+    ):
+        for number, weight in zip(numbers, weights, strict=True):
+            row = as_64(x)[token]
+            gate, up = (row @ as_64(w)[number] for w in (params.gate, params.up))
+            if params.gate_bias is not None:
+                gate = gate + as_64(params.gate_bias)[number]
+                up = up + as_64(params.up_bias)[number]
+            if config.activation == "gpt_oss":
+                gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+                inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            else:
+                inner = gate / (1 + np.exp(-gate)) * up
+            result = inner @ as_64(params.down)[number]
+            if params.down_bias is not None:
+                result = result + as_64(params.down_bias)[number]
+            out[token] += weight * result
+    return out
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, BIASED], ids=["plain", "biased"])
+@pytest.mark.parametrize("activation", ["silu", "gpt_oss"])
+def test_grouped_products_equal_a_loop_over_tokens(experts, activation):
+    config = config_of(experts, activation=activation)
+    params = params_of(config).layers[0].experts
+    x = jax.random.normal(jax.random.key(1), (37, 16))
+    found, _ = mixture(config, experts, params, x, DEFAULT_RULES)
+    np.testing.assert_allclose(
+        found, dense_loop(config, experts, params, x), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_no_token_is_dropped_when_all_go_to_one_expert():
+    experts = dataclasses.replace(EXPERTS, experts_per_token=1)
+    config = config_of(experts)
+    params = params_of(config).layers[0].experts
+    params = params.replace(router=jnp.zeros((8, 16)).at[3, 0].set(100.0))
+    x = jax.random.uniform(jax.random.key(1), (50, 16), minval=0.5)
+    found, chosen = mixture(config, experts, params, x, DEFAULT_RULES)
+    assert set(np.asarray(chosen.experts).ravel()) == {3}
+    gate, up, down = params.gate[3], params.up[3], params.down[3]
+    expected = (jax.nn.silu(x @ gate) * (x @ up)) @ down
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_does_not_depend_on_its_batch():
+    config = config_of(EXPERTS)
+    params = params_of(config).layers[0].experts
+    x = jax.random.normal(jax.random.key(1), (16, 16))
+    whole, _ = mixture(config, EXPERTS, params, x, DEFAULT_RULES)
+    alone, _ = mixture(config, EXPERTS, params, x[5:6], DEFAULT_RULES)
+    np.testing.assert_allclose(whole[5:6], alone, rtol=1e-5, atol=1e-6)
+
+
+TOKENS = np.random.default_rng(0).integers(0, 40, (8, 6), dtype=np.int32)
+WEIGHTS = np.random.default_rng(1).normal(size=(8, 6, 16)).astype(np.float32)
+
+
+def outputs_and_gradients(config, params):
+    def loss(params):
+        hidden = forward(params, config, jnp.asarray(TOKENS))
+        return (hidden * WEIGHTS).sum(), hidden
+
+    (_, hidden), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return hidden, grads
+
+
+@pytest.mark.parametrize(
+    "mesh", ["ep8", "tp4,dp2", "fsdp8", "fsdp2,ep2,tp2", "ep4,dp2"]
+)
+@pytest.mark.parametrize(
+    "experts", [EXPERTS, SHARED, BIASED, GATED], ids=["plain", "shared", "biased", "gated"]
+)  # fmt: skip
+def test_a_mesh_changes_nothing(mesh, experts):
+    config = config_of(experts, num_heads=4, num_kv_heads=4)
+    params = params_of(config)
+    expected, expected_grads = outputs_and_gradients(config, params)
+    grid = create_mesh(mesh)
+    shardings = named_shardings(param_specs(config), grid)
+    sharded = jax.device_put(params, shardings)
+    with jax.set_mesh(grid):
+        found, grads = outputs_and_gradients(config, sharded)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(grads),
+        jax.tree.leaves(expected_grads),
+        strict=True,
+    )
+    for (path, ours), theirs in pairs:
+        scale = max(1.0, float(jnp.abs(theirs).max()))
+        np.testing.assert_allclose(
+            ours, theirs, atol=1e-4 * scale, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+def test_experts_lie_on_their_own_devices():
+    config = config_of(EXPERTS)
+    grid = create_mesh("ep8")
+    specs = param_specs(config)
+    params = jax.device_put(params_of(config), named_shardings(specs, grid))
+    shards = params.layers[0].experts.gate.addressable_shards
+    assert {shard.data.shape for shard in shards} == {(1, 16, 12)}
+    assert len({shard.index[0].start for shard in shards}) == 8
+    # What is not an expert is split as by fsdp.
+    assert params.layers[0].attention.query.addressable_shards[0].data.shape[0] == 2
+
+
+def test_a_batch_that_the_mesh_does_not_divide():
+    config = config_of(EXPERTS)
+    params = params_of(config)
+    tokens = jnp.asarray(TOKENS[:1, :5])
+    expected = forward(params, config, tokens)
+    grid = create_mesh("ep4,tp2")
+    sharded = jax.device_put(params, named_shardings(param_specs(config), grid))
+    with jax.set_mesh(grid):
+        found = jax.jit(lambda p, t: forward(p, config, t))(sharded, tokens)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_equal_finite_differences():
+    config = config_of(SHARED)
+    params = params_of(config)
+    loss = lambda p: (forward(p, config, jnp.asarray(TOKENS)) * WEIGHTS).sum()  # noqa: E731
+    grads = jax.grad(loss)(params)
+    # A bias that only selects has none.
+    layer = grads.layers[1].experts
+    assert float(jnp.abs(layer.correction_bias).max()) == 0.0
+    for name in ("router", "gate", "down"):
+        value = getattr(params.layers[1].experts, name)
+        move = 1e-3 * jax.random.normal(jax.random.key(2), value.shape)
+
+        def at(step, name=name, value=value, move=move):
+            experts = params.layers[1].experts.replace(**{name: value + step * move})
+            layers = (params.layers[0], params.layers[1].replace(experts=experts))
+            return float(loss(params.replace(layers=layers)))
+
+        slope = float((getattr(layer, name) * move).sum())
+        assert abs((at(1) - at(-1)) / 2 - slope) < 2e-2 * abs(slope) + 2e-3, name
+
+
+def test_routing_counts_the_tokens_that_the_mask_marks():
+    config = config_of(SHARED)
+    params = params_of(config)
+    mask = jnp.asarray(np.random.default_rng(2).random(TOKENS.shape) < 0.6)
+    hidden, found = forward_with_routing(params, config, jnp.asarray(TOKENS), mask=mask)
+    np.testing.assert_array_equal(hidden, forward(params, config, jnp.asarray(TOKENS)))
+    # One layer of the two has experts.
+    assert found.assigned.shape == found.probability.shape == (1, 8)
+    count = int(mask.sum())
+    assert float(found.tokens) == count
+    np.testing.assert_allclose(found.assigned.sum(), 2 * count)
+    np.testing.assert_allclose(found.probability.sum(), count, rtol=1e-5)
+    nothing = forward_with_routing(
+        params, config, jnp.asarray(TOKENS), mask=jnp.zeros_like(mask)
+    )[1]
+    assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(nothing))
+
+
+def test_routing_of_a_dense_model_is_refused():
+    config = config_of(None)
+    with pytest.raises(ValueError, match="qwen3_moe has no experts; use forward"):
+        forward_with_routing(
+            params_of(config), config, jnp.asarray(TOKENS), mask=jnp.asarray(TOKENS > 0)
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts_per_token": 9}, r"experts_per_token must lie in 1\.\.8, .*got 9"),
+        ({"num_groups": 3}, "num_groups must divide num_experts=8; got 3"),
+        (
+            {"num_groups": 8, "groups_per_token": 1},
+            r"groups_per_token must lie in 1\.\.8 and hold 2 experts; got 1",
+        ),
+    ],
+)
+def test_experts_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(EXPERTS, **changes)
+
+
+def test_dense_layers_beyond_the_last_are_refused():
+    experts = dataclasses.replace(EXPERTS, dense_layers=(2,))
+    with pytest.raises(ValueError, match=r"experts\.dense_layers must lie in 0\.\.1"):
+        config_of(experts)

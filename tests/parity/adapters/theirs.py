@@ -1,0 +1,138 @@
+"""Writes adapters with PEFT, and looks with PEFT at adapters that save_ours.py wrote.
+
+Needs torch, transformers, peft, numpy and safetensors, and nothing of this repository:
+
+    python tests/parity/adapters/theirs.py write FIXTURES DIRECTORY [NAME ...]
+    python tests/parity/adapters/theirs.py check FIXTURES SAVED
+
+FIXTURES is what make_fixtures.py wrote. An adapter's directory is named after the
+checkpoint that it changes and a word, as in "llama_mha-lora"; beside it lies
+expected.npz with `tokens` and the float32 `logits` of the changed model.
+"""
+# pyright: reportMissingImports=false
+
+import sys
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+TOLERANCE = 1e-4
+ROWS, LENGTH = 2, 8
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+JOINED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+# In layers with experts the shared MLP, in the others the plain one.
+SHARED = [f"{mlp}.{name}" for mlp in ("mlp", "shared_experts") for name in LINEAR[4:]]
+DORA_RS = {"use_dora": True, "use_rslora": True}
+
+# After the dash, what is said to LoraConfig beside rank 2.
+CASES: dict[str, dict[str, Any]] = {
+    "llama_mha-lora": {"target_modules": LINEAR, "lora_alpha": 6},
+    "llama_mha-dora_rs": {"target_modules": LINEAR, "lora_alpha": 3, **DORA_RS},
+    "llama_biases-all_linear_dora": {
+        "target_modules": "all-linear",
+        "use_dora": True,
+        "lora_dropout": 0.1,
+    },
+    "qwen3-regex": {"target_modules": r".*\.self_attn\.(q|v)_proj"},
+    "gemma2-gaussian": {"target_modules": LINEAR, "init_lora_weights": "gaussian"},
+    "gemma3_nested-text": {"target_modules": r".*language_model.*\.(q|up)_proj"},
+    "phi3_window-joined": {"target_modules": JOINED},
+    "phi3_window-joined_dora_rs": {"target_modules": JOINED, **DORA_RS},
+    "qwen2_moe-shared": {
+        "target_modules": ["q_proj", "shared_expert.gate_proj", "mlp.gate_proj"]
+    },
+    "gpt_oss-attention_dora": {"target_modules": LINEAR[:4], "use_dora": True},
+    "deepseek_v2_lite-dora": {"target_modules": ["q_proj", *LATENT], "use_dora": True},
+    "deepseek_v3-rs": {
+        "target_modules": ["q_a_proj", "q_b_proj", *LATENT, *SHARED],
+        "use_rslora": True,
+    },
+}
+
+
+def write(fixtures: Path, directory: Path, names: list[str]) -> None:
+    """Writes adapters of which every number is random, in bfloat16."""
+    for name in names or CASES:
+        base = name.partition("-")[0]
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        options = {"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM", **CASES[name]}
+        model = get_peft_model(load(fixtures / base), LoraConfig(**options))
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "lora_" not in key:
+                    continue
+                noise = rng.standard_normal(tuple(parameter.shape)).astype(np.float32)
+                if "magnitude" in key:
+                    parameter *= 1 + 0.3 * torch.from_numpy(noise)
+                else:
+                    parameter.copy_(0.3 * torch.from_numpy(noise))
+                # Rounded, so that the file says exactly what was computed with.
+                parameter.copy_(parameter.bfloat16().float())
+        tokens = np.load(fixtures / base / "expected.npz")["tokens"][:ROWS, :LENGTH]
+        logits = score(model, tokens)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        # Not the path of this machine.
+        model.peft_config["default"].base_model_name_or_path = base
+        model.save_pretrained(directory / name, save_embedding_layers=False)
+        (directory / name / "README.md").unlink(missing_ok=True)
+        np.savez(directory / name / "expected.npz", tokens=tokens, logits=logits)
+        sys.stdout.write(f"{name}\n")
+
+
+def check(fixtures: Path, saved: Path) -> None:
+    """Loads our adapters over transformers' checkpoints and compares logits."""
+    folders = sorted(path.parent for path in saved.glob("*/expected.npz"))
+    assert folders, f"{saved}: no adapters"
+    warnings.filterwarnings("error", message=".*adapter keys.*")
+    largest = 0.0
+    for folder in folders:
+        base = load(fixtures / folder.name.partition("-")[0])
+        model = PeftModel.from_pretrained(base, folder)
+        stored = load_file(folder / "adapter_model.safetensors")
+        found = get_peft_model_state_dict(model, save_embedding_layers=False)
+        assert found.keys() == stored.keys(), f"{folder}: {found.keys() ^ stored}"
+        for key, value in stored.items():
+            assert torch.equal(found[key], value), f"{folder}: {key} changed"
+        expected = np.load(folder / "expected.npz")
+        gap = float(np.abs(score(model, expected["tokens"]) - expected["logits"]).max())
+        assert gap < TOLERANCE, f"{folder}: logits differ by {gap}"
+        largest = max(largest, gap)
+    sys.stdout.write(
+        f"peft: {len(folders)} adapters of ours load, largest difference of logits "
+        f"{largest:.1e}\n"
+    )
+
+
+def load(folder: Path) -> Any:
+    """Loads a checkpoint of transformers in float32."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def score(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Returns the logits of a forward without dropout."""
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(tokens).long()).logits.numpy()
+
+
+if __name__ == "__main__":
+    logging.disable_progress_bar()
+    action, *rest = sys.argv[1:] or [""]
+    if action == "write" and len(rest) >= 2:
+        write(Path(rest[0]), Path(rest[1]), rest[2:])
+    elif action == "check" and len(rest) == 2:
+        check(Path(rest[0]), Path(rest[1]))
+    else:
+        sys.exit(__doc__)

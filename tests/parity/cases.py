@@ -1,0 +1,434 @@
+"""The checkpoints that make_fixtures.py writes: one line a case, family by family.
+
+Every option that a family has is on in one case and off in another, and set so that it
+matters in 20 tokens: windows are shorter than a row, caps lower than the scores.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["CASES", "SMALL", "Case"]
+
+SMALL = {
+    "vocab_size": 72,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint.
+
+    Attributes:
+        model_type: the family.
+        config: what differs from `SMALL`.
+        rope: `rope_parameters`; None for the family's default.
+        old_keys: rewrite config.json as transformers 4 wrote it.
+        dtype: on disk; the expected logits are computed in float32 either way.
+        max_shard_size: as transformers' save_pretrained has it.
+        length: tokens in each of the two rows.
+        quantization: of the weights on disk, as released checkpoints have it; what is
+            expected is then computed from the dequantized weights.
+    """
+
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, Any] | None = None
+    old_keys: bool = False
+    dtype: str = "bfloat16"
+    max_shard_size: str = "1GB"
+    length: int = 20
+    quantization: Literal["fp8", "mxfp4"] | None = None
+
+
+def rope(kind: str, theta: float = 500.0, **entries: Any) -> dict[str, Any]:
+    """Returns a rope_parameters dictionary."""
+    return {"rope_type": kind, "rope_theta": theta, **entries}
+
+
+def by_layer_type(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rope_parameters of families that rotate windowed layers otherwise."""
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+TWO_WIDE_HEADS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
+# The ids of some families' defaults lie outside of 72 tokens.
+TINY = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "intermediate_size": 24,
+}
+
+QWEN_EXPERTS = {
+    **TINY,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
+
+SHARED_EXPERTS = {
+    **TINY,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+}
+
+# The latents' norms have an epsilon of their own, so the others' is a large one here.
+LATENT = {
+    **SHARED_EXPERTS,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "rms_norm_eps": 0.05,
+}
+
+LLAMA = {
+    "llama_mha": Case("llama", {"num_key_value_heads": 4}),
+    "llama_biases": Case(
+        "llama", {"attention_bias": True, "mlp_bias": True}, old_keys=True
+    ),
+    "llama_tied_mqa_wide_heads": Case(
+        "llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 12}
+    ),
+    "llama_shards": Case("llama", max_shard_size="20KB"),
+    "llama_float16": Case(
+        "llama", {"num_hidden_layers": 1, "intermediate_size": 24}, dtype="float16"
+    ),
+    "llama_rope_linear": Case(
+        "llama", rope=rope("linear", factor=4.0), old_keys=True
+    ),
+    "llama_rope_llama3": Case(
+        "llama",
+        TWO_WIDE_HEADS,
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+             original_max_position_embeddings=32),
+        old_keys=True,
+    ),
+    "llama_rope_dynamic_within": Case("llama", rope=rope("dynamic", factor=2.0)),
+    "llama_rope_dynamic_beyond": Case(
+        "llama",
+        {"max_position_embeddings": 16},
+        rope("dynamic", factor=2.0),
+        old_keys=True,
+    ),
+    "llama_rope_yarn": Case(
+        "llama",
+        TWO_WIDE_HEADS,
+        rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
+    "llama_rope_yarn_options": Case(
+        "llama",
+        TWO_WIDE_HEADS,
+        rope("yarn", factor=2.0, original_max_position_embeddings=32,
+             attention_factor=1.5, beta_fast=3.0, beta_slow=0.5, truncate=False),
+        old_keys=True,
+    ),
+    "mistral_window": Case(
+        "mistral", {**TINY, "sliding_window": 6}, rope("default"), old_keys=True
+    ),
+    "mistral_full_wide_heads": Case(
+        "mistral",
+        {**TINY, **TWO_WIDE_HEADS, "num_hidden_layers": 1, "sliding_window": None},
+    ),
+    "smollm3": Case(
+        "smollm3",
+        {**TINY, "num_hidden_layers": 3, "no_rope_layer_interval": 2},
+        rope("default"),
+        old_keys=True,
+    ),
+    "smollm3_window_untied": Case(
+        "smollm3",
+        {**TINY, "no_rope_layers": [0, 1], "use_sliding_window": True,
+         "sliding_window": 5, "tie_word_embeddings": False},
+        rope("default"),
+    ),
+    "seed_oss": Case(
+        "seed_oss", {**TINY, "num_hidden_layers": 1, "head_dim": 12}, rope("default")
+    ),
+    "seed_oss_all_biases": Case(
+        "seed_oss",
+        {**TINY, "head_dim": 8, "attention_out_bias": True, "mlp_bias": True},
+        rope("default"),
+        old_keys=True,
+    ),
+    "granite": Case(
+        "granite",
+        {**TINY, "embedding_multiplier": 1.7, "attention_multiplier": 0.6,
+         "residual_multiplier": 0.6, "logits_scaling": 0.7,
+         "tie_word_embeddings": True},
+        rope("default"),
+        old_keys=True,
+    ),
+    "granite_biases": Case(
+        "granite",
+        {**TINY, "num_hidden_layers": 1, "attention_bias": True, "mlp_bias": True,
+         "residual_multiplier": 0.4},
+    ),
+}  # fmt: skip
+
+QWEN = {
+    "qwen2_tied": Case("qwen2", {"tie_word_embeddings": True}, dtype="float32"),
+    "qwen2_sliding_from_layer_1": Case(
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+        rope("default", theta=1e6),
+        old_keys=True,
+    ),
+    "qwen3": Case(
+        "qwen3",
+        {"head_dim": 16, "attention_bias": True, "num_attention_heads": 3,
+         "num_key_value_heads": 3},
+    ),
+    "qwen3_sliding_layer_0": Case(
+        "qwen3",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5,
+         "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "qwen3_rope_yarn": Case(
+        "qwen3",
+        {**TWO_WIDE_HEADS, "tie_word_embeddings": True},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.8,
+             mscale_all_dim=0.3),
+    ),
+    "qwen2_moe": Case(
+        "qwen2_moe",
+        {**QWEN_EXPERTS, "shared_expert_intermediate_size": 20,
+         "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 5,
+         "layer_types": ["full_attention", "sliding_attention"]},
+        rope("default"),
+    ),
+    "qwen2_moe_every_other_layer": Case(
+        "qwen2_moe",
+        {**QWEN_EXPERTS, "shared_expert_intermediate_size": 20,
+         "decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False,
+         "num_hidden_layers": 4},
+        rope("default"),
+        old_keys=True,
+    ),
+    "qwen3_moe": Case(
+        "qwen3_moe",
+        {**QWEN_EXPERTS, "norm_topk_prob": True, "head_dim": 16},
+        rope("default"),
+        old_keys=True,
+    ),
+    "qwen3_moe_dense_layer_window": Case(
+        "qwen3_moe",
+        {**QWEN_EXPERTS, "head_dim": 8, "mlp_only_layers": [0],
+         "attention_bias": True, "use_sliding_window": True, "sliding_window": 6,
+         "tie_word_embeddings": True},
+        rope("default"),
+    ),
+}  # fmt: skip
+
+GEMMA = {
+    "gemma": Case(
+        "gemma",
+        {**TINY, "num_key_value_heads": 1, "head_dim": 12},
+        rope("default"),
+        old_keys=True,
+    ),
+    "gemma_untied": Case(
+        "gemma",
+        {**TINY, "num_hidden_layers": 1, "head_dim": 8, "tie_word_embeddings": False},
+    ),
+    "gemma2": Case(
+        "gemma2",
+        {**TINY, "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 5,
+         "sliding_window": 5, "attn_logit_softcapping": 1.5,
+         "final_logit_softcapping": 8.0},
+        rope("default"),
+        old_keys=True,
+    ),
+    "gemma2_without_caps": Case(
+        "gemma2",
+        {**TINY, "head_dim": 8, "query_pre_attn_scalar": 16, "sliding_window": 6,
+         "attn_logit_softcapping": None, "final_logit_softcapping": None,
+         "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "gemma3_text": Case(
+        "gemma3_text",
+        {**TINY, "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 5,
+         "sliding_window": 5, "sliding_window_pattern": 3},
+        by_layer_type(rope("linear", factor=4.0), rope("default", theta=20.0)),
+        old_keys=True,
+    ),
+    "gemma3_text_full_first": Case(
+        "gemma3_text",
+        {**TINY, "head_dim": 8, "query_pre_attn_scalar": 16, "sliding_window": 6,
+         "final_logit_softcapping": 2.5, "tie_word_embeddings": False,
+         "layer_types": ["full_attention", "sliding_attention"]},
+        by_layer_type(rope("default"), rope("default", theta=20.0)),
+    ),
+    "gemma3_nested": Case(
+        "gemma3",
+        {**TINY, "head_dim": 8, "query_pre_attn_scalar": 5, "sliding_window": 5,
+         "sliding_window_pattern": 2},
+        by_layer_type(rope("linear", factor=2.0), rope("default", theta=20.0)),
+        old_keys=True,
+    ),
+}  # fmt: skip
+
+PHI = {
+    "phi3_window": Case(
+        "phi3", {**TINY, "sliding_window": 6}, rope("default"), old_keys=True
+    ),
+    "phi3_partial_longrope_within": Case(
+        "phi3",
+        {**TINY, "num_attention_heads": 2, "num_key_value_heads": 2,
+         "max_position_embeddings": 128, "original_max_position_embeddings": 32},
+        rope("longrope", partial_rotary_factor=0.75,
+             original_max_position_embeddings=32,
+             short_factor=[1.0, 1.1, 1.3, 1.6, 2.0, 2.4],
+             long_factor=[1.0, 1.5, 2.5, 4.0, 6.0, 8.0]),
+    ),
+    "phi3_longrope_beyond": Case(
+        "phi3",
+        {**TINY, "tie_word_embeddings": True,
+         "original_max_position_embeddings": 16},
+        rope("longrope", original_max_position_embeddings=16,
+             short_factor=[1.0, 1.1, 1.3, 1.6], long_factor=[1.0, 2.0, 4.0, 8.0]),
+        old_keys=True,
+    ),
+}  # fmt: skip
+
+OLMO = {
+    "olmo2": Case("olmo2", TINY, rope("default"), old_keys=True),
+    "olmo2_mha_biases": Case(
+        "olmo2",
+        {**TINY, "num_hidden_layers": 1, "num_key_value_heads": 4,
+         "attention_bias": True},
+    ),
+    "olmo3_yarn_on_full_layers": Case(
+        "olmo3",
+        {**TINY, "num_attention_heads": 2, "num_key_value_heads": 1,
+         "sliding_window": 5,
+         "layer_types": ["sliding_attention", "full_attention"]},
+        by_layer_type(
+            rope("yarn", factor=4.0, original_max_position_embeddings=16),
+            rope("default"),
+        ),
+    ),
+    # The theta is the class's own: transformers 5 does not take another from old keys.
+    "olmo3_every_fourth_layer_full": Case(
+        "olmo3",
+        {**TINY, "num_hidden_layers": 4, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "sliding_window": 6},
+        by_layer_type(
+            rope("yarn", theta=5e5, factor=8.0, original_max_position_embeddings=8,
+                 beta_fast=3.0, beta_slow=0.5, attention_factor=1.3),
+            rope("default", theta=5e5),
+        ),
+        old_keys=True,
+    ),
+    "olmoe": Case(
+        "olmoe",
+        {**TINY, "intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2},
+        rope("default"),
+    ),
+    "olmoe_clipped": Case(
+        "olmoe",
+        {**TINY, "intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2,
+         "clip_qkv": 0.8, "norm_topk_prob": True, "num_key_value_heads": 4},
+        rope("default"),
+        old_keys=True,
+    ),
+}  # fmt: skip
+
+EXPERTS = {
+    "mixtral": Case(
+        "mixtral",
+        {**TINY, "intermediate_size": 16, "num_local_experts": 4},
+        rope("default"),
+        old_keys=True,
+    ),
+    "mixtral_shards_window": Case(
+        "mixtral",
+        {**TINY, "intermediate_size": 12, "num_local_experts": 3, "sliding_window": 5,
+         "head_dim": 12},
+        rope("default"),
+        max_shard_size="20KB",
+    ),
+    "glm4_moe": Case(
+        "glm4_moe",
+        {**SHARED_EXPERTS, "head_dim": 16, "use_qk_norm": True, "attention_bias": True,
+         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
+        rope("default", partial_rotary_factor=0.5),
+        old_keys=True,
+    ),
+    "glm4_moe_without_qk_norm": Case(
+        "glm4_moe",
+        {**SHARED_EXPERTS, "head_dim": 8, "norm_topk_prob": False,
+         "n_shared_experts": 2, "first_k_dense_replace": 0, "num_hidden_layers": 1},
+        rope("default", partial_rotary_factor=0.5),
+    ),
+    "deepseek_v2_lite": Case(
+        "deepseek_v2",
+        {**LATENT, "q_lora_rank": None, "n_shared_experts": 2},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.707,
+             mscale_all_dim=0.707),
+        old_keys=True,
+    ),
+    "deepseek_v2_groups": Case(
+        "deepseek_v2",
+        {**LATENT, "topk_method": "group_limited_greedy", "n_group": 4,
+         "topk_group": 2, "routed_scaling_factor": 3.0, "n_shared_experts": 1,
+         "attention_bias": True},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=0.5),
+    ),
+    "deepseek_v3": Case(
+        "deepseek_v3",
+        {**LATENT, "n_group": 4, "topk_group": 2},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=1.0),
+        old_keys=True,
+    ),
+    "deepseek_v3_halves": Case(
+        "deepseek_v3",
+        {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+         "rope_interleave": False, "norm_topk_prob": False,
+         "routed_scaling_factor": 1.3},
+        rope("default"),
+    ),
+    "deepseek_v3_fp8": Case(
+        "deepseek_v3",
+        {**LATENT, "n_group": 2, "topk_group": 1, "n_routed_experts": 6,
+         "num_experts_per_tok": 2},
+        rope("default"),
+        old_keys=True,
+        quantization="fp8",
+    ),
+    "gpt_oss": Case(
+        "gpt_oss",
+        {**TINY, "head_dim": 16, "intermediate_size": 12, "num_local_experts": 4,
+         "num_experts_per_tok": 2, "sliding_window": 5},
+        rope("yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+             original_max_position_embeddings=16),
+    ),
+    "gpt_oss_mxfp4": Case(
+        "gpt_oss",
+        {**TINY, "head_dim": 8, "intermediate_size": 32, "num_local_experts": 3,
+         "num_experts_per_tok": 2, "sliding_window": 6},
+        rope("yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+             original_max_position_embeddings=16),
+        old_keys=True,
+        quantization="mxfp4",
+    ),
+}  # fmt: skip
+
+CASES = {**LLAMA, **QWEN, **GEMMA, **PHI, **OLMO, **EXPERTS}
