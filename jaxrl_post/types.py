@@ -66,7 +66,8 @@ class TokenBatch:
             gets one update, so that they equal the policy's own.
         reference_logprobs: float32 [rows, length] or None, under the reference policy.
         values: float32 [rows, length] or None: what the critic expected before the
-            token was sampled, at the start of this batch's updates.
+            token was sampled, at the start of this batch's updates. KTO has its
+            reference point here (`algorithms.unpaired`).
         returns: float32 [rows, length] or None: what the critic should have said.
         versions: int32 [rows, length], version of the parameters that sampled the token
             (-1 where the policy did not produce it).

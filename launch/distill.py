@@ -1,4 +1,4 @@
-"""On-policy distillation: `python -m launch.distill --algorithm.reference TEACHER`."""
+"""Distillation: `python -m launch.distill --algorithm.reference TEACHER`."""
 
 import sys
 
@@ -15,9 +15,11 @@ def main(arguments: list[str] | None = None) -> int:
         distillation(),
         run_rl,
         program="launch.distill",
-        description="Trains a student on its own samples, graded token by token by a "
-        "teacher: --algorithm.reference, a Hugging Face directory whose tokenizer is "
-        "the student's.",
+        description="Trains a student to predict what a teacher predicts: "
+        "--algorithm.reference, a Hugging Face directory whose tokenizer is the "
+        "student's. It learns from its own samples or from an environment's "
+        "demonstrations (--distill.data), and compares the sampled tokens' log-probs "
+        "or the whole distributions of every token (--distill.divergence).",
         errors=RUN_ERRORS,
         arguments=arguments,
     )

@@ -1,4 +1,4 @@
-"""Preference optimisation on pairs: `python -m launch.dpo --data.path pairs.jsonl`."""
+"""Preference optimisation: `python -m launch.dpo --data.path pairs.jsonl`."""
 
 import sys
 
@@ -15,8 +15,8 @@ def main(arguments: list[str] | None = None) -> int:
         PreferenceConfig(),
         run_preference,
         program="launch.dpo",
-        description="Trains a language model on preference pairs, by DPO or another "
-        "loss: see --loss.name.",
+        description="Trains a language model on preference pairs, or with --loss.name "
+        "kto on answers with a label each, by DPO or another loss.",
         errors=RUN_ERRORS,
         arguments=arguments,
     )

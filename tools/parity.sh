@@ -11,13 +11,14 @@ if [ -z "${PARITY_PYTHON:-}" ] && [ ! -f build/parity/complete ]; then
     rm -rf build/parity
     .venv/bin/python -m venv build/parity
     "$theirs" -m pip install --quiet --disable-pip-version-check \
-        "torch>=2.6" "transformers>=4.57" safetensors numpy
+        "torch>=2.6" "transformers>=5" "peft>=0.17" safetensors numpy
     : >build/parity/complete
 fi
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$theirs" tests/parity/make_fixtures.py "$work/fixtures"
+"$theirs" tests/parity/make_chat_fixtures.py "$work/fixtures"
 .venv/bin/python -m pytest tests/parity --parity-fixtures "$work/fixtures"
 .venv/bin/python tests/parity/save_ours.py "$work/fixtures" "$work/saved"
 "$theirs" tests/parity/check_saved.py "$work/fixtures" "$work/saved"

@@ -3,9 +3,13 @@
 from jaxrl_post.algorithms import (
     corrections,
     dialects,
+    pairs,
     preference,
+    reference_free,
+    reward_model,
     supervised,
     terms,
+    unpaired,
 )
 from jaxrl_post.algorithms.objective import (
     Algorithm,
@@ -32,6 +36,7 @@ from jaxrl_post.algorithms.token_credit import (
     shared_backbone,
 )
 from jaxrl_post.algorithms.variants import dppo, gmpo, max_rl, sapo
+from jaxrl_post.algorithms.whole_distributions import distribution_distillation
 
 __all__ = [
     "Algorithm",
@@ -46,19 +51,24 @@ __all__ = [
     "dapo",
     "dialects",
     "distillation",
+    "distribution_distillation",
     "dppo",
     "dr_grpo",
     "gmpo",
     "grpo",
     "gspo",
     "max_rl",
+    "pairs",
     "ppo",
     "preference",
+    "reference_free",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "reward_model",
     "rloo",
     "sapo",
     "shared_backbone",
     "supervised",
     "terms",
+    "unpaired",
 ]

@@ -24,6 +24,7 @@ __all__ = [
     "Algorithm",
     "Corrected",
     "Correction",
+    "Divergence",
     "KlEstimator",
     "Mask",
     "Objective",
@@ -38,6 +39,12 @@ __all__ = [
 ]
 
 
+type Divergence = Callable[
+    [Float[Array, "*shape vocab"], Float[Array, "*shape vocab"], Bool[Array, "*shape"]],
+    Float[Array, "*shape"],
+]
+
+
 class Predictions(NamedTuple):
     """What a model says about the tokens of a batch, differentiable; [rows, length].
 
@@ -47,11 +54,21 @@ class Predictions(NamedTuple):
         entropy: float32, of the distributions from which they come (nats); None where
             nobody computed it.
         values: float32, what the value head says after each token; None without one.
+        divergence: float32, of a teacher's distribution of each token from the model's
+            (nats), without `logprobs`; None without a teacher.
+        teacher_entropy: float32, of the teacher's distributions (nats).
+        regularizer: float32 scalar, a loss of the model's own, such as that of its
+            routers, which is added to the mean loss; None without one.
+        metrics: of the model itself, by name; None without any.
     """
 
     logprobs: Any = None
     entropy: Any = None
     values: Any = None
+    divergence: Any = None
+    teacher_entropy: Any = None
+    regularizer: Any = None
+    metrics: Any = None
 
 
 class Objective(NamedTuple):
@@ -81,6 +98,9 @@ class Algorithm(NamedTuple):
             leaves every token its sequence's advantage.
         value_objective: (predictions, batch) to the critic's `Objective`; None for an
             algorithm without a critic.
+        divergence: (teacher_logits [*shape, vocab], student_logits [*shape, vocab],
+            mask [*shape]) to `Predictions.divergence` [*shape]; None for an algorithm
+            that compares no whole distributions.
     """
 
     advantages: Callable[
@@ -91,6 +111,7 @@ class Algorithm(NamedTuple):
     needs_reference: bool
     credit: Callable[[TokenBatch], TokenBatch] | None = None
     value_objective: Callable[[Predictions, TokenBatch], Objective] | None = None
+    divergence: Divergence | None = None
 
 
 class PolicyTerm(NamedTuple):
@@ -344,7 +365,7 @@ def raise_early(algorithm: Algorithm) -> None:
             reference_logprobs=zeros,
             values=zeros,
         )
-        predictions = Predictions(zeros, zeros, zeros)
+        predictions = Predictions(*(zeros,) * len(Predictions._fields))
         if algorithm.credit is not None:
             batch = algorithm.credit(batch)
         algorithm.objective(predictions, batch)

@@ -13,7 +13,15 @@ from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 if TYPE_CHECKING:
     from jaxrl_post.data.templates import Rendered
 
-__all__ = ["Options", "Turn", "conversation", "render", "render_reply", "render_text"]
+__all__ = [
+    "Options",
+    "Turn",
+    "answered",
+    "conversation",
+    "render",
+    "render_reply",
+    "render_text",
+]
 
 # Of a turn that is not a mapping.
 FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
@@ -261,6 +269,46 @@ def conversation(
     for begin, end in found:
         mask |= (begin <= places) & (places < end)
     return tokens, mask
+
+
+def answered(
+    tokenizer: Tokenizer, messages: Messages, answer: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A prompt and the answer to learn, with the token that ends a turn.
+
+    With a chat template that is the template's own end of a turn, which need not be the
+    end-of-sequence token; what it writes after the turn is left out.
+
+    Args:
+        tokenizer: with or without a chat template.
+        messages: the conversation so far.
+        answer: what the assistant should say.
+
+    Returns:
+        Token ids of the prompt, and of the answer.
+
+    Raises:
+        TokenizerError: as `conversation`.
+
+    >>> tokenizer = Tokenizer.train(["1+2=3"])
+    >>> _, target = answered(tokenizer, [{"role": "user", "content": "1+2="}], "3")
+    >>> tokenizer.backend.decode(list(target), skip_special_tokens=False)
+    '3<|eos|>'
+    """
+    if not tokenizer.chat_templates:
+        # Apart, as the sampler sees the prompt.
+        target = (*tokenizer.encode(answer), tokenizer.eos_id)
+        return render(tokenizer, messages), target
+    reply = {"role": "assistant", "content": answer}
+    tokens, mask = conversation(tokenizer, [*messages, reply], only_last=True)
+    learned = np.flatnonzero(mask)
+    if not learned.size:
+        raise TokenizerError(
+            "chat: the chat template writes nothing of the assistant's turn; got the "
+            f"answer {answer!r:.80}"
+        )
+    first, end = int(learned[0]), int(learned[-1]) + 1
+    return tuple(tokens[:first].tolist()), tuple(tokens[first:end].tolist())
 
 
 def _timed(options: Options) -> Options:

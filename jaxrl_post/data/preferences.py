@@ -1,8 +1,6 @@
-r"""Pairs of answers of which one is preferred, read from files, strictly.
+"""Answers that are preferred to others or judged alone, read from files, strictly.
 
 References:
-    Bai et al., "Training a Helpful and Harmless Assistant with Reinforcement Learning
-    from Human Feedback", arXiv:2204.05862 (the text form "\n\nHuman: ... ").
     Cobbe et al., "Training Verifiers to Solve Math Word Problems", arXiv:2110.14168
     (solutions that are marked as correct or not).
 """
@@ -10,26 +8,24 @@ References:
 import hashlib
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from jaxrl_post.jsonl import (
-    BadRowError,
-    OnBadRow,
-    Report,
-    gather,
-    is_unicode,
-    json_lines,
-    json_object,
+from jaxrl_post.data.conversations import (
+    Message,
+    answer_of,
+    common_beginning,
+    conversation_of,
+    prompt_of,
+    require_assistant,
+    require_prompt,
+    text_of,
 )
+from jaxrl_post.data.tables import Layout, listed, read_table
+from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
 
-__all__ = ["Message", "Preference", "read_preferences", "split"]
-
-_ROLES = ("system", "user", "assistant", "tool")
+__all__ = ["Judged", "Message", "Preference", "read_preferences", "split"]
 
 # Names under which data sets keep the scores of the chosen and the rejected answer.
 _SCORES = (
@@ -38,25 +34,6 @@ _SCORES = (
     ("chosen-rating", "rejected-rating"),
     ("chosen_rating", "rejected_rating"),
 )
-
-_SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
-_SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
-
-# Enough that a batch's overhead does not count, little enough for long conversations.
-_PARQUET_BATCH_ROWS = 1024
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn of a conversation.
-
-    Args:
-        role: who speaks: "system", "user", "assistant" or "tool".
-        content: what is said.
-    """
-
-    role: str
-    content: str
 
 
 @dataclass(frozen=True)
@@ -79,13 +56,30 @@ class Preference:
     margin: float | None = None
 
 
+@dataclass(frozen=True)
+class Judged:
+    """One answer to a prompt, and whether it is one to give.
+
+    Args:
+        messages: the prompt, at least one message; the last is not the assistant's.
+        answer: not empty.
+        desirable: the judgement.
+        group: the prompt's text; `split` keeps answers of one group together.
+    """
+
+    messages: tuple[Message, ...]
+    answer: str
+    desirable: bool
+    group: str
+
+
 def read_preferences(
     path: str | os.PathLike[str], *, on_bad_row: OnBadRow = "fail"
-) -> tuple[list[Preference], Report]:
-    r"""Reads pairs of a preferred and a less preferred answer.
+) -> tuple[list[Preference] | list[Judged], Report]:
+    r"""Reads pairs of a preferred and a less preferred answer, or judged answers.
 
-    The fields of the first good row tell which of three layouts the file has; every
-    row must have it:
+    The fields of the first good row tell which of four layouts the file has; every row
+    must have it:
 
     - prompt, chosen, rejected: each a text, or a list of {"role", "content"}; an answer
       as a list is the assistant's message, alone or after the prompt's messages.
@@ -94,6 +88,8 @@ def read_preferences(
     - question, ground_truth, and any number of fields {"is_correct", "solution"}: each
       correct solution is preferred to each incorrect one; equal texts count once. The
       ground truth is no solution. A row without such a pair is unused, not bad.
+    - prompt, completion, label: an answer, written as in the first layout, and whether
+      it is desirable (a bool).
 
     The first two may have numbers score_chosen and score_rejected (or chosen_score,
     chosen_rating, chosen-rating), whose difference is the margin.
@@ -105,8 +101,8 @@ def read_preferences(
             lists them in the report.
 
     Returns:
-        The preferences in the file's order, and a report (of a .parquet file, lines
-        are rows, from 1).
+        The preferences in the file's order, or of the fourth layout the judged answers,
+        and a report (of a .parquet file, lines are rows, from 1).
 
     Raises:
         ValueError: at a bad row under "fail"; if the file has no row, no good one or no
@@ -123,45 +119,18 @@ def read_preferences(
     >>> preference.messages, preference.chosen, preference.rejected
     ((Message(role='user', content='2+2='),), '4', '5')
     """
-    name = os.fspath(path)
-    match Path(path).suffix.lower():
-        case ".jsonl" | ".json":
-            rows = _json_rows(name)
-        case ".parquet":
-            rows = _parquet_rows(name)
-        case suffix:
-            raise ValueError(
-                "path must be of a file of preferences that ends in .jsonl, .json or "
-                f".parquet, got {suffix!r} in {name!r}"
-            )
-    layout: _Layout | None = None
-    first_line = 0
-
-    def parse(line: int, load: Callable[[], Mapping[str, Any]]) -> list[Preference]:
-        nonlocal layout, first_line
-        row = load()
-        found = _layout(row)
-        if layout is not None and found is not layout:
-            raise BadRowError(_mixed(row, layout, first_line))
-        if found is None:
-            raise BadRowError(_unknown(row))
-        pairs = found.pairs(row)
-        if layout is None:
-            layout, first_line = found, line
-        return pairs
-
-    preferences, report = gather(name, rows, parse, on_bad_row=on_bad_row)
-    if not preferences:
+    found, report = read_table(path, _LAYOUTS, on_bad_row=on_bad_row)
+    if not found:
         raise ValueError(
-            f"{name}: empty data set, no row has both a correct and an incorrect "
-            f"solution:\n{report}"
+            f"{os.fspath(path)}: empty data set, no row has both a correct and an "
+            f"incorrect solution:\n{report}"
         )
-    return preferences, report
+    return found, report
 
 
-def split(
-    preferences: Sequence[Preference], *, eval_share: float = 0.1
-) -> tuple[list[Preference], list[Preference]]:
+def split[Item: (Preference, Judged)](
+    preferences: Sequence[Item], *, eval_share: float = 0.1
+) -> tuple[list[Item], list[Item]]:
     """Holds out a share of the groups, by a hash of each.
 
     A group's side depends on nothing but its text and `eval_share`: it stays when rows
@@ -185,8 +154,8 @@ def split(
     """
     if not 0 < eval_share < 1:
         raise ValueError(f"eval_share must be in (0, 1), got {eval_share}")
-    train: list[Preference] = []
-    held_out: list[Preference] = []
+    train: list[Item] = []
+    held_out: list[Item] = []
     for preference in preferences:
         digest = hashlib.blake2b(preference.group.encode(), digest_size=8).digest()
         side = held_out if int.from_bytes(digest) < eval_share * 2**64 else train
@@ -202,76 +171,34 @@ def split(
     return train, held_out
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Fields by which a layout is known, and what makes pairs of such a row."""
-
-    fields: tuple[str, ...]
-    pairs: Callable[[Mapping[str, Any]], list[Preference]]
-
-
-def _layout(row: Mapping[str, Any]) -> _Layout | None:
-    for layout in _LAYOUTS:
-        if row.keys() >= set(layout.fields):
-            return layout
-    return None
-
-
-def _unknown(row: Mapping[str, Any]) -> str:
-    known = " or ".join(f"({_listed(layout.fields)})" for layout in _LAYOUTS)
-    return f"must have the fields {known}, got ({_listed(row)})"
-
-
-def _mixed(row: Mapping[str, Any], layout: _Layout, first_line: int) -> str:
-    for field in layout.fields:
-        if field not in row:
-            present = f"(fields: {_listed(row)})"
-            return f"no field {field!r}, which line {first_line} has {present}"
-    found = _layout(row)
-    assert found is not None, "the row has every field of `layout`"
-    return (
-        f"must have the layout of line {first_line} ({_listed(layout.fields)}), got "
-        f"the layout ({_listed(found.fields)})"
-    )
-
-
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, names)) or "none"
-
-
 def _with_prompt(row: Mapping[str, Any]) -> list[Preference]:
-    prompt = row["prompt"]
-    if isinstance(prompt, str):
-        messages = (Message("user", _text(prompt, "field 'prompt'")),)
-    else:
-        messages = _messages(prompt, "prompt")
-    _require_prompt(messages)
-    chosen = _answer(row["chosen"], "chosen", messages)
-    rejected = _answer(row["rejected"], "rejected", messages)
+    messages = prompt_of(row["prompt"])
+    chosen = answer_of(row["chosen"], "chosen", messages)
+    rejected = answer_of(row["rejected"], "rejected", messages)
     return [_preference(messages, chosen, rejected, _margin(row))]
 
 
 def _conversations(row: Mapping[str, Any]) -> list[Preference]:
-    chosen = _conversation(row["chosen"], "chosen")
-    rejected = _conversation(row["rejected"], "rejected")
+    chosen = conversation_of(row["chosen"], "chosen")
+    rejected = conversation_of(row["rejected"], "rejected")
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        _require_assistant(messages[-1], name)
+        require_assistant(messages[-1], name)
     prompt = chosen[:-1]
     if rejected[:-1] != prompt:
         raise BadRowError(
             "fields 'chosen' and 'rejected' must differ in the last message alone, got "
             f"{len(chosen)} and {len(rejected)} messages that part at message "
-            f"{_common(chosen, rejected) + 1}"
+            f"{common_beginning(chosen, rejected) + 1}"
         )
-    _require_prompt(prompt)
+    require_prompt(prompt)
     answers = chosen[-1].content, rejected[-1].content
     return [_preference(prompt, *answers, _margin(row))]
 
 
 def _solutions(row: Mapping[str, Any]) -> list[Preference]:
-    messages = (Message("user", _text(row["question"], "field 'question'")),)
-    _require_prompt(messages)
-    _text(row["ground_truth"], "field 'ground_truth'")
+    messages = (Message("user", text_of(row["question"], "field 'question'")),)
+    require_prompt(messages)
+    text_of(row["ground_truth"], "field 'ground_truth'")
     # Dictionaries as ordered sets, from the solution to the field that has it.
     correct: dict[str, str] = {}
     incorrect: dict[str, str] = {}
@@ -284,14 +211,14 @@ def _solutions(row: Mapping[str, Any]) -> list[Preference]:
         if type(value["is_correct"]) is not bool:
             got = type(value["is_correct"]).__name__
             raise BadRowError(f"field {name!r}: 'is_correct' must be bool, got {got}")
-        solution = _text(value["solution"], f"field {name!r}: 'solution'")
+        solution = text_of(value["solution"], f"field {name!r}: 'solution'")
         if not solution.strip():
             raise BadRowError(f"field {name!r}: 'solution' is empty")
         (correct if value["is_correct"] else incorrect).setdefault(solution, name)
     if not correct and not incorrect:
         raise BadRowError(
             "must have a field {'is_correct', 'solution'}, got fields "
-            f"({_listed(row)}) of other types"
+            f"({listed(row)}) of other types"
         )
     for solution in correct.keys() & incorrect.keys():
         raise BadRowError(
@@ -301,10 +228,24 @@ def _solutions(row: Mapping[str, Any]) -> list[Preference]:
     return [_preference(messages, c, i, None) for c in correct for i in incorrect]
 
 
-_LAYOUTS = (
-    _Layout(("prompt", "chosen", "rejected"), _with_prompt),
-    _Layout(("chosen", "rejected"), _conversations),
-    _Layout(("question", "ground_truth"), _solutions),
+def _judged(row: Mapping[str, Any]) -> list[Judged]:
+    messages = prompt_of(row["prompt"])
+    answer = answer_of(row["completion"], "completion", messages)
+    if not answer.strip():
+        raise BadRowError("the answer is empty")
+    desirable = row["label"]
+    if type(desirable) is not bool:
+        got = type(desirable).__name__
+        raise BadRowError(f"field 'label' must be bool (true: desirable), got {got}")
+    return [Judged(messages, answer, desirable, _group(messages))]
+
+
+# The file's rows have one layout, so what is read is of one kind.
+_LAYOUTS: Sequence[Layout[Any]] = (
+    Layout(("prompt", "chosen", "rejected"), _with_prompt),
+    Layout(("chosen", "rejected"), _conversations),
+    Layout(("question", "ground_truth"), _solutions),
+    Layout(("prompt", "completion", "label"), _judged),
 )
 
 
@@ -316,100 +257,11 @@ def _preference(
             raise BadRowError(f"the {name} answer is empty")
     if chosen == rejected:
         raise BadRowError("the chosen and the rejected answer are the same text")
-    group = "\n\n".join(message.content for message in messages)
-    return Preference(messages, chosen, rejected, group, margin)
+    return Preference(messages, chosen, rejected, _group(messages), margin)
 
 
-def _require_prompt(messages: tuple[Message, ...]) -> None:
-    if not any(message.content.strip() for message in messages):
-        raise BadRowError("the prompt is empty")
-    if messages[-1].role == "assistant":
-        raise BadRowError(
-            "the prompt must end with a message to answer, got one of the assistant"
-        )
-
-
-def _require_assistant(message: Message, name: str) -> None:
-    if message.role != "assistant":
-        raise BadRowError(
-            f"field {name!r} must end with role 'assistant', got {message.role!r}"
-        )
-
-
-def _answer(value: Any, name: str, prompt: tuple[Message, ...]) -> str:
-    if isinstance(value, str):
-        return _text(value, f"field {name!r}")
-    messages = _messages(value, name)
-    _require_assistant(messages[-1], name)
-    if len(messages) == 1:
-        return messages[0].content
-    common = _common(messages, prompt)
-    if common < len(prompt):
-        raise BadRowError(
-            f"field {name!r} must be the answer alone or begin with the prompt's "
-            f"messages, got another beginning at message {common + 1}"
-        )
-    if len(messages) != len(prompt) + 1:
-        raise BadRowError(
-            f"field {name!r} must have one message after the prompt's, got "
-            f"{len(messages) - len(prompt)}"
-        )
-    return messages[-1].content
-
-
-def _common(a: tuple[Message, ...], b: tuple[Message, ...]) -> int:
-    """How many messages two conversations have in common at their beginning."""
-    shorter = min(len(a), len(b))
-    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
-
-
-def _conversation(value: Any, name: str) -> tuple[Message, ...]:
-    if not isinstance(value, str):
-        return _messages(value, name)
-    before, *turns = _SPEAKER.split(_text(value, f"field {name!r}"))
-    if before.strip() or not turns:
-        raise BadRowError(
-            f"field {name!r} without a 'prompt' must be a list of messages or begin "
-            f"with '\\n\\nHuman:', got {value[:20]!r}"
-        )
-    # The blanks around a turn belong to the form: "\n\nHuman: " and "\n\nAssistant: ".
-    return tuple(
-        Message(_SPEAKER_ROLES[speaker], content.strip())
-        for speaker, content in zip(turns[::2], turns[1::2], strict=True)
-    )
-
-
-def _messages(value: Any, name: str) -> tuple[Message, ...]:
-    if not isinstance(value, list):
-        got = type(value).__name__
-        raise BadRowError(f"field {name!r} must be str or list of messages, got {got}")
-    if not value:
-        raise BadRowError(f"field {name!r} has no message")
-    return tuple(
-        _message(each, f"field {name!r}, message {number}")
-        for number, each in enumerate(value, start=1)
-    )
-
-
-def _message(value: Any, where: str) -> Message:
-    if not isinstance(value, dict):
-        raise BadRowError(f"{where} must be an object, got {type(value).__name__}")
-    for key in ("role", "content"):
-        if key not in value:
-            raise BadRowError(f"{where}: no {key!r}")
-    if value["role"] not in _ROLES:
-        raise BadRowError(
-            f"{where}: 'role' must be one of {_listed(_ROLES)}, got {value['role']!r}"
-        )
-    return Message(value["role"], _text(value["content"], f"{where}: 'content'"))
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise BadRowError(f"{what} must be str, got {type(value).__name__}")
-    if not is_unicode(value):
-        raise BadRowError(f"{what} holds half of a surrogate pair")
-    return value
+def _group(messages: tuple[Message, ...]) -> str:
+    return "\n\n".join(message.content for message in messages)
 
 
 def _margin(row: Mapping[str, Any]) -> float | None:
@@ -418,7 +270,7 @@ def _margin(row: Mapping[str, Any]) -> float | None:
             continue
         chosen, rejected = (_score(row.get(name), name) for name in names)
         if not math.isfinite(chosen - rejected):
-            raise BadRowError(f"fields {_listed(names)}: the difference is not finite")
+            raise BadRowError(f"fields {listed(names)}: the difference is not finite")
         return chosen - rejected
     return None
 
@@ -436,52 +288,3 @@ def _score(value: Any, name: str) -> float:
     if not math.isfinite(number):
         raise BadRowError(f"field {name!r} must be finite, got {number}")
     return number
-
-
-# Rows as (line, what loads the row): a row that cannot be loaded is one bad row.
-type _Rows = Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]
-
-
-def _json_rows(path: str) -> _Rows:
-    for line, raw in json_lines(path):
-        yield line, partial(json_object, raw)
-
-
-def _parquet_rows(path: str) -> _Rows:
-    try:
-        # Not at the top: files of JSON lines do not need it.
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{path}: .parquet is read with pyarrow, and there is no module "
-            f"{error.name!r}: pip install 'jaxrl_post[parquet]'",
-            name=error.name,
-        ) from error
-    with open(path, "rb") as file:
-        line = 0
-        try:
-            table = pyarrow.parquet.ParquetFile(file)
-            names = table.schema_arrow.names
-            if len(set(names)) < len(names):
-                raise ValueError(f"{path}: a column appears twice ({_listed(names)})")
-            for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
-                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-                for index in range(batch.num_rows):
-                    line += 1
-                    yield line, partial(_parquet_row, columns, index)
-        # A damaged page is an OSError to pyarrow; neither names the file.
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{path}: not Parquet that can be read: {error}") from None
-
-
-def _parquet_row(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
-    row = {}
-    for name, column in columns.items():
-        try:
-            value = column[index].as_py()
-        except UnicodeDecodeError as error:
-            raise BadRowError(f"field {name!r} is not UTF-8 ({error.reason})") from None
-        if value is not None:
-            row[name] = value
-    return row

@@ -37,15 +37,15 @@ class KVView(Protocol):
 
 @struct.dataclass
 class LayerCache:
-    """Keys and values of one layer, [slots, kv_heads, length, head_dim] each."""
+    """Keys and values of one layer."""
 
     keys: Float[Array, "slots kv_heads length head_dim"]
-    values: Float[Array, "slots kv_heads length head_dim"]
+    values: Float[Array, "slots kv_heads length value_dim"]
 
     def write(
         self,
         key: Float[Array, "slots kv_heads new head_dim"],
-        value: Float[Array, "slots kv_heads new head_dim"],
+        value: Float[Array, "slots kv_heads new value_dim"],
         positions: Int[Array, "slots new"],
     ) -> "LayerCache":
         """Stores the tokens of every slot; what is beyond the cache is dropped."""
@@ -71,7 +71,7 @@ class KVCache:
     """The caches of all layers, one array a layer so that each is updated in place."""
 
     keys: tuple[Float[Array, "slots kv_heads length head_dim"], ...]
-    values: tuple[Float[Array, "slots kv_heads length head_dim"], ...]
+    values: tuple[Float[Array, "slots kv_heads length value_dim"], ...]
 
     @classmethod
     def zeros(

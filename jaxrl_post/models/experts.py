@@ -25,7 +25,17 @@ from jaxrl_post.models.params import ExpertsParams
 from jaxrl_post.sharding import Rules, partition_spec
 from jaxrl_post.types import Array, Bool, Float, Int
 
-__all__ = ["Chosen", "Routing", "mixture", "route"]
+__all__ = [
+    "Chosen",
+    "Routing",
+    "busiest",
+    "load_balance",
+    "mixture",
+    "route",
+    "router_z",
+    "routing",
+    "unused",
+]
 
 
 class Chosen(NamedTuple):
@@ -120,6 +130,50 @@ def routing(
     share = chosen.scores / chosen.scores.sum(axis=-1, keepdims=True)
     logsumexp = jax.nn.logsumexp(chosen.logits, axis=-1)
     return counts @ hits, counts @ share, counts @ jnp.square(logsumexp)
+
+
+def load_balance(routing: Routing, experts_per_token: int) -> Float[Array, ""]:
+    """The load-balancing loss: 1 where all experts get and are given the same.
+
+    E / k sum_e f_e p_e, the mean over layers, with E experts of which each token takes
+    k, f_e the share of the tokens that went to e, and p_e its mean share of the scores.
+    Differentiable through p.
+
+    Args:
+        routing: of a batch.
+        experts_per_token: k.
+
+    Returns:
+        float32 scalar, 0 where no token counts.
+
+    References:
+        Fedus et al., Switch Transformers, arXiv:2101.03961, for k = 1.
+    """
+    tokens = jnp.maximum(routing.tokens, 1.0)
+    assigned = jax.lax.stop_gradient(routing.assigned) / tokens
+    by_layer = (assigned * routing.probability / tokens).sum(axis=-1)
+    return by_layer.mean() * routing.assigned.shape[-1] / experts_per_token
+
+
+def router_z(routing: Routing) -> Float[Array, ""]:
+    """Mean squared log-sum-exp of the routers' logits, which keeps them small.
+
+    References:
+        Zoph et al., ST-MoE, arXiv:2202.08906.
+    """
+    tokens = jnp.maximum(routing.tokens, 1.0)
+    return routing.squared_logsumexp.mean() / tokens
+
+
+def busiest(routing: Routing) -> Float[Array, ""]:
+    """Tokens of the busiest expert over the mean of all; the mean over layers, >= 1."""
+    mean = jnp.maximum(routing.assigned.mean(axis=-1), 1e-9)
+    return (routing.assigned.max(axis=-1) / mean).mean()
+
+
+def unused(routing: Routing) -> Float[Array, ""]:
+    """Share of the experts that no token went to."""
+    return (routing.assigned == 0).mean(dtype=jnp.float32)
 
 
 def mixture(

@@ -6,15 +6,24 @@ from typing import Any
 from jaxrl_post import algorithms
 from jaxrl_post.algorithms import Algorithm, corrections
 from jaxrl_post.algorithms.corrections import Correction
+from jaxrl_post.algorithms.objective import Divergence
+from jaxrl_post.algorithms.whole_distributions import (
+    distribution_distillation,
+    top_k_forward_kl,
+)
+from jaxrl_post.losses import distill as divergences
 from jaxrl_post.losses import kl
 from jaxrl_post.train.config import (
     AlgorithmConfig,
     ConfigError,
     CorrectionConfig,
     CriticConfig,
+    RLConfig,
+    RolloutConfig,
 )
+from jaxrl_post.train.distill_config import DistillConfig
 
-__all__ = ["make_algorithm", "make_correction"]
+__all__ = ["check_rollout", "make_algorithm", "make_correction"]
 
 ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "k3_plus": kl.k3_plus}
 
@@ -23,12 +32,21 @@ KL_IN_REWARD = ("ppo", "reinforce_plus_plus")
 NO_CLIP = ("rloo", "sapo")
 NO_ENTROPY = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillation")
 NO_CRITIC = CriticConfig()
+NO_TEACHER = DistillConfig()
+
+# The divergence that an option of --distill is for, where it is for one alone.
+SERVES = {"beta": "jsd", "top_k": "top_k", "tail": "top_k"}
+# Of the rollouts of training alone: an evaluation is greedy.
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "dynamic_sampling", "overlong_buffer",
+)  # fmt: skip
 
 
 def make_algorithm(
     config: AlgorithmConfig,
     max_tokens: int,
     critic: CriticConfig = NO_CRITIC,
+    distill: DistillConfig = NO_TEACHER,
 ) -> Algorithm:
     """Builds the algorithm that a configuration names.
 
@@ -36,12 +54,16 @@ def make_algorithm(
         config: name and hyperparameters.
         max_tokens: generation budget, the constant of dr_grpo.
         critic: of ppo.
+        distill: of distillation.
 
     Raises:
         ConfigError: an option that the algorithm has no use for, or lacks.
         ValueError: a hyperparameter is out of its range.
     """
     _check(config, critic)
+    _check_distillation(config, distill)
+    if config.name == "distillation" and distill.divergence != "sampled":
+        return distribution_distillation(divergence=_divergence(distill))
     options: dict[str, Any] = {"correction": make_correction(config.correction)}
     low, high = (
         ("ratio_low", "ratio_high")
@@ -81,6 +103,27 @@ def make_algorithm(
     if config.name == "ppo" and critic.backbone == "shared":
         return algorithms.shared_backbone(made, coefficient=critic.coefficient)
     return made
+
+
+def check_rollout(config: RLConfig) -> None:
+    """Refuses options of the rollouts that distillation has no use for.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if config.algorithm.name != "distillation":
+        return
+    unused = ("overlong_buffer",)
+    why = "rewards teach a student nothing"
+    if config.distill.data == "demonstrations":
+        unused, why = SAMPLING, "nothing is sampled but in evaluations, greedily"
+    defaults = RolloutConfig()
+    for name in unused:
+        if getattr(config.rollout, name) != getattr(defaults, name):
+            raise ConfigError(
+                f"--rollout.{name.replace('_', '-')}: with --distill.data "
+                f"{config.distill.data} {why}; drop the option"
+            )
 
 
 def make_correction(config: CorrectionConfig) -> Correction | None:
@@ -156,3 +199,65 @@ def _check(config: AlgorithmConfig, critic: CriticConfig) -> None:
                     f"--critic.{option}: a shared backbone has none of its own; drop "
                     "the option, or use --critic.backbone separate"
                 )
+
+
+def _check_distillation(config: AlgorithmConfig, distill: DistillConfig) -> None:
+    """Refuses options that would change nothing, and those that contradict."""
+    if config.name != "distillation":
+        if distill != NO_TEACHER:
+            raise ConfigError(
+                f"--distill.*: {config.name} has no teacher; drop the options, or use "
+                "--algorithm.name distillation"
+            )
+        return
+    for name, divergence in SERVES.items():
+        if getattr(distill, name) is not None and distill.divergence != divergence:
+            raise ConfigError(
+                f"--distill.{name.replace('_', '-')}: {distill.divergence} has no such "
+                "hyperparameter; drop the option"
+            )
+    if not distill.temperature > 0:
+        raise ConfigError(
+            f"--distill.temperature: must be greater than 0; got {distill.temperature}"
+        )
+    if distill.divergence == "sampled":
+        _check_sampled(distill)
+        return
+    plain = AlgorithmConfig(name=config.name, reference=config.reference)
+    for name in ("clip_low", "clip_high", "correction", "kl_estimator"):
+        if getattr(config, name) != getattr(plain, name):
+            raise ConfigError(
+                f"--algorithm.{name.replace('_', '-')}: {distill.divergence} compares "
+                "whole distributions and has no such term; drop the option"
+            )
+
+
+def _check_sampled(distill: DistillConfig) -> None:
+    if distill.data != "samples":
+        raise ConfigError(
+            "--distill.data: the advantage of a sampled token needs the student's own "
+            "samples; choose another --distill.divergence"
+        )
+    if distill.temperature != 1.0:
+        raise ConfigError(
+            "--distill.temperature: sampled compares at --rollout.temperature; drop "
+            "the option"
+        )
+
+
+def _divergence(distill: DistillConfig) -> Divergence:
+    """The divergence that a configuration names.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+    """
+    if distill.divergence == "jsd":
+        beta = 0.5 if distill.beta is None else distill.beta
+        return partial(divergences.generalized_jsd, beta=beta)
+    if distill.divergence == "top_k":
+        k = 64 if distill.top_k is None else distill.top_k
+        return top_k_forward_kl(k, tail=distill.tail or "bucket")
+    return {
+        "forward_kl": divergences.forward_kl,
+        "reverse_kl": divergences.reverse_kl,
+    }[distill.divergence]

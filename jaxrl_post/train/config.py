@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrl_post.models.decoder import Remat
+from jaxrl_post.train.distill_config import DistillConfig
+from jaxrl_post.train.preference_config import PairsConfig, PreferenceLossConfig
 from jaxrl_post.train.state import OptimizerConfig
 
 __all__ = [
@@ -21,9 +23,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "OfflineConfig",
-    "PairsConfig",
     "PreferenceConfig",
-    "PreferenceLossConfig",
     "RLConfig",
     "RewardConfig",
     "RolloutConfig",
@@ -45,10 +45,6 @@ AlgorithmName = Literal[
 CorrectionName = Literal[
     "none", "truncated_tokens", "truncated_sequences", "icepop", "icepop_sequences",
     "masked_sequences",
-]  # fmt: skip
-
-PreferenceName = Literal[
-    "dpo", "robust_dpo", "ln_dpo", "hinge", "ipo", "simpo", "cpo", "orpo"
 ]  # fmt: skip
 
 
@@ -207,6 +203,8 @@ class UpdateConfig:
         row_tokens: length of a packed row; 0 for longest prompt plus completion.
         microbatch_tokens: tokens of one forward and backward pass, padding included.
         remat: what the backward pass keeps of a layer; "full" saves the most memory.
+        router_balance: weight of the load-balancing loss of a mixture of experts.
+        router_z: weight of its routers' z-loss.
     """
 
     minibatches: int = 1
@@ -214,6 +212,8 @@ class UpdateConfig:
     row_tokens: int = 0
     microbatch_tokens: int = 4096
     remat: Remat = "none"
+    router_balance: float = 0.0
+    router_z: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class OfflineConfig(RunConfig):
     """What programs have that learn from a data set.
 
     Attributes:
-        examples_per_step: demonstrations, or pairs, of a step.
+        examples_per_step: demonstrations, pairs or judged answers of a step.
         max_tokens: longest prompt plus answer.
         log_every: steps between rows of metrics.
     """
@@ -334,51 +334,12 @@ class SFTConfig(OfflineConfig):
 
 
 @dataclass(frozen=True)
-class PairsConfig:
-    """Preference pairs from a file.
-
-    Attributes:
-        path: .jsonl or .parquet with prompt, chosen and rejected, as texts or as
-            messages; or GSM8K's example solutions of several models.
-        on_bad_row: stop at a malformed row, or skip, count and report it.
-        eval_share: of the prompts, held out; one pair of each of these is looked at.
-    """
-
-    path: str | None = None
-    on_bad_row: Literal["fail", "skip"] = "fail"
-    eval_share: float = 0.1
-
-
-@dataclass(frozen=True)
-class PreferenceLossConfig:
-    """Which preference loss, and what departs from its paper's defaults.
-
-    Attributes:
-        name: of `jaxrl_post.algorithms.preference`.
-        beta: scale of the implicit reward; None keeps the default.
-        label_smoothing: share of the labels that are taken to be wrong.
-        margin: simpo's target margin; None keeps the default.
-        nll_weight: weight of the chosen answer's likelihood in cpo, and of the odds
-            ratio beside it in orpo; None keeps the default.
-        reference: Hugging Face directory of the reference policy; None for the model
-            as it began.
-    """
-
-    name: PreferenceName = "dpo"
-    beta: float | None = None
-    label_smoothing: float = 0.0
-    margin: float | None = None
-    nll_weight: float | None = None
-    reference: str | None = None
-
-
-@dataclass(frozen=True)
 class PreferenceConfig(OfflineConfig):
-    """Optimisation on preference pairs.
+    """Optimisation on preference pairs or judged answers.
 
     Attributes:
-        data: of the pairs.
-        loss: on a pair.
+        data: of the pairs or answers.
+        loss: on a pair or an answer.
     """
 
     run_dir: str = "runs/dpo"
@@ -397,6 +358,8 @@ class RewardConfig(OfflineConfig):
         data: of the pairs.
         centering: weight of the squared sum of a pair's rewards, which keeps them
             around 0.
+        margin: times the difference of a pair's scores in the file, by how much its
+            rewards should differ; 0 asks for no scores.
     """
 
     run_dir: str = "runs/reward"
@@ -405,6 +368,7 @@ class RewardConfig(OfflineConfig):
     )
     data: PairsConfig = field(default_factory=PairsConfig)
     centering: float = 0.01
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -419,6 +383,7 @@ class RLConfig(RunConfig):
         log_eval_samples: held-out completions logged at each evaluation.
         algorithm: what is optimised.
         critic: of ppo.
+        distill: what distillation takes from the teacher.
         rollout: how samples are drawn and judged.
     """
 
@@ -429,6 +394,7 @@ class RLConfig(RunConfig):
     log_eval_samples: int = 8
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
@@ -439,10 +405,11 @@ LEAST = {
     "checkpoint.every": 1, "checkpoint.keep": 1, "warm_start.steps": 0,
     "warm_start.examples_per_step": 1, "update.minibatches": 1, "update.epochs": 1,
     "critic.warmup_steps": 0, "update.row_tokens": 0, "update.microbatch_tokens": 1,
+    "update.router_balance": 0, "update.router_z": 0,
     "rollout.prompts_per_step": 1, "rollout.samples_per_prompt": 2,
     "rollout.max_prompt_tokens": 0, "rollout.max_tokens": 1, "rollout.num_slots": 0,
     "rollout.steps_per_call": 0, "rollout.max_draws": 1, "rollout.reward_workers": 1,
-    "rollout.overlong_buffer": 0,
+    "rollout.overlong_buffer": 0, "margin": 0,
 }  # fmt: skip
 
 

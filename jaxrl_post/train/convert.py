@@ -28,9 +28,12 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "vocab.json",
     "merges.txt",
 )
+# Chat templates beside the default one, such as for the use of tools.
+TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,9 @@ class TokenizerFiles:
         for name in TOKENIZER_FILES:
             if (self.directory / name).is_file():
                 shutil.copyfile(self.directory / name, directory / name)
+        templates = self.directory / TEMPLATES
+        if templates.is_dir():
+            shutil.copytree(templates, directory / TEMPLATES)
 
 
 def convert(config: ConvertConfig, *, console: Console, command: str = "") -> None:

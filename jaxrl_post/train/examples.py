@@ -1,24 +1,38 @@
 """Examples to learn from without sampling: demonstrations and preferences."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, overload, runtime_checkable
 
 import grain
 
 from jaxrl_post.data import chat, packing
-from jaxrl_post.data.preferences import Preference
+from jaxrl_post.data.preferences import Judged, Preference
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.data.unpaired import answers_to_others
 from jaxrl_post.envs import Environment
 from jaxrl_post.envs.env import Split
 from jaxrl_post.train.config import ConfigError
 from jaxrl_post.train.session import environment_texts
 from jaxrl_post.types import TokenBatch
 
-__all__ = ["Demonstrations", "Examples", "Pairs", "batches"]
+__all__ = [
+    "Demonstrations",
+    "Examples",
+    "Judgements",
+    "Mismatched",
+    "Pairs",
+    "batches",
+    "packed",
+]
 
 logger = logging.getLogger(__name__)
+
+SPLITS: tuple[Split, ...] = ("train", "eval")
+
+# Pairs or answers from whose texts a preset's tokenizer is learned.
+TEXTS = 2000
 
 
 @runtime_checkable
@@ -75,8 +89,7 @@ class Demonstrations:
                 f"--env: {self.environment.name} has no demonstration of task "
                 f"{task.id}; supervised fine-tuning needs one for every task"
             )
-        prompt = chat.render(tokenizer, task.messages)
-        target = (*tokenizer.encode(answer), tokenizer.eos_id)
+        prompt, target = chat.answered(tokenizer, task.messages, answer)
         if len(prompt) + len(target) > self.max_tokens:
             raise ConfigError(
                 f"--max-tokens: task {task.id} of {self.environment.name} with its "
@@ -90,28 +103,28 @@ class Demonstrations:
 class Pairs:
     """Preference pairs: a prompt with its chosen answer, then with its rejected one.
 
-    Chosen answers have an advantage of 1, rejected ones of -1: what tells them apart
-    in a packed row is their order, chosen first.
+    What tells them apart in a packed row is their order, chosen first. The advantages
+    of a chosen answer are the pair's margin, those of a rejected one 0.
 
     Attributes:
         train: to learn from.
         eval: held out.
-        only_chosen: leaves the rejected answers out, for supervised fine-tuning.
+        margin: times the difference of a pair's scores, its margin.
     """
 
     train: Sequence[Preference]
     eval: Sequence[Preference]
-    only_chosen: bool = False
+    margin: float = 0.0
 
     def size(self, split: Split) -> int:
         """Number of pairs."""
-        return len(self._of(split))
+        return len(_of(self, split))
 
     def texts(self) -> list[str]:
         """Of the first pairs."""
         return [
             text
-            for pair in self.train[:2000]
+            for pair in self.train[:TEXTS]
             for text in (
                 *(message.content for message in pair.messages),
                 pair.chosen,
@@ -122,18 +135,15 @@ class Pairs:
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[packing.Sequence, ...]:
-        """Two sequences, or the chosen one alone."""
-        pair = self._of(split)[index]
-        prompt = chat.render(tokenizer, pair.messages)
+        """Two sequences, chosen and rejected."""
+        pair = _of(self, split)[index]
+        margin = self.margin * (pair.margin or 0.0)
 
-        def sequence(answer: str, label: float) -> packing.Sequence:
-            target = (*tokenizer.encode(answer), tokenizer.eos_id)
-            return packing.Sequence.of(prompt, target, advantage=label)
+        def sequence(answer: str, advantage: float) -> packing.Sequence:
+            prompt, target = chat.answered(tokenizer, pair.messages, answer)
+            return packing.Sequence.of(prompt, target, advantage=advantage)
 
-        chosen = sequence(pair.chosen, 1.0)
-        if self.only_chosen:
-            return (chosen,)
-        return chosen, sequence(pair.rejected, -1.0)
+        return sequence(pair.chosen, margin), sequence(pair.rejected, 0.0)
 
     def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Pairs":
         """Leaves out the pairs with an answer that is too long, and says how many.
@@ -145,31 +155,142 @@ class Pairs:
         Raises:
             ConfigError: of a split nothing is left.
         """
-        kept: dict[Split, list[Preference]] = {}
-        for split in ("train", "eval"):
-            every = self._of(split)
-            fits = [
-                max(len(s.tokens) for s in self.encode(tokenizer, split, index))
-                <= max_tokens
-                for index in range(len(every))
-            ]
-            kept[split] = [pair for pair, fit in zip(every, fits, strict=True) if fit]
-            long = len(every) - len(kept[split])
-            if not kept[split]:
-                raise ConfigError(
-                    f"--max-tokens: all {len(every)} {split} pairs have a prompt plus "
-                    f"answer of more than {max_tokens} tokens; raise the option"
-                )
-            if long:
-                logger.warning(
-                    "%d of %d %s pairs left out: prompt plus answer of more than "
-                    "--max-tokens %d",
-                    *(long, len(every), split, max_tokens),
-                )
-        return Pairs(kept["train"], kept["eval"], self.only_chosen)
+        train, held_out = (
+            _fitting(self, split, tokenizer, max_tokens, "pairs") for split in SPLITS
+        )
+        return replace(self, train=train, eval=held_out)
 
-    def _of(self, split: Split) -> Sequence[Preference]:
-        return self.train if split == "train" else self.eval
+    def imitated(self) -> "Judgements":
+        """The chosen answers, for supervised fine-tuning."""
+        train, held_out = (
+            [Judged(p.messages, p.chosen, True, p.group) for p in _of(self, split)]
+            for split in SPLITS
+        )
+        return Judgements(train, held_out)
+
+
+@dataclass(frozen=True)
+class Judgements:
+    """Judged answers: the advantages of one are 1 if it is desirable, else -1.
+
+    Attributes:
+        train: to learn from.
+        eval: held out.
+    """
+
+    train: Sequence[Judged]
+    eval: Sequence[Judged]
+
+    def size(self, split: Split) -> int:
+        """Number of answers."""
+        return len(_of(self, split))
+
+    def texts(self) -> list[str]:
+        """Of the first answers."""
+        return [
+            text
+            for each in self.train[:TEXTS]
+            for text in (*(message.content for message in each.messages), each.answer)
+        ]
+
+    def encode(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[packing.Sequence, ...]:
+        """One sequence: the prompt and the answer."""
+        each = _of(self, split)[index]
+        prompt, target = chat.answered(tokenizer, each.messages, each.answer)
+        label = 1.0 if each.desirable else -1.0
+        return (packing.Sequence.of(prompt, target, advantage=label),)
+
+    def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Judgements":
+        """Leaves out the answers that are too long; as `Pairs.fitting`."""
+        train, held_out = (
+            _fitting(self, split, tokenizer, max_tokens, "answers") for split in SPLITS
+        )
+        return Judgements(train, held_out)
+
+    def imitated(self) -> "Judgements":
+        """The desirable answers, for supervised fine-tuning."""
+        train, held_out = (
+            [each for each in _of(self, split) if each.desirable] for split in SPLITS
+        )
+        return Judgements(train, held_out)
+
+    def mismatched(self, max_tokens: int) -> "Mismatched":
+        """The same prompts, each with an answer to another one.
+
+        Args:
+            max_tokens: of prompt plus answer; what is beyond is cut off.
+
+        Raises:
+            ConfigError: a prompt has more than half of a split's answers.
+        """
+        try:
+            answers = [answers_to_others(_of(self, split)) for split in SPLITS]
+        except ValueError as error:
+            raise ConfigError(
+                f"--data.path: {error}; give answers to more prompts, or another "
+                "--data.eval-share"
+            ) from error
+        return Mismatched(self, dict(zip(SPLITS, answers, strict=True)), max_tokens)
+
+
+@dataclass(frozen=True)
+class Mismatched:
+    """The prompts of judged answers, each with an answer to another one.
+
+    Attributes:
+        judgements: give the prompts.
+        answers: of each split, in the order of its prompts.
+        max_tokens: of prompt plus answer; what is beyond is cut off.
+    """
+
+    judgements: Judgements
+    answers: Mapping[Split, Sequence[str]]
+    max_tokens: int
+
+    def size(self, split: Split) -> int:
+        """Number of answers."""
+        return self.judgements.size(split)
+
+    def texts(self) -> list[str]:
+        """As the judged answers."""
+        return self.judgements.texts()
+
+    def encode(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[packing.Sequence, ...]:
+        """One sequence: the prompt and as much of the other answer as fits."""
+        messages = _of(self.judgements, split)[index].messages
+        answer = self.answers[split][index]
+        prompt, target = chat.answered(tokenizer, messages, answer)
+        return (packing.Sequence.of(prompt, target[: self.max_tokens - len(prompt)]),)
+
+
+def packed(
+    examples: Examples,
+    tokenizer: Tokenizer,
+    split: Split,
+    indices: Iterable[int],
+    *,
+    row_tokens: int,
+    row_multiple: int,
+) -> TokenBatch:
+    """Packs some of the examples.
+
+    Args:
+        examples: the data set.
+        tokenizer: of the model; its end-of-sequence id ends an answer.
+        split: of which.
+        indices: which.
+        row_tokens: length of a row.
+        row_multiple: the batch's rows are a multiple of this.
+
+    Raises:
+        ConfigError: as the data set's `encode`.
+    """
+    chosen = [examples.encode(tokenizer, split, index) for index in indices]
+    return packing.pack(chosen, row_tokens, row_multiple)
 
 
 def batches(
@@ -181,22 +302,64 @@ def batches(
     row_tokens: int,
     row_multiple: int,
 ) -> Iterator[TokenBatch]:
-    """Packs training examples, for ever.
+    """Packs training examples, for ever; arguments and errors as `packed`.
 
     Args:
         examples: the data set.
-        tokenizer: of the model; its end-of-sequence id ends an answer.
+        tokenizer: of the model.
         indices: iterator over training examples.
         count: examples of a batch.
         row_tokens: length of a row.
         row_multiple: the batch's rows are a multiple of this.
-
-    Raises:
-        ConfigError: as the data set's `encode`.
     """
     while True:
-        chosen = [
-            examples.encode(tokenizer, "train", int(next(indices)))
-            for _ in range(count)
-        ]
-        yield packing.pack(chosen, row_tokens, row_multiple)
+        yield packed(
+            examples,
+            tokenizer,
+            "train",
+            [int(next(indices)) for _ in range(count)],
+            row_tokens=row_tokens,
+            row_multiple=row_multiple,
+        )
+
+
+@overload
+def _of(examples: Pairs, split: Split) -> Sequence[Preference]: ...
+
+
+@overload
+def _of(examples: Judgements, split: Split) -> Sequence[Judged]: ...
+
+
+def _of(examples: Pairs | Judgements, split: Split) -> Sequence[Preference | Judged]:
+    return examples.train if split == "train" else examples.eval
+
+
+def _fitting(
+    examples: Pairs | Judgements,
+    split: Split,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    noun: str,
+) -> list[Any]:
+    """Those of a split that are not too long."""
+    every = _of(examples, split)
+    kept = [
+        each
+        for index, each in enumerate(every)
+        if all(
+            len(sequence.tokens) <= max_tokens
+            for sequence in examples.encode(tokenizer, split, index)
+        )
+    ]
+    if not kept:
+        raise ConfigError(
+            f"--max-tokens: all {len(every)} {split} {noun} have a prompt plus answer "
+            f"of more than {max_tokens} tokens; raise the option"
+        )
+    if len(kept) < len(every):
+        logger.warning(
+            "%d of %d %s %s left out: prompt plus answer of more than --max-tokens %d",
+            *(len(every) - len(kept), len(every), split, noun, max_tokens),
+        )
+    return kept

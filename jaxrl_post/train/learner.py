@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.algorithms import Predictions
-from jaxrl_post.sharding import partition_spec
+from jaxrl_post.sharding import partition_spec, split_size
 from jaxrl_post.train import state as training
 from jaxrl_post.train import step as pure
-from jaxrl_post.train.config import UpdateConfig
+from jaxrl_post.train.config import ConfigError, UpdateConfig
 from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import OptimizerConfig, TrainState
 from jaxrl_post.types import PyTree, TokenBatch, rows
@@ -79,7 +80,8 @@ class Scorer:
     def _predict(self) -> Callable:
         def run(params: PyTree, batch: TokenBatch) -> Predictions:
             # An entropy that nobody takes is a pass over the vocabulary less.
-            return pure.predict(self.policy, params, batch)._replace(entropy=None)
+            found = pure.predict(self.policy, params, batch)
+            return found._replace(entropy=None, regularizer=None, metrics=None)
 
         return jax.jit(run, out_shardings=NamedSharding(self.mesh, P()))
 
@@ -90,6 +92,8 @@ class Learner:
 
     Attributes:
         policy: how predictions come from parameters.
+        predictor: what the objective sees of them, where that is more than `policy`
+            predicts; its arrays are arguments of the programs, and never donated.
         objective: an algorithm's, or a supervised one.
         optimizer: optax.
         max_grad_norm: for clipping.
@@ -105,6 +109,7 @@ class Learner:
     layout: TrainState
     mesh: Mesh
     microbatch_rows: int
+    predictor: pure.Predictor | None = None
 
     def update(
         self, state: TrainState, batch: TokenBatch, *, where: str
@@ -127,8 +132,8 @@ class Learner:
         total = None
         for piece in self.scorer.microbatches(batch):
             if total is None:
-                total = self._empty(state.params, piece)
-            total = self._accumulate(state.params, total, piece)
+                total = self._empty(self._predictor, state.params, piece)
+            total = self._accumulate(self._predictor, state.params, total, piece)
         if total is None:
             raise ValueError(f"{where}: the batch has no rows")
         metrics = {name: float(m.mean()) for name, m in total.metrics.items()}
@@ -149,7 +154,7 @@ class Learner:
         """Loss and metrics of a batch under given parameters; nothing is updated."""
         total = None
         for piece in self.scorer.microbatches(batch):
-            measured = self._measure(params, piece)
+            measured = self._measure(self._predictor, params, piece)
             if total is not None:
                 measured = jax.tree.map(jnp.add, total, measured)
             total = measured
@@ -157,6 +162,10 @@ class Learner:
             raise ValueError("evaluate: the batch has no rows")
         loss, metrics = total
         return {name: float(m.mean()) for name, m in {**metrics, "loss": loss}.items()}
+
+    @property
+    def _predictor(self) -> pure.Predictor:
+        return self.policy if self.predictor is None else self.predictor
 
     @functools.cached_property
     def scorer(self) -> Scorer:
@@ -173,13 +182,17 @@ class Learner:
 
     @functools.cached_property
     def _empty(self) -> Callable:
-        run = functools.partial(pure.empty_accumulator, self.policy, self.objective)
+        def run(policy: pure.Predictor, *inputs: Any) -> pure.Accumulator:
+            return pure.empty_accumulator(policy, self.objective, *inputs)
+
         return self._jit(run, self._accumulator_layout)
 
     @functools.cached_property
     def _accumulate(self) -> Callable:
-        run = functools.partial(pure.accumulate, self.policy, self.objective)
-        return self._jit(run, self._accumulator_layout, donate=(1,))
+        def run(policy: pure.Predictor, *inputs: Any) -> pure.Accumulator:
+            return pure.accumulate(policy, self.objective, *inputs)
+
+        return self._jit(run, self._accumulator_layout, donate=(2,))
 
     @functools.cached_property
     def _apply(self) -> Callable:
@@ -192,7 +205,9 @@ class Learner:
 
     @functools.cached_property
     def _measure(self) -> Callable:
-        run = functools.partial(pure.measure, self.policy, self.objective)
+        def run(policy: pure.Predictor, *inputs: Any) -> Any:
+            return pure.measure(policy, self.objective, *inputs)
+
         return self._jit(run, NamedSharding(self.mesh, P()))
 
 
@@ -216,7 +231,15 @@ def begin_training(
         num_steps: optimizer steps of the whole run.
         row_tokens: length of a packed row.
         temperature: part of the policy.
+
+    Raises:
+        ConfigError: losses of routers for a model that has none.
     """
+    if model.config.experts is None and (update.router_balance or update.router_z):
+        raise ConfigError(
+            f"--update.router-*: {model.config.model_type} has no experts to balance; "
+            "drop the options"
+        )
     optimizer = training.make_optimizer(optimizer_config, model.specs, num_steps)
     layout = training.shardings(
         model.specs,
@@ -225,11 +248,17 @@ def begin_training(
         model.rules,
         narrow=model.dtype != jnp.float32,
     )
-    shape = model.mesh.shape
-    split = shape["dp"] * shape["fsdp"]
+    split = split_size("batch", model.mesh, model.rules)
     rows = max(1, update.microbatch_tokens // row_tokens)
     learner = Learner(
-        policy=pure.Policy(model.config, temperature, update.remat, model.rules),
+        policy=pure.Policy(
+            model.config,
+            temperature,
+            update.remat,
+            model.rules,
+            router_balance=update.router_balance,
+            router_z=update.router_z,
+        ),
         objective=objective,
         optimizer=optimizer,
         max_grad_norm=optimizer_config.max_grad_norm,

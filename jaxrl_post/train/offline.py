@@ -1,19 +1,18 @@
 """Runs that learn from a data set: `launch.sft`, `launch.dpo` and `launch.reward`."""
 
 import functools
-import inspect
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 from rich.console import Console
 
-from jaxrl_post.algorithms import preference, supervised
-from jaxrl_post.data import packing, preferences
+from jaxrl_post.algorithms import reward_model, supervised
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import Head
@@ -22,16 +21,20 @@ from jaxrl_post.train.checkpoint import abstract_state
 from jaxrl_post.train.config import (
     ConfigError,
     OfflineConfig,
-    PairsConfig,
     PreferenceConfig,
-    PreferenceLossConfig,
     RewardConfig,
     SFTConfig,
     check_numbers,
 )
 from jaxrl_post.train.evaluate import wilson_interval
-from jaxrl_post.train.examples import Demonstrations, Examples, Pairs, batches
+from jaxrl_post.train.examples import Demonstrations, Examples
+from jaxrl_post.train.feed import Drawn, Feed, Measured
 from jaxrl_post.train.learner import Learner, begin_training
+from jaxrl_post.train.preferences import (
+    make_preference,
+    open_judgements,
+    open_pairs,
+)
 from jaxrl_post.train.reference import (
     Reference,
     open_reference,
@@ -45,10 +48,15 @@ from jaxrl_post.train.run import (
     print_table,
     warm_started,
 )
-from jaxrl_post.train.session import Model, layout_table, make_environment
+from jaxrl_post.train.session import (
+    Model,
+    check_context,
+    layout_table,
+    make_environment,
+)
 from jaxrl_post.train.sinks import ACCURACY, MetricsLog, Progress, warnings_shown
 from jaxrl_post.train.step import ObjectiveFn
-from jaxrl_post.types import PyTree, TokenBatch
+from jaxrl_post.types import PyTree
 
 __all__ = ["run_preference", "run_reward", "run_sft"]
 
@@ -64,24 +72,28 @@ class Job:
         objective: on a packed batch.
         fitting: the data set, given the tokenizer that measures it.
         imitated: what of the data set a warm start imitates.
+        measured: what of it is measured beside each step; None for nothing.
         needs_reference: whether the objective reads reference log-probs.
         reference: directory of the reference policy, None for the model as it began.
         sequences: of an example, side by side in a row.
+        noun: for examples, in messages.
     """
 
     objective: ObjectiveFn
     fitting: Callable[[Tokenizer], Examples]
     imitated: Callable[[Any], Examples] = lambda examples: examples
+    measured: Callable[[Any], Measured | None] = lambda examples: None
     needs_reference: bool = False
     reference: str | None = None
     sequences: int = 1
+    noun: str = "pairs"
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """Examples that are never trained on, as one batch, and their number."""
 
-    batch: TokenBatch
+    drawn: Drawn
     count: int
 
 
@@ -111,19 +123,32 @@ def run_preference(
     command: str,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Trains a policy on preference pairs; arguments and errors as `run_rl`."""
+    """Trains a policy on preferences; arguments and errors as `run_rl`."""
     algorithm = make_preference(config.loss)
     require_directory(config.loss.reference, "--loss.reference")
-    pairs = _pairs(config.data, console)
+    mismatched = algorithm.mismatched
+    if mismatched is None:
+        remedy = ", or use --loss.name kto for these"
+        examples = open_pairs(config.data, console, remedy=remedy)
+    else:
+        examples = open_judgements(config.data, console)
+
+    def measured(fitting: Any) -> Measured | None:
+        if mismatched is None:
+            return None
+        return Measured(fitting.mismatched(config.max_tokens), mismatched)
+
     job = Job(
         algorithm.objective,
-        functools.cache(partial(pairs.fitting, max_tokens=config.max_tokens)),
-        imitated=partial(replace, only_chosen=True),
+        functools.cache(partial(examples.fitting, max_tokens=config.max_tokens)),
+        imitated=lambda fitting: fitting.imitated(),
+        measured=measured,
         needs_reference=algorithm.needs_reference,
         reference=config.loss.reference,
-        sequences=2,
+        sequences=2 if mismatched is None else 1,
+        noun="pairs" if mismatched is None else "answers",
     )
-    return _run(config, job, pairs, console, command, should_stop)
+    return _run(config, job, examples, console, command, should_stop)
 
 
 def run_reward(
@@ -134,9 +159,9 @@ def run_reward(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Trains a reward model on preference pairs; arguments and errors as `run_rl`."""
-    pairs = _pairs(config.data, console)
+    pairs = open_pairs(config.data, console, margin=config.margin, remedy="")
     job = Job(
-        preference.reward_model_objective(centering=config.centering),
+        reward_model.bradley_terry(centering=config.centering),
         functools.cache(partial(pairs.fitting, max_tokens=config.max_tokens)),
         sequences=2,
     )
@@ -146,64 +171,6 @@ def run_reward(
             "start from a --model directory"
         )
     return _run(config, job, pairs, console, command, should_stop, head="value")
-
-
-def make_preference(config: PreferenceLossConfig) -> preference.PreferenceAlgorithm:
-    """Builds the algorithm that a configuration names.
-
-    Raises:
-        ConfigError: an option that the algorithm has no use for.
-        ValueError: a hyperparameter is out of its range.
-    """
-    build = {
-        "dpo": preference.dpo,
-        "robust_dpo": preference.robust_dpo,
-        "ln_dpo": preference.ln_dpo,
-        "hinge": preference.hinge,
-        "ipo": preference.ipo,
-        "simpo": preference.simpo,
-        "cpo": preference.cpo,
-        "orpo": preference.orpo,
-    }[config.name]
-    accepted = inspect.signature(build).parameters.keys()
-    options = {
-        "beta": config.beta,
-        "label_smoothing": config.label_smoothing or None,
-        "margin": config.margin,
-        "nll_weight": config.nll_weight,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() - accepted:
-        option = name.replace("_", "-")
-        raise ConfigError(
-            f"--loss.{option}: {config.name} has no such hyperparameter; drop the "
-            "option"
-        )
-    made = build(**given)
-    if config.reference is not None and not made.needs_reference:
-        raise ConfigError(
-            f"--loss.reference: {config.name} looks at no reference policy; drop the "
-            "option"
-        )
-    return made
-
-
-def _pairs(config: PairsConfig, console: Console) -> Pairs:
-    if config.path is None:
-        raise ConfigError(
-            "--data.path: needs a .jsonl or .parquet file of preference pairs"
-        )
-    with warnings_shown(console):
-        found, report = preferences.read_preferences(
-            config.path, on_bad_row=config.on_bad_row
-        )
-        if report.num_bad:
-            console.print(str(report), style="yellow", markup=False, highlight=False)
-        train, held_out = preferences.split(found, eval_share=config.eval_share)
-    # One a prompt: pairs that share one are not independent, and an interval of the
-    # accuracy would be too narrow.
-    first = {pair.group: pair for pair in reversed(held_out)}
-    return Pairs(train, [pair for pair in held_out if first[pair.group] is pair])
 
 
 def _run(
@@ -240,12 +207,17 @@ def _run(
             console=console,
         )
 
+    def checked(config: OfflineConfig, model: Model) -> OfflineConfig:
+        check_context(model.config, config.max_tokens, "--max-tokens")
+        return config
+
     with open_run(
         config,
         console=console,
         command=command,
         texts=examples.texts,
         head=head,
+        complete=checked,
         warm_start=warm_start,
     ) as run:
         fitting = job.fitting(run.model.tokenizer)
@@ -273,24 +245,11 @@ def _loop(
         reference = open_reference(model, learner, job.reference, "--loss.reference")
     _print_layout(run, learner, state, reference, row_tokens)
     indices = task_indices(examples.size("train"), config.seed)
-    latest = checkpoints.latest()
-    if latest is not None:
-        shapes = jax.eval_shape(lambda: state)
-        abstract = abstract_state(shapes, learner.layout)
-        state, _ = checkpoints.restore(latest, abstract, indices)
-        run.console.print(f"resumed at step {latest} of {config.steps}")
+    state, latest = _resumed(run, learner, state, indices)
     run.describe()
-    data = batches(
-        examples,
-        model.tokenizer,
-        indices,
-        count=config.examples_per_step,
-        row_tokens=row_tokens,
-        row_multiple=learner.microbatch_rows,
-    )
-    held_out = _held_out(run, examples, learner, row_tokens)
-    if held_out is not None:
-        held_out = replace(held_out, batch=_scored(held_out.batch, reference))
+    measured = job.measured(examples)
+    feed = Feed(examples, measured, model.tokenizer, row_tokens, learner, reference)
+    held_out = _held_out(run, feed)
     step, stopped = latest or 0, False
     metrics: dict[str, float] = {}
     with (
@@ -300,15 +259,18 @@ def _loop(
         Progress(run.console, total_steps=config.steps) as progress,
     ):
         if latest is None:
-            metrics_log.write(0, _evaluated(learner, state.params, held_out))
+            metrics_log.write(0, _evaluated(feed, state.params, held_out))
         while step < config.steps and not stopped:
             step += 1
-            state, metrics = _step(learner, state, next(data), reference, step)
+            drawn = feed.draw(
+                "train", (int(next(indices)) for _ in range(config.examples_per_step))
+            )
+            state, metrics = _step(feed, state, drawn, step)
             stopped = should_stop()
             last = step == config.steps or stopped
             evaluates = not stopped and config.eval.due(step, config.steps)
             if evaluates:
-                metrics |= _evaluated(learner, state.params, held_out)
+                metrics |= _evaluated(feed, state.params, held_out)
             # The row first: a run that dies before the checkpoint drops it again.
             if step % config.log_every == 0 or evaluates or last:
                 metrics_log.write(step, metrics)
@@ -316,21 +278,34 @@ def _loop(
             if step % config.checkpoint.every == 0 or last:
                 checkpoints.save(step, state, indices, {"seed": config.seed})
         checkpoints.wait()
-    _say_accuracy(run, metrics, held_out)
+    _say_accuracy(run, metrics, held_out, job.noun)
     return finish(run, state, step)
 
 
-def _step(
+def _resumed(
+    run: Run[OfflineConfig],
     learner: Learner,
     state: PyTree,
-    batch: TokenBatch,
-    reference: Reference | None,
-    number: int,
+    indices: grain.DatasetIterator,
+) -> tuple[PyTree, int | None]:
+    """The newest checkpoint's state and step; the state as it is where none is."""
+    latest = run.checkpoints.latest()
+    if latest is None:
+        return state, None
+    shapes = jax.eval_shape(lambda: state)
+    abstract = abstract_state(shapes, learner.layout)
+    state, _ = run.checkpoints.restore(latest, abstract, indices)
+    run.console.print(f"resumed at step {latest} of {run.config.steps}")
+    return state, latest
+
+
+def _step(
+    feed: Feed, state: PyTree, drawn: Drawn, number: int
 ) -> tuple[PyTree, dict[str, float]]:
     begin = time.perf_counter()
-    batch = _scored(batch, reference)
+    batch = feed.ready(state.params, feed.scored(drawn))
     scored = time.perf_counter()
-    state, metrics = learner.update(state, batch, where=f"step {number}")
+    state, metrics = feed.learner.update(state, batch, where=f"step {number}")
     jax.block_until_ready(state.params)
     end = time.perf_counter()
     tokens = float(np.sum(batch.segment_ids > 0))
@@ -343,34 +318,22 @@ def _step(
     }
 
 
-def _scored(batch: TokenBatch, reference: Reference | None) -> TokenBatch:
-    if reference is None:
-        return batch
-    predicted = reference.scorer.predict(reference.params, batch)
-    return batch.replace(reference_logprobs=predicted.logprobs)  # type: ignore[attr-defined]
-
-
-def _held_out(
-    run: Run[OfflineConfig], examples: Examples, learner: Learner, row_tokens: int
-) -> HeldOut | None:
+def _held_out(run: Run[OfflineConfig], feed: Feed) -> HeldOut | None:
     """The first held-out examples as one batch; None where there is none."""
-    count = min(run.config.eval.num_tasks, examples.size("eval"))
+    count = min(run.config.eval.num_tasks, feed.examples.size("eval"))
     if not count:
         return None
-    encode = partial(examples.encode, run.model.tokenizer, "eval")
-    chosen = [encode(index) for index in range(count)]
-    batch = packing.pack(chosen, row_tokens, learner.microbatch_rows)
-    return HeldOut(batch, count)
+    return HeldOut(feed.scored(feed.draw("eval", range(count))), count)
 
 
 def _evaluated(
-    learner: Learner, params: PyTree, held_out: HeldOut | None
+    feed: Feed, params: PyTree, held_out: HeldOut | None
 ) -> dict[str, float]:
     """Loss and metrics on what is held out, by names of their own."""
     if held_out is None:
         return {}
     begin = time.perf_counter()
-    found = learner.evaluate(params, held_out.batch)
+    found = feed.learner.evaluate(params, feed.ready(params, held_out.drawn))
     metrics = {f"eval/{name.rpartition('/')[2]}": each for name, each in found.items()}
     if RIGHT in found:
         metrics[ACCURACY] = found[RIGHT]
@@ -380,13 +343,16 @@ def _evaluated(
 
 
 def _say_accuracy(
-    run: Run[OfflineConfig], metrics: Mapping[str, float], held_out: HeldOut | None
+    run: Run[OfflineConfig],
+    metrics: Mapping[str, float],
+    held_out: HeldOut | None,
+    noun: str,
 ) -> None:
     if held_out is not None and ACCURACY in metrics:
         low, high = metrics["eval/accuracy_low"], metrics["eval/accuracy_high"]
         run.console.print(
             f"held-out accuracy: {notation.percent(metrics[ACCURACY])} of "
-            f"{held_out.count} pairs, each of another prompt "
+            f"{held_out.count} {noun}, each of another prompt "
             f"(95 % interval {notation.percent(low)} to {notation.percent(high)})",
             highlight=False,
         )

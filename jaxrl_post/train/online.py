@@ -1,4 +1,4 @@
-"""Runs that learn from samples of their own: `launch.grpo`, `.ppo` and `.distill`."""
+"""Runs that sample, to learn or to be evaluated: `launch.grpo`, `.ppo`, `.distill`."""
 
 import dataclasses
 import functools
@@ -15,12 +15,16 @@ from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.envs import Environment, WorkerPool
 from jaxrl_post.rollout.types import Group
-from jaxrl_post.train.algorithm import make_algorithm
+from jaxrl_post.train.algorithm import check_rollout, make_algorithm
 from jaxrl_post.train.checkpoint import abstract_state
 from jaxrl_post.train.config import CriticConfig, RLConfig, check_numbers
 from jaxrl_post.train.examples import Demonstrations
 from jaxrl_post.train.learner import begin_training
-from jaxrl_post.train.reference import open_reference, require_directory
+from jaxrl_post.train.reference import (
+    beside_teacher,
+    open_reference,
+    require_directory,
+)
 from jaxrl_post.train.rl import Critic, Evaluation, Trainer, make_engine, make_runner
 from jaxrl_post.train.run import (
     Outcome,
@@ -73,8 +77,9 @@ def run_rl(
     check_numbers(config)
     require_directory(config.algorithm.reference, "--algorithm.reference")
     require_directory(config.critic.model, "--critic.model")
+    check_rollout(config)
     algorithm = make_algorithm(
-        config.algorithm, config.rollout.max_tokens, config.critic
+        config.algorithm, config.rollout.max_tokens, config.critic, config.distill
     )
     with warnings_shown(console):
         environment = make_environment(config.env, config.data)
@@ -152,10 +157,22 @@ def _trainer(
         critic = Critic(value_model, learner, state)
     learner, state = begin(model, algorithm.objective, config.optimizer)
     reference = None
-    if algorithm.needs_reference:
+    if algorithm.needs_reference or algorithm.divergence is not None:
         reference = open_reference(
             model, learner, config.algorithm.reference, "--algorithm.reference"
         )
+    if reference is not None and algorithm.divergence is not None:
+        learner = beside_teacher(
+            learner,
+            reference,
+            algorithm.divergence,
+            temperature=config.distill.temperature,
+        )
+    demonstrations = None
+    if config.distill.data == "demonstrations":
+        demonstrations = Demonstrations(environment, Trainer.row_tokens(config))
+        # An environment that has none is refused before the first evaluation.
+        demonstrations.encode(model.tokenizer, "train", 0)
     return Trainer(
         config=config,
         model=model,
@@ -168,6 +185,7 @@ def _trainer(
         reference=reference,
         indices=task_indices(len(environment.tasks("train")), config.seed),
         critic=critic,
+        demonstrations=demonstrations,
     )
 
 

@@ -1,18 +1,20 @@
 """The frozen policy beside the one that trains: KL reference, or teacher."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.algorithms.objective import Divergence
 from jaxrl_post.train.config import ConfigError
 from jaxrl_post.train.learner import Learner, Scorer
 from jaxrl_post.train.session import Model, open_model
 from jaxrl_post.train.step import Policy
+from jaxrl_post.train.teacher import Comparison
 from jaxrl_post.types import PyTree
 
-__all__ = ["Reference", "open_reference", "require_directory"]
+__all__ = ["Reference", "beside_teacher", "open_reference", "require_directory"]
 
 
 @dataclass(frozen=True)
@@ -77,3 +79,39 @@ def open_reference(
         learner.microbatch_rows,
     )
     return Reference(scorer, frozen.params)
+
+
+def beside_teacher(
+    learner: Learner, teacher: Reference, divergence: Divergence, *, temperature: float
+) -> Learner:
+    """A learner whose objective sees the divergence from a teacher.
+
+    Args:
+        learner: of the student.
+        teacher: of the student's tokenizer.
+        divergence: as `Algorithm.divergence`.
+        temperature: > 0; divides the logits of both.
+
+    Raises:
+        ConfigError: the teacher's vocabulary has another size.
+        ValueError: the divergence needs more tokens than there are.
+    """
+    sizes = [
+        policy.config.vocab_size for policy in (teacher.scorer.policy, learner.policy)
+    ]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"--algorithm.reference: the teacher's vocabulary has {sizes[0]} tokens, "
+            f"the student's {sizes[1]}; whole distributions cannot be compared. Use "
+            "--distill.divergence sampled, or a teacher of the same size"
+        )
+    logits = jax.ShapeDtypeStruct((1, sizes[0]), jnp.float32)
+    mask = jax.ShapeDtypeStruct((1,), jnp.bool_)
+    jax.eval_shape(lambda *inputs: divergence(*inputs), logits, logits, mask)
+    comparison = Comparison(
+        student=replace(learner.policy, temperature=temperature),
+        teacher=teacher.scorer.policy,
+        divergence=divergence,
+        params=teacher.params,
+    )
+    return replace(learner, predictor=comparison)

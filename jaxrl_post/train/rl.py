@@ -17,24 +17,28 @@ from jaxrl_post.data import packing
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.envs import Environment, Task, WorkerPool
 from jaxrl_post.envs.env import Split
-from jaxrl_post.losses import shaping, value
+from jaxrl_post.losses import shaping
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.buffer import GroupBuffer
 from jaxrl_post.rollout.machine import Limits
 from jaxrl_post.rollout.runner import Runner
 from jaxrl_post.rollout.types import Group, Rollout
 from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
+from jaxrl_post.sharding import split_size
 from jaxrl_post.train.config import (
     ConfigError,
     RLConfig,
     RolloutConfig,
 )
+from jaxrl_post.train.credit import credited
+from jaxrl_post.train.examples import Demonstrations
 from jaxrl_post.train.learner import Learner
 from jaxrl_post.train.publish import Published, publish
 from jaxrl_post.train.reference import Reference
+from jaxrl_post.train.rollout_metrics import rollout_metrics
 from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import TrainState
-from jaxrl_post.types import TokenBatch, rows
+from jaxrl_post.types import TokenBatch
 
 __all__ = [
     "Critic",
@@ -94,6 +98,7 @@ class Trainer:
         state: of training.
         reference: None where the algorithm needs none.
         critic: None where the algorithm has none, or one inside the policy's model.
+        demonstrations: learned from in the place of rollouts; None for rollouts.
         indices: iterator over training tasks.
         buffer: groups that wait for the next step.
         drawn: prompts drawn so far; numbers them.
@@ -111,6 +116,7 @@ class Trainer:
     reference: Reference | None
     indices: grain.DatasetIterator
     critic: Critic | None = None
+    demonstrations: Demonstrations | None = None
     buffer: GroupBuffer = field(default_factory=GroupBuffer)
     drawn: int = 0
     phases: dict[str, float] = field(default_factory=dict)
@@ -122,7 +128,7 @@ class Trainer:
             number: of the step, from 1.
 
         Returns:
-            Scalar metrics, and the groups that were trained on.
+            Scalar metrics, and the groups that were trained on, if any.
 
         Raises:
             DivergenceError: a loss or gradient is not finite; nothing was updated by
@@ -132,20 +138,19 @@ class Trainer:
         """
         begin = time.perf_counter()
         self.phases = {}
-        with self._phase("publish"):
-            published = self.publish()
-        groups, metrics = self._collect(published, number)
-        penalty = self._overlong if self.config.rollout.overlong_buffer else None
-        values = batching.advantages(groups, self._estimate, penalty)
-        sequences = batching.sequences(groups, values)
-        metrics |= _rollout_metrics(groups, values, published.version)
-        metrics["publish/bytes_moved"] = float(published.bytes_moved)
+        groups: list[Group] = []
+        metrics: dict[str, float] = {}
+        if self.demonstrations is None:
+            sequences, groups, metrics = self._sampled(number)
+            tokens = sum(r.num_sampled for g in groups for r in g.rollouts)
+        else:
+            sequences = self._demonstrated(self.demonstrations)
+            tokens = sum(int(s.loss_mask.sum()) for s in sequences)
         metrics |= self._update(sequences, number)
         seconds = time.perf_counter() - begin
         metrics |= {f"time/{name}": s for name, s in self.phases.items()}
         metrics["time/step"] = seconds
-        sampled = sum(r.num_sampled for g in groups for r in g.rollouts)
-        metrics["throughput/tokens_per_second"] = sampled / seconds
+        metrics["throughput/tokens_per_second"] = tokens / seconds
         metrics["sampler/compilations"] = float(self.engine.compilations.total())
         return metrics, groups
 
@@ -263,6 +268,27 @@ class Trainer:
             self.drawn += 1
         return numbered
 
+    def _sampled(
+        self, number: int
+    ) -> tuple[list[packing.Sequence], list[Group], dict[str, float]]:
+        """Rollouts of the current policy, with their advantages."""
+        with self._phase("publish"):
+            published = self.publish()
+        groups, metrics = self._collect(published, number)
+        penalty = self._overlong if self.config.rollout.overlong_buffer else None
+        values = batching.advantages(groups, self._estimate, penalty)
+        metrics |= rollout_metrics(groups, values, published.version)
+        metrics["publish/bytes_moved"] = float(published.bytes_moved)
+        return batching.sequences(groups, values), groups, metrics
+
+    def _demonstrated(self, demonstrations: Demonstrations) -> list[packing.Sequence]:
+        """As many demonstrations as a step would have samples."""
+        rollout, found = self.config.rollout, []
+        for _ in range(rollout.prompts_per_step * rollout.samples_per_prompt):
+            index = int(next(self.indices))
+            found += demonstrations.encode(self.model.tokenizer, "train", index)
+        return found
+
     def _collect(
         self, published: Published, number: int
     ) -> tuple[list[Group], dict[str, float]]:
@@ -342,10 +368,14 @@ class Trainer:
         """Takes the optimizer steps of a batch; metrics are means over them."""
         update = self.config.update
         pieces = self._minibatches(sequences, number)
-        needs_proximal = update.minibatches * update.epochs > 1
+        # A divergence is of the model as it is: nothing is anchored.
+        anchored = self.algorithm.divergence is None
+        needs_proximal = anchored and update.minibatches * update.epochs > 1
         with self._phase("logprobs"):
             pieces = [self._scored(piece, needs_proximal) for piece in pieces]
-            pieces, credit_metrics = self._credited(pieces)
+            credit_metrics: dict[str, float] = {}
+            if self.algorithm.credit is not None:
+                pieces, credit_metrics = credited(self._credit, pieces)
         collected: list[dict[str, float]] = []
         with self._phase("train"):
             for epoch in range(update.epochs):
@@ -396,7 +426,7 @@ class Trainer:
             values = predicted.values
             if needs_proximal:
                 found["proximal_logprobs"] = predicted.logprobs
-        if self.reference is not None:
+        if self.reference is not None and self.algorithm.needs_reference:
             predicted = self.reference.scorer.predict(self.reference.params, batch)
             found["reference_logprobs"] = predicted.logprobs
         if self.critic is not None:
@@ -406,35 +436,6 @@ class Trainer:
             # Before a token: what the critic said after the one in front of it.
             found["values"] = np.roll(values, 1, axis=1)
         return batch.replace(**found)  # type: ignore[attr-defined]
-
-    def _credited(
-        self, pieces: list[TokenBatch]
-    ) -> tuple[list[TokenBatch], dict[str, float]]:
-        """Gives each token its advantage, from the whole of a step's batch."""
-        if self.algorithm.credit is None:
-            return pieces, {}
-        ends = np.cumsum([piece.shape[0] for piece in pieces]).tolist()
-        # Rows in which nothing counts change nothing; with them the number of compiled
-        # shapes grows with the logarithm of the rows.
-        empty = (1 << (ends[-1] - 1).bit_length()) - ends[-1]
-
-        def joined(*parts: np.ndarray) -> np.ndarray:
-            whole = np.concatenate(parts)
-            return np.pad(whole, ((0, empty), (0, 0)))
-
-        whole = jax.tree.map(np.asarray, self._credit(jax.tree.map(joined, *pieces)))
-        mask, metrics = whole.loss_mask, {}
-        if whole.values is not None:
-            metrics["critic/explained_variance"] = float(
-                value.explained_variance(
-                    jnp.asarray(whole.values),
-                    jnp.asarray(whole.returns),
-                    jnp.asarray(mask),
-                )
-            )
-        metrics["advantage/token_std"] = float(np.std(whole.advantages[mask]))
-        starts = [0, *ends[:-1]]
-        return [rows(whole, *span) for span in zip(starts, ends, strict=True)], metrics
 
     @functools.cached_property
     def _credit(self) -> Callable[[TokenBatch], TokenBatch]:
@@ -454,33 +455,6 @@ class Trainer:
         return length
 
 
-def _rollout_metrics(
-    groups: Sequence[Group], values: np.ndarray, version: int
-) -> dict[str, float]:
-    """Facts about the rollouts that are trained on."""
-    rollouts = [r for group in groups for r in group.rollouts if r.reward is not None]
-    rewards = [r.reward for r in rollouts if r.reward is not None]
-    lengths = [r.num_sampled for r in rollouts]
-    stopped = [r.finish_reason != "length" for r in rollouts]
-    ages = [version - max(r.versions) for r in rollouts]
-    masses = [
-        m
-        for r in rollouts
-        for m, on in zip(r.log_masses, r.loss_mask, strict=True)
-        if on
-    ]
-    return {
-        "reward/trained_mean": float(np.mean(rewards)),
-        "rollout/completion_length": float(np.mean(lengths)),
-        "rollout/completion_length_max": float(np.max(lengths)),
-        "rollout/stopped_fraction": float(np.mean(stopped)),
-        "rollout/staleness": float(np.mean(ages)),
-        "rollout/kept_mass": float(np.mean(np.exp(masses))),
-        "advantage/mean": float(np.mean(values)),
-        "advantage/std": float(np.std(values)),
-    }
-
-
 def make_engine(rollout: RolloutConfig, model: Model, *, seed: int) -> Engine:
     """Makes a sampler, with sizes that follow from the configuration.
 
@@ -489,8 +463,7 @@ def make_engine(rollout: RolloutConfig, model: Model, *, seed: int) -> Engine:
         model: its architecture, mesh and tokenizer; not its parameters.
         seed: of the sampling noise.
     """
-    shape = model.mesh.shape
-    split = shape["dp"] * shape["fsdp"]
+    split = split_size("batch", model.mesh, model.rules)
     slots = rollout.num_slots or rollout.prompts_per_step * rollout.samples_per_prompt
     calls = -(-rollout.max_tokens // 16)
     sizes = EngineConfig(

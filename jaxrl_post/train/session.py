@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_post import envs, models
 from jaxrl_post.data import chat
-from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs import Environment
 from jaxrl_post.models import DecoderParams, Head, ModelConfig, ParamSpec
 from jaxrl_post.sharding import (
@@ -23,6 +23,7 @@ from jaxrl_post.sharding import (
     create_mesh,
     named_shardings,
     per_device_bytes,
+    split_size,
 )
 from jaxrl_post.train.config import ConfigError, DataConfig, UpdateConfig
 from jaxrl_post.types import Array, PyTree
@@ -30,6 +31,7 @@ from jaxrl_post.types import Array, PyTree
 __all__ = [
     "PRESETS",
     "Model",
+    "check_context",
     "environment_texts",
     "layout_table",
     "make_environment",
@@ -193,11 +195,10 @@ def open_model(
             f"--model: {name!r} is neither a directory nor a preset; presets are "
             f"{', '.join(PRESETS)}"
         )
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"--model: the tokenizer of {name} has {tokenizer.vocab_size} ids, the "
-            f"model only {config.vocab_size} embeddings; they do not belong together"
-        )
+    try:
+        tokenizer = tokenizer.for_model(config.vocab_size)
+    except TokenizerError as error:
+        raise ConfigError(f"--model: {name}: {error}") from error
     return Model(
         name, config, specs, params, tokenizer, device_mesh, rules, name in PRESETS
     )
@@ -304,11 +305,31 @@ def layout_table(
     return table
 
 
+def check_context(config: ModelConfig, longest: int, option: str) -> None:
+    """Refuses sequences that the model's positions do not reach.
+
+    Args:
+        config: of the model.
+        longest: tokens of a sequence.
+        option: the command line's name of that number.
+
+    Raises:
+        ConfigError: the context is shorter, or its scaling rotates a longer sequence by
+            its own length, which packed rows cannot follow.
+    """
+    limit = min(config.max_length, config.rotation_limit or config.max_length)
+    if longest > limit:
+        why = "the model's context"
+        if limit < config.max_length:
+            why = "up to which the model's rope_scaling is the same for all sequences"
+        raise ConfigError(f"{option}: must be at most {limit}, {why}; got {longest}")
+
+
 def _activation_bytes(
     model: Model, update: UpdateConfig, rows: int, row_tokens: int
 ) -> int:
     config, shape = model.config, model.mesh.shape
-    tokens = rows * row_tokens // (shape["dp"] * shape["fsdp"])
+    tokens = rows * row_tokens // split_size("batch", model.mesh, model.rules)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     kept = {
         "full": config.hidden_size,

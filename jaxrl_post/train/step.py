@@ -8,7 +8,7 @@ have any number of microbatches.
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,14 @@ from flax import struct
 from jaxrl_post.algorithms.objective import Objective, Predictions
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.metrics import Metric, masked
-from jaxrl_post.models import ModelConfig, forward, unembedding, values
+from jaxrl_post.models import (
+    ModelConfig,
+    experts,
+    forward,
+    forward_with_routing,
+    unembedding,
+    values,
+)
 from jaxrl_post.models.decoder import Remat
 from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.train.state import TrainState
@@ -27,9 +34,11 @@ from jaxrl_post.types import Array, Float, PyTree, TokenBatch
 __all__ = [
     "Accumulator",
     "Policy",
+    "Predictor",
     "accumulate",
     "apply",
     "empty_accumulator",
+    "hidden_states",
     "measure",
     "predict",
     "train_step",
@@ -38,21 +47,43 @@ __all__ = [
 ObjectiveFn = Callable[[Predictions, TokenBatch], Objective]
 
 
+@runtime_checkable
+class Predictor(Protocol):
+    """How predictions come from parameters: a pytree.
+
+    Its arrays, where it has any, are arguments of the programs below, as constants of
+    which they would be compiled in; what else it holds is static.
+    """
+
+    def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
+        """What a model says about the tokens of a batch."""
+        ...
+
+
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class Policy:
-    """How predictions come from parameters; static.
+    """A model alone, as a `Predictor` without arrays.
 
     Attributes:
         config: of the model; its head decides what is predicted.
         temperature: at which the samples were drawn; part of the policy.
         remat: what the backward pass keeps.
         rules: sharding of activations.
+        router_balance: weight of the experts' load-balancing loss.
+        router_z: weight of the routers' z-loss.
     """
 
     config: ModelConfig
     temperature: float = 1.0
     remat: Remat = "none"
     rules: Rules = DEFAULT_RULES
+    router_balance: float = 0.0
+    router_z: float = 0.0
+
+    def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
+        """As the function `predict`."""
+        return predict(self, params, batch)
 
 
 @struct.dataclass
@@ -64,13 +95,11 @@ class Accumulator:
     metrics: dict[str, Metric]
 
 
-def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
-    """What a model says about the tokens of a batch.
-
-    Log-probs and entropies are those of the tokens that the loss mask marks, and 0
-    elsewhere; values are there after every token.
-    """
-    hidden = forward(
+def hidden_states(
+    policy: Policy, params: PyTree, batch: TokenBatch
+) -> Float[Array, "rows length hidden"]:
+    """The last hidden states of a packed batch, in the parameters' dtype."""
+    return forward(
         params,
         policy.config,
         batch.tokens,
@@ -79,45 +108,97 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
         rules=policy.rules,
         remat=policy.remat,
     )
+
+
+def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
+    """What a model says about the tokens of a batch.
+
+    Log-probs and entropies are those of the tokens that the loss mask marks, and 0
+    elsewhere; values are there after every token.
+    """
+    if policy.config.experts is None:
+        hidden, own = hidden_states(policy, params, batch), Predictions()
+    else:
+        hidden, own = _routed_states(policy, params, batch)
     after = None if policy.config.head == "lm" else values(params, hidden)
     if policy.config.head == "value":
-        return Predictions(values=after)
+        return own._replace(values=after)
     # The state at t predicts the token at t + 1. The mask is False at every segment's
     # first token, so what wraps around is never asked for.
     previous = functools.partial(jnp.roll, shift=-1, axis=1)
+    # c tanh(z / (d c)) / T, with d the divisor: one cap and one temperature say it all.
+    cap, divisor = policy.config.logit_softcap, policy.config.logit_divisor
     predicted = token_logprob(
         hidden,
         unembedding(params),
         previous(batch.tokens),
         mask=previous(batch.loss_mask),
-        temperature=policy.temperature,
+        temperature=policy.temperature * divisor,
+        softcap=None if cap is None else cap * divisor,
         rules=policy.rules,
     )
     logprobs, entropy = (jnp.roll(value, 1, axis=1) for value in predicted)
-    return Predictions(logprobs, entropy, after)
+    return own._replace(logprobs=logprobs, entropy=entropy, values=after)
+
+
+def _routed_states(
+    policy: Policy, params: PyTree, batch: TokenBatch
+) -> tuple[Array, Predictions]:
+    """Hidden states of a model with experts, and what its routers add."""
+    mask = batch.segment_ids > 0
+    hidden, routing = forward_with_routing(
+        params,
+        policy.config,
+        batch.tokens,
+        mask=mask,
+        positions=batch.positions,
+        segment_ids=batch.segment_ids,
+        rules=policy.rules,
+        remat=policy.remat,
+    )
+    assert policy.config.experts is not None
+    balance = experts.load_balance(routing, policy.config.experts.experts_per_token)
+    z = experts.router_z(routing)
+    shown = {
+        "router/balance_loss": balance,
+        "router/z_loss": z,
+        "router/busiest_expert": experts.busiest(routing),
+        "router/unused_experts": experts.unused(routing),
+    }
+    # Means over microbatches, each weighted by its tokens.
+    count = routing.tokens
+    metrics = {name: Metric(value * count, count) for name, value in shown.items()}
+    regularizer = policy.router_balance * balance + policy.router_z * z
+    return hidden, Predictions(regularizer=regularizer, metrics=metrics)
 
 
 def _loss(
-    policy: Policy, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
+    policy: Predictor, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
 ) -> tuple[Array, tuple[Metric, dict[str, Metric]]]:
-    predictions = predict(policy, params, batch)
+    predictions = policy.predict(params, batch)
     result = objective(predictions, batch)
-    metrics = result.metrics
+    metrics, loss = result.metrics, result.loss
+    if predictions.regularizer is not None:
+        # In the mean over all microbatches it is then a mean of its own.
+        added = predictions.regularizer * loss.count
+        loss = Metric(loss.sum + added, loss.count)
+    if predictions.metrics is not None:
+        metrics = {**metrics, **predictions.metrics}
     if predictions.entropy is not None:
         entropies = masked(jax.lax.stop_gradient(predictions.entropy), batch.loss_mask)
         metrics = {**metrics, "policy/entropy": entropies}
-    return result.loss.sum, (result.loss, jax.lax.stop_gradient(metrics))
+    return loss.sum, (loss, jax.lax.stop_gradient(metrics))
 
 
 def measure(
-    policy: Policy, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
+    policy: Predictor, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
 ) -> tuple[Metric, dict[str, Metric]]:
     """Loss and metrics of a microbatch, without a gradient."""
     return _loss(policy, objective, params, batch)[1]
 
 
 def empty_accumulator(
-    policy: Policy, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
+    policy: Predictor, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
 ) -> Accumulator:
     """Zeros, with the structure that `accumulate` adds to for such a batch."""
     run = functools.partial(_loss, policy, objective)
@@ -128,7 +209,7 @@ def empty_accumulator(
 
 
 def accumulate(
-    policy: Policy,
+    policy: Predictor,
     objective: ObjectiveFn,
     params: PyTree,
     accumulator: Accumulator,
@@ -182,7 +263,7 @@ def apply(
 
 
 def train_step(
-    policy: Policy,
+    policy: Predictor,
     objective: ObjectiveFn,
     optimizer: optax.GradientTransformation,
     max_grad_norm: float,
@@ -192,7 +273,7 @@ def train_step(
     """One optimizer step as one pure function, for notebooks and other trainers.
 
     Args:
-        policy: static.
+        policy: a `Policy`, or another way to predict.
         objective: an algorithm's `objective`.
         optimizer: optax.
         max_grad_norm: gradients are scaled down to this global norm.

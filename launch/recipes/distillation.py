@@ -1,4 +1,4 @@
-"""On-policy distillation of the demo's task; the teacher is to be given."""
+"""Distillation of the demo's task; the teacher is to be given."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ __all__ = ["distillation"]
 
 
 def distillation() -> RLConfig:
-    """The default of `launch.distill`: the demo, graded by a teacher."""
+    """The default of `launch.distill`: the demo's samples, graded by a teacher."""
     return replace(
         demo(),
         run_dir="runs/distill",

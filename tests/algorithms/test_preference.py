@@ -7,10 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.algorithms import Predictions, preference
+from jaxrl_post.algorithms import (
+    Predictions,
+    preference,
+    reference_free,
+    reward_model,
+)
 from jaxrl_post.types import TokenBatch
 
-BETA, SMOOTHING, MARGIN, NLL, WIDTH = 0.3, 0.2, 0.4, 0.7, 24
+BETA, SMOOTHING, MARGIN, NLL, ALPHA, WIDTH = 0.3, 0.2, 0.4, 0.7, 0.6, 24
 # (tokens of the prompt, tokens of the answer) of a pair's chosen and rejected side.
 PAIRS = [((2, 3), (2, 1)), ((1, 2), (1, 4)), ((3, 1), (3, 2)), ((1, 5), (1, 3))]
 # The rejected answer was cut off: nothing of it counts.
@@ -117,26 +122,50 @@ CASES = {
         lambda c, r, pc, pr, nc, nr: (c / nc - r / nr - 1 / (2 * BETA)) ** 2,
     ),
     "simpo": (
-        preference.simpo(beta=BETA, margin=MARGIN, label_smoothing=SMOOTHING),
+        reference_free.simpo(beta=BETA, margin=MARGIN, label_smoothing=SMOOTHING),
         lambda c, r, pc, pr, nc, nr: smoothed(
             BETA * (pc / nc - pr / nr) - MARGIN, SMOOTHING
         ),
     ),
     "cpo": (
-        preference.cpo(beta=BETA, nll_weight=NLL, label_smoothing=SMOOTHING),
+        reference_free.cpo(beta=BETA, nll_weight=NLL, label_smoothing=SMOOTHING),
         lambda c, r, pc, pr, nc, nr: (
             smoothed(BETA * (pc - pr), SMOOTHING) - NLL * pc / nc
         ),
     ),
     "orpo": (
-        preference.orpo(beta=BETA),
+        reference_free.orpo(beta=BETA),
         lambda c, r, pc, pr, nc, nr: (
             BETA * softplus(log_odds(pr / nr) - log_odds(pc / nc)) - pc / nc
         ),
     ),
+    "alpha_divergence_dpo": (
+        preference.alpha_divergence_dpo(
+            beta=BETA, alpha=ALPHA, label_smoothing=SMOOTHING
+        ),
+        lambda c, r, pc, pr, nc, nr: smoothed(
+            BETA * (np.exp(-ALPHA * r) - np.exp(-ALPHA * c)) / ALPHA, SMOOTHING
+        ),
+    ),
+    "jensen_shannon_dpo": (
+        preference.jensen_shannon_dpo(beta=BETA, label_smoothing=SMOOTHING),
+        lambda c, r, pc, pr, nc, nr: smoothed(
+            BETA * (softplus(-r) - softplus(-c)), SMOOTHING
+        ),
+    ),
+    "wpo": (
+        preference.wpo(beta=BETA, label_smoothing=SMOOTHING),
+        lambda c, r, pc, pr, nc, nr: (
+            np.exp(pc / nc + pr / nr) * smoothed(BETA * (c - r), SMOOTHING)
+        ),
+    ),
+    "reference_free_dpo": (
+        reference_free.reference_free_dpo(beta=BETA, label_smoothing=SMOOTHING),
+        lambda c, r, pc, pr, nc, nr: smoothed(BETA * (pc - pr), SMOOTHING),
+    ),
 }
 every_algorithm = pytest.mark.parametrize("name", CASES)
-WITHOUT_REFERENCE = {"simpo", "cpo", "orpo"}
+WITHOUT_REFERENCE = {"simpo", "cpo", "orpo", "reference_free_dpo"}
 OF_MEANS = {"ln_dpo", "ipo", "simpo", "orpo"}
 
 
@@ -183,6 +212,8 @@ def test_gradient_equals_finite_differences_of_the_formula(name):
         c, r, pc, pr, nc, nr = answers(pair)
 
         def loss(d, e, c=c, r=r, pc=pc, pr=pr, nc=nc, nr=nr):
+            if name == "wpo":  # The weights are constants.
+                return CASES[name][1](c + d, r + e, pc, pr, nc, nr)
             return CASES[name][1](c + d, r + e, pc + d, pr + e, nc, nr)
 
         # Every token of an answer moves its answer's sum alike.
@@ -310,10 +341,24 @@ def test_only_the_policy_gets_a_gradient():
     assert (jax.grad(total)(batch.reference_logprobs) == 0).all()
 
 
+# Where each sequence of ROWS ends, pair by pair.
+ENDS = [(0, 4), (0, 7), (0, 10), (0, 15), (1, 3), (1, 8), (2, 5), (2, 9)]
+
+
+def with_margins(batch, margins):
+    """The margins where they are read, and NaN elsewhere but at the rejected ends."""
+    advantages = np.full(batch.shape, np.nan)
+    advantages[tuple(np.transpose(ENDS[::2]))] = margins
+    advantages[tuple(np.transpose(ENDS[1::2]))] = 9.0
+    return batch.replace(advantages=jnp.array(advantages, jnp.float32))
+
+
+@pytest.mark.parametrize("margins", [(0.0,) * 4, (0.5, 2.0, 0.0, -1.0)])
 @pytest.mark.parametrize("centering", [0.0, 0.05])
-def test_the_reward_is_the_value_after_the_last_token(centering):
-    objective = preference.reward_model_objective(centering=centering)
+def test_the_reward_is_the_value_after_the_last_token(centering, margins):
+    objective = reward_model.bradley_terry(centering=centering)
     _, values, batch = lay_out(ROWS)
+    batch = with_margins(batch, margins)
 
     def mean(values):
         return objective(Predictions(values=values), batch).loss.mean()
@@ -323,16 +368,14 @@ def test_the_reward_is_the_value_after_the_last_token(centering):
         [[CONTENT[pair, side]["values"][-1] for side in (0, 1)] for pair in PAIRS]
     )
     c, r = rewards.T
-    losses = softplus(r - c) + centering * (c + r) ** 2
+    losses = softplus(r - c + np.array(margins)) + centering * (c + r) ** 2
     np.testing.assert_allclose(loss, losses.mean(), rtol=1e-5)
-    wrong = 1 / (1 + np.exp(c - r))
+    wrong = 1 / (1 + np.exp(c - r - np.array(margins)))
     slopes = np.transpose(
         [-wrong + 2 * centering * (c + r), wrong + 2 * centering * (c + r)]
     )
-    # Where each sequence of ROWS ends, pair by pair.
-    ends = [(0, 4), (0, 7), (0, 10), (0, 15), (1, 3), (1, 8), (2, 5), (2, 9)]
     expected = np.zeros(values.shape)
-    expected[tuple(np.transpose(ends))] = slopes.ravel() / len(PAIRS)
+    expected[tuple(np.transpose(ENDS))] = slopes.ravel() / len(PAIRS)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
     metrics = objective(Predictions(values=values), batch).metrics
     shown = {key.split("/")[1]: metric.mean() for key, metric in metrics.items()}
@@ -344,7 +387,7 @@ def test_the_reward_is_the_value_after_the_last_token(centering):
 
 
 def test_values_at_other_places_of_a_reward_model_may_be_anything():
-    objective = preference.reward_model_objective()
+    objective = reward_model.bradley_terry()
     _, values, batch = lay_out(ROWS)
     gradient = jax.grad(lambda v: objective(Predictions(values=v), batch).loss.sum)
     read = gradient(values) != 0
@@ -371,7 +414,7 @@ def test_missing_arrays_are_asked_for():
     with pytest.raises(
         ValueError, match=r"predictions\.values must be given, got None; a reward model"
     ):
-        preference.reward_model_objective()(Predictions(policy), batch)
+        reward_model.bradley_terry()(Predictions(policy), batch)
 
 
 @pytest.mark.parametrize(
@@ -386,13 +429,29 @@ def test_missing_arrays_are_asked_for():
         (partial(preference.ln_dpo, beta=0.0), r"beta must be > 0, got 0\.0"),
         (partial(preference.hinge, beta=0.0), r"beta must be > 0, got 0\.0"),
         (partial(preference.ipo, beta=0.0), r"beta must be > 0, got 0\.0"),
-        (partial(preference.simpo, beta=0.0), r"beta must be > 0, got 0\.0"),
-        (partial(preference.simpo, margin=-1.0), r"target_margin must be >= 0, got -1"),
-        (partial(preference.cpo, beta=0.0), r"beta must be > 0, got 0\.0"),
-        (partial(preference.cpo, nll_weight=-1.0), r"nll_weight must be >= 0, got -1"),
-        (partial(preference.orpo, beta=0.0), r"beta must be > 0, got 0\.0"),
+        (partial(reference_free.simpo, beta=0.0), r"beta must be > 0, got 0\.0"),
         (
-            partial(preference.reward_model_objective, centering=-1.0),
+            partial(reference_free.simpo, margin=-1.0),
+            r"target_margin must be >= 0, got -1",
+        ),
+        (partial(reference_free.cpo, beta=0.0), r"beta must be > 0, got 0\.0"),
+        (
+            partial(reference_free.cpo, nll_weight=-1.0),
+            r"nll_weight must be >= 0, got -1",
+        ),
+        (partial(reference_free.orpo, beta=0.0), r"beta must be > 0, got 0\.0"),
+        (
+            partial(preference.alpha_divergence_dpo, alpha=0.0),
+            r"alpha must be in \(0, 1\], got 0\.0; for the reverse KL",
+        ),
+        (partial(preference.jensen_shannon_dpo, beta=0.0), r"beta must be > 0, got 0"),
+        (partial(preference.wpo, beta=-1.0), r"beta must be > 0, got -1\.0"),
+        (
+            partial(reference_free.reference_free_dpo, label_smoothing=0.5),
+            r"label_smoothing must be in \[0, 0\.5\), got 0\.5",
+        ),
+        (
+            partial(reward_model.bradley_terry, centering=-1.0),
             r"centering must be >= 0, got -1\.0",
         ),
     ],

@@ -303,7 +303,8 @@ def test_a_row_without_the_fields_of_any_layout_is_told_them(jsonl):
     with pytest.raises(
         ValueError,
         match=r":1: must have the fields \('prompt', 'chosen', 'rejected'\) or "
-        r"\('chosen', 'rejected'\) or \('question', 'ground_truth'\), got \('text'\)\.",
+        r"\('chosen', 'rejected'\) or \('question', 'ground_truth'\) or "
+        r"\('prompt', 'completion', 'label'\), got \('text'\)\.",
     ):
         read_preferences(jsonl({"text": "Hi!"}))
 

@@ -35,8 +35,18 @@ PROGRAMS = {
     "ppo": ("launch.ppo", *SAMPLED, "--algorithm.kl-coefficient=0.01"),
     "ppo_shared": ("launch.ppo", *SAMPLED, "--critic.backbone=shared"),
     "distill": ("launch.distill", *SAMPLED, "--algorithm.reference={teacher}"),
+    "distill_whole": (
+        "launch.distill", *SAMPLED, "--algorithm.reference={teacher}",
+        "--distill.divergence=jsd",
+    ),
+    "distill_demonstrations": (
+        "launch.distill", *SAMPLED, "--algorithm.reference={teacher}",
+        "--distill.divergence=top_k", "--distill.top-k=8",
+        "--distill.data=demonstrations",
+    ),
     "sft": ("launch.sft", *READ, "--env=coin:Coin"),
     "dpo": ("launch.dpo", *READ, "--data.path={pairs}"),
+    "kto": ("launch.dpo", *READ, "--data.path={pairs}", "--loss.name=kto"),
     "reward": ("launch.reward", *READ, "--data.path={pairs}"),
 }  # fmt: skip
 # What eight devices must find as one does, at the first step.

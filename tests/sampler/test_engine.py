@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_post.data.packing import Sequence, pack
 from jaxrl_post.kernels.token_logprob import from_logits
-from jaxrl_post.models import forward, logits
+from jaxrl_post.models import RopeScaling, forward, logits
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import MeshError, create_mesh
 from jaxrl_post.train.step import Policy, predict
@@ -376,6 +376,14 @@ def test_sizes_fit_the_context():
     message = r"max_prompt_tokens \+ max_tokens is 65, longer than .* context of 64"
     with pytest.raises(ValueError, match=message):
         Engine(tiny.CONFIG, sizes)
+
+
+def test_sizes_stay_where_the_rotation_does_not_depend_on_them():
+    scaling = RopeScaling("dynamic", 2.0, original_length=40)
+    config = dataclasses.replace(tiny.CONFIG, rope_scaling=scaling)
+    message = r"max_prompt_tokens \+ max_tokens is 64, longer than 40, where"
+    with pytest.raises(ValueError, match=message):
+        Engine(config, dataclasses.replace(SIZES, max_tokens=40))
 
 
 def test_slots_that_the_mesh_does_not_divide_are_refused():

@@ -1,5 +1,6 @@
 """From a configuration to an algorithm: what is made, and what is refused."""
 
+import math
 from dataclasses import replace
 from typing import get_args
 
@@ -8,7 +9,11 @@ import numpy as np
 import pytest
 
 from jaxrl_post.algorithms import corrections
-from jaxrl_post.train.algorithm import make_algorithm, make_correction
+from jaxrl_post.train.algorithm import (
+    check_rollout,
+    make_algorithm,
+    make_correction,
+)
 from jaxrl_post.train.config import (
     AlgorithmConfig,
     AlgorithmName,
@@ -16,10 +21,10 @@ from jaxrl_post.train.config import (
     CorrectionConfig,
     CorrectionName,
     CriticConfig,
-    PreferenceLossConfig,
-    PreferenceName,
+    RLConfig,
+    RolloutConfig,
 )
-from jaxrl_post.train.offline import make_preference
+from jaxrl_post.train.distill_config import DistillConfig, DivergenceName
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0, 0.0]])
 VALID = jnp.ones((1, 4), bool)
@@ -84,6 +89,120 @@ def test_options_that_would_change_nothing_are_refused(config, critic, message):
         make_algorithm(config, 4, CriticConfig(**critic))
 
 
+TEACHER_LOGITS = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
+# KL(p || q) of p = (5, 3, 2) / 10 and q uniform, and of what else is asked for.
+DIVERGENCES = {
+    "sampled": None,
+    "forward_kl": math.log(3) - 1.029653,
+    "reverse_kl": -math.log(0.5 * 0.3 * 0.2) / 3 - math.log(3),
+    "jsd": 0.017251,
+    "top_k": 0.5 * math.log(1.5) + 0.5 * math.log(0.75),
+}
+
+
+@pytest.mark.parametrize("name", get_args(DivergenceName))
+def test_every_divergence_of_the_configuration_is_made(name):
+    distill = DistillConfig(name, top_k=1 if name == "top_k" else None)
+    made = make_algorithm(named("distillation"), 4, distill=distill)
+    assert made.needs_reference == (name == "sampled")
+    assert (made.divergence is None) == (name == "sampled")
+    if made.divergence is not None:
+        uniform, on = jnp.zeros((1, 3)), jnp.array([True])
+        value = made.divergence(TEACHER_LOGITS, uniform, on)
+        assert value.tolist() == pytest.approx([DIVERGENCES[name]], abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("distill", "algorithm", "message"),
+    [
+        (
+            {"divergence": "jsd"},
+            {"name": "grpo"},
+            r"--distill\.\*: grpo has no teacher",
+        ),
+        ({"beta": 0.5}, {}, r"--distill\.beta: sampled has no such"),
+        ({"divergence": "jsd", "top_k": 4}, {}, r"--distill\.top-k: jsd has no such"),
+        ({"divergence": "jsd", "tail": "bucket"}, {}, r"--distill\.tail: jsd has no"),
+        ({"temperature": 2.0}, {}, r"sampled compares at --rollout\.temperature"),
+        ({"temperature": 0.0}, {}, r"temperature: must be greater than 0; got 0\.0"),
+        (
+            {"data": "demonstrations"},
+            {},
+            r"--distill\.data: the advantage of a sampled",
+        ),
+        (
+            {"divergence": "jsd"},
+            {"clip_low": 0.1},
+            r"--algorithm\.clip-low: jsd compar",
+        ),
+        (
+            {"divergence": "jsd"},
+            {"correction": CorrectionConfig("none")},
+            r"--algorithm\.correction: jsd compares whole distributions",
+        ),
+        (
+            {"divergence": "jsd"},
+            {"kl_estimator": "k3"},
+            r"--algorithm\.kl-estimator: jsd compares whole distributions",
+        ),
+        ({"divergence": "jsd"}, {"reference": None}, r"needs the directory of a teach"),
+    ],
+)
+def test_options_that_a_distillation_has_no_use_for_are_refused(
+    distill, algorithm, message
+):
+    config = replace(named("distillation"), **algorithm)
+    if config.name != "distillation":
+        config = replace(config, reference=None)
+    with pytest.raises(ConfigError, match=message):
+        make_algorithm(config, 4, distill=DistillConfig(**distill))
+
+
+@pytest.mark.parametrize(
+    ("distill", "message"),
+    [
+        ({"divergence": "jsd", "beta": 1.0}, r"beta must be in \(0, 1\), got 1\.0"),
+        ({"divergence": "top_k", "top_k": 0}, "k must be >= 1, got 0"),
+    ],
+)
+def test_a_bad_number_of_a_divergence_is_refused_at_once(distill, message):
+    with pytest.raises(ValueError, match=message):
+        make_algorithm(named("distillation"), 4, distill=DistillConfig(**distill))
+
+
+@pytest.mark.parametrize(
+    ("data", "rollout", "message"),
+    [
+        (
+            "samples",
+            {"overlong_buffer": 2},
+            r"overlong-buffer: with --distill\.data sam",
+        ),
+        (
+            "demonstrations",
+            {"temperature": 0.5},
+            r"--rollout\.temperature: with --dist",
+        ),
+        (
+            "demonstrations",
+            {"dynamic_sampling": True},
+            r"dynamic-sampling: .* nothing i",
+        ),
+        ("demonstrations", {"top_p": 0.5}, r"--rollout\.top-p: .* nothing is sampled"),
+    ],
+)
+def test_options_of_rollouts_that_teach_nothing_are_refused(data, rollout, message):
+    config = RLConfig(
+        algorithm=named("distillation"),
+        distill=DistillConfig("jsd", data),
+        rollout=RolloutConfig(**rollout),
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_rollout(config)
+    check_rollout(replace(config, rollout=RolloutConfig()))
+    check_rollout(replace(config, algorithm=AlgorithmConfig()))
+
+
 @pytest.mark.parametrize("kind", get_args(CorrectionName))
 def test_every_correction_of_the_configuration_is_made(kind):
     bounds = {"low": 0.5, "high": 2.0} if kind == "masked_sequences" else {}
@@ -114,31 +233,3 @@ def test_the_default_correction_is_the_algorithms_own():
 def test_bounds_that_a_correction_lacks_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
         make_correction(config)
-
-
-@pytest.mark.parametrize("name", get_args(PreferenceName))
-def test_every_preference_loss_of_the_configuration_is_made(name):
-    made = make_preference(PreferenceLossConfig(name=name))
-    assert made.needs_reference == (name not in ("simpo", "cpo", "orpo"))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (PreferenceLossConfig(margin=1.0), r"--loss\.margin: dpo has no such"),
-        (PreferenceLossConfig("ipo", label_smoothing=0.1), r"label-smoothing: ipo has"),
-        (PreferenceLossConfig(nll_weight=1.0), r"--loss\.nll-weight: dpo has no such"),
-        (
-            PreferenceLossConfig("simpo", reference="x"),
-            r"--loss\.reference: simpo looks at no reference",
-        ),
-    ],
-)
-def test_hyperparameters_that_a_loss_lacks_are_refused(config, message):
-    with pytest.raises(ConfigError, match=message):
-        make_preference(config)
-
-
-def test_a_bad_hyperparameter_is_refused_before_anything_is_loaded():
-    with pytest.raises(ValueError, match="beta must be > 0, got -1"):
-        make_preference(replace(PreferenceLossConfig(), beta=-1.0))

@@ -13,7 +13,8 @@ import pytest
 
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.train import rl
-from jaxrl_post.train.config import ConfigError
+from jaxrl_post.train.config import ConfigError, RLConfig
+from jaxrl_post.train.distill_config import DistillConfig
 from jaxrl_post.train.learner import DivergenceError
 from tests.train.trainers import RL, changed, make_trainer
 
@@ -361,6 +362,66 @@ def test_a_teacher_grades_every_token(coin, judges):
     mask = batch.loss_mask
     np.testing.assert_allclose(batch.advantages[mask], gap[mask], atol=1e-5)
     assert np.ptp(gap[mask]) > 0
+
+
+def taught(**distill) -> RLConfig:
+    config = changed("algorithm", name="distillation", reference="itself")
+    return dataclasses.replace(config, distill=DistillConfig(**distill))
+
+
+def with_another_teacher(trainer) -> None:
+    predictor = trainer.learner.predictor
+    worse = jax.tree.map(lambda leaf: leaf * 0.5, predictor.params)
+    predictor = dataclasses.replace(predictor, params=worse)
+    trainer.learner = dataclasses.replace(trainer.learner, predictor=predictor)
+
+
+def test_whole_distributions_of_samples_need_no_scoring(coin, judges):
+    config = dataclasses.replace(
+        taught(divergence="jsd"), update=dataclasses.replace(RL.update, minibatches=2)
+    )
+    trainer = make_trainer(coin.Coin(), judges, config)
+    same, _ = trainer.step(1)
+    assert same["train/loss"] == pytest.approx(0, abs=1e-6)
+    with_another_teacher(trainer)
+    metrics, groups = trainer.step(2)
+    assert len(groups) == 4
+    assert metrics["distill/divergence"] > 1e-4
+    assert "rollout/staleness" in metrics
+    for where, batch in trainer.learner.seen:
+        assert batch.proximal_logprobs is None, where
+        assert batch.reference_logprobs is None, where
+    assert len(trainer.learner.seen) == 2
+
+
+def test_demonstrations_take_the_place_of_rollouts(coin, judges):
+    environment = coin.Coin()
+    config = taught(divergence="forward_kl", data="demonstrations")
+    trainer = make_trainer(environment, judges, config)
+    with_another_teacher(trainer)
+    sampled = trainer.engine.compilations.total()
+    metrics, groups = trainer.step(1)
+    assert groups == []
+    assert trainer.engine.compilations.total() == sampled
+    assert not any(name.startswith(("rollout/", "reward/")) for name in metrics)
+    ((_, batch),) = trainer.learner.seen
+    tokenizer = trainer.model.tokenizer
+    found = set()
+    for row in range(batch.shape[0]):
+        for segment in range(1, batch.segment_ids[row].max() + 1):
+            inside = batch.segment_ids[row] == segment
+            found.add(tokenizer.decode(batch.tokens[row][inside].tolist()))
+    tasks = environment.tasks("train")
+    shown = {
+        tasks[i].messages[0].content + environment.demonstration(tasks[i])
+        for i in range(len(tasks))
+    }
+    # Four prompts of four samples each would have been drawn.
+    assert (batch.positions[batch.segment_ids > 0] == 0).sum() == 16
+    assert found <= shown
+    after = trainer.learner.evaluate(trainer.state.params, batch)
+    assert after["loss"] < metrics["train/loss"]
+    assert len(trainer.evaluate().groups) == 6
 
 
 def test_completions_near_the_limit_lose_reward_where_that_is_asked_for(coin, judges):

@@ -8,10 +8,12 @@ import pytest
 
 from jaxrl_post.envs import Message, Task, TaskSequence
 from jaxrl_post.envs.arithmetic import Arithmetic
+from jaxrl_post.models import ModelConfig, RopeScaling
 from jaxrl_post.sharding import MeshError
 from jaxrl_post.train import session
 from jaxrl_post.train.config import ConfigError, DataConfig
 from jaxrl_post.train.session import (
+    check_context,
     environment_texts,
     make_environment,
     open_model,
@@ -134,7 +136,7 @@ def test_a_model_that_is_neither_directory_nor_preset():
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("dp2,tp4", r"num_kv_heads|kv_heads|heads"),
+        ("tp8", r"heads=4, which tp=8 does not divide"),
         ("dp3,tp2", r"8|devices"),
         ("dp2,xx4", r"xx"),
     ],
@@ -148,3 +150,18 @@ def test_versions_name_what_a_result_depends_on():
     found = versions()
     assert {"python", "jax", "flax", "optax", "jaxrl_post", "device"} <= found.keys()
     json.dumps(found)
+
+
+def test_sequences_beyond_the_context_are_refused():
+    config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
+    check_context(config, 4096, "--max-tokens")
+    message = r"--max-tokens: must be at most 4096, the model's context; got 4097"
+    with pytest.raises(ConfigError, match=message):
+        check_context(config, 4097, "--max-tokens")
+    scaling = RopeScaling(
+        "longrope", 4.0, 1024, short_factors=(1.0,) * 4, long_factors=(2.0,) * 4
+    )
+    long = dataclasses.replace(config, rope_scaling=scaling)
+    message = r"at most 1024, up to which the model's rope_scaling is the same for all"
+    with pytest.raises(ConfigError, match=message):
+        check_context(long, 1025, "--max-tokens")

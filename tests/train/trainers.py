@@ -22,9 +22,11 @@ from jaxrl_post.train.config import (
     RolloutConfig,
     UpdateConfig,
 )
+from jaxrl_post.train.distill_config import DistillConfig
+from jaxrl_post.train.examples import Demonstrations
 from jaxrl_post.train.learner import Learner, begin_training
 from jaxrl_post.train.online import open_critic
-from jaxrl_post.train.reference import open_reference
+from jaxrl_post.train.reference import beside_teacher, open_reference
 from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import OptimizerConfig
 from jaxrl_post.types import TokenBatch
@@ -78,11 +80,11 @@ def _begin(model: Model, objective) -> tuple[Learner, training.TrainState]:
 
 @functools.cache
 def _parts(
-    algorithm: AlgorithmConfig,
+    algorithm: AlgorithmConfig, distill: DistillConfig
 ) -> tuple[rl.Algorithm, Watched, rl.Engine]:
     """What compiles: made once for every algorithm."""
     model = make_model()
-    made = make_algorithm(algorithm, RL.rollout.max_tokens)
+    made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill)
     learner, _ = _begin(model, made.objective)
     watched = Watched(**{f.name: getattr(learner, f.name) for f in fields(learner)})
     return made, watched, rl.make_engine(RL.rollout, model, seed=0)
@@ -92,7 +94,7 @@ def make_trainer(
     environment: Environment, judges: WorkerPool, config: RLConfig = RL
 ) -> rl.Trainer:
     """A trainer at step 0. Sizes and optimizer must be those of RL."""
-    algorithm, learner, engine = _parts(config.algorithm)
+    algorithm, learner, engine = _parts(config.algorithm, config.distill)
     model = make_model()
     jax.set_mesh(learner.mesh)
     critic = None
@@ -101,8 +103,15 @@ def make_trainer(
         learns, state = _begin(value_model, algorithm.value_objective)
         critic = rl.Critic(value_model, learns, state)
     reference = None
-    if algorithm.needs_reference:
+    if algorithm.needs_reference or algorithm.divergence is not None:
         reference = open_reference(model, learner, None, "")
+    if reference is not None and algorithm.divergence is not None:
+        learner = beside_teacher(
+            learner, reference, algorithm.divergence, temperature=1.0
+        )
+    demonstrations = None
+    if config.distill.data == "demonstrations":
+        demonstrations = Demonstrations(environment, 24)
     return rl.Trainer(
         config=config,
         model=model,
@@ -115,6 +124,7 @@ def make_trainer(
         reference=reference,
         indices=task_indices(len(environment.tasks("train")), config.seed),
         critic=critic,
+        demonstrations=demonstrations,
     )
 
 

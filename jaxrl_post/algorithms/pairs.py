@@ -1,0 +1,195 @@
+"""How a preference loss becomes an objective on packed pairs.
+
+In a row of a `TokenBatch` the segments 2k - 1 and 2k are a pair: the chosen answer,
+then the rejected one, each after its own copy of the prompt. The loss mask marks the
+answers. The count of a loss is the number of pairs.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.algorithms.objective import Objective, Predictions
+from jaxrl_post.losses import preference
+from jaxrl_post.losses.sequences import counted, in_sequence, segment_totals
+from jaxrl_post.metrics import Metric, masked
+from jaxrl_post.types import Array, Bool, Float, TokenBatch
+
+__all__ = [
+    "Answers",
+    "PairLoss",
+    "PerPair",
+    "PreferenceAlgorithm",
+    "Valid",
+    "compose_pairs",
+    "pair_metrics",
+    "raise_early",
+    "require_reference",
+    "sides",
+    "valid_pairs",
+]
+
+
+class PreferenceAlgorithm(NamedTuple):
+    """A preference loss as pure functions.
+
+    Attributes:
+        objective: (predictions, batch of packed answers) to an `Objective`.
+        needs_reference: whether it reads `batch.reference_logprobs`.
+        mismatched: (predictions, batch of answers to other prompts) to an `Objective`
+            that is measured, not minimised: its mean over all of a step is what
+            `objective` expects in `batch.values`. None for a loss of pairs.
+    """
+
+    objective: Callable[[Predictions, TokenBatch], Objective]
+    needs_reference: bool
+    mismatched: Callable[[Predictions, TokenBatch], Objective] | None = None
+
+
+type PerPair = Float[Array, "rows pairs"]
+type Valid = Bool[Array, "rows pairs"]
+
+
+class Answers(NamedTuple):
+    """The answers of a batch's pairs, one side of them; float32 [rows, pairs].
+
+    Attributes:
+        policy: log-prob of the answer (nats), differentiable.
+        reference: under the reference policy; zeros without one.
+        length: tokens of the answer.
+    """
+
+    policy: PerPair
+    reference: PerPair
+    length: PerPair
+
+    def means(self) -> "Answers":
+        """The same a token."""
+        size = jnp.maximum(self.length, 1.0)
+        return Answers(self.policy / size, self.reference / size, self.length)
+
+
+type PairLoss = Callable[[Answers, Answers, Valid], PerPair]
+
+
+def compose_pairs(
+    loss: PairLoss,
+    *,
+    scale: float,
+    of_means: bool = False,
+    needs_reference: bool = True,
+) -> PreferenceAlgorithm:
+    """From a loss of pairs to an objective of packed tokens, with metrics.
+
+    The implicit rewards that the metrics show are scale * (log policy - log reference),
+    a token where `of_means`.
+
+    Args:
+        loss: (chosen, rejected, valid) to a loss a pair, 0 where `valid` is False.
+        scale: of the implicit rewards, a loss's beta.
+        of_means: whether the loss looks at means a token instead of sums.
+        needs_reference: False leaves the reference's log-probs at 0.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: `loss` refuses a hyperparameter.
+
+    >>> def likelihood_displacement(chosen, rejected, valid):
+    ...     return counted(rejected.policy - chosen.policy, valid)
+    >>> compose_pairs(likelihood_displacement, scale=1.0).needs_reference
+    True
+    """
+
+    def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
+        chosen, rejected = _answers(predictions, batch, needs_reference)
+        valid = valid_pairs(batch)
+        value = masked(loss(chosen, rejected, valid), valid)
+        shown = [side.means() if of_means else side for side in (chosen, rejected)]
+        better, worse = (scale * (side.policy - side.reference) for side in shown)
+        metrics = pair_metrics(better, worse, valid) | {
+            "preference/chosen_logprob": masked(chosen.policy, valid),
+            "preference/rejected_logprob": masked(rejected.policy, valid),
+        }
+        return Objective(value, jax.tree.map(jax.lax.stop_gradient, metrics))
+
+    algorithm = PreferenceAlgorithm(objective, needs_reference)
+    raise_early(algorithm)
+    return algorithm
+
+
+def require_reference(batch: TokenBatch) -> Float[Array, "rows length"]:
+    """The reference's log-probs.
+
+    Raises:
+        ValueError: the batch has none.
+    """
+    if batch.reference_logprobs is None:
+        raise ValueError(
+            "batch.reference_logprobs must be given, got None; score the batch with "
+            "the reference policy"
+        )
+    return batch.reference_logprobs
+
+
+def sides(
+    values: Float[Array, "rows length"], batch: TokenBatch
+) -> tuple[PerPair, PerPair]:
+    """Sums over the chosen and over the rejected answers of a row's pairs."""
+    totals = segment_totals(values, batch.segment_ids)
+    pairs = values.shape[-1] // 2
+    return totals[:, 1 : 2 * pairs : 2], totals[:, 2 : 2 * pairs + 1 : 2]
+
+
+def valid_pairs(batch: TokenBatch) -> Valid:
+    """Which slots hold a pair with something in both answers."""
+    mask = in_sequence(batch.loss_mask, batch.segment_ids)
+    chosen, rejected = sides(mask.astype(jnp.float32), batch)
+    return (chosen > 0) & (rejected > 0)
+
+
+def pair_metrics(chosen: PerPair, rejected: PerPair, valid: Valid) -> dict[str, Metric]:
+    """Rewards of both sides, and how often the right one is larger."""
+    metrics = {
+        "preference/accuracy": preference.accuracy(chosen - rejected, valid),
+        "preference/margin": masked(chosen - rejected, valid),
+        "preference/chosen_reward": masked(chosen, valid),
+        "preference/rejected_reward": masked(rejected, valid),
+    }
+    return jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def raise_early(algorithm: PreferenceAlgorithm) -> None:
+    """Traces one pair, so that a bad hyperparameter raises before a model is loaded."""
+
+    def one_pair() -> None:
+        zeros, ids = jnp.zeros((1, 2)), jnp.array([[1, 2]], jnp.int32)
+        batch = TokenBatch(
+            tokens=ids,
+            positions=ids,
+            segment_ids=ids,
+            loss_mask=ids > 0,
+            advantages=zeros,
+            behavior_logprobs=zeros,
+            versions=ids,
+            reference_logprobs=zeros,
+            values=zeros,
+        )
+        algorithm.objective(Predictions(zeros), batch)
+
+    jax.eval_shape(one_pair)
+
+
+def _answers(
+    predictions: Predictions, batch: TokenBatch, needs_reference: bool
+) -> tuple[Answers, Answers]:
+    mask = in_sequence(batch.loss_mask, batch.segment_ids)
+    nothing = jnp.zeros(mask.shape, jnp.float32)
+    reference = require_reference(batch) if needs_reference else nothing
+    kept = (predictions.logprobs, reference, jnp.ones(mask.shape, jnp.float32))
+    both = [sides(counted(values, mask), batch) for values in kept]
+    chosen, rejected = zip(*both, strict=True)
+    return Answers(*chosen), Answers(*rejected)

@@ -1,0 +1,137 @@
+"""Objectives on judged answers, packed side by side.
+
+In a row of a `TokenBatch` every segment is a prompt and an answer, which the loss mask
+marks. Its tokens' advantages judge it: > 0 for desirable, else it is not. The count of
+a loss is the number of answers.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.algorithms.objective import Objective, Predictions
+from jaxrl_post.algorithms.pairs import (
+    PreferenceAlgorithm,
+    raise_early,
+    require_reference,
+)
+from jaxrl_post.losses import preference, unpaired
+from jaxrl_post.losses.sequences import counted, in_sequence, segment_totals
+from jaxrl_post.metrics import masked
+from jaxrl_post.types import Array, Bool, Float, TokenBatch
+
+__all__ = ["kto"]
+
+
+def kto(
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> PreferenceAlgorithm:
+    """Kahneman-Tversky Optimization: every answer against a reference point.
+
+    The reference point z is the mean log-ratio of answers to other prompts, or 0 where
+    that is negative. `mismatched` gives the mean as its loss (no prompt's own answer
+    may be in its batch), and `objective` takes it from `batch.values`, alike at every
+    token. The paper, and TRL, take z over a microbatch; here it may be over all of a
+    step, so that a step does not depend on how it was split into microbatches.
+
+    Args:
+        beta: > 0; see `losses.unpaired.kto_loss`.
+        desirable_weight: >= 0, the paper's lambda_D.
+        undesirable_weight: >= 0, the paper's lambda_U. The paper keeps the ratio of the
+            weights times the ratio of the numbers of answers within 1 to 4/3.
+
+    Returns:
+        The algorithm. Its metric `preference/accuracy` is the share of answers whose
+        log-ratio lies on the right side of z.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range. The objective raises it for a
+            batch without `values`.
+
+    References:
+        Ethayarajh et al., KTO, arXiv:2402.01306.
+
+    >>> kto().needs_reference
+    True
+    """
+
+    def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
+        answers, point = _answers(predictions, batch), _reference_point(batch)
+        policy, reference, desirable, valid = answers
+        losses = unpaired.kto_loss(
+            policy,
+            reference,
+            desirable,
+            point,
+            valid,
+            beta=beta,
+            desirable_weight=desirable_weight,
+            undesirable_weight=undesirable_weight,
+        )
+        log_ratio = preference.log_ratio(policy, reference, valid)
+        gain = jnp.where(desirable, log_ratio - point, point - log_ratio)
+        kept, dropped = valid & desirable, valid & ~desirable
+        metrics = {
+            "preference/accuracy": preference.accuracy(gain, valid),
+            "preference/desirable_reward": masked(beta * log_ratio, kept),
+            "preference/undesirable_reward": masked(beta * log_ratio, dropped),
+            "preference/desirable_logprob": masked(policy, kept),
+            "preference/undesirable_logprob": masked(policy, dropped),
+            "preference/reference_point": masked(
+                jnp.broadcast_to(point, valid.shape), valid
+            ),
+        }
+        return Objective(
+            masked(losses, valid), jax.tree.map(jax.lax.stop_gradient, metrics)
+        )
+
+    algorithm = PreferenceAlgorithm(objective, True, _mean_log_ratio)
+    raise_early(algorithm)
+    return algorithm
+
+
+type PerAnswer = Float[Array, "rows answers"]
+
+
+class _Answers(NamedTuple):
+    """The answers of a batch, [rows, answers]."""
+
+    policy: PerAnswer
+    reference: PerAnswer
+    desirable: Bool[Array, "rows answers"]
+    valid: Bool[Array, "rows answers"]
+
+
+def _answers(predictions: Predictions, batch: TokenBatch) -> _Answers:
+    mask = in_sequence(batch.loss_mask, batch.segment_ids)
+
+    def total(values: Float[Array, "rows length"]) -> PerAnswer:
+        # Nothing of segment 0, which is padding, counts.
+        return segment_totals(counted(values, mask), batch.segment_ids)
+
+    return _Answers(
+        total(predictions.logprobs),
+        total(require_reference(batch)),
+        total(batch.advantages) > 0,
+        total(mask.astype(jnp.float32)) > 0,
+    )
+
+
+def _mean_log_ratio(predictions: Predictions, batch: TokenBatch) -> Objective:
+    policy, reference, _, valid = _answers(predictions, batch)
+    return Objective(preference.implicit_reward(policy, reference, valid, beta=1.0), {})
+
+
+def _reference_point(batch: TokenBatch) -> Float[Array, ""]:
+    if batch.values is None:
+        raise ValueError(
+            "batch.values must be given, got None; it holds the mean of the "
+            "algorithm's `mismatched` at every token"
+        )
+    mask = in_sequence(batch.loss_mask, batch.segment_ids)
+    # The largest of what is alike, and of 0.
+    return jnp.maximum(counted(batch.values, mask).max(), 0.0)

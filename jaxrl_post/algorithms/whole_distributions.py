@@ -1,0 +1,124 @@
+"""Distillation from a teacher's whole distribution of every token.
+
+Where the tokens come from is left open: with the student's own samples it is on-policy
+distillation, with demonstrations it is knowledge distillation of sequences. What the
+sampled tokens alone tell is `token_credit.distillation`.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.algorithms.objective import (
+    Algorithm,
+    Divergence,
+    Objective,
+    Predictions,
+    raise_early,
+)
+from jaxrl_post.losses import distill, reduce
+from jaxrl_post.losses.sequences import counted, in_sequence
+from jaxrl_post.metrics import masked
+from jaxrl_post.types import Array, Bool, Float, TokenBatch
+
+__all__ = ["distribution_distillation", "top_k_forward_kl"]
+
+
+def distribution_distillation(
+    *, divergence: Divergence = distill.forward_kl
+) -> Algorithm:
+    """The mean over tokens of a divergence between teacher and student.
+
+    As in GKD no gradient flows through the sampling: what the student samples decides
+    where the two are compared, and nothing else. Rewards are only watched.
+
+    Metrics: distill/divergence and distill/teacher_entropy, in nats a token.
+
+    Args:
+        divergence: (teacher_logits, student_logits, mask) to nats a token:
+            `distill.forward_kl`, `distill.reverse_kl`, a `functools.partial` of
+            `distill.generalized_jsd`, or what `top_k_forward_kl` returns.
+
+    Returns:
+        The algorithm, whose objective needs `predictions.divergence`.
+
+    Raises:
+        ValueError: a hyperparameter of the divergence is out of its range.
+
+    References:
+        Hinton et al., Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
+        Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
+
+    >>> distribution_distillation().needs_reference
+    False
+    """
+    # More tokens than any vocabulary has; tracing computes nothing.
+    logits = jax.ShapeDtypeStruct((1, 2**24), jnp.float32)
+    mask = jax.ShapeDtypeStruct((1,), jnp.bool_)
+    jax.eval_shape(lambda *inputs: divergence(*inputs), logits, logits, mask)
+    algorithm = Algorithm(
+        _watched, _mean_divergence, needs_reference=False, divergence=divergence
+    )
+    raise_early(algorithm)
+    return algorithm
+
+
+def top_k_forward_kl(
+    k: int, *, tail: Literal["bucket", "renormalize"] = "bucket"
+) -> Divergence:
+    """`distill.top_k_forward_kl` from whole logits.
+
+    Args:
+        k: >= 1, likeliest tokens of the teacher that are compared one by one.
+        tail: what becomes of the others.
+
+    Returns:
+        The divergence.
+
+    Raises:
+        ValueError: `k` is not positive; when called, `k` is more than the vocabulary.
+
+    >>> logits, mask = jnp.log(jnp.array([[0.5, 0.3, 0.2]])), jnp.array([True])
+    >>> top_k_forward_kl(2)(logits, logits, mask).tolist()
+    [0.0]
+    """
+    if k < 1:
+        raise ValueError(f"k must be >= 1, got {k}")
+
+    def divergence(
+        teacher_logits: Float[Array, "*shape vocab"],
+        student_logits: Float[Array, "*shape vocab"],
+        mask: Bool[Array, "*shape"],
+    ) -> Float[Array, "*shape"]:
+        if k > teacher_logits.shape[-1]:
+            raise ValueError(
+                f"k must be at most the vocabulary's {teacher_logits.shape[-1]}, got "
+                f"{k}; take the whole forward KL"
+            )
+        logprobs = jax.nn.log_softmax(teacher_logits.astype(jnp.float32), axis=-1)
+        best, ids = jax.lax.top_k(logprobs, k)
+        return distill.top_k_forward_kl(best, ids, student_logits, mask, tail=tail)
+
+    return divergence
+
+
+def _watched(
+    rewards: Float[Array, "groups samples"], valid: Bool[Array, "groups samples"]
+) -> Float[Array, "groups samples"]:
+    return counted(rewards, valid)
+
+
+def _mean_divergence(predictions: Predictions, batch: TokenBatch) -> Objective:
+    divergence = predictions.divergence
+    if divergence is None:
+        raise ValueError(
+            "predictions.divergence must be given, got None; predict with a model and "
+            "its teacher"
+        )
+    mask = in_sequence(batch.loss_mask, batch.segment_ids)
+    loss = reduce.token_mean(divergence, mask, batch.segment_ids)
+    metrics = {"distill/divergence": jax.lax.stop_gradient(loss)}
+    if predictions.teacher_entropy is not None:
+        metrics["distill/teacher_entropy"] = masked(predictions.teacher_entropy, mask)
+    return Objective(loss, metrics)

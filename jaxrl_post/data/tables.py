@@ -1,0 +1,190 @@
+"""Files of rows, JSON lines or Parquet, whose fields tell how to read them."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxrl_post.jsonl import (
+    BadRowError,
+    OnBadRow,
+    Report,
+    gather,
+    json_lines,
+    json_object,
+)
+
+__all__ = ["Layout", "listed", "read_table"]
+
+# Enough that a batch's overhead does not count, little enough for long conversations.
+_PARQUET_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Layout[Item]:
+    """One way in which data sets keep something.
+
+    Attributes:
+        fields: by which a row of this layout is known.
+        items: what such a row holds, perhaps nothing. Raises BadRowError.
+    """
+
+    fields: tuple[str, ...]
+    items: Callable[[Mapping[str, Any]], list[Item]]
+
+
+def read_table[Item](
+    path: str | os.PathLike[str],
+    layouts: Sequence[Layout[Item]],
+    *,
+    on_bad_row: OnBadRow = "fail",
+) -> tuple[list[Item], Report]:
+    """Reads what the rows of a file hold.
+
+    The fields of the first good row tell the layout; every row must have it.
+
+    Args:
+        path: .jsonl and .json hold one JSON object a line; .parquet needs the extra
+            `parquet`, and a null there is an absent field.
+        layouts: a row has the first of which it has all fields.
+        on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
+            lists them in the report.
+
+    Returns:
+        The items in the file's order, and a report (of a .parquet file, lines are rows,
+        from 1).
+
+    Raises:
+        ValueError: at a bad row under "fail"; if the file has no row or no good one; if
+            its name ends otherwise, or it is damaged.
+        ModuleNotFoundError: for .parquet without the extra.
+        OSError: if the file cannot be read.
+
+    >>> import pathlib, tempfile
+    >>> layouts = [Layout(("text",), lambda row: [row["text"]])]
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = pathlib.Path(directory, "texts.jsonl")
+    ...     _ = path.write_text('{"text": "Hi!"}')
+    ...     texts, report = read_table(path, layouts)
+    >>> texts
+    ['Hi!']
+    """
+    name = os.fspath(path)
+    match Path(path).suffix.lower():
+        case ".jsonl" | ".json":
+            rows = _json_rows(name)
+        case ".parquet":
+            rows = _parquet_rows(name)
+        case suffix:
+            raise ValueError(
+                "path must be of a file of preferences that ends in .jsonl, .json or "
+                f".parquet, got {suffix!r} in {name!r}"
+            )
+    layout: Layout[Item] | None = None
+    first_line = 0
+
+    def parse(line: int, load: Callable[[], Mapping[str, Any]]) -> list[Item]:
+        nonlocal layout, first_line
+        row = load()
+        found = _layout(row, layouts)
+        if layout is not None and found is not layout:
+            raise BadRowError(_mixed(row, found, layout, first_line))
+        if found is None:
+            raise BadRowError(_unknown(row, layouts))
+        items = found.items(row)
+        if layout is None:
+            layout, first_line = found, line
+        return items
+
+    return gather(name, rows, parse, on_bad_row=on_bad_row)
+
+
+def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """Names for a message.
+
+    >>> listed(["prompt", "chosen"])
+    "'prompt', 'chosen'"
+    """
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _layout[Item](
+    row: Mapping[str, Any], layouts: Sequence[Layout[Item]]
+) -> Layout[Item] | None:
+    for layout in layouts:
+        if row.keys() >= set(layout.fields):
+            return layout
+    return None
+
+
+def _unknown(row: Mapping[str, Any], layouts: Sequence[Layout[Any]]) -> str:
+    known = " or ".join(f"({listed(layout.fields)})" for layout in layouts)
+    return f"must have the fields {known}, got ({listed(row)})"
+
+
+def _mixed(
+    row: Mapping[str, Any],
+    found: Layout[Any] | None,
+    layout: Layout[Any],
+    first_line: int,
+) -> str:
+    for field in layout.fields:
+        if field not in row:
+            present = f"(fields: {listed(row)})"
+            return f"no field {field!r}, which line {first_line} has {present}"
+    assert found is not None, "the row has every field of `layout`"
+    return (
+        f"must have the layout of line {first_line} ({listed(layout.fields)}), got "
+        f"the layout ({listed(found.fields)})"
+    )
+
+
+# Rows as (line, what loads the row): a row that cannot be loaded is one bad row.
+type _Rows = Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]
+
+
+def _json_rows(path: str) -> _Rows:
+    for line, raw in json_lines(path):
+        yield line, partial(json_object, raw)
+
+
+def _parquet_rows(path: str) -> _Rows:
+    try:
+        # Not at the top: files of JSON lines do not need it.
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{path}: .parquet is read with pyarrow, and there is no module "
+            f"{error.name!r}: pip install 'jaxrl_post[parquet]'",
+            name=error.name,
+        ) from error
+    with open(path, "rb") as file:
+        line = 0
+        try:
+            table = pyarrow.parquet.ParquetFile(file)
+            names = table.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise ValueError(f"{path}: a column appears twice ({listed(names)})")
+            for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
+                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+                for index in range(batch.num_rows):
+                    line += 1
+                    yield line, partial(_parquet_row, columns, index)
+        # A damaged page is an OSError to pyarrow; neither names the file.
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path}: not Parquet that can be read: {error}") from None
+
+
+def _parquet_row(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
+    row = {}
+    for name, column in columns.items():
+        try:
+            value = column[index].as_py()
+        except UnicodeDecodeError as error:
+            raise BadRowError(f"field {name!r} is not UTF-8 ({error.reason})") from None
+        if value is not None:
+            row[name] = value
+    return row

@@ -1,0 +1,48 @@
+"""Credit a token, from the whole of a step's batch."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_post.losses import value
+from jaxrl_post.types import TokenBatch, rows
+
+__all__ = ["credited"]
+
+
+def credited(
+    credit: Callable[[TokenBatch], TokenBatch], pieces: Sequence[TokenBatch]
+) -> tuple[list[TokenBatch], dict[str, float]]:
+    """Gives each token its advantage, from all pieces at once.
+
+    Args:
+        credit: an algorithm's, jitted.
+        pieces: NumPy batches of one length, scored.
+
+    Returns:
+        The pieces with what `credit` changed, and scalar metrics.
+    """
+    ends = np.cumsum([piece.shape[0] for piece in pieces]).tolist()
+    # Rows in which nothing counts change nothing; with them the number of compiled
+    # shapes grows with the logarithm of the rows.
+    empty = (1 << (ends[-1] - 1).bit_length()) - ends[-1]
+
+    def joined(*parts: np.ndarray) -> np.ndarray:
+        whole = np.concatenate(parts)
+        return np.pad(whole, ((0, empty), (0, 0)))
+
+    whole = jax.tree.map(np.asarray, credit(jax.tree.map(joined, *pieces)))
+    mask, metrics = whole.loss_mask, {}
+    if whole.values is not None:
+        metrics["critic/explained_variance"] = float(
+            value.explained_variance(
+                jnp.asarray(whole.values),
+                jnp.asarray(whole.returns),
+                jnp.asarray(mask),
+            )
+        )
+    metrics["advantage/token_std"] = float(np.std(whole.advantages[mask]))
+    starts = [0, *ends[:-1]]
+    return [rows(whole, *span) for span in zip(starts, ends, strict=True)], metrics

@@ -1,0 +1,35 @@
+"""The options of distillation."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["DistillConfig", "DivergenceName"]
+
+DivergenceName = Literal["sampled", "forward_kl", "reverse_kl", "jsd", "top_k"]
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """What a student takes from its teacher; for the algorithm distillation.
+
+    Attributes:
+        divergence: sampled: the advantage of a token that the student drew is
+            log teacher - log student; the others compare whole distributions at every
+            token: forward_kl, KL(teacher || student); reverse_kl, KL(student ||
+            teacher); jsd, GKD's divergence between the two; top_k, the forward KL from
+            the teacher's likeliest tokens.
+        data: samples: the student's own; demonstrations: the environment's, as many a
+            step as it would have samples.
+        temperature: divides both models' logits where whole distributions are compared.
+        beta: the teacher's share of jsd's mixture, in (0, 1); None for 0.5.
+        top_k: tokens that top_k compares one by one; None for 64.
+        tail: what top_k makes of the others: bucket, one token with their mass;
+            renormalize, nothing. None for bucket.
+    """
+
+    divergence: DivergenceName = "sampled"
+    data: Literal["samples", "demonstrations"] = "samples"
+    temperature: float = 1.0
+    beta: float | None = None
+    top_k: int | None = None
+    tail: Literal["bucket", "renormalize"] | None = None

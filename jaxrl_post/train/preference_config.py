@@ -1,0 +1,60 @@
+"""The options of preference losses, and of the files that they learn from."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["PairsConfig", "PreferenceLossConfig", "PreferenceName"]
+
+PreferenceName = Literal[
+    "dpo", "robust_dpo", "ln_dpo", "hinge", "ipo", "alpha_divergence_dpo",
+    "jensen_shannon_dpo", "wpo", "reference_free_dpo", "simpo", "cpo", "orpo", "kto",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PairsConfig:
+    """Preference pairs, or judged answers, from a file.
+
+    Attributes:
+        path: .jsonl or .parquet with prompt, chosen and rejected, as texts or as
+            messages; GSM8K's example solutions of several models; or, for kto, prompt,
+            completion and label.
+        on_bad_row: stop at a malformed row, or skip, count and report it.
+        eval_share: of the prompts, held out; one pair or answer of each of these is
+            looked at.
+    """
+
+    path: str | None = None
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    eval_share: float = 0.1
+
+
+@dataclass(frozen=True)
+class PreferenceLossConfig:
+    """Which preference loss, and what departs from its paper's defaults.
+
+    Attributes:
+        name: of `jaxrl_post.algorithms`. kto judges every answer alone: it takes pairs
+            apart, and learns from answers with labels as well.
+        beta: scale of the implicit reward; None keeps the default.
+        label_smoothing: share of the labels that are taken to be wrong.
+        margin: simpo's target margin; None keeps the default.
+        nll_weight: weight of the chosen answer's likelihood in cpo; None keeps the
+            default.
+        alpha: of alpha_divergence_dpo, in (0, 1]; 1 is the forward KL. None keeps the
+            default.
+        desirable_weight: of desirable answers in kto; None keeps the default.
+        undesirable_weight: of undesirable answers in kto; None keeps the default.
+        reference: Hugging Face directory of the reference policy; None for the model
+            as it began.
+    """
+
+    name: PreferenceName = "dpo"
+    beta: float | None = None
+    label_smoothing: float = 0.0
+    margin: float | None = None
+    nll_weight: float | None = None
+    alpha: float | None = None
+    desirable_weight: float | None = None
+    undesirable_weight: float | None = None
+    reference: str | None = None

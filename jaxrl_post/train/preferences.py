@@ -1,0 +1,152 @@
+"""From a configuration to a preference loss and the file that it learns from."""
+
+import hashlib
+import inspect
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from jaxrl_post.algorithms import preference, reference_free, unpaired
+from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
+from jaxrl_post.data.preferences import Judged, Preference, read_preferences, split
+from jaxrl_post.data.unpaired import unpaired as taken_apart
+from jaxrl_post.train.config import ConfigError
+from jaxrl_post.train.examples import Judgements, Pairs
+from jaxrl_post.train.preference_config import PairsConfig, PreferenceLossConfig
+from jaxrl_post.train.sinks import warnings_shown
+
+__all__ = ["make_preference", "open_judgements", "open_pairs"]
+
+
+def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
+    """Builds the algorithm that a configuration names.
+
+    Raises:
+        ConfigError: an option that the algorithm has no use for.
+        ValueError: a hyperparameter is out of its range.
+    """
+    build = {
+        "dpo": preference.dpo,
+        "robust_dpo": preference.robust_dpo,
+        "ln_dpo": preference.ln_dpo,
+        "hinge": preference.hinge,
+        "ipo": preference.ipo,
+        "alpha_divergence_dpo": preference.alpha_divergence_dpo,
+        "jensen_shannon_dpo": preference.jensen_shannon_dpo,
+        "wpo": preference.wpo,
+        "reference_free_dpo": reference_free.reference_free_dpo,
+        "simpo": reference_free.simpo,
+        "cpo": reference_free.cpo,
+        "orpo": reference_free.orpo,
+        "kto": unpaired.kto,
+    }[config.name]
+    accepted = inspect.signature(build).parameters.keys()
+    options = {
+        "beta": config.beta,
+        "label_smoothing": config.label_smoothing or None,
+        "margin": config.margin,
+        "nll_weight": config.nll_weight,
+        "alpha": config.alpha,
+        "desirable_weight": config.desirable_weight,
+        "undesirable_weight": config.undesirable_weight,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given.keys() - accepted:
+        option = name.replace("_", "-")
+        raise ConfigError(
+            f"--loss.{option}: {config.name} has no such hyperparameter; drop the "
+            "option"
+        )
+    made = build(**given)
+    if config.reference is not None and not made.needs_reference:
+        raise ConfigError(
+            f"--loss.reference: {config.name} looks at no reference policy; drop the "
+            "option"
+        )
+    return made
+
+
+def open_pairs(
+    config: PairsConfig, console: Console, *, margin: float = 0.0, remedy: str
+) -> Pairs:
+    """Reads pairs; one a prompt is held out.
+
+    Args:
+        config: where they are.
+        console: for what is wrong with the file.
+        margin: as `Pairs.margin`; other than 0 asks for scores.
+        remedy: what else to do with judged answers, for the error about them.
+
+    Raises:
+        ConfigError: no file is named, it holds judged answers, or no scores.
+        ValueError: the file is bad.
+    """
+    found = _read(config, console)
+    pairs = [each for each in found if isinstance(each, Preference)]
+    if len(pairs) < len(found):
+        raise ConfigError(
+            f"--data.path: {config.path} holds answers with a label each, no pairs; "
+            f"give a file with prompt, chosen and rejected{remedy}"
+        )
+    unscored = sum(pair.margin is None for pair in pairs)
+    if margin and unscored:
+        raise ConfigError(
+            f"--margin: {unscored} of the {len(pairs)} pairs in {config.path} have no "
+            "scores; every row needs the numbers score_chosen and score_rejected, or "
+            "drop the option"
+        )
+    train, held_out = split(pairs, eval_share=config.eval_share)
+    # One a prompt: pairs that share one are not independent, and an interval of the
+    # accuracy would be too narrow.
+    first = {pair.group: pair for pair in reversed(held_out)}
+    kept = [pair for pair in held_out if first[pair.group] is pair]
+    return Pairs(train, kept, margin)
+
+
+def open_judgements(config: PairsConfig, console: Console) -> Judgements:
+    """Reads judged answers, or takes pairs apart; one a prompt is held out.
+
+    Raises:
+        ConfigError: no file is named, or all answers are judged alike.
+        ValueError: the file is bad.
+    """
+    found = _read(config, console)
+    judged = [each for each in found if isinstance(each, Judged)]
+    judged += taken_apart([each for each in found if isinstance(each, Preference)])
+    train, held_out = split(judged, eval_share=config.eval_share)
+    for label, noun in ((True, "desirable"), (False, "undesirable")):
+        if all(each.desirable == label for each in train):
+            raise ConfigError(
+                f"--data.path: all {len(train)} train answers of {config.path} are "
+                f"{noun}; answers of both kinds are needed to tell them apart"
+            )
+    return Judgements(train, _one_a_prompt(held_out))
+
+
+def _read(config: PairsConfig, console: Console) -> Sequence[Preference | Judged]:
+    if config.path is None:
+        raise ConfigError(
+            "--data.path: needs a .jsonl or .parquet file of preference pairs"
+        )
+    with warnings_shown(console):
+        found, report = read_preferences(config.path, on_bad_row=config.on_bad_row)
+        if report.num_bad:
+            console.print(str(report), style="yellow", markup=False, highlight=False)
+    return found
+
+
+def _one_a_prompt(judged: Sequence[Judged]) -> list[Judged]:
+    """One of each prompt's, by a hash of its text.
+
+    Not the first: where pairs were taken apart, all of these are desirable.
+    """
+    groups: dict[str, list[Judged]] = {}
+    for each in judged:
+        groups.setdefault(each.group, []).append(each)
+    return [group[_digest(text) % len(group)] for text, group in groups.items()]
+
+
+def _digest(text: str) -> int:
+    # Not the split's hash, which is small for all that is held out.
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"held out").digest()
+    return int.from_bytes(digest)

@@ -1,0 +1,67 @@
+"""Greedy continuations by our sampler, with its cache, against transformers'.
+
+One case for every family and for what caches do differently: windows, latents, sinks,
+layers without rotation.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post.data.packing import Sequence, pack
+from jaxrl_post.models import load_pretrained
+from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.train.step import Policy, predict
+
+FAMILIES = (
+    "llama_rope_llama3", "mistral_window", "mixtral", "qwen2_sliding_from_layer_1",
+    "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
+    "phi3_partial_longrope_within", "olmo2", "olmo3_yarn_on_full_layers", "olmoe",
+    "granite", "smollm3", "seed_oss", "glm4_moe", "deepseek_v2_groups", "deepseek_v3",
+    "gpt_oss",
+)  # fmt: skip
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_continuations_and_their_logprobs(name):
+    config, params = load_pretrained(FIXTURES / name, dtype=jnp.float32)
+    with np.load(FIXTURES / name / "expected.npz") as stored:
+        tokens, greedy = stored["tokens"], stored["greedy"]
+    length, count = tokens.shape[1] - 12, greedy.shape[1]
+    sizes = EngineConfig(
+        num_slots=2, max_prompt_tokens=length, max_tokens=count, steps_per_call=count
+    )
+    engine = Engine(config, sizes)
+    # Without stop ids: a random model's end of text means nothing.
+    sampling = SamplingParams(temperature=0.0, max_tokens=count)
+    requests = [
+        Request(row, tuple(tokens[row, :length].tolist()), sampling=sampling)
+        for row in range(2)
+    ]
+    found = sorted(engine.generate(params, requests), key=lambda c: c.prompt_id)
+    assert [completion.tokens for completion in found] == [
+        tuple(row) for row in greedy.tolist()
+    ]
+    # What the trainer says about these tokens, both sequences packed into one row.
+    sequences = [
+        (Sequence.of(request.prompt, completion.tokens),)
+        for request, completion in zip(requests, found, strict=True)
+    ]
+    batch = pack(sequences, 2 * (length + count), 1)
+    on_device = jax.tree.map(jnp.asarray, batch)
+    scored = np.asarray(predict(Policy(config), params, on_device).logprobs)
+    expected = np.concatenate([completion.logprobs for completion in found])
+    np.testing.assert_allclose(scored[batch.loss_mask], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_every_family_has_a_case():
+    types = {load_pretrained(FIXTURES / name)[0].model_type for name in FAMILIES}
+    assert types == {
+        "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+        "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite",
+        "smollm3", "seed_oss", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
+    }  # fmt: skip
