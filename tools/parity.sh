@@ -19,6 +19,11 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$theirs" tests/parity/make_fixtures.py "$work/fixtures"
 "$theirs" tests/parity/make_chat_fixtures.py "$work/fixtures"
+"$theirs" tests/parity/adapters/theirs.py write "$work/fixtures" "$work/adapters"
 .venv/bin/python -m pytest tests/parity --parity-fixtures "$work/fixtures"
 .venv/bin/python tests/parity/save_ours.py "$work/fixtures" "$work/saved"
 "$theirs" tests/parity/check_saved.py "$work/fixtures" "$work/saved"
+.venv/bin/python tests/parity/adapters/save_ours.py \
+    "$work/fixtures" "$work/adapters_saved"
+"$theirs" tests/parity/adapters/theirs.py check \
+    "$work/fixtures" "$work/adapters_saved"

@@ -204,12 +204,11 @@ def column_norms(
     parts = dense(base, dtype), down.astype(dtype), up.astype(dtype)
     weight, down, up = map(jax.lax.stop_gradient, parts)
 
-    def dot(left: Array, right: Array, axes: Any) -> Array:
-        return jnp.tensordot(left, right, axes, preferred_element_type=jnp.float32)
-
-    wide = up.astype(jnp.float32)
-    crossed = dot(down, weight, (inputs, inputs))
-    gram = jnp.tensordot(dot(down, down, (inputs, inputs)), wide, axes=1)
+    # The large product stays in its dtype; the rest is small and float32.
+    crossed = jnp.tensordot(down, weight, (inputs, inputs)).astype(jnp.float32)
+    narrow, wide = down.astype(jnp.float32), up.astype(jnp.float32)
+    gram = jnp.tensordot(narrow, narrow, (inputs, inputs))
+    gram = jnp.tensordot(gram, wide, axes=1)
     changes = jnp.sum(wide * (2 * scale * crossed + scale**2 * gram), axis=0)
     squares = jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=inputs) + changes
     # Rounding may take a column that is nearly zero below zero.

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.layout import Index
@@ -194,14 +194,17 @@ def _fill(tensor: np.ndarray, entry: Entry, value: Array) -> None:
     for shard in value.addressable_shards:
         if shard.replica_id != 0:
             continue
-        if entry.expert is None:
-            entry.write(tensor, np.asarray(_turned(order, shard.data)), shard.index)
-            continue
-        experts, *index = shard.index
-        start, stop, _ = experts.indices(value.shape[0])
-        if start <= entry.expert < stop:
-            own = _expert(order, shard.data, entry.expert - start)
-            entry.write(tensor, np.asarray(own), tuple(index))
+        # A mesh that the caller has set names other devices than the shard's one.
+        with jax.set_mesh(Mesh(np.array([shard.device]), ("shard",))):
+            if entry.expert is None:
+                own, index = _turned(order, shard.data), shard.index
+            else:
+                experts, *index = shard.index
+                start, stop, _ = experts.indices(value.shape[0])
+                if not start <= entry.expert < stop:
+                    continue
+                own = _expert(order, shard.data, entry.expert - start)
+        entry.write(tensor, np.asarray(own), tuple(index))
 
 
 # Always new arrays: NumPy's view of a `jax.Array` stays cached on it, and caching the

@@ -31,11 +31,12 @@ from jaxrl_post.models.layout import Layout, Slot
 from jaxrl_post.models.lora import (
     Adapter,
     LoRAConfig,
+    LoRAParams,
     adaptable,
     adapter_specs,
     check_adapter,
 )
-from jaxrl_post.models.matrix import matrices
+from jaxrl_post.models.matrix import input_dims, matrices
 from jaxrl_post.models.name_map import (
     Entry,
     entries_of,
@@ -150,6 +151,11 @@ def save_adapter(
 ) -> None:
     """Writes an adapter that PEFT, and what serves its adapters, loads.
 
+    Where a checkpoint joins matrices in one, such as Phi-3's qkv_proj, the file has the
+    same change with a multiple of the rank. In some families with experts (DeepSeek,
+    GLM) PEFT 0.21 under transformers 5 takes the names of MLPs in the file for those
+    of the experts, and warns of missing keys: merge there, or adapt attention alone.
+
     The directory appears complete, under its name, or not at all.
 
     Args:
@@ -160,8 +166,8 @@ def save_adapter(
         base_model: name or directory of the base model, as PEFT is to find it.
 
     Raises:
-        CheckpointError: `path` is taken, or a target is a part of a larger matrix in
-            the family's checkpoints, where PEFT knows only a change of the whole.
+        CheckpointError: `path` is taken, or DoRA adapts only a part of what is one
+            matrix in the family's checkpoints.
         ValueError: the adapter is not that of `config` and `lora`.
 
     >>> import tempfile
@@ -181,7 +187,7 @@ def save_adapter(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: already there; remove it or save elsewhere")
     check_adapter(adapter, config, lora)
-    _check_whole(config, lora)
+    lora, adapter = _joined(config, adapter, lora)
     entries = _entries(config, lora)
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
     options = {
@@ -235,7 +241,7 @@ def _lora_config(file: Path) -> LoRAConfig:
                 "adapter into its base with PEFT and load the result"
             )
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
-    if type(rank) is not int or type(alpha) not in (int, float):
+    if type(rank) is not int or not isinstance(alpha, int | float):
         raise CheckpointError(
             f"{file}: r must be an integer and lora_alpha a number; got {rank!r} and "
             f"{alpha!r}"
@@ -316,17 +322,57 @@ def _bases(config: ModelConfig) -> dict[str, Entry]:
     return {entry.path: entry for entry in entries if entry.path in adaptable}
 
 
-def _check_whole(config: ModelConfig, lora: LoRAConfig) -> None:
-    """Refuses matrices that are a part of a larger one in the checkpoint."""
-    bases = _bases(config)
-    for path in adapter_specs(config, lora):
-        base = bases[path]
-        if base.shape != base.layout.stored_shape:
+def _joined(
+    config: ModelConfig, adapter: Adapter[Array], lora: LoRAConfig
+) -> tuple[LoRAConfig, Adapter[Array]]:
+    """The same change as a file can say it: parts of one matrix have one A.
+
+    With n parts in a matrix, A holds theirs one above the other, and B the blocks
+    diagonally. Then all ranks are n times as large, padded with zeros elsewhere, since
+    not all that serves adapters knows ranks that differ.
+    """
+    bases, parts = _bases(config), {}
+    for path, base in sorted(bases.items(), key=lambda item: item[1].slot.start):
+        parts.setdefault(base.name, []).append(path)
+    modules = [group for group in parts.values() if any(p in adapter for p in group)]
+    count = max(map(len, modules))
+    if count == 1:
+        return lora, adapter
+    wide = {}
+    for group in modules:
+        owns = [
+            (i, path, adapter[path]) for i, path in enumerate(group) if path in adapter
+        ]
+        if lora.dora and len(owns) < len(group):
             raise CheckpointError(
-                f"adapter: {path} is a part of {base.name} in {config.model_type} "
-                "checkpoints, and a file of PEFT's has one change for the whole; save "
-                "the model that `merged` returns"
+                f"adapter: {', '.join(group)} are one matrix in {config.model_type} "
+                "checkpoints, all of which DoRA adapts; save the model that `merged` "
+                "returns"
             )
+        down = sum(_padded(own.down, -1, i, count) for i, _, own in owns)
+        zeros = jnp.zeros((), owns[0][2].up.dtype)
+        for path in group:
+            shape = (count * lora.rank, *bases[path].layout.shape[input_dims(path) :])
+            wide[path] = LoRAParams(down, jnp.broadcast_to(zeros, shape))
+        for i, path, own in owns:
+            up = _padded(own.up, 0, i, count)
+            wide[path] = LoRAParams(down, up, own.magnitude)
+    targets = {path.rpartition(".")[2] for path in wide}
+    factor = count**0.5 if lora.rank_stabilized else count
+    wider = replace(
+        lora,
+        rank=count * lora.rank,
+        alpha=factor * lora.alpha,
+        targets=tuple(name for name in adaptable(config) if name in targets),
+    )
+    return wider, wide
+
+
+def _padded(array: Array, dim: int, place: int, count: int) -> Array:
+    """Puts an array at a place among `count` along a dim, with zeros in the others."""
+    blocks = [jnp.zeros_like(array)] * count
+    blocks[place] = array
+    return jnp.concatenate(blocks, axis=dim)
 
 
 def _module(config: ModelConfig, entry: Entry) -> str:

@@ -17,28 +17,20 @@ from jaxrl_post.models.families import read_config
 __all__ = ["PRESETS"]
 
 
-def _published(
-    model_type: str,
-    hidden: int,
-    ffn: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    vocabulary: int,
-    **others: Any,
-) -> ModelConfig:
-    return read_config(
-        {
-            "model_type": model_type,
-            "hidden_size": hidden,
-            "intermediate_size": ffn,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "vocab_size": vocabulary,
-            **others,
-        }
-    )
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+def _published(model_type: str, *sizes: int, **others: Any) -> ModelConfig:
+    """Reads a config.json of which the first numbers are `SIZES`."""
+    named = dict(zip(SIZES, sizes, strict=True))
+    return read_config({"model_type": model_type, **named, **others})
 
 
 def _llama3(*sizes: int, factor: float = 8.0, tied: bool = False) -> ModelConfig:
@@ -250,7 +242,7 @@ def _glm_4_5_air() -> ModelConfig:
     )
 
 
-# hidden, ffn, layers, heads, kv_heads; then the vocabulary where releases differ in it.
+# Plain numbers are SIZES, the vocabulary where a family's releases differ in it.
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
         "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8),

@@ -156,8 +156,8 @@ def quantize(
         The tree with `Int8` or `NF4` in the place of those matrices.
 
     Raises:
-        ValueError: an unknown kind; a matrix that blocks do not fit, or that is
-            quantised or adapted already.
+        ValueError: a matrix that blocks do not fit, or that is quantised or adapted
+            already; an odd block.
 
     References:
         Dettmers et al., QLoRA, arXiv:2305.14314.
@@ -170,8 +170,6 @@ def quantize(
     >>> gate.shape, gate.codes.shape, gate.scales.shape
     ((64, 64), (32, 64), (1, 64))
     """
-    if kind not in ("int8", "nf4"):
-        raise ValueError(f"kind: must be 'int8' or 'nf4'; got {kind!r}")
     if block < 2 or block % 2:
         raise ValueError(f"block: must be even and at least 2; got {block}")
     wanted = matrices(params)

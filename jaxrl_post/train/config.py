@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from jaxrl_post.models.decoder import Remat
 from jaxrl_post.train.distill_config import DistillConfig
+from jaxrl_post.train.lora_config import AdapterConfig
 from jaxrl_post.train.preference_config import PairsConfig, PreferenceLossConfig
 from jaxrl_post.train.state import OptimizerConfig
 
@@ -284,6 +285,7 @@ class RunConfig:
         eval: on what is held out.
         checkpoint: when to save.
         warm_start: supervised steps of a preset.
+        lora: an adapter to train in place of the model.
     """
 
     run_dir: str = "runs/run"
@@ -298,6 +300,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
 
 
 @dataclass(frozen=True)
@@ -405,7 +408,7 @@ LEAST = {
     "checkpoint.every": 1, "checkpoint.keep": 1, "warm_start.steps": 0,
     "warm_start.examples_per_step": 1, "update.minibatches": 1, "update.epochs": 1,
     "critic.warmup_steps": 0, "update.row_tokens": 0, "update.microbatch_tokens": 1,
-    "update.router_balance": 0, "update.router_z": 0,
+    "lora.rank": 0, "update.router_balance": 0, "update.router_z": 0,
     "rollout.prompts_per_step": 1, "rollout.samples_per_prompt": 2,
     "rollout.max_prompt_tokens": 0, "rollout.max_tokens": 1, "rollout.num_slots": 0,
     "rollout.steps_per_call": 0, "rollout.max_draws": 1, "rollout.reward_workers": 1,

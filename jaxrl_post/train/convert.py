@@ -13,9 +13,13 @@ from jaxrl_post import models
 from jaxrl_post.models import DecoderParams, ModelConfig
 from jaxrl_post.models.families import read_config
 from jaxrl_post.models.hf import SavesItself
+from jaxrl_post.models.lora import adapter_specs, merged
+from jaxrl_post.models.quantized import quantize
 from jaxrl_post.models.tensor_files import read_json
+from jaxrl_post.train.adapters import lora_of
 from jaxrl_post.train.checkpoint import Checkpoints
 from jaxrl_post.train.config import ConfigError
+from jaxrl_post.train.lora_config import AdapterConfig
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
 from jaxrl_post.types import Array
 
@@ -146,8 +150,18 @@ def _from_run(run: RunDirectory, config: ConvertConfig) -> Parts:
             known = ", ".join(map(str, checkpoints.steps())) or "none"
             raise ConfigError(f"--step: {run.path} has checkpoints of {known}")
         dtype = None if config.dtype is None else jnp.dtype(config.dtype)
-        specs = models.param_specs(architecture)
-        params = checkpoints.restore_params(step, specs, dtype=dtype)
+        options = AdapterConfig(**saved.config.get("lora", {}))
+        if options.rank:
+            lora = lora_of(options, architecture)
+            specs = adapter_specs(architecture, lora)
+            adapter = checkpoints.restore_params(step, specs)
+            _, base = models.load_pretrained(folder, dtype=dtype)
+            if options.quantize is not None:
+                base = quantize(base, options.quantize)
+            params = merged(base, adapter, architecture, lora)
+        else:
+            specs = models.param_specs(architecture)
+            params = checkpoints.restore_params(step, specs, dtype=dtype)
     finally:
         checkpoints.close()
     return architecture, params, TokenizerFiles(folder), folder

@@ -17,6 +17,7 @@ from jaxrl_post.algorithms import Predictions
 from jaxrl_post.sharding import partition_spec, split_size
 from jaxrl_post.train import state as training
 from jaxrl_post.train import step as pure
+from jaxrl_post.train.adapters import AdaptedPolicy
 from jaxrl_post.train.config import ConfigError, UpdateConfig
 from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import OptimizerConfig, TrainState
@@ -246,19 +247,24 @@ def begin_training(
         optimizer,
         model.mesh,
         model.rules,
-        narrow=model.dtype != jnp.float32,
+        narrow=any(x.dtype != jnp.float32 for x in jax.tree.leaves(model.params)),
     )
+    policy = pure.Policy(
+        model.config,
+        temperature,
+        update.remat,
+        model.rules,
+        router_balance=update.router_balance,
+        router_z=update.router_z,
+    )
+    predictor = None
+    if model.adaptation is not None:
+        predictor = AdaptedPolicy(model.base, policy, model.adaptation.lora)
     split = split_size("batch", model.mesh, model.rules)
     rows = max(1, update.microbatch_tokens // row_tokens)
     learner = Learner(
-        policy=pure.Policy(
-            model.config,
-            temperature,
-            update.remat,
-            model.rules,
-            router_balance=update.router_balance,
-            router_z=update.router_z,
-        ),
+        policy=policy,
+        predictor=predictor,
         objective=objective,
         optimizer=optimizer,
         max_grad_norm=optimizer_config.max_grad_norm,

@@ -14,10 +14,16 @@ from jaxrl_post import models
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.envs import Environment, WorkerPool
+from jaxrl_post.models.matrix import is_matrix
 from jaxrl_post.rollout.types import Group
 from jaxrl_post.train.algorithm import check_rollout, make_algorithm
 from jaxrl_post.train.checkpoint import abstract_state
-from jaxrl_post.train.config import CriticConfig, RLConfig, check_numbers
+from jaxrl_post.train.config import (
+    ConfigError,
+    CriticConfig,
+    RLConfig,
+    check_numbers,
+)
 from jaxrl_post.train.examples import Demonstrations
 from jaxrl_post.train.learner import begin_training
 from jaxrl_post.train.reference import (
@@ -198,11 +204,18 @@ def open_critic(config: CriticConfig, model: Model) -> Model:
 
     Raises:
         CheckpointError: the directory holds no model that can be read.
+        ConfigError: the policy is quantised.
     """
     if config.model is None:
         value_config = dataclasses.replace(model.config, head="value")
         # Arrays of its own: two optimizers take them, each its own.
-        copied = jax.tree.map(jnp.copy, model.params)
+        if any(map(is_matrix, jax.tree.leaves(model.base, is_leaf=is_matrix))):
+            raise ConfigError(
+                "--lora.quantize: a critic of its own begins as a copy of the model, "
+                "in which quantised matrices could not learn; drop the option, or give "
+                "--critic.model"
+            )
+        copied = jax.tree.map(jnp.copy, model.base)
         fresh = models.initialize(
             jax.random.key(0),
             {"head": models.param_specs(value_config).value_head},
@@ -224,6 +237,7 @@ def open_critic(config: CriticConfig, model: Model) -> Model:
         config=value_config,
         specs=models.param_specs(value_config),
         params=params,
+        adaptation=None,
     )
 
 

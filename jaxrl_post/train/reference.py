@@ -57,6 +57,8 @@ def open_reference(
         ConfigError: the directory's tokenizer is another.
     """
     if directory is None:
+        if model.adaptation is not None:
+            return Reference(learner.scorer, model.base)
         # Arrays of its own: the first update takes the originals.
         return Reference(learner.scorer, jax.tree.map(jnp.copy, model.params))
     frozen = open_model(
@@ -93,7 +95,7 @@ def beside_teacher(
         temperature: > 0; divides the logits of both.
 
     Raises:
-        ConfigError: the teacher's vocabulary has another size.
+        ConfigError: the teacher's vocabulary has another size, or an adapter trains.
         ValueError: the divergence needs more tokens than there are.
     """
     sizes = [
@@ -108,6 +110,11 @@ def beside_teacher(
     logits = jax.ShapeDtypeStruct((1, sizes[0]), jnp.float32)
     mask = jax.ShapeDtypeStruct((1,), jnp.bool_)
     jax.eval_shape(lambda *inputs: divergence(*inputs), logits, logits, mask)
+    if learner.predictor is not None:
+        raise ConfigError(
+            "--lora.rank: whole distributions are compared for a student without an "
+            "adapter; drop the option, or use --distill.divergence sampled"
+        )
     comparison = Comparison(
         student=replace(learner.policy, temperature=temperature),
         teacher=teacher.scorer.policy,

@@ -156,7 +156,9 @@ class Trainer:
 
     def publish(self) -> Published:
         """Binds the current parameters to the sampler; on one mesh nothing moves."""
-        return publish(self.engine, self.state.params, int(self.state.step))
+        return publish(
+            self.engine, self.model.whole(self.state.params), int(self.state.step)
+        )
 
     def evaluate(self) -> Evaluation:
         """Answers the held-out tasks greedily. Leaves no trace in the training.
@@ -422,7 +424,8 @@ class Trainer:
         found: dict[str, Any] = {}
         values = None
         if needs_proximal or self.model.config.head == "lm+value":
-            predicted = self.learner.scorer.predict(self.state.params, batch)
+            whole = self.model.whole(self.state.params)
+            predicted = self.learner.scorer.predict(whole, batch)
             values = predicted.values
             if needs_proximal:
                 found["proximal_logprobs"] = predicted.logprobs

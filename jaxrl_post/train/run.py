@@ -16,6 +16,7 @@ from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.envs import WorkerStartError
 from jaxrl_post.models import Head
 from jaxrl_post.rollout.runner import RolloutTimeoutError
+from jaxrl_post.train.adapters import with_adapter
 from jaxrl_post.train.checkpoint import CheckpointError, Checkpoints
 from jaxrl_post.train.config import (
     ConfigError,
@@ -160,7 +161,8 @@ def open_run[Config: RunConfig](
             # can begin with it.
             run.describe()
             save_model(initial, run.model, run.model.params)
-        yield run
+        adapted = with_adapter(config.lora, run.model, seed=config.seed)
+        yield dataclasses.replace(run, model=adapted)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,10 @@ from jaxrl_post import envs, models
 from jaxrl_post.data import chat
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs import Environment
-from jaxrl_post.models import DecoderParams, Head, ModelConfig, ParamSpec
+from jaxrl_post.models import DecoderParams, Head, ModelConfig
+from jaxrl_post.models.lora import LoRAConfig, adapted, merged
+from jaxrl_post.models.peft_files import save_adapter
+from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sharding import (
     DEFAULT_RULES,
     Rules,
@@ -26,10 +30,11 @@ from jaxrl_post.sharding import (
     split_size,
 )
 from jaxrl_post.train.config import ConfigError, DataConfig, UpdateConfig
-from jaxrl_post.types import Array, PyTree
+from jaxrl_post.types import PyTree
 
 __all__ = [
     "PRESETS",
+    "Adaptation",
     "Model",
     "check_context",
     "environment_texts",
@@ -64,33 +69,62 @@ MEASURED_TASKS = 10_000
 
 
 @dataclass(frozen=True)
+class Adaptation:
+    """What an adapter is trained over.
+
+    Attributes:
+        base: the frozen parameters; also the reference policy.
+        lora: of the adapter.
+    """
+
+    base: PyTree
+    lora: LoRAConfig
+
+
+@dataclass(frozen=True)
 class Model:
     """A model with its tokenizer, on a mesh.
 
     Attributes:
         name: the directory or preset.
         config: hyperparameters.
-        specs: tree of ParamSpecs.
-        params: sharded arrays.
+        specs: tree of ParamSpecs, of what is trained.
+        params: sharded arrays, of what is trained: the model's parameters, or an
+            adapter.
         tokenizer: of the model.
         mesh: where it is.
         rules: how it lies there.
         preset: whether it was initialised rather than loaded.
+        adaptation: where `params` are an adapter, what they adapt.
     """
 
     name: str
     config: ModelConfig
-    specs: DecoderParams[ParamSpec]
-    params: DecoderParams[Array]
+    specs: Any
+    params: Any
     tokenizer: Tokenizer
     mesh: Mesh
     rules: Rules
     preset: bool
+    adaptation: Adaptation | None = None
+
+    @property
+    def base(self) -> DecoderParams[Any]:
+        """The model's own parameters as they began, without any adapter."""
+        return self.params if self.adaptation is None else self.adaptation.base
+
+    def whole(self, params: PyTree) -> DecoderParams[Any]:
+        """What `forward` reads, given what is trained; nothing is copied."""
+        adaptation = self.adaptation
+        if adaptation is None:
+            return params
+        return adapted(adaptation.base, params, self.config, adaptation.lora)
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, shared ones once."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        """Number of the model's own parameters, shared ones once."""
+        specs = models.param_specs(self.config)
+        return sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec))
 
     @property
     def source(self) -> Path | None:
@@ -100,7 +134,7 @@ class Model:
     @property
     def dtype(self) -> jnp.dtype:
         """The compute dtype."""
-        return self.params.embedding.dtype
+        return self.base.embedding.dtype
 
 
 def make_environment(spec: str, data: DataConfig) -> Environment:
@@ -217,8 +251,17 @@ def environment_texts(environment: Environment) -> list[str]:
 def save_model(target: Path, model: Model, params: PyTree) -> None:
     """Writes a model over what an earlier end of a run left, whole or torn.
 
-    A value head beside the vocabulary is left out: what is saved is the policy.
+    A value head beside the vocabulary is left out: what is saved is the policy. An
+    adapter is merged, and saved by itself too, beside the model, as PEFT reads it.
     """
+    if model.adaptation is not None:
+        beside = target.with_name("adapter")
+        shutil.rmtree(beside, ignore_errors=True)
+        lora, source = model.adaptation.lora, model.source
+        save_adapter(
+            beside, model.config, params, lora, None if source is None else str(source)
+        )
+        params = merged(model.adaptation.base, params, model.config, lora)
     for left in (target, *target.parent.glob(f".{target.name}.*")):
         shutil.rmtree(left, ignore_errors=True)
     config = model.config
@@ -288,8 +331,11 @@ def layout_table(
     Activations are an estimate; the rest is exact.
     """
     axes = ", ".join(f"{name}={size}" for name, size in model.mesh.shape.items())
+    adaptation = model.adaptation
+    frozen = "" if adaptation is None else ", frozen"
     parts = [
-        ("parameters", f"{model.num_parameters:,} {model.dtype}", model.params),
+        ("parameters", f"{model.num_parameters:,} {model.dtype}{frozen}", model.base),
+        ("adapter", "trained", None if adaptation is None else model.params),
         ("optimizer", "float32 moments and master weights", optimizer),
         ("reference", "frozen parameters", reference),
         ("critic", "parameters and optimizer", critic),

@@ -59,8 +59,8 @@ def token_logprob(
         Log-prob and entropy, float32 [batch, length], in nats.
 
     Raises:
-        ValueError: a temperature or softcap that is not positive, a bad `vocab_size`, or
-            no such implementation.
+        ValueError: a temperature or softcap that is not positive, a bad
+            `vocab_size`, or no such implementation.
 
     >>> import jax.numpy as jnp
     >>> h, w = jnp.zeros((1, 2, 3)), jnp.ones((4, 3))

@@ -30,8 +30,6 @@ ROWS, LENGTH = 2, 8
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 JOINED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-# In layers with experts the shared MLP, in the others the plain one.
-SHARED = [f"{mlp}.{name}" for mlp in ("mlp", "shared_experts") for name in LINEAR[4:]]
 DORA_RS = {"use_dora": True, "use_rslora": True}
 
 # After the dash, what is said to LoraConfig beside rank 2.
@@ -54,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss-attention_dora": {"target_modules": LINEAR[:4], "use_dora": True},
     "deepseek_v2_lite-dora": {"target_modules": ["q_proj", *LATENT], "use_dora": True},
     "deepseek_v3-rs": {
-        "target_modules": ["q_a_proj", "q_b_proj", *LATENT, *SHARED],
+        "target_modules": ["q_a_proj", "q_b_proj", *LATENT],
         "use_rslora": True,
     },
 }

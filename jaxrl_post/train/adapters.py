@@ -1,0 +1,109 @@
+"""Runs that train an adapter: the frozen base, and the policy over both."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxrl_post.algorithms import Predictions
+from jaxrl_post.models import DecoderParams, ModelConfig
+from jaxrl_post.models.lora import (
+    Adapter,
+    LoRAConfig,
+    adaptable,
+    adapted,
+    adapter_specs,
+    initialize_adapter,
+)
+from jaxrl_post.models.quantized import quantize
+from jaxrl_post.train.config import ConfigError
+from jaxrl_post.train.lora_config import AdapterConfig
+from jaxrl_post.train.session import Adaptation, Model
+from jaxrl_post.train.step import Policy, predict
+from jaxrl_post.types import Array, TokenBatch
+
+__all__ = ["AdaptedPolicy", "lora_of", "with_adapter"]
+
+
+@struct.dataclass
+class AdaptedPolicy:
+    """Predictions of a frozen base under an adapter: a `Predictor`.
+
+    Attributes:
+        base: an argument of the programs, never donated.
+        policy: of the model.
+        lora: of the adapter.
+    """
+
+    base: DecoderParams[Array]
+    policy: Policy = struct.field(pytree_node=False)
+    lora: LoRAConfig = struct.field(pytree_node=False)
+
+    def predict(self, params: Adapter[Array], batch: TokenBatch) -> Predictions:
+        """What the policy says about a batch; differentiable in the adapter."""
+        whole = adapted(self.base, params, self.policy.config, self.lora)
+        return predict(self.policy, whole, batch)
+
+
+def lora_of(config: AdapterConfig, model: ModelConfig) -> LoRAConfig:
+    """The adapter that a configuration asks for, of a rank above 0.
+
+    Raises:
+        ConfigError: an option that makes no sense for this model.
+    """
+    default = [name for name in LoRAConfig().targets if name in adaptable(model)]
+    try:
+        lora = LoRAConfig(
+            rank=config.rank,
+            alpha=config.alpha,
+            targets=tuple(config.targets) or tuple(default),
+            rank_stabilized=config.rank_stabilized,
+            dora=config.dora,
+        )
+        adapter_specs(model, lora)
+    except ValueError as error:
+        raise ConfigError(f"--lora.*: {error}") from error
+    return lora
+
+
+def with_adapter(config: AdapterConfig, model: Model, *, seed: int) -> Model:
+    """A model whose trained parameters are an adapter that changes nothing yet.
+
+    Args:
+        config: of the adapter; rank 0 leaves the model as it is.
+        model: becomes the frozen base.
+        seed: of what is drawn.
+
+    Raises:
+        ConfigError: options without a rank, or as `lora_of`.
+    """
+    if not config.rank:
+        if config != AdapterConfig():
+            raise ConfigError(
+                "--lora.*: has no effect with a rank of 0; give --lora.rank"
+            )
+        return model
+    if model.config.head != "lm":
+        raise ConfigError(
+            "--lora.rank: a value head is no part of an adapter, so this program "
+            "cannot train one; drop the option"
+        )
+    lora, base = lora_of(config, model.config), model.params
+    adapter = initialize_adapter(
+        jax.random.key(seed),
+        base,
+        model.config,
+        lora,
+        dtype=jnp.float32,
+        mesh=model.mesh,
+        rules=model.rules,
+    )
+    if config.quantize is not None:
+        base = quantize(base, config.quantize)
+    return dataclasses.replace(
+        model,
+        specs=adapter_specs(model.config, lora),
+        params=adapter,
+        adaptation=Adaptation(base, lora),
+    )

@@ -1,0 +1,28 @@
+"""Options of adapters."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["AdapterConfig"]
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Training an adapter in place of the model's own parameters.
+
+    Attributes:
+        rank: of the change of a matrix; 0 trains all parameters and no adapter.
+        alpha: the change is multiplied by alpha / rank.
+        targets: names of the matrices to adapt, such as query and value; none for all
+            of attention and of plain MLPs.
+        rank_stabilized: alpha / sqrt(rank) instead.
+        dora: adapts magnitude and direction separately.
+        quantize: holds the frozen matrices in 8 or 4 bits.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ()
+    rank_stabilized: bool = False
+    dora: bool = False
+    quantize: Literal["int8", "nf4"] | None = None

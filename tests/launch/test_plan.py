@@ -1,0 +1,225 @@
+"""`launch.plan`: programs of a TPU slice from shapes alone."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post import models
+from jaxrl_post.algorithms import grpo
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.models.families import write_config
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.train import learner as learning
+from jaxrl_post.train import state as training
+from jaxrl_post.train.state import OptimizerConfig
+from jaxrl_post.types import TokenBatch
+from launch import plan
+from launch.hlo import Collective, collectives
+
+CONFIG = ModelConfig("llama", 128, 64, 128, 1, num_heads=4, num_kv_heads=2)
+# Embedding and unembedding, attention, MLP, norms.
+PARAMETERS = 2 * 128 * 64 + (2 * 64 * 64 + 2 * 64 * 32) + 3 * 64 * 128 + 3 * 64
+
+tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs libtpu, the compiler for TPUs (extra tpu)",
+)
+
+HLO = """
+  %ag = bf16[8,4]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=1, dimensions={0}
+  %ags = (f32[4,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%p), channel_id=2
+  %agd = f32[16,4]{1,0} all-gather-done(%ags)
+  %ar = (f32[16]{0}, f32[8]{0}) all-reduce(%a, %b), channel_id=3, to_apply=%add
+  %ars = (f32[16]{0}, f32[8]{0}) all-reduce-start(%a, %b), channel_id=4
+  %cp = (s8[64]{0}, s8[64]{0}, u32[], u32[]) collective-permute-start(%c), channel_id=5
+  %again = bf16[8,4]{1,0} all-gather(%p.1), channel_id=6, dimensions={0}
+  ROOT %same = bf16[8,4]{1,0} all-gather(%p.2), channel_id=6, dimensions={0}
+  %f = f32[4096]{0} fusion(%ag, %all-gather.7), kind=kLoop, calls=%fused
+  %a2a = pred[40]{0} all-to-all(%d), dimensions={0}
+"""
+
+
+def test_collectives_of_a_program_largest_first():
+    assert collectives(HLO) == (
+        Collective("all-gather", "f32[16,4]", 1, 256),
+        Collective("all-reduce", "f32[16]", 2, 96),
+        Collective("all-gather", "bf16[8,4]", 2, 64),
+        Collective("collective-permute", "s8[64]", 1, 64),
+        Collective("all-to-all", "pred[40]", 1, 40),
+    )
+
+
+def test_a_program_without_communication():
+    assert collectives("%f = f32[4]{0} add(%a, %b)") == ()
+
+
+def planned(**options) -> plan.PlanConfig:
+    return plan.PlanConfig("tiny", "v5e:2x4", row_tokens=16, **options)
+
+
+@pytest.fixture
+def mesh():
+    return create_mesh("dp2,fsdp2,tp2")
+
+
+def kinds(tree):
+    return jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.sharding.spec if x.ndim else None), tree
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_programs_are_those_of_a_learner(mesh, dtype):
+    """A learner with arrays has the states and accumulators that were planned."""
+    empty, accumulate, apply = plan.programs(planned(dtype=dtype), CONFIG, mesh)
+    assert [p.name for p in (empty, accumulate, apply)] == [
+        "empty",
+        "accumulate",
+        "apply",
+    ]
+    specs = models.param_specs(CONFIG)
+    params = models.initialize(jax.random.key(0), specs, jnp.dtype(dtype), mesh)
+    optimizer = training.make_optimizer(OptimizerConfig(), specs, 10)
+    layout = training.shardings(
+        specs, optimizer, mesh, DEFAULT_RULES, narrow=dtype != "float32"
+    )
+    state = training.create(params, optimizer, layout)
+    learner = learning.Learner(
+        policy=accumulate.arguments[0],
+        objective=grpo().objective,
+        optimizer=optimizer,
+        max_grad_norm=1.0,
+        layout=layout,
+        mesh=mesh,
+        microbatch_rows=4,
+    )
+    integers, floats = np.ones((4, 16), np.int32), np.zeros((4, 16), np.float32)
+    batch = TokenBatch(
+        integers, integers, integers, integers > 0, floats, floats, integers
+    )
+    (piece,) = learner.scorer.microbatches(batch)
+    with jax.set_mesh(mesh):
+        total = learner._empty(learner.policy, state.params, piece)
+    assert kinds(apply.arguments) == kinds((state, total))
+    assert kinds(accumulate.arguments[1:]) == kinds((state.params, total, piece))
+    assert kinds(accumulate.beside[0]) == kinds(state.replace(params=None))
+    assert kinds(empty.beside[0]) == kinds(state)
+
+
+def test_a_sampler_on_the_slice_keeps_its_cache(mesh):
+    *_, apply = plan.programs(planned(slots=8, slot_tokens=32), CONFIG, mesh)
+    shapes = [
+        leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(apply.beside)
+    ]
+    # One layer's keys and values; dp and fsdp split the slots, tp the heads.
+    assert shapes == [(2, 1, 32, 16)] * 2
+    *_, apply = plan.programs(planned(), CONFIG, mesh)
+    assert jax.tree.leaves(apply.beside) == []
+
+
+def test_rows_must_fill_the_batch_axes(mesh):
+    with pytest.raises(
+        plan.PlanError, match=r"--rows: .* multiple of 4, .* got 6 of 16"
+    ):
+        list(plan.programs(planned(rows=6), CONFIG, mesh))
+
+
+def run(*arguments: str) -> int:
+    return plan.main(list(arguments))
+
+
+def test_a_model_that_nobody_published(capsys, tmp_path):
+    assert run(f"--model={tmp_path}", "--topology=v5e:2x2") == 1
+    printed = capsys.readouterr().out
+    assert "is neither a directory with a config.json nor a published model" in printed
+    assert "llama-3.1-8b, llama-3.1-70b" in printed
+
+
+def test_without_the_compiler_it_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    assert run("--model=qwen3-0.6b", "--topology=v5e:2x2") == 1
+    printed = capsys.readouterr().out
+    assert "error: libtpu is not installed" in printed
+    # The version that the installed jax asks for.
+    assert "pip install 'libtpu==0.0." in printed
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(write_config(CONFIG)))
+    return tmp_path
+
+
+@tpu_compiler
+def test_a_tiny_step_for_a_slice_that_is_not_there(tiny, capsys):
+    arguments = f"--model={tiny}", "--topology=v5e:2x2", "--mesh=fsdp2,tp2"
+    shape = "--row-tokens=128", f"--json={tiny}/plan.json", f"--hlo={tiny}/hlo"
+    assert run(*arguments, *shape) == 0
+    assert "fits: 0." in capsys.readouterr().out
+    made = json.loads((tiny / "plan.json").read_text())
+    assert made["parameters"] == PARAMETERS
+    assert (made["devices"], made["device_kind"]) == (4, "TPU v5 lite")
+    assert made["hbm_bytes"] == 15.75 * 2**30
+    empty, accumulate, apply = made["programs"]
+    quarter = (PARAMETERS - 3 * 64) // 4 + 3 * 64  # Norms are whole everywhere.
+    # Parameters in bfloat16 and their gradients in float32; so small, their tiles in
+    # memory are mostly padding.
+    assert 6 * quarter < accumulate["arguments"] < 4 * 6 * quarter
+    # The accumulator is donated.
+    assert 4 * quarter <= accumulate["aliased"] <= accumulate["outputs"]
+    # Masters, two moments and three counters wait.
+    assert accumulate["beside"] == 12 * quarter + 3 * 4
+    assert apply["beside"] == 0
+    assert 18 * quarter < apply["arguments"] < 4 * 18 * quarter
+    assert 14 * quarter < apply["aliased"] <= apply["outputs"]
+    assert empty["arguments"] == 0
+    gathered = {entry["kind"] for entry in accumulate["collectives"]}
+    assert "all-gather" in gathered
+    assert "all-gather" in (tiny / "hlo" / "accumulate.txt").read_text()
+
+
+@tpu_compiler
+def test_a_step_that_does_not_fit_ends_with_status_1(tiny, capsys):
+    arguments = f"--model={tiny}", "--topology=v5e:2x2", "--row-tokens=128"
+    # 4096 / 4 slots x 262144 tokens x 2 heads x 16 x 2 bytes, keys and values: 32 GiB.
+    assert run(*arguments, "--slots=4096", "--slot-tokens=262144") == 1
+    assert "error: does not fit: 32." in capsys.readouterr().out
+
+
+@tpu_compiler
+@pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_memory_is_what_the_compiler_says(name):
+    device = plan.slice_devices(name)[0]
+    mesh = create_mesh("dp1", [device])
+    large = jax.ShapeDtypeStruct(
+        (2**28, 256), jnp.float32, sharding=NamedSharding(mesh, P())
+    )
+    program = plan.Program("large", jax.jit(lambda x: x.T + 1.0), (large,), ())
+    with pytest.raises(plan.DoesNotFitError, match="large: does not fit") as error:
+        plan.compile_program(program, {}, None)
+    limit = plan.HBM_GIB[device.device_kind]
+    assert f"available HBM ({limit:.2f}G)" in str(error.value)
+
+
+@tpu_compiler
+@pytest.mark.parametrize("name", ["v9x:2x2", "v5e:3x5", "sixteen"])
+def test_a_slice_that_does_not_exist(name, capsys):
+    assert run("--model=qwen3-0.6b", f"--topology={name}") == 1
+    printed = capsys.readouterr().out
+    assert f"error: --topology: the compiler knows no '{name}'; write" in printed
+
+
+@tpu_compiler
+def test_options_of_the_compiler_have_a_value(capsys):
+    arguments = "--model=qwen3-0.6b", "--topology=v5e:2x2"
+    assert run(*arguments, "--compiler-options", "xla_fast") == 1
+    printed = capsys.readouterr().out
+    assert "--compiler-options: must be NAME=VALUE; got 'xla_fast'" in printed
