@@ -73,11 +73,10 @@ def main(options: Options) -> dict[str, Any]:
     cache = KVCache.zeros(config, SLOTS, CACHE, jnp.float32)
     keys, values = jnp.stack(cache.keys), jnp.stack(cache.values)
 
-    def layer(weights, hidden, positions, entry):
+    def layer(weights, hidden, positions, entry) -> tuple[Any, Any]:
         tables = rope_tables(config, positions)
-        return decoder._layer(
-            config, 0, DEFAULT_RULES, weights, hidden, tables, positions, None, entry
-        )
+        place = decoder._Place(positions, None, tables, tables, None, entry)
+        return decoder._layer(config, 0, DEFAULT_RULES, weights, hidden, place)[:2]
 
     def unrolled(layers, hidden, positions, keys, values):
         new_keys, new_values = [], []

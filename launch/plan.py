@@ -96,6 +96,7 @@ class PlanConfig:
         rows: packed rows of a microbatch; 0 for one a part of the batch.
         row_tokens: length of a packed row.
         remat: what the backward pass keeps of a layer.
+        scan_layers: as of a run.
         dtype: of the parameters; below float32 the optimizer has float32 masters.
         slots: sequences whose keys and values the sampler holds at the same time; 0
             for a sampler elsewhere.
@@ -112,6 +113,7 @@ class PlanConfig:
     rows: int = 0
     row_tokens: int = 4096
     remat: Literal["none", "dots", "full"] = "full"
+    scan_layers: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     slots: int = 0
     slot_tokens: int = 4096
@@ -304,7 +306,7 @@ def programs(
         specs, optimizer, mesh, rules, narrow=dtype != jnp.float32
     )
     learner = Learner(
-        policy=Policy(architecture, 1.0, config.remat, rules),
+        policy=Policy(architecture, 1.0, config.remat, rules, scan=config.scan_layers),
         objective=grpo().objective,
         optimizer=optimizer,
         max_grad_norm=OptimizerConfig().max_grad_norm,

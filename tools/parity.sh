@@ -27,3 +27,5 @@ trap 'rm -rf "$work"' EXIT
     "$work/fixtures" "$work/adapters_saved"
 "$theirs" tests/parity/adapters/theirs.py check \
     "$work/fixtures" "$work/adapters_saved"
+.venv/bin/python -m tests.parity.train_families "$work/fixtures" "$work/trained"
+"$theirs" tests/parity/check_trained.py "$work/trained"

@@ -1,6 +1,6 @@
 """Attention layers: grouped-query attention and multi-head latent attention."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax.numpy as jnp
 
@@ -139,9 +139,10 @@ def _latent_query(
     """Queries from x, through a latent of their own where there is one."""
     if params.query is not None:
         return to_heads(x, params.query, None, shape)
-    low = project(x, params.query_down, params.query_down_bias)
-    low = norm(config, low, params.query_norm, latent.norm_eps)
-    return to_heads(low, params.query_up, None, shape)
+    parts = params.query_down, params.query_norm, params.query_up
+    down, scale, up = cast("tuple[Array, Array, Array]", parts)
+    low = project(x, down, params.query_down_bias)
+    return to_heads(norm(config, low, scale, latent.norm_eps), up, None, shape)
 
 
 def _rotate(config: ModelConfig, x: Array, context: Context) -> Array:

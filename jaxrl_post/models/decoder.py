@@ -1,7 +1,7 @@
 """The decoder: one pure function for training, prefill and decoding."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -41,6 +41,7 @@ def forward(
     kv_view: KVView | None = None,
     rules: Rules = DEFAULT_RULES,
     remat: Remat = "none",
+    scan: bool = False,
 ) -> Any:
     """Maps tokens to final hidden states (normalised; `logits` takes it from there).
 
@@ -57,6 +58,8 @@ def forward(
             tokens go. None attends among `tokens` alone (training).
         rules: sharding of activations under the mesh of `jax.set_mesh`, if any.
         remat: what the backward pass keeps.
+        scan: whether layers that repeat are a loop over their stacked weights, compiled
+            once, for the price of a copy of them. Not with a `kv_view`.
 
     Returns:
         hidden [batch, length, hidden_size] in the parameters' dtype; with a `kv_view`
@@ -71,7 +74,16 @@ def forward(
             "sequence already"
         )
     hidden, entries, _ = _run(
-        params, config, tokens, positions, segment_ids, kv_view, None, rules, remat
+        params,
+        config,
+        tokens,
+        positions,
+        segment_ids,
+        kv_view,
+        None,
+        rules,
+        remat,
+        scan,
     )
     return hidden if kv_view is None else (hidden, kv_view.with_layers(entries))
 
@@ -86,6 +98,7 @@ def forward_with_routing(
     segment_ids: Int[Array, "batch length"] | None = None,
     rules: Rules = DEFAULT_RULES,
     remat: Remat = "none",
+    scan: bool = False,
 ) -> tuple[Float[Array, "batch length hidden"], Routing]:
     """As `forward` without a cache, and how the routers spread the tokens.
 
@@ -98,6 +111,7 @@ def forward_with_routing(
         segment_ids: as in `forward`.
         rules: as in `forward`.
         remat: as in `forward`.
+        scan: as in `forward`.
 
     Raises:
         ValueError: the model has no experts.
@@ -105,7 +119,7 @@ def forward_with_routing(
     if config.experts is None:
         raise ValueError(f"routing: {config.model_type} has no experts; use forward")
     hidden, _, routed = _run(
-        params, config, tokens, positions, segment_ids, None, mask, rules, remat
+        params, config, tokens, positions, segment_ids, None, mask, rules, remat, scan
     )
     found = [entry for entry in routed if entry is not None]
     stacked = [jnp.stack(parts) for parts in zip(*found, strict=True)]
@@ -171,6 +185,7 @@ def _run(
     mask: Array | None,
     rules: Rules,
     remat: Remat,
+    scan: bool,
 ) -> tuple[Array, list[Any], list[Any]]:
     """Hidden states, and of each layer its cache and its routing, None without."""
     if positions is None:
@@ -183,25 +198,89 @@ def _run(
     place = _Place(positions, segment_ids, tables, local, mask, None)
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     entries, routed = [], []
-    for index, layer in enumerate(params.layers):
-        step = functools.partial(_layer, config, index, rules)
-        entry = None if kv_view is None else kv_view.layer(index)
-        hidden, entry, found = _remat(step, remat)(
-            layer, hidden, place._replace(entry=entry)
-        )
-        entries.append(entry)
-        routed.append(found)
+    if scan and kv_view is None:
+        hidden, routed = _scan(config, params.layers, hidden, place, rules, remat)
+    else:
+        for index, layer in enumerate(params.layers):
+            step = functools.partial(_layer, config, index, rules)
+            entry = None if kv_view is None else kv_view.layer(index)
+            hidden, entry, found = _remat(step, remat)(
+                layer, hidden, place._replace(entry=entry)
+            )
+            entries.append(entry)
+            routed.append(found)
     hidden = norm(config, hidden, params.final_norm)
     return hidden.reshape(*tokens.shape, -1), entries, routed
 
 
-def _remat(step: Callable, remat: Remat) -> Callable:
+def _scan(
+    config: ModelConfig,
+    layers: Sequence[LayerParams[Array]],
+    hidden: Array,
+    place: _Place,
+    rules: Rules,
+    remat: Remat,
+) -> tuple[Array, list[Any]]:
+    """All layers, where they repeat as a loop over stacked weights: compiled once."""
+    routed: list[Any] = []
+    for first, period, repeats in _repetitions(config):
+        steps = [
+            _remat(
+                functools.partial(_layer, config, first + i, rules),
+                remat,
+                looped=repeats > 1,
+            )
+            for i in range(period)
+        ]
+
+        def body(hidden: Array, weights: tuple, steps: list = steps) -> tuple:
+            found = []
+            for step, layer in zip(steps, weights, strict=True):
+                hidden, _, routing = step(layer, hidden, place)
+                found.append(routing)
+            return hidden, tuple(found)
+
+        groups = [
+            tuple(layers[first + i * period : first + (i + 1) * period])
+            for i in range(repeats)
+        ]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
+        hidden, found = jax.lax.scan(body, hidden, stacked)
+        for i in range(repeats):
+            routed += jax.tree.map(lambda leaf, i=i: leaf[i], found)
+    return hidden, routed
+
+
+def _repetitions(config: ModelConfig) -> list[tuple[int, int, int]]:
+    """The layers as (first, period, repeats): layers a period apart are alike."""
+    kinds = [
+        (config.window(i), config.layer_experts(i), i in config.unrotated_layers)
+        for i in range(config.num_layers)
+    ]
+    found, first = [], 0
+    while first < len(kinds):
+        best = (1, 1)
+        for period in range(1, (len(kinds) - first) // 2 + 1):
+            end = first + period
+            while end < len(kinds) and kinds[end] == kinds[end - period]:
+                end += 1
+            repeats = (end - first) // period
+            if repeats > 1 and period * repeats > best[0] * best[1]:
+                best = (period, repeats)
+        found.append((first, *best))
+        first += best[0] * best[1]
+    return found
+
+
+def _remat(step: Callable, remat: Remat, *, looped: bool = False) -> Callable:
     if remat == "none":
         return step
-    if remat == "full":
-        return jax.checkpoint(step)
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return jax.checkpoint(step, policy=policy)
+    policy = None
+    if remat == "dots":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    # The barrier that keeps XLA from undoing this copies a layer's weights; a loop's
+    # forward and backward pass are apart without it.
+    return jax.checkpoint(step, policy=policy, prevent_cse=not looped)
 
 
 def _layer(

@@ -204,6 +204,8 @@ class UpdateConfig:
         row_tokens: length of a packed row; 0 for longest prompt plus completion.
         microbatch_tokens: tokens of one forward and backward pass, padding included.
         remat: what the backward pass keeps of a layer; "full" saves the most memory.
+        scan_layers: compile layers that repeat once, as a loop: deep models compile in
+            a fraction of the time and memory, and a step copies its weights once.
         router_balance: weight of the load-balancing loss of a mixture of experts.
         router_z: weight of its routers' z-loss.
     """
@@ -213,6 +215,7 @@ class UpdateConfig:
     row_tokens: int = 0
     microbatch_tokens: int = 4096
     remat: Remat = "none"
+    scan_layers: bool = False
     router_balance: float = 0.0
     router_z: float = 0.0
 
@@ -457,8 +460,8 @@ def check_numbers(config: RunConfig) -> None:
 FREE_TO_CHANGE = (
     "run_dir", "resume", "mesh", "steps", "log_samples", "log_eval_samples",
     "log_every", "eval", "checkpoint", "update.microbatch_tokens", "update.remat",
-    "rollout.reward_workers", "rollout.reward_deadline_s", "rollout.deadline_s",
-    "rollout.max_failed_share",
+    "update.scan_layers", "rollout.reward_workers", "rollout.reward_deadline_s",
+    "rollout.deadline_s", "rollout.max_failed_share",
 )  # fmt: skip
 
 

@@ -256,6 +256,7 @@ def begin_training(
         model.rules,
         router_balance=update.router_balance,
         router_z=update.router_z,
+        scan=update.scan_layers,
     )
     predictor = None
     if model.adaptation is not None:

@@ -72,6 +72,7 @@ class Policy:
         rules: sharding of activations.
         router_balance: weight of the experts' load-balancing loss.
         router_z: weight of the routers' z-loss.
+        scan: whether layers that repeat are compiled once, as a loop.
     """
 
     config: ModelConfig
@@ -80,6 +81,7 @@ class Policy:
     rules: Rules = DEFAULT_RULES
     router_balance: float = 0.0
     router_z: float = 0.0
+    scan: bool = False
 
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
         """As the function `predict`."""
@@ -107,6 +109,7 @@ def hidden_states(
         segment_ids=batch.segment_ids,
         rules=policy.rules,
         remat=policy.remat,
+        scan=policy.scan,
     )
 
 
@@ -155,6 +158,7 @@ def _routed_states(
         segment_ids=batch.segment_ids,
         rules=policy.rules,
         remat=policy.remat,
+        scan=policy.scan,
     )
     assert policy.config.experts is not None
     balance = experts.load_balance(routing, policy.config.experts.experts_per_token)

@@ -109,7 +109,7 @@ def test_the_router_is_float32_in_a_bfloat16_model():
 def dense_loop(config, experts, params, x):
     """Every token through each of its experts, one at a time, in float64."""
     chosen = route(experts, params, x)
-    as_64 = lambda leaf: None if leaf is None else np.asarray(leaf, np.float64)  # noqa: E731
+    as_64 = lambda leaf: np.asarray(leaf, np.float64)  # noqa: E731
     out = np.zeros(x.shape)
     for token, (numbers, weights) in enumerate(
         zip(np.asarray(chosen.experts), as_64(chosen.weights), strict=True)

@@ -11,7 +11,12 @@ import pytest
 HERE = Path(__file__).parent
 
 # These run in an environment with torch, not in this one.
-collect_ignore = ["make_fixtures.py", "make_chat_fixtures.py", "check_saved.py"]
+collect_ignore = [
+    "make_fixtures.py",
+    "make_chat_fixtures.py",
+    "check_saved.py",
+    "check_trained.py",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -100,7 +100,8 @@ def distributions(config, params, packed) -> np.ndarray:
         segment_ids=packed.segment_ids,
     )
     table = np.float64(models.unembedding(params))
-    powers = np.exp(np.float64(hidden) @ table.T / TEMPERATURE)
+    states = np.asarray(hidden, np.float64)
+    powers = np.exp(states @ np.asarray(table).T / TEMPERATURE)
     return powers / powers.sum(axis=-1, keepdims=True)
 
 

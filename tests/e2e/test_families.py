@@ -1,0 +1,48 @@
+"""launch.grpo on tiny checkpoints of other families: two steps, resumed, saved."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_post.models import load_pretrained
+from tests.parity.train_families import train
+
+FIXTURES = Path(__file__).parents[1] / "parity" / "fixtures"
+# Of each kind one; `make parity` does all families (tests/parity/train_families.py).
+KINDS = (
+    "gemma3_nested", "phi3_partial_longrope_within", "qwen2_moe", "deepseek_v3_fp8",
+    "gpt_oss_mxfp4",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _restore_mesh():
+    before = jax.sharding.get_mesh()
+    yield
+    jax.set_mesh(before)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_steps_resumed_and_saved(name, tmp_path):
+    model = train(FIXTURES / name, tmp_path)
+    before_config, before = load_pretrained(FIXTURES / name, dtype="float32")
+    config, params = load_pretrained(model)
+    assert config == before_config
+    moved = jax.tree.map(
+        lambda new, old: float(np.abs(new - old).max()), params, before
+    )
+    assert moved.layers[0].attention.output > 1e-6
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        metrics = row["metrics"]
+        assert metrics["publish/bytes_moved"] == 0
+        # The sampler, with its cache, and the trainer on packed rows agree.
+        assert metrics["mismatch/max"] < 1e-3
+        if config.experts is not None:
+            assert metrics["router/busiest_expert"] >= 1

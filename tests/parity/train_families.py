@@ -1,0 +1,85 @@
+"""Two GRPO steps of a tiny checkpoint, interrupted in the middle and resumed.
+
+    python tests/parity/train_families.py FIXTURES TRAINED
+
+writes the trained models with our logits of the fixtures' tokens (expected.npz), for
+check_trained.py. tests/e2e/test_families.py does the same without transformers.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.models import forward, load_pretrained, logits
+from launch import grpo
+
+# One of each family, and what could stand in the way of training: fused and quantised
+# tensors, biases that only select.
+FAMILIES = (
+    "llama_rope_llama3", "mistral_window", "mixtral", "qwen2_tied", "qwen2_moe",
+    "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_nested",
+    "phi3_partial_longrope_within", "olmo2", "olmo3_yarn_on_full_layers", "olmoe",
+    "granite", "smollm3", "seed_oss", "glm4_moe", "deepseek_v2_lite", "deepseek_v3_fp8",
+    "gpt_oss_mxfp4",
+)  # fmt: skip
+
+
+def character_tokenizer() -> Tokenizer:
+    """A token a character, few enough for a vocabulary of 72."""
+    names = ["<unk>", "<eos>", *"0123456789=>"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(
+            {name: index for index, name in enumerate(names)}, unk_token="<unk>"
+        )
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens(["<unk>", "<eos>"])
+    return Tokenizer(backend, stop_ids=(1,), special_tokens={"eos_token": "<eos>"})
+
+
+def train(fixture: Path, folder: Path) -> Path:
+    """Takes step 1, then resumes for step 2; returns the directory of the model."""
+    source = folder / "source"
+    shutil.copytree(fixture, source)
+    character_tokenizer().save(source)
+    command = [
+        f"--run-dir={folder / 'run'}", f"--model={source}", "--env=arithmetic?level=0",
+        "--dtype=float32", "--rollout.max-tokens=3",
+        "--rollout.prompts-per-step=4", "--rollout.samples-per-prompt=4",
+        "--rollout.reward-workers=1", "--eval.num-tasks=4", "--eval.every=0",
+        "--checkpoint.every=1", "--optimizer.learning-rate=1e-3",
+        "--optimizer.schedule=constant",
+        # Advantages that are not all zero, although nobody answers right.
+        "--algorithm.kl-coefficient=0.1", "--rollout.overlong-buffer=3",
+    ]  # fmt: skip
+    for steps in (1, 2):
+        status = grpo.main([*command, f"--steps={steps}"])
+        if status:
+            raise RuntimeError(f"{fixture.name}: launch.grpo ended with {status}")
+    return folder / "run" / "model"
+
+
+def main(fixtures: Path, trained: Path) -> None:
+    """Trains every family."""
+    for name in FAMILIES:
+        model = train(fixtures / name, trained / name)
+        config, params = load_pretrained(model, dtype=jnp.float32)
+        with np.load(fixtures / name / "expected.npz") as stored:
+            tokens = stored["tokens"]
+        hidden = forward(params, config, jnp.asarray(tokens))
+        found = np.asarray(logits(params, config, hidden))
+        np.savez(trained / name / "expected.npz", tokens=tokens, logits=found)
+        jax.clear_caches()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: train_families.py FIXTURES TRAINED")
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
