@@ -20,6 +20,7 @@ from jaxrl_post.models import (
     load_pretrained,
     logits,
 )
+from jaxrl_post.models.families import FAMILIES
 from jaxrl_post.sharding import create_mesh
 
 TOLERANCE = 1e-4
@@ -65,14 +66,14 @@ def extend(config, params, cache, tokens, positions):
 
 
 def at_fixed_rotation(case: Loaded) -> Loaded:
-    """Cuts a case of dynamic scaling to the original context.
+    """Cuts a case of dynamic or longrope scaling to the original context.
 
     Beyond it a row's length changes the rotation of all of its tokens, also of those
     that were there before, so that neither packing nor a cache can equal one forward:
     in transformers as little as here.
     """
-    scaling, most = case.config.rope_scaling, case.config.max_length
-    if scaling is None or scaling.kind != "dynamic" or case.tokens.shape[1] <= most:
+    most = case.config.rotation_limit
+    if most is None or case.tokens.shape[1] <= most:
         return case
     tokens = case.tokens[:, :most]
     expected = np.asarray(score(case.config, case.params, tokens))
@@ -119,6 +120,18 @@ def test_packed_rows_equal_separate_ones(checkpoint):
         end = count + rest
         assert gap(found[row, :count], case.expected[first, :count]) < TOLERANCE
         assert gap(found[row, count:end], case.expected[second, :rest]) < TOLERANCE
+
+
+def test_padding_on_the_left_changes_nothing(checkpoint):
+    case = at_fixed_rotation(load(checkpoint))
+    length, shift = case.tokens.shape[1], 3
+    kept = length - shift
+    tokens, positions, segment_ids = np.zeros((3, 2, length), np.int32)
+    tokens[:, shift:] = case.tokens[:, :kept]
+    positions[:, shift:] = np.arange(kept)
+    segment_ids[:, shift:] = 1
+    found = score(case.config, case.params, tokens, positions, segment_ids)
+    assert gap(found[:, shift:], case.expected[:, :kept]) < TOLERANCE
 
 
 @committed(
@@ -202,8 +215,8 @@ def test_fixtures_cover_what_they_claim():
     folders = [path.parent for path in Path(__file__).parent.glob("fixtures/*/*.npz")]
     configs = [load(folder).config for folder in folders]
     scalings = {c.rope_scaling.kind for c in configs if c.rope_scaling}
-    assert {c.model_type for c in configs} == {"llama", "qwen2", "qwen3"}
-    assert scalings == {"linear", "dynamic", "llama3", "yarn"}
+    assert {c.model_type for c in configs} == set(FAMILIES) - {"gemma3"}
+    assert scalings == {"linear", "dynamic", "llama3", "yarn", "longrope"}
     assert {c.tie_embeddings for c in configs} == {True, False}
     assert any(c.num_kv_heads == 1 < c.num_heads for c in configs)
     assert any(c.num_kv_heads == c.num_heads > 1 for c in configs)
