@@ -46,12 +46,23 @@ class AdaptedPolicy:
         return predict(self.policy, whole, batch)
 
 
-def lora_of(config: AdapterConfig, model: ModelConfig) -> LoRAConfig:
-    """The adapter that a configuration asks for, of a rank above 0.
+def lora_of(config: AdapterConfig, model: ModelConfig) -> LoRAConfig | None:
+    """The adapter that a configuration asks for; None for a rank of 0.
 
     Raises:
-        ConfigError: an option that makes no sense for this model.
+        ConfigError: options without a rank, or that make no sense for this model.
     """
+    if not config.rank:
+        if config != AdapterConfig():
+            raise ConfigError(
+                "--lora.*: has no effect with a rank of 0; give --lora.rank"
+            )
+        return None
+    if model.head != "lm":
+        raise ConfigError(
+            "--lora.rank: a value head is no part of an adapter, so this program "
+            "cannot train one; drop the option"
+        )
     default = [name for name in LoRAConfig().targets if name in adaptable(model)]
     try:
         lora = LoRAConfig(
@@ -76,20 +87,11 @@ def with_adapter(config: AdapterConfig, model: Model, *, seed: int) -> Model:
         seed: of what is drawn.
 
     Raises:
-        ConfigError: options without a rank, or as `lora_of`.
+        ConfigError: as `lora_of`.
     """
-    if not config.rank:
-        if config != AdapterConfig():
-            raise ConfigError(
-                "--lora.*: has no effect with a rank of 0; give --lora.rank"
-            )
-        return model
-    if model.config.head != "lm":
-        raise ConfigError(
-            "--lora.rank: a value head is no part of an adapter, so this program "
-            "cannot train one; drop the option"
-        )
     lora, base = lora_of(config, model.config), model.params
+    if lora is None:
+        return model
     adapter = initialize_adapter(
         jax.random.key(seed),
         base,

@@ -151,8 +151,8 @@ def _from_run(run: RunDirectory, config: ConvertConfig) -> Parts:
             raise ConfigError(f"--step: {run.path} has checkpoints of {known}")
         dtype = None if config.dtype is None else jnp.dtype(config.dtype)
         options = AdapterConfig(**saved.config.get("lora", {}))
-        if options.rank:
-            lora = lora_of(options, architecture)
+        lora = lora_of(options, architecture)
+        if lora is not None:
             specs = adapter_specs(architecture, lora)
             adapter = checkpoints.restore_params(step, specs)
             _, base = models.load_pretrained(folder, dtype=dtype)

@@ -16,7 +16,7 @@ from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.envs import WorkerStartError
 from jaxrl_post.models import Head
 from jaxrl_post.rollout.runner import RolloutTimeoutError
-from jaxrl_post.train.adapters import with_adapter
+from jaxrl_post.train.adapters import lora_of, with_adapter
 from jaxrl_post.train.checkpoint import CheckpointError, Checkpoints
 from jaxrl_post.train.config import (
     ConfigError,
@@ -151,6 +151,8 @@ def open_run[Config: RunConfig](
             texts=texts,
             head=head,
         )
+        # Before the warm start, which takes minutes.
+        lora_of(config.lora, model.config)
         config = complete(config, model)
         stack.enter_context(jax.set_mesh(model.mesh))
         checkpoints = stack.enter_context(_checkpoints(directory, config))
