@@ -150,14 +150,15 @@ def _from_run(run: RunDirectory, config: ConvertConfig) -> Parts:
             known = ", ".join(map(str, checkpoints.steps())) or "none"
             raise ConfigError(f"--step: {run.path} has checkpoints of {known}")
         dtype = None if config.dtype is None else jnp.dtype(config.dtype)
-        options = AdapterConfig(**saved.config.get("lora", {}))
-        lora = lora_of(options, architecture)
+        options = dict(saved.config.get("lora", {}))
+        options["targets"] = tuple(options.get("targets", ()))
+        lora = lora_of(AdapterConfig(**options), architecture)
         if lora is not None:
             specs = adapter_specs(architecture, lora)
             adapter = checkpoints.restore_params(step, specs)
             _, base = models.load_pretrained(folder, dtype=dtype)
-            if options.quantize is not None:
-                base = quantize(base, options.quantize)
+            if options["quantize"] is not None:
+                base = quantize(base, options["quantize"])
             params = merged(base, adapter, architecture, lora)
         else:
             specs = models.param_specs(architecture)
