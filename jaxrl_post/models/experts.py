@@ -299,10 +299,12 @@ def _local(
     if down_b is not None and over_ffn:
         # Once, although every device along these axes adds a part.
         down_b = jnp.where(jax.lax.axis_index(over_ffn) == 0, down_b, 0)
-    out = dot(inner, down_w, down_b).astype(jnp.float32)
-    here = (by_expert < count)[:, None]
-    out = jnp.where(here, out * weights.reshape(-1)[order][:, None], 0.0)
-    out = out[jnp.argsort(order)].reshape(-1, per_token, x.shape[1]).sum(axis=1)
+    # Back in the tokens' order before it is widened, so that no float32 array has a row
+    # an assignment.
+    out = dot(inner, down_w, down_b)[jnp.argsort(order)]
+    out = out.reshape(-1, per_token, x.shape[1]).astype(jnp.float32)
+    here = (own < count).reshape(-1, per_token, 1)
+    out = jnp.where(here, out * weights[..., None], 0.0).sum(axis=1)
     whole = tuple(axis for axis in (*over_experts, *over_ffn) if axis not in gathered)
     if whole:
         out = jax.lax.psum(out, whole)

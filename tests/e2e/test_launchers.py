@@ -45,6 +45,7 @@ PROGRAMS = {
         "--distill.data=demonstrations",
     ),
     "sft": ("launch.sft", *READ, "--env=coin:Coin"),
+    "lora": ("launch.sft", *READ, "--env=coin:Coin", "--lora.rank=4"),
     "dpo": ("launch.dpo", *READ, "--data.path={pairs}"),
     "kto": ("launch.dpo", *READ, "--data.path={pairs}", "--loss.name=kto"),
     "reward": ("launch.reward", *READ, "--data.path={pairs}"),
