@@ -97,17 +97,17 @@ def test_a_run_of_one_device_goes_on_on_eight(program, model, one_device, tmp_pa
     found = metrics(run)
     assert sorted(found) == [0, 1, 2, 3]
     assert found[2] == before[2]
-    assert json.loads((run / "config.json").read_text())["mesh"] == "dp1,fsdp4,tp2"
+    assert json.loads((run / "config.json").read_text())["mesh"] == "dp1,fsdp4,ep1,tp2"
     saved = load_file(run / "model" / "model.safetensors")
     assert all(np.isfinite(value).all() for value in saved.values())
 
 
 @pytest.mark.slow
 def test_a_mesh_that_does_not_fit_is_refused_at_once(program, tmp_path):
-    # The demo's model has two key/value heads.
+    # The demo's model has four heads.
     run = tmp_path / "run"
     process = program(
-        "launch.grpo", f"--run-dir={run}", "--mesh=dp2,tp4", *QUICK, devices=8
+        "launch.grpo", f"--run-dir={run}", "--mesh=tp8", *QUICK, devices=8
     )
     output = ends(process, code=1)
     assert "error:" in output

@@ -63,9 +63,17 @@ def test_any_other_dimension_that_does_not_divide_is_refused():
         partition_spec((8, 3), ("batch",), MESH)
 
 
-def test_too_few_kv_heads_name_the_parameter():
+def test_too_few_kv_heads_are_replicated():
     config = dataclasses.replace(tiny.CONFIG, num_kv_heads=2)
-    message = r"layers\.0\.attention\.key has kv_heads=2, which tp=4 does not divide"
+    found = named_shardings(param_specs(config), create_mesh("dp2,tp4"))
+    attention = found.layers[0].attention
+    assert "tp" not in jax.tree.leaves(tuple(attention.key.spec))
+    assert "tp" in jax.tree.leaves(tuple(attention.query.spec))
+
+
+def test_too_few_heads_name_the_parameter():
+    config = dataclasses.replace(tiny.CONFIG, num_heads=6, num_kv_heads=2)
+    message = r"layers\.0\.attention\.query has heads=6, which tp=4 does not divide"
     with pytest.raises(MeshError, match=message):
         named_shardings(param_specs(config), create_mesh("dp2,tp4"))
 
@@ -78,10 +86,10 @@ def test_rules_are_a_table():
     assert DEFAULT_RULES.mesh_axes("ffn") == ("tp",)
     assert hash(Rules.of(dict(rules.entries))) == hash(rules)
     # Renamed or added rows come last; the others keep their order.
-    table = DEFAULT_RULES.replace(experts=("tp",)).table().splitlines()
+    table = DEFAULT_RULES.replace(stages=("tp",)).table().splitlines()
     assert table[0].split(maxsplit=2) == ["logical", "axis", "mesh axes"]
-    assert table[1].split(maxsplit=1) == ["batch", "dp, fsdp"]
-    assert table[-1].split() == ["experts", "tp"]
+    assert table[1].split(maxsplit=1) == ["batch", "dp, fsdp, ep"]
+    assert table[-1].split() == ["stages", "tp"]
     with pytest.raises(ValueError, match=r"logical axis 'exprts'; known: batch, leng"):
         rules.mesh_axes("exprts")
 
