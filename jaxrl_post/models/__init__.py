@@ -18,7 +18,10 @@ from jaxrl_post.models.decoder import (
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.experts import Routing
 from jaxrl_post.models.hf import load_pretrained, save_pretrained
+from jaxrl_post.models.lora import LoRAConfig, adapted, initialize_adapter, merged
 from jaxrl_post.models.params import DecoderParams, param_specs
+from jaxrl_post.models.peft_files import load_adapter, save_adapter
+from jaxrl_post.models.quantized import quantize
 from jaxrl_post.models.spec import ParamSpec, abstract, initialize
 
 __all__ = [
@@ -27,18 +30,25 @@ __all__ = [
     "Head",
     "KVCache",
     "LatentAttention",
+    "LoRAConfig",
     "MixtureOfExperts",
     "ModelConfig",
     "ParamSpec",
     "RopeScaling",
     "Routing",
     "abstract",
+    "adapted",
     "forward",
     "forward_with_routing",
     "initialize",
+    "initialize_adapter",
+    "load_adapter",
     "load_pretrained",
     "logits",
+    "merged",
     "param_specs",
+    "quantize",
+    "save_adapter",
     "save_pretrained",
     "unembedding",
     "values",

@@ -1,10 +1,10 @@
 """What the families' config.json have in common, read and written."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxrl_post.models.config import Activation, ModelConfig
+from jaxrl_post.models.config import Activation, MixtureOfExperts, ModelConfig
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.hf_rope import (
     FULL,
@@ -16,7 +16,13 @@ from jaxrl_post.models.hf_rope import (
     rotation_from_hf,
     scaling_to_hf,
 )
-from jaxrl_post.models.hf_values import Json, flag, integer, number
+from jaxrl_post.models.hf_values import (
+    Json,
+    flag,
+    integer,
+    number,
+    optional_integer,
+)
 
 __all__ = [
     "Defaults",
@@ -25,9 +31,12 @@ __all__ = [
     "dtype_name",
     "layer_types",
     "layer_types_to_hf",
+    "required_experts",
     "ropes_by_layer",
     "ropes_by_layer_to_hf",
     "single_window",
+    "uniform_window",
+    "with_window",
 ]
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -272,6 +281,48 @@ def single_window(config: ModelConfig) -> int | None:
             f"windows must all have one width to be written; got {widths}"
         )
     return widths[0] if widths else None
+
+
+def uniform_window(config: ModelConfig) -> int | None:
+    """The window that all layers have, None where no layer has one.
+
+    Raises:
+        CheckpointError: some have one and others not, or of another width.
+    """
+    width = single_window(config)
+    if width is not None and None in config.windows:
+        raise CheckpointError(
+            f"{config.model_type} checkpoints have one window for all layers; got "
+            f"windows={config.windows}"
+        )
+    return width
+
+
+def with_window(config: ModelConfig, raw: Json) -> ModelConfig:
+    """Gives all layers the window that `sliding_window` names, none where it is null.
+
+    Raises:
+        CheckpointError: the window is empty.
+    """
+    width = optional_integer(raw, "sliding_window")
+    if width is None:
+        return config
+    if width < 1:
+        raise CheckpointError(f"sliding_window must be at least 1; got {width}")
+    return replace(config, windows=(width,) * config.num_layers)
+
+
+def required_experts(config: ModelConfig) -> MixtureOfExperts:
+    """Returns the config's experts.
+
+    Raises:
+        CheckpointError: there are none, so that no checkpoint of the family fits.
+    """
+    if config.experts is None:
+        raise CheckpointError(
+            f"{config.model_type} checkpoints cannot express experts=None"
+        )
+    return config.experts
 
 
 def dtype_name(raw: Json) -> str:

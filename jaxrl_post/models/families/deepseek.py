@@ -7,8 +7,12 @@ from typing import Any
 from jaxrl_post.models.config import LatentAttention, MixtureOfExperts, ModelConfig
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.families import glm, llama
-from jaxrl_post.models.families.mistral import required_experts
-from jaxrl_post.models.hf_config import Defaults, decoder_from_hf, decoder_to_hf
+from jaxrl_post.models.hf_config import (
+    Defaults,
+    decoder_from_hf,
+    decoder_to_hf,
+    required_experts,
+)
 from jaxrl_post.models.hf_values import Json, flag, integer, number, optional_integer
 from jaxrl_post.models.layout import Weight
 from jaxrl_post.models.rope import yarn_mscale

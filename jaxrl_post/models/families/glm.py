@@ -6,8 +6,12 @@ from typing import Any
 
 from jaxrl_post.models.config import MixtureOfExperts, ModelConfig
 from jaxrl_post.models.families import qwen, qwen_moe
-from jaxrl_post.models.families.mistral import required_experts
-from jaxrl_post.models.hf_config import Defaults, decoder_from_hf, decoder_to_hf
+from jaxrl_post.models.hf_config import (
+    Defaults,
+    decoder_from_hf,
+    decoder_to_hf,
+    required_experts,
+)
 from jaxrl_post.models.hf_values import Json, flag, integer, number
 from jaxrl_post.models.layout import Weight
 

@@ -7,13 +7,13 @@ from typing import Any
 from jaxrl_post.models.config import MixtureOfExperts, ModelConfig
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.families import llama
-from jaxrl_post.models.families.mistral import required_experts
 from jaxrl_post.models.hf_config import (
     Defaults,
     decoder_from_hf,
     decoder_to_hf,
     layer_types,
     layer_types_to_hf,
+    required_experts,
     single_window,
 )
 from jaxrl_post.models.hf_values import flag, integer, number

@@ -5,15 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_post.models.config import MixtureOfExperts, ModelConfig
-from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.families import llama
 from jaxrl_post.models.hf_config import (
     Defaults,
     decoder_from_hf,
     decoder_to_hf,
-    single_window,
+    required_experts,
+    uniform_window,
+    with_window,
 )
-from jaxrl_post.models.hf_values import integer, optional_integer
+from jaxrl_post.models.hf_values import integer
 from jaxrl_post.models.layout import Weight
 
 __all__ = [
@@ -44,7 +45,7 @@ def mistral_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """
     config = decoder_from_hf(raw, Defaults(max_length=131072, num_kv_heads=8))
     absent = {"sliding_window": 4096}
-    return _with_window(config, {**absent, **raw})
+    return with_window(config, {**absent, **raw})
 
 
 def mistral_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def mixtral_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         experts_per_token=integer(raw, "num_experts_per_tok", 2),
         expert_size=config.intermediate_size,
     )
-    return _with_window(replace(config, experts=experts), raw)
+    return with_window(replace(config, experts=experts), raw)
 
 
 def mixtral_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -87,40 +88,3 @@ def mixtral_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.experts_per_token,
     }
-
-
-def required_experts(config: ModelConfig) -> MixtureOfExperts:
-    """Returns the config's experts.
-
-    Raises:
-        CheckpointError: there are none, so that no checkpoint of the family fits.
-    """
-    if config.experts is None:
-        raise CheckpointError(
-            f"{config.model_type} checkpoints cannot express experts=None"
-        )
-    return config.experts
-
-
-def uniform_window(config: ModelConfig) -> int | None:
-    """The window that all layers have, None where no layer has one.
-
-    Raises:
-        CheckpointError: some have one and others not, or of another width.
-    """
-    width = single_window(config)
-    if width is not None and None in config.windows:
-        raise CheckpointError(
-            f"{config.model_type} checkpoints have one window for all layers; got "
-            f"windows={config.windows}"
-        )
-    return width
-
-
-def _with_window(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
-    width = optional_integer(raw, "sliding_window")
-    if width is None:
-        return config
-    if width < 1:
-        raise CheckpointError(f"sliding_window must be at least 1; got {width}")
-    return replace(config, windows=(width,) * config.num_layers)

@@ -6,13 +6,13 @@ from typing import Any
 
 from jaxrl_post.models.config import MixtureOfExperts, ModelConfig
 from jaxrl_post.models.families import llama, qwen_moe
-from jaxrl_post.models.families.mistral import required_experts
 from jaxrl_post.models.hf_config import (
     Defaults,
     decoder_from_hf,
     decoder_to_hf,
     layer_types,
     layer_types_to_hf,
+    required_experts,
     ropes_by_layer,
     ropes_by_layer_to_hf,
     single_window,

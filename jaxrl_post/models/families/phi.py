@@ -1,15 +1,19 @@
 """Phi-3 in Hugging Face's terms: joined projections, partial rotation, longrope."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.families import llama
-from jaxrl_post.models.families.mistral import uniform_window
-from jaxrl_post.models.hf_config import Defaults, decoder_from_hf, decoder_to_hf
-from jaxrl_post.models.hf_values import integer, optional_integer
+from jaxrl_post.models.hf_config import (
+    Defaults,
+    decoder_from_hf,
+    decoder_to_hf,
+    uniform_window,
+    with_window,
+)
+from jaxrl_post.models.hf_values import integer
 from jaxrl_post.models.layout import Weight
 
 __all__ = ["WEIGHTS", "config_from_hf", "config_to_hf"]
@@ -50,12 +54,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
                 f"rope_scaling must be longrope with {config.rotated_dims // 2} short "
                 f"and long factors; got {scaling.kind} with {sorted(sizes)}"
             )
-    width = optional_integer(raw, "sliding_window")
-    if width is None:
-        return config
-    if width < 1:
-        raise CheckpointError(f"sliding_window must be at least 1; got {width}")
-    return replace(config, windows=(width,) * config.num_layers)
+    return with_window(config, raw)
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:

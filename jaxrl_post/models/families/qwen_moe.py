@@ -7,14 +7,15 @@ from typing import Any
 from jaxrl_post.models.config import MixtureOfExperts, ModelConfig
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.families import qwen
-from jaxrl_post.models.families.mistral import required_experts, uniform_window
 from jaxrl_post.models.hf_config import (
     Defaults,
     decoder_from_hf,
     decoder_to_hf,
     layer_types,
     layer_types_to_hf,
+    required_experts,
     single_window,
+    uniform_window,
 )
 from jaxrl_post.models.hf_values import flag, integer
 from jaxrl_post.models.layout import Weight
