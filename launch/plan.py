@@ -319,20 +319,20 @@ def programs(
         jax.eval_shape(lambda params: training.create(params, optimizer, None), params),
         layout,
     )
-    batch = _batch(rows, config.row_tokens, learner.scorer._batch_sharding)
+    batch = _batch(rows, config.row_tokens, learner.scorer.batch_sharding)
     cache = _cache(config, architecture, mesh)
     # Without its parameters, which are always an argument.
     rest = state.replace(params=None)  # type: ignore[attr-defined]
     policy = learner.policy
     inputs = (policy, params, batch)
     with jax.set_mesh(mesh):
-        zeros = jax.eval_shape(learner._empty, *inputs)
-    accumulator: Accumulator = _placed(zeros, learner._accumulator_layout)
-    # `_empty` reads shapes alone: nothing is its argument.
-    yield Program("empty", learner._empty, inputs, (state, cache))
+        zeros = jax.eval_shape(learner.empty, *inputs)
+    accumulator: Accumulator = _placed(zeros, learner.accumulator_layout)
+    # `empty` reads shapes alone: nothing is its argument.
+    yield Program("empty", learner.empty, inputs, (state, cache))
     inputs = (policy, params, accumulator, batch)
-    yield Program("accumulate", learner._accumulate, inputs, (rest, cache))
-    yield Program("apply", learner._apply, (state, accumulator), cache)
+    yield Program("accumulate", learner.accumulate, inputs, (rest, cache))
+    yield Program("apply", learner.apply, (state, accumulator), cache)
 
 
 def _placed(shapes: PyTree, layout: PyTree) -> PyTree:

@@ -64,10 +64,11 @@ class Scorer:
                 f"got {batch.shape[0]}"
             )
         for first in range(0, batch.shape[0], size):
-            yield jax.device_put(rows(batch, first, first + size), self._batch_sharding)
+            yield jax.device_put(rows(batch, first, first + size), self.batch_sharding)
 
     @functools.cached_property
-    def _batch_sharding(self) -> NamedSharding:
+    def batch_sharding(self) -> NamedSharding:
+        """Of the arrays of a piece."""
         spec = partition_spec(
             (self.microbatch_rows,),
             ("batch",),
@@ -133,8 +134,8 @@ class Learner:
         total = None
         for piece in self.scorer.microbatches(batch):
             if total is None:
-                total = self._empty(self._predictor, state.params, piece)
-            total = self._accumulate(self._predictor, state.params, total, piece)
+                total = self.empty(self._predictor, state.params, piece)
+            total = self.accumulate(self._predictor, state.params, total, piece)
         if total is None:
             raise ValueError(f"{where}: the batch has no rows")
         metrics = {name: float(m.mean()) for name, m in total.metrics.items()}
@@ -149,7 +150,7 @@ class Learner:
                 )
         if float(total.loss.count) == 0:
             return state, metrics
-        return self._apply(state, total), metrics
+        return self.apply(state, total), metrics
 
     def evaluate(self, params: PyTree, batch: TokenBatch) -> dict[str, float]:
         """Loss and metrics of a batch under given parameters; nothing is updated."""
@@ -177,26 +178,32 @@ class Learner:
         return jax.jit(function, out_shardings=out, donate_argnums=donate)
 
     @functools.cached_property
-    def _accumulator_layout(self) -> pure.Accumulator:
+    def accumulator_layout(self) -> pure.Accumulator:
+        """Of the sums of an optimizer step: gradients lie as the parameters do."""
         replicated = NamedSharding(self.mesh, P())
         return pure.Accumulator(self.layout.params, replicated, replicated)  # type: ignore[arg-type]
 
     @functools.cached_property
-    def _empty(self) -> Callable:
+    def empty(self) -> Callable:
+        """Program of (predictor, params, piece): sums of nothing."""
+
         def run(policy: pure.Predictor, *inputs: Any) -> pure.Accumulator:
             return pure.empty_accumulator(policy, self.objective, *inputs)
 
-        return self._jit(run, self._accumulator_layout)
+        return self._jit(run, self.accumulator_layout)
 
     @functools.cached_property
-    def _accumulate(self) -> Callable:
+    def accumulate(self) -> Callable:
+        """Program of (predictor, params, sums, piece), which takes the sums."""
+
         def run(policy: pure.Predictor, *inputs: Any) -> pure.Accumulator:
             return pure.accumulate(policy, self.objective, *inputs)
 
-        return self._jit(run, self._accumulator_layout, donate=(2,))
+        return self._jit(run, self.accumulator_layout, donate=(2,))
 
     @functools.cached_property
-    def _apply(self) -> Callable:
+    def apply(self) -> Callable:
+        """Program of (state, sums), which takes the state."""
         run = functools.partial(pure.apply, self.optimizer, self.max_grad_norm)
         return self._jit(run, self.layout, donate=(0,))
 

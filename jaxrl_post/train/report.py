@@ -17,93 +17,22 @@ from typing import Any
 import jaxrl_post
 from jaxrl_post.train import charts, notation
 from jaxrl_post.train.report_page import page, text
+from jaxrl_post.train.report_panels import (
+    FAILED,
+    PHASES,
+    SECTIONS,
+    SPEED,
+    STEP_TIME,
+    Panel,
+)
 from jaxrl_post.train.run_directory import RunDirectory, read_rows, replace_file
 from jaxrl_post.train.sinks import ACCURACY, MISMATCH, REWARD, TOKENS_PER_SECOND
 
 __all__ = ["write_report"]
 
-STEP_TIME = "time/step"
-FAILED = "rollout/failed"
 MAX_OTHERS = 60  # Further metrics that get a chart.
 MAX_EXAMPLES = 8
 MAX_CHARACTERS = 4000  # Of a prompt or completion.
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One metric's chart: its name, what it says, and how its values are written."""
-
-    metric: str
-    title: str
-    unit: str = ""
-    form: Callable[[float], str] = notation.number
-    width: str = ""
-    factor: float = 1.0  # From the metric to what is shown.
-    smoothed: bool = True
-
-
-SECTIONS = (
-    (
-        "Learning",
-        (
-            Panel(REWARD, "Reward", "mean of a step's samples", width="half"),
-            Panel(
-                ACCURACY,
-                "Held-out accuracy",
-                "% of tasks or pairs",
-                "{:.1f}%".format,
-                width="half",
-                factor=100.0,
-                smoothed=False,
-            ),
-        ),
-    ),
-    (
-        "Policy",
-        (
-            Panel("policy/kl_to_reference", "KL to reference", "nats per token"),
-            Panel("policy/kl_to_proximal", "KL to proximal", "nats per token"),
-            Panel("mismatch/kl", "KL of sampler and trainer", "nats per token"),
-            Panel("policy/entropy", "Entropy", "nats per token"),
-            Panel("rollout/completion_length", "Completion length", "tokens"),
-            Panel(MISMATCH, "Sampler mismatch", "factor, 1 is exact", notation.ratio),
-        ),
-    ),
-    (
-        "Critic",
-        (
-            Panel("critic/explained_variance", "Explained variance", "1 is perfect"),
-            Panel("critic/loss", "Critic's loss"),
-            Panel("critic/value", "Value", "mean over tokens"),
-        ),
-    ),
-    (
-        "Preferences",
-        (
-            Panel("preference/accuracy", "Accuracy", "pairs of the step ranked right"),
-            Panel("preference/margin", "Margin", "chosen minus rejected reward"),
-            Panel("eval/margin", "Held-out margin", "chosen minus rejected reward"),
-        ),
-    ),
-    (
-        "Optimization",
-        (
-            Panel("train/loss", "Loss"),
-            Panel("eval/loss", "Held-out loss", smoothed=False),
-            Panel("train/grad_norm", "Gradient norm", "before clipping"),
-            Panel(FAILED, "Failed rollouts", "per step", smoothed=False),
-        ),
-    ),
-)
-PHASES = (
-    ("time/rollout", "rollout"),
-    ("time/reward", "reward"),
-    ("time/logprobs", "log-probs"),
-    ("time/train", "train"),
-    ("time/publish", "publish"),
-    ("time/checkpoint", "checkpoint"),
-)
-SPEED = Panel(TOKENS_PER_SECOND, "Throughput", "tokens per second", width="tall")
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def test_the_programs_are_those_of_a_learner(mesh, dtype):
     )
     (piece,) = learner.scorer.microbatches(batch)
     with jax.set_mesh(mesh):
-        total = learner._empty(learner.policy, state.params, piece)
+        total = learner.empty(learner.policy, state.params, piece)
     assert kinds(apply.arguments) == kinds((state, total))
     assert kinds(accumulate.arguments[1:]) == kinds((state.params, total, piece))
     assert kinds(accumulate.beside[0]) == kinds(state.replace(params=None))
