@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.token_logprob import api, from_logits, token_logprob
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
@@ -226,19 +227,21 @@ def test_temperature_is_a_scale_of_the_logits():
     close((*values, d_hidden, d_weight), (*plain, 2 * plain_hidden, plain_weight))
 
 
-# 40 columns are split by tp4, 42 are not. The last rows, hence devices, have no work.
+# 40 columns are split by tp4, 42 are not; a width of 8 is split by fsdp4, 6 is not. The
+# last rows, hence devices, have no work.
 @pytest.mark.parametrize(
-    ("spec", "vocab", "split_vocab"),
+    ("spec", "vocab", "width", "split_vocab", "lies"),
     [
-        ("dp2,tp4", 40, ("tp",)),
-        ("dp2,tp4", 42, ("tp",)),
-        ("fsdp4,tp2", 40, ("tp",)),
-        ("dp2,fsdp2,tp2", 40, ("tp",)),
-        ("dp2,fsdp2,tp2", 40, ("fsdp", "tp")),
+        ("dp2,tp4", 40, 6, ("tp",), P("tp")),
+        ("dp2,tp4", 42, 6, ("tp",), P()),
+        ("fsdp4,tp2", 40, 6, ("tp",), P("tp")),
+        ("fsdp4,tp2", 40, 8, ("tp",), P("tp", "fsdp")),
+        ("fsdp2,ep2,tp2", 40, 8, ("tp",), P("tp", ("fsdp", "ep"))),
+        ("dp2,fsdp2,tp2", 40, 6, ("fsdp", "tp"), P("tp", "fsdp")),
     ],
 )
-def test_a_mesh_changes_nothing(spec, vocab, split_vocab):
-    hidden, weight, targets, cotangents = arrays(4, 5, 6, vocab)
+def test_a_mesh_changes_nothing(spec, vocab, width, split_vocab, lies):
+    hidden, weight, targets, cotangents = arrays(4, 5, width, vocab)
     mask = jnp.asarray(np.random.default_rng(1).random((4, 5)) < 0.6).at[2:].set(False)
     options = {"temperature": 0.7, "vocab_size": vocab - 1}
     targets = targets % (vocab - 1)
@@ -250,8 +253,11 @@ def test_a_mesh_changes_nothing(spec, vocab, split_vocab):
                 h, w, targets, cotangents, mask, rules=rules, **options
             )
         )(hidden, weight)
+        found = grads[1].sharding
     close(values, expected[0])
     close(grads, expected[1])
+    # As the rules lay the weight itself: no device gets a part that it does not keep.
+    assert found.is_equivalent_to(jax.NamedSharding(found.mesh, lies), 2)
 
 
 def test_rows_that_all_are_masked_give_zeros():

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -117,8 +117,23 @@ def _reference(
     return TokenLogprob(*(jnp.where(mask, value, 0.0) for value in both))
 
 
-class _Plan(tuple):
-    """(layout, axes that split the batch, the vocabulary; whether any do), static."""
+class _Plan(NamedTuple):
+    """What of one call is static.
+
+    Attributes:
+        layout: of the tiles.
+        batch: mesh axes that split the batch.
+        vocab: mesh axes that split the vocabulary.
+        scattered: of `batch`, those over which the weight's gradient is split along the
+            hidden dimension, as the weight is.
+        sharded: whether there is a mesh.
+    """
+
+    layout: xla.Layout
+    batch: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
+    scattered: tuple[str, ...] = ()
+    sharded: bool = False
 
 
 def _plan(
@@ -131,7 +146,7 @@ def _plan(
 ) -> _Plan:
     mesh = jax.sharding.get_abstract_mesh()
     sharded = not mesh.empty and mesh.size > 1
-    batch = vocab = ()
+    batch = vocab = scattered = ()
     if sharded:
         batch_spec = partition_spec(
             batch_shape, ("batch", "length"), mesh, rules, name="token_logprob batch"
@@ -140,10 +155,14 @@ def _plan(
         vocab_spec = partition_spec(weight_shape, ("vocab", None), mesh, rules)
         # Devices along these axes have other rows: there the columns are gathered.
         vocab = tuple(axis for axis in _names(vocab_spec[0]) if axis not in batch)
+        axes = rules.mesh_axes("embed")
+        scattered = tuple(axis for axis in axes if axis in batch)
+        if weight_shape[1] % math.prod(mesh.shape[axis] for axis in scattered):
+            scattered = ()
     columns = weight_shape[0] // math.prod(mesh.shape[axis] for axis in vocab)
     tile = max(8, min(TILE_BYTES // (4 * columns), 1024) // 8 * 8)
     layout = xla.Layout(tile, vocab_size, float(temperature), softcap, vocab)
-    return _Plan((layout, batch, vocab, sharded))
+    return _Plan(layout, batch, vocab, scattered, sharded)
 
 
 def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -160,7 +179,7 @@ def _fused(
 def _fused_forward(
     plan: _Plan, hidden: Array, weight: Array, targets: Array, mask: Array
 ) -> tuple[tuple[Array, Array], Any]:
-    layout, batch, vocab, sharded = plan
+    layout, batch, vocab = plan.layout, plan.batch, plan.vocab
 
     def local(hidden: Array, weight: Array, targets: Array, mask: Array) -> Any:
         shape = targets.shape
@@ -174,7 +193,7 @@ def _fused_forward(
         outputs = (logprob, entropy, residuals.normalizer)
         return *(value.reshape(shape) for value in outputs), residuals.logits
 
-    if sharded:
+    if plan.sharded:
         local = jax.shard_map(
             local,
             in_specs=(P(batch), P(vocab), P(batch), P(batch)),
@@ -187,7 +206,8 @@ def _fused_forward(
 
 
 def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) -> Any:
-    layout, batch, vocab, sharded = plan
+    layout, batch, vocab = plan.layout, plan.batch, plan.vocab
+    summed = tuple(axis for axis in batch if axis not in plan.scattered)
     logits, hidden, weight, *by_row = saved
 
     def local(
@@ -206,16 +226,21 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
         )
         if vocab:
             d_hidden = jax.lax.psum(d_hidden, vocab)
-        if batch:
-            d_weight = jax.lax.psum(d_weight, batch)
+        if plan.scattered:
+            # Half of what an all-reduce moves, and no device keeps the whole sum.
+            d_weight = jax.lax.psum_scatter(
+                d_weight, plan.scattered, scatter_dimension=1, tiled=True
+            )
+        if summed:
+            d_weight = jax.lax.psum(d_weight, summed)
         d_hidden = d_hidden.reshape(shape).astype(hidden.dtype)
         return d_hidden, d_weight.astype(weight.dtype)
 
-    if sharded:
+    if plan.sharded:
         local = jax.shard_map(
             local,
             in_specs=(P(batch, vocab), P(batch), P(vocab), *(P(batch),) * 6),
-            out_specs=(P(batch), P(vocab)),
+            out_specs=(P(batch), P(vocab, plan.scattered)),
             check_vma=False,
         )
     d_hidden, d_weight = local(logits, hidden, weight, *by_row, *cotangents)
