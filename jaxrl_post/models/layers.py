@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post.models.config import Activation, ModelConfig
+from jaxrl_post.models.embedding import lookup
 from jaxrl_post.models.matrix import Matrix, multiply
 from jaxrl_post.models.params import MLPParams
 from jaxrl_post.sharding import Rules, constrain
@@ -66,7 +67,7 @@ def project(
         inputs: leading dims of `weight` that are summed over.
     """
     product = multiply(x, weight, inputs)
-    return product if bias is None else product + bias
+    return product if bias is None else add_bias(product, bias)
 
 
 def to_heads(
@@ -77,17 +78,19 @@ def to_heads(
 ) -> Float[Array, "batch length heads head_dim"]:
     """Projects to heads; `shape` is (batch, length)."""
     heads = project(x, weight).reshape(*shape, *weight.shape[1:])
-    return heads if bias is None else heads + bias
+    return heads if bias is None else add_bias(heads, bias)
+
+
+def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x + b in x's dtype; the gradient of b is summed over the tokens in float32."""
+    return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def embed(
     config: ModelConfig, table: Array, tokens: Array, rules: Rules
 ) -> Float[Array, "tokens hidden"]:
     """Rows of the embedding, scaled."""
-    # Whole rows before the lookup: else the backward pass has to move the activations
-    # from a split of the batch to one of the width.
-    table = constrain(table, ("vocab", "hidden"), rules)
-    rows = table[tokens]
+    rows = lookup(table, tokens, rules)
     if config.embedding_scale != 1.0:
         # Rounded to the dtype first, as the families that scale do it.
         rows = rows * jnp.asarray(config.embedding_scale, rows.dtype)

@@ -9,11 +9,13 @@ from jaxrl_post.sharding.partition import (
     split_size,
 )
 from jaxrl_post.sharding.rules import DEFAULT_RULES, Rules
+from jaxrl_post.sharding.tables import TableSplit
 
 __all__ = [
     "DEFAULT_RULES",
     "MeshError",
     "Rules",
+    "TableSplit",
     "constrain",
     "create_mesh",
     "named_shardings",

@@ -14,7 +14,7 @@ from jaxrl_post.kernels.token_logprob.reference import (
     TokenLogprob,
     from_logits,
 )
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, partition_spec
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, TableSplit, partition_spec
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = ["TokenLogprob", "token_logprob"]
@@ -122,18 +122,13 @@ class _Plan(NamedTuple):
 
     Attributes:
         layout: of the tiles.
-        batch: mesh axes that split the batch.
-        vocab: mesh axes that split the vocabulary.
-        scattered: of `batch`, those over which the weight's gradient is split along the
-            hidden dimension, as the weight is.
+        split: of batch and vocabulary.
         sharded: whether there is a mesh.
     """
 
     layout: xla.Layout
-    batch: tuple[str, ...] = ()
-    vocab: tuple[str, ...] = ()
-    scattered: tuple[str, ...] = ()
-    sharded: bool = False
+    split: TableSplit
+    sharded: bool
 
 
 def _plan(
@@ -145,28 +140,17 @@ def _plan(
     rules: Rules,
 ) -> _Plan:
     mesh = jax.sharding.get_abstract_mesh()
-    sharded = not mesh.empty and mesh.size > 1
-    batch = vocab = scattered = ()
+    sharded, split = not mesh.empty and mesh.size > 1, TableSplit()
     if sharded:
-        batch_spec = partition_spec(
+        spec = partition_spec(
             batch_shape, ("batch", "length"), mesh, rules, name="token_logprob batch"
         )
-        batch = _names(batch_spec[0])
-        vocab_spec = partition_spec(weight_shape, ("vocab", None), mesh, rules)
-        # Devices along these axes have other rows: there the columns are gathered.
-        vocab = tuple(axis for axis in _names(vocab_spec[0]) if axis not in batch)
-        axes = rules.mesh_axes("embed")
-        scattered = tuple(axis for axis in axes if axis in batch)
-        if weight_shape[1] % math.prod(mesh.shape[axis] for axis in scattered):
-            scattered = ()
-    columns = weight_shape[0] // math.prod(mesh.shape[axis] for axis in vocab)
+        batch = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
+        split = TableSplit.of(weight_shape, batch, mesh, rules)
+    columns = weight_shape[0] // math.prod(mesh.shape[axis] for axis in split.vocab)
     tile = max(8, min(TILE_BYTES // (4 * columns), 1024) // 8 * 8)
-    layout = xla.Layout(tile, vocab_size, float(temperature), softcap, vocab)
-    return _Plan(layout, batch, vocab, scattered, sharded)
-
-
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()
+    layout = xla.Layout(tile, vocab_size, float(temperature), softcap, split.vocab)
+    return _Plan(layout, split, sharded)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -179,7 +163,7 @@ def _fused(
 def _fused_forward(
     plan: _Plan, hidden: Array, weight: Array, targets: Array, mask: Array
 ) -> tuple[tuple[Array, Array], Any]:
-    layout, batch, vocab = plan.layout, plan.batch, plan.vocab
+    layout, split, rows = plan.layout, plan.split, P(plan.split.batch)
 
     def local(hidden: Array, weight: Array, targets: Array, mask: Array) -> Any:
         shape = targets.shape
@@ -196,8 +180,8 @@ def _fused_forward(
     if plan.sharded:
         local = jax.shard_map(
             local,
-            in_specs=(P(batch), P(vocab), P(batch), P(batch)),
-            out_specs=(P(batch), P(batch), P(batch), P(batch, vocab)),
+            in_specs=(rows, split.rows, rows, rows),
+            out_specs=(rows, rows, rows, P(split.batch, split.vocab)),
             check_vma=False,
         )
     logprob, entropy, normalizer, logits = local(hidden, weight, targets, mask)
@@ -206,8 +190,7 @@ def _fused_forward(
 
 
 def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) -> Any:
-    layout, batch, vocab = plan.layout, plan.batch, plan.vocab
-    summed = tuple(axis for axis in batch if axis not in plan.scattered)
+    layout, split, rows = plan.layout, plan.split, P(plan.split.batch)
     logits, hidden, weight, *by_row = saved
 
     def local(
@@ -224,23 +207,16 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
             (g, e),
             layout,
         )
-        if vocab:
-            d_hidden = jax.lax.psum(d_hidden, vocab)
-        if plan.scattered:
-            # Half of what an all-reduce moves, and no device keeps the whole sum.
-            d_weight = jax.lax.psum_scatter(
-                d_weight, plan.scattered, scatter_dimension=1, tiled=True
-            )
-        if summed:
-            d_weight = jax.lax.psum(d_weight, summed)
+        if split.vocab:
+            d_hidden = jax.lax.psum(d_hidden, split.vocab)
         d_hidden = d_hidden.reshape(shape).astype(hidden.dtype)
-        return d_hidden, d_weight.astype(weight.dtype)
+        return d_hidden, split.total(d_weight).astype(weight.dtype)
 
     if plan.sharded:
         local = jax.shard_map(
             local,
-            in_specs=(P(batch, vocab), P(batch), P(vocab), *(P(batch),) * 6),
-            out_specs=(P(batch), P(vocab, plan.scattered)),
+            in_specs=(P(split.batch, split.vocab), rows, split.rows, *(rows,) * 6),
+            out_specs=(rows, split.gradient),
             check_vma=False,
         )
     d_hidden, d_weight = local(logits, hidden, weight, *by_row, *cotangents)

@@ -1,0 +1,74 @@
+"""Rows of an embedding, with a gradient that is summed in float32.
+
+In bfloat16 a sum of equal terms stops growing at 256 of them, and the frequent tokens
+stand in a batch thousands of times.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post.sharding import Rules, TableSplit, constrain
+from jaxrl_post.types import Array, Float, Int
+
+__all__ = ["lookup"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def lookup(
+    table: Float[Array, "vocab hidden"], tokens: Int[Array, " tokens"], rules: Rules
+) -> Float[Array, "tokens hidden"]:
+    """table[tokens].
+
+    Args:
+        table: any float dtype, which is that of its gradient too.
+        tokens: int32 in [0, vocab).
+        rules: with the mesh of `jax.set_mesh`, how both are split.
+
+    >>> from jaxrl_post.sharding import DEFAULT_RULES
+    >>> often = jnp.zeros(4096, jnp.int32)
+    >>> table = jnp.ones((1, 1), jnp.bfloat16)
+    >>> jax.grad(lambda table: lookup(table, often, DEFAULT_RULES).sum())(table).item()
+    4096.0
+    """
+    # Whole rows before the lookup: each device has tokens of its own.
+    return constrain(table, ("vocab", "hidden"), rules)[tokens]
+
+
+def _forward(table: Array, tokens: Array, rules: Rules) -> tuple[Array, Any]:
+    return lookup(table, tokens, rules), (table, tokens)
+
+
+def _backward(rules: Rules, saved: Any, cotangent: Array) -> tuple[Array, None]:
+    table, tokens = saved
+
+    def local(split: TableSplit, tokens: Array, cotangent: Array) -> Array:
+        rows = table.shape[0] // math.prod(mesh.shape[axis] for axis in split.vocab)
+        own = tokens - split.first_row(rows)
+        # A negative index would count from the end; this one is out of range.
+        own = jnp.where(own >= 0, own, rows)
+        total = jnp.zeros((rows, table.shape[1]), jnp.float32)
+        total = total.at[own].add(cotangent.astype(jnp.float32), mode="drop")
+        return split.total(total).astype(table.dtype)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return local(TableSplit(), tokens, cotangent), None
+    batch = tuple(a for a in rules.mesh_axes("batch") if mesh.shape.get(a, 1) > 1)
+    if tokens.shape[0] % math.prod(mesh.shape[axis] for axis in batch):
+        batch = ()  # A batch that the mesh does not divide is whole on every device.
+    split = TableSplit.of(table.shape, batch, mesh, rules)
+    run = jax.shard_map(
+        functools.partial(local, split),
+        in_specs=(P(batch), P(batch)),
+        out_specs=split.gradient,
+        check_vma=False,
+    )
+    return run(tokens, cotangent), None
+
+
+lookup.defvjp(_forward, _backward)
