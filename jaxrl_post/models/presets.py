@@ -4,7 +4,9 @@ The numbers are those of each model's config.json, under the names that they hav
 so that each can be compared with its source. All of these models publish an
 `initializer_range` of 0.02, which is `ParamSpec`'s scale: `initialize` draws matrices
 and embeddings from a normal distribution of that width, and starts norms at one and
-biases at zero.
+biases at zero. Where releases of one size differ, Qwen2.5's are its base models (some
+instruct ones have another context length and epsilon) and Qwen3's its first
+post-trained ones (later ones have another context length and rotary base).
 """
 
 from collections.abc import Mapping

@@ -53,6 +53,45 @@ ROUNDED = {
     "glm-4.5-air": "107",  # likewise
 }
 
+# What no count of parameters sees: epsilon, rotary base, context, rotary scaling.
+UNCOUNTED = {
+    "llama-3.1-8b": (1e-5, 5e5, 131072, 8.0),
+    "llama-3.1-70b": (1e-5, 5e5, 131072, 8.0),
+    "llama-3.2-1b": (1e-5, 5e5, 131072, 32.0),
+    "llama-3.2-3b": (1e-5, 5e5, 131072, 32.0),
+    "llama-3.3-70b": (1e-5, 5e5, 131072, 8.0),
+    "qwen2.5-0.5b": (1e-6, 1e6, 32768, None),
+    "qwen2.5-1.5b": (1e-6, 1e6, 131072, None),
+    "qwen2.5-3b": (1e-6, 1e6, 32768, None),
+    "qwen2.5-7b": (1e-6, 1e6, 131072, None),
+    "qwen2.5-14b": (1e-5, 1e6, 131072, None),
+    "qwen2.5-32b": (1e-5, 1e6, 131072, None),
+    "qwen2.5-72b": (1e-5, 1e6, 131072, None),
+    "qwen3-0.6b": (1e-6, 1e6, 40960, None),
+    "qwen3-1.7b": (1e-6, 1e6, 40960, None),
+    "qwen3-4b": (1e-6, 1e6, 40960, None),
+    "qwen3-8b": (1e-6, 1e6, 40960, None),
+    "qwen3-14b": (1e-6, 1e6, 40960, None),
+    "qwen3-32b": (1e-6, 1e6, 40960, None),
+    "qwen3-30b-a3b": (1e-6, 1e6, 40960, None),
+    "qwen3-235b-a22b": (1e-6, 1e6, 40960, None),
+    "gemma-2-2b": (1e-6, 1e4, 8192, None),
+    "gemma-2-9b": (1e-6, 1e4, 8192, None),
+    "gemma-2-27b": (1e-6, 1e4, 8192, None),
+    "gemma-3-1b": (1e-6, 1e6, 32768, None),
+    "gemma-3-4b": (1e-6, 1e6, 131072, 8.0),
+    "mistral-7b-v0.3": (1e-5, 1e6, 32768, None),
+    "mixtral-8x7b": (1e-5, 1e6, 32768, None),
+    "phi-3-mini-4k": (1e-5, 1e4, 4096, None),
+    "olmo-2-7b": (1e-6, 5e5, 4096, None),
+    "olmoe-1b-7b": (1e-5, 1e4, 4096, None),
+    "smollm3-3b": (1e-6, 5e6, 65536, None),
+    "gpt-oss-20b": (1e-5, 1.5e5, 131072, 32.0),
+    "gpt-oss-120b": (1e-5, 1.5e5, 131072, 32.0),
+    "deepseek-v3": (1e-6, 1e4, 163840, 40.0),
+    "glm-4.5-air": (1e-5, 1e6, 131072, None),
+}
+
 
 def count(name: str) -> int:
     specs = jax.tree.leaves(param_specs(PRESETS[name]), is_leaf=is_spec)
@@ -69,7 +108,16 @@ def active(name: str) -> int:
 
 
 def test_every_preset_is_counted():
-    assert set(PRESETS) == {*COUNTS, *ROUNDED}
+    assert set(PRESETS) == {*COUNTS, *ROUNDED} == set(UNCOUNTED)
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_constants_as_published(name):
+    config = PRESETS[name]
+    scaling = config.rope_scaling
+    factor = None if scaling is None else scaling.factor
+    found = config.rms_norm_eps, config.rope_theta, config.max_length, factor
+    assert found == UNCOUNTED[name]
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -115,6 +163,9 @@ def test_what_families_derive_from_the_sizes():
     assert gemma.score_scale == 144**-0.5
     assert gemma.embedding_scale == 4608**0.5
     assert gemma.windows[:3] == (4096, None, 4096)
+    assert PRESETS["gemma-2-2b"].score_scale == 256**-0.5
+    assert PRESETS["gemma-2-9b"].score_scale == 256**-0.5
+    assert (gemma.attention_softcap, gemma.logit_softcap) == (50.0, 30.0)
     assert PRESETS["gemma-3-1b"].windows[4:7] == (512, None, 512)
     assert PRESETS["gemma-3-1b"].local_rope_theta == 10000.0
     assert PRESETS["smollm3-3b"].unrotated_layers == tuple(range(3, 36, 4))
@@ -123,7 +174,11 @@ def test_what_families_derive_from_the_sizes():
     deepseek = PRESETS["deepseek-v3"]
     assert deepseek.experts.dense_layers == (0, 1, 2)
     assert deepseek.cache_shape == (1, 576, 0)
-    assert PRESETS["glm-4.5-air"].rotated_dims == 64
+    glm = PRESETS["glm-4.5-air"]
+    assert glm.rotated_dims == 64
+    assert (glm.experts.scale, deepseek.experts.scale) == (1.0, 2.5)
+    assert glm.experts.dense_layers == (0,)
+    assert PRESETS["gemma-3-4b"].windows[4:7] == (1024, None, 1024)
     assert PRESETS["qwen2.5-7b"].qkv_bias
     assert PRESETS["phi-3-mini-4k"].windows == (2047,) * 32
 
