@@ -175,42 +175,48 @@ def render_reply(
     messages: Messages,
     options: Options = Options(),
     *,
-    stop_id: int | None = None,
+    stop_id: int | None,
 ) -> tuple[int, ...]:
-    """Token ids that follow the assistant's turn when others speak.
+    r"""Token ids that follow the assistant's turn when others speak.
 
     The assistant's own tokens are kept as it produced them, so only what is new is
-    tokenised: the text of the longer conversation from where the assistant's turn ended
-    in the shorter one. A sampled turn ends with its stop token; what a template writes
-    after it, such as ChatML's newline, is new.
+    tokenised: the text of the longer conversation from where the assistant's answer
+    ended in the shorter one. That begins with what ends a turn, such as ChatML's
+    <|im_end|>; where a template has no such token, with the head of the next turn,
+    which is what the model then stops with. If that very token was sampled it is not
+    repeated. If the turn was cut, or stopped with another token, it is missing and is
+    added: as context, since nobody sampled it. Another stop token that was sampled
+    stays where it is; without it the tokens are those of the template.
 
     Args:
         tokenizer: with or without a chat template.
         before: the conversation, the assistant's turn last.
         messages: what is said next, at least one message.
         options: for the template.
-        stop_id: the stop token that was sampled. Where the next turn begins with it,
-            because the model ends its own by announcing that one, it is not repeated.
+        stop_id: the stop token that was sampled, None for a turn that ended without.
 
     Raises:
         TokenizerError: the template renders earlier turns differently once later ones
             follow.
+
+    >>> tokenizer = Tokenizer.train(["1+2=3"])
+    >>> before = [{"role": "assistant", "content": "3"}]
+    >>> again = [{"role": "user", "content": "+1="}]
+    >>> cut = render_reply(tokenizer, before, again, stop_id=None)
+    >>> tokenizer.backend.decode(cut, skip_special_tokens=False)
+    '<|eos|>+1='
+    >>> cut[1:] == render_reply(tokenizer, before, again, stop_id=tokenizer.eos_id)
+    True
     """
-    if not tokenizer.chat_templates:
-        said = [_content(_message(message)) for message in messages]
-        return tokenizer.encode("".join(said))
-    stops, options = tokenizer.stop_tokens, _timed(options)
-    shorter = render_text(tokenizer, before, options, prompt=False)
-    longer = render_text(tokenizer, [*before, *messages], options)
-    kept = spans.closed(shorter, longer, stops)
-    if kept is None:
-        raise TokenizerError(
-            "chat: this chat template rewrites earlier turns when later ones follow, "
-            "so tokens that were sampled would change; use it for single-turn tasks "
-            "only"
-        )
-    ids = tokenizer.encode(longer[spans.turn_end(kept, stops) :])
-    return ids[1:] if ids[:1] == (stop_id,) else ids
+    if tokenizer.chat_templates:
+        text, space = _following(tokenizer, before, messages, _timed(options))
+    else:
+        text, space = tokenizer.eos_token, ""
+        text += "".join(_content(_message(message)) for message in messages)
+    ids = tokenizer.encode(text)
+    if ids[:1] == (stop_id,):
+        return ids[1:]
+    return tokenizer.encode(space + text) if space else ids
 
 
 def conversation(
@@ -309,6 +315,29 @@ def answered(
         )
     first, end = int(learned[0]), int(learned[-1]) + 1
     return tuple(tokens[:first].tolist()), tuple(tokens[first:end].tolist())
+
+
+def _following(
+    tokenizer: Tokenizer, before: Messages, messages: Messages, options: Options
+) -> tuple[str, str]:
+    """What follows an answer, from the end of its turn; the white space before that."""
+    shorter = render_text(tokenizer, before, options, prompt=False)
+    longer = render_text(tokenizer, [*before, *messages], options)
+    kept = spans.closed(shorter, longer, tokenizer.stop_tokens)
+    if kept is None:
+        raise TokenizerError(
+            "chat: this chat template rewrites earlier turns when later ones follow, "
+            "so tokens that were sampled would change; use it for single-turn tasks "
+            "only"
+        )
+    prompt = render_text(tokenizer, before[:-1], options) if before[1:] else ""
+    # A prompt may hold more than what is written of the turn later, such as <think>.
+    begin = len(prompt) if kept.startswith(prompt) else 0
+    end = spans.answer_end(kept, tokenizer.stop_tokens, begin)
+    turn, content = kept[begin:end], _message(before[-1]).get("content")
+    # The answer's own, or the template's, as Llama 2 has a space there?
+    own = isinstance(content, str) and content[-1:].isspace()
+    return longer[end:], "" if own else turn[len(turn.rstrip()) :]
 
 
 def _timed(options: Options) -> Options:

@@ -20,10 +20,20 @@ class Codec:
         return chat.render(self.tokenizer, messages)
 
     def reply(
-        self, before: Sequence[chat.Turn], messages: Sequence[chat.Turn]
+        self,
+        before: Sequence[chat.Turn],
+        messages: Sequence[chat.Turn],
+        *,
+        stop_id: int | None,
     ) -> tuple[int, ...]:
-        """Tokens that further messages add after the assistant's turn."""
-        return chat.render_reply(self.tokenizer, before, messages)
+        """Tokens that further messages add after what the assistant sampled.
+
+        Args:
+            before: the conversation, the assistant's turn last.
+            messages: what is said next.
+            stop_id: the stop token that was sampled, None for a turn without.
+        """
+        return chat.render_reply(self.tokenizer, before, messages, stop_id=stop_id)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, without special tokens."""

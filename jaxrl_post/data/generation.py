@@ -1,7 +1,7 @@
 """How the authors of a model sample from it: generation_config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,21 @@ NEUTRAL = {
     "min_length": 0,
     "num_beams": 1,
     "penalty_alpha": None,
-    "guidance_scale": None,
+    "guidance_scale": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
     "bad_words_ids": None,
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
     "sequence_bias": None,
     "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "watermarking_config": None,
+    "dola_layers": None,
+    "token_healing": False,
+    "stop_strings": None,
+    "max_time": None,
 }
 
 
@@ -55,7 +64,8 @@ class GenerationDefaults:
 def read_generation_defaults(directory: str | Path) -> GenerationDefaults:
     """Reads generation_config.json; without one nothing is known.
 
-    "do_sample": false means greedy decoding, whatever temperature stands beside it.
+    "do_sample": false means greedy decoding, whatever temperature stands beside it;
+    "do_sample": true without a temperature means 1, as in transformers.
 
     Args:
         directory: of a model.
@@ -86,6 +96,8 @@ def read_generation_defaults(directory: str | Path) -> GenerationDefaults:
         return GenerationDefaults(
             0.0, max_tokens=defaults.max_tokens, unsupported=defaults.unsupported
         )
+    if settings.get("do_sample") is True and defaults.temperature is None:
+        return replace(defaults, temperature=1.0)
     return defaults
 
 

@@ -6,7 +6,14 @@ from typing import Any
 
 from jaxrl_post.data.tokenizer import TokenizerError
 
-__all__ = ["Span", "assistant_spans", "closed", "last_turn", "turn_end"]
+__all__ = [
+    "Span",
+    "answer_end",
+    "assistant_spans",
+    "closed",
+    "last_turn",
+    "turn_end",
+]
 
 # (begin, end) of a part of a text.
 type Span = tuple[int, int]
@@ -31,11 +38,30 @@ def turn_end(text: str, stops: Sequence[str], begin: int = 0) -> int:
     >>> text[turn_end(text, ["<|end|>", "<eos>"]):]
     '\n<eos>'
     """
+    return _ending(text, stops, begin)[1]
+
+
+def answer_end(text: str, stops: Sequence[str], begin: int = 0) -> int:
+    """Index before the stop token of the turn that ends a text.
+
+    Args:
+        text: as for `turn_end`.
+        stops: the stop tokens.
+        begin: where the turn begins at the earliest.
+
+    >>> answer_end("user: 1+1<|end|> assistant: 2<|end|>\\n<eos>", ["<|end|>", "<eos>"])
+    29
+    """
+    return _ending(text, stops, begin)[0]
+
+
+def _ending(text: str, stops: Sequence[str], begin: int) -> Span:
+    """The stop token of the turn that ends a text."""
     if not stops:
-        return len(text)
+        return len(text), len(text)
     stop = "|".join(map(re.escape, stops))
     found = re.compile(rf"(?:{stop})(?=(?:\s|{stop})*\Z)").search(text, begin)
-    return found.end() if found else len(text)
+    return found.span() if found else (len(text), len(text))
 
 
 def closed(shorter: str, longer: str, stops: Sequence[str]) -> str | None:

@@ -26,6 +26,7 @@ __all__ = [
     "Judged",
     "Limits",
     "begin",
+    "has_turns_left",
     "transition",
 ]
 
@@ -45,7 +46,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Episode:
-    """One sample of one task, as far as it has come."""
+    """One sample of one task, as far as it has come.
+
+    `stop_id` is the stop token that ended the policy's last turn; None where it ended
+    without one, at the most tokens or with a stop string.
+    """
 
     prompt_id: int
     sample_index: int
@@ -59,6 +64,7 @@ class Episode:
     turns: int = 0
     reward: float = 0.0
     finish_reason: str = ""
+    stop_id: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -72,7 +78,11 @@ class Generated:
 
 @dataclass(frozen=True)
 class Judged:
-    """Event: the environment answered; `reply` is its answer in tokens."""
+    """Event: the environment answered.
+
+    `reply` is what stands between the policy's turn and its next one, in tokens: the
+    end of the turn, if that was not sampled, and the environment's messages.
+    """
 
     step: Step
     reply: tuple[int, ...] = ()
@@ -146,6 +156,11 @@ def transition(
     return _judged(episode, event, limits)
 
 
+def has_turns_left(episode: Episode, step: Step, limits: Limits) -> bool:
+    """Whether the policy goes on after a judgement, if there is room for the prompt."""
+    return not step.done and episode.turns < limits.max_turns
+
+
 def _generated(episode: Episode, event: Generated) -> tuple[Episode, Effect]:
     new, count = event.completion, len(event.completion.tokens)
     turn = Message("assistant", event.text)
@@ -159,6 +174,7 @@ def _generated(episode: Episode, event: Generated) -> tuple[Episode, Effect]:
         versions=episode.versions + new.versions,
         turns=episode.turns + 1,
         finish_reason=new.finish_reason,
+        stop_id=new.tokens[-1] if new.finish_reason == "stop" else None,
     )
     return episode, Judge(episode.conversation)
 
@@ -171,9 +187,9 @@ def _judged(episode: Episode, event: Judged, limits: Limits) -> tuple[Episode, E
         metrics={**episode.metrics, **step.metrics},
     )
     too_long = len(episode.tokens) + size > limits.max_prompt_tokens
-    if step.done or episode.turns >= limits.max_turns or too_long:
+    if too_long or not has_turns_left(episode, step, limits):
         return episode, Finish(_rollout(episode, reward=episode.reward, error=""))
-    # The environment's tokens are context: they are never trained on.
+    # What the policy did not sample is context: it is never trained on.
     episode = dataclasses.replace(
         episode,
         conversation=episode.conversation + step.messages,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from jaxrl_post.envs.env import Message, Task
+from jaxrl_post.envs.env import Message, Step, Task
 from jaxrl_post.envs.workers import Outcome
 from jaxrl_post.rollout import machine
 from jaxrl_post.rollout.types import Generator, Group, Rollout
@@ -45,9 +45,13 @@ class Codec(Protocol):
         ...
 
     def reply(
-        self, before: Sequence[Message], messages: Sequence[Message]
+        self,
+        before: Sequence[Message],
+        messages: Sequence[Message],
+        *,
+        stop_id: int | None,
     ) -> tuple[int, ...]:
-        """Tokens that further messages add, up to the assistant's next turn."""
+        """Tokens from the assistant's turn, which may lack its end, to its next one."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -151,7 +155,11 @@ class Runner:
         begin = time.perf_counter()
         for completion in generator.step():
             key = (completion.prompt_id, completion.sample_index)
-            text = self.codec.decode(completion.tokens)
+            # Not every tokenizer takes its stop tokens for special ones.
+            said = completion.tokens[
+                : -1 if completion.finish_reason == "stop" else None
+            ]
+            text = self.codec.decode(said)
             advance(key, machine.Generated(completion, text))
         self.seconds["rollout"] += time.perf_counter() - begin
 
@@ -178,9 +186,14 @@ class Runner:
             if outcome.step is None:
                 advance(key, machine.Failed(f"{outcome.kind}: {outcome.error}"))
                 continue
-            reply: tuple[int, ...] = ()
-            if not outcome.step.done and outcome.step.messages:
-                conversation = episodes[key].conversation
-                reply = self.codec.reply(conversation, outcome.step.messages)
-            advance(key, machine.Judged(outcome.step, reply))
+            advance(key, self._judged(episodes[key], outcome.step))
         self.seconds["reward"] += time.perf_counter() - begin
+
+    def _judged(self, episode: machine.Episode, step: Step) -> machine.Judged:
+        """The event of a judgement, with a reply only where a turn follows it."""
+        reply: tuple[int, ...] = ()
+        if step.messages and machine.has_turns_left(episode, step, self.limits):
+            reply = self.codec.reply(
+                episode.conversation, step.messages, stop_id=episode.stop_id
+            )
+        return machine.Judged(step, reply)

@@ -1,30 +1,29 @@
 """How well a model does on an environment's tasks, outside of any run."""
 
-import collections
 import dataclasses
 import json
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from jaxrl_post.data import chat
+from jaxrl_post.data.generation import GenerationDefaults, read_generation_defaults
 from jaxrl_post.envs import Environment, Task, WorkerPool
 from jaxrl_post.rollout.types import Generator, Group, Rollout
 from jaxrl_post.sampler import Completion, Request, SamplingParams
 from jaxrl_post.train.config import ConfigError, DataConfig, RolloutConfig
 from jaxrl_post.train.publish import publish
-from jaxrl_post.train.rl import FailedRolloutsError, make_engine, make_runner
+from jaxrl_post.train.rl import make_engine, make_runner
 from jaxrl_post.train.run_directory import replace_file
+from jaxrl_post.train.scores import Scores, score, solves, wilson_interval
 from jaxrl_post.train.session import (
     Model,
     environment_texts,
@@ -35,15 +34,14 @@ from jaxrl_post.train.session import (
 
 __all__ = [
     "EvaluateConfig",
-    "Scores",
     "evaluate",
     "run_evaluation",
-    "score",
+    "sampling_of",
     "wilson_interval",
 ]
 
-# Two-sided 95 %.
-Z = 1.959964
+# Most tokens of a completion, where nothing says how many.
+MAX_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,9 @@ class EvaluateConfig:
         split: which tasks; "eval" holds those that no training saw.
         num_tasks: of the split, from its first.
         samples: of each task.
+        sampling_defaults: for those of temperature, top_k, top_p, min_p and max_tokens
+            that are not given. "greedy": 0, no cuts, 256; "model": those of the
+            checkpoint's generation_config.json, and for what it leaves out "greedy".
         temperature: >= 0; 0 is greedy.
         top_k: as SamplingParams.
         top_p: as SamplingParams.
@@ -81,12 +82,13 @@ class EvaluateConfig:
     split: Literal["eval", "train"] = "eval"
     num_tasks: int = 200
     samples: int = 1
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    sampling_defaults: Literal["greedy", "model"] = "greedy"
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
     stop_strings: tuple[str, ...] = ()
-    max_tokens: int = 256
+    max_tokens: int | None = None
     solved_reward: float = 1.0
     seed: int = 0
     mesh: str = ""
@@ -98,115 +100,61 @@ class EvaluateConfig:
     output: str | None = None
 
 
-@dataclass(frozen=True)
-class Scores:
-    """What a set of groups says about the model.
-
-    Samples whose judgement failed count nowhere but in `failed`.
-
-    Attributes:
-        tasks: groups with at least one judged sample.
-        samples: that were judged.
-        failed: whose judgement failed.
-        accuracy: share of the judged samples that solve their task.
-        interval: 95 % Wilson interval of `accuracy`, one observation a task: exact for
-            one sample a task, wider than need be for more.
-        solved_by_any: share of tasks that at least one sample solves.
-        mean_reward: in the environment's units.
-        mean_tokens: of a completion.
-        max_tokens: of the longest completion.
-        stopped: share of samples that ended before the limit of tokens.
-        metrics: means of the environment's own metrics.
-    """
-
-    tasks: int
-    samples: int
-    failed: int
-    accuracy: float
-    interval: tuple[float, float]
-    solved_by_any: float
-    mean_reward: float
-    mean_tokens: float
-    max_tokens: int
-    stopped: float
-    metrics: dict[str, float]
-
-
-def wilson_interval(share: float, count: int, *, z: float = Z) -> tuple[float, float]:
-    r"""Wilson's score interval of a proportion.
-
-    (p + z^2/2n -+ z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n)
+def sampling_of(
+    config: EvaluateConfig, model: Model
+) -> tuple[SamplingParams, Mapping[str, Any]]:
+    """What samples are drawn with, and what else generation_config.json asks for.
 
     Args:
-        share: p, in [0, 1].
-        count: n, >= 1 independent observations.
-        z: quantile of the normal distribution; the default is that of 95 %.
+        config: what was asked; it wins over the file.
+        model: whose file is read, if the configuration says so.
 
     Returns:
-        (lower, upper), in [0, 1].
+        Sampling parameters, and the settings of the file that change what is sampled
+        and are not done.
 
     Raises:
-        ValueError: `share` or `count` is out of its range.
-
-    References:
-        Wilson, Probable Inference, the Law of Succession, and Statistical Inference,
-        JASA 22 (1927).
-
-    >>> low, high = wilson_interval(0.5, 100)
-    >>> round(low, 4), round(high, 4)
-    (0.4038, 0.5962)
+        ConfigError: top-k, top-p or min-p of greedy decoding; the defaults of a preset,
+            which has no such file.
+        TokenizerError: as `read_generation_defaults`.
     """
-    if not 0 <= share <= 1 or count < 1:
-        raise ValueError(
-            f"wilson_interval: share must lie in [0, 1] and count be at least 1; "
-            f"got {share} of {count}"
-        )
-    middle = share + z * z / (2 * count)
-    half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    scale = 1 + z * z / count
-    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+    defaults = GenerationDefaults()
+    if config.sampling_defaults == "model":
+        if model.source is None:
+            raise ConfigError(
+                f"--sampling-defaults: {model.name} is a preset, without a "
+                "generation_config.json; give --temperature and the like"
+            )
+        defaults = read_generation_defaults(model.source)
 
+    def chosen[Value](
+        given: Value | None, of_model: Value | None, none: Value
+    ) -> Value:
+        return next(v for v in (given, of_model, none) if v is not None)
 
-def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
-    """Sums up what the samples of all tasks earned.
-
-    Args:
-        groups: one a task.
-        solved_reward: a sample with at least this reward solves its task.
-
-    Raises:
-        FailedRolloutsError: not one sample could be judged.
-    """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    judged = [r for r in rollouts if r.reward is not None]
-    failed = [r for r in rollouts if r.reward is None]
-    if not judged:
-        first = f" The first: {failed[0].error}" if failed else ""
-        raise FailedRolloutsError(
-            f"evaluate: none of {len(rollouts)} samples could be judged.{first}"
-        )
-    rewards = [r.reward for r in rollouts if r.reward is not None]
-    by_task: dict[int, list[bool]] = collections.defaultdict(list)
-    values: dict[str, list[float]] = collections.defaultdict(list)
-    for rollout in judged:
-        by_task[rollout.prompt_id].append(_solves(rollout, solved_reward))
-        for name, value in rollout.metrics.items():
-            values[name].append(value)
-    accuracy = sum(map(sum, by_task.values())) / len(judged)
-    lengths = [rollout.num_sampled for rollout in judged]
-    return Scores(
-        tasks=len(by_task),
-        samples=len(judged),
-        failed=len(failed),
-        accuracy=accuracy,
-        interval=wilson_interval(accuracy, len(by_task)),
-        solved_by_any=sum(map(any, by_task.values())) / len(by_task),
-        mean_reward=float(np.mean(rewards)),
-        mean_tokens=float(np.mean(lengths)),
-        max_tokens=max(lengths),
-        stopped=float(np.mean([r.finish_reason != "length" for r in judged])),
-        metrics={name: float(np.mean(values[name])) for name in sorted(values)},
+    greedy = SamplingParams(
+        temperature=0.0,
+        max_tokens=chosen(config.max_tokens, defaults.max_tokens, MAX_TOKENS),
+        stop_ids=model.tokenizer.stop_ids,
+        stop_strings=config.stop_strings,
     )
+    temperature = chosen(config.temperature, defaults.temperature, 0.0)
+    if temperature == 0:
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: nothing is cut from greedy decoding; "
+                    f"got {getattr(config, name)}; raise --temperature, or drop it"
+                )
+        return greedy, defaults.unsupported
+    sampling = dataclasses.replace(
+        greedy,
+        temperature=temperature,
+        top_k=chosen(config.top_k, defaults.top_k, greedy.top_k),
+        top_p=chosen(config.top_p, defaults.top_p, greedy.top_p),
+        min_p=chosen(config.min_p, defaults.min_p, greedy.min_p),
+    )
+    return sampling, defaults.unsupported
 
 
 def evaluate(
@@ -228,28 +176,26 @@ def evaluate(
         One group a task, in the order of the tasks.
 
     Raises:
-        ConfigError: no tasks, a count that is not positive, or several greedy samples.
+        ConfigError: no tasks, a count that is not positive, several greedy samples, or
+            as `sampling_of`.
         RolloutTimeoutError: the deadline passed.
     """
     tasks = _tasks(config, environment)
+    sampling, _ = sampling_of(config, model)
+    if config.samples > 1 and sampling.temperature == 0:
+        raise ConfigError(
+            f"--samples: {config.samples} greedy samples of a task are all the same; "
+            "raise --temperature, or take 1"
+        )
     prompts = [len(chat.render(model.tokenizer, task.messages)) for task in tasks]
     total = len(tasks) * config.samples
     rollout = RolloutConfig(
         prompts_per_step=len(tasks),
         samples_per_prompt=config.samples,
         max_prompt_tokens=max(prompts),
-        max_tokens=config.max_tokens,
+        max_tokens=sampling.max_tokens,
         num_slots=min(config.num_slots, total),
         deadline_s=config.deadline_s,
-    )
-    sampling = SamplingParams(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        max_tokens=config.max_tokens,
-        stop_ids=model.tokenizer.stop_ids,
-        stop_strings=config.stop_strings,
     )
     with (
         jax.set_mesh(model.mesh),
@@ -307,9 +253,18 @@ def run_evaluation(
         texts=partial(environment_texts, environment),
     )
     groups = evaluate(config, model, environment, console=console)
+    sampling, not_done = sampling_of(config, model)
     scores = score(groups, solved_reward=config.solved_reward)
     seconds = time.perf_counter() - begin
-    console.print(_table(config, scores, seconds))
+    console.print(_table(config, sampling, scores, seconds))
+    if not_done:
+        asked = ", ".join(f"{name} {value}" for name, value in not_done.items())
+        console.print(
+            f"not done: generation_config.json asks for {asked}, which the sampler "
+            "does not have",
+            markup=False,
+            style="yellow",
+        )
     errors = [r.error for group in groups for r in group.rollouts if r.reward is None]
     if errors:
         console.print(f"the first failure: {errors[0]}", markup=False, style="red")
@@ -322,6 +277,8 @@ def run_evaluation(
             "seconds": seconds,
             "command": command,
             "versions": versions(),
+            "sampling": dataclasses.asdict(sampling),
+            "not_done": dict(not_done),
             "config": dataclasses.asdict(config),
         }
         replace_file(results, json.dumps(content, indent=2) + "\n")
@@ -358,43 +315,46 @@ def _files(config: EvaluateConfig) -> tuple[Path, ...]:
 
 def _tasks(config: EvaluateConfig, environment: Environment) -> Sequence[Task]:
     for name in ("num_tasks", "samples", "max_tokens", "num_slots"):
-        if getattr(config, name) < 1:
+        value = getattr(config, name)
+        if value is not None and value < 1:
             option = name.replace("_", "-")
-            raise ConfigError(
-                f"--{option}: must be at least 1; got {getattr(config, name)}"
-            )
-    if config.samples > 1 and config.temperature == 0:
-        raise ConfigError(
-            f"--samples: {config.samples} greedy samples of a task are all the same; "
-            "raise --temperature, or take 1"
-        )
+            raise ConfigError(f"--{option}: must be at least 1; got {value}")
     tasks = environment.tasks(config.split)
     if not tasks:
         raise ConfigError(f"--env: {environment.name} has no {config.split} tasks")
     return [tasks[i] for i in range(min(config.num_tasks, len(tasks)))]
 
 
-def _solves(rollout: Rollout, solved_reward: float) -> bool:
-    return rollout.reward is not None and rollout.reward >= solved_reward
+def _drawn(sampling: SamplingParams) -> str:
+    """Sampling parameters, for people."""
+    if sampling.temperature == 0:
+        return f"greedy, {sampling.max_tokens} tokens at most"
+    cuts = {"top-k": sampling.top_k, "min-p": sampling.min_p}
+    cuts |= {"top-p": sampling.top_p} if sampling.top_p < 1 else {}
+    parts = [f"{name} {value:g}" for name, value in cuts.items() if value]
+    parts.append(f"{sampling.max_tokens} tokens at most")
+    return ", ".join([f"temperature {sampling.temperature:g}", *parts])
 
 
-def _table(config: EvaluateConfig, scores: Scores, seconds: float) -> Table:
+def _table(
+    config: EvaluateConfig, sampling: SamplingParams, scores: Scores, seconds: float
+) -> Table:
     low, high = (f"{100 * bound:.1f}" for bound in scores.interval)
     table = Table("", "", title=f"{config.model} on {config.env}", show_header=False)
     rows = [
         ("accuracy", f"{100 * scores.accuracy:.1f}% (95%: {low} to {high})"),
-        (f"solved by any of {config.samples}", f"{100 * scores.solved_by_any:.1f}%"),
+        *((f"pass@{k}", f"{100 * share:.1f}%") for k, share in scores.pass_at.items()),
         ("mean reward", f"{scores.mean_reward:.4g}"),
         ("tokens", f"{scores.mean_tokens:.1f} mean, {scores.max_tokens} most"),
         ("ended by itself", f"{100 * scores.stopped:.1f}%"),
         *((name, f"{value:.4g}") for name, value in scores.metrics.items()),
         ("samples", f"{scores.samples} of {scores.tasks} {config.split} tasks"),
+        ("sampling", _drawn(sampling)),
         ("failed judgements", str(scores.failed)),
         ("seconds", f"{seconds:.1f}"),
     ]
     for name, value in rows:
-        if config.samples > 1 or not name.startswith("solved by any"):
-            table.add_row(name, value)
+        table.add_row(name, value)
     return table
 
 
@@ -405,7 +365,7 @@ def _row(rollout: Rollout, config: EvaluateConfig) -> dict[str, Any]:
         "prompt": rollout.prompt_text,
         "completion": rollout.response_text,
         "reward": rollout.reward,
-        "solved": _solves(rollout, config.solved_reward),
+        "solved": solves(rollout, config.solved_reward),
         "finish_reason": rollout.finish_reason,
         "num_tokens": rollout.num_sampled,
         "error": rollout.error,

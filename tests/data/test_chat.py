@@ -59,7 +59,11 @@ def test_without_a_template_contents_follow_one_another():
     rendered = codec.render([Message("system", "12+"), Message("user", "30=")])
     assert rendered == PLAIN.encode("12+30=")
     assert codec.decode(rendered) == "12+30="
-    assert codec.reply([USER, ANSWER], [AGAIN]) == PLAIN.encode("4+5=")
+    reply = codec.reply([USER, ANSWER], [AGAIN], stop_id=PLAIN.eos_id)
+    assert reply == PLAIN.encode("4+5=")
+    # As in a conversation that is learned: an answer ends with <|eos|>.
+    cut = codec.reply([USER, ANSWER], [AGAIN], stop_id=None)
+    assert cut == (PLAIN.eos_id, *reply)
 
 
 def test_without_a_template_the_tokenizer_adds_its_bos_once():
@@ -71,7 +75,8 @@ def test_without_a_template_the_tokenizer_adds_its_bos_once():
     )
     codec = Codec(Tokenizer(backend, stop_ids=(1,)))
     assert codec.render([USER]) == (bos, *PLAIN.encode("1+2="))
-    assert codec.reply([USER, ANSWER], [AGAIN]) == PLAIN.encode("4+5=")
+    reply = codec.reply([USER, ANSWER], [AGAIN], stop_id=PLAIN.eos_id)
+    assert reply == PLAIN.encode("4+5=")
 
 
 def test_a_template_decides_and_special_tokens_are_single_ids():
@@ -102,8 +107,9 @@ def test_what_was_sampled_and_a_reply_are_what_the_template_writes(template, sto
     codec = Codec(tokenizer)
     first = codec.render([USER])
     sampled = (*tokenizer.encode("3"), tokenizer.eos_id)
-    second = codec.reply([USER, ANSWER], [AGAIN])
-    third = codec.reply([USER, ANSWER, AGAIN, ANSWER], [USER, AGAIN])
+    stop_id = tokenizer.eos_id
+    second = codec.reply([USER, ANSWER], [AGAIN], stop_id=stop_id)
+    third = codec.reply([USER, ANSWER, AGAIN, ANSWER], [USER, AGAIN], stop_id=stop_id)
     whole = codec.render([USER, ANSWER, AGAIN, ANSWER, USER, AGAIN])
     assert first + sampled + second + sampled + third == whole
     assert second.count(tokenizer.eos_id) == 1
@@ -114,8 +120,8 @@ def test_a_template_that_rewrites_history_is_refused_where_it_does():
     codec = Codec(tokenizer)
     thoughtful = Message("assistant", "<think>1+1+1</think>3")
     with pytest.raises(TokenizerError, match=r"rewrites earlier turns .* single-turn"):
-        codec.reply([USER, thoughtful], [AGAIN])
-    reply = codec.reply([USER, ANSWER], [AGAIN])
+        codec.reply([USER, thoughtful], [AGAIN], stop_id=tokenizer.eos_id)
+    reply = codec.reply([USER, ANSWER], [AGAIN], stop_id=tokenizer.eos_id)
     assert text_of(tokenizer, reply) == "4+5=<|im_end|>"
 
 

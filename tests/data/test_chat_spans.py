@@ -15,7 +15,7 @@ from jaxrl_post.data.chat import (
     render_reply,
     render_text,
 )
-from jaxrl_post.data.spans import closed, turn_end
+from jaxrl_post.data.spans import answer_end, closed, turn_end
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
 PARITY = Path(__file__).parents[1] / "parity"
@@ -241,7 +241,7 @@ def test_a_conversation_is_what_an_episode_would_have_sampled(template, stop):
     parts = [
         render(tokenizer, [ASK]),
         (*tokenizer.encode("4"), tokenizer.eos_id),
-        render_reply(tokenizer, [ASK, FOUR], [AGAIN]),
+        render_reply(tokenizer, [ASK, FOUR], [AGAIN], stop_id=tokenizer.eos_id),
         (*tokenizer.encode("6"), tokenizer.eos_id),
     ]
     tokens, mask = conversation(tokenizer, TWO_TURNS)
@@ -256,26 +256,89 @@ def test_a_conversation_is_what_an_episode_would_have_sampled(template, stop):
 
 def test_a_reply_follows_the_end_of_a_turn_not_of_the_conversation():
     tokenizer = tokenizer_of("phi3", ["</s>", "<|end|>"])
-    reply = render_reply(tokenizer, [ASK, FOUR], [AGAIN])
+    end = tokenizer.backend.token_to_id("<|end|>")
+    reply = render_reply(tokenizer, [ASK, FOUR], [AGAIN], stop_id=end)
     text = tokenizer.backend.decode(reply, skip_special_tokens=False)
     assert text == "\n<|user|>\nAnd 3+3?<|end|>\n<|assistant|>\n"
 
 
-def test_a_head_that_was_sampled_is_not_repeated():
-    tokenizer = tokenizer_of("glm", ["</s>", "<|user|>", "<|observation|>"])
-    user = tokenizer.backend.token_to_id("<|user|>")
-    reply = render_reply(tokenizer, [ASK, FOUR], [AGAIN])
-    assert reply[0] == user
-    assert render_reply(tokenizer, [ASK, FOUR], [AGAIN], stop_id=user) == reply[1:]
-    assert render_reply(tokenizer, [ASK, FOUR], [AGAIN], stop_id=2) == reply
+def test_a_reply_to_an_answer_of_white_space_whose_head_is_a_stop_token():
+    tokenizer = tokenizer_of("phi3", ["</s>", "<|end|>", "<|assistant|>"])
+    blank = {"role": "assistant", "content": " "}
+    end = tokenizer.backend.token_to_id("<|end|>")
+    reply = render_reply(tokenizer, [ASK, blank], [AGAIN], stop_id=end)
+    text = tokenizer.backend.decode(reply, skip_special_tokens=False)
+    assert text == "\n<|user|>\nAnd 3+3?<|end|>\n<|assistant|>\n"
+
+
+GLM = ["<|user|>", "<|observation|>"]
+GEMMA = ["<end_of_turn>", "</s>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "stops", "sampled", "expected"),
+    [
+        # The head of the next turn ends this one.
+        ("glm", GLM, "<|user|>", "\nAnd 3+3?<|assistant|>"),
+        ("glm", GLM, None, "<|user|>\nAnd 3+3?<|assistant|>"),
+        ("glm", GLM, "<|observation|>", "<|user|>\nAnd 3+3?<|assistant|>"),
+        # A token of its own does.
+        ("gemma", GEMMA, "<end_of_turn>", "\n<start_of_turn>user\nAnd"),
+        ("gemma", GEMMA, "</s>", "<end_of_turn>\n<start_of_turn>user\nAnd"),
+        ("gemma", GEMMA, None, "<end_of_turn>\n<start_of_turn>user\nAnd"),
+        # With a space before it, which this answer does not have.
+        ("llama2", ["</s>"], "</s>", "<s>[INST] And 3+3? [/INST]"),
+        ("llama2", ["</s>"], None, " </s><s>[INST] And 3+3? [/INST]"),
+        # The history has no trace of the thought that the prompt opens.
+        ("deepseek", ["</s>"], "</s>", "<\uff5cUser\uff5c>And 3+3?"),
+        ("deepseek", ["</s>"], None, "</s><\uff5cUser\uff5c>And 3+3?"),
+        # Without a template.
+        (None, ["</s>"], "</s>", "And 3+3?"),
+        (None, ["</s>", "<|end|>"], "<|end|>", "</s>And 3+3?"),
+    ],
+)
+def test_the_end_of_a_turn_is_neither_repeated_nor_left_out(
+    template, stops, sampled, expected
+):
+    tokenizer = tokenizer_of(template, stops)
+    stop_id = None if sampled is None else tokenizer.backend.token_to_id(sampled)
+    reply = render_reply(tokenizer, [ASK, FOUR], [AGAIN], stop_id=stop_id)
+    text = tokenizer.backend.decode(reply, skip_special_tokens=False)
+    assert text.startswith(expected)
+
+
+def test_white_space_that_was_sampled_is_not_repeated():
+    tokenizer = tokenizer_of("llama2", ["</s>"])
+    spaced = {**FOUR, "content": "4 "}
+    reply = render_reply(tokenizer, [ASK, spaced], [AGAIN], stop_id=None)
+    assert reply[0] == tokenizer.eos_id
+    # Nothing of this answer is left in the history, and the head before it is.
+    thought = {**FOUR, "content": "2, 2</think>"}
+    tokenizer = tokenizer_of("deepseek", ["</s>"])
+    reply = render_reply(tokenizer, [ASK, thought], [AGAIN], stop_id=None)
+    assert reply[0] == tokenizer.eos_id
+
+
+def test_a_stop_token_takes_the_white_space_that_it_takes_in_a_whole_text():
+    """Phi-3's <|end|> does: the newline after it is no token."""
+    added = [
+        {**token, "rstrip": token["content"] == "<|im_end|>"}
+        for token in CHATS["tokenizer"]["added_tokens"]
+    ]
+    tokenizer = tokenizer_of("chatml", ["<|im_end|>"], added_tokens=added)
+    reply = render_reply(tokenizer, [ASK, FOUR], [AGAIN], stop_id=tokenizer.eos_id)
+    assert reply[0] == tokenizer.backend.token_to_id("<|im_start|>")
+    tokens, _ = conversation(tokenizer, TWO_TURNS)
+    first = (*render(tokenizer, [ASK]), *tokenizer.encode("4"), tokenizer.eos_id)
+    assert tokens.tolist()[: len(first) + len(reply)] == [*first, *reply]
 
 
 def test_renderings_that_are_compared_have_one_time():
     clock = "{{ strftime_now('%H:%M:%S.%f') }}{% for m in messages %}{{ m.content }}"
     tokenizer = tokenizer_of(f"{clock}</s>{{% endfor %}}", ["</s>"])
     assert produced(tokenizer, TWO_TURNS) == ["4</s>", "6</s>"]
-    reply = render_reply(tokenizer, [ASK, FOUR], [AGAIN])
-    assert reply == tokenizer.encode("And 3+3?</s>")
+    reply = render_reply(tokenizer, [ASK, FOUR], [AGAIN], stop_id=None)
+    assert reply == tokenizer.encode("</s>And 3+3?</s>")
 
 
 # From places in the text to tokens.
@@ -352,6 +415,9 @@ def test_where_a_turn_ends():
     assert turn_end("a<e>b", stops) == 5
     assert turn_end("a<e><e>", stops, begin=4) == 7
     assert turn_end("a<e>", []) == 4
+    assert answer_end("a<e>b<e>\n<s> ", stops) == 5
+    assert answer_end("a<e>b", stops) == 5
+    assert answer_end("a<e>", []) == 4
 
 
 def test_how_a_conversation_continues_another():

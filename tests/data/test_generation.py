@@ -30,6 +30,10 @@ from jaxrl_post.data.tokenizer import TokenizerError
             GenerationDefaults(unsupported={"repetition_penalty": 1.05}),
         ),
         (
+            {"do_sample": True, "top_p": 0.9, "stop_strings": ["\n\n"]},
+            GenerationDefaults(1.0, top_p=0.9, unsupported={"stop_strings": ["\n\n"]}),
+        ),
+        (
             {"do_sample": False, "num_beams": 4, "typical_p": 1.0},
             GenerationDefaults(0.0, unsupported={"num_beams": 4}),
         ),

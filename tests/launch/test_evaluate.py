@@ -1,89 +1,17 @@
 """`launch.evaluate`: what it counts, prints and writes."""
 
+import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
 
-from jaxrl_post.rollout import Group, Rollout
-from jaxrl_post.train.evaluate import score, wilson_interval
-from jaxrl_post.train.rl import FailedRolloutsError
-from launch import evaluate
-
-
-# Newcombe, Two-sided confidence intervals for the single proportion, Statistics in
-# Medicine 17 (1998), table I, method 3.
-@pytest.mark.parametrize(
-    ("solved", "count", "interval"),
-    [
-        (81, 263, (0.2553, 0.3662)),
-        (15, 148, (0.0624, 0.1605)),
-        (0, 20, (0.0, 0.1611)),
-        (1, 29, (0.0061, 0.1718)),
-    ],
-)
-def test_wilson_interval_is_the_published_one(solved, count, interval):
-    found = wilson_interval(solved / count, count)
-    np.testing.assert_allclose(found, interval, atol=5e-5)
-    # What did not happen is as certain as what did.
-    mirrored = wilson_interval(1 - solved / count, count)
-    np.testing.assert_allclose(mirrored, (1 - found[1], 1 - found[0]), atol=1e-12)
-
-
-@pytest.mark.parametrize(("share", "count"), [(-0.1, 5), (1.1, 5), (0.5, 0)])
-def test_wilson_interval_refuses_what_is_no_share(share, count):
-    with pytest.raises(ValueError, match=f"got {share} of {count}"):
-        wilson_interval(share, count)
-
-
-def rollout(task: int, sample: int, reward: float | None, *, size=3, finish="stop"):
-    return Rollout(
-        prompt_id=task,
-        sample_index=sample,
-        task_id=task,
-        tokens=(1,) * (2 + size),
-        loss_mask=(False,) * 2 + (True,) * size,
-        logprobs=(0.0,) * (2 + size),
-        log_masses=(0.0,) * (2 + size),
-        versions=(0,) * (2 + size),
-        reward=reward,
-        error="" if reward is not None else "timeout: 10 s",
-        finish_reason=finish,
-        prompt_text="?",
-        response_text="!",
-        metrics={} if reward is None else {"reward": reward},
-    )
-
-
-def test_score_counts_by_hand():
-    scores = score(
-        [
-            Group(0, (rollout(0, 0, 1.0), rollout(0, 1, 0.25, size=7))),
-            Group(1, (rollout(1, 0, 0.5), rollout(1, 1, None))),
-            Group(2, (rollout(2, 0, 0.0, finish="length"), rollout(2, 1, 1.0))),
-            Group(3, (rollout(3, 0, None), rollout(3, 1, None))),
-        ]
-    )
-    assert (scores.tasks, scores.samples, scores.failed) == (3, 5, 3)
-    assert scores.accuracy == 0.4
-    assert scores.interval == wilson_interval(0.4, 3)
-    assert scores.solved_by_any == pytest.approx(2 / 3)
-    assert scores.mean_reward == pytest.approx(0.55)
-    assert scores.mean_tokens == pytest.approx(3.8)
-    assert scores.max_tokens == 7
-    assert scores.stopped == 0.8
-    assert scores.metrics == {"reward": pytest.approx(0.55)}
-
-
-def test_score_takes_the_threshold():
-    groups = [Group(0, (rollout(0, 0, 0.5), rollout(0, 1, 0.4)))]
-    assert score(groups).accuracy == 0.0
-    assert score(groups, solved_reward=0.5).accuracy == 0.5
-
-
-def test_score_of_failures_alone_is_an_error():
-    with pytest.raises(FailedRolloutsError, match=r"none of 1 samples.*timeout: 10 s"):
-        score([Group(0, (rollout(0, 0, None),))])
+from jaxrl_post.train.config import ConfigError
+from jaxrl_post.train.evaluate import EvaluateConfig, sampling_of
+from jaxrl_post.train.scores import interval_over_tasks
+from jaxrl_post.train.session import open_model
+from launch import cli, evaluate
 
 
 def run(model, output, *arguments: str) -> int:
@@ -127,12 +55,20 @@ def test_the_files_agree(sampled, model):
     assert [r["solved"] for r in rows] == solved.tolist()
     assert [r["reward"] for r in rows] == solved.astype(float).tolist()
     assert found["accuracy"] == solved.mean()
-    assert found["solved_by_any"] == solved.reshape(5, 4).any(axis=1).mean()
+    by_task = solved.reshape(5, 4)
+    low, high = interval_over_tasks(by_task.mean(axis=1).tolist(), 20)
+    assert found["interval"] == [low, high]
+    pairs = [by_task[:, [i, j]].any(axis=1) for i in range(4) for j in range(i)]
+    expected = {"2": np.mean(pairs), "4": by_task.any(axis=1).mean()}
+    assert found["pass_at"] == pytest.approx(expected)
     lengths = [r["num_tokens"] for r in rows]
     assert found["mean_tokens"] == np.mean(lengths)
     assert found["max_tokens"] == max(lengths) <= 5
     assert found["stopped"] == np.mean([r["finish_reason"] == "stop" for r in rows])
     assert found["metrics"] == {"length": np.mean([len(r["completion"]) for r in rows])}
+    assert found["sampling"]["temperature"] == 1.0
+    assert found["sampling"]["max_tokens"] == 5
+    assert found["not_done"] == {}
     assert found["config"]["model"] == str(model)
     assert found["command"].startswith("python -m launch.evaluate --model=")
     assert "jax" in found["versions"]
@@ -144,6 +80,95 @@ def test_samples_depend_on_the_seed_and_not_on_the_slots(sampled, model, tmp_pat
     assert results(few)[1] == sampled[1]
     assert run(model, other, *SAMPLED, "--seed=1") == 0
     assert results(other)[1] != sampled[1]
+
+
+@pytest.fixture(scope="module")
+def opinionated(model, tmp_path_factory):
+    """The model, with a generation_config.json that says how it is sampled."""
+    folder = tmp_path_factory.mktemp("opinionated") / "model"
+    shutil.copytree(model, folder)
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text()) | {
+        "do_sample": True,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "repetition_penalty": 1.05,
+        "max_new_tokens": 4,
+    }
+    file.write_text(json.dumps(settings))
+    return folder
+
+
+def opened(folder):
+    return open_model(str(folder), mesh="", dtype=None, seed=0, texts=list)
+
+
+COMMON = ("--env=even_length:EvenLength", "--num-tasks=2")
+
+
+def sampling(found):
+    named = ("temperature", "top_k", "top_p", "min_p", "max_tokens")
+    return tuple(found["sampling"][name] for name in named)
+
+
+def test_the_defaults_of_the_model_are_used_and_said(opinionated, tmp_path, capsys):
+    output = tmp_path / "results.json"
+    options = [f"--model={opinionated}", f"--output={output}", "--samples=3", *COMMON]
+    assert evaluate.main([*options, "--sampling-defaults=model"]) == 0
+    found, rows = results(output)
+    assert sampling(found) == (0.5, 3, 0.9, 0.0, 4)
+    assert max(row["num_tokens"] for row in rows) == 4
+    # What the sampler lacks is said.
+    assert found["not_done"] == {"repetition_penalty": 1.05}
+    printed = capsys.readouterr().out
+    assert "generation_config.json asks for repetition_penalty 1.05, which" in printed
+    assert "temperature 0.5, top-k 3, top-p 0.9, 4 tokens at most" in printed
+    assert all(f"pass@{k}" in printed for k in (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), (0.0, 0, 1.0, 0.0, 256)),
+        (("--temperature=0.7",), (0.7, 0, 1.0, 0.0, 256)),
+        (("--sampling-defaults=model",), (0.5, 3, 0.9, 0.0, 4)),
+        # What is given wins, and greedy decoding cuts nothing.
+        (
+            ("--sampling-defaults=model", "--top-k=0", "--min-p=0.1", "--max-tokens=3"),
+            (0.5, 0, 0.9, 0.1, 3),
+        ),
+        (("--sampling-defaults=model", "--temperature=0"), (0.0, 0, 1.0, 0.0, 4)),
+    ],
+)
+def test_options_that_are_given_win(opinionated, options, expected):
+    config = cli.read_options(
+        EvaluateConfig(model=str(opinionated)), [*COMMON, *options], "evaluate", ""
+    )
+    model = opened(opinionated)
+    found, _ = sampling_of(config, model)
+    named = ("temperature", "top_k", "top_p", "min_p", "max_tokens")
+    assert tuple(getattr(found, name) for name in named) == expected
+    assert found.stop_ids == model.tokenizer.stop_ids
+
+
+def test_a_preset_has_no_defaults(opinionated):
+    config = EvaluateConfig(model="demo", sampling_defaults="model")
+    preset = dataclasses.replace(opened(opinionated), name="demo", preset=True)
+    with pytest.raises(
+        ConfigError, match=r"^--sampling-defaults: demo is a preset.*; give --temp"
+    ):
+        sampling_of(config, preset)
+
+
+def test_defaults_that_cannot_be_meant_are_refused(opinionated, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(opinionated, folder)
+    (folder / "generation_config.json").write_text('{"top_p": 2, "eos_token_id": 1}')
+    options = [f"--model={folder}", "--sampling-defaults=model", *COMMON]
+    assert evaluate.main(options) == 1
+    message = "must be a number in [0, 1]; got 2; correct the file"
+    assert message in capsys.readouterr().out
 
 
 def test_failures_are_counted_apart(model, tmp_path, capsys):
@@ -162,6 +187,8 @@ def test_failures_are_counted_apart(model, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--samples=2"], "--samples: 2 greedy samples of a task are all the same"),
+        (["--top-k=2"], "--top-k: nothing is cut from greedy decoding; got 2; raise"),
+        (["--max-tokens=0"], "--max-tokens: must be at least 1; got 0"),
         (["--num-tasks=0"], "--num-tasks: must be at least 1; got 0"),
         (["--model=nowhere"], "--model: 'nowhere' is neither a directory nor a preset"),
         (["--env=even_length:EvenLength?size=0"], "even-length has no eval tasks"),

@@ -15,14 +15,19 @@ class Characters:
         return tuple(ord(c) for message in messages for c in message.content)
 
     def reply(
-        self, before: Sequence[Message], messages: Sequence[Message]
+        self,
+        before: Sequence[Message],
+        messages: Sequence[Message],
+        *,
+        stop_id: int | None,
     ) -> tuple[int, ...]:
+        del stop_id
         assert before[-1].role == "assistant"
         return self.render(messages)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        # Samples are in capitals, their text is not, and the stop token is left out.
-        return "".join(chr(token) for token in tokens if token != STOP).lower()
+        # Samples are in capitals, their text is not.
+        return "".join(map(chr, tokens)).lower()
 
 
 class ScriptedSampler:

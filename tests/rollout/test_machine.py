@@ -67,6 +67,16 @@ def test_two_turns_token_by_token():
     assert (rollout.response_text, rollout.finish_reason) == ("said 6", "length")
 
 
+@pytest.mark.parametrize(
+    ("reason", "stop_id"), [("stop", 5), ("length", None), ("stop_string", None)]
+)
+def test_the_stop_token_of_a_turn_is_one_that_was_sampled_as_such(reason, stop_id):
+    first, _ = play(generated(4, 6))
+    assert first.stop_id == 6
+    last, _ = play(generated(4, 6), judged(0.0, 8), generated(4, 5, reason=reason))
+    assert last.stop_id == stop_id
+
+
 def test_a_single_turn_is_the_case_of_one_judgement():
     _, effects = play(generated(4), judged(1.0, done=True))
     assert [type(effect).__name__ for effect in effects] == [

@@ -1,0 +1,191 @@
+"""How well samples did on their tasks, and how sure that is."""
+
+import collections
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_post.losses.baselines import pass_at_k_estimate
+from jaxrl_post.rollout.types import Group, Rollout
+from jaxrl_post.train.rl import FailedRolloutsError
+
+__all__ = ["Scores", "interval_over_tasks", "score", "solves", "wilson_interval"]
+
+# Two-sided 95 %.
+Z = 1.959964
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a set of groups says about the model.
+
+    Samples whose judgement failed count nowhere but in `failed`.
+
+    Attributes:
+        tasks: groups with at least one judged sample.
+        samples: that were judged.
+        failed: whose judgement failed.
+        accuracy: share of a task's samples that solve it, mean over the tasks.
+        interval: 95 % interval of `accuracy`, see `interval_over_tasks`.
+        pass_at: k to pass@k, the probability that one of k samples solves a task: its
+            unbiased estimate, mean over the tasks with at least k judged samples. Of
+            k = 2, 4, 8 ... and the number of samples of a task.
+        mean_reward: in the environment's units.
+        mean_tokens: of a completion.
+        max_tokens: of the longest completion.
+        stopped: share of samples that ended before the limit of tokens.
+        metrics: means of the environment's own metrics.
+    """
+
+    tasks: int
+    samples: int
+    failed: int
+    accuracy: float
+    interval: tuple[float, float]
+    pass_at: dict[int, float]
+    mean_reward: float
+    mean_tokens: float
+    max_tokens: int
+    stopped: float
+    metrics: dict[str, float]
+
+
+def wilson_interval(share: float, count: float, *, z: float = Z) -> tuple[float, float]:
+    r"""Wilson's score interval of a proportion.
+
+    (p + z^2/2n -+ z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n)
+
+    Args:
+        share: p, in [0, 1].
+        count: n, >= 1 independent observations; need not be whole.
+        z: quantile of the normal distribution; the default is that of 95 %.
+
+    Returns:
+        (lower, upper), in [0, 1].
+
+    Raises:
+        ValueError: `share` or `count` is out of its range.
+
+    References:
+        Wilson, Probable Inference, the Law of Succession, and Statistical Inference,
+        JASA 22 (1927).
+
+    >>> low, high = wilson_interval(0.5, 100)
+    >>> round(low, 4), round(high, 4)
+    (0.4038, 0.5962)
+    """
+    if not 0 <= share <= 1 or count < 1:
+        raise ValueError(
+            f"wilson_interval: share must lie in [0, 1] and count be at least 1; "
+            f"got {share} of {count}"
+        )
+    middle = share + z * z / (2 * count)
+    half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    scale = 1 + z * z / count
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def interval_over_tasks(
+    shares: Sequence[float], samples: int, *, z: float = Z
+) -> tuple[float, float]:
+    r"""95 % interval of the mean over tasks of the share of samples that solve them.
+
+    Samples of a task are alike, so N samples of n tasks are not N observations.
+    Wilson's interval serves with as many as the spread over the tasks is worth,
+
+        n_e = p (1 - p) / (s^2 / n),    n <= n_e <= N
+
+    s^2 the variance of the shares. With one sample a task that is Wilson's interval of
+    n. Where all tasks are solved, or none, s = 0 says nothing, and n_e = n.
+
+    Args:
+        shares: in [0, 1], one a task, at least one.
+        samples: N, of all tasks together.
+        z: as for `wilson_interval`.
+
+    Returns:
+        (lower, upper), in [0, 1].
+
+    References:
+        Dean and Pagano, Evaluating Confidence Interval Methods for Binomial
+        Proportions in Clustered Surveys, J. Survey Statistics and Methodology 3 (2015).
+
+    >>> interval_over_tasks([0.0, 1.0] * 50, 800) == wilson_interval(0.5, 100)
+    True
+    >>> interval_over_tasks([0.5] * 100, 800) == wilson_interval(0.5, 800)
+    True
+    """
+    count, mean = len(shares), float(np.mean(shares))
+    worth = float(count)
+    if count > 1 and 0 < mean < 1:
+        variance = float(np.var(shares, ddof=1)) / count
+        most = mean * (1 - mean) / variance if variance > 0 else math.inf
+        worth = min(max(most, count), samples)
+    return wilson_interval(mean, worth, z=z)
+
+
+def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
+    """Sums up what the samples of all tasks earned.
+
+    Args:
+        groups: one a task.
+        solved_reward: a sample with at least this reward solves its task.
+
+    Raises:
+        FailedRolloutsError: not one sample could be judged.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    judged = [r for r in rollouts if r.reward is not None]
+    failed = [r for r in rollouts if r.reward is None]
+    if not judged:
+        first = f" The first: {failed[0].error}" if failed else ""
+        raise FailedRolloutsError(
+            f"evaluate: none of {len(rollouts)} samples could be judged.{first}"
+        )
+    rewards = [r.reward for r in rollouts if r.reward is not None]
+    by_task: dict[int, list[bool]] = collections.defaultdict(list)
+    values: dict[str, list[float]] = collections.defaultdict(list)
+    for rollout in judged:
+        by_task[rollout.prompt_id].append(solves(rollout, solved_reward))
+        for name, value in rollout.metrics.items():
+            values[name].append(value)
+    shares = [sum(solved) / len(solved) for solved in by_task.values()]
+    lengths = [rollout.num_sampled for rollout in judged]
+    return Scores(
+        tasks=len(by_task),
+        samples=len(judged),
+        failed=len(failed),
+        accuracy=float(np.mean(shares)),
+        interval=interval_over_tasks(shares, len(judged)),
+        pass_at=_pass_at(list(by_task.values())),
+        mean_reward=float(np.mean(rewards)),
+        mean_tokens=float(np.mean(lengths)),
+        max_tokens=max(lengths),
+        stopped=float(np.mean([r.finish_reason != "length" for r in judged])),
+        metrics={name: float(np.mean(values[name])) for name in sorted(values)},
+    )
+
+
+def solves(rollout: Rollout, solved_reward: float) -> bool:
+    """Whether a rollout was judged and its reward is at least what solving takes."""
+    return rollout.reward is not None and rollout.reward >= solved_reward
+
+
+def _pass_at(solved: Sequence[Sequence[bool]]) -> dict[int, float]:
+    """pass@k by k, of the samples of all tasks."""
+    most = max(map(len, solved))
+    found = {}
+    for k in sorted({most, *(2**i for i in range(1, most.bit_length()))} - {1}):
+        rewards = np.zeros((len(solved), most), np.float32)
+        valid = np.zeros(rewards.shape, np.bool_)
+        for row, task in enumerate(solved):
+            rewards[row, : len(task)] = task
+            valid[row, : len(task)] = True
+        estimates = pass_at_k_estimate(jnp.asarray(rewards), jnp.asarray(valid), k=k)
+        # Of fewer than k samples there is no unbiased estimate.
+        enough = np.asarray(estimates, np.float64)[valid.sum(axis=1) >= k]
+        found[k] = float(enough.mean())
+    return found

@@ -1,0 +1,260 @@
+"""Episodes under chat templates: their tokens are those that transformers renders."""
+
+import concurrent.futures
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_post.data import chat
+from jaxrl_post.data.codec import Codec
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.envs import Message, Step, Task
+from jaxrl_post.envs.workers import Outcome
+from jaxrl_post.rollout import Rollout
+from jaxrl_post.rollout.machine import Limits
+from jaxrl_post.rollout.runner import Runner
+from jaxrl_post.sampler.requests import (
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+)
+
+PARITY = Path(__file__).parents[1] / "parity"
+CHATS = json.loads((PARITY / "fixtures" / "chat.json").read_text(encoding="utf-8"))
+NOW = datetime.datetime.fromisoformat(CHATS["now"])
+ASK, FOUR, AGAIN, SIX = (
+    Message(turn["role"], turn["content"])
+    for turn in CHATS["conversations"]["two turns"]
+)
+# Each with the stop tokens of such a model; an answer ends with the first, or, where
+# the next turn's head ends it, with the first of those.
+STOPS = {
+    "chatml": ("<|im_end|>", "</s>"),
+    "qwen2_5": ("<|im_end|>", "</s>"),
+    "llama2": ("</s>", "<|end|>"),
+    "llama3_1": ("<|eot_id|>", "</s>"),
+    "mistral": ("</s>", "<|end|>"),
+    "gemma": ("<end_of_turn>", "</s>"),
+    "phi3": ("<|end|>", "</s>", "<|assistant|>"),
+    "glm": ("<|user|>", "</s>", "<|observation|>"),
+    "deepseek": ("</s>", "<|end|>"),
+}
+# Its prompt opens a thought that the history leaves out.
+FORGETS_ITS_PROMPT = "deepseek"
+REPRODUCED = [name for name in STOPS if name != FORGETS_ITS_PROMPT]
+
+
+def tokenizer_of(template: str) -> Tokenizer:
+    file = PARITY / "chat_templates" / f"{template}.jinja"
+    backend = tokenizers.Tokenizer.from_str(json.dumps(CHATS["tokenizer"]))
+    return Tokenizer(
+        backend,
+        stop_ids=[backend.token_to_id(stop) for stop in STOPS[template]],
+        # The one that asks for the date gets that of the fixture.
+        chat_template=file.read_text(encoding="utf-8").replace(
+            'strftime_now("%d %b %Y")', f'"{NOW:%d %b %Y}"'
+        ),
+        special_tokens=CHATS["special_tokens"],
+    )
+
+
+@dataclass
+class Scripted:
+    """A sampler that says what it was told to, turn by turn."""
+
+    turns: Sequence[Completion]
+    requests: list[Request] = field(default_factory=list)
+    said: int = 0
+
+    @property
+    def busy(self) -> bool:
+        return len(self.requests) > self.said
+
+    def submit(self, request: Request) -> None:
+        self.requests.append(request)
+
+    def step(self) -> list[Completion]:
+        self.said += 1
+        return [self.turns[self.said - 1]]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Asks something after every turn, without an end; judges at once."""
+
+    question: Message = AGAIN
+
+    def submit(
+        self, task: Task, conversation: tuple[Message, ...]
+    ) -> concurrent.futures.Future[Outcome]:
+        del task, conversation
+        future: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
+        step = Step(0.5, done=False, messages=(self.question,))
+        future.set_result(Outcome(step, None, "ok", 0.0))
+        return future
+
+
+def turn(tokens: Sequence[int], reason: FinishReason = "stop") -> Completion:
+    zeros, versions = (0.0,) * len(tokens), (1,) * len(tokens)
+    return Completion(3, 0, tuple(tokens), zeros, zeros, versions, reason)
+
+
+def play(
+    tokenizer: Tokenizer, *turns: Completion, longest: int = 9999
+) -> tuple[Rollout, list[Request]]:
+    sampler = Scripted(turns)
+    limits = Limits(max_turns=len(turns), max_prompt_tokens=longest)
+    runner = Runner(Codec(tokenizer), Asking(), limits, deadline_s=60.0)
+    task = Task(0, (ASK,), "")
+    [group] = runner.run(sampler, [(3, task)], 1, SamplingParams())
+    return group.rollouts[0], sampler.requests
+
+
+def sampled_runs(
+    tokenizer: Tokenizer, answers: Sequence[str]
+) -> tuple[list[int], list[bool], list[list[int]]]:
+    """Tokens and mask of the whole conversation, and what was sampled turn by turn."""
+    first, second = (Message("assistant", answer) for answer in answers)
+    tokens, mask = chat.conversation(tokenizer, [ASK, first, AGAIN, second])
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    runs = [tokens[begin:end].tolist() for begin, end in edges.reshape(-1, 2)]
+    assert len(runs) == 2
+    # Where the head of a turn ends the one before it, nothing ends the last.
+    runs[1] += [] if runs[1][-1] in tokenizer.stop_ids else [tokenizer.eos_id]
+    return tokens.tolist(), mask.tolist(), runs
+
+
+def agree(rollout: Rollout, tokens: list[int], mask: list[bool]) -> None:
+    """The rollout is the conversation, up to what no turn has: its very end."""
+    shared = min(len(tokens), len(rollout.tokens))
+    assert list(rollout.tokens[:shared]) == tokens[:shared]
+    assert list(rollout.loss_mask[:shared]) == mask[:shared]
+    assert not any(mask[shared:])
+    assert len(rollout.tokens) - shared <= 1
+
+
+@pytest.mark.parametrize("template", REPRODUCED)
+def test_two_turns_are_what_transformers_renders(template):
+    [expected] = [
+        case["ids"]
+        for case in CHATS["cases"]
+        if case["template"] == template
+        and case["conversation"] == "two turns"
+        and not case.get("add_generation_prompt")
+        and not case.get("mask")
+    ]
+    tokenizer = tokenizer_of(template)
+    tokens, mask, runs = sampled_runs(tokenizer, ["4", "6"])
+    assert tokens == expected
+    rollout, requests = play(tokenizer, *map(turn, runs))
+    agree(rollout, expected, mask)
+    # Every stop token was sampled, so every one is learned.
+    assert [run[-1] for run in runs] == [tokenizer.eos_id] * 2
+    assert rollout.num_sampled == sum(map(len, runs))
+    ends = [
+        i
+        for i, token in enumerate(rollout.tokens)
+        if rollout.loss_mask[i] and token == tokenizer.eos_id
+    ]
+    assert len(ends) == 2
+    # What the sampler was asked to continue are the beginnings of the whole.
+    for request in requests:
+        assert rollout.tokens[: len(request.prompt)] == request.prompt
+    assert requests[0].prompt == Codec(tokenizer).render([ASK])
+
+
+TOKENIZERS = {template: tokenizer_of(template) for template in REPRODUCED}
+ANSWERS = st.text(alphabet="ab1 \n.<>é🙂", min_size=1, max_size=12).filter(str.strip)
+ENDINGS = ("stop", "another stop", "stop_string", "length")
+
+
+@pytest.mark.parametrize("template", REPRODUCED)
+@settings(max_examples=40, deadline=None)
+@given(st.tuples(ANSWERS, ANSWERS), st.sampled_from(ENDINGS))
+def test_any_two_turns_are_the_conversation_however_they_ended(
+    template, answers, ending
+):
+    tokenizer = TOKENIZERS[template]
+    tokens, mask, (first, second) = sampled_runs(tokenizer, answers)
+    end = mask.index(True) + len(first) - 1
+    assert tokens[end] == tokenizer.eos_id
+    if ending == "another stop":
+        first = [*first[:-1], tokenizer.stop_ids[1]]
+        # It stays where it was sampled, and the template's follows it as context.
+        tokens.insert(end, first[-1])
+        mask.insert(end + 1, False)
+    elif ending != "stop":
+        first = first[:-1]
+        # The end of the turn is there, as context.
+        mask[end] = False
+    reason = "stop" if ending == "another stop" else ending
+    rollout, requests = play(tokenizer, turn(first, reason), turn(second))
+    agree(rollout, tokens, mask)
+    marked = zip(rollout.tokens, rollout.loss_mask, strict=True)
+    assert [token for token, on in marked if on] == [*first, *second]
+    assert requests[1].prompt == rollout.tokens[: len(requests[1].prompt)]
+
+
+def test_a_history_that_forgets_the_prompt_goes_on_from_what_was_sampled():
+    tokenizer = tokenizer_of(FORGETS_ITS_PROMPT)
+    said = [*tokenizer.encode("2, 2\n</think>\n\n4"), tokenizer.eos_id]
+    rollout, requests = play(tokenizer, turn(said), turn(said))
+    text = tokenizer.backend.decode(list(rollout.tokens), skip_special_tokens=False)
+    user, assistant = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"
+    answer = f"{assistant}<think>\n2, 2\n</think>\n\n4</s>"
+    expected = f"{user}{ASK.content}{answer}{user}{AGAIN.content}{answer}"
+    assert text.strip().removeprefix("<s>") == expected
+    assert requests[1].prompt[: len(requests[0].prompt)] == requests[0].prompt
+
+
+def test_a_stop_token_that_is_not_special_is_no_part_of_the_text():
+    backend = tokenizers.Tokenizer.from_str(json.dumps(CHATS["tokenizer"]))
+    backend.add_tokens(["<stop>"])
+    template = "{% for m in messages %}{{ m.content }}<stop>{% endfor %}"
+    stop = backend.token_to_id("<stop>")
+    tokenizer = Tokenizer(backend, stop_ids=(stop,), chat_template=template)
+    assert tokenizer.decode([stop]) == "<stop>"
+    said = [*tokenizer.encode("4"), stop]
+    rollout, _ = play(tokenizer, turn(said), turn(said))
+    text = tokenizer.backend.decode(list(rollout.tokens), skip_special_tokens=False)
+    assert text == f"{ASK.content}<stop>4<stop>{AGAIN.content}<stop>4<stop>"
+    assert rollout.response_text == "4"
+
+
+def test_the_end_of_a_cut_turn_counts_for_the_longest_prompt():
+    tokenizer = TOKENIZERS["gemma"]
+    _, _, (first, second) = sampled_runs(tokenizer, ["4", "6"])
+    cut = turn(first[:-1], "length")
+    rollout, requests = play(tokenizer, cut, turn(second))
+    longest = len(requests[1].prompt)
+    assert play(tokenizer, cut, turn(second), longest=longest)[0] == rollout
+    short, asked = play(tokenizer, cut, turn(second), longest=longest - 1)
+    assert len(asked) == 1
+    # Nothing follows the last turn: what was not sampled is not there.
+    assert short.tokens[-len(cut.tokens) :] == cut.tokens
+    assert short.reward == 0.5
+
+
+def test_a_reply_that_nobody_will_read_is_not_rendered():
+    """A template may rewrite turns as long as no further one follows."""
+    tokenizer = tokenizer_of("chatml")
+    forgetful = Tokenizer(
+        tokenizer.backend,
+        stop_ids=tokenizer.stop_ids,
+        chat_template="{{ messages | length }}{% for m in messages %}{{ m.content }}"
+        "<|im_end|>{% endfor %}",
+    )
+    said = [*tokenizer.encode("4"), tokenizer.eos_id]
+    rollout, _ = play(forgetful, turn(said))
+    assert rollout.reward == 0.5
+    with pytest.raises(ValueError, match=r"rewrites earlier turns"):
+        play(forgetful, turn(said), turn(said))
