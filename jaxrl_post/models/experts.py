@@ -8,6 +8,9 @@ On a mesh the experts are split over `ep`, which elsewhere splits the batch. Ins
 group of devices along `ep` the tokens are gathered, each device computes its own
 experts' part for all of them, and the parts are added as they are scattered back. A
 device holds, in the worst case, all assignments of its group at once.
+
+What stands for experts' matrices may be more than one array (models/matrix.py): every
+part is split as the whole is, so that a device makes its own experts dense, no others.
 """
 
 import functools
@@ -20,7 +23,8 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.models.config import Activation, MixtureOfExperts, ModelConfig
-from jaxrl_post.models.layers import gated, mlp, project
+from jaxrl_post.models.layers import add_bias, gated, mlp, project
+from jaxrl_post.models.matrix import Axes, grouped, part_axes
 from jaxrl_post.models.params import ExpertsParams
 from jaxrl_post.sharding import Rules, partition_spec
 from jaxrl_post.types import Array, Bool, Float, Int
@@ -36,6 +40,12 @@ __all__ = [
     "routing",
     "unused",
 ]
+
+# Of gate, up, down and their biases where they multiply: whole along the hidden
+# dimension, so that what fsdp splits is gathered.
+WIDE, BACK = ("experts", None, "expert_ffn"), ("experts", "expert_ffn", None)
+WIDE_BIAS, BACK_BIAS = ("experts", "expert_ffn"), ("experts", None)
+AXES = (WIDE, WIDE, BACK, WIDE_BIAS, WIDE_BIAS, BACK_BIAS)
 
 
 class Chosen(NamedTuple):
@@ -225,17 +235,18 @@ def _experts(
     by_token = P(split)
     count, _, ffn = params.gate.shape
 
-    wide = partition_spec(
+    def spec_of(part: Array, axes: Axes) -> P:
+        return partition_spec(part.shape, axes, mesh, rules, name="experts")
+
+    axes = tuple(
+        None if weight is None else part_axes(weight, names)
+        for weight, names in zip(weights, AXES, strict=True)
+    )
+    weight_specs = jax.tree.map(spec_of, weights, axes)
+    by_expert = partition_spec(
         (count, ffn), ("experts", "expert_ffn"), mesh, rules, name="experts"
     )
-    over_experts, over_ffn = _names(wide[0]), _names(wide[1])
-    # Whole along the hidden dimension: what fsdp splits is gathered here.
-    specs = (
-        *(P(wide[0], None, wide[1]),) * 2,
-        P(wide[0], wide[1], None),
-        *(wide, wide, P(wide[0])),
-    )
-    weight_specs = jax.tree.map(lambda spec, _: spec, specs, weights)
+    over_experts, over_ffn = map(_names, by_expert)
     gathered = tuple(axis for axis in over_experts if axis in split)
     run = functools.partial(run, over_experts, over_ffn, gathered=gathered)
     return jax.shard_map(
@@ -281,18 +292,20 @@ def _local(
     count, per_token = gate_w.shape[0], chosen.shape[1]
     first = jax.lax.axis_index(over_experts) * count if over_experts else 0
     own = chosen.reshape(-1) - first
-    # Assignments to other devices' experts go behind all groups, where ragged_dot does
-    # not compute.
+    # Assignments to other devices' experts go behind all groups, where results mean
+    # nothing.
     own = jnp.where((own >= 0) & (own < count), own, count)
     order = jnp.argsort(own, stable=True)
     by_expert = own[order]
     sizes = jnp.bincount(own, length=count + 1)[:count].astype(jnp.int32)
 
-    def dot(rows: Array, matrix: Array, bias: Array | None) -> Array:
-        product = jax.lax.ragged_dot(rows, matrix, sizes)
+    def dot(rows: Array, matrix: Any, bias: Array | None) -> Array:
+        product = grouped(rows, matrix, sizes)
         if bias is None:
             return product
-        return product + bias.at[by_expert].get(mode="fill", fill_value=0)
+        # Widened before the lookup, whose gradient is then summed in float32 too.
+        wide = bias.astype(jnp.float32)
+        return add_bias(product, wide.at[by_expert].get(mode="fill", fill_value=0))
 
     rows = x[order // per_token]
     inner = gated(activation, dot(rows, gate_w, gate_b), dot(rows, up_w, up_b))

@@ -1,23 +1,42 @@
 """The matrices of a layer, where they are more than one array: adapted, quantised.
 
-The decoder multiplies through `multiply`, so that what stands for a matrix may say
-itself how it multiplies; it never asks which kind it has.
+The decoder multiplies through `multiply`, and experts' own matrices through `grouped`,
+so that what stands for a matrix may say itself how it multiplies; it never asks which
+kind it has.
 """
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.typing import DTypeLike
 
 from jaxrl_post.models.spec import is_spec
-from jaxrl_post.types import Array, Float, PyTree
+from jaxrl_post.types import Array, Float, Int, PyTree
 
-__all__ = ["Matrix", "dense", "input_dims", "is_matrix", "matrices", "multiply"]
+__all__ = [
+    "EXPERTS",
+    "Axes",
+    "Matrix",
+    "dense",
+    "expert_dims",
+    "grouped",
+    "input_dims",
+    "is_matrix",
+    "matrices",
+    "multiply",
+    "part_axes",
+    "scale_axes",
+    "target_name",
+]
 
-# What attention, the MLP and the MLP shared by a mixture multiply with, and over how
-# many of its leading dims the product sums.
+# The logical axis, if any, of every dim of an array.
+type Axes = tuple[str | None, ...]
+
+# What attention, the MLP and the MLP shared by a mixture multiply with, and experts;
+# and over how many dims the product sums: the leading ones, but for experts' number.
 INPUT_DIMS = {
     "query": 1,
     "key": 1,
@@ -30,13 +49,20 @@ INPUT_DIMS = {
     "gate": 1,
     "up": 1,
     "down": 1,
+    "expert_gate": 1,
+    "expert_up": 1,
+    "expert_down": 1,
 }
-PLACE = re.compile(r"layers\.\d+\.(?:attention|mlp|experts\.shared)\.(\w+)")
+EXPERTS = ("expert_gate", "expert_up", "expert_down")
+PLACE = re.compile(r"layers\.\d+\.(attention|mlp|experts\.shared|experts)\.(\w+)")
 
 
 @runtime_checkable
 class Matrix(Protocol):
-    """What stands for a matrix [*inputs, *outputs] in a tree of parameters.
+    """What stands for a matrix in a tree of parameters; a pytree of arrays.
+
+    It is [*inputs, *outputs], or [experts, inputs, outputs] for experts' own, of which
+    every expert has one.
 
     Attributes:
         shape: of the matrix.
@@ -55,6 +81,14 @@ class Matrix(Protocol):
 
     def multiply(self, x: Array, inputs: int) -> Array:
         """x W; see the function of that name."""
+        ...
+
+    def grouped(self, x: Array, sizes: Array) -> Array:
+        """x W of experts' own; see the function of that name."""
+        ...
+
+    def part_axes(self, axes: Axes) -> "Matrix":
+        """Axes in the place of its arrays; see the function of that name."""
         ...
 
     def dense(self, dtype: DTypeLike) -> Array:
@@ -85,6 +119,47 @@ def multiply(
     return x @ weight.reshape(math.prod(weight.shape[:inputs]), -1)
 
 
+def grouped(
+    x: Float[Array, "rows inner"],
+    weight: Float[Array, "experts inner outer"] | Matrix,
+    sizes: Int[Array, " experts"],
+) -> Float[Array, "rows outer"]:
+    """x W with a matrix for every group of rows, which follow one another.
+
+    Args:
+        x: any float dtype, which is the result's too.
+        weight: an array of the same dtype, or a Matrix.
+        sizes: int32, rows of each group, from the first on. What is computed for rows
+            behind the last group means nothing.
+    """
+    if isinstance(weight, Matrix):
+        return weight.grouped(x, sizes)
+    return jax.lax.ragged_dot(x, weight, sizes)
+
+
+def part_axes(weight: Any, axes: Axes) -> Any:
+    """Returns the logical axes of every array that stands for a matrix.
+
+    Args:
+        weight: an array, or a Matrix.
+        axes: of the matrix as a whole.
+
+    Returns:
+        `weight` with axes in the place of arrays.
+
+    >>> part_axes(jax.numpy.zeros((4, 2)), ("embed", "ffn"))
+    ('embed', 'ffn')
+    """
+    return weight.part_axes(axes) if isinstance(weight, Matrix) else axes
+
+
+def scale_axes(shape: Sequence[int], axes: Axes) -> Axes:
+    """Axes of a matrix for an array with fewer elements; a dim of 1 has none."""
+    return tuple(
+        None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)
+    )
+
+
 def dense(
     weight: Float[Array, "..."] | Matrix, dtype: DTypeLike
 ) -> Float[Array, "..."]:
@@ -95,10 +170,10 @@ def dense(
 
 
 def matrices(tree: PyTree) -> dict[str, Any]:
-    """Returns by path what the decoder multiplies with through `multiply`.
+    """Returns by path what the decoder multiplies with as `multiply` and `grouped` do.
 
-    Those are the matrices of attention, of dense MLPs and of MLPs that a mixture
-    shares. Experts' own, routers, embeddings and heads are not among them.
+    Those are the matrices of attention, of dense MLPs, of MLPs that a mixture shares,
+    and experts' own. Routers, embeddings and heads are not among them.
 
     Args:
         tree: of a decoder: DecoderParams of arrays, of Matrices or of ParamSpecs.
@@ -112,23 +187,41 @@ def matrices(tree: PyTree) -> dict[str, Any]:
         tree, is_leaf=lambda leaf: is_spec(leaf) or is_matrix(leaf)
     )
     named = ((path_name(path), leaf) for path, leaf in leaves)
-    return {name: leaf for name, leaf in named if _place(name) in INPUT_DIMS}
+    return {name: leaf for name, leaf in named if target_name(name) in INPUT_DIMS}
 
 
 def input_dims(path: str) -> int:
-    """Leading dims of a matrix that its product sums over.
+    """Dims of a matrix that its product sums over.
 
     >>> input_dims("layers.0.attention.output")  # [heads, head_dim, hidden]
     2
     """
-    return INPUT_DIMS[_place(path)]
+    return INPUT_DIMS[target_name(path)]
+
+
+def expert_dims(path: str) -> int:
+    """Dims of a matrix before those that its product sums over: experts' number.
+
+    >>> expert_dims("layers.0.experts.gate")  # [experts, hidden, expert_size]
+    1
+    >>> expert_dims("layers.0.experts.shared.gate")
+    0
+    """
+    return int(target_name(path) in EXPERTS)
+
+
+def target_name(path: str) -> str:
+    """What a matrix is called in every layer; "" for what is none.
+
+    >>> target_name("layers.3.attention.query"), target_name("layers.3.experts.gate")
+    ('query', 'expert_gate')
+    """
+    found = PLACE.fullmatch(path)
+    if found is None:
+        return ""
+    return f"expert_{found[2]}" if found[1] == "experts" else found[2]
 
 
 def path_name(path: Any) -> str:
     """A path as JAX has it, in the form "layers.0.attention.query"."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _place(path: str) -> str:
-    found = PLACE.fullmatch(path)
-    return found[1] if found else ""

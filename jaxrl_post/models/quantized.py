@@ -20,11 +20,16 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxrl_post.models.matrix import (
+    Axes,
+    expert_dims,
+    grouped,
     input_dims,
     is_matrix,
     matrices,
     multiply,
     path_name,
+    scale_axes,
+    target_name,
 )
 from jaxrl_post.models.params import DecoderParams
 from jaxrl_post.types import Array, Float, Int, UInt
@@ -35,6 +40,9 @@ Kind = Literal["int8", "nf4"]
 
 BLOCK = 64
 LARGEST = 127
+
+# The dim of experts' own matrices that no device holds a part of when it multiplies.
+HIDDEN = {"expert_gate": (1,), "expert_up": (1,), "expert_down": (2,)}
 
 # QLoRA, appendix E: quantiles of the normal distribution scaled to [-1, 1], seven
 # negative and eight positive, and zero.
@@ -56,6 +64,11 @@ BORDERS = (NF4_VALUES[1:] + NF4_VALUES[:-1]) / 2
 @functools.partial(jax.checkpoint, static_argnums=2)
 def _multiply(x: Array, weight: Any, inputs: int) -> Array:
     return multiply(x, weight.dense(x.dtype), inputs)
+
+
+@jax.checkpoint
+def _grouped(x: Array, weight: Any, sizes: Array) -> Array:
+    return grouped(x, weight.dense(x.dtype), sizes)
 
 
 @struct.dataclass
@@ -89,6 +102,17 @@ class Int8:
     def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
         """x W, in x's dtype."""
         return _multiply(x, self, inputs)
+
+    def grouped(
+        self, x: Float[Array, "rows inner"], sizes: Int[Array, " experts"]
+    ) -> Array:
+        """x W of experts' own, in x's dtype."""
+        return _grouped(x, self, sizes)
+
+    def part_axes(self, axes: Axes) -> "Int8":
+        """Axes in the place of codes and scales."""
+        scales = scale_axes(self.scales.shape, axes)
+        return self.replace(codes=axes, scales=scales)  # type: ignore[attr-defined]
 
 
 @struct.dataclass
@@ -134,23 +158,41 @@ class NF4:
         """x W, in x's dtype."""
         return _multiply(x, self, inputs)
 
+    def grouped(
+        self, x: Float[Array, "rows inner"], sizes: Int[Array, " experts"]
+    ) -> Array:
+        """x W of experts' own, in x's dtype."""
+        return _grouped(x, self, sizes)
+
+    def part_axes(self, axes: Axes) -> "NF4":
+        """Axes in the place of codes and scales."""
+        scales = scale_axes(self.scales.shape, axes)
+        return self.replace(codes=axes, scales=scales)  # type: ignore[attr-defined]
+
 
 def quantize(
-    params: DecoderParams[Array], kind: Kind = "nf4", *, block: int = BLOCK
+    params: DecoderParams[Array],
+    kind: Kind = "nf4",
+    *,
+    block: int = BLOCK,
+    donate: bool = False,
 ) -> DecoderParams[Any]:
-    """Quantises the matrices of attention, of dense MLPs and of shared ones.
+    """Quantises the matrices of attention and of MLPs, experts' own among them.
 
-    Embeddings, heads, norms, biases, routers and experts' own matrices stay arrays. The
-    codes keep the sharding of what they come from; so do the scales, but for a dim that
-    they have too few of to split. For a while both trees are in memory.
+    Embeddings, heads, norms, biases and routers stay arrays. The codes keep the
+    sharding of what they come from; so do the scales, but for a dim that they have too
+    few of to split.
 
     Args:
-        params: arrays, not tracers.
+        params: arrays, not tracers; or ShapeDtypeStructs, for those of the result.
         kind: "int8": symmetric, one float32 scale for each output, 8 bits an element.
             "nf4": blocks that share a bfloat16 scale, 4.25 bits an element with blocks
             of 64. (The paper's second quantisation, of the scales, gives 4.13.)
         block: nf4 only: elements that share a scale, even. They lie along the matrix's
-            longest dim that this divides.
+            longest dim that this divides; in experts' own along the hidden one, of
+            which a device that multiplies has all.
+        donate: frees every matrix when its codes are made, so that only one is in
+            memory twice; `params` can then be used no more.
 
     Returns:
         The tree with `Int8` or `NF4` in the place of those matrices.
@@ -184,33 +226,44 @@ def quantize(
                 "of the base, then adapt"
             )
         if kind == "int8":
-            return _int8(leaf, input_dims(name))
-        return _nf4(leaf, block, name)
+            first = expert_dims(name)
+            made = _int8(leaf, tuple(range(first, first + input_dims(name))))
+        else:
+            made = _nf4(leaf, block, name)
+        if donate:
+            jax.block_until_ready(made)
+            leaf.delete()
+        return made
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_matrix)
 
 
-def _int8(weight: Array, inputs: int) -> Int8:
-    shape = (*(1 for _ in weight.shape[:inputs]), *weight.shape[inputs:])
+def _int8(weight: Array | jax.ShapeDtypeStruct, inputs: tuple[int, ...]) -> Int8:
+    """`inputs` are the dims that are summed over."""
+    shape = tuple(1 if dim in inputs else size for dim, size in enumerate(weight.shape))
     shardings = _like(weight, weight.shape), _like(weight, shape)
     make = jax.jit(_int8_codes, static_argnums=1, out_shardings=shardings)
-    return Int8(*make(weight, inputs), dtype=weight.dtype)
+    return Int8(*_made(make, weight, inputs), dtype=weight.dtype)
 
 
-def _int8_codes(weight: Array, inputs: int) -> tuple[Array, Array]:
+def _int8_codes(weight: Array, inputs: tuple[int, ...]) -> tuple[Array, Array]:
     wide = weight.astype(jnp.float32)
-    largest = jnp.abs(wide).max(axis=tuple(range(inputs)), keepdims=True)
+    largest = jnp.abs(wide).max(axis=inputs, keepdims=True)
     scales = _nonzero(largest) / LARGEST
     return jnp.rint(wide / scales).astype(jnp.int8), scales
 
 
-def _nf4(weight: Array, block: int, name: str) -> NF4:
-    fits = [size if size % block == 0 else 0 for size in weight.shape]
+def _nf4(weight: Array | jax.ShapeDtypeStruct, block: int, name: str) -> NF4:
+    along = HIDDEN.get(target_name(name), range(weight.ndim))
+    fits = [
+        size if size % block == 0 and dim in along else 0
+        for dim, size in enumerate(weight.shape)
+    ]
     size = max(fits)
     if not size:
         raise ValueError(
-            f"block: must divide a dim of every matrix; got {block}, and {name} has "
-            f"shape {weight.shape}"
+            "block: must divide a dim of every matrix, the hidden one of experts' own; "
+            f"got {block}, and {name} has shape {weight.shape}"
         )
     dim = fits.index(size)
     before, after = weight.shape[:dim], weight.shape[dim + 1 :]
@@ -219,7 +272,7 @@ def _nf4(weight: Array, block: int, name: str) -> NF4:
         _like(weight, (*before, size // block, *after)),
     )
     make = jax.jit(_nf4_codes, static_argnums=(1, 2), out_shardings=shardings)
-    return NF4(*make(weight, dim, block), dim=dim, dtype=weight.dtype)
+    return NF4(*_made(make, weight, dim, block), dim=dim, dtype=weight.dtype)
 
 
 def _nf4_codes(weight: Array, dim: int, block: int) -> tuple[Array, Array]:
@@ -235,6 +288,12 @@ def _nf4_codes(weight: Array, dim: int, block: int) -> tuple[Array, Array]:
     return low | (high << 4), scales
 
 
+def _made(make: Any, weight: Any, *static: Any) -> Any:
+    """Codes and scales of an array; of a shape, their shapes and shardings."""
+    shape_alone = isinstance(weight, jax.ShapeDtypeStruct)
+    return (make.eval_shape if shape_alone else make)(weight, *static)
+
+
 def _blocked(array: Array, dim: int, blocks: int) -> Array:
     """Splits a dim into blocks of one size; -1 for as many as make pairs."""
     shape, size = array.shape, array.shape[dim]
@@ -247,7 +306,9 @@ def _nonzero(scales: Array) -> Array:
     return jnp.where(scales == 0, jnp.ones_like(scales), scales)
 
 
-def _like(weight: Array, shape: tuple[int, ...]) -> NamedSharding | None:
+def _like(
+    weight: Array | jax.ShapeDtypeStruct, shape: tuple[int, ...]
+) -> NamedSharding | None:
     """The matrix's sharding for a smaller array; what does not divide stays whole."""
     sharding = weight.sharding
     if not isinstance(sharding, NamedSharding):
