@@ -1,4 +1,4 @@
-"""Models and checkpoints to Hugging Face directories: `python -m launch.convert`."""
+"""Models and checkpoints to model directories: `python -m launch.convert`."""
 
 import os
 import sys
@@ -19,8 +19,8 @@ def main(arguments: list[str] | None = None) -> int:
         ConvertConfig(input=tyro.MISSING, output=tyro.MISSING),
         convert,
         program="launch.convert",
-        description="Writes a Hugging Face directory from another one, or from a "
-        "checkpoint of a run.",
+        description="Writes a Hugging Face directory or an Orbax model directory, from "
+        "one of either kind or from a checkpoint of a run.",
         errors=RUN_ERRORS,
         arguments=arguments,
     )

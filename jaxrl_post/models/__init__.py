@@ -19,6 +19,7 @@ from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.experts import Routing
 from jaxrl_post.models.hf import load_pretrained, save_pretrained
 from jaxrl_post.models.lora import LoRAConfig, adapted, initialize_adapter, merged
+from jaxrl_post.models.orbax_files import save_orbax
 from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.models.peft_files import load_adapter, save_adapter
 from jaxrl_post.models.quantized import quantize
@@ -49,6 +50,7 @@ __all__ = [
     "param_specs",
     "quantize",
     "save_adapter",
+    "save_orbax",
     "save_pretrained",
     "unembedding",
     "values",

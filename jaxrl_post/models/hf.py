@@ -1,15 +1,12 @@
-"""Checkpoints in Hugging Face's format, tensor by tensor into shards and back."""
+"""Model directories, tensor by tensor into shards, and Hugging Face's format back."""
 
 import itertools
-import json
 import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +15,31 @@ from jax.typing import DTypeLike
 
 from jaxrl_post.models.config import Head, ModelConfig
 from jaxrl_post.models.errors import CheckpointError
-from jaxrl_post.models.families import Family, family_of, read_config, write_config
+from jaxrl_post.models.families import (
+    Family,
+    family_of,
+    read_config,
+    right_label,
+)
 from jaxrl_post.models.hf_config import dtype_name
+from jaxrl_post.models.model_directory import (
+    CONFIG_FILE,
+    SavesItself,
+    new_model_directory,
+    read_config_file,
+)
 from jaxrl_post.models.name_map import (
     Entry,
     entries_of,
     matches,
     paths,
     present,
-    some,
     without_prefixes,
+)
+from jaxrl_post.models.orbax_files import (
+    is_orbax_directory,
+    open_arrays,
+    own_weights,
 )
 from jaxrl_post.models.param_files import (
     check_same,
@@ -38,29 +50,17 @@ from jaxrl_post.models.param_files import (
 from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.models.quantized_files import dequantized
 from jaxrl_post.models.spec import is_spec
-from jaxrl_post.models.tensor_files import Tensor, open_tensors, read_json
+from jaxrl_post.models.tensor_files import Tensor, open_tensors
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
-from jaxrl_post.types import Array
+from jaxrl_post.types import Array, PyTree
 
-__all__ = ["SavesItself", "load_pretrained", "save_pretrained"]
-
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+__all__ = ["load_pretrained", "save_pretrained"]
 
 # Recomputed from the config; old checkpoints carry them all the same.
 HARMLESS = "*rotary_emb.inv_freq"
 # Our paths of what a checkpoint may lack or have for nothing.
-EMBEDDING, UNEMBEDDING, VALUE_HEAD = "embedding", "unembedding", "value_head"
-
-
-@runtime_checkable
-class SavesItself(Protocol):
-    """What `save_pretrained` needs of a tokenizer."""
-
-    def save(self, directory: Path) -> Any:
-        """Writes the tokenizer's files into a directory."""
-        ...
+EMBEDDING, UNEMBEDDING = "embedding", "unembedding"
+HEADS = ("value_head", "process_head.weight", "process_head.bias")
 
 
 def load_pretrained(
@@ -71,7 +71,7 @@ def load_pretrained(
     dtype: DTypeLike | None = None,
     head: Head | None = None,
 ) -> tuple[ModelConfig, DecoderParams[Array]]:
-    """Reads a checkpoint of one of the families.
+    """Reads a model directory, of Hugging Face's format or of `save_orbax`.
 
     Under a mesh each process reads the regions that its own devices hold and no others.
     They are read one after the other, so that beside the parameters themselves the host
@@ -79,12 +79,14 @@ def load_pretrained(
     MXFP4 become numbers of the dtype asked for.
 
     Args:
-        path: a directory with config.json and safetensors files.
+        path: a directory with config.json and safetensors files, or with config.json
+            and a folder `params` of Orbax.
         mesh: where the parameters go; None puts them on JAX's default device.
         rules: logical axis to mesh axes.
         dtype: of the parameters; default: what config.json says, else float32.
         head: of the model; default: the checkpoint's. A language model read with a
-            value head gets one of zeros: a critic or reward model before its training.
+            value or process head gets one of zeros: a critic or reward model before
+            its training.
 
     Returns:
         (config, params).
@@ -105,22 +107,24 @@ def load_pretrained(
     True
     """
     directory = Path(path)
-    raw = _config_of(directory)
+    raw = read_config_file(directory)
     try:
         config = read_config(raw)
         wanted = jnp.dtype(dtype_name(raw) if dtype is None else dtype)
     except ValueError as error:
         raise CheckpointError(f"{directory / CONFIG_FILE}: {error}") from error
     lm = config.head == "lm"
-    config = replace(config, head=head or config.head)
-    family, specs = family_of(config.model_type), param_specs(config)
+    if head is not None:
+        _check_head(directory, config.head, head)
+        config = replace(config, head=head)
+    specs = param_specs(config)
     wanted_specs = paths(specs)
     shardings = [None] * len(wanted_specs)
     if mesh is not None:
         shardings = jax.tree.leaves(named_shardings(specs, mesh, rules))
-    # A value head on a language model is new.
-    new = {VALUE_HEAD} if lm else set()
-    with _tensors(directory, raw, family) as tensors:
+    # On a language model these are new.
+    new = set(HEADS) if lm else set()
+    with _opened(directory, raw, config.model_type, specs) as (family, tensors):
         entries: dict[str, list[Entry]] = {}
         for entry in present(entries_of(family.weights, specs), tensors):
             if entry.path not in new:
@@ -137,7 +141,10 @@ def load_pretrained(
             )
         ]
     structure = jax.tree.structure(specs, is_leaf=is_spec)
-    return config, jax.tree.unflatten(structure, leaves)
+    params = jax.tree.unflatten(structure, leaves)
+    if config.head == "process" and right_label(raw) == 0:
+        params = _with_labels_exchanged(params)
+    return config, params
 
 
 def save_pretrained(
@@ -160,67 +167,50 @@ def save_pretrained(
         config: of the model.
         params: in any sharding that this process can read; stored in their own dtype.
         tokenizer: written beside the model.
-        source: a checkpoint directory whose special-token ids and
-            generation_config.json are carried over. Without it config.json names no
-            token that ends a text.
+        source: a model directory whose special-token ids and generation_config.json
+            are carried over. Without it config.json names no token that ends a text.
         max_file_bytes: tensor bytes in a file; more is split into numbered files.
 
     Raises:
         CheckpointError: `path` is taken, the parameters are not those of `config`, or
             no checkpoint of the family can say what `config` says.
     """
-    target = Path(path).absolute()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise CheckpointError(f"{target}: already there; remove it or save elsewhere")
-    raw = write_config(config)
-    entries = entries_of(family_of(config.model_type).weights, param_specs(config))
-    values = _match(config, params)
-    dtype = values[EMBEDDING].dtype.name
-    raw |= {"dtype": dtype, "torch_dtype": dtype, **_special_tokens(source)}
-    text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
-    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    staging.mkdir(parents=True)
-    try:
+    with new_model_directory(path, config, params, tokenizer, source) as made:
+        staging, values = made
+        entries = entries_of(family_of(config.model_type).weights, param_specs(config))
         write_parameters(staging, entries, values, max_file_bytes)
-        (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
-        if source is not None and (Path(source) / GENERATION_FILE).is_file():
-            shutil.copyfile(Path(source) / GENERATION_FILE, staging / GENERATION_FILE)
-        if tokenizer is not None:
-            tokenizer.save(staging)
-        staging.rename(target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _config_of(directory: Path) -> dict[str, Any]:
-    if not directory.is_dir():
+def _check_head(directory: Path, stored: Head, wanted: Head) -> None:
+    # The tensors of other heads tell them apart; these two share a name.
+    if stored not in ("lm", wanted) and "process" in (stored, wanted):
         raise CheckpointError(
-            f"{directory}: no such directory; models are read from disk, so download "
-            f"first: hf download NAME --local-dir DIRECTORY"
+            f"{directory}: holds a model with head={stored!r}, of which none with "
+            f"head={wanted!r} can be made; give a language model"
         )
-    if not (directory / CONFIG_FILE).is_file():
-        raise CheckpointError(
-            f"{directory}: no {CONFIG_FILE}; this is not a checkpoint directory"
-        )
-    return read_json(directory / CONFIG_FILE)
 
 
-def _special_tokens(source: str | os.PathLike[str] | None) -> dict[str, Any]:
-    # Explicit nulls: transformers' default ids are those of Llama 2.
-    raw = {} if source is None else _config_of(Path(source))
-    inner = raw.get("text_config") or {}
-    return {key: raw.get(key, inner.get(key)) for key in SPECIAL_TOKENS}
+def _with_labels_exchanged(params: DecoderParams[Array]) -> DecoderParams[Array]:
+    def flip(leaf: Array) -> Array:
+        return jax.jit(jnp.flipud, out_shardings=leaf.sharding)(leaf)
+
+    return params.replace(process_head=jax.tree.map(flip, params.process_head))  # type: ignore[attr-defined]
 
 
 @contextmanager
-def _tensors(
-    directory: Path, raw: dict[str, Any], family: Family
-) -> Iterator[dict[str, Tensor]]:
-    """The language model's tensors, unquantised, under the family's names."""
+def _opened(
+    directory: Path, raw: dict[str, Any], model_type: str, specs: PyTree
+) -> Iterator[tuple[Family, dict[str, Tensor]]]:
+    """The language model's tensors, unquantised, and a family that names them so."""
+    family = family_of(model_type)
+    if is_orbax_directory(directory):
+        family = replace(family, weights=own_weights(specs), prefixes=(), ignored=())
+        yield family, open_arrays(directory)
+        return
     quantization = raw.get("quantization_config")
     with open_tensors(directory) as stored:
         tensors = dequantized(stored, quantization, directory / CONFIG_FILE)
-        yield without_prefixes(tensors, family.prefixes)
+        yield family, without_prefixes(tensors, family.prefixes)
 
 
 def _check(
@@ -231,9 +221,9 @@ def _check(
     family: Family,
     lm: bool,
 ) -> None:
-    """Compares the tensors with the config; `lm` says that they have no value head."""
+    """Compares the tensors with the config; `lm` says that they have no other head."""
     spare: set[str] = set()
-    if config.tie_embeddings or (lm and config.head == "value"):
+    if config.tie_embeddings or (lm and not config.predicts_tokens):
         head = family.weights[UNEMBEDDING]
         spare = {head.name, *head.also}
     ignored = (HARMLESS, *family.ignored)
@@ -247,27 +237,3 @@ def _check(
         [embedding] = entries[EMBEDDING]
         for tied in spare & tensors.keys():
             check_same(tensors, embedding.name, tied, directory / CONFIG_FILE)
-
-
-def _match(config: ModelConfig, params: DecoderParams[Array]) -> dict[str, Array]:
-    """Parameters by path, after a look at whether they are the config's."""
-    found, expected = paths(params), paths(param_specs(config))
-    if found.keys() != expected.keys():
-        raise CheckpointError(
-            f"params: not those of the config; missing: "
-            f"{some(expected.keys() - found.keys()) or 'none'}; surplus: "
-            f"{some(found.keys() - expected.keys()) or 'none'}"
-        )
-    for path, spec in expected.items():
-        value = found[path]
-        if value.shape != spec.shape:
-            raise CheckpointError(
-                f"params: {path} has shape {value.shape}, but the config asks for "
-                f"{spec.shape}"
-            )
-        if not value.is_fully_addressable:
-            raise CheckpointError(
-                f"params: {path} is spread over several processes; move it to one that "
-                f"can read all of it before saving"
-            )
-    return found

@@ -61,7 +61,10 @@ class Entry:
 
 
 def paths(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves by their path, such as "layers.0.attention.query"."""
+    """Returns the leaves by their path, such as "layers.0.attention.query".
+
+    What is stored under such names does not depend on our classes.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)
     keystr = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
     return {keystr(path): leaf for path, leaf in leaves}

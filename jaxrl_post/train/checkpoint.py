@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from grain.checkpoint import CheckpointRestore, CheckpointSave
 
+from jaxrl_post.models.name_map import paths
 from jaxrl_post.train.state import TrainState
 from jaxrl_post.types import PyTree
 
@@ -94,7 +95,7 @@ class Checkpoints:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(_as_dict(state)),
+                    state=ocp.args.StandardSave(paths(state)),
                     data=CheckpointSave(iterator),
                     meta=ocp.args.JsonSave(dict(meta)),
                 ),
@@ -121,7 +122,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it does not fit, or cannot be read.
         """
-        wanted = _as_dict(abstract)
+        wanted = paths(abstract)
         try:
             stored = self._stored(step)
             # Orbax would find a misfit halfway, with other arrays still on their way.
@@ -168,7 +169,7 @@ class Checkpoints:
                 name: jax.ShapeDtypeStruct(
                     leaf.shape, dtype or stored[name].dtype, sharding=where
                 )
-                for name, leaf in _as_dict({root: shapes}).items()
+                for name, leaf in paths({root: shapes}).items()
             }
             restored = self._manager.restore(
                 step,
@@ -213,15 +214,6 @@ class Checkpoints:
             f"Step {max(whole, default=None)} is whole; free space there and run again "
             "to resume"
         )
-
-
-def _as_dict(state: PyTree) -> dict[str, PyTree]:
-    """Plain containers, so that a checkpoint does not depend on our classes."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in leaves
-    }
 
 
 def _misfits(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

@@ -12,8 +12,9 @@ from rich.console import Console
 from jaxrl_post import models
 from jaxrl_post.models import DecoderParams, ModelConfig
 from jaxrl_post.models.families import read_config
-from jaxrl_post.models.hf import SavesItself
 from jaxrl_post.models.lora import adapter_specs, merged
+from jaxrl_post.models.model_directory import SavesItself
+from jaxrl_post.models.orbax_files import CHUNK_BYTES
 from jaxrl_post.models.quantized import quantize
 from jaxrl_post.models.tensor_files import read_json
 from jaxrl_post.train.adapters import lora_of
@@ -45,18 +46,23 @@ class ConvertConfig:
     """What to read, and what to write.
 
     Attributes:
-        input: a Hugging Face directory, or the directory of a run.
+        input: a Hugging Face directory, an Orbax model directory, or the directory of
+            a run.
         output: the directory to make; nothing is overwritten.
+        format: of the output. Every program's --model reads either; Orbax's arrays are
+            as the model has them in memory, and transformers does not read them.
         dtype: of the tensors; None for that in which they are. A run that trains in
             bfloat16 has float32 master weights: float32 writes those.
         step: of a run's checkpoint; None for the newest.
         base: of a run: directory with the config.json and the tokenizer of its model;
             None for the one that the run names.
-        max_shard_gb: gigabytes of tensors in a file; more is split.
+        max_shard_gb: gigabytes of tensors in a file; more is split. With orbax, the
+            size at which a file is closed.
     """
 
     input: str
     output: str
+    format: Literal["huggingface", "orbax"] = "huggingface"
     dtype: Literal["float32", "bfloat16"] | None = None
     step: int | None = None
     base: str | None = None
@@ -80,7 +86,7 @@ class TokenizerFiles:
 
 
 def convert(config: ConvertConfig, *, console: Console, command: str = "") -> None:
-    """Writes a Hugging Face directory.
+    """Writes a Hugging Face directory or an Orbax model directory.
 
     Args:
         config: what to do.
@@ -92,9 +98,8 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
         CheckpointError: the input cannot be read.
     """
     del command
-    if config.max_shard_gb <= 0:
-        raise ConfigError(f"--max-shard-gb: must be > 0; got {config.max_shard_gb:g}")
-    # Before anything is read; `save_pretrained` looks again before it writes.
+    _check_size(config)
+    # Before anything is read; saving looks again before it writes.
     if Path(config.output).exists():
         raise ConfigError(
             f"--output: {config.output} is already there; remove it or write elsewhere"
@@ -104,7 +109,8 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
         architecture, params, tokenizer, source = _from_run(run, config)
     else:
         architecture, params, tokenizer, source = _from_directory(config)
-    models.save_pretrained(
+    save = {"huggingface": models.save_pretrained, "orbax": models.save_orbax}
+    save[config.format](
         config.output,
         architecture,
         params,
@@ -116,6 +122,17 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
     dtype = params.embedding.dtype
     line = f"{config.output}: {count:,} parameters in {dtype}"
     console.print(line, markup=False, highlight=False)
+
+
+def _check_size(config: ConvertConfig) -> None:
+    limit, given = config.max_shard_gb, f"{config.max_shard_gb:g}"
+    if limit <= 0:
+        raise ConfigError(f"--max-shard-gb: must be > 0; got {given}")
+    if config.format == "orbax" and limit * 1e9 < CHUNK_BYTES:
+        raise ConfigError(
+            f"--max-shard-gb: must be at least {CHUNK_BYTES / 1e9:g} with --format "
+            f"orbax, which reads and writes that much at a time; got {given}"
+        )
 
 
 type Parts = tuple[ModelConfig, DecoderParams[Array], SavesItself, Path | None]
@@ -141,7 +158,7 @@ def _from_run(run: RunDirectory, config: ConvertConfig) -> Parts:
     folder = _origin(run, saved, config.base)
     architecture = replace(
         read_config(read_json(folder / "config.json")),
-        head="value" if saved.head == "value" else "lm",
+        head=saved.head,
     )
     checkpoints = Checkpoints(run.path / "checkpoints")
     try:
@@ -156,7 +173,9 @@ def _from_run(run: RunDirectory, config: ConvertConfig) -> Parts:
         if lora is not None:
             specs = adapter_specs(architecture, lora)
             adapter = checkpoints.restore_params(step, specs)
-            _, base = models.load_pretrained(folder, dtype=dtype)
+            _, base = models.load_pretrained(
+                folder, dtype=dtype, head=architecture.head
+            )
             if options["quantize"] is not None:
                 base = quantize(base, options["quantize"])
             params = merged(base, adapter, architecture, lora)

@@ -1,4 +1,4 @@
-"""`launch.convert`: directories and checkpoints of runs to Hugging Face directories."""
+"""`launch.convert`: model directories and checkpoints of runs to model directories."""
 
 import dataclasses
 import json
@@ -16,9 +16,18 @@ from safetensors.numpy import load_file
 from jaxrl_post import models
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.models import load_pretrained
+from jaxrl_post.models.lora import adapter_specs, initialize_adapter, merged
+from jaxrl_post.train.adapters import lora_of
 from jaxrl_post.train.checkpoint import Checkpoints
-from jaxrl_post.train.config import CheckpointConfig, RewardConfig, SFTConfig
+from jaxrl_post.train.config import (
+    CheckpointConfig,
+    CriticConfig,
+    RLConfig,
+    SFTConfig,
+)
+from jaxrl_post.train.lora_config import AdapterConfig
 from jaxrl_post.train.offline import run_sft
+from jaxrl_post.train.reward_config import RewardConfig
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
 from jaxrl_post.train.state import OptimizerConfig, create, make_optimizer
 from launch import convert
@@ -75,6 +84,40 @@ def test_a_directory_stays_as_it_is_by_default(model, tmp_path):
     assert same(tensors(tmp_path / "made"), tensors(model))
 
 
+def test_to_orbax_and_back_is_the_same_directory(model, tmp_path, capsys):
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    (source / "merges.txt").write_text("a b\n")
+    assert run(source, tmp_path / "direct") == 0
+    assert run(source, tmp_path / "orbax", "--format=orbax") == 0
+    assert run(tmp_path / "orbax", tmp_path / "back") == 0
+    count = sum(value.size for value in tensors(source).values())
+    lines = [
+        f"{tmp_path / name}: {count:,} parameters in float32"
+        for name in ("direct", "orbax", "back")
+    ]
+    assert capsys.readouterr().out.splitlines() == lines
+    assert not list((tmp_path / "orbax").rglob("*.safetensors"))
+    names = {path.name for path in (tmp_path / "direct").iterdir()}
+    assert {path.name for path in (tmp_path / "back").iterdir()} == names
+    assert {path.name for path in (tmp_path / "orbax").iterdir()} == (
+        names - {"model.safetensors"} | {"params"}
+    )
+    for name in names:
+        content = (tmp_path / "direct" / name).read_bytes()
+        assert (tmp_path / "back" / name).read_bytes() == content
+        if name != "model.safetensors":
+            assert (tmp_path / "orbax" / name).read_bytes() == content
+
+
+def test_from_orbax_to_orbax_in_another_dtype(model, tmp_path):
+    assert run(model, tmp_path / "wide", "--format=orbax") == 0
+    arguments = "--format=orbax", "--dtype=bfloat16", "--max-shard-gb=0.005"
+    assert run(tmp_path / "wide", tmp_path / "narrow", *arguments) == 0
+    assert run(tmp_path / "narrow", tmp_path / "back") == 0
+    assert same(tensors(tmp_path / "back"), cast(tensors(model), ml_dtypes.bfloat16))
+
+
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory) -> Path:
     """A run in bfloat16, with checkpoints of steps 1 and 2 and a model."""
@@ -100,6 +143,23 @@ def test_the_newest_checkpoint_is_the_trained_model(trained, tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         made = json.loads((tmp_path / "made" / name).read_text())
         assert made == json.loads((trained / "model" / name).read_text())
+
+
+def test_a_checkpoint_to_orbax_is_a_model_to_train(trained, tmp_path):
+    assert run(trained, tmp_path / "made", "--format=orbax") == 0
+    assert run(tmp_path / "made", tmp_path / "back") == 0
+    assert same(tensors(tmp_path / "back"), tensors(trained / "model"))
+    config = SFTConfig(
+        run_dir=str(tmp_path / "run"),
+        model=str(tmp_path / "made"),
+        steps=1,
+        examples_per_step=8,
+        max_tokens=16,
+        # So small that bfloat16 does not show it: what comes out is what went in.
+        optimizer=OptimizerConfig(learning_rate=1e-12),
+    )
+    assert run_sft(config, console=Console(quiet=True), command="").completed
+    assert same(tensors(tmp_path / "run" / "model"), tensors(trained / "model"))
 
 
 def test_an_older_checkpoint(trained, tmp_path):
@@ -130,31 +190,71 @@ def test_a_run_whose_model_has_moved(trained, tmp_path, capsys):
     assert same(tensors(tmp_path / "made"), tensors(trained / "model"))
 
 
-def test_a_reward_model_keeps_its_head(trained, tmp_path):
+@pytest.mark.parametrize("head", ["value", "process"])
+def test_a_reward_model_keeps_its_head(trained, tmp_path, head):
     """The checkpoints of a run that began with a language model, whose head is new."""
     initial = tmp_path / "run" / "initial"
     shutil.copytree(trained / "model", initial)
-    config, backbone = load_pretrained(initial, head="value")
+    config, backbone = load_pretrained(initial, head=head)
     specs = models.param_specs(config)
-    params = backbone.replace(value_head=jnp.full_like(backbone.value_head, 0.25))
+    params = jax.tree.map(lambda leaf: leaf + 0.25, backbone)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     settings = RewardConfig(run_dir=str(tmp_path / "run"))
     state = create(params, make_optimizer(settings.optimizer, specs, 1), None)
     checkpoints.save(3, state, task_indices(5, seed=0), {})
     checkpoints.close()
     RunDirectory(tmp_path / "run").describe(
-        RunDescription("", "demo", 0, "", {}, dataclasses.asdict(settings), "value")
+        RunDescription("", "demo", 0, "", {}, dataclasses.asdict(settings), head)
     )
     assert run(tmp_path / "run", tmp_path / "made") == 0
     found_config, found = load_pretrained(tmp_path / "made")
     assert found_config == config
+    assert found_config.head == head
     jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+@pytest.mark.parametrize(
+    ("settings", "head", "saved"),
+    [
+        (RewardConfig(), "value", "value"),
+        (RLConfig(critic=CriticConfig(backbone="shared")), "lm+value", "lm"),
+    ],
+    ids=["reward", "shared_critic"],
+)
+def test_an_adapter_and_its_head_are_merged(settings, head, saved, trained, tmp_path):
+    """Of a backbone that a critic shares, the policy alone is made."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained / "model", folder / "initial")
+    lora = AdapterConfig(rank=2, alpha=4.0)
+    settings = dataclasses.replace(settings, run_dir=str(folder), lora=lora)
+    config, base = load_pretrained(folder / "initial", head=head)
+    made = lora_of(lora, config)
+    adapter = initialize_adapter(jax.random.key(0), base, config, made)
+    adapter = jax.tree.map(lambda leaf: leaf + 0.25, adapter)
+    specs = adapter_specs(config, made)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    state = create(adapter, make_optimizer(settings.optimizer, specs, 1), None)
+    checkpoints.save(3, state, task_indices(5, seed=0), {})
+    checkpoints.close()
+    RunDirectory(folder).describe(
+        RunDescription("", "demo", 0, "", {}, dataclasses.asdict(settings), saved)
+    )
+    assert run(folder, tmp_path / "made") == 0
+    found_config, found = load_pretrained(tmp_path / "made")
+    assert found_config == dataclasses.replace(config, head=saved)
+    expected = merged(base, adapter, config, made)
+    if saved == "lm":
+        expected = expected.replace(value_head=None)
+    else:
+        assert (found.value_head == 0.25).all()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_nothing_is_overwritten(model, tmp_path, capsys):
     (tmp_path / "made").mkdir()
     assert run(model, tmp_path / "made") == 1
     assert f"--output: {tmp_path}/made is already there" in capsys.readouterr().out
+    assert run(model, tmp_path / "made", "--format=orbax") == 1
     assert not list((tmp_path / "made").iterdir())
 
 
@@ -164,6 +264,10 @@ def test_nothing_is_overwritten(model, tmp_path, capsys):
         (["--step=1"], "--step: is for runs, and"),
         (["--base=x"], "--base: is for runs, and"),
         (["--max-shard-gb=0"], "--max-shard-gb: must be > 0; got 0"),
+        (
+            ["--format=orbax", "--max-shard-gb=0.004"],
+            "--max-shard-gb: must be at least 0.0041943 with --format orbax, which",
+        ),
         (["--input=nowhere"], "nowhere: no such directory"),
     ],
 )
