@@ -1,17 +1,21 @@
-"""Reward models from preference pairs; `pairs` says how a batch of them is packed."""
+"""Reward models, of answers from preference pairs and of steps from verdicts on them.
+
+`pairs` says how a batch of pairs is packed.
+"""
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl_post.algorithms.objective import Objective, Predictions
 from jaxrl_post.algorithms.pairs import pair_metrics, sides, valid_pairs
 from jaxrl_post.losses import returns, reward_model
-from jaxrl_post.losses.sequences import counted, in_sequence
-from jaxrl_post.metrics import masked
-from jaxrl_post.types import TokenBatch
+from jaxrl_post.losses.sequences import counted, in_sequence, segment_totals
+from jaxrl_post.metrics import Metric, masked
+from jaxrl_post.types import Array, Bool, Float, Int, TokenBatch
 
-__all__ = ["bradley_terry"]
+__all__ = ["bradley_terry", "process_reward"]
 
 
 def bradley_terry(
@@ -42,12 +46,7 @@ def bradley_terry(
         raise ValueError(f"centering must be >= 0, got {centering}")
 
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
-        values = predictions.values
-        if values is None:
-            raise ValueError(
-                "predictions.values must be given, got None; a reward model has a "
-                "value head"
-            )
+        values = _require_values(predictions)
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         ones = jnp.ones(values.shape, jnp.float32)
         last = returns.at_last_token(ones, mask, batch.segment_ids) > 0
@@ -61,3 +60,78 @@ def bradley_terry(
         return Objective(masked(losses, valid), metrics)
 
     return objective
+
+
+def process_reward() -> Callable[[Predictions, TokenBatch], Objective]:
+    """A process reward model: the value at a step's last token is the logit of right.
+
+    The loss mask marks the last tokens of the steps that are judged, and the advantages
+    there are the labels, in [0, 1]. A segment is a solution; its steps are in order.
+
+    Metrics: process/step_accuracy, verdicts on steps that agree with their labels, both
+    cut at a probability of 1/2; process/first_error_accuracy, solutions whose first
+    wrong step is found exactly, or none where all are right; and its two parts,
+    process/erroneous_accuracy on solutions with a wrong step and
+    process/correct_accuracy on those without.
+
+    Returns:
+        The objective; its count is the number of judged steps.
+
+    References:
+        Lightman et al., Let's Verify Step by Step, arXiv:2305.20050.
+        Zheng et al., ProcessBench, arXiv:2412.06559 (the accuracies of solutions).
+
+    >>> callable(process_reward())
+    True
+    """
+
+    def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
+        logits, labels = _require_values(predictions), batch.advantages
+        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        losses = reward_model.process_reward_loss(logits, labels, mask)
+        metrics = _verdicts(logits > 0, labels >= 0.5, mask, batch.segment_ids)
+        return Objective(masked(losses, mask), metrics)
+
+    return objective
+
+
+def _require_values(predictions: Predictions) -> Float[Array, "rows length"]:
+    if predictions.values is None:
+        raise ValueError(
+            "predictions.values must be given, got None; a reward model has a value "
+            "head"
+        )
+    return predictions.values
+
+
+def _verdicts(
+    found: Bool[Array, "rows length"],
+    right: Bool[Array, "rows length"],
+    mask: Bool[Array, "rows length"],
+    segment_ids: Int[Array, "rows length"],
+) -> dict[str, Metric]:
+    """Accuracies of what was found to be right, of steps and of solutions."""
+    solutions = segment_totals(mask.astype(jnp.float32), segment_ids) > 0
+    error = _first(mask & ~right, segment_ids)
+    exact = (_first(mask & ~found, segment_ids) == error).astype(jnp.float32)
+    agreed = (found == right).astype(jnp.float32)
+    erroneous = error < mask.shape[-1]
+    return {
+        "process/step_accuracy": masked(agreed, mask),
+        "process/first_error_accuracy": masked(exact, solutions),
+        "process/erroneous_accuracy": masked(exact, erroneous),
+        "process/correct_accuracy": masked(exact, solutions & ~erroneous),
+    }
+
+
+def _first(
+    marked: Bool[Array, "rows length"], segment_ids: Int[Array, "rows length"]
+) -> Int[Array, "rows segments"]:
+    """Where in its row each segment's first marked token is; the length for none."""
+    length = marked.shape[-1]
+    places = jnp.where(marked, jnp.arange(length, dtype=jnp.int32), length)
+
+    def one_row(row: Array, ids: Array) -> Array:
+        return jax.ops.segment_min(row, ids, num_segments=length + 1)
+
+    return jax.vmap(one_row)(places, segment_ids)

@@ -17,6 +17,7 @@ __all__ = [
     "answer_of",
     "common_beginning",
     "conversation_of",
+    "group_of",
     "prompt_of",
     "require_assistant",
     "require_prompt",
@@ -120,6 +121,15 @@ def conversation_of(value: Any, name: str) -> tuple[Message, ...]:
         Message(_SPEAKER_ROLES[speaker], content.strip())
         for speaker, content in zip(turns[::2], turns[1::2], strict=True)
     )
+
+
+def group_of(prompt: tuple[Message, ...]) -> str:
+    """The text of a prompt: what is said to equal prompts is held out together.
+
+    >>> group_of(prompt_of("2+2="))
+    '2+2='
+    """
+    return "\n\n".join(message.content for message in prompt)
 
 
 def text_of(value: Any, what: str) -> str:

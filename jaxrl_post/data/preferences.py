@@ -5,7 +5,6 @@ References:
     (solutions that are marked as correct or not).
 """
 
-import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from jaxrl_post.data.conversations import (
     answer_of,
     common_beginning,
     conversation_of,
+    group_of,
     prompt_of,
     require_assistant,
     require_prompt,
@@ -25,7 +25,7 @@ from jaxrl_post.data.conversations import (
 from jaxrl_post.data.tables import Layout, listed, read_table
 from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
 
-__all__ = ["Judged", "Message", "Preference", "read_preferences", "split"]
+__all__ = ["Judged", "Message", "Preference", "read_preferences"]
 
 # Names under which data sets keep the scores of the chosen and the rejected answer.
 _SCORES = (
@@ -44,7 +44,7 @@ class Preference:
         messages: the prompt, at least one message; the last is not the assistant's.
         chosen: the better answer, not empty.
         rejected: the worse answer, not empty, another text than `chosen`.
-        group: the prompt's text; `split` keeps preferences of one group together.
+        group: the prompt's text; `held_out.split` keeps what shares it together.
         margin: score of `chosen` minus score of `rejected`, in the file's unit; None
             where the file has no scores.
     """
@@ -64,7 +64,7 @@ class Judged:
         messages: the prompt, at least one message; the last is not the assistant's.
         answer: not empty.
         desirable: the judgement.
-        group: the prompt's text; `split` keeps answers of one group together.
+        group: the prompt's text; `held_out.split` keeps what shares it together.
     """
 
     messages: tuple[Message, ...]
@@ -126,49 +126,6 @@ def read_preferences(
             f"incorrect solution:\n{report}"
         )
     return found, report
-
-
-def split[Item: (Preference, Judged)](
-    preferences: Sequence[Item], *, eval_share: float = 0.1
-) -> tuple[list[Item], list[Item]]:
-    """Holds out a share of the groups, by a hash of each.
-
-    A group's side depends on nothing but its text and `eval_share`: it stays when rows
-    are added or reordered, and a larger share holds out what a smaller one did.
-
-    Args:
-        preferences: in any order.
-        eval_share: expected share of the groups that is held out, in (0, 1).
-
-    Returns:
-        (train, eval), each in the order of `preferences`.
-
-    Raises:
-        ValueError: if `eval_share` is outside (0, 1), or a side would be empty.
-
-    >>> def sums(a):
-    ...     return Preference((Message("user", f"{a}+1="),), f"{a + 1}", "0", f"{a}+1=")
-    >>> train, held_out = split([sums(a) for a in range(100)])
-    >>> len(train), len(held_out)
-    (94, 6)
-    """
-    if not 0 < eval_share < 1:
-        raise ValueError(f"eval_share must be in (0, 1), got {eval_share}")
-    train: list[Item] = []
-    held_out: list[Item] = []
-    for preference in preferences:
-        digest = hashlib.blake2b(preference.group.encode(), digest_size=8).digest()
-        side = held_out if int.from_bytes(digest) < eval_share * 2**64 else train
-        side.append(preference)
-    for side, pairs in (("train", train), ("eval", held_out)):
-        if not pairs:
-            groups = len({preference.group for preference in preferences})
-            raise ValueError(
-                f"preferences must fall into both splits, got {groups} prompts, none "
-                f"of them in {side!r}; give more prompts, or another eval_share than "
-                f"{eval_share}"
-            )
-    return train, held_out
 
 
 def _with_prompt(row: Mapping[str, Any]) -> list[Preference]:
@@ -237,7 +194,7 @@ def _judged(row: Mapping[str, Any]) -> list[Judged]:
     if type(desirable) is not bool:
         got = type(desirable).__name__
         raise BadRowError(f"field 'label' must be bool (true: desirable), got {got}")
-    return [Judged(messages, answer, desirable, _group(messages))]
+    return [Judged(messages, answer, desirable, group_of(messages))]
 
 
 # The file's rows have one layout, so what is read is of one kind.
@@ -257,11 +214,7 @@ def _preference(
             raise BadRowError(f"the {name} answer is empty")
     if chosen == rejected:
         raise BadRowError("the chosen and the rejected answer are the same text")
-    return Preference(messages, chosen, rejected, _group(messages), margin)
-
-
-def _group(messages: tuple[Message, ...]) -> str:
-    return "\n\n".join(message.content for message in messages)
+    return Preference(messages, chosen, rejected, group_of(messages), margin)
 
 
 def _margin(row: Mapping[str, Any]) -> float | None:

@@ -79,8 +79,8 @@ def read_table[Item](
             rows = _parquet_rows(name)
         case suffix:
             raise ValueError(
-                "path must be of a file of preferences that ends in .jsonl, .json or "
-                f".parquet, got {suffix!r} in {name!r}"
+                "path must be of a file that ends in .jsonl, .json or .parquet, got "
+                f"{suffix!r} in {name!r}"
             )
     layout: Layout[Item] | None = None
     first_line = 0

@@ -18,8 +18,9 @@ __all__ = [
 ]
 
 # What stands on the last hidden state: the vocabulary; one number, as in critics and
-# reward models; or both, as in a critic that shares the policy's backbone.
-Head = Literal["lm", "value", "lm+value"]
+# reward models; both, as in a critic that shares the policy's backbone; or the logits
+# of wrong and right, as in process reward models.
+Head = Literal["lm", "value", "lm+value", "process"]
 
 # Of a gated MLP, on the gate. "gpt_oss" is (up + 1) * gate * sigmoid(1.702 gate) with
 # gate at most 7 and up within [-7, 7].
@@ -307,6 +308,11 @@ class ModelConfig:
         """The mixture of experts of a layer, None where its MLP is dense."""
         experts = self.experts
         return None if experts is None or layer in experts.dense_layers else experts
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether the head gives logits of the vocabulary."""
+        return self.head in ("lm", "lm+value")
 
     @property
     def rotated_dims(self) -> int:

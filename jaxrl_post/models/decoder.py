@@ -150,18 +150,25 @@ def values(
 ) -> Float[Array, "*batch"]:
     """Maps hidden states to float32 values: what the value head says after each token.
 
+    Of a process reward model that is the logit of the step being right, z_1 - z_0.
+
     Raises:
         ValueError: the parameters have no value head.
     """
-    if params.value_head is None:
+    judge = params.process_head
+    weight = params.value_head if judge is None else judge.weight
+    if weight is None:
         raise ValueError(
-            'values: the parameters have no value head; make them with head="value" or '
-            '"lm+value" in the model\'s config'
+            'values: the parameters have no value head; make them with head="value", '
+            '"lm+value" or "process" in the model\'s config'
         )
-    both = jnp.einsum(
-        "...d,nd->...n", hidden, params.value_head, preferred_element_type=jnp.float32
+    outputs = jnp.einsum(
+        "...d,nd->...n", hidden, weight, preferred_element_type=jnp.float32
     )
-    return both[..., 0]
+    if judge is None:
+        return outputs[..., 0]
+    outputs = outputs + judge.bias.astype(jnp.float32)
+    return outputs[..., 1] - outputs[..., 0]
 
 
 class _Place(NamedTuple):

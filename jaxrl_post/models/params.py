@@ -18,6 +18,7 @@ __all__ = [
     "LatentAttentionParams",
     "LayerParams",
     "MLPParams",
+    "ProcessHeadParams",
     "param_specs",
 ]
 
@@ -151,6 +152,14 @@ class LayerParams[Leaf]:
 
 
 @struct.dataclass
+class ProcessHeadParams[Leaf]:
+    """Logits of a step being wrong and right: weight [2, hidden], bias [2]."""
+
+    weight: Leaf
+    bias: Leaf
+
+
+@struct.dataclass
 class DecoderParams[Leaf]:
     """All parameters. `unembedding` is None where the embeddings are tied, or unused.
 
@@ -160,6 +169,7 @@ class DecoderParams[Leaf]:
         final_norm: [hidden].
         unembedding: [vocab, hidden] or None.
         value_head: [1, hidden], or None where the model predicts no value.
+        process_head: of a process reward model; None of others.
     """
 
     embedding: Leaf
@@ -167,6 +177,7 @@ class DecoderParams[Leaf]:
     final_norm: Leaf
     unembedding: Leaf | None = None
     value_head: Leaf | None = None
+    process_head: ProcessHeadParams[Leaf] | None = None
 
 
 matrix = ParamSpec
@@ -177,22 +188,30 @@ zeros = functools.partial(ParamSpec, init="zeros")
 def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
     """Returns the parameters' shapes, logical axes and initialisers."""
     table = matrix((config.vocab_size, config.hidden_size), ("vocab", "embed"))
-    untied = config.head != "value" and not config.tie_embeddings
+    untied = config.predicts_tokens and not config.tie_embeddings
     return DecoderParams(
         embedding=table,
         layers=tuple(_layer(config, layer) for layer in range(config.num_layers)),
         final_norm=_norm(config, config.hidden_size),
         unembedding=when(untied, table),
         value_head=when(
-            config.head != "lm",
-            zeros((1, config.hidden_size), ("value", "embed")),
+            config.head in ("value", "lm+value"),
+            zeros((1, config.hidden_size), ("value", "embed"), decay=True),
         ),
+        process_head=_process_head(config) if config.head == "process" else None,
     )
 
 
 def when(wanted: bool, spec: ParamSpec) -> ParamSpec | None:
     """The spec of a part that only some families have."""
     return spec if wanted else None
+
+
+def _process_head(config: ModelConfig) -> ProcessHeadParams[ParamSpec]:
+    return ProcessHeadParams(
+        weight=zeros((2, config.hidden_size), ("value", "embed"), decay=True),
+        bias=zeros((2,), ("value",)),
+    )
 
 
 def _norm(config: ModelConfig, width: int, axis: str = "norm") -> ParamSpec:

@@ -26,7 +26,6 @@ __all__ = [
     "OfflineConfig",
     "PreferenceConfig",
     "RLConfig",
-    "RewardConfig",
     "RolloutConfig",
     "RunConfig",
     "SFTConfig",
@@ -78,7 +77,7 @@ class RolloutConfig:
         max_prompt_tokens: longest prompt, 0 for the environment's longest; a longer one
             stops the run before it starts.
         max_tokens: most tokens of a completion, the stop token included.
-        temperature: > 0; part of the policy.
+        temperature: > 0; part of the policy; generation_config.json is not read.
         top_k: as SamplingParams.
         top_p: as SamplingParams.
         min_p: as SamplingParams.
@@ -181,6 +180,8 @@ class CriticConfig:
         coefficient: weight of the critic's loss beside the policy's in a shared model.
         warmup_steps: steps at the beginning in which a separate critic learns alone.
         optimizer: AdamW of a separate critic.
+        lora: an adapter to train, with the value head, in place of a separate critic's
+            whole model.
     """
 
     backbone: Literal["separate", "shared"] = "separate"
@@ -192,6 +193,7 @@ class CriticConfig:
     coefficient: float = 0.1
     warmup_steps: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
 
 
 @dataclass(frozen=True)
@@ -357,27 +359,6 @@ class PreferenceConfig(OfflineConfig):
 
 
 @dataclass(frozen=True)
-class RewardConfig(OfflineConfig):
-    """A reward model from preference pairs.
-
-    Attributes:
-        data: of the pairs.
-        centering: weight of the squared sum of a pair's rewards, which keeps them
-            around 0.
-        margin: times the difference of a pair's scores in the file, by how much its
-            rewards should differ; 0 asks for no scores.
-    """
-
-    run_dir: str = "runs/reward"
-    optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(learning_rate=1e-5, warmup_steps=20)
-    )
-    data: PairsConfig = field(default_factory=PairsConfig)
-    centering: float = 0.01
-    margin: float = 0.0
-
-
-@dataclass(frozen=True)
 class RLConfig(RunConfig):
     """Policy optimisation on samples of its own.
 
@@ -411,11 +392,12 @@ LEAST = {
     "checkpoint.every": 1, "checkpoint.keep": 1, "warm_start.steps": 0,
     "warm_start.examples_per_step": 1, "update.minibatches": 1, "update.epochs": 1,
     "critic.warmup_steps": 0, "update.row_tokens": 0, "update.microbatch_tokens": 1,
-    "lora.rank": 0, "update.router_balance": 0, "update.router_z": 0,
-    "rollout.prompts_per_step": 1, "rollout.samples_per_prompt": 2,
-    "rollout.max_prompt_tokens": 0, "rollout.max_tokens": 1, "rollout.num_slots": 0,
-    "rollout.steps_per_call": 0, "rollout.max_draws": 1, "rollout.reward_workers": 1,
-    "rollout.overlong_buffer": 0, "margin": 0,
+    "update.router_balance": 0, "update.router_z": 0, "lora.rank": 0,
+    "critic.lora.rank": 0, "rollout.prompts_per_step": 1, "rollout.num_slots": 0,
+    "rollout.max_prompt_tokens": 0, "rollout.max_tokens": 1,
+    "rollout.samples_per_prompt": 2, "rollout.steps_per_call": 0,
+    "rollout.max_draws": 1, "rollout.reward_workers": 1, "rollout.overlong_buffer": 0,
+    "margin": 0,
 }  # fmt: skip
 
 

@@ -1,14 +1,15 @@
-"""Examples to learn from without sampling: demonstrations and preferences."""
+"""Examples to learn from without sampling: demonstrations, preferences, steps."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 
 from jaxrl_post.data import chat, packing
 from jaxrl_post.data.preferences import Judged, Preference
+from jaxrl_post.data.steps import Solution, judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.unpaired import answers_to_others
 from jaxrl_post.envs import Environment
@@ -23,6 +24,7 @@ __all__ = [
     "Judgements",
     "Mismatched",
     "Pairs",
+    "Solutions",
     "batches",
     "packed",
 ]
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 SPLITS: tuple[Split, ...] = ("train", "eval")
 
-# Pairs or answers from whose texts a preset's tokenizer is learned.
+# Pairs, answers or solutions from whose texts a preset's tokenizer is learned.
 TEXTS = 2000
 
 
@@ -267,6 +269,54 @@ class Mismatched:
         return (packing.Sequence.of(prompt, target[: self.max_tokens - len(prompt)]),)
 
 
+@dataclass(frozen=True)
+class Solutions:
+    """Solutions in steps: the advantage at the last token of each is its label.
+
+    Attributes:
+        train: to learn from.
+        eval: held out.
+        separator: after each step; at its last token the step is judged.
+    """
+
+    train: Sequence[Solution]
+    eval: Sequence[Solution]
+    separator: str
+
+    def size(self, split: Split) -> int:
+        """Number of solutions."""
+        return len(_of(self, split))
+
+    def texts(self) -> list[str]:
+        """Of the first solutions."""
+        return [
+            text
+            for each in self.train[:TEXTS]
+            for text in (
+                *(message.content for message in each.messages),
+                *(step + self.separator for step in each.steps),
+            )
+        ]
+
+    def encode(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[packing.Sequence, ...]:
+        """One sequence: the prompt and the steps, of which the ends are judged."""
+        each = _of(self, split)[index]
+        sequence = judged_tokens(
+            tokenizer, each.messages, each.steps, each.labels, self.separator
+        )
+        return (sequence,)
+
+    def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Solutions":
+        """Leaves out the solutions that are too long; as `Pairs.fitting`."""
+        train, held_out = (
+            _fitting(self, split, tokenizer, max_tokens, "solutions")
+            for split in SPLITS
+        )
+        return replace(self, train=train, eval=held_out)
+
+
 def packed(
     examples: Examples,
     tokenizer: Tokenizer,
@@ -323,20 +373,23 @@ def batches(
         )
 
 
-@overload
-def _of(examples: Pairs, split: Split) -> Sequence[Preference]: ...
+@runtime_checkable
+class _InTwo[Item](Protocol):
+    """What is learned from, and what is held out."""
+
+    @property
+    def train(self) -> Sequence[Item]: ...
+
+    @property
+    def eval(self) -> Sequence[Item]: ...
 
 
-@overload
-def _of(examples: Judgements, split: Split) -> Sequence[Judged]: ...
-
-
-def _of(examples: Pairs | Judgements, split: Split) -> Sequence[Preference | Judged]:
+def _of[Item](examples: _InTwo[Item], split: Split) -> Sequence[Item]:
     return examples.train if split == "train" else examples.eval
 
 
 def _fitting(
-    examples: Pairs | Judgements,
+    examples: Pairs | Judgements | Solutions,
     split: Split,
     tokenizer: Tokenizer,
     max_tokens: int,

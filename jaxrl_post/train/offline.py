@@ -16,13 +16,13 @@ from jaxrl_post.algorithms import reward_model, supervised
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import Head
+from jaxrl_post.models.families import write_config
 from jaxrl_post.train import notation
 from jaxrl_post.train.checkpoint import abstract_state
 from jaxrl_post.train.config import (
     ConfigError,
     OfflineConfig,
     PreferenceConfig,
-    RewardConfig,
     SFTConfig,
     check_numbers,
 )
@@ -34,12 +34,14 @@ from jaxrl_post.train.preferences import (
     make_preference,
     open_judgements,
     open_pairs,
+    open_solutions,
 )
 from jaxrl_post.train.reference import (
     Reference,
     open_reference,
     require_directory,
 )
+from jaxrl_post.train.reward_config import RewardConfig, check_kind
 from jaxrl_post.train.run import (
     Outcome,
     Run,
@@ -60,9 +62,6 @@ from jaxrl_post.types import PyTree
 
 __all__ = ["run_preference", "run_reward", "run_sft"]
 
-# Which metric of an objective is the share of held-out examples that it gets right.
-RIGHT = "preference/accuracy"
-
 
 @dataclass(frozen=True)
 class Job:
@@ -77,6 +76,7 @@ class Job:
         reference: directory of the reference policy, None for the model as it began.
         sequences: of an example, side by side in a row.
         noun: for examples, in messages.
+        right: the metric of the objective that is the share of examples got right.
     """
 
     objective: ObjectiveFn
@@ -87,6 +87,7 @@ class Job:
     reference: str | None = None
     sequences: int = 1
     noun: str = "pairs"
+    right: str = "preference/accuracy"
 
 
 @dataclass(frozen=True)
@@ -158,19 +159,29 @@ def run_reward(
     command: str,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Trains a reward model on preference pairs; arguments and errors as `run_rl`."""
-    pairs = open_pairs(config.data, console, margin=config.margin, remedy="")
-    job = Job(
-        reward_model.bradley_terry(centering=config.centering),
-        functools.cache(partial(pairs.fitting, max_tokens=config.max_tokens)),
-        sequences=2,
-    )
+    """Trains a reward model, of either kind; arguments and errors as `run_rl`."""
+    check_kind(config)
     if config.warm_start.steps:
         raise ConfigError(
             "--warm-start.steps: a reward model has no output for tokens to warm up; "
             "start from a --model directory"
         )
-    return _run(config, job, pairs, console, command, should_stop, head="value")
+    if config.kind == "outcome":
+        pairs = open_pairs(config.data, console, margin=config.margin, remedy="")
+        job = Job(
+            reward_model.bradley_terry(centering=config.centering),
+            functools.cache(partial(pairs.fitting, max_tokens=config.max_tokens)),
+            sequences=2,
+        )
+        return _run(config, job, pairs, console, command, should_stop, head="value")
+    solutions = open_solutions(config.data, console, separator=config.separator)
+    job = Job(
+        reward_model.process_reward(),
+        functools.cache(partial(solutions.fitting, max_tokens=config.max_tokens)),
+        noun="solutions",
+        right="process/first_error_accuracy",
+    )
+    return _run(config, job, solutions, console, command, should_stop, head="process")
 
 
 def _run(
@@ -209,6 +220,9 @@ def _run(
 
     def checked(config: OfflineConfig, model: Model) -> OfflineConfig:
         check_context(model.config, config.max_tokens, "--max-tokens")
+        if not model.config.predicts_tokens:
+            # Refuses a family that has no such model on disk: now, not at the end.
+            write_config(model.config)
         return config
 
     with open_run(
@@ -259,7 +273,7 @@ def _loop(
         Progress(run.console, total_steps=config.steps) as progress,
     ):
         if latest is None:
-            metrics_log.write(0, _evaluated(feed, state.params, held_out))
+            metrics_log.write(0, _evaluated(feed, state.params, held_out, job.right))
         while step < config.steps and not stopped:
             step += 1
             drawn = feed.draw(
@@ -270,7 +284,7 @@ def _loop(
             last = step == config.steps or stopped
             evaluates = not stopped and config.eval.due(step, config.steps)
             if evaluates:
-                metrics |= _evaluated(feed, state.params, held_out)
+                metrics |= _evaluated(feed, state.params, held_out, job.right)
             # The row first: a run that dies before the checkpoint drops it again.
             if step % config.log_every == 0 or evaluates or last:
                 metrics_log.write(step, metrics)
@@ -327,7 +341,7 @@ def _held_out(run: Run[OfflineConfig], feed: Feed) -> HeldOut | None:
 
 
 def _evaluated(
-    feed: Feed, params: PyTree, held_out: HeldOut | None
+    feed: Feed, params: PyTree, held_out: HeldOut | None, right: str
 ) -> dict[str, float]:
     """Loss and metrics on what is held out, by names of their own."""
     if held_out is None:
@@ -335,9 +349,9 @@ def _evaluated(
     begin = time.perf_counter()
     found = feed.learner.evaluate(params, feed.ready(params, held_out.drawn))
     metrics = {f"eval/{name.rpartition('/')[2]}": each for name, each in found.items()}
-    if RIGHT in found:
-        metrics[ACCURACY] = found[RIGHT]
-        low, high = wilson_interval(found[RIGHT], held_out.count)
+    if right in found:
+        metrics[ACCURACY] = found[right]
+        low, high = wilson_interval(found[right], held_out.count)
         metrics |= {"eval/accuracy_low": low, "eval/accuracy_high": high}
     return metrics | {"time/eval": time.perf_counter() - begin}
 

@@ -13,15 +13,16 @@ PreferenceName = Literal[
 
 @dataclass(frozen=True)
 class PairsConfig:
-    """Preference pairs, or judged answers, from a file.
+    """Preference pairs, judged answers, or solutions in judged steps, from a file.
 
     Attributes:
         path: .jsonl or .parquet with prompt, chosen and rejected, as texts or as
-            messages; GSM8K's example solutions of several models; or, for kto, prompt,
-            completion and label.
+            messages; GSM8K's example solutions of several models; for kto, prompt,
+            completion and label; for process reward models, prompt, completions (a list
+            of steps) and labels.
         on_bad_row: stop at a malformed row, or skip, count and report it.
-        eval_share: of the prompts, held out; one pair or answer of each of these is
-            looked at.
+        eval_share: of the prompts, held out; one pair, answer or solution of each of
+            these is looked at.
     """
 
     path: str | None = None

@@ -1,21 +1,26 @@
-"""From a configuration to a preference loss and the file that it learns from."""
+"""From a configuration to a preference loss, and the files that are learned from."""
 
-import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
 from jaxrl_post.algorithms import preference, reference_free, unpaired
 from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
-from jaxrl_post.data.preferences import Judged, Preference, read_preferences, split
+from jaxrl_post.data.held_out import one_a_group, split
+from jaxrl_post.data.preferences import Judged, Preference, read_preferences
+from jaxrl_post.data.steps import read_steps
 from jaxrl_post.data.unpaired import unpaired as taken_apart
+from jaxrl_post.jsonl import Report
 from jaxrl_post.train.config import ConfigError
-from jaxrl_post.train.examples import Judgements, Pairs
+from jaxrl_post.train.examples import Judgements, Pairs, Solutions
 from jaxrl_post.train.preference_config import PairsConfig, PreferenceLossConfig
 from jaxrl_post.train.sinks import warnings_shown
 
-__all__ = ["make_preference", "open_judgements", "open_pairs"]
+__all__ = ["make_preference", "open_judgements", "open_pairs", "open_solutions"]
+
+# What a file should hold, in messages.
+PAIRS = "preference pairs"
 
 
 def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
@@ -81,7 +86,7 @@ def open_pairs(
         ConfigError: no file is named, it holds judged answers, or no scores.
         ValueError: the file is bad.
     """
-    found = _read(config, console)
+    found = _read(config, console, read_preferences, PAIRS)
     pairs = [each for each in found if isinstance(each, Preference)]
     if len(pairs) < len(found):
         raise ConfigError(
@@ -110,7 +115,7 @@ def open_judgements(config: PairsConfig, console: Console) -> Judgements:
         ConfigError: no file is named, or all answers are judged alike.
         ValueError: the file is bad.
     """
-    found = _read(config, console)
+    found = _read(config, console, read_preferences, PAIRS)
     judged = [each for each in found if isinstance(each, Judged)]
     judged += taken_apart([each for each in found if isinstance(each, Preference)])
     train, held_out = split(judged, eval_share=config.eval_share)
@@ -120,33 +125,45 @@ def open_judgements(config: PairsConfig, console: Console) -> Judgements:
                 f"--data.path: all {len(train)} train answers of {config.path} are "
                 f"{noun}; answers of both kinds are needed to tell them apart"
             )
-    return Judgements(train, _one_a_prompt(held_out))
+    return Judgements(train, one_a_group(held_out))
 
 
-def _read(config: PairsConfig, console: Console) -> Sequence[Preference | Judged]:
-    if config.path is None:
+def open_solutions(
+    config: PairsConfig, console: Console, *, separator: str
+) -> Solutions:
+    """Reads solutions with a label a step; one a prompt is held out.
+
+    Args:
+        config: where they are.
+        console: for what is wrong with the file.
+        separator: as `Solutions.separator`.
+
+    Raises:
+        ConfigError: no file is named, or all steps are judged alike.
+        ValueError: the file is bad.
+    """
+    solutions = _read(config, console, read_steps, "solutions in labelled steps")
+    train, held_out = split(solutions, eval_share=config.eval_share)
+    labels = {label for each in train for label in each.labels}
+    if len(labels) == 1:
         raise ConfigError(
-            "--data.path: needs a .jsonl or .parquet file of preference pairs"
+            f"--data.path: all steps of the {len(train)} train solutions of "
+            f"{config.path} have the label {labels.pop():g}; right and wrong ones are "
+            "needed to tell them apart"
         )
+    return Solutions(train, one_a_group(held_out), separator)
+
+
+def _read[Item](
+    config: PairsConfig,
+    console: Console,
+    read: Callable[..., tuple[Sequence[Item], Report]],
+    noun: str,
+) -> Sequence[Item]:
+    if config.path is None:
+        raise ConfigError(f"--data.path: needs a .jsonl or .parquet file of {noun}")
     with warnings_shown(console):
-        found, report = read_preferences(config.path, on_bad_row=config.on_bad_row)
+        found, report = read(config.path, on_bad_row=config.on_bad_row)
         if report.num_bad:
             console.print(str(report), style="yellow", markup=False, highlight=False)
     return found
-
-
-def _one_a_prompt(judged: Sequence[Judged]) -> list[Judged]:
-    """One of each prompt's, by a hash of its text.
-
-    Not the first: where pairs were taken apart, all of these are desirable.
-    """
-    groups: dict[str, list[Judged]] = {}
-    for each in judged:
-        groups.setdefault(each.group, []).append(each)
-    return [group[_digest(text) % len(group)] for text, group in groups.items()]
-
-
-def _digest(text: str) -> int:
-    # Not the split's hash, which is small for all that is held out.
-    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"held out").digest()
-    return int.from_bytes(digest)

@@ -33,7 +33,8 @@ class RunDescription:
         mesh: the mesh as its specification is written, for example "dp4,tp8".
         versions: package name to version, for example {"jax": "0.12.0"}.
         config: the resolved configuration, of values that JSON can write.
-        head: of the model that the run makes: "lm", or "value" for a reward model.
+        head: of the model that the run makes: "lm", "value" for a reward model, or
+            "process" for one of steps.
     """
 
     command: str

@@ -124,7 +124,7 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
     else:
         hidden, own = _routed_states(policy, params, batch)
     after = None if policy.config.head == "lm" else values(params, hidden)
-    if policy.config.head == "value":
+    if not policy.config.predicts_tokens:
         return own._replace(values=after)
     # The state at t predicts the token at t + 1. The mask is False at every segment's
     # first token, so what wraps around is never asked for.

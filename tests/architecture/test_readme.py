@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import tyro
 
-from jaxrl_post.train.config import PreferenceConfig, RewardConfig, SFTConfig
+from jaxrl_post.train.config import PreferenceConfig, SFTConfig
 from jaxrl_post.train.convert import ConvertConfig
 from jaxrl_post.train.evaluate import EvaluateConfig
+from jaxrl_post.train.reward_config import RewardConfig
 from launch import cli
 from launch.recipes.demo import demo, ppo_demo
 from launch.recipes.distillation import distillation

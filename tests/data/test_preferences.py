@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl_post.data.chat import render
-from jaxrl_post.data.preferences import Message, Preference, read_preferences, split
+from jaxrl_post.data.held_out import split
+from jaxrl_post.data.preferences import Message, Preference, read_preferences
 from jaxrl_post.data.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"

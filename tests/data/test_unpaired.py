@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
+from jaxrl_post.data.held_out import split
 from jaxrl_post.data.preferences import (
     Judged,
     Message,
     Preference,
     read_preferences,
-    split,
 )
 from jaxrl_post.data.unpaired import answers_to_others, unpaired
 

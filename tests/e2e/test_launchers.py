@@ -5,17 +5,21 @@ program takes up its own state: a critic, a reference, a teacher, the place in a
 """
 
 import json
+import random
 import shutil
 import signal
 import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_post import models
+from jaxrl_post.data.conversations import Message
+from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.train.run_directory import read_rows
@@ -34,6 +38,10 @@ READ = (
 PROGRAMS = {
     "ppo": ("launch.ppo", *SAMPLED, "--algorithm.kl-coefficient=0.01"),
     "ppo_shared": ("launch.ppo", *SAMPLED, "--critic.backbone=shared"),
+    "ppo_lora": (
+        "launch.ppo", *SAMPLED, "--algorithm.kl-coefficient=0.01", "--lora.rank=4",
+        "--critic.lora.rank=2",
+    ),
     "distill": ("launch.distill", *SAMPLED, "--algorithm.reference={teacher}"),
     "distill_whole": (
         "launch.distill", *SAMPLED, "--algorithm.reference={teacher}",
@@ -49,6 +57,8 @@ PROGRAMS = {
     "dpo": ("launch.dpo", *READ, "--data.path={pairs}"),
     "kto": ("launch.dpo", *READ, "--data.path={pairs}", "--loss.name=kto"),
     "reward": ("launch.reward", *READ, "--data.path={pairs}"),
+    "process": ("launch.reward", *READ, "--kind=process", "--data.path={steps}"),
+    "reward_lora": ("launch.reward", *READ, "--data.path={pairs}", "--lora.rank=4"),
 }  # fmt: skip
 # What eight devices must find as one does, at the first step.
 SAME = ("train/loss", "train/grad_norm", "eval/loss", "critic/loss")
@@ -62,6 +72,20 @@ def made(folder: Path, seed: int) -> Path:
     return folder
 
 
+def chain(number: int) -> dict:
+    """Three sums, each of what the one before came to; some come to too much."""
+    draw = random.Random(number)
+    total, right = draw.randrange(3), True
+    steps, labels = [], []
+    for _ in range(3):
+        said = total + (1 if draw.random() < 0.7 else draw.choice([2, 3]))
+        right = right and said == total + 1
+        steps.append(f"{total}+1={said % 10}")
+        labels.append(right)
+        total = said % 10
+    return {"prompt": f"{number}:", "completions": steps, "labels": labels}
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("inputs")
@@ -71,8 +95,11 @@ def inputs(tmp_path_factory) -> dict[str, Path]:
         for i in range(60)
     ]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = folder / "steps.jsonl"
+    rows = [chain(i) for i in range(1200)]
+    steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model, teacher = made(folder / "model", 0), made(folder / "teacher", 1)
-    return {"model": model, "teacher": teacher, "pairs": pairs}
+    return {"model": model, "teacher": teacher, "pairs": pairs, "steps": steps}
 
 
 def metrics(run: Path) -> dict[int, dict[str, float]]:
@@ -124,7 +151,9 @@ def test_killed_and_resumed_on_one_device_and_whole_on_eight(
             )
             for tensor, value in left.items():
                 np.testing.assert_array_equal(value, right[tensor], err_msg=tensor)
-    assert (whole / "critic").exists() == (name == "ppo")
+    assert (whole / "critic").exists() == (name in ("ppo", "ppo_lora"))
+    assert (whole / "adapter").exists() == name.endswith("lora")
+    assert (whole / "critic_adapter").exists() == (name == "ppo_lora")
     assert sorted(metrics(broken)) == list(range(STEPS + 1))
     for step, row in metrics(whole).items():
         for metric, value in row.items():
@@ -170,3 +199,31 @@ def test_a_reward_model_serves_as_critic_and_as_a_start(program, inputs, tmp_pat
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 1
     assert "is a reward model; it has no output for tokens" in output
+
+
+@pytest.mark.slow
+def test_a_process_reward_model_finds_wrong_steps(program, inputs, tmp_path):
+    run = tmp_path / "run"
+    process = program(
+        "launch.reward", "--kind=process", f"--run-dir={run}", "--steps=90",
+        f"--data.path={inputs['steps']}", "--data.eval-share=0.2", "--max-tokens=24",
+        "--examples-per-step=32", "--optimizer.learning-rate=1e-3",
+        "--optimizer.schedule=linear", "--eval.every=0",
+    )  # fmt: skip
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert "of 128 solutions, each of another prompt" in output
+    found = metrics(run)[90]
+    # A third has no wrong step, and as much is right for whoever finds none.
+    assert found["eval/accuracy"] > 0.7
+    assert found["eval/erroneous_accuracy"] > 0.6
+    config = json.loads((run / "model" / "config.json").read_text())
+    [architecture] = config["architectures"]
+    assert architecture.endswith("ForTokenClassification")
+    config, params = models.load_pretrained(run / "model")
+    tokenizer = Tokenizer.from_directory(run / "model")
+    steps = ["1+1=2", "2+1=3", "3+1=5"]
+    sequence = judged_tokens(tokenizer, [Message("user", "7:")], steps, [0] * 3, "\n")
+    hidden = models.forward(params, config, jnp.asarray(sequence.tokens[None]))
+    verdicts = models.values(params, hidden)[0][sequence.loss_mask]
+    assert (verdicts > 0).tolist() == [True, True, False]

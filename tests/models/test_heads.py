@@ -1,6 +1,7 @@
-"""Models with a value head: critics and reward models."""
+"""Models with a value head: critics, reward models and process reward models."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from jaxrl_post import models
 from jaxrl_post.models import CheckpointError, ModelConfig
+from jaxrl_post.models.families import write_config
 from jaxrl_post.sharding import create_mesh
 
 CONFIG = ModelConfig(
@@ -18,12 +20,18 @@ CONFIG = ModelConfig(
 TOKENS = jnp.array([[1, 2, 3, 4]], jnp.int32)
 
 
-def made(config: ModelConfig, seed: int = 0):
-    params = models.initialize(jax.random.key(seed), models.param_specs(config))
-    if params.value_head is not None:
-        head = jax.random.normal(jax.random.key(9), params.value_head.shape)
-        params = params.replace(value_head=head)
-    return params
+@functools.cache
+def made(config: ModelConfig):
+    params = models.initialize(jax.random.key(0), models.param_specs(config))
+
+    def drawn(head):
+        return jax.tree.map(
+            lambda x: jax.random.normal(jax.random.key(9), x.shape), head
+        )
+
+    return params.replace(
+        value_head=drawn(params.value_head), process_head=drawn(params.process_head)
+    )
 
 
 def with_head(head) -> ModelConfig:
@@ -41,19 +49,59 @@ def test_a_value_is_the_product_of_head_and_hidden_state():
     assert found.shape == TOKENS.shape
 
 
-def test_the_backbone_does_not_depend_on_the_head():
-    plain, both = made(CONFIG), made(with_head("lm+value"))
+def test_a_verdict_is_the_logit_of_right_less_that_of_wrong():
+    config = with_head("process")
+    params = made(config)
+    hidden = models.forward(params, config, TOKENS)
+    head = params.process_head
+    assert (head.weight.shape, head.bias.shape) == ((2, 16), (2,))
+    outputs = np.asarray(hidden, np.float64) @ np.asarray(head.weight).T + head.bias
+    found = models.values(params, hidden)
+    np.testing.assert_allclose(found, outputs[..., 1] - outputs[..., 0], rtol=1e-5)
+    assert found.dtype == jnp.float32
+    assert found.shape == TOKENS.shape
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    found = models.values(narrow, hidden.astype(jnp.bfloat16))
+    assert found.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("mesh", ["tp2,dp4", "fsdp4,dp2", "fsdp2,tp2,dp2"])
+def test_verdicts_on_a_mesh_are_those_of_one_device(tmp_path, mesh):
+    config = with_head("process")
+    params = made(config)
+    models.save_pretrained(tmp_path / "prm", config, params)
+    tokens = jnp.tile(TOKENS, (8, 1))
+
+    def verdicts(params):
+        return models.values(params, models.forward(params, config, tokens))
+
+    expected = jax.jit(verdicts)(params)
+    where = create_mesh(mesh)
+    _, spread = models.load_pretrained(tmp_path / "prm", mesh=where)
+    split = 16 // where.shape["fsdp"]
+    weight = spread.process_head.weight
+    assert weight.addressable_shards[0].data.shape == (2, split)
+    with jax.set_mesh(where):
+        found = jax.jit(verdicts)(spread)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["lm+value", "value", "process"])
+def test_the_backbone_does_not_depend_on_the_head(head):
+    plain, other = made(CONFIG), made(with_head(head))
+    if head != "lm+value":
+        plain = plain.replace(unembedding=None)
     for left, right in zip(
         jax.tree.leaves(plain),
-        jax.tree.leaves(both.replace(value_head=None)),
+        jax.tree.leaves(other.replace(value_head=None, process_head=None)),
         strict=True,
     ):
         np.testing.assert_array_equal(left, right)
 
 
 def test_a_value_model_has_no_matrix_of_the_vocabulary():
-    assert models.param_specs(with_head("value")).unembedding is None
-    assert models.param_specs(with_head("lm")).unembedding is not None
+    for head, none in (("value", True), ("process", True), ("lm", False)):
+        assert (models.param_specs(with_head(head)).unembedding is None) == none
 
 
 def test_values_without_a_head_are_refused():
@@ -64,23 +112,31 @@ def test_values_without_a_head_are_refused():
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp4,tp2"])
-def test_a_reward_model_is_saved_as_a_sequence_classifier(tmp_path, mesh):
-    config = with_head("value")
+@pytest.mark.parametrize(
+    ("head", "kind", "labels"),
+    [
+        ("value", "Sequence", {"0": "LABEL_0"}),
+        ("process", "Token", {"0": "wrong", "1": "right"}),
+    ],
+)
+def test_a_reward_model_is_saved_as_a_classifier(tmp_path, mesh, head, kind, labels):
+    config = with_head(head)
     params = made(config)
     models.save_pretrained(tmp_path / "rm", config, params)
     raw = json.loads((tmp_path / "rm" / "config.json").read_text())
-    assert raw["architectures"] == ["Qwen3ForSequenceClassification"]
-    assert raw["id2label"] == {"0": "LABEL_0"}
+    assert raw["architectures"] == [f"Qwen3For{kind}Classification"]
+    assert raw["id2label"] == labels
+    assert raw["label2id"] == {name: int(label) for label, name in labels.items()}
     where = None if mesh is None else create_mesh(mesh)
     same, loaded = models.load_pretrained(tmp_path / "rm", mesh=where)
-    assert same.head == "value"
+    assert same.head == head
     for left, right in zip(
         jax.tree.leaves(params), jax.tree.leaves(loaded), strict=True
     ):
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize("head", ["value", "lm+value"])
+@pytest.mark.parametrize("head", ["value", "lm+value", "process"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_language_model_is_read_with_a_head_of_zeros(tmp_path, head, tied):
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
@@ -88,26 +144,98 @@ def test_a_language_model_is_read_with_a_head_of_zeros(tmp_path, head, tied):
     models.save_pretrained(tmp_path / "lm", config, params)
     found, loaded = models.load_pretrained(tmp_path / "lm", head=head)
     assert found == dataclasses.replace(config, head=head)
-    assert (loaded.value_head == 0).all()
+    heads = jax.tree.leaves((loaded.value_head, loaded.process_head))
+    assert len(heads) == (2 if head == "process" else 1)
+    assert not any(leaf.any() for leaf in heads)
     np.testing.assert_array_equal(loaded.embedding, params.embedding)
-    assert (loaded.unembedding is None) == (tied or head == "value")
+    assert (loaded.unembedding is None) == (tied or head != "lm+value")
 
 
-def test_a_classifier_of_several_labels_is_refused(tmp_path):
-    config = with_head("value")
+def edit_config(folder, **changes) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
+
+
+@pytest.mark.parametrize(
+    ("head", "labels", "message"),
+    [
+        ("value", "ab", "must have one label to be a reward model; got 2 in id2label"),
+        (
+            "process",
+            "a",
+            r"must have two labels, wrong and right, to be a .*; got 1 in",
+        ),
+        ("process", "abc", "to be a process reward model; got 3 in id2label"),
+    ],
+)
+def test_a_classifier_of_other_labels_is_refused(tmp_path, head, labels, message):
+    config = with_head(head)
     models.save_pretrained(tmp_path / "rm", config, made(config))
-    path = tmp_path / "rm" / "config.json"
-    raw = json.loads(path.read_text()) | {"id2label": {"0": "a", "1": "b"}}
-    path.write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="must have one label to be a reward"):
+    edit_config(tmp_path / "rm", id2label=dict(enumerate(labels)))
+    with pytest.raises(CheckpointError, match=message):
         models.load_pretrained(tmp_path / "rm")
+
+
+@pytest.mark.parametrize(
+    ("labels", "exchanged"),
+    [
+        (None, False),
+        (("LABEL_0", "LABEL_1"), False),
+        (("Incorrect", "Correct"), False),
+        (("Correct", "Incorrect"), True),
+        (("good", "bad"), True),
+        # These do not say that the first is right.
+        (("right", "left"), False),
+    ],
+)
+@pytest.mark.parametrize("mesh", [None, "fsdp4,tp2"])
+def test_the_names_of_labels_tell_their_order(tmp_path, labels, exchanged, mesh):
+    config = with_head("process")
+    params = made(config)
+    models.save_pretrained(tmp_path / "rm", config, params)
+    names = None if labels is None else dict(enumerate(labels))
+    edit_config(tmp_path / "rm", id2label=names, label2id=None)
+    where = None if mesh is None else create_mesh(mesh)
+    _, loaded = models.load_pretrained(tmp_path / "rm", mesh=where)
+    step = -1 if exchanged else 1
+    head = loaded.process_head
+    np.testing.assert_array_equal(head.weight, params.process_head.weight[::step])
+    np.testing.assert_array_equal(head.bias, params.process_head.bias[::step])
+    if mesh is not None:
+        assert head.weight.addressable_shards[0].data.shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [("value", "process"), ("process", "value"), ("process", "lm")],
+)
+def test_a_head_is_not_made_of_another(tmp_path, stored, wanted):
+    config = with_head(stored)
+    models.save_pretrained(tmp_path / "rm", config, made(config))
+    with pytest.raises(
+        CheckpointError,
+        match=f"head='{stored}', of which none with head='{wanted}' can be made; give",
+    ):
+        models.load_pretrained(tmp_path / "rm", head=wanted)
+
+
+@pytest.mark.parametrize("head", ["value", "process"])
+def test_a_family_without_such_a_classifier_is_refused(head):
+    config = dataclasses.replace(CONFIG, model_type="granite", qk_norm=None, head=head)
+    with pytest.raises(
+        CheckpointError, match=r"has no (sequence|token) classifier of granite, as whic"
+    ):
+        write_config(config)
 
 
 def test_a_reward_model_without_its_head_is_refused(tmp_path):
     models.save_pretrained(tmp_path / "rm", CONFIG, made(CONFIG))
-    path = tmp_path / "rm" / "config.json"
-    one = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "a"}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | one))
+    edit_config(
+        tmp_path / "rm",
+        architectures=["Qwen3ForSequenceClassification"],
+        id2label={"0": "a"},
+    )
     for head in (None, "value"):
         with pytest.raises(CheckpointError, match=r"missing tensors: score\.weight"):
             models.load_pretrained(tmp_path / "rm", head=head)

@@ -1,4 +1,4 @@
-"""Pairs and judged answers: what is packed, in which order, and what does not fit."""
+"""Pairs, judged answers, steps: what is packed, in which order, what does not fit."""
 
 import logging
 from collections import Counter
@@ -8,8 +8,15 @@ import pytest
 
 from jaxrl_post.data.preferences import Judged, Message, Preference
 from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.data.steps import Solution
 from jaxrl_post.train.config import ConfigError
-from jaxrl_post.train.examples import Judgements, Pairs, batches, packed
+from jaxrl_post.train.examples import (
+    Judgements,
+    Pairs,
+    Solutions,
+    batches,
+    packed,
+)
 from tests.train.trainers import make_model
 
 
@@ -22,6 +29,12 @@ JUDGED = [
     Judged((Message("user", f"{i}="),), f"{letter}{i}", letter == "y", f"{i}=")
     for i in range(3)
     for letter in "yn"
+]
+STEPS = [
+    Solution(
+        (Message("user", f"{i}="),), ("no",) * i + ("yes",), (0.0,) * i + (1.0,), ""
+    )
+    for i in range(3)
 ]
 
 
@@ -124,6 +137,26 @@ def test_what_of_a_mismatched_answer_is_too_long_is_cut_off():
     assert whole.tokens[-1] == tokenizer.eos_id
 
 
+def test_a_solution_is_one_segment_whose_steps_are_judged_at_their_ends():
+    tokenizer = make_model().tokenizer
+    solutions = Solutions(STEPS, STEPS[:1], separator=";\n")
+    assert (solutions.size("train"), solutions.size("eval")) == (3, 1)
+    batch = packed(solutions, tokenizer, "train", [2, 0], row_tokens=32, row_multiple=1)
+    assert batch.segment_ids.max() == 2
+    first, second = (batch.segment_ids[0] == segment for segment in (1, 2))
+    for inside, text, labels in (
+        (first, "2=no;\nno;\nyes;\n", [0.0, 0.0, 1.0]),
+        (second, "0=yes;\n", [1.0]),
+    ):
+        tokens, mask = batch.tokens[0][inside], batch.loss_mask[0][inside]
+        assert tokenizer.decode(tokens.tolist()) == text
+        assert batch.advantages[0][inside][mask].tolist() == labels
+        # What precedes a judged token, that one included, ends with a separator.
+        ends = [tokenizer.decode(tokens[: i + 1].tolist()) for i in mask.nonzero()[0]]
+        assert all(end.endswith(";\n") for end in ends)
+        assert [end.count(";") for end in ends] == list(range(1, len(labels) + 1))
+
+
 def test_a_prompt_with_most_answers_is_refused():
     with pytest.raises(
         ConfigError,
@@ -164,6 +197,19 @@ def test_pairs_that_are_too_long_are_left_out_and_counted(caplog):
     ]
 
 
+def test_solutions_that_are_too_long_are_left_out_and_counted(caplog):
+    tokenizer = make_model().tokenizer
+    long = replace(STEPS[0], steps=("n" * 50,))
+    solutions = Solutions([*STEPS, long], STEPS, separator="\n")
+    with caplog.at_level(logging.WARNING, logger="jaxrl_post"):
+        kept = solutions.fitting(tokenizer, max_tokens=16)
+    assert kept == Solutions(STEPS, STEPS, separator="\n")
+    assert caplog.messages == [
+        "1 of 4 train solutions left out: prompt plus answer of more than --max-tokens "
+        "16"
+    ]
+
+
 def test_a_split_of_which_nothing_fits_is_refused():
     tokenizer = make_model().tokenizer
     with pytest.raises(ConfigError, match=r"--max-tokens: all 1 eval pairs have .* 16"):
@@ -174,3 +220,5 @@ def test_texts_for_a_tokenizer_are_prompts_and_answers():
     texts = Pairs(TRAIN[:1], TRAIN).texts()
     assert texts == ["0=", "y", "no"]
     assert Judgements(JUDGED[:1], JUDGED).texts() == ["0=", "y0"]
+    texts = Solutions(STEPS[1:2], STEPS, separator=";").texts()
+    assert texts == ["1=", "no;", "yes;"]

@@ -14,7 +14,6 @@ from jaxrl_post.train.config import (
     ConfigError,
     EvalConfig,
     PreferenceConfig,
-    RewardConfig,
     UpdateConfig,
 )
 from jaxrl_post.train.offline import run_preference, run_reward
@@ -24,6 +23,7 @@ from jaxrl_post.train.preference_config import (
     PreferenceName,
 )
 from jaxrl_post.train.preferences import make_preference, open_judgements, open_pairs
+from jaxrl_post.train.reward_config import RewardConfig
 from jaxrl_post.train.run_directory import read_rows
 from jaxrl_post.train.state import OptimizerConfig
 from tests.train.trainers import CONFIG, make_model

@@ -23,7 +23,14 @@ from jaxrl_post.models.families import (
 )
 from jaxrl_post.models.families.family import Family
 
-__all__ = ["FAMILIES", "Family", "family_of", "read_config", "write_config"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "family_of",
+    "read_config",
+    "right_label",
+    "write_config",
+]
 
 GEMMA3 = Family(
     "Gemma3",
@@ -31,6 +38,7 @@ GEMMA3 = Family(
     gemma.gemma3_from_hf,
     gemma.gemma3_to_hf,
     classifier="Gemma3Text",
+    judges_tokens=False,
     prefixes=gemma.GEMMA3_PREFIXES,
     ignored=gemma.GEMMA3_IGNORED,
 )
@@ -67,14 +75,27 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": GEMMA3,
     "gemma3_text": GEMMA3,
     "phi3": Family("Phi3", phi.WEIGHTS, phi.config_from_hf, phi.config_to_hf),
-    "olmo2": Family("Olmo2", olmo.WEIGHTS, olmo.olmo2_from_hf, olmo.olmo2_to_hf),
-    "olmo3": Family("Olmo3", olmo.WEIGHTS, olmo.olmo3_from_hf, olmo.olmo3_to_hf),
+    "olmo2": Family(
+        "Olmo2",
+        olmo.WEIGHTS,
+        olmo.olmo2_from_hf,
+        olmo.olmo2_to_hf,
+        judges_tokens=False,
+    ),
+    "olmo3": Family(
+        "Olmo3",
+        olmo.WEIGHTS,
+        olmo.olmo3_from_hf,
+        olmo.olmo3_to_hf,
+        judges_tokens=False,
+    ),
     "olmoe": Family(
         "Olmoe",
         olmo.OLMOE_WEIGHTS,
         olmo.olmoe_from_hf,
         olmo.olmoe_to_hf,
         classifier=None,
+        judges_tokens=False,
     ),
     "granite": Family(
         "Granite",
@@ -82,6 +103,7 @@ FAMILIES: Mapping[str, Family] = {
         granite.config_from_hf,
         granite.config_to_hf,
         classifier=None,
+        judges_tokens=False,
     ),
     "smollm3": Family(
         "SmolLM3", llama.WEIGHTS, smollm.config_from_hf, smollm.config_to_hf
@@ -95,10 +117,15 @@ FAMILIES: Mapping[str, Family] = {
         glm.config_from_hf,
         glm.config_to_hf,
         classifier=None,
+        judges_tokens=False,
         ignored=glm.NEXT_TOKEN_LAYERS,
     ),
     "deepseek_v2": Family(
-        "DeepseekV2", deepseek.WEIGHTS, deepseek.v2_from_hf, deepseek.v2_to_hf
+        "DeepseekV2",
+        deepseek.WEIGHTS,
+        deepseek.v2_from_hf,
+        deepseek.v2_to_hf,
+        judges_tokens=False,
     ),
     "deepseek_v3": Family(
         "DeepseekV3",
@@ -142,23 +169,57 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, head=_head(raw))
 
 
-# With one label, a sequence classifier of transformers is a value head without bias.
-LM, VALUE = "ForCausalLM", "ForSequenceClassification"
-ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+# With one label, a sequence classifier of transformers is a value head without bias. A
+# token classifier of two is a process reward model, by TRL's convention.
+LM, VALUE, PROCESS = (
+    "ForCausalLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+)
+LABELS = {"value": ("LABEL_0",), "process": ("wrong", "right")}
+# Names of a step's verdicts in id2label.
+WRONG = ("wrong", "incorrect", "bad", "negative", "false", "-")
+RIGHT = ("right", "correct", "good", "positive", "true", "+")
 
 
 def _head(raw: Mapping[str, Any]) -> Head:
-    names = raw.get("architectures") or [LM]
-    if not any(str(name).endswith(VALUE) for name in names):
-        return "lm"
+    names = [str(name) for name in raw.get("architectures") or [LM]]
     # transformers leaves the labels out where there are two.
     labels = len(raw.get("id2label", "ab"))
-    if labels != 1:
-        raise CheckpointError(
-            f"architectures: {names[0]} must have one label to be a reward model; got "
-            f"{labels} in id2label"
-        )
-    return "value"
+    if any(name.endswith(VALUE) for name in names):
+        if labels != 1:
+            raise CheckpointError(
+                f"architectures: {names[0]} must have one label to be a reward model; "
+                f"got {labels} in id2label"
+            )
+        return "value"
+    if any(name.endswith(PROCESS) for name in names):
+        if labels != 2:
+            raise CheckpointError(
+                f"architectures: {names[0]} must have two labels, wrong and right, to "
+                f"be a process reward model; got {labels} in id2label"
+            )
+        return "process"
+    return "lm"
+
+
+def right_label(raw: Mapping[str, Any]) -> int:
+    """Which label of a process reward model says that a step is right.
+
+    Label 1, unless id2label names label 0 so and label 1 as wrong. Names that say
+    neither are not looked at.
+
+    Args:
+        raw: the parsed config.json.
+
+    >>> right_label({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}})
+    1
+    >>> right_label({"id2label": {"0": "Correct", "1": "Incorrect"}})
+    0
+    """
+    names = raw.get("id2label") or {}
+    first, second = (str(names.get(label, "")).lower() for label in "01")
+    return 0 if first in RIGHT and second in WRONG else 1
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -174,18 +235,10 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
             'transformers has no model with head="lm+value"; save the policy without '
             "its value head"
         )
-    value = config.head == "value"
-    if value and family.classifier is None:
-        raise CheckpointError(
-            f"transformers has no sequence classifier of {config.model_type}, as which "
-            "a reward model is saved; use another family"
-        )
-    name = family.architecture
-    name = (family.classifier or name) + VALUE if value else name + LM
     raw = {
-        "architectures": [name],
+        "architectures": [_architecture(config, family)],
         **family.config_to_hf(config),
-        **(ONE_LABEL if value else {}),
+        **_labels(config),
     }
     expected, found = _comparable(config), _comparable(read_config(raw))
     if found != expected:
@@ -196,6 +249,35 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
             f"it would be read back as {getattr(found, name)!r}"
         )
     return raw
+
+
+def _architecture(config: ModelConfig, family: Family) -> str:
+    """The class in transformers of a model with such a head."""
+    if config.head == "value":
+        if family.classifier is None:
+            raise CheckpointError(
+                f"transformers has no sequence classifier of {config.model_type}, as "
+                "which a reward model is saved; use another family"
+            )
+        return (family.classifier or family.architecture) + VALUE
+    if config.head == "process":
+        if not family.judges_tokens:
+            raise CheckpointError(
+                f"transformers has no token classifier of {config.model_type}, as "
+                "which a process reward model is saved; use another family"
+            )
+        return family.architecture + PROCESS
+    return family.architecture + LM
+
+
+def _labels(config: ModelConfig) -> dict[str, Any]:
+    names = LABELS.get(config.head)
+    if names is None:
+        return {}
+    return {
+        "id2label": {str(label): name for label, name in enumerate(names)},
+        "label2id": {name: label for label, name in enumerate(names)},
+    }
 
 
 def _comparable(config: ModelConfig) -> ModelConfig:

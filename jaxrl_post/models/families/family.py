@@ -21,6 +21,8 @@ class Family:
         config_to_hf: our config to the contents of a config.json.
         classifier: the class before "ForSequenceClassification", as which a reward
             model is saved; "" for `architecture`, None where transformers has none.
+        judges_tokens: whether transformers has a class "ForTokenClassification", as
+            which a process reward model is saved.
         prefixes: what names on disk may begin with, and what stands for it in
             `weights`.
         ignored: patterns of tensors that are left unread; `*` is any text and `+` the
@@ -32,5 +34,6 @@ class Family:
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     config_to_hf: Callable[[ModelConfig], dict[str, Any]]
     classifier: str | None = ""
+    judges_tokens: bool = True
     prefixes: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()

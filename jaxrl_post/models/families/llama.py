@@ -51,6 +51,8 @@ WEIGHTS: Mapping[str, Weight] = {
     "final_norm": Weight("model.norm.weight", "norm"),
     "unembedding": Weight("lm_head.weight", "vocab embed"),
     "value_head": Weight("score.weight", "value embed"),
+    "process_head.weight": Weight("score.weight", "value embed"),
+    "process_head.bias": Weight("score.bias", "value"),
 }
 
 

@@ -1,0 +1,167 @@
+"""Solutions in steps with a verdict on each, read from files, strictly.
+
+References:
+    Lightman et al., "Let's Verify Step by Step", arXiv:2305.20050.
+    Wang et al., "Math-Shepherd", arXiv:2312.08935 (labels by continuations).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl_post.data import chat, packing
+from jaxrl_post.data.conversations import Message, group_of, prompt_of, text_of
+from jaxrl_post.data.tables import Layout, read_table
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
+
+__all__ = ["Solution", "judged_tokens", "read_steps"]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Steps of an answer, in order, and how right each is.
+
+    Args:
+        messages: the prompt, at least one message; the last is not the assistant's.
+        steps: at least one, none empty.
+        labels: of each step, in [0, 1]: 0 is wrong, 1 is right.
+        group: the prompt's text; `held_out.split` keeps what shares it together.
+    """
+
+    messages: tuple[Message, ...]
+    steps: tuple[str, ...]
+    labels: tuple[float, ...]
+    group: str
+
+
+def read_steps(
+    path: str | os.PathLike[str], *, on_bad_row: OnBadRow = "fail"
+) -> tuple[list[Solution], Report]:
+    r"""Reads solutions whose steps are labelled, in the layout of TRL's data sets.
+
+    A row has `prompt`, a text or a list of {"role", "content"}; `completions`, the
+    steps, a list of texts; and `labels`, as many bools or numbers in [0, 1].
+
+    Args:
+        path: the file; .jsonl and .json hold one JSON object a line, .parquet a row a
+            solution and needs the extra `parquet`.
+        on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
+            lists them in the report.
+
+    Returns:
+        The solutions in the file's order, and a report (of a .parquet file, lines are
+        rows, from 1).
+
+    Raises:
+        ValueError: at a bad row under "fail"; if the file has no row or no good one; if
+            its name ends otherwise, or it is damaged.
+        ModuleNotFoundError: for .parquet without the extra.
+        OSError: if the file cannot be read.
+
+    >>> import pathlib, tempfile
+    >>> row = '{"prompt": "1+1+1=", "completions": ["2+1", "4"], "labels": [true, 0]}'
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = pathlib.Path(directory, "sums.jsonl")
+    ...     _ = path.write_text(row)
+    ...     (solution,), report = read_steps(path)
+    >>> solution.steps, solution.labels
+    (('2+1', '4'), (1.0, 0.0))
+    """
+    layout = Layout(("prompt", "completions", "labels"), _solution)
+    return read_table(path, [layout], on_bad_row=on_bad_row)
+
+
+def judged_tokens(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    steps: Sequence[str],
+    labels: Sequence[float],
+    separator: str,
+) -> packing.Sequence:
+    r"""The tokens of a prompt and of steps, of which the last of each is judged.
+
+    A separator follows every step. Prompt, steps and separator are tokenised apart from
+    one another, as TRL does: so the judged token always is the separator's last, and
+    the ids of a step do not depend on what follows it, as they must not where a
+    solution is judged while it is written. The ids of the whole text may differ, as
+    where a tokenizer has a token for a full stop before a line break; whoever asks the
+    model tokenises as it is done here.
+
+    Args:
+        tokenizer: with or without a chat template.
+        messages: the prompt.
+        steps: at least one.
+        labels: of the steps, in [0, 1].
+        separator: after each step, such as a line break.
+
+    Returns:
+        A sequence whose loss mask marks the judged tokens and whose advantages there
+        are the labels.
+
+    Raises:
+        ValueError: the separator has no token.
+        TokenizerError: as `chat.render`.
+
+    >>> tokenizer = Tokenizer.train(["1+1=2"])
+    >>> prompt = [Message("user", "1+1=")]
+    >>> sequence = judged_tokens(tokenizer, prompt, ["2", "3"], [1, 0], "\n")
+    >>> tokenizer.decode(sequence.tokens.tolist())
+    '1+1=2\n3\n'
+    >>> sequence.loss_mask.nonzero()[0].tolist(), sequence.advantages.tolist()
+    ([5, 7], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+    """
+    mark = tokenizer.encode(separator)
+    if not mark:
+        raise ValueError(
+            f"separator must have a token, at which a step is judged; got {separator!r}"
+        )
+    prompt = chat.render(tokenizer, messages)
+    parts = [(*tokenizer.encode(step), *mark) for step in steps]
+    sequence = packing.Sequence.of(prompt, [token for part in parts for token in part])
+    ends = len(prompt) + np.cumsum([len(part) for part in parts]) - 1
+    sequence.loss_mask[:] = False
+    sequence.loss_mask[ends] = True
+    sequence.advantages[ends] = np.asarray(labels, np.float32)
+    return sequence
+
+
+def _solution(row: Mapping[str, Any]) -> list[Solution]:
+    messages = prompt_of(row["prompt"])
+    for name in ("completions", "labels"):
+        if not isinstance(row[name], list):
+            got = type(row[name]).__name__
+            raise BadRowError(f"field {name!r} must be a list, got {got}")
+    steps = tuple(_step(each, at) for at, each in enumerate(row["completions"], 1))
+    labels = tuple(_label(each, at) for at, each in enumerate(row["labels"], 1))
+    if not steps:
+        raise BadRowError("field 'completions' has no step")
+    if len(labels) != len(steps):
+        raise BadRowError(
+            f"fields 'completions' and 'labels' must be equally long, got {len(steps)} "
+            f"and {len(labels)}"
+        )
+    return [Solution(messages, steps, labels, group_of(messages))]
+
+
+def _step(value: Any, number: int) -> str:
+    step = text_of(value, f"field 'completions', step {number}")
+    if not step.strip():
+        raise BadRowError(f"field 'completions', step {number} is empty")
+    return step
+
+
+def _label(value: Any, number: int) -> float:
+    if type(value) not in (bool, int, float):
+        got = type(value).__name__
+        raise BadRowError(
+            f"field 'labels', label {number} must be a bool or a number, got {got}"
+        )
+    if not 0 <= value <= 1:
+        raise BadRowError(
+            f"field 'labels', label {number} must be in [0, 1], got {value}"
+        )
+    return float(value)

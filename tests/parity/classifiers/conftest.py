@@ -1,0 +1,3 @@
+"""This runs in an environment with torch, not in this one."""
+
+collect_ignore = ["theirs.py"]
