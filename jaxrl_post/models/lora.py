@@ -10,6 +10,9 @@ state.
     DoRA:     y = m / ||W + scale A B|| * (x W + scale (x A) B)
 
 The product A B is as large as W and is never formed.
+
+A parameter that begins with nothing to adapt, such as a value head, is trained whole:
+the adapter holds the parameter itself.
 """
 
 import math
@@ -24,20 +27,28 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.dora import column_norms
 from jaxrl_post.models.matrix import (
+    EXPERTS,
     INPUT_DIMS,
+    Axes,
     Matrix,
     dense,
+    expert_dims,
+    grouped,
     input_dims,
     is_matrix,
     matrices,
     multiply,
+    part_axes,
     path_name,
+    target_name,
 )
 from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.models.spec import ParamSpec, initialize, is_spec
+from jaxrl_post.models.whole import Whole, copies, whole_specs
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
-from jaxrl_post.types import Array, Float
+from jaxrl_post.types import Array, Float, Int
 
 __all__ = [
     "Adapted",
@@ -62,9 +73,12 @@ class LoRAConfig:
         targets: names of matrices, in all layers that have them: query, key, value and
             output of attention; query_down, query_up, kv_down and kv_up of latent
             attention; gate, up and down of dense MLPs and of those that a mixture
-            shares. Experts' own matrices are not adapted. See `adaptable`.
+            shares; expert_gate, expert_up and expert_down, experts' own, which are
+            never adapted by default. See `adaptable`.
         rank_stabilized: the change is multiplied by alpha / sqrt(rank) instead.
         dora: magnitude and direction of each output are adapted separately.
+        whole: paths of parameters, or of groups of them, that are trained whole, such
+            as "value_head"; none that `targets` may name.
 
     References:
         LoRA, arXiv:2106.09685; rank stabilisation, arXiv:2312.03732; DoRA,
@@ -83,6 +97,7 @@ class LoRAConfig:
     )  # fmt: skip
     rank_stabilized: bool = False
     dora: bool = False
+    whole: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -94,6 +109,12 @@ class LoRAConfig:
             raise ValueError(
                 f"lora: targets must be some of {', '.join(INPUT_DIMS)}; got "
                 f"{', '.join(unknown) or 'none'}"
+            )
+        experts = [name for name in self.targets if name in EXPERTS]
+        if self.dora and experts:
+            raise ValueError(
+                "lora: dora must be off where experts' own matrices are adapted, as in "
+                f"PEFT; got the targets {', '.join(experts)}"
             )
         if len(set(self.targets)) < len(self.targets):
             raise ValueError(
@@ -108,7 +129,7 @@ class LoRAConfig:
 
 @struct.dataclass
 class LoRAParams[Leaf]:
-    """The change of one matrix W [*inputs, *outputs].
+    """The change of one matrix W [*inputs, *outputs]; of experts' own, of every one.
 
     Attributes:
         down: [*inputs, rank], A.
@@ -121,13 +142,15 @@ class LoRAParams[Leaf]:
     magnitude: Leaf | None = None
 
 
-# By the path of the matrix, such as "layers.0.attention.query".
-type Adapter[Leaf] = dict[str, LoRAParams[Leaf]]
+# By the path of the parameter, such as "layers.0.attention.query".
+type Adapter[Leaf] = dict[str, LoRAParams[Leaf] | Whole[Leaf]]
 
 
 @struct.dataclass
 class Adapted:
     """A matrix and its change, which multiplies as their sum would.
+
+    Of experts' own every expert has a change; [experts] then goes before all of these.
 
     Attributes:
         base: W [*inputs, *outputs]: an array, a quantised matrix, or an adapted one.
@@ -170,10 +193,30 @@ class Adapted:
         # In float32: in bfloat16 a change of m below one part in 256 would be lost.
         return (product.astype(jnp.float32) * factor).astype(dtype)
 
+    def grouped(
+        self, x: Float[Array, "rows inner"], sizes: Int[Array, " experts"]
+    ) -> Array:
+        """x (W + scale A B) with each row's expert's, in x's dtype."""
+        low = grouped(x, self.down.astype(x.dtype), sizes) * self.scale
+        change = grouped(low, self.up.astype(x.dtype), sizes)
+        return grouped(x, self.base, sizes) + change
+
+    def part_axes(self, axes: Axes) -> "Adapted":
+        """Axes in the place of experts' own base, A and B; their rank has none."""
+        experts, inputs, outputs = axes
+        return self.replace(  # type: ignore[attr-defined]
+            base=part_axes(self.base, axes),
+            down=(experts, inputs, None),
+            up=(experts, None, outputs),
+        )
+
     def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """W + scale A B, or with DoRA its rescaling, summed in float32."""
         down, up = self.down.astype(jnp.float32), self.up.astype(jnp.float32)
-        change = jnp.tensordot(down, up, axes=1, precision="highest")
+        if down.ndim + up.ndim - 2 > self.ndim:  # A and B both number the experts.
+            change = jnp.matmul(down, up, precision="highest")
+        else:
+            change = jnp.tensordot(down, up, axes=1, precision="highest")
         whole = dense(self.base, jnp.float32) + self.scale * change
         if self.magnitude is not None:
             inputs = tuple(range(self.down.ndim - 1))
@@ -182,48 +225,18 @@ class Adapted:
         return whole.astype(dtype)
 
 
-def column_norms(
-    base: Array | Matrix, down: Array, up: Array, scale: float, dtype: DTypeLike
-) -> Float[Array, "..."]:
-    """||W + s A B|| of every output, float32, as a constant of differentiation.
-
-    From its parts, so that the sum is not formed:
-    ||w + s A b||^2 = ||w||^2 + 2 s (A^T w) . b + s^2 b . (A^T A) b.
-
-    Args:
-        base: W [*inputs, *outputs].
-        down: A [*inputs, rank].
-        up: B [rank, *outputs].
-        scale: s.
-        dtype: in which the three are multiplied with activations.
-
-    References:
-        DoRA, arXiv:2402.09353, section 4.3: without a gradient through the norm.
-    """
-    inputs = tuple(range(down.ndim - 1))
-    parts = dense(base, dtype), down.astype(dtype), up.astype(dtype)
-    weight, down, up = map(jax.lax.stop_gradient, parts)
-
-    # The large product stays in its dtype; the rest is small and float32.
-    crossed = jnp.tensordot(down, weight, (inputs, inputs)).astype(jnp.float32)
-    narrow, wide = down.astype(jnp.float32), up.astype(jnp.float32)
-    gram = jnp.tensordot(narrow, narrow, (inputs, inputs))
-    gram = jnp.tensordot(gram, wide, axes=1)
-    changes = jnp.sum(wide * (2 * scale * crossed + scale**2 * gram), axis=0)
-    squares = jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=inputs) + changes
-    # Rounding may take a column that is nearly zero below zero.
-    return jnp.sqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
-
-
-def adaptable(config: ModelConfig) -> tuple[str, ...]:
+def adaptable(config: ModelConfig, *, dora: bool = False) -> tuple[str, ...]:
     """Names of the matrices that some layer of the model has: all that `targets` may.
+
+    With DoRA that is not experts' own.
 
     >>> from jaxrl_post.models import MixtureOfExperts
     >>> adaptable(ModelConfig("mixtral", 32, 16, 24, 1, num_heads=2, num_kv_heads=1,
     ...                       experts=MixtureOfExperts(4, 2, 24)))
-    ('query', 'key', 'value', 'output')
+    ('query', 'key', 'value', 'output', 'expert_gate', 'expert_up', 'expert_down')
     """
-    return tuple(dict.fromkeys(map(_name, matrices(param_specs(config)))))
+    names = dict.fromkeys(map(target_name, matrices(param_specs(config))))
+    return tuple(name for name in names if not (dora and name in EXPERTS))
 
 
 def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Adapter[ParamSpec]:
@@ -231,41 +244,57 @@ def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Adapter[ParamSpec]:
 
     A is drawn from a normal distribution of variance 1 / (3 inputs), which is that of
     PEFT's uniform one (Kaiming with a = sqrt(5)); B is zero. Axes are those of the
-    matrix, and "rank".
+    matrix, and "rank". What is trained whole has its own.
 
     Raises:
-        ValueError: a target that no layer of the model has.
+        ValueError: a target that no layer of the model has; a path to train whole that
+            is none of the model's parameters, or is a matrix to adapt.
 
-    >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
-    >>> specs = adapter_specs(config, LoRAConfig(rank=4, targets=("output",)))
+    >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1,
+    ...                      head="value")
+    >>> lora = LoRAConfig(rank=4, targets=("output",), whole=("value_head",))
+    >>> specs = adapter_specs(config, lora)
     >>> specs["layers.0.attention.output"].down.shape
     (2, 8, 4)
+    >>> specs["value_head"].weight.shape
+    (1, 16)
     """
     known = adaptable(config)
     missing = [target for target in lora.targets if target not in known]
     if missing:
         raise ValueError(
             f"lora: no layer of this {config.model_type} has a matrix "
-            f"{', '.join(missing)}; targets may be {', '.join(known)} (experts' own "
-            "matrices are not adapted)"
+            f"{', '.join(missing)}; targets may be {', '.join(known)}"
         )
-    return {
-        path: _spec(spec, input_dims(path), lora)
+    low_rank = {
+        path: _spec(spec, path, lora)
         for path, spec in matrices(param_specs(config)).items()
-        if _name(path) in lora.targets
+        if target_name(path) in lora.targets
     }
+    return low_rank | whole_specs(config, lora.whole)
 
 
-def _spec(base: ParamSpec, inputs: int, lora: LoRAConfig) -> LoRAParams[ParamSpec]:
-    into, out = base.shape[:inputs], base.shape[inputs:]
-    from_axes, to_axes = base.axes[:inputs], base.axes[inputs:]
+def _spec(base: ParamSpec, path: str, lora: LoRAConfig) -> LoRAParams[ParamSpec]:
+    first, inputs = expert_dims(path), input_dims(path)
+
+    def parted[Each](dims: tuple[Each, ...]) -> tuple[tuple[Each, ...], ...]:
+        """Of the experts' number, the inputs and the outputs."""
+        return dims[:first], dims[first : first + inputs], dims[first + inputs :]
+
+    each, into, out = parted(base.shape)
+    by_expert, from_axes, to_axes = parted(base.axes)
     return LoRAParams(
         down=ParamSpec(
-            (*into, lora.rank),
-            (*from_axes, "rank"),
+            (*each, *into, lora.rank),
+            (*by_expert, *from_axes, "rank"),
             scale=(3 * math.prod(into)) ** -0.5,
         ),
-        up=ParamSpec((lora.rank, *out), ("rank", *to_axes), init="zeros"),
+        up=ParamSpec(
+            (*each, lora.rank, *out),
+            (*by_expert, "rank", *to_axes),
+            init="zeros",
+            decay=True,
+        ),
         magnitude=(
             ParamSpec(out, to_axes, init="ones", wide=True) if lora.dora else None
         ),
@@ -282,7 +311,7 @@ def initialize_adapter(
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> Adapter[Array]:
-    """Draws an adapter that changes nothing yet.
+    """Draws an adapter that changes nothing yet; what is trained whole is copied.
 
     LoRA then gives the base's numbers bit for bit, DoRA up to the rounding of m over
     the norms that it was set to.
@@ -293,11 +322,12 @@ def initialize_adapter(
         config: of the model.
         lora: of the adapter.
         dtype: of A and B; products are computed in the activations' dtype either way.
+            What is trained whole is float32.
         mesh: where the adapter goes; None leaves that to JAX.
         rules: logical axis to mesh axes.
 
     Raises:
-        ValueError: a target that no layer of the model has.
+        ValueError: as `adapter_specs`.
 
     >>> from jaxrl_post.models import initialize
     >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
@@ -311,11 +341,27 @@ def initialize_adapter(
     True
     """
     specs = adapter_specs(config, lora)
-    adapter = initialize(key, specs, dtype, mesh, rules)
-    if not lora.dora:
-        return adapter
+    low_rank = {p: spec for p, spec in specs.items() if isinstance(spec, LoRAParams)}
+    whole = {p: spec for p, spec in specs.items() if isinstance(spec, Whole)}
+    adapter = initialize(key, low_rank, dtype, mesh, rules)
+    if lora.dora:
+        adapter = _scaled(adapter, low_rank, params, lora, mesh, rules)
+    return adapter | copies(whole, params, mesh, rules)
 
-    def norms(bases: dict[str, Any], adapter: Adapter[Array]) -> dict[str, Array]:
+
+def _scaled(
+    adapter: dict[str, LoRAParams[Array]],
+    specs: dict[str, LoRAParams[ParamSpec]],
+    params: DecoderParams[Any],
+    lora: LoRAConfig,
+    mesh: Mesh | None,
+    rules: Rules,
+) -> dict[str, LoRAParams[Array]]:
+    """With the norms of the base as magnitudes."""
+
+    def norms(
+        bases: dict[str, Any], adapter: dict[str, LoRAParams[Array]]
+    ) -> dict[str, Array]:
         return {
             path: column_norms(
                 bases[path], own.down, own.up, lora.scale, bases[path].dtype
@@ -350,7 +396,8 @@ def adapted(
         lora: of the adapter.
 
     Returns:
-        The tree for `forward`, with `Adapted` in the place of the targets.
+        The tree for `forward`, with `Adapted` in the place of the targets. What is
+        trained whole is cast to the base's dtype, as master weights are.
 
     Raises:
         ValueError: the adapter is not that of `config` and `lora`.
@@ -361,6 +408,8 @@ def adapted(
         own = adapter.get(path)
         if own is None:
             return leaf
+        if isinstance(own, Whole):
+            return own.weight.astype(leaf.dtype)
         return Adapted(leaf, own.down, own.up, own.magnitude, scale=lora.scale)
 
     return _with_paths(change, params)
@@ -414,12 +463,13 @@ def check_adapter(
         lacks = "lacks" if first in specs else "has, but lora does not target,"
         raise ValueError(
             f"adapter: {lacks} {first}; it was made for other targets or layers than "
-            f"those of {config.model_type} with targets {', '.join(lora.targets)}"
+            f"those of {config.model_type} with targets "
+            f"{', '.join(lora.targets + lora.whole)}"
         )
     expected = jax.tree.map(lambda spec: spec.shape, specs, is_leaf=is_spec)
     for path, own in adapter.items():
         for name, shape in vars(expected[path]).items():
-            found = getattr(getattr(own, name), "shape", None)
+            found = getattr(getattr(own, name, None), "shape", None)
             if found != shape:
                 raise ValueError(
                     f"adapter: {path}.{name} must have shape {shape} with rank "
@@ -431,7 +481,3 @@ def _with_paths(change: Callable[[str, Any], Any], params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: change(path_name(path), leaf), params, is_leaf=is_matrix
     )
-
-
-def _name(path: str) -> str:
-    return path.rpartition(".")[2]

@@ -3,7 +3,8 @@
 PEFT adapts the modules of a transformers model, so the names follow from those of the
 checkpoint: the matrix model.layers.0.self_attn.q_proj.weight [out, in] has the change
 base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight [rank, in] and
-lora_B.weight [out, rank].
+lora_B.weight [out, rank]. Modules that are trained whole (modules_to_save), such as the
+head "score" of a reward model, are there under their own names.
 
 https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -12,7 +13,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,12 +32,11 @@ from jaxrl_post.models.layout import Layout, Slot
 from jaxrl_post.models.lora import (
     Adapter,
     LoRAConfig,
-    LoRAParams,
     adaptable,
     adapter_specs,
     check_adapter,
 )
-from jaxrl_post.models.matrix import input_dims, matrices
+from jaxrl_post.models.matrix import expert_dims, matrices, target_name
 from jaxrl_post.models.name_map import (
     Entry,
     entries_of,
@@ -51,6 +51,15 @@ from jaxrl_post.models.param_files import (
     write_parameters,
 )
 from jaxrl_post.models.params import param_specs
+from jaxrl_post.models.peft_experts import (
+    expert_base,
+    expert_options,
+    expert_places,
+    of_one_rank,
+    read_expert_options,
+)
+from jaxrl_post.models.peft_joined import joined
+from jaxrl_post.models.peft_modules import whole_entries, whole_of_modules
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.models.tensor_files import SINGLE_FILE, Tensor, read_json
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
@@ -69,6 +78,13 @@ PARTS = {
     "magnitude": ".lora_magnitude_vector",
 }
 
+# PEFT's kind of model for a head, and the module of the heads that classify.
+TASKS = {
+    "lm": "CAUSAL_LM", "lm+value": "CAUSAL_LM", "value": "SEQ_CLS",
+    "process": "TOKEN_CLS",
+}  # fmt: skip
+HEAD = "score"
+
 # Options that name things, or that say how the adapter began or is trained: with any
 # value of theirs its tensors mean the same. Which modules are adapted, the tensors say.
 INERT = {
@@ -77,7 +93,10 @@ INERT = {
     "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "revision", "target_modules", "task_type",
 }  # fmt: skip
-READ = {"lora_alpha", "r", "use_dora", "use_rslora"}
+READ = {
+    "alpha_pattern", "lora_alpha", "modules_to_save", "r", "rank_pattern",
+    "target_parameters", "use_dora", "use_rslora",
+}  # fmt: skip
 # Any other option must be off, and these values say so.
 OFF = (None, False, "none", [], {})
 # Ways to begin that leave the base as it is; PiSSA and others change it.
@@ -95,13 +114,14 @@ def load_adapter(
     """Reads a LoRA, rsLoRA or DoRA adapter that PEFT or `save_adapter` wrote.
 
     Where a checkpoint joins several of our matrices in one, such as Phi-3's qkv_proj,
-    each of them gets the A of the whole and its own rows of B. The probability of
-    dropout, which belongs to training, is not read.
+    each of them gets the A of the whole and its own rows of B. So do experts' gate and
+    up, and where their rank is another than the rest's, the lower one is padded with
+    zeros. The probability of dropout, which belongs to training, is not read.
 
     Args:
         path: a directory with adapter_config.json and adapter_model.safetensors.
         config: of the base model.
-        dtype: of A and B.
+        dtype: of A and B; what is trained whole is float32.
         mesh: where the adapter goes; None puts it on JAX's default device.
         rules: logical axis to mesh axes.
 
@@ -119,13 +139,22 @@ def load_adapter(
             f"{config_file}: no such file; an adapter is a directory with "
             f"{CONFIG_FILE} and {TENSOR_FILE}"
         )
-    lora = _lora_config(config_file)
+    lora, modules = _lora_config(config_file)
+    by_target = read_expert_options(
+        read_json(config_file), lora, config, _modules(config), config_file
+    )
     with _open(directory / TENSOR_FILE) as stored:
         family = family_of(config.model_type)
         tensors = without_prefixes(_without_prefix(stored), family.prefixes)
-        lora = replace(lora, targets=_targets(config, lora, tensors, config_file))
+        lora = replace(
+            lora,
+            targets=_targets(config, lora, by_target, tensors, config_file),
+            whole=whole_of_modules(config, modules, config_file),
+        )
         specs = adapter_specs(config, lora)
-        entries = present(_entries(config, lora), tensors)
+        entries = _entries(config, lora, by_target)
+        entries += whole_entries(config, lora.whole)
+        entries = present(entries, tensors)
         check_tensors(tensors, entries, lambda name: False, config_file)
         by_path = {entry.path: entry for entry in entries}
         wanted = paths(specs)
@@ -139,7 +168,7 @@ def load_adapter(
             for (name, spec), sharding in zip(wanted.items(), shardings, strict=True)
         ]
     structure = jax.tree.structure(specs, is_leaf=is_spec)
-    return lora, jax.tree.unflatten(structure, leaves)
+    return of_one_rank(lora, by_target, jax.tree.unflatten(structure, leaves))
 
 
 def save_adapter(
@@ -152,9 +181,12 @@ def save_adapter(
     """Writes an adapter that PEFT, and what serves its adapters, loads.
 
     Where a checkpoint joins matrices in one, such as Phi-3's qkv_proj, the file has the
-    same change with a multiple of the rank. In some families with experts (DeepSeek,
-    GLM) PEFT 0.21 under transformers 5 takes the names of MLPs in the file for those
-    of the experts, and warns of missing keys: merge there, or adapt attention alone.
+    same change with a multiple of the rank. So have experts' gate and up, which are one
+    parameter in transformers 5: there the change needs PEFT 0.19.1 or later, which says
+    that it ignores the pattern with that rank, and does not. In some families with
+    experts (DeepSeek, GLM) PEFT 0.21 under transformers 5 takes the names of MLPs in
+    the file for those of the experts, and warns of missing keys: merge there, or adapt
+    attention and experts' own alone.
 
     The directory appears complete, under its name, or not at all.
 
@@ -166,8 +198,9 @@ def save_adapter(
         base_model: name or directory of the base model, as PEFT is to find it.
 
     Raises:
-        CheckpointError: `path` is taken, or DoRA adapts only a part of what is one
-            matrix in the family's checkpoints.
+        CheckpointError: `path` is taken, DoRA adapts only a part of what is one matrix
+            in the family's checkpoints, or what is trained whole is no tensor of its
+            own there.
         ValueError: the adapter is not that of `config` and `lora`.
 
     >>> import tempfile
@@ -187,27 +220,41 @@ def save_adapter(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: already there; remove it or save elsewhere")
     check_adapter(adapter, config, lora)
-    lora, adapter = _joined(config, adapter, lora)
-    entries = _entries(config, lora)
+    if config.head == "lm+value" and "value_head" in adapter:
+        raise CheckpointError(
+            "adapter: PEFT knows no value head beside the vocabulary; save the adapter "
+            "of the policy, without its value head"
+        )
+    # Under these targets every matrix has a name of its own.
+    bases = _bases(config, adaptable(config))
+    lora, by_target, adapter = joined(config, bases, adapter, lora)
+    entries = _entries(config, lora, by_target)
+    whole = whole_entries(config, lora.whole)
+    modules = sorted({entry.name.rpartition(".")[0] for entry in whole})
+    # For a classifier PEFT asks for the head too, whatever modules_to_save says.
+    task = TASKS[config.head] if config.predicts_tokens or HEAD in modules else None
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
     options = {
         "peft_type": "LORA",
-        "task_type": None if config.head == "value" else "CAUSAL_LM",
+        "task_type": task,
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": alpha,
         "use_rslora": lora.rank_stabilized,
         "use_dora": lora.dora,
-        "target_modules": sorted({_module(config, entry) for entry in entries}),
+        "target_modules": sorted(
+            {_module(config, entry) for entry in entries if not _of_experts(entry)}
+        ),
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": modules or None,
+        **expert_options(lora, by_target),
     }
     text = json.dumps(options, indent=2, sort_keys=True) + "\n"
-    named = [replace(entry, name=PREFIX + entry.name) for entry in entries]
+    named = [replace(each, name=PREFIX + each.name) for each in (*entries, *whole)]
     values = paths(adapter)
     staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     staging.mkdir(parents=True)
@@ -221,8 +268,11 @@ def save_adapter(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _lora_config(file: Path) -> LoRAConfig:
-    """Reads the options, but for the targets; refuses those that are not supported."""
+def _lora_config(file: Path) -> tuple[LoRAConfig, list[str]]:
+    """Reads the options, but for the targets, and the names of modules trained whole.
+
+    Options that are not supported are refused.
+    """
     raw = read_json(file)
     if raw.get("peft_type") != "LORA":
         raise CheckpointError(
@@ -246,13 +296,19 @@ def _lora_config(file: Path) -> LoRAConfig:
             f"{file}: r must be an integer and lora_alpha a number; got {rank!r} and "
             f"{alpha!r}"
         )
+    modules = raw.get("modules_to_save") or []
+    if not isinstance(modules, list) or not all(isinstance(m, str) for m in modules):
+        raise CheckpointError(
+            f"{file}: modules_to_save must be a list of names; got {modules!r}"
+        )
     try:
-        return LoRAConfig(
+        lora = LoRAConfig(
             rank=rank,
             alpha=float(alpha),
             rank_stabilized=raw.get("use_rslora") is True,
             dora=raw.get("use_dora") is True,
         )
+        return lora, modules
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
 
@@ -260,33 +316,46 @@ def _lora_config(file: Path) -> LoRAConfig:
 def _targets(
     config: ModelConfig,
     lora: LoRAConfig,
+    experts: Collection[str],
     tensors: Mapping[str, Tensor],
     config_file: Path,
 ) -> tuple[str, ...]:
-    """Targets of which the file has an A; `check_tensors` then asks for the rest."""
-    every = replace(lora, targets=adaptable(config))
+    """Targets of which the file has an A; `check_tensors` then asks for the rest.
+
+    Experts' own are those that the options name.
+    """
+    every = replace(lora, targets=adaptable(config, dora=True))
     found = {
-        entry.path.split(".")[-2]
-        for entry in present(_entries(config, every), tensors)
+        target_name(entry.path.rpartition(".")[0])
+        for entry in present(_entries(config, every, {}), tensors)
         if entry.name in tensors
-    }
+    } | set(experts)
     if not found:
         raise CheckpointError(
             f"{config_file.parent}: no tensor changes a matrix that is adapted here "
             f"({', '.join(every.targets)} of {config.model_type}); got "
             f"{some(tensors.keys()) or 'an empty file'}"
         )
-    return tuple(name for name in every.targets if name in found)
+    return tuple(name for name in adaptable(config) if name in found)
 
 
-def _entries(config: ModelConfig, lora: LoRAConfig) -> list[Entry]:
-    """The place of every part of the adapter, without PEFT's prefix."""
-    bases = _bases(config)
+def _entries(
+    config: ModelConfig, lora: LoRAConfig, by_target: Mapping[str, LoRAConfig]
+) -> list[Entry]:
+    """The place of every part of the matrices' changes, without PEFT's prefix.
+
+    Ranks are those of `by_target`, and of `lora` for all that is not in it.
+    """
+    bases = _bases(config, lora.targets)
+    of_rank = {
+        rank: adapter_specs(config, replace(lora, rank=rank, whole=()))
+        for rank in {each.rank for each in (lora, *by_target.values())}
+    }
     entries = []
-    for path, specs in adapter_specs(config, lora).items():
-        base = bases[path]
-        for part, (groups, shape, slot) in _places(base, lora.rank).items():
-            spec = getattr(specs, part)
+    for path in of_rank[lora.rank]:
+        base, rank = bases[path], by_target.get(target_name(path), lora).rank
+        for part, (groups, shape, slot) in _places(base, rank).items():
+            spec = getattr(of_rank[rank][path], part)
             if spec is None:
                 continue
             names = (base.name, *base.also)
@@ -304,6 +373,8 @@ def _places(base: Entry, rank: int) -> dict[str, tuple[Any, tuple[int, ...], Slo
     They follow from those of the matrix, which is [out, in] in files, while our dims
     begin with the inputs.
     """
+    if expert_dims(base.path):
+        return expert_places(base, rank)
     out, into = base.layout.groups
     inputs, (rows, columns) = len(into), base.shape
     outer = tuple(dim - inputs for dim in out)
@@ -314,65 +385,31 @@ def _places(base: Entry, rank: int) -> dict[str, tuple[Any, tuple[int, ...], Slo
     }
 
 
-def _bases(config: ModelConfig) -> dict[str, Entry]:
-    """The place of every matrix that may be adapted."""
+def _bases(config: ModelConfig, targets: tuple[str, ...]) -> dict[str, Entry]:
+    """The place of every matrix that may be adapted, where `targets` are."""
     specs = param_specs(config)
     entries = entries_of(family_of(config.model_type).weights, specs)
-    adaptable = matrices(specs)
-    return {entry.path: entry for entry in entries if entry.path in adaptable}
+    places, adaptable = {entry.path: entry for entry in entries}, matrices(specs)
+    return {
+        path: expert_base(places[path], spec, targets)
+        if expert_dims(path)
+        else places[path]
+        for path, spec in adaptable.items()
+    }
 
 
-def _joined(
-    config: ModelConfig, adapter: Adapter[Array], lora: LoRAConfig
-) -> tuple[LoRAConfig, Adapter[Array]]:
-    """The same change as a file can say it: parts of one matrix have one A.
-
-    With n parts in a matrix, A holds theirs one above the other, and B the blocks
-    diagonally. Then all ranks are n times as large, padded with zeros elsewhere, since
-    not all that serves adapters knows ranks that differ.
-    """
-    bases, parts = _bases(config), {}
-    for path, base in sorted(bases.items(), key=lambda item: item[1].slot.start):
-        parts.setdefault(base.name, []).append(path)
-    modules = [group for group in parts.values() if any(p in adapter for p in group)]
-    count = max(map(len, modules))
-    if count == 1:
-        return lora, adapter
-    wide = {}
-    for group in modules:
-        owns = [
-            (i, path, adapter[path]) for i, path in enumerate(group) if path in adapter
-        ]
-        if lora.dora and len(owns) < len(group):
-            raise CheckpointError(
-                f"adapter: {', '.join(group)} are one matrix in {config.model_type} "
-                "checkpoints, all of which DoRA adapts; save the model that `merged` "
-                "returns"
-            )
-        down = sum(_padded(own.down, -1, i, count) for i, _, own in owns)
-        zeros = jnp.zeros((), owns[0][2].up.dtype)
-        for path in group:
-            shape = (count * lora.rank, *bases[path].layout.shape[input_dims(path) :])
-            wide[path] = LoRAParams(down, jnp.broadcast_to(zeros, shape))
-        for i, path, own in owns:
-            up = _padded(own.up, 0, i, count)
-            wide[path] = LoRAParams(down, up, own.magnitude)
-    targets = {path.rpartition(".")[2] for path in wide}
-    factor = count**0.5 if lora.rank_stabilized else count
-    wider = replace(
-        lora,
-        rank=count * lora.rank,
-        alpha=factor * lora.alpha,
-        targets=tuple(name for name in adaptable(config) if name in targets),
-    )
-    return wider, wide
+def _modules(config: ModelConfig) -> list[str]:
+    """Names of all modules that may be adapted; experts' own are parameters."""
+    return [
+        name.removesuffix(WEIGHT)
+        for path, base in _bases(config, ()).items()
+        if not expert_dims(path)
+        for name in (base.name, *base.also)
+    ]
 
 
-def _padded(array: Array, dim: int, place: int, count: int) -> Array:
-    """Puts an array at a place among `count` along a dim, with zeros in the others."""
-    blocks = [jnp.zeros_like(array)] * count
-    blocks[place] = array
-    return jnp.concatenate(blocks, axis=dim)
+def _of_experts(entry: Entry) -> bool:
+    return expert_dims(entry.path.rpartition(".")[0]) == 1
 
 
 def _module(config: ModelConfig, entry: Entry) -> str:

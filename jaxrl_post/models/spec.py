@@ -29,6 +29,8 @@ class ParamSpec:
         scale: standard deviation of the "normal" initialiser.
         wide: float32 whatever the dtype of the others, as where a small difference
             decides.
+        decay: whether weight decay takes from it; None for whether it is drawn, as
+            matrices are, while norms and biases begin as constants.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +38,12 @@ class ParamSpec:
     init: Literal["normal", "zeros", "ones"] = "normal"
     scale: float = 0.02
     wide: bool = False
+    decay: bool | None = None
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay takes from it."""
+        return self.init == "normal" if self.decay is None else self.decay
 
     @property
     def size(self) -> int:

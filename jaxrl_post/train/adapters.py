@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrl_post.algorithms import Predictions
-from jaxrl_post.models import DecoderParams, ModelConfig
+from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.lora import (
     Adapter,
     LoRAConfig,
@@ -24,6 +24,15 @@ from jaxrl_post.train.step import Policy, predict
 from jaxrl_post.types import Array, TokenBatch
 
 __all__ = ["AdaptedPolicy", "lora_of", "with_adapter"]
+
+# What of a model is trained whole beside an adapter, by its head: what a language model
+# lacks, and begins with zeros.
+HEADS: dict[Head, tuple[str, ...]] = {
+    "lm": (),
+    "value": ("value_head",),
+    "lm+value": ("value_head",),
+    "process": ("process_head",),
+}
 
 
 @struct.dataclass
@@ -46,8 +55,17 @@ class AdaptedPolicy:
         return predict(self.policy, whole, batch)
 
 
-def lora_of(config: AdapterConfig, model: ModelConfig) -> LoRAConfig | None:
+def lora_of(
+    config: AdapterConfig, model: ModelConfig, *, option: str = "--lora"
+) -> LoRAConfig | None:
     """The adapter that a configuration asks for; None for a rank of 0.
+
+    A head that is not the vocabulary's is trained whole with it.
+
+    Args:
+        config: of the adapter.
+        model: to adapt.
+        option: the command line's name of `config`, for errors.
 
     Raises:
         ConfigError: options without a rank, or that make no sense for this model.
@@ -55,14 +73,9 @@ def lora_of(config: AdapterConfig, model: ModelConfig) -> LoRAConfig | None:
     if not config.rank:
         if config != AdapterConfig():
             raise ConfigError(
-                "--lora.*: has no effect with a rank of 0; give --lora.rank"
+                f"{option}.*: has no effect with a rank of 0; give {option}.rank"
             )
         return None
-    if model.head != "lm":
-        raise ConfigError(
-            "--lora.rank: a value head is no part of an adapter, so this program "
-            "cannot train one; drop the option"
-        )
     default = [name for name in LoRAConfig().targets if name in adaptable(model)]
     try:
         lora = LoRAConfig(
@@ -71,25 +84,36 @@ def lora_of(config: AdapterConfig, model: ModelConfig) -> LoRAConfig | None:
             targets=tuple(config.targets) or tuple(default),
             rank_stabilized=config.rank_stabilized,
             dora=config.dora,
+            whole=HEADS[model.head],
         )
         adapter_specs(model, lora)
     except ValueError as error:
-        raise ConfigError(f"--lora.*: {error}") from error
+        raise ConfigError(f"{option}.*: {error}") from error
     return lora
 
 
-def with_adapter(config: AdapterConfig, model: Model, *, seed: int) -> Model:
+def with_adapter(
+    config: AdapterConfig,
+    model: Model,
+    *,
+    seed: int,
+    option: str = "--lora",
+    donate: bool = False,
+) -> Model:
     """A model whose trained parameters are an adapter that changes nothing yet.
 
     Args:
         config: of the adapter; rank 0 leaves the model as it is.
         model: becomes the frozen base.
         seed: of what is drawn.
+        option: as in `lora_of`.
+        donate: frees the model's matrices where they are quantised; nothing else may
+            have them.
 
     Raises:
         ConfigError: as `lora_of`.
     """
-    lora, base = lora_of(config, model.config), model.params
+    lora, base = lora_of(config, model.config, option=option), model.params
     if lora is None:
         return model
     adapter = initialize_adapter(
@@ -102,7 +126,7 @@ def with_adapter(config: AdapterConfig, model: Model, *, seed: int) -> Model:
         rules=model.rules,
     )
     if config.quantize is not None:
-        base = quantize(base, config.quantize)
+        base = quantize(base, config.quantize, donate=donate)
     return dataclasses.replace(
         model,
         specs=adapter_specs(model.config, lora),

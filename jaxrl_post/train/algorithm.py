@@ -193,6 +193,7 @@ def _check(config: AlgorithmConfig, critic: CriticConfig) -> None:
         for option, given in (
             ("model", critic.model is not None),
             ("warmup-steps", critic.warmup_steps > 0),
+            ("lora.*", critic.lora != NO_CRITIC.lora),
         ):
             if given:
                 raise ConfigError(

@@ -10,6 +10,8 @@ __all__ = ["AdapterConfig"]
 class AdapterConfig:
     """Training an adapter in place of the model's own parameters.
 
+    A value head is trained with it.
+
     Attributes:
         rank: of the change of a matrix; 0 trains all parameters and no adapter.
         alpha: the change is multiplied by alpha / rank.

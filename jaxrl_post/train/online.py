@@ -7,23 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 
-from jaxrl_post import models
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.envs import Environment, WorkerPool
-from jaxrl_post.models.matrix import is_matrix
 from jaxrl_post.rollout.types import Group
 from jaxrl_post.train.algorithm import check_rollout, make_algorithm
 from jaxrl_post.train.checkpoint import abstract_state
-from jaxrl_post.train.config import (
-    ConfigError,
-    CriticConfig,
-    RLConfig,
-    check_numbers,
-)
+from jaxrl_post.train.config import RLConfig, check_numbers
+from jaxrl_post.train.critic import check_critic, open_critic
 from jaxrl_post.train.examples import Demonstrations
 from jaxrl_post.train.learner import begin_training
 from jaxrl_post.train.reference import (
@@ -109,7 +102,8 @@ def run_rl(
 
 
 def _measured(environment: Environment, config: RLConfig, model: Model) -> RLConfig:
-    """The configuration with what the environment's prompts decide."""
+    """The configuration with what the environment's prompts decide, checked."""
+    check_critic(config, model)
     rollout = dataclasses.replace(
         config.rollout,
         max_prompt_tokens=prompt_limit(
@@ -156,7 +150,7 @@ def _trainer(
     )
     critic = None
     if algorithm.value_objective is not None:
-        value_model = open_critic(config.critic, model)
+        value_model = open_critic(config.critic, model, seed=config.seed)
         learner, state = begin(
             value_model, algorithm.value_objective, config.critic.optimizer
         )
@@ -192,52 +186,6 @@ def _trainer(
         indices=task_indices(len(environment.tasks("train")), config.seed),
         critic=critic,
         demonstrations=demonstrations,
-    )
-
-
-def open_critic(config: CriticConfig, model: Model) -> Model:
-    """A value model of its own: the policy's weights, or those of a directory.
-
-    Args:
-        config: names the directory, if any.
-        model: the policy.
-
-    Raises:
-        CheckpointError: the directory holds no model that can be read.
-        ConfigError: the policy is quantised.
-    """
-    if config.model is None:
-        value_config = dataclasses.replace(model.config, head="value")
-        # Arrays of its own: two optimizers take them, each its own.
-        if any(map(is_matrix, jax.tree.leaves(model.base, is_leaf=is_matrix))):
-            raise ConfigError(
-                "--lora.quantize: a critic of its own begins as a copy of the model, "
-                "in which quantised matrices could not learn; drop the option, or give "
-                "--critic.model"
-            )
-        copied = jax.tree.map(jnp.copy, model.base)
-        fresh = models.initialize(
-            jax.random.key(0),
-            {"head": models.param_specs(value_config).value_head},
-            model.dtype,
-            model.mesh,
-            model.rules,
-        )
-        params = copied.replace(unembedding=None, value_head=fresh["head"])
-    else:
-        value_config, params = models.load_pretrained(
-            config.model,
-            mesh=model.mesh,
-            rules=model.rules,
-            dtype=model.dtype,
-            head="value",
-        )
-    return dataclasses.replace(
-        model,
-        config=value_config,
-        specs=models.param_specs(value_config),
-        params=params,
-        adaptation=None,
     )
 
 
@@ -307,7 +255,9 @@ def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
         row_tokens=Trainer.row_tokens(trainer.config),
         optimizer=(trainer.state.opt_state, trainer.state.master),
         reference=None if reference is None else reference.params,
-        critic=None if critic is None else critic.state,
+        critic=None
+        if critic is None
+        else (critic.state, critic.model.adaptation and critic.model.base),
         cache=trainer.engine.cache,
     )
     print_table(run.console, rows)

@@ -433,8 +433,8 @@ class Trainer:
             predicted = self.reference.scorer.predict(self.reference.params, batch)
             found["reference_logprobs"] = predicted.logprobs
         if self.critic is not None:
-            scorer = self.critic.learner.scorer
-            values = scorer.predict(self.critic.state.params, batch).values
+            whole = self.critic.model.whole(self.critic.state.params)
+            values = self.critic.learner.scorer.predict(whole, batch).values
         if values is not None:
             # Before a token: what the critic said after the one in front of it.
             found["values"] = np.roll(values, 1, axis=1)

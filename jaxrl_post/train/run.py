@@ -97,6 +97,7 @@ class Run[Config: RunConfig]:
     def describe(self) -> None:
         """Writes config.json, with which a continuation is compared."""
         mesh = ",".join(f"{name}{n}" for name, n in self.model.mesh.shape.items())
+        head = self.model.config.head
         self.directory.path.mkdir(parents=True, exist_ok=True)
         self.directory.describe(
             RunDescription(
@@ -106,7 +107,8 @@ class Run[Config: RunConfig]:
                 mesh=mesh,
                 versions=versions(),
                 config=dataclasses.asdict(self.config),
-                head="value" if self.model.config.head == "value" else "lm",
+                # Of a shared backbone the policy alone is saved.
+                head="lm" if head == "lm+value" else head,
             )
         )
 
@@ -163,7 +165,7 @@ def open_run[Config: RunConfig](
             # can begin with it.
             run.describe()
             save_model(initial, run.model, run.model.params)
-        adapted = with_adapter(config.lora, run.model, seed=config.seed)
+        adapted = with_adapter(config.lora, run.model, seed=config.seed, donate=True)
         yield dataclasses.replace(run, model=adapted)
 
 
@@ -280,5 +282,6 @@ def finish(
         saved = run.directory.path / "model"
         save_model(saved, run.model, state.params)
         if critic is not None:
-            save_model(run.directory.path / "critic", critic, critic.params)
+            target = run.directory.path / "critic"
+            save_model(target, critic, critic.params, adapter="critic_adapter")
     return Outcome(step, completed, saved, write_report(run.directory))

@@ -248,14 +248,24 @@ def environment_texts(environment: Environment) -> list[str]:
     return texts
 
 
-def save_model(target: Path, model: Model, params: PyTree) -> None:
+def save_model(
+    target: Path, model: Model, params: PyTree, *, adapter: str = "adapter"
+) -> None:
     """Writes a model over what an earlier end of a run left, whole or torn.
 
     A value head beside the vocabulary is left out: what is saved is the policy. An
     adapter is merged, and saved by itself too, beside the model, as PEFT reads it.
+
+    Args:
+        target: the directory to make.
+        model: whose `params` trained.
+        params: what they have become.
+        adapter: name of the directory of an adapter.
     """
+    if model.config.head == "lm+value":
+        model, params = _policy_alone(model, params)
     if model.adaptation is not None:
-        beside = target.with_name("adapter")
+        beside = target.with_name(adapter)
         shutil.rmtree(beside, ignore_errors=True)
         lora, source = model.adaptation.lora, model.source
         save_adapter(
@@ -264,13 +274,25 @@ def save_model(target: Path, model: Model, params: PyTree) -> None:
         params = merged(model.adaptation.base, params, model.config, lora)
     for left in (target, *target.parent.glob(f".{target.name}.*")):
         shutil.rmtree(left, ignore_errors=True)
-    config = model.config
-    if config.head == "lm+value":
-        config = dataclasses.replace(config, head="lm")
-        params = params.replace(value_head=None)
     models.save_pretrained(
-        target, config, params, tokenizer=model.tokenizer, source=model.source
+        target, model.config, params, tokenizer=model.tokenizer, source=model.source
     )
+
+
+def _policy_alone(model: Model, params: PyTree) -> tuple[Model, PyTree]:
+    """Model and trained parameters without a value head."""
+    config, adaptation = dataclasses.replace(model.config, head="lm"), model.adaptation
+    if adaptation is None:
+        params = params.replace(value_head=None)
+    else:
+        lora = adaptation.lora
+        rest = tuple(name for name in lora.whole if name != "value_head")
+        adaptation = Adaptation(
+            adaptation.base.replace(value_head=None),
+            dataclasses.replace(lora, whole=rest),
+        )
+        params = {path: own for path, own in params.items() if path != "value_head"}
+    return dataclasses.replace(model, config=config, adaptation=adaptation), params
 
 
 def prompt_limit(
@@ -328,7 +350,8 @@ def layout_table(
 ) -> list[tuple[str, str, str]]:
     """(what, how it lies, MiB a device) of everything that takes memory.
 
-    Activations are an estimate; the rest is exact.
+    Activations are an estimate; the rest is exact. What several parts share, such as a
+    base under two adapters, counts in the first.
     """
     axes = ", ".join(f"{name}={size}" for name, size in model.mesh.shape.items())
     adaptation = model.adaptation
@@ -341,10 +364,12 @@ def layout_table(
         ("critic", "parameters and optimizer", critic),
         ("KV cache", "of all slots", cache),
     ]
-    table = [("mesh", axes, "")]
+    table, known = [("mesh", axes, "")], set[int]()
     for name, what, tree in parts:
-        if tree is not None:
-            table.append((name, what, f"{per_device_bytes(tree) / 2**20:,.1f}"))
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in known]
+        known.update(map(id, leaves))
+        if leaves:
+            table.append((name, what, f"{per_device_bytes(leaves) / 2**20:,.1f}"))
     estimate = _activation_bytes(model, update, rows, row_tokens)
     what = f"estimate: {rows} rows of {row_tokens} tokens, remat {update.remat}"
     table.append(("activations", what, f"{estimate / 2**20:,.1f}"))

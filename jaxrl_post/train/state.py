@@ -89,7 +89,7 @@ def make_optimizer(
         b2=config.beta2,
         eps=config.epsilon,
         weight_decay=config.weight_decay,
-        mask=jax.tree.map(lambda spec: spec.init == "normal", specs, is_leaf=is_spec),
+        mask=jax.tree.map(lambda spec: spec.decays, specs, is_leaf=is_spec),
     )
 
 

@@ -14,14 +14,19 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post import models
 from jaxrl_post.algorithms import grpo
+from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.families import write_config
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.train import learner as learning
 from jaxrl_post.train import state as training
+from jaxrl_post.train.adapters import with_adapter
+from jaxrl_post.train.config import UpdateConfig
+from jaxrl_post.train.lora_config import AdapterConfig
+from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import OptimizerConfig
 from jaxrl_post.types import TokenBatch
-from launch import plan
+from launch import plan, plan_programs
 from launch.hlo import Collective, collectives
 
 CONFIG = ModelConfig("llama", 128, 64, 128, 1, num_heads=4, num_kv_heads=2)
@@ -61,8 +66,8 @@ def test_a_program_without_communication():
     assert collectives("%f = f32[4]{0} add(%a, %b)") == ()
 
 
-def planned(**options) -> plan.PlanConfig:
-    return plan.PlanConfig("tiny", "v5e:2x4", row_tokens=16, **options)
+def planned(**options) -> plan_programs.PlanConfig:
+    return plan_programs.PlanConfig("tiny", "v5e:2x4", row_tokens=16, **options)
 
 
 @pytest.fixture
@@ -79,7 +84,9 @@ def kinds(tree):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_programs_are_those_of_a_learner(mesh, dtype):
     """A learner with arrays has the states and accumulators that were planned."""
-    empty, accumulate, apply = plan.programs(planned(dtype=dtype), CONFIG, mesh)
+    empty, accumulate, apply = plan_programs.programs(
+        planned(dtype=dtype), CONFIG, mesh
+    )
     assert [p.name for p in (empty, accumulate, apply)] == [
         "empty",
         "accumulate",
@@ -114,22 +121,44 @@ def test_the_programs_are_those_of_a_learner(mesh, dtype):
     assert kinds(empty.beside[0]) == kinds(state)
 
 
+@pytest.mark.parametrize("kind", [None, "int8", "nf4"])
+def test_an_adapters_programs_are_those_of_its_learner(mesh, kind):
+    lora = AdapterConfig(rank=4, quantize=kind)
+    empty, accumulate, apply = plan_programs.programs(planned(lora=lora), CONFIG, mesh)
+    specs = models.param_specs(CONFIG)
+    params = models.initialize(jax.random.key(0), specs, jnp.bfloat16, mesh)
+    model = Model(
+        "tiny", CONFIG, specs, params, Tokenizer.train(["1"]), mesh, DEFAULT_RULES, True
+    )
+    model = with_adapter(lora, model, seed=0)
+    update = UpdateConfig(microbatch_tokens=64, remat="full")
+    learner, state = learning.begin_training(
+        model, grpo().objective, OptimizerConfig(), update, num_steps=10, row_tokens=16
+    )
+    assert kinds(apply.arguments[0]) == kinds(state)
+    assert kinds(accumulate.arguments[:2]) == kinds((learner.predictor, state.params))
+    # While it is applied, the base stays where it is.
+    assert kinds(apply.beside[0]) == kinds(empty.beside[1]) == kinds(model.base)
+    # All but what is trained is an argument once.
+    assert kinds(accumulate.beside[0]) == kinds(state.replace(params=None))
+
+
 def test_a_sampler_on_the_slice_keeps_its_cache(mesh):
-    *_, apply = plan.programs(planned(slots=8, slot_tokens=32), CONFIG, mesh)
+    *_, apply = plan_programs.programs(planned(slots=8, slot_tokens=32), CONFIG, mesh)
     shapes = [
         leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(apply.beside)
     ]
     # One layer's keys and values; dp and fsdp split the slots, tp the heads.
     assert shapes == [(2, 1, 32, 16)] * 2
-    *_, apply = plan.programs(planned(), CONFIG, mesh)
+    *_, apply = plan_programs.programs(planned(), CONFIG, mesh)
     assert jax.tree.leaves(apply.beside) == []
 
 
 def test_rows_must_fill_the_batch_axes(mesh):
     with pytest.raises(
-        plan.PlanError, match=r"--rows: .* multiple of 4, .* got 6 of 16"
+        plan_programs.PlanError, match=r"--rows: .* multiple of 4, .* got 6 of 16"
     ):
-        list(plan.programs(planned(rows=6), CONFIG, mesh))
+        list(plan_programs.programs(planned(rows=6), CONFIG, mesh))
 
 
 def run(*arguments: str) -> int:
@@ -202,7 +231,7 @@ def test_memory_is_what_the_compiler_says(name):
     large = jax.ShapeDtypeStruct(
         (2**28, 256), jnp.float32, sharding=NamedSharding(mesh, P())
     )
-    program = plan.Program("large", jax.jit(lambda x: x.T + 1.0), (large,), ())
+    program = plan_programs.Program("large", jax.jit(lambda x: x.T + 1.0), (large,), ())
     with pytest.raises(plan.DoesNotFitError, match="large: does not fit") as error:
         plan.compile_program(program, {}, None)
     limit = plan.HBM_GIB[device.device_kind]

@@ -15,6 +15,7 @@ from jaxrl_post.models import (
     forward,
     logits,
 )
+from jaxrl_post.models.dora import column_norms
 from jaxrl_post.models.lora import (
     Adapted,
     LoRAConfig,
@@ -22,7 +23,6 @@ from jaxrl_post.models.lora import (
     adaptable,
     adapted,
     adapter_specs,
-    column_norms,
     initialize_adapter,
     merged,
 )
@@ -58,7 +58,8 @@ run = jax.jit(forward, static_argnames=("config", "remat"))
 
 def lora_of(config, **changes):
     """Everything that can be adapted is; the scale is 6 / 3."""
-    lora = LoRAConfig(rank=3, alpha=6.0, targets=adaptable(config))
+    targets = adaptable(config, dora=changes.get("dora", False))
+    lora = LoRAConfig(rank=3, alpha=6.0, targets=targets)
     return dataclasses.replace(lora, **changes)
 
 
@@ -150,10 +151,11 @@ def test_magnitudes_begin_as_the_norms_of_the_outputs():
     adapter = initialize_adapter(
         jax.random.key(0), params, LATENT, lora, dtype=jnp.bfloat16
     )
-    for path, base in matrices(params).items():
+    assert len(adapter) == 8
+    for path, own in adapter.items():
         inputs = (0, 1) if path.endswith("output") else (0,)
-        expected = np.sqrt((np.asarray(base) ** 2).sum(axis=inputs))
-        own = adapter[path]
+        base = np.asarray(matrices(params)[path])
+        expected = np.sqrt((base**2).sum(axis=inputs))
         assert own.magnitude.dtype == np.float32
         assert own.down.dtype == own.up.dtype == jnp.bfloat16
         np.testing.assert_allclose(own.magnitude, expected, rtol=1e-6)
@@ -203,6 +205,9 @@ def test_the_base_is_not_copied():
 
 def explicit(base, own, scale):
     """W + s A B in float64, and with DoRA m (W + s A B) / ||W + s A B||."""
+    if own.down.ndim + own.up.ndim - 2 > base.ndim:  # Experts' own.
+        each = zip(base, own.down, own.up, strict=True)
+        return np.stack([explicit(w, LoRAParams(a, b), scale) for w, a, b in each])
     inputs = own.down.ndim - 1
     rank, out = own.up.shape[0], own.up.shape[1:]
     low = np.asarray(own.down, np.float64).reshape(-1, rank)
@@ -219,11 +224,12 @@ def explicit(base, own, scale):
 def test_logits_equal_those_of_the_explicit_sum(config, dora):
     params, lora, adapter = made(config, dora=dora)
     policy = adapted(params, adapter, config, lora)
-    sums = {p: explicit(b, adapter[p], 2.0) for p, b in matrices(params).items()}
+    bases = matrices(params)
+    sums = {path: explicit(bases[path], own, 2.0) for path, own in adapter.items()}
     plain = merged(params, adapter, config, lora)
     assert jax.tree.structure(plain) == jax.tree.structure(params)
     for path, matrix in matrices(plain).items():
-        np.testing.assert_allclose(matrix, sums[path], **CLOSE)
+        np.testing.assert_allclose(matrix, sums.get(path, bases[path]), **CLOSE)
     found = run(policy, config, tokens(2, 7))
     np.testing.assert_allclose(found, run(plain, config, tokens(2, 7)), **CLOSE)
     base = run(params, config, tokens(2, 7))
@@ -306,6 +312,8 @@ def test_gradient_equals_that_of_the_explicit_sum(config):
     def by_hand(adapter):
         def one(path, base):
             own = adapter[path]
+            if ".experts.shared" not in path and ".experts." in path:
+                return base + 2.0 * jnp.einsum("eir,ero->eio", own.down, own.up)
             return base + 2.0 * jnp.tensordot(own.down, own.up, axes=1)
 
         sums = {path: one(path, base) for path, base in matrices(params).items()}
@@ -416,13 +424,16 @@ def test_bad_options(changes, message):
 def test_targets_that_no_layer_has():
     message = (
         "no layer of this deepseek_v3 has a matrix key, value; targets may be kv_down, "
-        "kv_up, output, query_down, query_up, gate, up, down"
+        "kv_up, output, query_down, query_up, expert_gate, expert_up, expert_down, "
+        "gate, up, down"
     )
     with pytest.raises(ValueError, match=message):
         adapter_specs(LATENT, LoRAConfig(targets=("output", "key", "value")))
     alone = dataclasses.replace(tiny.CONFIG, experts=MixtureOfExperts(4, 2, 12))
-    assert adaptable(alone) == ("query", "key", "value", "output")
-    with pytest.raises(ValueError, match=r"gate; .*experts' own matrices are not adap"):
+    attention = ("query", "key", "value", "output")
+    assert adaptable(alone, dora=True) == attention
+    assert adaptable(alone) == (*attention, "expert_gate", "expert_up", "expert_down")
+    with pytest.raises(ValueError, match=r"no layer of this llama has a matrix gate; "):
         adapter_specs(alone, LoRAConfig(targets=("gate",)))
 
 

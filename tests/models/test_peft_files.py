@@ -109,7 +109,7 @@ def test_names_and_layouts(tmp_path):
 
 
 def test_names_of_shared_experts_are_not_those_of_experts(tmp_path):
-    lora = dataclasses.replace(LORA, targets=adaptable(LATENT))
+    lora = dataclasses.replace(LORA, targets=adaptable(LATENT, dora=True))
     save_adapter(tmp_path / "a", LATENT, random_adapter(LATENT, lora), lora)
     raw = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert raw["target_modules"] == [
@@ -124,7 +124,9 @@ def test_names_of_shared_experts_are_not_those_of_experts(tmp_path):
 @pytest.mark.parametrize("config", [tiny.CONFIG, LATENT], ids=["llama", "deepseek"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_round_trip(config, dtype, tmp_path):
-    lora = LoRAConfig(3, 2.5, adaptable(config), rank_stabilized=True, dora=True)
+    lora = LoRAConfig(
+        3, 2.5, adaptable(config, dora=True), rank_stabilized=True, dora=True
+    )
     adapter = random_adapter(config, lora, dtype)
     save_adapter(tmp_path / "a", config, adapter, lora)
     found_lora, found = load_adapter(tmp_path / "a", config, dtype=dtype)
@@ -144,6 +146,87 @@ def test_from_one_mesh_to_another(tmp_path):
     assert_same(found, adapter)
     wanted = jax.tree.leaves(named_shardings(specs, mesh))
     assert [leaf.sharding for leaf in jax.tree.leaves(found)] == wanted
+
+
+# Modules that are trained whole.
+
+HEADS = {"value": ("value_head",), "process": ("process_head",)}
+
+
+@pytest.mark.parametrize(
+    ("head", "task", "shapes"),
+    [
+        ("value", "SEQ_CLS", {"score.weight": (1, 16)}),
+        ("process", "TOKEN_CLS", {"score.weight": (2, 16), "score.bias": (2,)}),
+    ],
+)
+def test_a_head_is_the_module_that_peft_trains_whole(head, task, shapes, tmp_path):
+    config = dataclasses.replace(tiny.CONFIG, head=head)
+    lora = dataclasses.replace(LORA, whole=HEADS[head])
+    adapter = random_adapter(config, lora)
+    save_adapter(tmp_path / "a", config, adapter, lora)
+    file = tmp_path / "a" / "adapter_config.json"
+    raw = json.loads(file.read_text())
+    assert (raw["task_type"], raw["modules_to_save"]) == (task, ["score"])
+    assert not any("score" in name for name in raw["target_modules"])
+    stored = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    found = {name: t.shape for name, t in stored.items() if "lora_" not in name}
+    assert found == {f"base_model.model.{name}": s for name, s in shapes.items()}
+    # As PEFT writes it, which names modules that only other models have.
+    raw["modules_to_save"] = ["classifier", "score"]
+    file.write_text(json.dumps(raw))
+    found_lora, found = load_adapter(tmp_path / "a", config, dtype=jnp.bfloat16)
+    assert found_lora == lora
+    for path, own in found.items():
+        if path.startswith(HEADS[head]):
+            assert own.weight.dtype == jnp.float32
+            np.testing.assert_array_equal(own.weight, adapter[path].weight)
+    with pytest.raises(CheckpointError, match=r"unknown tensors: score\."):
+        load_adapter(tmp_path / "a", tiny.CONFIG)
+
+
+def test_a_head_that_is_not_trained_is_no_matter_of_the_adapter(tmp_path):
+    config = dataclasses.replace(tiny.CONFIG, head="value")
+    save_adapter(tmp_path / "a", config, random_adapter(config, LORA), LORA)
+    raw = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    # With the task of a classifier, PEFT would ask for the head.
+    assert (raw["task_type"], raw["modules_to_save"]) == (None, None)
+    assert load_adapter(tmp_path / "a", config)[0] == LORA
+
+
+@pytest.mark.parametrize("config", [tiny.CONFIG, PHI], ids=["llama", "phi3"])
+def test_embeddings_norms_and_the_output_may_be_trained_whole(config, tmp_path):
+    whole = ("embedding", "layers.0.mlp_norm", "unembedding")
+    lora = dataclasses.replace(LORA, targets=("query", "output"), whole=whole)
+    adapter = random_adapter(config, lora)
+    save_adapter(tmp_path / "a", config, adapter, lora)
+    raw = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert raw["modules_to_save"] == [
+        "lm_head", "model.embed_tokens", "model.layers.0.post_attention_layernorm",
+    ]  # fmt: skip
+    found_lora, found = load_adapter(tmp_path / "a", config)
+    assert found_lora.whole == whole
+    for path in whole:
+        np.testing.assert_array_equal(found[path].weight, adapter[path].weight)
+
+
+def test_what_peft_cannot_train_whole(tmp_path):
+    both = dataclasses.replace(tiny.CONFIG, head="lm+value")
+    lora = dataclasses.replace(LORA, whole=("value_head",))
+    with pytest.raises(CheckpointError, match="knows no value head beside the vocab"):
+        save_adapter(tmp_path / "a", both, random_adapter(both, lora), lora)
+    config = ModelConfig(
+        "gpt_oss", 40, 16, 24, 1, num_heads=4, num_kv_heads=2, qkv_bias=True,
+        output_bias=True, sinks=True, activation="gpt_oss",
+        experts=MixtureOfExperts(4, 2, 12, router_bias=True, biases=True),
+    )  # fmt: skip
+    path = "layers.0.experts.gate_bias"
+    lora = dataclasses.replace(LORA, targets=("query",), whole=(path,))
+    with pytest.raises(
+        CheckpointError, match=rf"{path} is no tensor of its own in gpt"
+    ):
+        save_adapter(tmp_path / "a", config, random_adapter(config, lora), lora)
+    assert not list(tmp_path.iterdir())
 
 
 # Matrices that a checkpoint joins.
@@ -234,7 +317,13 @@ def test_options_that_mean_nothing_here(changes, tmp_path):
     ("changes", "message"),
     [
         ({"bias": "all"}, "the option bias='all' is not supported; merge"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not sup"),
+        ({"modules_to_save": ["lm_head"]}, r"missing tensors: lm_head\.weight"),
+        (
+            {"modules_to_save": ["q_proj"]},
+            r"modules_to_save=\['q_proj'\] is not supp.*"
+            r"layers\.0\.attention\.query has matrices, which are adapted",
+        ),
+        ({"modules_to_save": "lm_head"}, "must be a list of names; got 'lm_head'"),
         ({"layers_to_transform": [0]}, r"layers_to_transform=\[0\] is not supported"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern={'q_proj': 4} is not supp"),
         ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern={'q_proj': 4} is not su"),

@@ -1,29 +1,47 @@
 """Runs that train an adapter: what moves, what stays, what is saved."""
 
 import dataclasses
+import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxrl_post import algorithms, models
+from jaxrl_post.algorithms import supervised
+from jaxrl_post.algorithms.reward_model import bradley_terry
 from jaxrl_post.data import packing
 from jaxrl_post.models.lora import merged
+from jaxrl_post.models.matrix import matrices
 from jaxrl_post.models.peft_files import load_adapter
-from jaxrl_post.sharding import create_mesh
+from jaxrl_post.sharding import create_mesh, per_device_bytes
 from jaxrl_post.train.adapters import with_adapter
-from jaxrl_post.train.config import ConfigError, UpdateConfig
+from jaxrl_post.train.algorithm import make_algorithm
+from jaxrl_post.train.config import (
+    AlgorithmConfig,
+    ConfigError,
+    CriticConfig,
+    RLConfig,
+    UpdateConfig,
+)
+from jaxrl_post.train.critic import check_critic, open_critic
 from jaxrl_post.train.learner import begin_training
 from jaxrl_post.train.lora_config import AdapterConfig
 from jaxrl_post.train.publish import buffer_pointers
 from jaxrl_post.train.reference import open_reference
-from jaxrl_post.train.session import save_model
-from jaxrl_post.train.state import OptimizerConfig
+from jaxrl_post.train.session import layout_table, save_model
+from jaxrl_post.train.state import OptimizerConfig, make_optimizer
+from tests import tiny
 from tests.train.test_learner import sequences
 from tests.train.trainers import make_model
 
 RANK4 = AdapterConfig(rank=4, alpha=8.0)
+
+# Made once: its arrays are donated to nothing.
+some_model = functools.cache(make_model)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +59,7 @@ def batch_of():
 
 
 def begin(config, mesh="dp1", count=1):
-    model = make_model()
+    model = some_model()
     grid = create_mesh(mesh, jax.devices()[:count])
     jax.set_mesh(grid)
     params = models.initialize(jax.random.key(0), model.specs, jnp.float32, grid)
@@ -136,13 +154,261 @@ def test_the_model_is_saved_merged_and_the_adapter_by_itself(tmp_path):
 )
 def test_options_that_make_no_sense_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
-        with_adapter(config, make_model(), seed=0)
+        with_adapter(config, some_model(), seed=0)
 
 
-def test_a_value_head_is_refused():
-    model = make_model()
-    model = dataclasses.replace(
-        model, config=dataclasses.replace(model.config, head="value")
+# Heads, which are trained whole.
+
+
+def with_head(head, mesh="dp1", count=1, dtype=jnp.float32):
+    """A model of which every number is random, the head's too."""
+    model = some_model()
+    config = dataclasses.replace(model.config, head=head)
+    grid = create_mesh(mesh, jax.devices()[:count])
+    jax.set_mesh(grid)
+    return dataclasses.replace(
+        model,
+        config=config,
+        specs=models.param_specs(config),
+        params=tiny.params(config, dtype=dtype, mesh=grid),
+        mesh=grid,
+        preset=True,
     )
-    with pytest.raises(ConfigError, match="a value head is no part of an adapter"):
-        with_adapter(RANK4, model, seed=0)
+
+
+def train(model, objective, batch, *, steps=3):
+    learner, state = begin_training(
+        model,
+        objective,
+        OptimizerConfig(learning_rate=1e-2),
+        UpdateConfig(microbatch_tokens=512),
+        num_steps=10,
+        row_tokens=32,
+    )
+    seen = []
+    for number in range(steps):
+        state, metrics = learner.update(state, batch, where=f"step {number}")
+        seen.append(metrics)
+    return learner, state, seen
+
+
+def pairs():
+    """Two answers to a prompt, side by side in a row."""
+    many = sequences()
+    both = list(zip(many[::2], many[1::2], strict=True))
+    made = packing.pack(both, 32, 16)
+    return made.replace(
+        tokens=made.tokens % 64, advantages=np.zeros_like(made.advantages)
+    )
+
+
+def of_a_critic(batch):
+    """Values of before the update, and returns to learn."""
+    zeros = np.zeros(batch.shape, np.float32)
+    return batch.replace(values=zeros, returns=zeros + 1.0)
+
+
+def ppo(**critic):
+    return make_algorithm(AlgorithmConfig(name="ppo"), 16, CriticConfig(**critic))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reward_model_trains_its_head_whole_and_the_rest_by_an_adapter(dtype):
+    model = with_adapter(RANK4, with_head("value", dtype=jnp.dtype(dtype)), seed=0)
+    assert model.adaptation.lora.whole == ("value_head",)
+    before = jax.tree.map(np.asarray, model.base)
+    head = np.array(model.params["value_head"].weight)
+    learner, state, seen = train(model, bradley_terry(), pairs(), steps=4)
+    assert seen[-1]["train/loss"] < seen[0]["train/loss"]
+    # Moments and master weights of the adapter and its head, of nothing else.
+    size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert sum(leaf.size for leaf in moments) == 2 * size < model.num_parameters
+    assert state.master is None
+    assert np.abs(state.params["value_head"].weight - head).max() > 1e-3
+    jax.tree.map(np.testing.assert_array_equal, model.base, before)
+    whole = model.whole(state.params)
+    assert whole.value_head.dtype == dtype
+    assert learner.scorer.predict(whole, pairs()).values.dtype == np.float32
+
+
+def test_meshes_agree_on_a_head():
+    config = dataclasses.replace(RANK4, quantize="int8")
+    found = []
+    for mesh, count in (("dp1", 1), ("dp2,fsdp2,tp2", 8)):
+        model = with_adapter(config, with_head("value", mesh, count), seed=0)
+        _, _, seen = train(model, bradley_terry(), pairs(), steps=2)
+        found.append((seen[0]["train/grad_norm"], seen[1]["train/loss"]))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
+
+
+def test_weight_decay_takes_from_a_head_with_an_adapter_and_without():
+    for config in (AdapterConfig(), RANK4):
+        model = with_adapter(config, with_head("value"), seed=0)
+        options = OptimizerConfig(learning_rate=1.0, weight_decay=0.5)
+        optimizer = make_optimizer(options, model.specs, 1)
+        zeros = jax.tree.map(np.zeros_like, model.params)
+        with jax.numpy_dtype_promotion("standard"):
+            state = optimizer.init(model.params)
+            changes, _ = optimizer.update(zeros, state, model.params)
+        decayed = optax.apply_updates(model.params, changes)
+        before, after = model.whole(model.params), model.whole(decayed)
+        half = 0.5 * np.asarray(before.value_head)
+        np.testing.assert_allclose(after.value_head, half)
+        np.testing.assert_array_equal(after.final_norm, before.final_norm)
+
+
+def test_a_reward_model_is_saved_merged_and_the_adapter_for_peft(tmp_path):
+    model = with_adapter(RANK4, with_head("value"), seed=0)
+    _, state, _ = train(model, bradley_terry(), pairs(), steps=1)
+    save_model(tmp_path / "model", model, state.params)
+    config, found = models.load_pretrained(tmp_path / "model")
+    assert config.head == "value"
+    np.testing.assert_array_equal(found.value_head, state.params["value_head"].weight)
+    lora, adapter = load_adapter(tmp_path / "adapter", config)
+    assert lora.whole == ("value_head",)
+    jax.tree.map(np.testing.assert_array_equal, adapter, state.params)
+
+
+def test_a_shared_backbone_is_an_adapter_with_a_value_head(tmp_path):
+    model = with_adapter(RANK4, with_head("lm+value"), seed=0)
+    head = np.array(model.params["value_head"].weight)
+    up = np.array(model.params["layers.0.mlp.up"].up)
+    objective = ppo(backbone="shared").objective
+    _, state, seen = train(model, objective, of_a_critic(batch_of()))
+    assert seen[-1]["critic/loss"] < seen[0]["critic/loss"]
+    assert np.abs(state.params["value_head"].weight - head).max() > 1e-3
+    assert np.abs(state.params["layers.0.mlp.up"].up - up).max() > 1e-3
+    # The policy alone is saved, and its adapter.
+    save_model(tmp_path / "model", model, state.params)
+    config, found = models.load_pretrained(tmp_path / "model")
+    assert (config.head, found.value_head) == ("lm", None)
+    lora, adapter = load_adapter(tmp_path / "adapter", config)
+    assert lora.whole == ()
+    assert adapter.keys() == state.params.keys() - {"value_head"}
+    whole = model.whole(state.params)
+    np.testing.assert_allclose(
+        found.layers[0].mlp.up, whole.layers[0].mlp.up.dense(jnp.float32), rtol=1e-6
+    )
+
+
+# A critic of its own.
+
+
+def pointers(tree):
+    return set(buffer_pointers(tree))
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_two_adapters_stand_on_one_base(quantize):
+    lora = dataclasses.replace(RANK4, quantize=quantize)
+    model = with_adapter(lora, with_head("lm"), seed=0)
+    critic = open_critic(CriticConfig(lora=lora), model, seed=1)
+    # Only the value head is new: of the trained and of the frozen tree.
+    new = pointers(critic.base) - pointers(model.base)
+    assert new == pointers(critic.base.value_head)
+    assert critic.base.unembedding is None
+    assert not pointers(critic.params) & pointers((critic.base, model.params))
+    assert not critic.params["value_head"].weight.any()
+    downs = [m.params["layers.0.mlp.up"].down for m in (model, critic)]
+    assert np.abs(downs[0] - downs[1]).max() > 0.01
+
+
+def test_neither_adapter_s_steps_change_the_base():
+    model = with_adapter(RANK4, with_head("lm"), seed=0)
+    critic = open_critic(CriticConfig(lora=RANK4), model, seed=1)
+    before = jax.tree.map(np.asarray, model.base)
+    batch, made = of_a_critic(batch_of()), ppo()
+    _, state, seen = train(critic, made.value_objective, batch)
+    assert seen[-1]["train/loss"] < seen[0]["train/loss"]
+    assert np.abs(state.params["value_head"].weight).max() > 1e-3
+    train(model, made.objective, batch, steps=1)
+    jax.tree.map(np.testing.assert_array_equal, model.base, before)
+    size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert sum(leaf.size for leaf in moments) == 2 * size < critic.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("policy", "critic"), [(AdapterConfig(), RANK4), (RANK4, AdapterConfig())]
+)
+def test_who_trains_whole_has_arrays_of_its_own(policy, critic):
+    """The first optimizer step of either takes them."""
+    model = with_adapter(policy, with_head("lm"), seed=0)
+    value_model = open_critic(CriticConfig(lora=critic), model, seed=1)
+    assert not pointers(value_model.base) & pointers(model.base)
+
+
+def test_an_adapter_over_a_reward_model_of_a_directory(tmp_path):
+    begins = with_head("value")
+    save_model(tmp_path / "rm", begins, begins.params)
+    model = with_adapter(RANK4, with_head("lm"), seed=0)
+    config = CriticConfig(model=str(tmp_path / "rm"), lora=RANK4)
+    critic = open_critic(config, model, seed=0)
+    head = critic.params["value_head"].weight
+    np.testing.assert_array_equal(head, begins.params.value_head)
+    assert not pointers(critic.base) & pointers(model.base)
+    save_model(tmp_path / "critic", critic, critic.params, adapter="critic_adapter")
+    raw = json.loads((tmp_path / "critic_adapter/adapter_config.json").read_text())
+    assert raw["base_model_name_or_path"] == str(tmp_path / "rm")
+    assert (raw["task_type"], raw["modules_to_save"]) == ("SEQ_CLS", ["score"])
+
+
+def test_the_layout_counts_a_shared_base_once():
+    model = with_adapter(RANK4, with_head("lm"), seed=0)
+    critic = open_critic(CriticConfig(lora=RANK4), model, seed=1)
+    rows = layout_table(
+        model, UpdateConfig(), rows=1, row_tokens=8, optimizer=(),
+        reference=model.base, critic=(critic.params, critic.base),
+    )  # fmt: skip
+    shown = {name: mib for name, _, mib in rows}
+    # The reference is the base alone, and of the critic's only the head is new.
+    assert "reference" not in shown
+    new = per_device_bytes((critic.params, critic.base.value_head))
+    assert shown["critic"] == f"{new / 2**20:,.1f}"
+    assert new < per_device_bytes(model.base)
+
+
+def test_a_quantised_base_takes_the_place_of_the_arrays():
+    """A run keeps the model that it opened: only what is freed saves memory."""
+    opened = with_head("lm")
+    before = matrices(opened.params)
+    model = with_adapter(
+        dataclasses.replace(RANK4, quantize="int8"), opened, seed=0, donate=True
+    )
+    assert before.keys() == matrices(model.base).keys()
+    assert all(leaf.is_deleted() for leaf in before.values())
+    # What is no matrix is shared.
+    assert model.base.embedding is opened.params.embedding
+    train(model, supervised.next_token, batch_of(), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "critic", "message"),
+    [
+        (
+            {},
+            {"alpha": 2.0},
+            r"--critic\.lora\.\*: has no effect .* --critic\.lora\.ra",
+        ),
+        ({}, {"rank": 2, "targets": ("kv_up",)}, r"--critic\.lora\.\*: .*no layer of"),
+        (
+            {"rank": 2, "quantize": "nf4"},
+            {},
+            r"--lora\.quantize: a critic of its own be",
+        ),
+        (
+            {"rank": 2, "quantize": "nf4"},
+            {"rank": 2, "quantize": "int8"},
+            r"--critic\.lora\.quantize: .* shares .* which are nf4; got int8\. Drop",
+        ),
+    ],
+)
+def test_options_of_a_critic_that_contradict_are_refused(policy, critic, message):
+    config = RLConfig(
+        algorithm=AlgorithmConfig(name="ppo"),
+        critic=CriticConfig(lora=AdapterConfig(**critic)),
+        lora=AdapterConfig(**policy),
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_critic(config, with_head("lm"))

@@ -25,6 +25,7 @@ from jaxrl_post.train.config import (
     RolloutConfig,
 )
 from jaxrl_post.train.distill_config import DistillConfig, DivergenceName
+from jaxrl_post.train.lora_config import AdapterConfig
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0, 0.0]])
 VALID = jnp.ones((1, 4), bool)
@@ -81,6 +82,11 @@ def test_a_shared_critic_is_part_of_the_objective():
             AlgorithmConfig(name="ppo"),
             {"backbone": "shared", "warmup_steps": 1},
             r"--critic\.warmup-steps: a shared backbone has none",
+        ),
+        (
+            AlgorithmConfig(name="ppo"),
+            {"backbone": "shared", "lora": AdapterConfig(rank=2)},
+            r"--critic\.lora\.\*: a shared backbone has none of its own",
         ),
     ],
 )

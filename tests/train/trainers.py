@@ -22,10 +22,10 @@ from jaxrl_post.train.config import (
     RolloutConfig,
     UpdateConfig,
 )
+from jaxrl_post.train.critic import open_critic
 from jaxrl_post.train.distill_config import DistillConfig
 from jaxrl_post.train.examples import Demonstrations
 from jaxrl_post.train.learner import Learner, begin_training
-from jaxrl_post.train.online import open_critic
 from jaxrl_post.train.reference import beside_teacher, open_reference
 from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import OptimizerConfig
@@ -99,7 +99,7 @@ def make_trainer(
     jax.set_mesh(learner.mesh)
     critic = None
     if algorithm.value_objective is not None:
-        value_model = open_critic(config.critic, model)
+        value_model = open_critic(config.critic, model, seed=config.seed)
         learns, state = _begin(value_model, algorithm.value_objective)
         critic = rl.Critic(value_model, learns, state)
     reference = None

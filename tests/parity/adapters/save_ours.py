@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_post.models import forward, load_pretrained, logits
+from jaxrl_post.models import (
+    DecoderParams,
+    Head,
+    ModelConfig,
+    forward,
+    load_pretrained,
+    logits,
+    values,
+)
 from jaxrl_post.models.lora import (
     LoRAConfig,
     LoRAParams,
@@ -21,23 +29,34 @@ from jaxrl_post.models.lora import (
     initialize_adapter,
 )
 from jaxrl_post.models.peft_files import save_adapter
+from jaxrl_post.models.whole import Whole
 
 CHECKPOINTS = (
     "deepseek_v2_lite",
     "deepseek_v3",
     "gemma2",
+    "glm4_moe",
     "gpt_oss",
     "granite_biases",
     "llama_biases",
     "llama_mha",
+    "mixtral",
     "olmo2",
+    "olmoe",
     "phi3_window",
     "qwen2_moe",
     "qwen3",
+    "qwen3_moe",
 )
 # Under transformers 5, PEFT 0.21 takes MLPs in these families for their experts.
-EXPERTS_ALONE = ("deepseek_v2_lite", "deepseek_v3")
+EXPERTS_ALONE = ("deepseek_v2_lite", "deepseek_v3", "glm4_moe")
 MLP = ("gate", "up", "down")
+# Of these, adapters of reward models too: heads are trained whole.
+HEADS: dict[Head, tuple[str, ...]] = {
+    "value": ("value_head",),
+    "process": ("process_head",),
+}
+CLASSIFIERS = ("llama_mha", "phi3_window", "qwen3")
 KINDS = {
     "lora": LoRAConfig(rank=3, alpha=6.0),
     "dora_rs": LoRAConfig(rank=3, alpha=2.5, rank_stabilized=True, dora=True),
@@ -47,29 +66,56 @@ KINDS = {
 def main(fixtures: Path, saved: Path) -> None:
     """Writes SAVED/CHECKPOINT-KIND, with every matrix adapted that PEFT can adapt."""
     for checkpoint in CHECKPOINTS:
-        folder = fixtures / checkpoint
-        config, params = load_pretrained(folder, dtype=jnp.float32)
-        tokens = np.load(folder / "expected.npz")["tokens"]
+        config, _ = load_pretrained(fixtures / checkpoint)
         left_out = MLP if checkpoint in EXPERTS_ALONE else ()
-        targets = tuple(name for name in adaptable(config) if name not in left_out)
         for name, kind in KINDS.items():
+            possible = adaptable(config, dora=kind.dora)
+            targets = tuple(name for name in possible if name not in left_out)
             lora = dataclasses.replace(kind, targets=targets)
-            rng = np.random.default_rng(zlib.crc32(f"{checkpoint} {name}".encode()))
-            start = initialize_adapter(jax.random.key(0), params, config, lora)
-            adapter = {path: noisy(own, rng) for path, own in start.items()}
-            policy = adapted(params, adapter, config, lora)
-            found = logits(policy, config, forward(policy, config, jnp.asarray(tokens)))
-            target = saved / f"{checkpoint}-{name}"
-            save_adapter(target, config, adapter, lora, base_model=checkpoint)
-            np.savez(target / "expected.npz", tokens=tokens, logits=found)
+            write(fixtures / checkpoint, saved / f"{checkpoint}-{name}", lora, "lm")
+    for checkpoint in CLASSIFIERS:
+        for head, whole in HEADS.items():
+            lora = dataclasses.replace(KINDS["lora"], whole=whole)
+            write(fixtures / checkpoint, saved / f"{checkpoint}-{head}", lora, head)
 
 
-def noisy(own: LoRAParams, rng: np.random.Generator) -> LoRAParams:
-    """Random A, B and, where there is one, m."""
+def write(base: Path, target: Path, lora: LoRAConfig, head: Head) -> None:
+    """Writes one random adapter, and what the model with it says."""
+    config, params = load_pretrained(base, dtype=jnp.float32, head=head)
+    tokens = np.load(base / "expected.npz")["tokens"]
+    rng = np.random.default_rng(zlib.crc32(target.name.encode()))
+    start = initialize_adapter(jax.random.key(0), params, config, lora)
+    adapter = {path: noisy(own, rng) for path, own in start.items()}
+    policy = adapted(params, adapter, config, lora)
+    found = output(policy, config, tokens)
+    save_adapter(target, config, adapter, lora, base_model=base.name)
+    np.savez(target / "expected.npz", tokens=tokens, logits=found)
+
+
+def output(
+    params: DecoderParams[jax.Array], config: ModelConfig, tokens: np.ndarray
+) -> jax.Array:
+    """The logits of transformers' model with that head."""
+    hidden = forward(params, config, jnp.asarray(tokens))
+    if config.head == "value":
+        return values(params, hidden)[:, -1:]
+    if config.head == "process":
+        assert params.process_head is not None
+        weight, bias = params.process_head.weight, params.process_head.bias
+        return hidden @ weight.T + bias
+    return logits(params, config, hidden)
+
+
+def noisy(
+    own: LoRAParams | Whole, rng: np.random.Generator
+) -> LoRAParams[jax.Array] | Whole[jax.Array]:
+    """Random A, B and, where there is one, m, or a random parameter."""
 
     def draw(array: jax.Array) -> jax.Array:
         return jnp.asarray(0.15 * rng.standard_normal(array.shape), array.dtype)
 
+    if isinstance(own, Whole):
+        return Whole(draw(own.weight))
     scaled = own.magnitude
     if scaled is not None:
         scaled = scaled * (1 + draw(scaled))

@@ -7,10 +7,12 @@ Needs torch, transformers, peft, numpy and safetensors, and nothing of this repo
 
 FIXTURES is what make_fixtures.py wrote. An adapter's directory is named after the
 checkpoint that it changes and a word, as in "llama_mha-lora"; beside it lies
-expected.npz with `tokens` and the float32 `logits` of the changed model.
+expected.npz with `tokens` and the float32 `logits` of the changed model: of a
+classifier of sequences those of each row's last token.
 """
 # pyright: reportMissingImports=false
 
+import json
 import sys
 import warnings
 import zlib
@@ -21,7 +23,11 @@ import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.utils import logging
 
 TOLERANCE = 1e-4
@@ -31,6 +37,15 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 JOINED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 DORA_RS = {"use_dora": True, "use_rslora": True}
+DOWN = ["mlp.experts.down_proj"]
+EXPERTS = [*DOWN, "mlp.experts.gate_up_proj"]
+
+# Of a task of PEFT: transformers' class, and what makes it a reward model's.
+CLASSES: dict[str, tuple[Any, dict[str, int]]] = {
+    "CAUSAL_LM": (AutoModelForCausalLM, {}),
+    "SEQ_CLS": (AutoModelForSequenceClassification, {"num_labels": 1}),
+    "TOKEN_CLS": (AutoModelForTokenClassification, {"num_labels": 2}),
+}
 
 # After the dash, what is said to LoraConfig beside rank 2.
 CASES: dict[str, dict[str, Any]] = {
@@ -40,6 +55,20 @@ CASES: dict[str, dict[str, Any]] = {
         "target_modules": "all-linear",
         "use_dora": True,
         "lora_dropout": 0.1,
+    },
+    "llama_mha-reward": {
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "SEQ_CLS",
+    },
+    "phi3_window-reward": {"target_modules": JOINED, "task_type": "SEQ_CLS"},
+    "qwen3-process": {
+        "target_modules": LINEAR,
+        "task_type": "TOKEN_CLS",
+        "use_dora": True,
+    },
+    "llama_mha-head_and_table": {
+        "target_modules": LINEAR,
+        "modules_to_save": ["lm_head", "embed_tokens"],
     },
     "qwen3-regex": {"target_modules": r".*\.self_attn\.(q|v)_proj"},
     "gemma2-gaussian": {"target_modules": LINEAR, "init_lora_weights": "gaussian"},
@@ -55,6 +84,25 @@ CASES: dict[str, dict[str, Any]] = {
         "target_modules": ["q_a_proj", "q_b_proj", *LATENT],
         "use_rslora": True,
     },
+    "qwen3_moe-experts": {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
+    "mixtral-experts_rs": {
+        "target_modules": [],
+        "target_parameters": EXPERTS,
+        "use_rslora": True,
+    },
+    "qwen2_moe-experts_down": {
+        "target_modules": ["o_proj"],
+        "target_parameters": DOWN,
+    },
+    "olmoe-experts_ranks": {
+        "target_modules": ["v_proj"],
+        "target_parameters": EXPERTS,
+        "rank_pattern": {r".*\.gate_up_proj": 4},
+        "alpha_pattern": {"experts.gate_up_proj": 16, "experts.down_proj": 4},
+    },
+    "gpt_oss-experts": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
+    "deepseek_v3-experts": {"target_modules": LATENT, "target_parameters": EXPERTS},
+    "glm4_moe-experts": {"target_modules": [], "target_parameters": EXPERTS},
 }
 
 
@@ -64,10 +112,11 @@ def write(fixtures: Path, directory: Path, names: list[str]) -> None:
         base = name.partition("-")[0]
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         options = {"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM", **CASES[name]}
-        model = get_peft_model(load(fixtures / base), LoraConfig(**options))
+        theirs = load(fixtures / base, options["task_type"])
+        model = get_peft_model(theirs, LoraConfig(**options))
         with torch.no_grad():
             for key, parameter in model.named_parameters():
-                if "lora_" not in key:
+                if not parameter.requires_grad:
                     continue
                 noise = rng.standard_normal(tuple(parameter.shape)).astype(np.float32)
                 if "magnitude" in key:
@@ -95,7 +144,9 @@ def check(fixtures: Path, saved: Path) -> None:
     warnings.filterwarnings("error", message=".*adapter keys.*")
     largest = 0.0
     for folder in folders:
-        base = load(fixtures / folder.name.partition("-")[0])
+        options = json.loads((folder / "adapter_config.json").read_text())
+        checkpoint = folder.name.partition("-")[0]
+        base = load(fixtures / checkpoint, options["task_type"])
         model = PeftModel.from_pretrained(base, folder)
         stored = load_file(folder / "adapter_model.safetensors")
         found = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -112,21 +163,28 @@ def check(fixtures: Path, saved: Path) -> None:
     )
 
 
-def load(folder: Path) -> Any:
-    """Loads a checkpoint of transformers in float32."""
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+def load(folder: Path, task: str) -> Any:
+    """Loads a checkpoint of transformers in float32, with the head of a task."""
+    kind, labels = CLASSES[task]
+    return kind.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", **labels
     )
 
 
 def score(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Returns the logits of a forward without dropout."""
+    # Row by row: without a padding token a classifier takes one sequence at a time.
     with torch.no_grad():
-        return model.eval()(torch.from_numpy(tokens).long()).logits.numpy()
+        rows = [
+            model.eval()(row[None]).logits for row in torch.from_numpy(tokens).long()
+        ]
+    return torch.cat(rows).numpy()
 
 
 if __name__ == "__main__":
     logging.disable_progress_bar()
+    # That the head of a classifier is new is no news.
+    logging.set_verbosity_error()
     action, *rest = sys.argv[1:] or [""]
     if action == "write" and len(rest) >= 2:
         write(Path(rest[0]), Path(rest[1]), rest[2:])
