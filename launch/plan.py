@@ -12,51 +12,31 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import tyro
 from jax.experimental import topologies
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl_post import models
-from jaxrl_post.algorithms import grpo
-from jaxrl_post.models import KVCache, ModelConfig
+from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.families import read_config
 from jaxrl_post.models.presets import PRESETS
-from jaxrl_post.models.spec import is_spec
 from jaxrl_post.models.tensor_files import read_json
-from jaxrl_post.sharding import (
-    DEFAULT_RULES,
-    create_mesh,
-    partition_spec,
-    per_device_bytes,
-    split_size,
-)
-from jaxrl_post.train import state as training
-from jaxrl_post.train.learner import Learner
-from jaxrl_post.train.state import OptimizerConfig, TrainState
-from jaxrl_post.train.step import Accumulator, Policy
-from jaxrl_post.types import PyTree, TokenBatch
+from jaxrl_post.sharding import create_mesh, per_device_bytes
 from launch import cli
 from launch.hlo import Collective, collectives
+from launch.plan_programs import PlanConfig, PlanError, Program, counts, programs
 
 __all__ = [
     "HBM_GIB",
     "DoesNotFitError",
-    "PlanConfig",
-    "PlanError",
-    "Program",
     "ProgramPlan",
     "main",
     "plan",
-    "programs",
 ]
 
 GIB = 2**30
@@ -76,66 +56,8 @@ HBM_GIB = {
 SHOWN = 8
 
 
-class PlanError(ValueError):
-    """A plan that cannot be made."""
-
-
 class DoesNotFitError(PlanError):
     """A plan that was made, of a step that needs more memory than there is."""
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """What to plan.
-
-    Attributes:
-        model: name of a published model (`jaxrl_post.models.presets`), or a directory
-            with a config.json.
-        topology: generation and shape of the slice, such as v5e:4x4 or v5p:4x4x4.
-        mesh: as of a run, such as fsdp8,tp2.
-        rows: packed rows of a microbatch; 0 for one a part of the batch.
-        row_tokens: length of a packed row.
-        remat: what the backward pass keeps of a layer.
-        scan_layers: as of a run.
-        dtype: of the parameters; below float32 the optimizer has float32 masters.
-        slots: sequences whose keys and values the sampler holds at the same time; 0
-            for a sampler elsewhere.
-        slot_tokens: tokens of such a sequence.
-        compiler_options: of XLA, as NAME=VALUE. A run takes the same through
-            LIBTPU_INIT_ARGS="--NAME=VALUE".
-        json: file to write the plan to.
-        hlo: directory to write the compiled programs' text to.
-    """
-
-    model: str
-    topology: str
-    mesh: str = "fsdp-1"
-    rows: int = 0
-    row_tokens: int = 4096
-    remat: Literal["none", "dots", "full"] = "full"
-    scan_layers: bool = False
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    slots: int = 0
-    slot_tokens: int = 4096
-    compiler_options: tuple[str, ...] = ()
-    json: Path | None = None
-    hlo: Path | None = None
-
-
-class Program(NamedTuple):
-    """A jitted function of a run, and what is on the device when it runs.
-
-    Attributes:
-        name: of the function.
-        function: jitted as a run jits it.
-        arguments: ShapeDtypeStructs with shardings.
-        beside: those that are not arguments but stay in memory.
-    """
-
-    name: str
-    function: Any
-    arguments: tuple[Any, ...]
-    beside: PyTree
 
 
 @dataclass(frozen=True)
@@ -194,10 +116,10 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
         )
     mesh = create_mesh(config.mesh, devices)
     options = _compiler_options(config.compiler_options)
-    specs = models.param_specs(architecture)
-    count = sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec))
+    count, trained = counts(config, architecture)
+    adapter = f", {trained:,} of an adapter in float32" if config.lora.rank else ""
     console.print(
-        f"{config.model}: {count:,} parameters in {config.dtype}, "
+        f"{config.model}: {count:,} parameters in {config.dtype}{adapter}, "
         f"{len(devices)} x {devices[0].device_kind} as {config.mesh}, {hbm} GiB each",
         highlight=False,
     )
@@ -209,8 +131,9 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
     if config.json is not None:
         content = {
             "command": command,
-            "config": {**vars(config), "json": None, "hlo": None},
+            "config": {**dataclasses.asdict(config), "json": None, "hlo": None},
             "parameters": count,
+            "trained_parameters": trained,
             "devices": len(devices),
             "device_kind": devices[0].device_kind,
             "hbm_bytes": int(hbm * GIB),
@@ -276,112 +199,6 @@ def _compiler_options(pairs: tuple[str, ...]) -> dict[str, str]:
             raise PlanError(f"--compiler-options: must be NAME=VALUE; got {pair!r}")
         options[name] = value
     return options
-
-
-def programs(
-    config: PlanConfig, architecture: ModelConfig, mesh: Mesh
-) -> Iterator[Program]:
-    """The programs of an optimizer step, with arguments as the learner has them.
-
-    Args:
-        config: what to plan.
-        architecture: of the model.
-        mesh: of the slice; its devices are not used.
-
-    Raises:
-        PlanError: the rows do not go with the mesh.
-        MeshError: the model does not.
-    """
-    rules, dtype = DEFAULT_RULES, jnp.dtype(config.dtype)
-    split = split_size("batch", mesh, rules)
-    rows = config.rows or split
-    if rows % split or config.row_tokens < 1:
-        raise PlanError(
-            f"--rows: must be a multiple of {split}, into which the mesh splits the "
-            f"batch, of at least one token; got {rows} of {config.row_tokens}"
-        )
-    specs = models.param_specs(architecture)
-    optimizer = training.make_optimizer(OptimizerConfig(), specs, num_steps=1000)
-    layout = training.shardings(
-        specs, optimizer, mesh, rules, narrow=dtype != jnp.float32
-    )
-    learner = Learner(
-        policy=Policy(architecture, 1.0, config.remat, rules, scan=config.scan_layers),
-        objective=grpo().objective,
-        optimizer=optimizer,
-        max_grad_norm=OptimizerConfig().max_grad_norm,
-        layout=layout,
-        mesh=mesh,
-        microbatch_rows=rows,
-    )
-    params = models.abstract(specs, dtype, mesh, rules)
-    state: TrainState = _placed(
-        jax.eval_shape(lambda params: training.create(params, optimizer, None), params),
-        layout,
-    )
-    batch = _batch(rows, config.row_tokens, learner.scorer.batch_sharding)
-    cache = _cache(config, architecture, mesh)
-    # Without its parameters, which are always an argument.
-    rest = state.replace(params=None)  # type: ignore[attr-defined]
-    policy = learner.policy
-    inputs = (policy, params, batch)
-    with jax.set_mesh(mesh):
-        zeros = jax.eval_shape(learner.empty, *inputs)
-    accumulator: Accumulator = _placed(zeros, learner.accumulator_layout)
-    # `empty` reads shapes alone: nothing is its argument.
-    yield Program("empty", learner.empty, inputs, (state, cache))
-    inputs = (policy, params, accumulator, batch)
-    yield Program("accumulate", learner.accumulate, inputs, (rest, cache))
-    yield Program("apply", learner.apply, (state, accumulator), cache)
-
-
-def _placed(shapes: PyTree, layout: PyTree) -> PyTree:
-    """Gives shapes their shardings; one may stand for a whole subtree."""
-
-    def place(sharding: Any, below: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=sharding
-            ),
-            below,
-        )
-
-    return jax.tree.map(place, layout, shapes)
-
-
-def _batch(rows: int, length: int, sharding: Any) -> TokenBatch:
-    def array(dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, length), dtype, sharding=sharding)
-
-    # As `rollout.batch` and `data.packing` make it for one update a batch.
-    return TokenBatch(
-        tokens=array(jnp.int32),
-        positions=array(jnp.int32),
-        segment_ids=array(jnp.int32),
-        loss_mask=array(jnp.bool_),
-        advantages=array(jnp.float32),
-        behavior_logprobs=array(jnp.float32),
-        versions=array(jnp.int32),
-    )
-
-
-def _cache(config: PlanConfig, architecture: ModelConfig, mesh: Mesh) -> PyTree:
-    """Keys and values of the sampler, split as its engine splits them."""
-    if not config.slots:
-        return ()
-
-    def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        axes = ("batch", "kv_heads", None, None)
-        spec = partition_spec(leaf.shape, axes, mesh, DEFAULT_RULES, name="slots")
-        sharding = jax.NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    shapes = jax.eval_shape(
-        lambda: KVCache.zeros(
-            architecture, config.slots, config.slot_tokens, jnp.dtype(config.dtype)
-        )
-    )
-    return jax.tree.map(one, shapes)
 
 
 def compile_program(
