@@ -44,7 +44,8 @@ class PlanConfig:
         row_tokens: length of a packed row.
         remat: what the backward pass keeps of a layer.
         scan_layers: as of a run.
-        dtype: of the parameters; below float32 the optimizer has float32 masters.
+        dtype: of the parameters; below float32 the optimizer has float32 masters of
+            those that it trains.
         lora: of a run that trains an adapter, which is float32.
         slots: sequences whose keys and values the sampler holds at the same time; 0
             for a sampler elsewhere.

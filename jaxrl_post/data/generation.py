@@ -35,7 +35,6 @@ NEUTRAL = {
     "watermarking_config": None,
     "dola_layers": None,
     "token_healing": False,
-    "stop_strings": None,
     "max_time": None,
 }
 
@@ -50,6 +49,7 @@ class GenerationDefaults:
         top_p: mass kept, in (0, 1].
         min_p: share of the top token's probability to be kept, in [0, 1].
         max_tokens: tokens to sample at most.
+        stop_strings: texts that end a completion.
         unsupported: settings that change what is sampled and that the sampler lacks.
     """
 
@@ -58,6 +58,7 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     max_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
     unsupported: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -65,7 +66,9 @@ def read_generation_defaults(directory: str | Path) -> GenerationDefaults:
     """Reads generation_config.json; without one nothing is known.
 
     "do_sample": false means greedy decoding, whatever temperature stands beside it;
-    "do_sample": true without a temperature means 1, as in transformers.
+    "do_sample": true without a temperature means 1. What else the file leaves out is
+    not done; transformers would then decode greedily without "do_sample", and sample
+    from the 50 most probable tokens without "top_k".
 
     Args:
         directory: of a model.
@@ -84,6 +87,7 @@ def read_generation_defaults(directory: str | Path) -> GenerationDefaults:
         top_p=_number(file, settings, "top_p", 0.0, 1.0),
         min_p=_number(file, settings, "min_p", 0.0, 1.0),
         max_tokens=_count(file, settings, "max_new_tokens", 1),
+        stop_strings=_texts(file, settings, "stop_strings"),
         unsupported={
             name: settings[name]
             for name, neutral in NEUTRAL.items()
@@ -93,9 +97,7 @@ def read_generation_defaults(directory: str | Path) -> GenerationDefaults:
     if defaults.top_p == 0:
         raise _refusal(file, "top_p", "a number in (0, 1]", 0)
     if settings.get("do_sample") is False:
-        return GenerationDefaults(
-            0.0, max_tokens=defaults.max_tokens, unsupported=defaults.unsupported
-        )
+        return replace(defaults, temperature=0.0, top_k=None, top_p=None, min_p=None)
     if settings.get("do_sample") is True and defaults.temperature is None:
         return replace(defaults, temperature=1.0)
     return defaults
@@ -111,6 +113,16 @@ def _number(
     if not numeric or not low <= value <= high:
         raise _refusal(file, name, f"a number in [{low:g}, {high:g}]", value)
     return float(value)
+
+
+def _texts(file: Path, settings: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = settings.get(name) or ()
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(
+        isinstance(text, str) and text for text in texts
+    ):
+        raise _refusal(file, name, "a text or a list of texts, none empty", value)
+    return tuple(texts)
 
 
 def _count(

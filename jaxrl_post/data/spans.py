@@ -60,7 +60,7 @@ def _ending(text: str, stops: Sequence[str], begin: int) -> Span:
     if not stops:
         return len(text), len(text)
     stop = "|".join(map(re.escape, stops))
-    found = re.compile(rf"(?:{stop})(?=(?:\s|{stop})*\Z)").search(text, begin)
+    found = re.compile(rf"(?:{stop})(?=(?:\s|{stop})*+\Z)").search(text, begin)
     return found.span() if found else (len(text), len(text))
 
 

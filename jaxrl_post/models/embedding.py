@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.sharding import Rules, TableSplit, constrain
+from jaxrl_post.sharding import Rules, TableSplit, constrain, dividing_axes
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["lookup"]
@@ -58,9 +58,7 @@ def _backward(rules: Rules, saved: Any, cotangent: Array) -> tuple[Array, None]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return local(TableSplit(), tokens, cotangent), None
-    batch = tuple(a for a in rules.mesh_axes("batch") if mesh.shape.get(a, 1) > 1)
-    if tokens.shape[0] % math.prod(mesh.shape[axis] for axis in batch):
-        batch = ()  # A batch that the mesh does not divide is whole on every device.
+    batch = dividing_axes("batch", tokens.shape[0], mesh, rules)
     split = TableSplit.of(table.shape, batch, mesh, rules)
     run = jax.shard_map(
         functools.partial(local, split),

@@ -14,7 +14,6 @@ part is split as the whole is, so that a device makes its own experts dense, no 
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,7 @@ from jaxrl_post.models.config import Activation, MixtureOfExperts, ModelConfig
 from jaxrl_post.models.layers import add_bias, gated, mlp, project
 from jaxrl_post.models.matrix import Axes, grouped, part_axes
 from jaxrl_post.models.params import ExpertsParams
-from jaxrl_post.sharding import Rules, partition_spec
+from jaxrl_post.sharding import Rules, dividing_axes, partition_spec
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
@@ -229,9 +228,7 @@ def _experts(
     arrays = (x, chosen.experts, chosen.weights)
     if mesh.empty or mesh.size == 1:
         return run((), (), *arrays, weights)
-    split = tuple(a for a in rules.mesh_axes("batch") if mesh.shape.get(a, 1) > 1)
-    if x.shape[0] % math.prod(mesh.shape[axis] for axis in split):
-        split = ()  # A batch that the mesh does not divide is whole on every device.
+    split = dividing_axes("batch", x.shape[0], mesh, rules)
     by_token = P(split)
     count, _, ffn = params.gate.shape
 

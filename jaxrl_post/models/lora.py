@@ -385,7 +385,7 @@ def adapted(
     config: ModelConfig,
     lora: LoRAConfig,
 ) -> DecoderParams[Any]:
-    """Lays an adapter over a base; nothing is copied or computed.
+    """Lays an adapter over a base; nothing is copied but what is trained whole.
 
     Differentiate with respect to `adapter`: the base then needs no gradient.
 

@@ -4,7 +4,8 @@ Beside config.json and the tokenizer stands a folder `params`: one Orbax checkpo
 flat dictionary from paths of parameters, such as "layers.0.attention.query", to arrays.
 Any program with Orbax reads it. We read it with TensorStore, on which Orbax is built,
 the way safetensors are read: region by region, so that a process holds little beside
-what it loads, and a damaged file is one error with the array's name in it.
+what it loads, and a missing or truncated file is one error. Numbers have no checksum,
+as they have none in safetensors.
 """
 
 import functools

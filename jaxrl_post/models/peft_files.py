@@ -60,12 +60,12 @@ from jaxrl_post.models.peft_experts import (
 )
 from jaxrl_post.models.peft_joined import joined
 from jaxrl_post.models.peft_modules import whole_entries, whole_of_modules
-from jaxrl_post.models.spec import is_spec
+from jaxrl_post.models.spec import abstract, is_spec
 from jaxrl_post.models.tensor_files import SINGLE_FILE, Tensor, read_json
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array
 
-__all__ = ["load_adapter", "save_adapter"]
+__all__ = ["check_saves", "load_adapter", "save_adapter"]
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -120,7 +120,8 @@ def load_adapter(
 
     Args:
         path: a directory with adapter_config.json and adapter_model.safetensors.
-        config: of the base model.
+        config: of the base model; the head of a process reward model is taken to say
+            "right" with label 1.
         dtype: of A and B; what is trained whole is float32.
         mesh: where the adapter goes; None puts it on JAX's default device.
         rules: logical axis to mesh axes.
@@ -266,6 +267,25 @@ def save_adapter(
         staging.rename(target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_saves(config: ModelConfig, lora: LoRAConfig) -> None:
+    """Refuses, without any array, what `save_adapter` would.
+
+    A value head beside the vocabulary, which no adapter is saved with, is left out.
+
+    Raises:
+        CheckpointError: as `save_adapter`.
+        ValueError: as `adapter_specs`.
+    """
+    specs = adapter_specs(config, lora)
+    bases = _bases(config, adaptable(config))
+    jax.eval_shape(
+        lambda adapter: joined(config, bases, adapter, lora)[2],
+        abstract(specs, jnp.float32),
+    )
+    if config.head != "lm+value":
+        whole_entries(config, lora.whole)
 
 
 def _lora_config(file: Path) -> tuple[LoRAConfig, list[str]]:

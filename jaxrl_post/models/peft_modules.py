@@ -68,10 +68,17 @@ def whole_entries(config: ModelConfig, names: tuple[str, ...]) -> list[Entry]:
         names: as `LoRAConfig.whole`.
 
     Raises:
-        CheckpointError: one shares a tensor with others, or is spread over several.
+        CheckpointError: one shares a tensor with others, is spread over several, or
+            is a tied embedding.
         ValueError: as `whole_specs`.
     """
     wanted, found = whole_specs(config, names), []
+    if config.tie_embeddings and "embedding" in wanted:
+        raise CheckpointError(
+            f"adapter: the embedding of this {config.model_type} is its output too, "
+            "and PEFT would train the one apart from the other; save the model that "
+            "`merged` returns"
+        )
     for entry in _every(config):
         if entry.path not in wanted:
             continue

@@ -198,8 +198,9 @@ def quantize(
         The tree with `Int8` or `NF4` in the place of those matrices.
 
     Raises:
-        ValueError: a matrix that blocks do not fit, or that is quantised or adapted
-            already; an odd block.
+        ValueError: a matrix that blocks do not fit, or whose codes a mesh does not
+            divide as it does the matrix, or that is quantised or adapted already; an
+            odd block.
 
     References:
         Dettmers et al., QLoRA, arXiv:2305.14314.
@@ -271,6 +272,12 @@ def _nf4(weight: Array | jax.ShapeDtypeStruct, block: int, name: str) -> NF4:
         _like(weight, (*before, size // 2, *after)),
         _like(weight, (*before, size // block, *after)),
     )
+    if shardings[0] is not None and shardings[0].spec != _spec(weight):
+        raise ValueError(
+            f"params: {name} {weight.shape} is split as {_spec(weight)}, and a byte "
+            f"holds two elements along dim {dim}, of which the mesh does not divide "
+            "the half; use int8, or other sizes of the mesh"
+        )
     make = jax.jit(_nf4_codes, static_argnums=(1, 2), out_shardings=shardings)
     return NF4(*_made(make, weight, dim, block), dim=dim, dtype=weight.dtype)
 
@@ -313,7 +320,6 @@ def _like(
     sharding = weight.sharding
     if not isinstance(sharding, NamedSharding):
         return None
-    spec = (*sharding.spec, *(None,) * weight.ndim)[: weight.ndim]
 
     def fits(size: int, names: Any) -> bool:
         axes = (names,) if isinstance(names, str) else names or ()
@@ -321,6 +327,12 @@ def _like(
 
     kept = (
         names if fits(size, names) else None
-        for size, names in zip(shape, spec, strict=True)
+        for size, names in zip(shape, _spec(weight), strict=True)
     )
     return NamedSharding(sharding.mesh, P(*kept))
+
+
+def _spec(weight: Array | jax.ShapeDtypeStruct) -> P:
+    """The matrix's partition, with an entry for every dim."""
+    assert isinstance(weight.sharding, NamedSharding)
+    return P(*(*weight.sharding.spec, *(None,) * weight.ndim)[: weight.ndim])

@@ -189,6 +189,9 @@ def _judged(episode: Episode, event: Judged, limits: Limits) -> tuple[Episode, E
     too_long = len(episode.tokens) + size > limits.max_prompt_tokens
     if too_long or not has_turns_left(episode, step, limits):
         return episode, Finish(_rollout(episode, reward=episode.reward, error=""))
+    if not step.messages and episode.stop_id is not None:
+        error = "the environment is not done, and said nothing to a turn that had ended"
+        return episode, Finish(_rollout(episode, reward=None, error=error))
     # What the policy did not sample is context: it is never trained on.
     episode = dataclasses.replace(
         episode,

@@ -3,6 +3,7 @@
 from jaxrl_post.sharding.mesh import MeshError, create_mesh, parse_mesh
 from jaxrl_post.sharding.partition import (
     constrain,
+    dividing_axes,
     named_shardings,
     partition_spec,
     per_device_bytes,
@@ -18,6 +19,7 @@ __all__ = [
     "TableSplit",
     "constrain",
     "create_mesh",
+    "dividing_axes",
     "named_shardings",
     "parse_mesh",
     "partition_spec",

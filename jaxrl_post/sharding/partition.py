@@ -14,6 +14,7 @@ from jaxrl_post.types import Array, PyTree
 
 __all__ = [
     "constrain",
+    "dividing_axes",
     "named_shardings",
     "partition_spec",
     "per_device_bytes",
@@ -65,6 +66,21 @@ def partition_spec(
     return P(*entries)
 
 
+def dividing_axes(
+    axis: str | None, size: int, mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES
+) -> tuple[str, ...]:
+    """Mesh axes that split a dim of a size; none where they do not divide it.
+
+    Such a dim is then whole on every device.
+
+    >>> mesh = AbstractMesh((2, 4), ("dp", "tp"))
+    >>> dividing_axes("batch", 6, mesh), dividing_axes("batch", 7, mesh)
+    (('dp',), ())
+    """
+    names = tuple(n for n in rules.mesh_axes(axis) if mesh.shape.get(n, 1) > 1)
+    return () if size % math.prod(mesh.shape[n] for n in names) else names
+
+
 def split_size(
     axis: str, mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES
 ) -> int:
@@ -105,11 +121,10 @@ def constrain(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return value
-    entries = []
-    for size, axis in zip(value.shape, axes, strict=True):
-        names = tuple(n for n in rules.mesh_axes(axis) if mesh.shape.get(n, 1) > 1)
-        fits = names and size % math.prod(mesh.shape[n] for n in names) == 0
-        entries.append(names if fits else None)
+    entries = [
+        dividing_axes(axis, size, mesh, rules) or None
+        for size, axis in zip(value.shape, axes, strict=True)
+    ]
     return jax.lax.with_sharding_constraint(value, P(*entries))
 
 

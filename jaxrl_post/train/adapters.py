@@ -1,13 +1,15 @@
 """Runs that train an adapter: the frozen base, and the policy over both."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jaxrl_post.algorithms import Predictions
-from jaxrl_post.models import DecoderParams, Head, ModelConfig
+from jaxrl_post.models import CheckpointError, DecoderParams, Head, ModelConfig
+from jaxrl_post.models.families import read_config, right_label
 from jaxrl_post.models.lora import (
     Adapter,
     LoRAConfig,
@@ -16,7 +18,12 @@ from jaxrl_post.models.lora import (
     adapter_specs,
     initialize_adapter,
 )
+from jaxrl_post.models.matrix import EXPERTS
+from jaxrl_post.models.model_directory import read_config_file
+from jaxrl_post.models.params import param_specs
+from jaxrl_post.models.peft_files import check_saves
 from jaxrl_post.models.quantized import quantize
+from jaxrl_post.models.spec import abstract
 from jaxrl_post.train.config import ConfigError
 from jaxrl_post.train.lora_config import AdapterConfig
 from jaxrl_post.train.session import Adaptation, Model
@@ -76,20 +83,44 @@ def lora_of(
                 f"{option}.*: has no effect with a rank of 0; give {option}.rank"
             )
         return None
-    default = [name for name in LoRAConfig().targets if name in adaptable(model)]
+    default = [name for name in adaptable(model) if name not in EXPERTS]
     try:
         lora = LoRAConfig(
             rank=config.rank,
             alpha=config.alpha,
-            targets=tuple(config.targets) or tuple(default),
+            targets=config.targets or tuple(default),
             rank_stabilized=config.rank_stabilized,
             dora=config.dora,
             whole=HEADS[model.head],
         )
-        adapter_specs(model, lora)
-    except ValueError as error:
+        check_saves(model, lora)
+    except (ValueError, CheckpointError) as error:
         raise ConfigError(f"{option}.*: {error}") from error
+    if config.quantize is not None:
+        _check_quantizes(config.quantize, model, option)
     return lora
+
+
+def _check_quantizes(kind: Literal["int8", "nf4"], model: ModelConfig, option: str):
+    try:
+        quantize(abstract(param_specs(model), jnp.float32), kind)
+    except ValueError as error:
+        raise ConfigError(
+            f"{option}.quantize: {kind} does not fit this model: {error}; use int8"
+        ) from error
+
+
+def _check_labels(model: Model, option: str) -> None:
+    """Refuses a process reward model on disk whose adapter PEFT would read inverted."""
+    if model.config.head != "process" or model.source is None:
+        return
+    raw = read_config_file(model.source)
+    if read_config(raw).head == "process" and right_label(raw) == 0:
+        raise ConfigError(
+            f"{option}.rank: label 0 of {model.source} means right, and an adapter is "
+            "written for label 1; write the model with our labels first: python -m "
+            "launch.convert"
+        )
 
 
 def with_adapter(
@@ -116,6 +147,10 @@ def with_adapter(
     lora, base = lora_of(config, model.config, option=option), model.params
     if lora is None:
         return model
+    _check_labels(model, option)
+    if config.quantize is not None:
+        # Before DoRA takes the norms, which are those of what it divides by.
+        base = quantize(base, config.quantize, donate=donate)
     adapter = initialize_adapter(
         jax.random.key(seed),
         base,
@@ -125,8 +160,6 @@ def with_adapter(
         mesh=model.mesh,
         rules=model.rules,
     )
-    if config.quantize is not None:
-        base = quantize(base, config.quantize, donate=donate)
     return dataclasses.replace(
         model,
         specs=adapter_specs(model.config, lora),

@@ -1,5 +1,6 @@
 """Model directories, from other model directories and from the checkpoints of runs."""
 
+import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 from jaxrl_post import models
 from jaxrl_post.models import DecoderParams, ModelConfig
 from jaxrl_post.models.families import read_config
-from jaxrl_post.models.lora import adapter_specs, merged
+from jaxrl_post.models.lora import Adapter, LoRAConfig, adapter_specs, merged
 from jaxrl_post.models.model_directory import SavesItself
 from jaxrl_post.models.orbax_files import CHUNK_BYTES
 from jaxrl_post.models.quantized import quantize
@@ -126,8 +127,8 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
 
 def _check_size(config: ConvertConfig) -> None:
     limit, given = config.max_shard_gb, f"{config.max_shard_gb:g}"
-    if limit <= 0:
-        raise ConfigError(f"--max-shard-gb: must be > 0; got {given}")
+    if not 0 < limit < math.inf:
+        raise ConfigError(f"--max-shard-gb: must be finite and > 0; got {given}")
     if config.format == "orbax" and limit * 1e9 < CHUNK_BYTES:
         raise ConfigError(
             f"--max-shard-gb: must be at least {CHUNK_BYTES / 1e9:g} with --format "
@@ -173,18 +174,34 @@ def _from_run(run: RunDirectory, config: ConvertConfig) -> Parts:
         if lora is not None:
             specs = adapter_specs(architecture, lora)
             adapter = checkpoints.restore_params(step, specs)
-            _, base = models.load_pretrained(
-                folder, dtype=dtype, head=architecture.head
-            )
-            if options["quantize"] is not None:
-                base = quantize(base, options["quantize"])
-            params = merged(base, adapter, architecture, lora)
+            params = _merged(folder, saved, architecture, lora, adapter, dtype)
         else:
             specs = models.param_specs(architecture)
             params = checkpoints.restore_params(step, specs, dtype=dtype)
     finally:
         checkpoints.close()
     return architecture, params, TokenizerFiles(folder), folder
+
+
+def _merged(
+    folder: Path,
+    saved: RunDescription,
+    architecture: ModelConfig,
+    lora: LoRAConfig,
+    adapter: Adapter[Array],
+    dtype: jnp.dtype | None,
+) -> DecoderParams[Array]:
+    """The model of an adapter's run, of a dtype; None for that of its base."""
+    kind, trained = saved.config["lora"]["quantize"], saved.config.get("dtype")
+    # Quantised as the run did it: from other numbers come other codes.
+    wanted = (dtype if kind is None else None) or (trained and jnp.dtype(trained))
+    _, base = models.load_pretrained(folder, dtype=wanted, head=architecture.head)
+    if kind is not None:
+        base = quantize(base, kind, donate=True)
+    params = merged(base, adapter, architecture, lora)
+    if dtype is None:
+        return params
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
 def _origin(run: RunDirectory, saved: RunDescription, base: str | None) -> Path:

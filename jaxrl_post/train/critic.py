@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post import models
+from jaxrl_post.models.families import write_config
 from jaxrl_post.models.matrix import is_matrix
 from jaxrl_post.train.adapters import lora_of, with_adapter
 from jaxrl_post.train.config import ConfigError, CriticConfig, RLConfig
@@ -26,10 +27,14 @@ def check_critic(config: RLConfig, model: Model) -> None:
     Raises:
         ConfigError: options of an adapter that make no sense, or weights of the policy
             that the critic cannot begin with.
+        CheckpointError: the family has no value models on disk.
     """
     critic, policy = config.critic, config.lora
     if config.algorithm.name != "ppo" or critic.backbone == "shared":
         return
+    if critic.model is None:
+        # Refuses a family that has no such model on disk: now, not at the end.
+        write_config(_value_config(model))
     if critic.model is not None:
         if critic.lora.rank == 0:
             lora_of(critic.lora, model.config, option=OPTION)
@@ -41,11 +46,11 @@ def check_critic(config: RLConfig, model: Model) -> None:
             "which quantised matrices could not learn; drop the option, or give "
             "--critic.lora.rank or --critic.model"
         )
-    if policy.quantize and critic.lora.quantize not in (None, policy.quantize):
+    if policy.rank and critic.lora.quantize not in (None, policy.quantize):
         raise ConfigError(
             f"{OPTION}.quantize: the critic's adapter shares the policy's frozen "
-            f"matrices, which are {policy.quantize}; got {critic.lora.quantize}. Drop "
-            "the option, or give --critic.model"
+            f"matrices, which are {policy.quantize or 'not quantised'}; got "
+            f"{critic.lora.quantize}. Drop the option, or give --critic.model"
         )
 
 
@@ -64,8 +69,9 @@ def open_critic(config: CriticConfig, model: Model, *, seed: int) -> Model:
         CheckpointError: the directory holds no model that can be read.
         ConfigError: options of an adapter that make no sense for it.
     """
+    shared = config.model is None and config.lora.rank > 0
+    shared = shared and model.adaptation is not None
     if config.model is None:
-        shared = model.adaptation is not None and config.lora.rank > 0
         critic = _beginning_as(model, shared=shared)
     else:
         value_config, params = models.load_pretrained(
@@ -87,7 +93,7 @@ def open_critic(config: CriticConfig, model: Model, *, seed: int) -> Model:
     lora = config.lora
     if any(map(is_matrix, jax.tree.leaves(critic.params, is_leaf=is_matrix))):
         lora = dataclasses.replace(lora, quantize=None)
-    return with_adapter(lora, critic, seed=seed, option=OPTION)
+    return with_adapter(lora, critic, seed=seed, option=OPTION, donate=not shared)
 
 
 def _beginning_as(model: Model, *, shared: bool) -> Model:

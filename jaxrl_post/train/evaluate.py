@@ -23,7 +23,7 @@ from jaxrl_post.train.config import ConfigError, DataConfig, RolloutConfig
 from jaxrl_post.train.publish import publish
 from jaxrl_post.train.rl import make_engine, make_runner
 from jaxrl_post.train.run_directory import replace_file
-from jaxrl_post.train.scores import Scores, score, solves, wilson_interval
+from jaxrl_post.train.scores import Scores, score, solves
 from jaxrl_post.train.session import (
     Model,
     environment_texts,
@@ -37,7 +37,6 @@ __all__ = [
     "evaluate",
     "run_evaluation",
     "sampling_of",
-    "wilson_interval",
 ]
 
 # Most tokens of a completion, where nothing says how many.
@@ -55,9 +54,10 @@ class EvaluateConfig:
         split: which tasks; "eval" holds those that no training saw.
         num_tasks: of the split, from its first.
         samples: of each task.
-        sampling_defaults: for those of temperature, top_k, top_p, min_p and max_tokens
-            that are not given. "greedy": 0, no cuts, 256; "model": those of the
-            checkpoint's generation_config.json, and for what it leaves out "greedy".
+        sampling_defaults: for those of temperature, top_k, top_p, min_p, max_tokens
+            and stop_strings that are not given. "greedy": 0, no cuts, 256; "model":
+            those of the checkpoint's generation_config.json, and for what it leaves
+            out "greedy".
         temperature: >= 0; 0 is greedy.
         top_k: as SamplingParams.
         top_p: as SamplingParams.
@@ -136,7 +136,7 @@ def sampling_of(
         temperature=0.0,
         max_tokens=chosen(config.max_tokens, defaults.max_tokens, MAX_TOKENS),
         stop_ids=model.tokenizer.stop_ids,
-        stop_strings=config.stop_strings,
+        stop_strings=config.stop_strings or defaults.stop_strings,
     )
     temperature = chosen(config.temperature, defaults.temperature, 0.0)
     if temperature == 0:
@@ -185,7 +185,7 @@ def evaluate(
     if config.samples > 1 and sampling.temperature == 0:
         raise ConfigError(
             f"--samples: {config.samples} greedy samples of a task are all the same; "
-            "raise --temperature, or take 1"
+            "give --temperature, or take 1"
         )
     prompts = [len(chat.render(model.tokenizer, task.messages)) for task in tasks]
     total = len(tasks) * config.samples

@@ -26,7 +26,6 @@ from jaxrl_post.train.config import (
     SFTConfig,
     check_numbers,
 )
-from jaxrl_post.train.evaluate import wilson_interval
 from jaxrl_post.train.examples import Demonstrations, Examples
 from jaxrl_post.train.feed import Drawn, Feed, Measured
 from jaxrl_post.train.learner import Learner, begin_training
@@ -50,6 +49,7 @@ from jaxrl_post.train.run import (
     print_table,
     warm_started,
 )
+from jaxrl_post.train.scores import wilson_interval
 from jaxrl_post.train.session import (
     Model,
     check_context,

@@ -33,7 +33,7 @@ SECTIONS = (
             Panel(
                 ACCURACY,
                 "Held-out accuracy",
-                "% of tasks or pairs",
+                "% of tasks, pairs or solutions",
                 "{:.1f}%".format,
                 width="half",
                 factor=100.0,
@@ -66,6 +66,14 @@ SECTIONS = (
             Panel("preference/accuracy", "Accuracy", "pairs of the step ranked right"),
             Panel("preference/margin", "Margin", "chosen minus rejected reward"),
             Panel("eval/margin", "Held-out margin", "chosen minus rejected reward"),
+        ),
+    ),
+    (
+        "Steps",
+        (
+            Panel("process/first_error_accuracy", "First error", "solutions got right"),
+            Panel("process/step_accuracy", "Steps judged right"),
+            Panel("eval/step_accuracy", "Held-out steps judged right", smoothed=False),
         ),
     ),
     (

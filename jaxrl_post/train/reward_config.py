@@ -23,7 +23,7 @@ class RewardConfig(OfflineConfig):
         margin: times the difference of a pair's scores in the file, by how much its
             rewards should differ; 0 asks for no scores; of kind outcome.
         separator: what follows each step, which is judged at its last token; by default
-            a line break; of kind process.
+            a line break (a shell writes two as $'\\n\\n'); of kind process.
     """
 
     run_dir: str = "runs/reward"
@@ -51,6 +51,13 @@ def check_kind(config: RewardConfig) -> None:
     Traceback (most recent call last):
     jaxrl_post.train.config.ConfigError: --margin: is for --kind outcome alone; got ...
     """
+    if not config.separator or "\\n" in config.separator:
+        raise ConfigError(
+            f"--separator: must not be empty, nor have a backslash before an n; got "
+            f"{config.separator!r}. A shell writes a line break as $'\\n'"
+        )
+    if config.centering < 0:
+        raise ConfigError(f"--centering: must be >= 0; got {config.centering:g}")
     for kind, names in OPTIONS.items():
         for name in names if kind != config.kind else ():
             value = getattr(config, name)

@@ -99,7 +99,8 @@ def interval_over_tasks(
         n_e = p (1 - p) / (s^2 / n),    n <= n_e <= N
 
     s^2 the variance of the shares. With one sample a task that is Wilson's interval of
-    n. Where all tasks are solved, or none, s = 0 says nothing, and n_e = n.
+    n. Where all tasks are solved, or none, s = 0 says nothing, and n_e = n. From about
+    20 tasks on; of fewer, s is too uncertain and the interval too narrow.
 
     Args:
         shares: in [0, 1], one a task, at least one.

@@ -19,6 +19,7 @@ from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs import Environment
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.lora import LoRAConfig, adapted, merged
+from jaxrl_post.models.orbax_files import is_orbax_directory
 from jaxrl_post.models.peft_files import save_adapter
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sharding import (
@@ -264,19 +265,27 @@ def save_model(
     """
     if model.config.head == "lm+value":
         model, params = _policy_alone(model, params)
-    if model.adaptation is not None:
+    config, source, adaptation = model.config, model.source, model.adaptation
+    whole = params
+    if adaptation is not None:
+        whole = merged(adaptation.base, params, config, adaptation.lora)
+    _make_room(target)
+    models.save_pretrained(
+        target, config, whole, tokenizer=model.tokenizer, source=source
+    )
+    if adaptation is not None:
         beside = target.with_name(adapter)
-        shutil.rmtree(beside, ignore_errors=True)
-        lora, source = model.adaptation.lora, model.source
-        save_adapter(
-            beside, model.config, params, lora, None if source is None else str(source)
-        )
-        params = merged(model.adaptation.base, params, model.config, lora)
+        _make_room(beside)
+        # PEFT finds its base there, if transformers can read it.
+        known = source is not None and not is_orbax_directory(source)
+        base = str(source) if known else None
+        save_adapter(beside, config, params, adaptation.lora, base)
+
+
+def _make_room(target: Path) -> None:
+    """Removes a directory, and what a save that was killed left under other names."""
     for left in (target, *target.parent.glob(f".{target.name}.*")):
         shutil.rmtree(left, ignore_errors=True)
-    models.save_pretrained(
-        target, model.config, params, tokenizer=model.tokenizer, source=model.source
-    )
 
 
 def _policy_alone(model: Model, params: PyTree) -> tuple[Model, PyTree]:

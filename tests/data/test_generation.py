@@ -31,7 +31,7 @@ from jaxrl_post.data.tokenizer import TokenizerError
         ),
         (
             {"do_sample": True, "top_p": 0.9, "stop_strings": ["\n\n"]},
-            GenerationDefaults(1.0, top_p=0.9, unsupported={"stop_strings": ["\n\n"]}),
+            GenerationDefaults(1.0, top_p=0.9, stop_strings=("\n\n",)),
         ),
         (
             {"do_sample": False, "num_beams": 4, "typical_p": 1.0},

@@ -17,6 +17,7 @@ from jaxrl_post import models
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.models import load_pretrained
 from jaxrl_post.models.lora import adapter_specs, initialize_adapter, merged
+from jaxrl_post.models.quantized import quantize
 from jaxrl_post.train.adapters import lora_of
 from jaxrl_post.train.checkpoint import Checkpoints
 from jaxrl_post.train.config import (
@@ -214,20 +215,31 @@ def test_a_reward_model_keeps_its_head(trained, tmp_path, head):
 
 
 @pytest.mark.parametrize(
-    ("settings", "head", "saved"),
+    ("settings", "head", "saved", "kind"),
     [
-        (RewardConfig(), "value", "value"),
-        (RLConfig(critic=CriticConfig(backbone="shared")), "lm+value", "lm"),
+        (RewardConfig(), "value", "value", None),
+        (RLConfig(critic=CriticConfig(backbone="shared")), "lm+value", "lm", None),
+        (RLConfig(dtype="float32"), "lm", "lm", None),
+        (RLConfig(dtype="float32"), "lm", "lm", "int8"),
     ],
-    ids=["reward", "shared_critic"],
+    ids=["reward", "shared_critic", "float32", "int8"],
 )
-def test_an_adapter_and_its_head_are_merged(settings, head, saved, trained, tmp_path):
-    """Of a backbone that a critic shares, the policy alone is made."""
+def test_an_adapter_and_its_head_are_merged(
+    settings, head, saved, kind, trained, tmp_path
+):
+    """Of a backbone that a critic shares, the policy alone is made.
+
+    The base is that of the run: in its dtype, and quantised from that.
+    """
     folder = tmp_path / "run"
     shutil.copytree(trained / "model", folder / "initial")
-    lora = AdapterConfig(rank=2, alpha=4.0)
+    lora = AdapterConfig(rank=2, alpha=4.0, quantize=kind)
     settings = dataclasses.replace(settings, run_dir=str(folder), lora=lora)
-    config, base = load_pretrained(folder / "initial", head=head)
+    config, base = load_pretrained(
+        folder / "initial", head=None if head == "lm" else head, dtype=settings.dtype
+    )
+    if kind is not None:
+        base = quantize(base, kind)
     made = lora_of(lora, config)
     adapter = initialize_adapter(jax.random.key(0), base, config, made)
     adapter = jax.tree.map(lambda leaf: leaf + 0.25, adapter)
@@ -243,6 +255,7 @@ def test_an_adapter_and_its_head_are_merged(settings, head, saved, trained, tmp_
     found_config, found = load_pretrained(tmp_path / "made")
     assert found_config == dataclasses.replace(config, head=saved)
     expected = merged(base, adapter, config, made)
+    assert found.embedding.dtype == jnp.dtype(settings.dtype or "bfloat16")
     if saved == "lm":
         expected = expected.replace(value_head=None)
     else:
@@ -263,7 +276,8 @@ def test_nothing_is_overwritten(model, tmp_path, capsys):
     [
         (["--step=1"], "--step: is for runs, and"),
         (["--base=x"], "--base: is for runs, and"),
-        (["--max-shard-gb=0"], "--max-shard-gb: must be > 0; got 0"),
+        (["--max-shard-gb=0"], "--max-shard-gb: must be finite and > 0; got 0"),
+        (["--max-shard-gb=inf"], "--max-shard-gb: must be finite and > 0; got inf"),
         (
             ["--format=orbax", "--max-shard-gb=0.004"],
             "--max-shard-gb: must be at least 0.0041943 with --format orbax, which",

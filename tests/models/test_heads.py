@@ -185,8 +185,10 @@ def test_a_classifier_of_other_labels_is_refused(tmp_path, head, labels, message
         (("Incorrect", "Correct"), False),
         (("Correct", "Incorrect"), True),
         (("good", "bad"), True),
-        # These do not say that the first is right.
-        (("right", "left"), False),
+        # One name is enough, of either label.
+        (("correct", "other"), True),
+        (("A", "no"), True),
+        (("LABEL_WRONG", "B"), False),
     ],
 )
 @pytest.mark.parametrize("mesh", [None, "fsdp4,tp2"])
@@ -204,6 +206,24 @@ def test_the_names_of_labels_tell_their_order(tmp_path, labels, exchanged, mesh)
     np.testing.assert_array_equal(head.bias, params.process_head.bias[::step])
     if mesh is not None:
         assert head.weight.addressable_shards[0].data.shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"0": "good", "1": "right"}, "must be called right, the other wrong; got"),
+        (
+            ["wrong", "right"],
+            r"id2label: must map numbers .*; got \['wrong', 'right'\]",
+        ),
+    ],
+)
+def test_names_of_labels_that_make_no_sense_are_refused(tmp_path, names, message):
+    config = with_head("process")
+    models.save_pretrained(tmp_path / "rm", config, made(config))
+    edit_config(tmp_path / "rm", id2label=names)
+    with pytest.raises(CheckpointError, match=message):
+        models.load_pretrained(tmp_path / "rm")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Layouts and slots: which region of a tensor a shard needs, and the way back."""
 
+import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from jaxrl_post.models import ModelConfig, param_specs
 from jaxrl_post.models.families import FAMILIES
 from jaxrl_post.models.layout import Layout, Slot, slots
+from jaxrl_post.models.name_map import paths
 
 # A parameter [embed 6, heads 4, head_dim 2]; PyTorch's is [heads * head_dim, embed].
 QUERY = Layout.of("(heads head_dim) embed", ("embed", "heads", "head_dim"), (6, 4, 2))
@@ -65,14 +66,12 @@ def test_writing_is_the_inverse_of_reading():
         qk_norm="head",
         head="lm+value",
     )
-    specs = param_specs(config)
+    process = dataclasses.replace(config, head="process")
+    specs = paths(param_specs(config)) | paths(param_specs(process))
     weights = FAMILIES["qwen3"].weights
     checked = 0
     for path, weight in weights.items():
-        spec: Any = specs
-        for part in path.replace("layers.*", "layers").split("."):
-            spec = getattr(spec, part)
-            spec = spec[0] if isinstance(spec, tuple) else spec
+        spec = specs[path.replace("layers.*", "layers.0")]
         layout = Layout.of(weight.layout, spec.axes, spec.shape)
         value = np.random.default_rng(0).standard_normal(spec.shape, np.float32)
         stored = np.full(layout.stored_shape, np.nan, np.float32)
@@ -83,7 +82,7 @@ def test_writing_is_the_inverse_of_reading():
             shard = layout.read(lambda region, stored=stored: stored[region], index)
             np.testing.assert_array_equal(shard, value[index])
         checked += 1
-    assert checked == 22
+    assert checked == 24
 
 
 @pytest.mark.parametrize("text", ["heads embed", "(heads head_dim) embed norm", ""])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.models import (
@@ -243,6 +244,18 @@ def test_scales_too_few_to_split_are_whole():
 
 
 # What it refuses.
+
+
+def test_codes_that_a_mesh_cannot_split_as_the_matrix():
+    """A byte holds two of the 64 outputs; 64 devices would share 32 bytes."""
+    matrix = jax.ShapeDtypeStruct(
+        (32, 64), np.float32,
+        sharding=NamedSharding(AbstractMesh((64,), ("fsdp",)), P(None, "fsdp")),
+    )  # fmt: skip
+    params = jax.tree.map(lambda leaf: leaf, params_of())
+    layer = params.layers[0].replace(mlp=params.layers[0].mlp.replace(gate=matrix))
+    with pytest.raises(ValueError, match=r"mlp\.gate \(32, 64\) is split as .*int8"):
+        quantize(params.replace(layers=(layer,)))
 
 
 @pytest.mark.parametrize(

@@ -173,3 +173,16 @@ def test_laws_of_any_episode(turns, max_turns, max_prompt_tokens):
     assert len(rewards) <= max_turns
     if rollout.reward is not None:
         assert math.isclose(rollout.reward, sum(rewards), abs_tol=1e-9)
+
+
+def test_an_ended_turn_that_nobody_answers_is_an_error():
+    """Sampled on, it would be two turns of the policy with nothing between them."""
+    _, effects = play(generated(4, 5), judged(0.25))
+    rollout = effects[-1].rollout
+    assert rollout.reward is None
+    assert "is not done, and said nothing" in rollout.error
+    # A turn that was cut may go on; the last one needs no answer.
+    _, effects = play(generated(4, 5, reason="length"), judged(0.25))
+    assert effects[-1] == machine.Generate((1, 2, 3, 4, 5))
+    _, effects = play(generated(4, 5), judged(0.25), limits=Limits())
+    assert effects[-1].rollout.reward == 0.25

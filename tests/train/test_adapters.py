@@ -18,7 +18,7 @@ from jaxrl_post.models.lora import merged
 from jaxrl_post.models.matrix import matrices
 from jaxrl_post.models.peft_files import load_adapter
 from jaxrl_post.sharding import create_mesh, per_device_bytes
-from jaxrl_post.train.adapters import with_adapter
+from jaxrl_post.train.adapters import lora_of, with_adapter
 from jaxrl_post.train.algorithm import make_algorithm
 from jaxrl_post.train.config import (
     AlgorithmConfig,
@@ -402,6 +402,11 @@ def test_a_quantised_base_takes_the_place_of_the_arrays():
             {"rank": 2, "quantize": "int8"},
             r"--critic\.lora\.quantize: .* shares .* which are nf4; got int8\. Drop",
         ),
+        (
+            {"rank": 2},
+            {"rank": 2, "quantize": "int8"},
+            r"--critic\.lora\.quantize: .* are not quantised; got int8\. Drop",
+        ),
     ],
 )
 def test_options_of_a_critic_that_contradict_are_refused(policy, critic, message):
@@ -412,3 +417,67 @@ def test_options_of_a_critic_that_contradict_are_refused(policy, critic, message
     )
     with pytest.raises(ConfigError, match=message):
         check_critic(config, with_head("lm"))
+
+
+def test_a_critic_that_could_not_be_saved_is_refused_at_once():
+    model = with_head("lm")
+    granite = dataclasses.replace(model.config, model_type="granite", qkv_bias=False)
+    config = RLConfig(algorithm=AlgorithmConfig(name="ppo"))
+    with pytest.raises(
+        models.CheckpointError, match="no sequence classifier of granite"
+    ):
+        check_critic(config, dataclasses.replace(model, config=granite))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_over_a_quantised_base_it_changes_nothing_yet_either(dora):
+    """DoRA divides by the norms of what is multiplied with: of the quantised base."""
+    config = dataclasses.replace(RANK4, quantize="int8", dora=dora)
+    model, learner, state = begin(config)
+    batch = batch_of()
+    base = learner.scorer.predict(model.base, batch).logprobs
+    policy = learner.scorer.predict(model.whole(state.params), batch).logprobs
+    np.testing.assert_allclose(policy, base, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (
+            AdapterConfig(rank=2, dora=True, targets=("query", "value")),
+            {"model_type": "phi3", "qkv_bias": False, "tie_embeddings": False},
+            r"--lora\.\*: adapter: .*query.* are one matrix in phi3 .* all of which",
+        ),
+        (
+            AdapterConfig(rank=2, quantize="nf4"),
+            {"hidden_size": 48, "intermediate_size": 80, "head_dim": 12},
+            r"--lora\.quantize: nf4 does not fit this model: .* use int8",
+        ),
+    ],
+)
+def test_what_would_fail_at_the_end_is_refused_at_once(config, changes, message):
+    architecture = dataclasses.replace(some_model().config, **changes)
+    with pytest.raises(ConfigError, match=message):
+        lora_of(config, architecture)
+
+
+def test_all_of_latent_attention_is_adapted_by_default():
+    latent = models.LatentAttention(16, 8, 8, 8, 12)
+    config = models.ModelConfig(
+        "deepseek_v3", 64, 32, 48, 1, num_heads=2, num_kv_heads=2, latent=latent
+    )
+    found = lora_of(AdapterConfig(rank=2), config)
+    assert set(found.targets) == {
+        "query_down", "query_up", "kv_down", "kv_up", "output", "gate", "up", "down",
+    }  # fmt: skip
+
+
+def test_an_adapter_over_exchanged_labels_is_refused(tmp_path):
+    model = with_head("process")
+    save_model(tmp_path / "rm", model, model.params)
+    file = tmp_path / "rm" / "config.json"
+    raw = json.loads(file.read_text()) | {"id2label": {"0": "good", "1": "bad"}}
+    file.write_text(json.dumps(raw))
+    model = dataclasses.replace(model, name=str(tmp_path / "rm"), preset=False)
+    with pytest.raises(ConfigError, match=r"--lora\.rank: label 0 of .* means right"):
+        with_adapter(RANK4, model, seed=0)

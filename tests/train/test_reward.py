@@ -74,6 +74,12 @@ def llama(tmp_path_factory) -> str:
     [
         ({"margin": 1.0}, r"--margin: is for --kind outcome alone; got 1\.0 with --ki"),
         ({"centering": 0.0}, r"--centering: is for --kind outcome alone; got 0\.0 wit"),
+        ({"kind": "process", "separator": ""}, "--separator: must not be empty, nor"),
+        (
+            {"kind": "process", "separator": r"\n"},
+            r"--separator: .* a backslash before an n; got .* A shell writes",
+        ),
+        ({"centering": -1.0}, "--centering: must be >= 0; got -1"),
         (
             {"kind": "outcome", "separator": "\n\n"},
             r"--separator: is for --kind process alone; got '\\n\\n' with --kind out",

@@ -178,14 +178,21 @@ LM, VALUE, PROCESS = (
 )
 LABELS = {"value": ("LABEL_0",), "process": ("wrong", "right")}
 # Names of a step's verdicts in id2label.
-WRONG = ("wrong", "incorrect", "bad", "negative", "false", "-")
-RIGHT = ("right", "correct", "good", "positive", "true", "+")
+WRONG = (
+    "wrong", "incorrect", "bad", "negative", "false", "invalid", "error", "no", "-",
+    "label_wrong", "label_incorrect", "label_negative",
+)  # fmt: skip
+RIGHT = (
+    "right", "correct", "good", "positive", "true", "valid", "yes", "+",
+    "label_right", "label_correct", "label_positive",
+)  # fmt: skip
 
 
 def _head(raw: Mapping[str, Any]) -> Head:
     names = [str(name) for name in raw.get("architectures") or [LM]]
-    # transformers leaves the labels out where there are two.
-    labels = len(raw.get("id2label", "ab"))
+    if not any(name.endswith((VALUE, PROCESS)) for name in names):
+        return "lm"
+    labels = len(_names_of_labels(raw))
     if any(name.endswith(VALUE) for name in names):
         if labels != 1:
             raise CheckpointError(
@@ -193,33 +200,52 @@ def _head(raw: Mapping[str, Any]) -> Head:
                 f"got {labels} in id2label"
             )
         return "value"
-    if any(name.endswith(PROCESS) for name in names):
-        if labels != 2:
-            raise CheckpointError(
-                f"architectures: {names[0]} must have two labels, wrong and right, to "
-                f"be a process reward model; got {labels} in id2label"
-            )
-        return "process"
-    return "lm"
+    if labels != 2:
+        raise CheckpointError(
+            f"architectures: {names[0]} must have two labels, wrong and right, to be a "
+            f"process reward model; got {labels} in id2label"
+        )
+    return "process"
 
 
 def right_label(raw: Mapping[str, Any]) -> int:
     """Which label of a process reward model says that a step is right.
 
-    Label 1, unless id2label names label 0 so and label 1 as wrong. Names that say
-    neither are not looked at.
+    What id2label calls it; label 1 where the names of both labels say nothing.
 
     Args:
         raw: the parsed config.json.
+
+    Raises:
+        CheckpointError: both labels are called right, or both wrong.
 
     >>> right_label({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}})
     1
     >>> right_label({"id2label": {"0": "Correct", "1": "Incorrect"}})
     0
     """
-    names = raw.get("id2label") or {}
-    first, second = (str(names.get(label, "")).lower() for label in "01")
-    return 0 if first in RIGHT and second in WRONG else 1
+    first, second = (
+        (name in RIGHT) - (name in WRONG)
+        for name in map(str.lower, _names_of_labels(raw))
+    )
+    if first and first == second:
+        raise CheckpointError(
+            "id2label: one of the labels of a process reward model must be called "
+            f"right, the other wrong; got {raw['id2label']}"
+        )
+    return 0 if first > second else 1
+
+
+def _names_of_labels(raw: Mapping[str, Any]) -> list[str]:
+    """By number; transformers leaves them out where there are two."""
+    names = raw.get("id2label")
+    if names is None:
+        return ["LABEL_0", "LABEL_1"]
+    if not isinstance(names, Mapping):
+        raise CheckpointError(
+            f"id2label: must map numbers of labels to their names; got {names!r}"
+        )
+    return [str(names.get(str(number), "")) for number in range(len(names))]
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
