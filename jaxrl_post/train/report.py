@@ -174,7 +174,12 @@ def _header(title: str, run: Run) -> str:
     first, last = run.span
     told = [f"step {first}" if first == last else f"steps {first} to {last}"]
     if STEP_TIME in run.curves:
-        spent = math.fsum(value for _, value in run.curves[STEP_TIME].points)
+        points = run.curves[STEP_TIME].points
+        # A run may log some of its steps alone.
+        steps = max(len(points), last - first)
+        spent = (
+            steps * statistics.fmean(value for _, value in points) if points else 0.0
+        )
         told.append(f"{notation.duration(spent)} in steps")
     told.append(_dates(run.times[0], run.times[-1]))
     facts = _facts(run.description)

@@ -113,6 +113,13 @@ def directory(tmp_path):
     return RunDirectory(tmp_path / "my-run")
 
 
+def test_steps_that_are_not_logged_took_time_too(directory):
+    describe(directory)
+    log_metrics(directory, {0: {}, 10: {"time/step": 3.0}, 20: {"time/step": 5.0}})
+    _, page = read(directory)
+    assert any("steps 0 to 20 · 1 min 20 s in steps" in words for words in page.words)
+
+
 def test_header_tells_what_was_run(directory):
     describe(directory)
     log_metrics(directory, {1: {"time/step": 70.0}, 2: {"time/step": 3.0}})
