@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -232,10 +232,43 @@ def save_adapter(
     entries = _entries(config, lora, by_target)
     whole = whole_entries(config, lora.whole)
     modules = sorted({entry.name.rpartition(".")[0] for entry in whole})
+    options = _options(config, lora, entries, modules, base_model)
+    options |= expert_options(lora, by_target)
+    text = json.dumps(options, indent=2, sort_keys=True) + "\n"
+    named = [replace(each, name=PREFIX + each.name) for each in (*entries, *whole)]
+    values = paths(adapter)
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    staging.mkdir(parents=True)
+    try:
+        total = sum(value.nbytes for value in values.values())
+        write_parameters(staging, named, values, max_file_bytes=total)
+        (staging / SINGLE_FILE).rename(staging / TENSOR_FILE)
+        (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
+        staging.rename(target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _options(
+    config: ModelConfig,
+    lora: LoRAConfig,
+    entries: Sequence[Entry],
+    modules: Sequence[str],
+    base_model: str | None,
+) -> dict[str, Any]:
+    """What adapter_config.json says, but for experts' own matrices.
+
+    Args:
+        config: of the base model.
+        lora: as the file has it.
+        entries: of what is adapted.
+        modules: that are trained whole.
+        base_model: as in `save_adapter`.
+    """
     # For a classifier PEFT asks for the head too, whatever modules_to_save says.
     task = TASKS[config.head] if config.predicts_tokens or HEAD in modules else None
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
-    options = {
+    return {
         "peft_type": "LORA",
         "task_type": task,
         "base_model_name_or_path": base_model,
@@ -252,21 +285,7 @@ def save_adapter(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "modules_to_save": modules or None,
-        **expert_options(lora, by_target),
     }
-    text = json.dumps(options, indent=2, sort_keys=True) + "\n"
-    named = [replace(each, name=PREFIX + each.name) for each in (*entries, *whole)]
-    values = paths(adapter)
-    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    staging.mkdir(parents=True)
-    try:
-        total = sum(value.nbytes for value in values.values())
-        write_parameters(staging, named, values, max_file_bytes=total)
-        (staging / SINGLE_FILE).rename(staging / TENSOR_FILE)
-        (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
-        staging.rename(target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def check_saves(config: ModelConfig, lora: LoRAConfig) -> None:
