@@ -18,7 +18,16 @@ from jaxrl_post.models.params import MLPParams
 from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float
 
-__all__ = ["embed", "gated", "mlp", "norm", "project", "softcap", "to_heads"]
+__all__ = [
+    "add_bias",
+    "embed",
+    "gated",
+    "mlp",
+    "norm",
+    "project",
+    "softcap",
+    "to_heads",
+]
 
 # GPT-OSS's activation: slope of the sigmoid, and bounds of both inputs.
 SLOPE, LIMIT = 1.702, 7.0

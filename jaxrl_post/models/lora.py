@@ -58,6 +58,7 @@ __all__ = [
     "adaptable",
     "adapted",
     "adapter_specs",
+    "check_adapter",
     "initialize_adapter",
     "merged",
 ]

@@ -18,6 +18,7 @@ from jaxrl_post.types import Array, Float, Int, PyTree
 
 __all__ = [
     "EXPERTS",
+    "INPUT_DIMS",
     "Axes",
     "Matrix",
     "dense",
@@ -28,6 +29,7 @@ __all__ = [
     "matrices",
     "multiply",
     "part_axes",
+    "path_name",
     "scale_axes",
     "target_name",
 ]

@@ -71,8 +71,30 @@ def _grouped(x: Array, weight: Any, sizes: Array) -> Array:
     return grouped(x, weight.dense(x.dtype), sizes)
 
 
+class Quantized:
+    """What both kinds do alike: codes and scales, made dense where they multiply."""
+
+    codes: Any
+    scales: Any
+
+    def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
+        """x W, in x's dtype."""
+        return _multiply(x, self, inputs)
+
+    def grouped(
+        self, x: Float[Array, "rows inner"], sizes: Int[Array, " experts"]
+    ) -> Array:
+        """x W of experts' own, in x's dtype."""
+        return _grouped(x, self, sizes)
+
+    def part_axes(self, axes: Axes) -> "Quantized":
+        """Axes in the place of codes and scales."""
+        scales = scale_axes(self.scales.shape, axes)
+        return self.replace(codes=axes, scales=scales)  # type: ignore[attr-defined]
+
+
 @struct.dataclass
-class Int8:
+class Int8(Quantized):
     """A matrix W = codes * scales, symmetric, with one scale for every output.
 
     Attributes:
@@ -99,24 +121,9 @@ class Int8:
         """The matrix; the product is rounded once, from float32."""
         return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
 
-    def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
-        """x W, in x's dtype."""
-        return _multiply(x, self, inputs)
-
-    def grouped(
-        self, x: Float[Array, "rows inner"], sizes: Int[Array, " experts"]
-    ) -> Array:
-        """x W of experts' own, in x's dtype."""
-        return _grouped(x, self, sizes)
-
-    def part_axes(self, axes: Axes) -> "Int8":
-        """Axes in the place of codes and scales."""
-        scales = scale_axes(self.scales.shape, axes)
-        return self.replace(codes=axes, scales=scales)  # type: ignore[attr-defined]
-
 
 @struct.dataclass
-class NF4:
+class NF4(Quantized):
     """A matrix in four bits: NF4_VALUES[code] times the largest size in its block.
 
     Attributes:
@@ -153,21 +160,6 @@ class NF4:
         blocked = _blocked(values.reshape(self.shape), self.dim, blocks)
         scales = jnp.expand_dims(self.scales.astype(jnp.float32), self.dim + 1)
         return (blocked * scales).reshape(self.shape).astype(dtype)
-
-    def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
-        """x W, in x's dtype."""
-        return _multiply(x, self, inputs)
-
-    def grouped(
-        self, x: Float[Array, "rows inner"], sizes: Int[Array, " experts"]
-    ) -> Array:
-        """x W of experts' own, in x's dtype."""
-        return _grouped(x, self, sizes)
-
-    def part_axes(self, axes: Axes) -> "NF4":
-        """Axes in the place of codes and scales."""
-        scales = scale_axes(self.scales.shape, axes)
-        return self.replace(codes=axes, scales=scales)  # type: ignore[attr-defined]
 
 
 def quantize(
