@@ -9,7 +9,7 @@ CHECKS := check-format check-lint check-types check-layers
 # A small model learns from reward alone; runs/demo/report.html shows how.
 demo:
 	@tools/setup.sh
-	.venv/bin/python -m launch.grpo $(ARGS)
+	.venv/bin/python -m launch.grpo --recipe demo $(ARGS)
 
 # Two processes, a file in one of them: what a file's tests share is compiled once.
 test: environment

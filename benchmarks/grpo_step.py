@@ -38,6 +38,7 @@ from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.train import state as training
 from jaxrl_post.train.learner import Learner
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.publish import publish
 from jaxrl_post.train.session import PRESETS, versions
 from jaxrl_post.train.step import Policy
@@ -102,7 +103,7 @@ def _make_step(
 ) -> Callable[[int], dict[str, float]]:
     dtype = jnp.dtype(options.dtype)
     specs = models.param_specs(config)
-    optimizer = training.make_optimizer(training.OptimizerConfig(), specs, 100)
+    optimizer = training.make_optimizer(OptimizerConfig(), specs, 100)
     layout = training.shardings(
         specs, optimizer, mesh, DEFAULT_RULES, narrow=dtype != jnp.float32
     )

@@ -7,14 +7,15 @@ import shlex
 import signal
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
 
-__all__ = ["Stop", "call", "main", "read_options"]
+__all__ = ["Program", "Stop", "call", "given", "main", "read_options"]
 
 # What a shell reports for a program that Ctrl-C ended.
 INTERRUPTED = 128 + signal.SIGINT
@@ -44,77 +45,72 @@ class Stop:
         )
 
 
-def main(
-    default: Any,
-    run: Callable[..., Any],
-    *,
-    program: str,
-    description: str,
-    errors: tuple[type[Exception], ...],
-    recipes: Mapping[str, Callable[[], Any]] = {},
-    arguments: list[str] | None = None,
-) -> int:
+@dataclass(frozen=True)
+class Program[Config]:
+    """A program before its options are read.
+
+    Attributes:
+        name: for messages, such as "launch.grpo".
+        description: for --help.
+        default: makes the configuration that the options change, given the arguments;
+            a field that is `tyro.MISSING` must be given.
+        load: imports what does the work: a function of the configuration, `console`
+            and `command`, and the errors whose message is all that a person needs.
+            Called when the options are known to be right, since it imports jax.
+        check: refuses (ValueError) options that make no sense.
+        recipes: other configurations to start from, by name.
+    """
+
+    name: str
+    description: str
+    default: Callable[[Sequence[str]], Config]
+    load: Callable[[], tuple[Callable[..., object], tuple[type[Exception], ...]]]
+    check: Callable[[Config], object] = lambda config: None
+    recipes: Mapping[str, Callable[[], Config]] = field(default_factory=dict)
+
+
+def main(program: Program[Any], arguments: list[str] | None = None) -> int:
     """Runs a training program, which Ctrl-C stops at the end of a step.
 
     Args:
-        default: as in `call`.
-        run: takes the configuration, `console`, `command` and `should_stop`, and
-            returns a `jaxrl_post.train.run.Outcome`.
-        program: as in `call`.
-        description: as in `call`.
-        errors: as in `call`.
-        recipes: as in `call`.
-        arguments: as in `call`.
+        program: its function takes `should_stop` too, and returns a
+            `jaxrl_post.train.run.Outcome`.
+        arguments: default sys.argv.
 
     Returns:
         The exit status.
     """
 
-    def train(config: Any, *, console: Console, command: str) -> None:
-        outcome = run(
-            config, console=console, command=command, should_stop=Stop(console)
-        )
-        for name in ("model", "report"):
-            path = getattr(outcome, name)
-            if path is not None:
-                console.print(f"{name + ':':<7} {path}", markup=False, highlight=False)
-        if not outcome.completed:
-            console.print(
-                f"stopped after step {outcome.step}, all of it saved; "
-                "the same command goes on from here"
+    def load() -> tuple[Callable[..., object], tuple[type[Exception], ...]]:
+        run, errors = program.load()
+
+        def train(config: Any, *, console: Console, command: str) -> None:
+            stop = Stop(console)
+            outcome: Any = run(
+                config, console=console, command=command, should_stop=stop
             )
+            for name in ("model", "report"):
+                path = getattr(outcome, name)
+                if path is not None:
+                    console.print(
+                        f"{name + ':':<7} {path}", markup=False, highlight=False
+                    )
+            if not outcome.completed:
+                console.print(
+                    f"stopped after step {outcome.step}, all of it saved; "
+                    "the same command goes on from here"
+                )
 
-    return call(
-        default,
-        train,
-        program=program,
-        description=description,
-        errors=errors,
-        recipes=recipes,
-        arguments=arguments,
-    )
+        return train, errors
+
+    return call(dataclasses.replace(program, load=load), arguments)
 
 
-def call(
-    default: Any,
-    run: Callable[..., object],
-    *,
-    program: str,
-    description: str,
-    errors: tuple[type[Exception], ...],
-    recipes: Mapping[str, Callable[[], Any]] = {},
-    arguments: list[str] | None = None,
-) -> int:
+def call(program: Program[Any], arguments: list[str] | None = None) -> int:
     """Reads options, runs, and says how it ended.
 
     Args:
-        default: what the options change, a frozen dataclass; a field that is
-            `tyro.MISSING` must be given.
-        run: takes the configuration, `console` and `command`.
-        program: for messages, such as "launch.grpo".
-        description: for --help.
-        errors: those whose message is all that a person needs.
-        recipes: other configurations to start from, by name.
+        program: what to run.
         arguments: default sys.argv.
 
     Returns:
@@ -122,10 +118,13 @@ def call(
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     console = Console(soft_wrap=True)
+    errors: tuple[type[Exception], ...] = (ValueError, OSError)
     try:
-        config = read_options(default, arguments, program, description, recipes)
+        config = read_options(program, arguments)
+        program.check(config)
         _quiet_compiler_logs()
-        command = f"python -m {program} {shlex.join(arguments)}".strip()
+        run, errors = program.load()
+        command = f"python -m {program.name} {shlex.join(arguments)}".strip()
         run(config, console=console, command=command)
     except errors as error:
         console.print(f"error: {error}", style="bold red", markup=False)
@@ -136,39 +135,49 @@ def call(
     return 0
 
 
-def read_options[Config](
-    default: Config,
-    arguments: list[str],
-    program: str,
-    description: str,
-    recipes: Mapping[str, Callable[[], Config]] = {},
-) -> Config:
+def read_options[Config](program: Program[Config], arguments: list[str]) -> Config:
     """Applies `--recipe NAME`, `--config FILE`, then the other options, to a default.
 
     Raises:
         ValueError: there is no such recipe; FILE cannot be read, has a key that the
             configuration lacks, or a value of the wrong type.
     """
-    rest = arguments
-    description += "\n\n"
-    if recipes:
-        names = ", ".join(recipes)
+    rest, description = arguments, program.description + "\n\n"
+    recipe = None
+    if program.recipes:
+        names = ", ".join(program.recipes)
         name, rest = _take(rest, "--recipe")
-        if name is not None and name not in recipes:
+        if name is not None and name not in program.recipes:
             raise ValueError(f"--recipe: there is no {name!r}; there are {names}")
-        default = default if name is None else recipes[name]()
+        recipe = None if name is None else program.recipes[name]
         description += f"--recipe NAME starts from another configuration: {names}. "
     file, rest = _take(rest, "--config")
+    default = program.default(arguments) if recipe is None else recipe()
     if file is not None:
         default = from_json(default, _read(Path(file)), where=file)
     return tyro.cli(
         type(default),
         default=default,
         args=rest,
-        prog=f"python -m {program}",
+        prog=f"python -m {program.name}",
         description=f"{description}--config FILE reads a configuration that a run "
         "wrote (its config.json). Other options change it.",
     )
+
+
+def given(arguments: Sequence[str], option: str) -> str | None:
+    """The value of an option among the arguments, None where it is not there.
+
+    >>> given(["--steps", "3", "--model=demo"], "--model")
+    'demo'
+    """
+    value = None
+    for index, argument in enumerate(arguments):
+        if argument == option:
+            value = "".join(arguments[index + 1 : index + 2])
+        elif argument.startswith(f"{option}="):
+            value = argument.removeprefix(f"{option}=")
+    return value
 
 
 def _take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:

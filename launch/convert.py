@@ -2,28 +2,37 @@
 
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import tyro
 
+from jaxrl_post.train.convert_config import ConvertConfig
 from launch import cli
+
+
+def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+    """What runs the program."""
+    # Host memory is enough, and an accelerator may be busy with the run itself.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jaxrl_post.train.convert import convert
+    from jaxrl_post.train.run import RUN_ERRORS
+
+    return convert, RUN_ERRORS
+
+
+PROGRAM = cli.Program(
+    name="launch.convert",
+    description="Writes a Hugging Face directory or an Orbax model directory, from "
+    "one of either kind or from a checkpoint of a run.",
+    default=lambda arguments: ConvertConfig(input=tyro.MISSING, output=tyro.MISSING),
+    load=load,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    # Host memory is enough, and an accelerator may be busy with the run itself.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from jaxrl_post.train.convert import ConvertConfig, convert
-    from jaxrl_post.train.run import RUN_ERRORS
-
-    return cli.call(
-        ConvertConfig(input=tyro.MISSING, output=tyro.MISSING),
-        convert,
-        program="launch.convert",
-        description="Writes a Hugging Face directory or an Orbax model directory, from "
-        "one of either kind or from a checkpoint of a run.",
-        errors=RUN_ERRORS,
-        arguments=arguments,
-    )
+    return cli.call(PROGRAM, arguments)
 
 
 if __name__ == "__main__":

@@ -2,27 +2,35 @@
 
 import sys
 
+from jaxrl_post.train.config import AlgorithmConfig, RLConfig
+from jaxrl_post.train.option_checks import check_options
 from launch import cli
-from launch.recipes.distillation import distillation
+from launch.recipes.beginnings import Rates
+from launch.recipes.demo import distill_demo
+from launch.training import beginning, online
+
+PROGRAM = cli.Program(
+    name="launch.distill",
+    description="Trains a student to predict what a teacher predicts: "
+    "--algorithm.reference, a Hugging Face directory whose tokenizer is the "
+    "student's. It learns from its own samples or from an environment's "
+    "demonstrations (--distill.data), and compares the sampled tokens' log-probs "
+    "or the whole distributions of every token (--distill.divergence). When neither "
+    "--model nor --env is given the task is the demo's.",
+    default=beginning(
+        RLConfig(algorithm=AlgorithmConfig(name="distillation")),
+        Rates(checkpoint=1e-5, adapter=1e-4, preset=5e-4),
+        demo=distill_demo,
+    ),
+    load=online,
+    check=check_options,
+    recipes={"demo": distill_demo},
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    from jaxrl_post.train.online import run_rl
-    from jaxrl_post.train.run import RUN_ERRORS
-
-    return cli.main(
-        distillation(),
-        run_rl,
-        program="launch.distill",
-        description="Trains a student to predict what a teacher predicts: "
-        "--algorithm.reference, a Hugging Face directory whose tokenizer is the "
-        "student's. It learns from its own samples or from an environment's "
-        "demonstrations (--distill.data), and compares the sampled tokens' log-probs "
-        "or the whole distributions of every token (--distill.divergence).",
-        errors=RUN_ERRORS,
-        arguments=arguments,
-    )
+    return cli.main(PROGRAM, arguments)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,39 @@
 """Preference optimisation: `python -m launch.dpo --data.path pairs.jsonl`."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
+from jaxrl_post.train.config import PreferenceConfig
+from jaxrl_post.train.option_checks import check_options
 from launch import cli
+from launch.recipes.beginnings import Rates
+from launch.training import beginning
+
+
+def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+    """What runs the program."""
+    from jaxrl_post.train.offline import run_preference
+    from jaxrl_post.train.run import RUN_ERRORS
+
+    return run_preference, RUN_ERRORS
+
+
+PROGRAM = cli.Program(
+    name="launch.dpo",
+    description="Trains a language model on preference pairs, or with --loss.name "
+    "kto on answers with a label each, by DPO or another loss.",
+    default=beginning(
+        PreferenceConfig(), Rates(checkpoint=1e-6, adapter=1e-5, preset=3e-4)
+    ),
+    load=load,
+    check=check_options,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    from jaxrl_post.train.config import PreferenceConfig
-    from jaxrl_post.train.offline import run_preference
-    from jaxrl_post.train.run import RUN_ERRORS
-
-    return cli.main(
-        PreferenceConfig(),
-        run_preference,
-        program="launch.dpo",
-        description="Trains a language model on preference pairs, or with --loss.name "
-        "kto on answers with a label each, by DPO or another loss.",
-        errors=RUN_ERRORS,
-        arguments=arguments,
-    )
+    return cli.main(PROGRAM, arguments)
 
 
 if __name__ == "__main__":

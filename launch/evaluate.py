@@ -1,26 +1,36 @@
 """Held-out accuracy of a model: `python -m launch.evaluate --model runs/demo/model`."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import tyro
 
+from jaxrl_post.train.evaluate_config import EvaluateConfig, check_evaluation
 from launch import cli
+
+
+def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+    """What runs the program."""
+    from jaxrl_post.train.evaluate import run_evaluation
+    from jaxrl_post.train.run import RUN_ERRORS
+
+    return run_evaluation, RUN_ERRORS
+
+
+PROGRAM = cli.Program(
+    name="launch.evaluate",
+    description="Samples answers to an environment's tasks and prints how many of "
+    "them are right.",
+    default=lambda arguments: EvaluateConfig(model=tyro.MISSING),
+    load=load,
+    check=check_evaluation,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    from jaxrl_post.train.evaluate import EvaluateConfig, run_evaluation
-    from jaxrl_post.train.run import RUN_ERRORS
-
-    return cli.call(
-        EvaluateConfig(model=tyro.MISSING),
-        run_evaluation,
-        program="launch.evaluate",
-        description="Samples answers to an environment's tasks and prints how many of "
-        "them are right.",
-        errors=RUN_ERRORS,
-        arguments=arguments,
-    )
+    return cli.call(PROGRAM, arguments)
 
 
 if __name__ == "__main__":

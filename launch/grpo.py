@@ -2,27 +2,31 @@
 
 import sys
 
+from jaxrl_post.train.config import RLConfig
+from jaxrl_post.train.option_checks import check_options
 from launch import cli
+from launch.recipes.beginnings import Rates
 from launch.recipes.chain_sum import chain_sum
 from launch.recipes.demo import demo
+from launch.training import beginning, online
+
+PROGRAM = cli.Program(
+    name="launch.grpo",
+    description="Trains a language model by GRPO, Dr. GRPO, DAPO, GSPO, CISPO or "
+    "RLOO. When neither --model nor --env is given it is the demo: from reward alone a "
+    "small model learns to name the largest of three numbers.",
+    default=beginning(
+        RLConfig(), Rates(checkpoint=1e-6, adapter=1e-5, preset=5e-4), demo=demo
+    ),
+    load=online,
+    check=check_options,
+    recipes={"demo": demo, "chain_sum": chain_sum},
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    from jaxrl_post.train.online import run_rl
-    from jaxrl_post.train.run import RUN_ERRORS
-
-    return cli.main(
-        demo(),
-        run_rl,
-        program="launch.grpo",
-        description="Trains a language model by GRPO, Dr. GRPO, DAPO, GSPO, CISPO or "
-        "RLOO. Without options it is the demo: from reward alone a small model learns "
-        "to name the largest of three numbers.",
-        errors=RUN_ERRORS,
-        recipes={"demo": demo, "chain_sum": chain_sum},
-        arguments=arguments,
-    )
+    return cli.main(PROGRAM, arguments)
 
 
 if __name__ == "__main__":

@@ -2,25 +2,32 @@
 
 import sys
 
+from jaxrl_post.train.config import AlgorithmConfig, RLConfig
+from jaxrl_post.train.option_checks import check_options
 from launch import cli
+from launch.recipes.beginnings import Rates
 from launch.recipes.demo import ppo_demo
+from launch.training import beginning, online
+
+PROGRAM = cli.Program(
+    name="launch.ppo",
+    description="Trains a language model by PPO, with a critic of its own or a value "
+    "head on the policy. When neither --model nor --env is given it solves the demo's "
+    "task, from the demo's warm start.",
+    default=beginning(
+        RLConfig(algorithm=AlgorithmConfig(name="ppo")),
+        Rates(checkpoint=1e-6, adapter=1e-5, preset=5e-4),
+        demo=ppo_demo,
+    ),
+    load=online,
+    check=check_options,
+    recipes={"demo": ppo_demo},
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    from jaxrl_post.train.online import run_rl
-    from jaxrl_post.train.run import RUN_ERRORS
-
-    return cli.main(
-        ppo_demo(),
-        run_rl,
-        program="launch.ppo",
-        description="Trains a language model by PPO, with a critic of its own or a "
-        "value head on the policy. Without options it solves the demo's task, from the "
-        "demo's warm start.",
-        errors=RUN_ERRORS,
-        arguments=arguments,
-    )
+    return cli.main(PROGRAM, arguments)
 
 
 if __name__ == "__main__":

@@ -33,16 +33,17 @@ def report(config: ReportConfig, *, console: Console, command: str = "") -> None
     console.print(f"report: {path}", markup=False, highlight=False)
 
 
+PROGRAM = cli.Program(
+    name="launch.report",
+    description="Writes the report of a run from its files.",
+    default=lambda arguments: ReportConfig(run_dir=tyro.MISSING),
+    load=lambda: (report, (ValueError, OSError)),
+)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    return cli.call(
-        ReportConfig(run_dir=tyro.MISSING),
-        report,
-        program="launch.report",
-        description="Writes the report of a run from its files.",
-        errors=(ValueError, OSError),
-        arguments=arguments,
-    )
+    return cli.call(PROGRAM, arguments)
 
 
 if __name__ == "__main__":

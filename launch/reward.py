@@ -4,27 +4,41 @@ Or from solutions in labelled steps: `--kind process --data.path steps.jsonl`.
 """
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
+from jaxrl_post.train.option_checks import check_options
+from jaxrl_post.train.reward_config import RewardConfig
 from launch import cli
+from launch.recipes.beginnings import Rates
+from launch.training import beginning
+
+
+def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+    """What runs the program."""
+    from jaxrl_post.train.offline import run_reward
+    from jaxrl_post.train.run import RUN_ERRORS
+
+    return run_reward, RUN_ERRORS
+
+
+PROGRAM = cli.Program(
+    name="launch.reward",
+    description="Trains a reward model: on preference pairs one of whole answers, "
+    "saved as a sequence classifier of transformers, which serves launch.ppo as a "
+    "critic; with --kind process, on labelled steps, one of steps, saved as a "
+    "token classifier.",
+    default=beginning(
+        RewardConfig(), Rates(checkpoint=1e-5, adapter=1e-4, preset=1e-3)
+    ),
+    load=load,
+    check=check_options,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    from jaxrl_post.train.offline import run_reward
-    from jaxrl_post.train.reward_config import RewardConfig
-    from jaxrl_post.train.run import RUN_ERRORS
-
-    return cli.main(
-        RewardConfig(),
-        run_reward,
-        program="launch.reward",
-        description="Trains a reward model: on preference pairs one of whole answers, "
-        "saved as a sequence classifier of transformers, which serves launch.ppo as a "
-        "critic; with --kind process, on labelled steps, one of steps, saved as a "
-        "token classifier.",
-        errors=RUN_ERRORS,
-        arguments=arguments,
-    )
+    return cli.main(PROGRAM, arguments)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,36 @@
 """Supervised fine-tuning on demonstrations: `python -m launch.sft`."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from jaxrl_post.train.config import SFTConfig
+from jaxrl_post.train.option_checks import check_options
 from launch import cli
+from launch.recipes.beginnings import Rates
+from launch.training import beginning
+
+
+def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+    """What runs the program."""
+    from jaxrl_post.train.offline import run_sft
+    from jaxrl_post.train.run import RUN_ERRORS
+
+    return run_sft, RUN_ERRORS
+
+
+PROGRAM = cli.Program(
+    name="launch.sft",
+    description="Fine-tunes a language model on an environment's demonstrations.",
+    default=beginning(SFTConfig(), Rates(checkpoint=1e-5, adapter=1e-4, preset=1e-3)),
+    load=load,
+    check=check_options,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    from jaxrl_post.train.offline import run_sft
-    from jaxrl_post.train.run import RUN_ERRORS
-
-    return cli.main(
-        SFTConfig(),
-        run_sft,
-        program="launch.sft",
-        description="Fine-tunes a language model on an environment's demonstrations.",
-        errors=RUN_ERRORS,
-        arguments=arguments,
-    )
+    return cli.main(PROGRAM, arguments)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxrl_post.models.decoder import Remat
 from jaxrl_post.train.distill_config import DistillConfig
 from jaxrl_post.train.lora_config import AdapterConfig
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.preference_config import PairsConfig, PreferenceLossConfig
-from jaxrl_post.train.state import OptimizerConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -31,7 +30,6 @@ __all__ = [
     "SFTConfig",
     "UpdateConfig",
     "WarmStartConfig",
-    "check_numbers",
     "differences",
 ]
 
@@ -99,8 +97,8 @@ class RolloutConfig:
 
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
-    max_prompt_tokens: int = 64
-    max_tokens: int = 16
+    max_prompt_tokens: int = 0
+    max_tokens: int = 256
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -216,7 +214,7 @@ class UpdateConfig:
     epochs: int = 1
     row_tokens: int = 0
     microbatch_tokens: int = 4096
-    remat: Remat = "none"
+    remat: Literal["none", "dots", "full"] = "none"
     scan_layers: bool = False
     router_balance: float = 0.0
     router_z: float = 0.0
@@ -278,7 +276,8 @@ class RunConfig:
     """What every training program has.
 
     Attributes:
-        run_dir: where everything goes.
+        run_dir: where everything goes; None for a directory under runs/ that is named
+            after algorithm, environment and model.
         resume: go on from the newest checkpoint in `run_dir`, if there is one.
         seed: of initial weights, data order and sampling noise.
         mesh: such as "dp4,tp8"; default: all devices on dp.
@@ -293,7 +292,7 @@ class RunConfig:
         lora: an adapter to train in place of the model.
     """
 
-    run_dir: str = "runs/run"
+    run_dir: str | None = None
     resume: bool = True
     seed: int = 0
     mesh: str = ""
@@ -322,7 +321,7 @@ class OfflineConfig(RunConfig):
     max_tokens: int = 128
     log_every: int = 10
     optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(learning_rate=1e-3, warmup_steps=20)
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-5, warmup_steps=20)
     )
 
 
@@ -336,7 +335,6 @@ class SFTConfig(OfflineConfig):
         data: files.
     """
 
-    run_dir: str = "runs/sft"
     env: str = "arithmetic"
     data: DataConfig = field(default_factory=DataConfig)
 
@@ -350,7 +348,6 @@ class PreferenceConfig(OfflineConfig):
         loss: on a pair or an answer.
     """
 
-    run_dir: str = "runs/dpo"
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-6, warmup_steps=20)
     )
@@ -374,67 +371,17 @@ class RLConfig(RunConfig):
         rollout: how samples are drawn and judged.
     """
 
-    run_dir: str = "runs/grpo"
     env: str = "arithmetic"
     data: DataConfig = field(default_factory=DataConfig)
     log_samples: int = 8
     log_eval_samples: int = 8
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-6)
+    )
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-
-
-# The least that an option may be. What other parts check themselves is not here.
-LEAST = {
-    "steps": 1, "log_samples": 0, "log_every": 1, "examples_per_step": 1,
-    "max_tokens": 1, "eval.every": 0, "eval.num_tasks": 1, "log_eval_samples": 0,
-    "checkpoint.every": 1, "checkpoint.keep": 1, "warm_start.steps": 0,
-    "warm_start.examples_per_step": 1, "update.minibatches": 1, "update.epochs": 1,
-    "critic.warmup_steps": 0, "update.row_tokens": 0, "update.microbatch_tokens": 1,
-    "update.router_balance": 0, "update.router_z": 0, "lora.rank": 0,
-    "critic.lora.rank": 0, "rollout.prompts_per_step": 1, "rollout.num_slots": 0,
-    "rollout.max_prompt_tokens": 0, "rollout.max_tokens": 1,
-    "rollout.samples_per_prompt": 2, "rollout.steps_per_call": 0,
-    "rollout.max_draws": 1, "rollout.reward_workers": 1, "rollout.overlong_buffer": 0,
-    "margin": 0,
-}  # fmt: skip
-
-
-def check_numbers(config: RunConfig) -> None:
-    """Checks the numbers that make no sense whatever the other options are.
-
-    Raises:
-        ConfigError: one is too small, or the sampling temperature is 0.
-
-    >>> check_numbers(SFTConfig(checkpoint=CheckpointConfig(every=0)))
-    Traceback (most recent call last):
-    jaxrl_post.train.config.ConfigError: --checkpoint.every: must be at least 1; got 0
-    """
-
-    def check(section: Any, prefix: str) -> None:
-        for name, value in vars(section).items():
-            if dataclasses.is_dataclass(value):
-                check(value, f"{prefix}{name}.")
-            elif prefix + name in LEAST and value < LEAST[prefix + name]:
-                option = (prefix + name).replace("_", "-")
-                raise ConfigError(
-                    f"--{option}: must be at least {LEAST[prefix + name]}; got {value}"
-                )
-
-    check(config, "")
-    if isinstance(config, RLConfig):
-        buffer, longest = config.rollout.overlong_buffer, config.rollout.max_tokens
-        if buffer > longest:
-            raise ConfigError(
-                f"--rollout.overlong-buffer: must be at most --rollout.max-tokens, "
-                f"{longest}; got {buffer}"
-            )
-    if isinstance(config, RLConfig) and not config.rollout.temperature > 0:
-        raise ConfigError(
-            "--rollout.temperature: must be greater than 0, or all samples of a prompt "
-            f"are the same; got {config.rollout.temperature:g}"
-        )
 
 
 # What may differ between a run and its continuation without changing what is trained;

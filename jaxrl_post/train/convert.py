@@ -4,7 +4,6 @@ import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,12 @@ from jaxrl_post.models.tensor_files import read_json
 from jaxrl_post.train.adapters import lora_of
 from jaxrl_post.train.checkpoint import Checkpoints
 from jaxrl_post.train.config import ConfigError
+from jaxrl_post.train.convert_config import ConvertConfig
 from jaxrl_post.train.lora_config import AdapterConfig
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
 from jaxrl_post.types import Array
 
-__all__ = ["ConvertConfig", "convert"]
+__all__ = ["convert"]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -40,34 +40,6 @@ TOKENIZER_FILES = (
 )
 # Chat templates beside the default one, such as for the use of tools.
 TEMPLATES = "additional_chat_templates"
-
-
-@dataclass(frozen=True)
-class ConvertConfig:
-    """What to read, and what to write.
-
-    Attributes:
-        input: a Hugging Face directory, an Orbax model directory, or the directory of
-            a run.
-        output: the directory to make; nothing is overwritten.
-        format: of the output. Every program's --model reads either; Orbax's arrays are
-            as the model has them in memory, and transformers does not read them.
-        dtype: of the tensors; None for that in which they are. A run that trains in
-            bfloat16 has float32 master weights: float32 writes those.
-        step: of a run's checkpoint; None for the newest.
-        base: of a run: directory with the config.json and the tokenizer of its model;
-            None for the one that the run names.
-        max_shard_gb: gigabytes of tensors in a file; more is split. With orbax, the
-            size at which a file is closed.
-    """
-
-    input: str
-    output: str
-    format: Literal["huggingface", "orbax"] = "huggingface"
-    dtype: Literal["float32", "bfloat16"] | None = None
-    step: int | None = None
-    base: str | None = None
-    max_shard_gb: float = 5.0
 
 
 @dataclass(frozen=True)

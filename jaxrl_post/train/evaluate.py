@@ -4,10 +4,9 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -19,7 +18,13 @@ from jaxrl_post.data.generation import GenerationDefaults, read_generation_defau
 from jaxrl_post.envs import Environment, Task, WorkerPool
 from jaxrl_post.rollout.types import Generator, Group, Rollout
 from jaxrl_post.sampler import Completion, Request, SamplingParams
-from jaxrl_post.train.config import ConfigError, DataConfig, RolloutConfig
+from jaxrl_post.train.bounds import check_numbers
+from jaxrl_post.train.config import ConfigError, RolloutConfig
+from jaxrl_post.train.evaluate_config import (
+    EvaluateConfig,
+    check_evaluation,
+    result_files,
+)
 from jaxrl_post.train.publish import publish
 from jaxrl_post.train.rl import make_engine, make_runner
 from jaxrl_post.train.run_directory import replace_file
@@ -33,7 +38,6 @@ from jaxrl_post.train.session import (
 )
 
 __all__ = [
-    "EvaluateConfig",
     "evaluate",
     "run_evaluation",
     "sampling_of",
@@ -41,63 +45,6 @@ __all__ = [
 
 # Most tokens of a completion, where nothing says how many.
 MAX_TOKENS = 256
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """What to evaluate, and how.
-
-    Attributes:
-        model: a Hugging Face directory, or a preset: demo, tiny, small.
-        env: as for training, such as arithmetic?level=2 or gsm8k.
-        data: files.
-        split: which tasks; "eval" holds those that no training saw.
-        num_tasks: of the split, from its first.
-        samples: of each task.
-        sampling_defaults: for those of temperature, top_k, top_p, min_p, max_tokens
-            and stop_strings that are not given. "greedy": 0, no cuts, 256; "model":
-            those of the checkpoint's generation_config.json, and for what it leaves
-            out "greedy".
-        temperature: >= 0; 0 is greedy.
-        top_k: as SamplingParams.
-        top_p: as SamplingParams.
-        min_p: as SamplingParams.
-        stop_strings: as SamplingParams.
-        max_tokens: most tokens of a completion, the stop token included.
-        solved_reward: a sample with at least this reward solves its task.
-        seed: of the sampling noise.
-        mesh: such as "dp4,tp8"; default: all devices on dp.
-        dtype: of the parameters; None for the checkpoint's own.
-        num_slots: samples that decode at once.
-        reward_workers: processes that judge.
-        reward_deadline_s: seconds for one judgement.
-        deadline_s: seconds for everything.
-        output: JSON file for the results; the completions go beside it, in a file whose
-            name ends in .completions.jsonl. None writes nothing.
-    """
-
-    model: str
-    env: str = "arithmetic"
-    data: DataConfig = field(default_factory=DataConfig)
-    split: Literal["eval", "train"] = "eval"
-    num_tasks: int = 200
-    samples: int = 1
-    sampling_defaults: Literal["greedy", "model"] = "greedy"
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    stop_strings: tuple[str, ...] = ()
-    max_tokens: int | None = None
-    solved_reward: float = 1.0
-    seed: int = 0
-    mesh: str = ""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    num_slots: int = 64
-    reward_workers: int = 1
-    reward_deadline_s: float = 10.0
-    deadline_s: float = 24 * 3600.0
-    output: str | None = None
 
 
 def sampling_of(
@@ -234,11 +181,7 @@ def run_evaluation(
         FailedRolloutsError: not one sample could be judged.
     """
     begin = time.perf_counter()
-    for file in _files(config):
-        if file.exists():
-            raise ConfigError(
-                f"--output: {file} is already there; remove it or write elsewhere"
-            )
+    check_evaluation(config)
     if (Path(config.model) / "checkpoints").is_dir():
         raise ConfigError(
             f"--model: {config.model} is a run, not a model; once finished it has a "
@@ -269,7 +212,7 @@ def run_evaluation(
     if errors:
         console.print(f"the first failure: {errors[0]}", markup=False, style="red")
     if config.output is not None:
-        results, completions = _files(config)
+        results, completions = result_files(config)
         rows = [_row(r, config) for group in groups for r in group.rollouts]
         replace_file(completions, "".join(json.dumps(row) + "\n" for row in rows))
         content = {
@@ -305,20 +248,8 @@ class _Counted:
         return done
 
 
-def _files(config: EvaluateConfig) -> tuple[Path, ...]:
-    """Where the results and the completions go; nothing where none was asked for."""
-    if config.output is None:
-        return ()
-    results = Path(config.output)
-    return results, results.with_suffix(".completions.jsonl")
-
-
 def _tasks(config: EvaluateConfig, environment: Environment) -> Sequence[Task]:
-    for name in ("num_tasks", "samples", "max_tokens", "num_slots"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option}: must be at least 1; got {value}")
+    check_numbers(config)
     tasks = environment.tasks(config.split)
     if not tasks:
         raise ConfigError(f"--env: {environment.name} has no {config.split} tasks")

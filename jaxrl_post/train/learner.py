@@ -19,8 +19,9 @@ from jaxrl_post.train import state as training
 from jaxrl_post.train import step as pure
 from jaxrl_post.train.adapters import AdaptedPolicy
 from jaxrl_post.train.config import ConfigError, UpdateConfig
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.session import Model
-from jaxrl_post.train.state import OptimizerConfig, TrainState
+from jaxrl_post.train.state import TrainState
 from jaxrl_post.types import PyTree, TokenBatch, rows
 
 __all__ = ["DivergenceError", "Learner", "Scorer", "begin_training"]
@@ -98,7 +99,7 @@ class Learner:
             predicts; its arrays are arguments of the programs, and never donated.
         objective: an algorithm's, or a supervised one.
         optimizer: optax.
-        max_grad_norm: for clipping.
+        max_grad_norm: for clipping; 0 for none.
         layout: TrainState of shardings, from `state.shardings`.
         mesh: of the parameters.
         microbatch_rows: rows of one program call; a multiple of the batch's split.

@@ -24,11 +24,11 @@ from jaxrl_post.train.config import (
     OfflineConfig,
     PreferenceConfig,
     SFTConfig,
-    check_numbers,
 )
 from jaxrl_post.train.examples import Demonstrations, Examples
 from jaxrl_post.train.feed import Drawn, Feed, Measured
 from jaxrl_post.train.learner import Learner, begin_training
+from jaxrl_post.train.option_checks import check_options
 from jaxrl_post.train.preferences import (
     make_preference,
     open_judgements,
@@ -40,7 +40,7 @@ from jaxrl_post.train.reference import (
     open_reference,
     require_directory,
 )
-from jaxrl_post.train.reward_config import RewardConfig, check_kind
+from jaxrl_post.train.reward_config import RewardConfig
 from jaxrl_post.train.run import (
     Outcome,
     Run,
@@ -106,13 +106,10 @@ def run_sft(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Trains on an environment's demonstrations; arguments and errors as `run_rl`."""
+    check_options(config)
     with warnings_shown(console):
         environment = make_environment(config.env, config.data)
     examples = Demonstrations(environment, config.max_tokens)
-    if config.warm_start.steps:
-        raise ConfigError(
-            "--warm-start.steps: fine-tuning is what a warm start does; use --steps"
-        )
     job = Job(supervised.next_token, lambda tokenizer: examples)
     return _run(config, job, examples, console, command, should_stop)
 
@@ -125,6 +122,7 @@ def run_preference(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Trains a policy on preferences; arguments and errors as `run_rl`."""
+    check_options(config)
     algorithm = make_preference(config.loss)
     require_directory(config.loss.reference, "--loss.reference")
     mismatched = algorithm.mismatched
@@ -160,12 +158,7 @@ def run_reward(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Trains a reward model, of either kind; arguments and errors as `run_rl`."""
-    check_kind(config)
-    if config.warm_start.steps:
-        raise ConfigError(
-            "--warm-start.steps: a reward model has no output for tokens to warm up; "
-            "start from a --model directory"
-        )
+    check_options(config)
     if config.kind == "outcome":
         pairs = open_pairs(config.data, console, margin=config.margin, remedy="")
         job = Job(
@@ -193,12 +186,6 @@ def _run(
     should_stop: Callable[[], bool],
     head: Head = "lm",
 ) -> Outcome:
-    check_numbers(config)
-    if config.update.minibatches != 1 or config.update.epochs != 1:
-        raise ConfigError(
-            "--update.minibatches, --update.epochs: must be 1 where every step reads "
-            "examples of its own"
-        )
     longest = job.sequences * config.max_tokens
     row_tokens = config.update.row_tokens or -(-longest // 8) * 8
     if row_tokens < longest:

@@ -13,12 +13,13 @@ from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.envs import Environment, WorkerPool
 from jaxrl_post.rollout.types import Group
-from jaxrl_post.train.algorithm import check_rollout, make_algorithm
+from jaxrl_post.train.algorithm import make_algorithm
 from jaxrl_post.train.checkpoint import abstract_state
-from jaxrl_post.train.config import RLConfig, check_numbers
+from jaxrl_post.train.config import RLConfig
 from jaxrl_post.train.critic import check_critic, open_critic
 from jaxrl_post.train.examples import Demonstrations
 from jaxrl_post.train.learner import begin_training
+from jaxrl_post.train.option_checks import check_options
 from jaxrl_post.train.reference import (
     beside_teacher,
     open_reference,
@@ -73,10 +74,9 @@ def run_rl(
         DivergenceError, FailedRolloutsError, RolloutTimeoutError, CheckpointError: the
             last checkpoint is whole.
     """
-    check_numbers(config)
+    check_options(config)
     require_directory(config.algorithm.reference, "--algorithm.reference")
     require_directory(config.critic.model, "--critic.model")
-    check_rollout(config)
     algorithm = make_algorithm(
         config.algorithm, config.rollout.max_tokens, config.critic, config.distill
     )

@@ -5,7 +5,6 @@ from typing import Literal
 
 from jaxrl_post.train.config import ConfigError, OfflineConfig
 from jaxrl_post.train.preference_config import PairsConfig
-from jaxrl_post.train.state import OptimizerConfig
 
 __all__ = ["RewardConfig", "check_kind"]
 
@@ -26,10 +25,6 @@ class RewardConfig(OfflineConfig):
             a line break (a shell writes two as $'\\n\\n'); of kind process.
     """
 
-    run_dir: str = "runs/reward"
-    optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(learning_rate=1e-5, warmup_steps=20)
-    )
     kind: Literal["outcome", "process"] = "outcome"
     data: PairsConfig = field(default_factory=PairsConfig)
     centering: float = 0.01

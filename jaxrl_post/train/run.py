@@ -27,12 +27,14 @@ from jaxrl_post.train.config import (
 )
 from jaxrl_post.train.examples import Examples, batches
 from jaxrl_post.train.learner import DivergenceError, begin_training
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.report import write_report
 from jaxrl_post.train.rl import FailedRolloutsError
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
+from jaxrl_post.train.run_path import run_path
 from jaxrl_post.train.session import Model, open_model, save_model, versions
 from jaxrl_post.train.sinks import warnings_shown
-from jaxrl_post.train.state import OptimizerConfig, TrainState
+from jaxrl_post.train.state import TrainState
 
 __all__ = [
     "RUN_ERRORS",
@@ -140,7 +142,7 @@ def open_run[Config: RunConfig](
         ConfigError: the directory holds another run.
         MeshError: before anything is compiled.
     """
-    directory = RunDirectory(Path(config.run_dir))
+    directory = RunDirectory(run_path(config))
     initial = directory.path / "initial"
     resumable = config.resume and (initial / "config.json").is_file()
     with ExitStack() as stack:

@@ -1,7 +1,6 @@
 """What training carries from step to step."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sharding import Rules, named_shardings
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.types import Array, Int, PyTree
 
-__all__ = ["OptimizerConfig", "TrainState", "create", "make_optimizer", "shardings"]
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with a learning-rate schedule and gradient clipping.
-
-    Attributes:
-        learning_rate: peak.
-        warmup_steps: optimizer steps of linear warm-up from 0.
-        schedule: what follows the warm-up; "linear" and "cosine" end at 0.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        epsilon: of Adam.
-        weight_decay: decoupled; matrices only, not norms and biases.
-        max_grad_norm: gradients are scaled down to this global norm.
-    """
-
-    learning_rate: float = 1e-5
-    warmup_steps: int = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+__all__ = ["TrainState", "create", "make_optimizer", "shardings"]
 
 
 @struct.dataclass

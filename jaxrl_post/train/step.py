@@ -245,9 +245,11 @@ def apply(
     accumulator: Accumulator,
 ) -> TrainState:
     """Clips, takes one optimizer step, and casts master weights to the parameters."""
-    norm = grad_norm(accumulator)
-    clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
-    factor = clip / _count(accumulator)
+    factor = 1 / _count(accumulator)
+    if max_grad_norm:
+        norm = grad_norm(accumulator)
+        clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
+        factor = clip / _count(accumulator)
     grads = jax.tree.map(lambda grad: grad * factor, accumulator.grads)
     weights = state.params if state.master is None else state.master
     # optax multiplies floats by its int32 counters, which strict promotion refuses.
@@ -280,7 +282,7 @@ def train_step(
         policy: a `Policy`, or another way to predict.
         objective: an algorithm's `objective`.
         optimizer: optax.
-        max_grad_norm: gradients are scaled down to this global norm.
+        max_grad_norm: gradients are scaled down to this global norm; 0 for no clipping.
         state: before the step.
         microbatches: of equal shape, at least one.
 

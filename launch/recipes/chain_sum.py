@@ -12,7 +12,7 @@ from jaxrl_post.train.config import (
     UpdateConfig,
     WarmStartConfig,
 )
-from jaxrl_post.train.state import OptimizerConfig
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 
 __all__ = ["chain_sum"]
 

@@ -17,13 +17,13 @@ from jaxrl_post.train.config import (
     UpdateConfig,
     WarmStartConfig,
 )
-from jaxrl_post.train.state import OptimizerConfig
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 
-__all__ = ["demo", "ppo_demo"]
+__all__ = ["demo", "distill_demo", "ppo_demo"]
 
 
 def demo() -> RLConfig:
-    """The default of `launch.grpo`."""
+    """What `launch.grpo` does when neither model nor task is named."""
     return RLConfig(
         run_dir="runs/demo",
         env="arithmetic?level=0&slips=0.7",
@@ -47,7 +47,7 @@ def demo() -> RLConfig:
 
 
 def ppo_demo() -> RLConfig:
-    """The default of `launch.ppo`: the same task, from the same warm start."""
+    """The same task, from the same warm start, by PPO."""
     return replace(
         demo(),
         run_dir="runs/ppo",
@@ -57,4 +57,13 @@ def ppo_demo() -> RLConfig:
                 learning_rate=1e-3, warmup_steps=5, schedule="linear", beta2=0.98
             )
         ),
+    )
+
+
+def distill_demo() -> RLConfig:
+    """The demo's samples, graded by a teacher, which is to be given."""
+    return replace(
+        demo(),
+        run_dir="runs/distill",
+        algorithm=AlgorithmConfig(name="distillation"),
     )

@@ -7,16 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import tyro
 
-from jaxrl_post.train.config import PreferenceConfig, SFTConfig
-from jaxrl_post.train.convert import ConvertConfig
-from jaxrl_post.train.evaluate import EvaluateConfig
-from jaxrl_post.train.reward_config import RewardConfig
-from launch import cli
-from launch.recipes.demo import demo, ppo_demo
-from launch.recipes.distillation import distillation
-from launch.report import ReportConfig
+from launch import (
+    cli,
+    convert,
+    distill,
+    dpo,
+    evaluate,
+    grpo,
+    ppo,
+    report,
+    reward,
+    sft,
+)
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
@@ -30,16 +33,16 @@ TARGETS = re.findall(
     re.MULTILINE,
 )
 
-DEFAULTS = {
-    "grpo": demo(),
-    "ppo": ppo_demo(),
-    "distill": distillation(),
-    "sft": SFTConfig(),
-    "dpo": PreferenceConfig(),
-    "reward": RewardConfig(),
-    "evaluate": EvaluateConfig(model=tyro.MISSING),
-    "convert": ConvertConfig(input=tyro.MISSING, output=tyro.MISSING),
-    "report": ReportConfig(run_dir=tyro.MISSING),
+PROGRAMS = {
+    "grpo": grpo.PROGRAM,
+    "ppo": ppo.PROGRAM,
+    "distill": distill.PROGRAM,
+    "sft": sft.PROGRAM,
+    "dpo": dpo.PROGRAM,
+    "reward": reward.PROGRAM,
+    "evaluate": evaluate.PROGRAM,
+    "convert": convert.PROGRAM,
+    "report": report.PROGRAM,
 }
 
 
@@ -76,15 +79,13 @@ def test_the_losses_work_in_another_trainer(tmp_path):
 
 def test_nothing_in_the_readme_is_left_out():
     assert len(BLOCKS) == 2
-    assert {program for program, _ in COMMANDS} == DEFAULTS.keys()
+    assert {program for program, _ in COMMANDS} == PROGRAMS.keys()
 
 
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS)
 def test_a_command_has_only_options_that_exist(program, arguments):
-    config = cli.read_options(
-        DEFAULTS[program], shlex.split(arguments), f"launch.{program}", ""
-    )
-    assert type(config) is type(DEFAULTS[program])
+    config = cli.read_options(PROGRAMS[program], shlex.split(arguments))
+    PROGRAMS[program].check(config)
 
 
 def test_programs_and_targets_are_there():

@@ -16,16 +16,26 @@ from jaxrl_post.train.config import (
     RolloutConfig,
     SFTConfig,
 )
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.run import Outcome
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
-from jaxrl_post.train.state import OptimizerConfig
 from launch import cli, grpo, sft
 from launch.recipes.chain_sum import chain_sum
 from launch.recipes.demo import demo
 
 
+def program(run=None, *, default=None, errors=(ValueError,), recipes=None):
+    return cli.Program(
+        name="launch.grpo",
+        description="Trains.",
+        default=lambda arguments: default or demo(),
+        load=lambda: (run, errors),
+        recipes=recipes or {},
+    )
+
+
 def options(*arguments: str, default=None):
-    return cli.read_options(default or demo(), [*arguments], "launch.grpo", "Trains.")
+    return cli.read_options(program(default=default), [*arguments])
 
 
 def written(tmp_path, content) -> str:
@@ -48,14 +58,7 @@ def run_nothing(config, *, console, command, should_stop):
 
 
 def called(run, *arguments: str, errors=(ValueError,), entry=cli.main) -> int:
-    return entry(
-        demo(),
-        run,
-        program="launch.grpo",
-        description="Trains.",
-        errors=errors,
-        arguments=list(arguments),
-    )
+    return entry(program(run, errors=errors), list(arguments))
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +69,10 @@ def handlers():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("program", [grpo, sft])
-def test_help_explains_every_option(program, capsys):
+@pytest.mark.parametrize("module", [grpo, sft])
+def test_help_explains_every_option(module, capsys):
     with pytest.raises(SystemExit) as ended:
-        program.main(["--help"])
+        module.main(["--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0
     assert "--config FILE" in text
@@ -143,7 +146,7 @@ def test_a_missing_configuration_file_is_an_error(tmp_path):
 def test_a_recipe_is_where_options_start():
     def chosen(*arguments):
         recipes = {"demo": demo, "chain_sum": chain_sum}
-        return cli.read_options(demo(), [*arguments], "launch.grpo", "Trains.", recipes)
+        return cli.read_options(program(recipes=recipes), [*arguments])
 
     assert chosen() == chosen("--recipe", "demo") == demo()
     changed = dataclasses.replace(chain_sum(), steps=7)

@@ -28,9 +28,10 @@ from jaxrl_post.train.config import (
 )
 from jaxrl_post.train.lora_config import AdapterConfig
 from jaxrl_post.train.offline import run_sft
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.reward_config import RewardConfig
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
-from jaxrl_post.train.state import OptimizerConfig, create, make_optimizer
+from jaxrl_post.train.state import create, make_optimizer
 from launch import convert
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl_post.train.config import ConfigError
-from jaxrl_post.train.evaluate import EvaluateConfig, sampling_of
+from jaxrl_post.train.evaluate import sampling_of
+from jaxrl_post.train.evaluate_config import EvaluateConfig
 from jaxrl_post.train.scores import interval_over_tasks
 from jaxrl_post.train.session import open_model
 from launch import cli, evaluate
@@ -142,9 +143,8 @@ def test_the_defaults_of_the_model_are_used_and_said(opinionated, tmp_path, caps
     ],
 )
 def test_options_that_are_given_win(opinionated, options, expected):
-    config = cli.read_options(
-        EvaluateConfig(model=str(opinionated)), [*COMMON, *options], "evaluate", ""
-    )
+    arguments = [f"--model={opinionated}", *COMMON, *options]
+    config = cli.read_options(evaluate.PROGRAM, arguments)
     model = opened(opinionated)
     found, _ = sampling_of(config, model)
     named = ("temperature", "top_k", "top_p", "min_p", "max_tokens")

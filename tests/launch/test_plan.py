@@ -23,10 +23,10 @@ from jaxrl_post.train import state as training
 from jaxrl_post.train.adapters import with_adapter
 from jaxrl_post.train.config import UpdateConfig
 from jaxrl_post.train.lora_config import AdapterConfig
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.session import Model
-from jaxrl_post.train.state import OptimizerConfig
 from jaxrl_post.types import TokenBatch
-from launch import plan, plan_programs
+from launch import plan, plan_compile, plan_config, plan_programs
 from launch.hlo import Collective, collectives
 
 CONFIG = ModelConfig("llama", 128, 64, 128, 1, num_heads=4, num_kv_heads=2)
@@ -66,8 +66,8 @@ def test_a_program_without_communication():
     assert collectives("%f = f32[4]{0} add(%a, %b)") == ()
 
 
-def planned(**options) -> plan_programs.PlanConfig:
-    return plan_programs.PlanConfig("tiny", "v5e:2x4", row_tokens=16, **options)
+def planned(**options) -> plan_config.PlanConfig:
+    return plan_config.PlanConfig("tiny", "v5e:2x4", row_tokens=16, **options)
 
 
 @pytest.fixture
@@ -226,15 +226,17 @@ def test_a_step_that_does_not_fit_ends_with_status_1(tiny, capsys):
 @tpu_compiler
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_memory_is_what_the_compiler_says(name):
-    device = plan.slice_devices(name)[0]
+    device = plan_compile.slice_devices(name)[0]
     mesh = create_mesh("dp1", [device])
     large = jax.ShapeDtypeStruct(
         (2**28, 256), jnp.float32, sharding=NamedSharding(mesh, P())
     )
     program = plan_programs.Program("large", jax.jit(lambda x: x.T + 1.0), (large,), ())
-    with pytest.raises(plan.DoesNotFitError, match="large: does not fit") as error:
-        plan.compile_program(program, {}, None)
-    limit = plan.HBM_GIB[device.device_kind]
+    with pytest.raises(
+        plan_compile.DoesNotFitError, match="large: does not fit"
+    ) as error:
+        plan_compile.compile_program(program, {}, None)
+    limit = plan_compile.HBM_GIB[device.device_kind]
     assert f"available HBM ({limit:.2f}G)" in str(error.value)
 
 

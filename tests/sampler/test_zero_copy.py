@@ -15,6 +15,7 @@ from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh, named_shardings
 from jaxrl_post.train import state as training
 from jaxrl_post.train.learner import Learner
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.publish import buffer_pointers, publish
 from jaxrl_post.train.step import Policy
 from tests import tiny
@@ -38,9 +39,7 @@ def mesh(request):
 
 @pytest.fixture(scope="module")
 def learner(mesh):
-    optimizer = training.make_optimizer(
-        training.OptimizerConfig(learning_rate=0.1), SPECS, 10
-    )
+    optimizer = training.make_optimizer(OptimizerConfig(learning_rate=0.1), SPECS, 10)
     layout = training.shardings(SPECS, optimizer, mesh, DEFAULT_RULES, narrow=False)
     return Learner(
         policy=Policy(CONFIG),

@@ -30,10 +30,11 @@ from jaxrl_post.train.config import (
 from jaxrl_post.train.critic import check_critic, open_critic
 from jaxrl_post.train.learner import begin_training
 from jaxrl_post.train.lora_config import AdapterConfig
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.publish import buffer_pointers
 from jaxrl_post.train.reference import open_reference
 from jaxrl_post.train.session import layout_table, save_model
-from jaxrl_post.train.state import OptimizerConfig, make_optimizer
+from jaxrl_post.train.state import make_optimizer
 from tests import tiny
 from tests.train.test_learner import sequences
 from tests.train.trainers import make_model

@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.algorithms import corrections
-from jaxrl_post.train.algorithm import (
-    check_rollout,
-    make_algorithm,
-    make_correction,
-)
+from jaxrl_post.train.algorithm import make_algorithm, make_correction
 from jaxrl_post.train.config import (
     AlgorithmConfig,
     AlgorithmName,
@@ -26,6 +22,7 @@ from jaxrl_post.train.config import (
 )
 from jaxrl_post.train.distill_config import DistillConfig, DivergenceName
 from jaxrl_post.train.lora_config import AdapterConfig
+from jaxrl_post.train.option_checks import check_options
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0, 0.0]])
 VALID = jnp.ones((1, 4), bool)
@@ -204,9 +201,9 @@ def test_options_of_rollouts_that_teach_nothing_are_refused(data, rollout, messa
         rollout=RolloutConfig(**rollout),
     )
     with pytest.raises(ConfigError, match=message):
-        check_rollout(config)
-    check_rollout(replace(config, rollout=RolloutConfig()))
-    check_rollout(replace(config, algorithm=AlgorithmConfig()))
+        check_options(config)
+    check_options(replace(config, rollout=RolloutConfig()))
+    check_options(RLConfig(rollout=config.rollout))
 
 
 @pytest.mark.parametrize("kind", get_args(CorrectionName))

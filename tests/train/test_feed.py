@@ -13,8 +13,8 @@ from jaxrl_post.train.config import UpdateConfig
 from jaxrl_post.train.examples import Judgements
 from jaxrl_post.train.feed import Feed, Measured
 from jaxrl_post.train.learner import begin_training
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.reference import Reference
-from jaxrl_post.train.state import OptimizerConfig
 from tests.train.trainers import make_model
 
 ROW, DRAWN = 24, [0, 3, 5, 6, 9, 4]

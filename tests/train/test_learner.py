@@ -14,6 +14,7 @@ from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.train import state as training
 from jaxrl_post.train import step as pure
 from jaxrl_post.train.learner import DivergenceError, Learner
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.types import rows as rows_of
 
 CONFIG = ModelConfig(
@@ -46,7 +47,7 @@ def make_learner(
 ) -> Learner:
     mesh = create_mesh(mesh_spec, jax.devices()[:num_devices])
     optimizer = training.make_optimizer(
-        training.OptimizerConfig(learning_rate=1e-3, weight_decay=0.1), SPECS, 100
+        OptimizerConfig(learning_rate=1e-3, weight_decay=0.1), SPECS, 100
     )
     layout = training.shardings(
         SPECS, optimizer, mesh, DEFAULT_RULES, narrow=dtype != jnp.float32

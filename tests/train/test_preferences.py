@@ -17,6 +17,7 @@ from jaxrl_post.train.config import (
     UpdateConfig,
 )
 from jaxrl_post.train.offline import run_preference, run_reward
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.preference_config import (
     PairsConfig,
     PreferenceLossConfig,
@@ -25,7 +26,6 @@ from jaxrl_post.train.preference_config import (
 from jaxrl_post.train.preferences import make_preference, open_judgements, open_pairs
 from jaxrl_post.train.reward_config import RewardConfig
 from jaxrl_post.train.run_directory import read_rows
-from jaxrl_post.train.state import OptimizerConfig
 from tests.train.trainers import CONFIG, make_model
 
 WITHOUT_REFERENCE = ("simpo", "cpo", "orpo", "reference_free_dpo")

@@ -21,11 +21,11 @@ from jaxrl_post.train.config import (
 )
 from jaxrl_post.train.lora_config import AdapterConfig
 from jaxrl_post.train.offline import run_reward
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.preference_config import PairsConfig
 from jaxrl_post.train.preferences import open_solutions
 from jaxrl_post.train.reward_config import RewardConfig
 from jaxrl_post.train.run_directory import RunDirectory, read_rows
-from jaxrl_post.train.state import OptimizerConfig
 
 NOWHERE = Console(file=io.StringIO())
 GRANITE = ModelConfig(
@@ -79,7 +79,7 @@ def llama(tmp_path_factory) -> str:
             {"kind": "process", "separator": r"\n"},
             r"--separator: .* a backslash before an n; got .* A shell writes",
         ),
-        ({"centering": -1.0}, "--centering: must be >= 0; got -1"),
+        ({"centering": -1.0}, "--centering: must be at least 0; got -1"),
         (
             {"kind": "outcome", "separator": "\n\n"},
             r"--separator: is for --kind process alone; got '\\n\\n' with --kind out",

@@ -13,7 +13,7 @@ from jaxrl_post.models import MixtureOfExperts, ModelConfig, Routing, experts
 from jaxrl_post.sharding import create_mesh
 from jaxrl_post.train.config import ConfigError, UpdateConfig
 from jaxrl_post.train.learner import begin_training
-from jaxrl_post.train.state import OptimizerConfig
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.step import Policy, predict
 from tests.train.test_learner import sequences
 from tests.train.trainers import make_model

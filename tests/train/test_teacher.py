@@ -19,6 +19,7 @@ from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.train import state as training
 from jaxrl_post.train.config import ConfigError
 from jaxrl_post.train.learner import Learner, Scorer
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.reference import Reference, beside_teacher
 from jaxrl_post.train.step import Policy
 from jaxrl_post.train.teacher import Comparison
@@ -250,9 +251,7 @@ def test_a_narrow_student_gets_the_gradient_of_a_wide_one():
 def make_learner(mesh_spec: str, num_devices: int, name: str) -> Learner:
     mesh = create_mesh(mesh_spec, jax.devices()[:num_devices])
     specs = models.param_specs(tiny.CONFIG)
-    optimizer = training.make_optimizer(
-        training.OptimizerConfig(learning_rate=3e-3), specs, 100
-    )
+    optimizer = training.make_optimizer(OptimizerConfig(learning_rate=3e-3), specs, 100)
     learner = Learner(
         policy=Policy(tiny.CONFIG, temperature=0.7),
         objective=distribution_distillation(divergence=CASES[name][0]).objective,

@@ -1,0 +1,84 @@
+"""Reads the text of a mesh, `dp4,tp8`; without jax, so that it is checked early."""
+
+import math
+import re
+
+__all__ = ["AXES", "MeshError", "parse_mesh", "read_mesh"]
+
+AXES = ("dp", "fsdp", "ep", "tp")
+
+
+class MeshError(ValueError):
+    """A mesh that cannot be read, or that does not fit the devices or the model."""
+
+
+def read_mesh(spec: str) -> dict[str, int]:
+    """Reads a mesh such as `dp4,tp8`, whatever devices there are.
+
+    Args:
+        spec: comma-separated axis and size; a size of -1, allowed once, takes all the
+            devices that remain. The empty string means `dp-1`.
+
+    Returns:
+        The sizes of the axes that are named.
+
+    Raises:
+        MeshError: an unknown or repeated axis, or a bad size.
+
+    >>> read_mesh("tp2,dp-1")
+    {'tp': 2, 'dp': -1}
+    """
+    sizes: dict[str, int] = {}
+    for part in (spec or "dp-1").replace(" ", "").split(","):
+        match = re.fullmatch(r"([a-z]+)=?(-?\d+)", part)
+        if match is None:
+            raise MeshError(
+                f"mesh: cannot read {part!r} in {spec!r}; write axis and size, "
+                f"as in 'dp4,tp8', with axes from {', '.join(AXES)}"
+            )
+        axis, size = match[1], int(match[2])
+        if axis not in AXES:
+            raise MeshError(
+                f"mesh: unknown axis {axis!r} in {spec!r}; axes are {', '.join(AXES)}"
+            )
+        if axis in sizes:
+            raise MeshError(f"mesh: axis {axis!r} stands twice in {spec!r}")
+        if size != -1 and size < 1:
+            raise MeshError(
+                f"mesh: the size of {axis!r} must be positive, or -1 for all devices "
+                f"that remain; got {size} in {spec!r}"
+            )
+        sizes[axis] = size
+    if list(sizes.values()).count(-1) > 1:
+        raise MeshError(f"mesh: only one size may be -1; got {spec!r}")
+    return sizes
+
+
+def parse_mesh(spec: str, num_devices: int) -> dict[str, int]:
+    """Reads a mesh such as `dp4,tp8` for so many devices.
+
+    Args:
+        spec: as for `read_mesh`.
+        num_devices: number of devices that the mesh has to use up.
+
+    Returns:
+        The size of every axis of `AXES`, in that order, 1 where it was not named.
+
+    Raises:
+        MeshError: as `read_mesh`, or the product is not `num_devices`.
+
+    >>> parse_mesh("tp2,dp-1", 8)
+    {'dp': 4, 'fsdp': 1, 'ep': 1, 'tp': 2}
+    """
+    sizes = read_mesh(spec)
+    free = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if free and num_devices % known == 0:
+        sizes[free[0]] = num_devices // known
+    if math.prod(sizes.values()) != num_devices or -1 in sizes.values():
+        raise MeshError(
+            f"mesh: {spec!r} needs {'a multiple of ' if free else ''}{known} devices, "
+            f"but there are {num_devices}; change the sizes, or on CPU set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={known}"
+        )
+    return {axis: sizes.get(axis, 1) for axis in AXES}

@@ -1,0 +1,34 @@
+"""The options of a conversion."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ConvertConfig"]
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """What to read, and what to write.
+
+    Attributes:
+        input: a Hugging Face directory, an Orbax model directory, or the directory of
+            a run.
+        output: the directory to make; nothing is overwritten.
+        format: of the output. Every program's --model reads either; Orbax's arrays are
+            as the model has them in memory, and transformers does not read them.
+        dtype: of the tensors; None for that in which they are. A run that trains in
+            bfloat16 has float32 master weights: float32 writes those.
+        step: of a run's checkpoint; None for the newest.
+        base: of a run: directory with the config.json and the tokenizer of its model;
+            None for the one that the run names.
+        max_shard_gb: gigabytes of tensors in a file; more is split. With orbax, the
+            size at which a file is closed.
+    """
+
+    input: str
+    output: str
+    format: Literal["huggingface", "orbax"] = "huggingface"
+    dtype: Literal["float32", "bfloat16"] | None = None
+    step: int | None = None
+    base: str | None = None
+    max_shard_gb: float = 5.0

@@ -1,0 +1,31 @@
+"""The options of an optimizer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["OptimizerConfig"]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a learning-rate schedule and gradient clipping.
+
+    Attributes:
+        learning_rate: peak.
+        warmup_steps: optimizer steps of linear warm-up from 0.
+        schedule: what follows the warm-up; "linear" and "cosine" end at 0.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        epsilon: of Adam.
+        weight_decay: decoupled; matrices only, not norms and biases.
+        max_grad_norm: gradients are scaled down to this global norm; 0 for no clipping.
+    """
+
+    learning_rate: float = 1e-5
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0

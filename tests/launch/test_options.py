@@ -1,0 +1,177 @@
+"""Where options begin, and what is refused before jax is imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl_post.train.config import RLConfig, SFTConfig
+from jaxrl_post.train.option_checks import check_options
+from launch import cli, distill, dpo, evaluate, grpo, ppo, reward, sft
+from launch.recipes.demo import demo, distill_demo, ppo_demo
+
+TEACHER = ("--algorithm.reference", "teacher")
+
+
+def options(module, *arguments: str):
+    return cli.read_options(module.PROGRAM, [*arguments])
+
+
+@pytest.mark.parametrize(
+    ("module", "start"), [(grpo, demo), (ppo, ppo_demo), (distill, distill_demo)]
+)
+def test_without_a_model_or_a_task_it_is_the_demo(module, start):
+    assert options(module) == options(module, "--recipe", "demo") == start()
+    assert options(module, "--steps=3").update.row_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "rate"),
+    [
+        (grpo, ("--model", "Qwen/Qwen2.5-0.5B"), 1e-6),
+        (grpo, ("--model=models/Qwen2.5-0.5B", "--lora.rank", "16"), 1e-5),
+        (grpo, ("--model", "tiny", "--lora.rank", "16"), 5e-4),
+        (grpo, ("--env", "gsm8k"), 5e-4),
+        (ppo, ("--model", "runs/sft/model"), 1e-6),
+        (distill, ("--model", "runs/sft/model"), 1e-5),
+        (sft, ("--model", "models/Qwen2.5-0.5B"), 1e-5),
+        (sft, ("--model", "models/Qwen2.5-0.5B", "--lora.rank=8"), 1e-4),
+        (sft, (), 1e-3),
+        (dpo, ("--model", "models/Qwen2.5-0.5B"), 1e-6),
+        (dpo, ("--model", "models/Qwen2.5-0.5B", "--lora.rank=8"), 1e-5),
+        (reward, ("--model", "models/Qwen2.5-0.5B"), 1e-5),
+    ],
+)
+def test_the_learning_rate_fits_the_kind_of_model(module, arguments, rate):
+    assert options(module, *arguments).optimizer.learning_rate == rate
+    given = options(module, *arguments, "--optimizer.learning-rate", "0.125")
+    assert given.optimizer.learning_rate == 0.125
+
+
+def test_a_checkpoint_gets_nothing_of_the_demo():
+    config = options(grpo, "--model", "models/Qwen2.5-0.5B", "--env", "gsm8k")
+    assert config == RLConfig(model="models/Qwen2.5-0.5B", env="gsm8k")
+    assert config.warm_start.steps == 0
+    assert config.update.row_tokens == 0
+    assert config.optimizer.schedule == "constant"
+    assert config.rollout.max_tokens == 256
+
+
+def test_a_model_of_random_weights_gets_a_warm_start():
+    assert options(grpo, "--env", "arithmetic?level=2").warm_start.steps == 400
+    assert options(sft).warm_start.steps == 0
+
+
+def test_a_critic_has_a_learning_rate_of_its_own():
+    checkpoint = ("--model", "models/Qwen2.5-0.5B")
+    for arguments, rate in (
+        (checkpoint, 1e-5),
+        ((*checkpoint, "--critic.lora.rank=4"), 1e-4),
+        (("--model=tiny",), 1e-3),
+    ):
+        assert options(ppo, *arguments).critic.optimizer.learning_rate == rate
+
+
+MISTAKES = [
+    (grpo, ("--mesh", "dp4,xp2"), "mesh: unknown axis 'xp'"),
+    (grpo, ("--run-dir", ""), "--run-dir: must name a directory"),
+    (
+        grpo,
+        ("--optimizer.learning-rate", "-1"),
+        "--optimizer.learning-rate: must be gr",
+    ),
+    (grpo, ("--optimizer.learning-rate", "0"), "must be greater than 0; got 0"),
+    (grpo, ("--optimizer.learning-rate", "nan"), "must be greater than 0; got nan"),
+    (grpo, ("--optimizer.max-grad-norm", "-1"), "--optimizer.max-grad-norm: must be a"),
+    (
+        grpo,
+        ("--optimizer.beta2", "1"),
+        r"--optimizer.beta2: must be in \[0, 1\); got 1",
+    ),
+    (grpo, ("--rollout.temperature", "0"), "--rollout.temperature: must be greater th"),
+    (
+        grpo,
+        ("--rollout.top-p", "1.5"),
+        r"--rollout.top-p: must be in \(0, 1\]; got 1.5",
+    ),
+    (
+        grpo,
+        ("--algorithm.kl-coefficient", "-0.1"),
+        "kl-coefficient: must be at least 0",
+    ),
+    (
+        grpo,
+        ("--algorithm.entropy-coefficient=-1",),
+        "entropy-coefficient: must be at le",
+    ),
+    (grpo, ("--rollout.samples-per-prompt", "1"), "grpo compares the samples of a pro"),
+    (grpo, ("--algorithm.name=rloo", "--update.epochs=2"), "rloo weighs no token by h"),
+    (
+        grpo,
+        ("--algorithm.name=max_rl", "--rollout.overlong-buffer=2"),
+        "--rollout.overlong-buffer: max_rl divides by a prompt's mean reward",
+    ),
+    (
+        ppo,
+        ("--critic.warmup-steps", "160"),
+        "--critic.warmup-steps: must be less than --steps, 160",
+    ),
+    (ppo, ("--critic.optimizer.learning-rate=-1",), "--critic.optimizer.learning-rate"),
+    (ppo, ("--critic.gamma", "1.5"), r"--critic.gamma: must be in \[0, 1\]; got 1.5"),
+    (
+        ppo,
+        ("--rollout.samples-per-prompt=1", "--rollout.dynamic-sampling"),
+        "--rollout.dynamic-sampling: keeps the prompts whose samples differ",
+    ),
+    (distill, (), "--algorithm.reference: distillation needs the directory"),
+    (sft, ("--warm-start.steps", "3"), "--warm-start.steps: fine-tuning is what a wa"),
+    (sft, ("--examples-per-step", "0"), "--examples-per-step: must be at least 1; go"),
+    (dpo, ("--loss.beta", "-1"), "--loss.beta: must be greater than 0; got -1"),
+    (reward, ("--separator", ""), "--separator: must not be empty"),
+    (evaluate, ("--model=m", "--samples=2"), "--samples: 2 greedy samples"),
+    (evaluate, ("--model=m", "--temperature=-1"), "--temperature: must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("module", "arguments", "message"), MISTAKES)
+def test_a_mistake_is_refused_before_anything_is_imported(
+    module, arguments, message, monkeypatch
+):
+    loaded = cli.Program(
+        name=module.PROGRAM.name,
+        description="",
+        default=module.PROGRAM.default,
+        load=lambda: pytest.fail("imports jax"),
+        check=module.PROGRAM.check,
+    )
+    with pytest.raises(ValueError, match=message):
+        loaded.check(cli.read_options(loaded, [*arguments]))
+    assert cli.call(loaded, [*arguments]) == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        options(ppo, "--rollout.samples-per-prompt=1"),
+        options(distill, *TEACHER, "--rollout.samples-per-prompt=1"),
+        options(
+            grpo,
+            "--algorithm.name=reinforce_plus_plus",
+            "--rollout.samples-per-prompt=1",
+        ),
+        options(grpo, "--optimizer.max-grad-norm=0"),
+        options(grpo, "--algorithm.name=rloo"),
+        SFTConfig(),
+    ],
+)
+def test_what_makes_sense_is_accepted(config):
+    check_options(config)
+
+
+def test_reading_options_imports_no_jax():
+    names = "cli, convert, distill, dpo, evaluate, grpo, plan, ppo, report, reward, sft"
+    code = f"import sys; from launch import {names}; print('jax' in sys.modules)"
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert finished.stdout == "False\n", finished.stderr
