@@ -22,6 +22,7 @@ from rich.table import Table
 
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.families import read_config
+from jaxrl_post.models.names import nearest_first
 from jaxrl_post.models.presets import PRESETS
 from jaxrl_post.models.tensor_files import read_json
 from jaxrl_post.sharding import create_mesh, per_device_bytes
@@ -151,7 +152,7 @@ def _architecture(name: str) -> ModelConfig:
     if not file.is_file():
         raise PlanError(
             f"--model: {name!r} is neither a directory with a config.json nor a "
-            f"published model; those are {', '.join(PRESETS)}"
+            f"preset; presets are {nearest_first(name, PRESETS)}"
         )
     return read_config(read_json(file))
 

@@ -18,8 +18,8 @@ class PlanConfig:
     """What to plan.
 
     Attributes:
-        model: name of a published model (`jaxrl_post.models.presets`), or a directory
-            with a config.json.
+        model: a preset, such as llama-3.1-8b (`jaxrl_post.models.presets`), or a
+            directory with a config.json.
         topology: generation and shape of the slice, such as v5e:4x4 or v5p:4x4x4.
         mesh: as of a run, such as fsdp8,tp2.
         rows: packed rows of a microbatch; 0 for one a part of the batch.

@@ -1,7 +1,10 @@
-"""Published models by name: their architectures, without their weights.
+"""Architectures by name, without weights: small ones of our own, and published models.
 
-The numbers are those of each model's config.json, under the names that they have there,
-so that each can be compared with its source. All of these models publish an
+Every `--model` takes these names, for a randomly initialised model with a tokenizer
+learned from the environment's texts; `launch.plan` compiles them without weights.
+
+The numbers of published models are those of each config.json, under the names that they
+have there, so that each can be compared with its source. All of them publish an
 `initializer_range` of 0.02, which is `ParamSpec`'s scale: `initialize` draws matrices
 and embeddings from a normal distribution of that width, and starts norms at one and
 biases at zero. Where releases of one size differ, Qwen2.5's are its base models (some
@@ -244,9 +247,22 @@ def _glm_4_5_air() -> ModelConfig:
     )
 
 
-# Plain numbers are SIZES, the vocabulary where a family's releases differ in it.
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
+        # For machines without an accelerator; the benchmark has "tiny" and "small".
+        "demo": ModelConfig(
+            "qwen2", 512, 128, 384, 3, num_heads=4, num_kv_heads=2, max_length=1024,
+            qkv_bias=True, tie_embeddings=True,
+        ),
+        "tiny": ModelConfig(
+            "qwen2", 512, 256, 688, 4, num_heads=8, num_kv_heads=4, max_length=1024,
+            qkv_bias=True, tie_embeddings=True,
+        ),
+        "small": ModelConfig(
+            "qwen2", 32000, 512, 1376, 8, num_heads=8, num_kv_heads=4, max_length=4096,
+            qkv_bias=True, tie_embeddings=True,
+        ),
+        # Plain numbers are SIZES, and a vocabulary in which a family's releases differ.
         "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8),
         "llama-3.1-70b": _llama3(8192, 28672, 80, 64, 8),
         "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 8, factor=32.0, tied=True),

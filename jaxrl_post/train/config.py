@@ -281,7 +281,8 @@ class RunConfig:
         resume: go on from the newest checkpoint in `run_dir`, if there is one.
         seed: of initial weights, data order and sampling noise.
         mesh: such as "dp4,tp8"; default: all devices on dp.
-        model: a Hugging Face directory, or a preset: demo, tiny, small.
+        model: a Hugging Face directory, or a preset with random weights: demo, tiny,
+            small, or a published size such as qwen3-0.6b (jaxrl_post.models.presets).
         dtype: of the parameters; None for the checkpoint's own, float32 for a preset.
         steps: of the run; each is a batch, sampled or read.
         update: how a batch becomes optimizer steps.

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs import Environment
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.lora import LoRAConfig, adapted, merged
+from jaxrl_post.models.names import nearest_first
 from jaxrl_post.models.orbax_files import is_orbax_directory
 from jaxrl_post.models.peft_files import save_adapter
+from jaxrl_post.models.presets import PRESETS
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sharding import (
     DEFAULT_RULES,
@@ -34,7 +36,6 @@ from jaxrl_post.train.config import ConfigError, DataConfig, UpdateConfig
 from jaxrl_post.types import PyTree
 
 __all__ = [
-    "PRESETS",
     "Adaptation",
     "Model",
     "check_context",
@@ -44,23 +45,6 @@ __all__ = [
     "open_model",
     "save_model",
 ]
-
-# Randomly initialised models for machines without an accelerator. "tiny" and "small"
-# are the shapes of the benchmark.
-PRESETS: Mapping[str, ModelConfig] = {
-    "demo": ModelConfig(
-        "qwen2", 512, 128, 384, 3, num_heads=4, num_kv_heads=2, max_length=1024,
-        qkv_bias=True, tie_embeddings=True,
-    ),
-    "tiny": ModelConfig(
-        "qwen2", 512, 256, 688, 4, num_heads=8, num_kv_heads=4, max_length=1024,
-        qkv_bias=True, tie_embeddings=True,
-    ),
-    "small": ModelConfig(
-        "qwen2", 32000, 512, 1376, 8, num_heads=8, num_kv_heads=4, max_length=4096,
-        qkv_bias=True, tie_embeddings=True,
-    ),
-}  # fmt: skip
 
 # Texts from which a preset's tokenizer is learned.
 TOKENIZER_TEXTS = 2000
@@ -186,7 +170,7 @@ def open_model(
     """Loads a model directory, or initialises a preset with a tokenizer of its own.
 
     Args:
-        name: a Hugging Face directory or a key of PRESETS.
+        name: a Hugging Face directory or a key of `models.presets.PRESETS`.
         mesh: such as "dp4,tp8".
         dtype: of the parameters, None for the checkpoint's own.
         seed: of a preset's weights.
@@ -228,7 +212,7 @@ def open_model(
     else:
         raise ConfigError(
             f"--model: {name!r} is neither a directory nor a preset; presets are "
-            f"{', '.join(PRESETS)}"
+            f"{nearest_first(name, PRESETS)}"
         )
     try:
         tokenizer = tokenizer.for_model(config.vocab_size)

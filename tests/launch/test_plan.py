@@ -166,10 +166,10 @@ def run(*arguments: str) -> int:
 
 
 def test_a_model_that_nobody_published(capsys, tmp_path):
-    assert run(f"--model={tmp_path}", "--topology=v5e:2x2") == 1
+    assert run(f"--model={tmp_path}/llama-3.1-7b", "--topology=v5e:2x2") == 1
     printed = capsys.readouterr().out
-    assert "is neither a directory with a config.json nor a published model" in printed
-    assert "llama-3.1-8b, llama-3.1-70b" in printed
+    assert "is neither a directory with a config.json nor a preset" in printed
+    assert "presets are llama-3.1-70b, llama-3.1-8b" in printed
 
 
 def test_without_the_compiler_it_says_what_to_install(capsys, monkeypatch):

@@ -307,11 +307,15 @@ def test_llama_has_no_windows():
     [
         (
             {"model_type": "mamba"},
-            "unknown model_type 'mamba'; supported: llama, mistral, ",
+            r"unknown model_type 'mamba'; supported: .*llama, mistral, ",
         ),
         (
             {"model_type": None},
             "unknown model_type None; supported: llama, mistral, ",
+        ),
+        (
+            {"model_type": "qwen3_mo"},
+            "unknown model_type 'qwen3_mo'; supported: qwen3_moe, qwen2_moe, qwen3, ",
         ),
         ({"hidden_act": "relu"}, "hidden_act must be one of silu, .*; got 'relu'"),
         (

@@ -31,7 +31,7 @@ def test_a_config_that_cannot_be_read(saved):
     edit_config(saved, model_type="mamba")
     with pytest.raises(
         CheckpointError,
-        match=r"config\.json: unknown model_type 'mamba'; supported: llama, ",
+        match=r"config\.json: unknown model_type 'mamba'; supported: .*llama, ",
     ):
         load_pretrained(saved)
     edit_config(saved, model_type="llama", num_key_value_heads=3)

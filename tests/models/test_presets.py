@@ -11,8 +11,12 @@ from jaxrl_post.models.families import read_config, write_config
 from jaxrl_post.models.presets import PRESETS
 from jaxrl_post.models.spec import initialize, is_spec
 
-# Parameters that can be trained: of safetensors' metadata, with what is tied once.
+# Parameters that can be trained: of safetensors' metadata, with what is tied once; by
+# hand for the small ones of our own.
 COUNTS = {
+    "demo": 657_024,
+    "tiny": 3_035_392,
+    "small": 39_600_640,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.2-1b": 1_235_814_400,
@@ -55,6 +59,9 @@ ROUNDED = {
 
 # What no count of parameters sees: epsilon, rotary base, context, rotary scaling.
 UNCOUNTED = {
+    "demo": (1e-6, 1e4, 1024, None),
+    "tiny": (1e-6, 1e4, 1024, None),
+    "small": (1e-6, 1e4, 4096, None),
     "llama-3.1-8b": (1e-5, 5e5, 131072, 8.0),
     "llama-3.1-70b": (1e-5, 5e5, 131072, 8.0),
     "llama-3.2-1b": (1e-5, 5e5, 131072, 32.0),

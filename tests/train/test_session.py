@@ -134,6 +134,25 @@ def test_a_model_that_is_neither_directory_nor_preset():
 
 
 @pytest.mark.parametrize(
+    ("name", "first"),
+    [("Qwen/Qwen2.5-0.5B", "qwen2.5-0.5b"), ("qwen3-0.5b", "qwen3-0.6b")],
+)
+def test_the_nearest_presets_come_first_in_one_line(name, first):
+    with pytest.raises(ConfigError, match=rf"presets are {first}, ") as caught:
+        open_with(name=name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"), [("qwen2.5-0.5b", 14), ("gemma-3-1b", 4), ("qwen2.5-7b", 28)]
+)
+def test_every_preset_can_be_opened(name, heads):
+    """As far as its layout, which is checked before weights are made."""
+    with pytest.raises(MeshError, match=rf"heads={heads}, which tp=8 does not divide"):
+        open_with(name=name, mesh="tp8")
+
+
+@pytest.mark.parametrize(
     ("mesh", "message"),
     [
         ("tp8", r"heads=4, which tp=8 does not divide"),

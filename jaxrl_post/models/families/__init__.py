@@ -22,6 +22,7 @@ from jaxrl_post.models.families import (
     smollm,
 )
 from jaxrl_post.models.families.family import Family
+from jaxrl_post.models.names import nearest_first
 
 __all__ = [
     "FAMILIES",
@@ -148,7 +149,8 @@ def family_of(model_type: Any) -> Family:
     """
     if model_type not in FAMILIES:
         raise CheckpointError(
-            f"unknown model_type {model_type!r}; supported: {', '.join(FAMILIES)}"
+            f"unknown model_type {model_type!r}; supported: "
+            f"{nearest_first(str(model_type), FAMILIES)}"
         )
     return FAMILIES[model_type]
 
