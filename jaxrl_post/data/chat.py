@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl_post.data import spans
+from jaxrl_post.data.rendering import run_template
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 # Stands at the end of a message that is continued; ends with a space to show whether
 # the template strips what it is given.
 MARK = "\ufdd0continued\ufdd0 "
+SHOWN = 30  # characters of a template's text, in errors
 
 
 @runtime_checkable
@@ -229,8 +231,11 @@ def conversation(
     r"""Tokens of a whole conversation, and which of them the assistant produced.
 
     That is its text, its reasoning, its tool calls and the token that ends its turn. A
-    template with `{% generation %}` blocks says so itself. With any other the spans are
-    found from what it writes: a turn begins where the prompt for it ends. The text is
+    template with `{% generation %}` blocks says so itself; a stop token that follows a
+    block is produced too. With any other the spans are found from what it writes: a
+    turn begins where the prompt for it ends. Every turn ends with a stop token, or the
+    model would never learn to stop: where the template marks the end of a turn by how
+    the next one begins, the last turn is given that token. The text is
     tokenised once, as a whole; a token belongs to the assistant if it begins in one of
     the spans, so one that only reaches into a span does not (transformers' mask has
     that one too; with special tokens around a turn there is none). Without a template
@@ -246,8 +251,8 @@ def conversation(
         int32 ids [length] and bool mask [length].
 
     Raises:
-        TokenizerError: no turn of the assistant; the template fails, or renders a turn
-            differently once later ones follow.
+        TokenizerError: no turn of the assistant; the template fails, renders a turn
+            differently once later ones follow, or ends one with no stop token.
 
     >>> tokenizer = Tokenizer.train(["1+2=3"])
     >>> question = {"role": "user", "content": "1+2="}
@@ -354,15 +359,46 @@ def _templated(
     def text_of(part: Sequence[Mapping[str, Any]], prompt: bool) -> str:
         return _run(tokenizer, part, options, prompt).text
 
-    whole = _run(tokenizer, rows, options, False)
+    whole, stops = _run(tokenizer, rows, options, False), tokenizer.stop_tokens
     if whole.generated is None:
-        stops = tokenizer.stop_tokens
         found = spans.assistant_spans(text_of, rows, stops, only_last=only_last)
+        for span in found[:-1]:
+            _check_end(tokenizer, whole.text, span)
     else:
-        found = list(whole.generated)
+        found = spans.through_stops(whole.text, whole.generated, stops)
         if only_last:
             found = spans.last_turn(text_of, rows, found)
-    return whole.text, found
+    return _with_last_end(tokenizer, whole.text, found)
+
+
+def _with_last_end(
+    tokenizer: Tokenizer, text: str, found: list[spans.Span]
+) -> tuple[str, list[spans.Span]]:
+    """The text and its spans, the last of which ends with a stop token.
+
+    That token is added where the template leaves it to the next turn's beginning.
+    """
+    if not found or spans.ends_with_stop(text, found[-1], tokenizer.stop_tokens):
+        return text, found
+    begin, end = found[-1]
+    if text[end:].strip():
+        _check_end(tokenizer, text, found[-1])
+    text = text[:end] + tokenizer.turn_end
+    return text, [*found[:-1], (begin, len(text))]
+
+
+def _check_end(tokenizer: Tokenizer, text: str, span: spans.Span) -> None:
+    """Refuses a turn that teaches no stop token."""
+    if spans.ends_with_stop(text, span, tokenizer.stop_tokens):
+        return
+    _ = tokenizer.turn_end  # raises where the template has none
+    raise TokenizerError(
+        "chat: after a turn of the assistant the chat template writes "
+        f"{text[span[1] : span[1] + SHOWN]!r}, which begins with no stop token "
+        f"({', '.join(tokenizer.stop_tokens)}), so a model would not learn to stop "
+        "there; add that token's id to eos_token_id of generation_config.json, or move "
+        "{% endgeneration %} behind it where the template has such blocks"
+    )
 
 
 def _plain(
@@ -384,13 +420,6 @@ def _run(
     options: Options,
     prompt: bool,
 ) -> "Rendered":
-    try:
-        from jaxrl_post.data import templates
-    except ModuleNotFoundError as error:
-        raise TokenizerError(
-            "chat: this tokenizer has a chat template, which needs jinja2; "
-            "pip install 'jaxrl_post[chat]'"
-        ) from error
     tools, documents = options.tools, options.documents
     named = options.template
     if named is None and tools is not None and "tool_use" in tokenizer.chat_templates:
@@ -410,7 +439,7 @@ def _run(
         "documents": _plain_value(documents, "documents"),
         "add_generation_prompt": prompt,
     }
-    return templates.run(source, variables, now=options.now)
+    return run_template(source, variables, now=options.now)
 
 
 def _message(message: Turn | Mapping[str, Any]) -> dict[str, Any]:

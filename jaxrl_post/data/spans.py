@@ -4,14 +4,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_post.data.tokenizer import TokenizerError
+from jaxrl_post.data.tokenizer_files import TokenizerError
 
 __all__ = [
     "Span",
     "answer_end",
     "assistant_spans",
     "closed",
+    "ends_with_stop",
     "last_turn",
+    "through_stops",
     "turn_end",
 ]
 
@@ -127,12 +129,43 @@ def assistant_spans(
                 "sampled. Cut the conversation after each turn of the assistant and "
                 "learn that turn alone (only_last=True)"
             )
-        end = turn_end(kept, stops, len(prompt))
-        if not kept[:end].endswith(tuple(stops)):
-            following = (stop for stop in stops if whole.startswith(stop, end))
-            end += len(next(following, ""))
-        spans.append((len(prompt), end))
-    return spans
+        spans.append((len(prompt), turn_end(kept, stops, len(prompt))))
+    return through_stops(whole, spans, stops)
+
+
+def ends_with_stop(text: str, span: Span, stops: Sequence[str]) -> bool:
+    """Whether a span's last token, but for white space, is a stop token.
+
+    Args:
+        text: a rendered conversation.
+        span: of it.
+        stops: the stop tokens.
+    """
+    begin, end = span
+    return text[begin:end].rstrip().endswith(tuple(stops))
+
+
+def through_stops(text: str, spans: Sequence[Span], stops: Sequence[str]) -> list[Span]:
+    """The spans, each with the stop token that follows it where it has none.
+
+    Args:
+        text: a rendered conversation.
+        spans: of turns in it, or of parts of turns.
+        stops: the stop tokens.
+
+    >>> through_stops("a: 4 <end>", [(3, 4)], ["<end>"])
+    [(3, 10)]
+    """
+    if not stops:
+        return list(spans)
+    stop = re.compile(rf"\s*(?:{'|'.join(map(re.escape, stops))})")
+    limits, found = [*(begin for begin, _ in spans[1:]), len(text)], []
+    for (begin, end), limit in zip(spans, limits, strict=True):
+        match = stop.match(text, end, limit)
+        if match and not ends_with_stop(text, (begin, end), stops):
+            end = match.end()
+        found.append((begin, end))
+    return found
 
 
 def last_turn(

@@ -23,7 +23,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxrl_post.data.tokenizer import TokenizerError
+from jaxrl_post.data.tokenizer_files import TokenizerError
 
 __all__ = ["MAX_STEPS", "Rendered", "run"]
 

@@ -14,6 +14,7 @@ from jaxrl_post.data.tokenizer_files import (
     read_files,
     read_settings,
 )
+from jaxrl_post.data.turn_end import find_turn_end
 
 __all__ = ["Tokenizer", "TokenizerError"]
 
@@ -27,7 +28,8 @@ class Tokenizer:
 
     Args:
         backend: of the tokenizers library.
-        stop_ids: ids that end a completion, the end-of-sequence id first.
+        stop_ids: ids that end a completion, the end-of-sequence id first; the end of
+            the chat template's turn need not be among them.
         chat_template: Jinja source, several by name, or None for a plain text format.
         special_tokens: names that a chat template may use, such as "bos_token".
         num_embeddings: ids that the model knows; None for all.
@@ -48,7 +50,7 @@ class Tokenizer:
                 "tokenizer_config.json or eos_token_id in generation_config.json"
             )
         self.backend = backend
-        self.stop_ids = tuple(stop_ids)
+        self._named_stops = tuple(stop_ids)
         if isinstance(chat_template, str):
             chat_template = {"default": chat_template}
         self.chat_templates = dict(chat_template or {})
@@ -65,7 +67,7 @@ class Tokenizer:
         not used. A special token that the vocabulary lacks is not added to it.
 
         Stop ids are those of generation_config.json, config.json and the eos_token of
-        tokenizer_config.json together.
+        tokenizer_config.json together, and the end of the chat template's turn.
 
         Raises:
             TokenizerError: a missing or unreadable file, or no end-of-sequence token.
@@ -116,10 +118,48 @@ class Tokenizer:
         """Number of ids, added tokens included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a completion, the end-of-sequence id first.
+
+        The end of the chat template's turn is one of them: a model that is trained on
+        the template's turns learns to say that token, which the checkpoint's files do
+        not name where they belong to a base model.
+        """
+        if not self.chat_templates:
+            return self._named_stops
+        try:
+            end = self.backend.token_to_id(self.turn_end)
+        except TokenizerError:  # an error where answers are learned; see `turn_end`
+            return self._named_stops
+        if end is None or end in self._named_stops:
+            return self._named_stops
+        return (*self._named_stops, end)
+
+    @cached_property
+    def turn_end(self) -> str:
+        """The token with which the assistant ends its turn.
+
+        Without a chat template that is the end-of-sequence token. Of several templates
+        the one named "default" says it, or the first.
+
+        Raises:
+            TokenizerError: the template ends a turn with no token, or fails.
+        """
+        if not self.chat_templates:
+            return self.eos_token
+        template = self.chat_template or next(iter(self.chat_templates.values()))
+        added = self.backend.get_added_tokens_decoder().values()
+        named = map(self.backend.id_to_token, self._named_stops)
+        tokens = {token.content for token in added} | {
+            token for token in named if token
+        }
+        return find_turn_end(template, self.special_tokens, tokens)
+
     @property
     def eos_id(self) -> int:
         """The id that ends a sequence."""
-        return self.stop_ids[0]
+        return self._named_stops[0]
 
     @property
     def eos_token(self) -> str:
@@ -174,7 +214,7 @@ class Tokenizer:
             )
         return Tokenizer(
             self.backend,
-            stop_ids=self.stop_ids,
+            stop_ids=self._named_stops,
             chat_template=self.chat_templates,
             special_tokens=self.special_tokens,
             num_embeddings=num_embeddings,

@@ -84,11 +84,11 @@ def produced(tokenizer, messages, options=None, **more):
         ("gemma", ["</s>", "<end_of_turn>"], ["4<end_of_turn>", "6<end_of_turn>"]),
         # The end of the whole conversation is not a turn's.
         ("phi3", ["</s>", "<|end|>", "<|assistant|>"], ["4<|end|>", "6<|end|>"]),
-        # The next turn's head is what ends this one; nothing ends the last.
+        # The next turn's head is what ends this one, and is added to the last.
         (
             "glm",
             ["</s>", "<|user|>", "<|observation|>"],
-            ["\n<think></think>\n4<|user|>", "\n<think></think>\n6"],
+            ["\n<think></think>\n4<|user|>", "\n<think></think>\n6<|user|>"],
         ),
         # Without a template.
         (None, ["</s>"], ["4</s>", "6</s>"]),
@@ -102,6 +102,7 @@ def test_turns_and_the_tokens_that_end_them(template, stops, expected):
     tokens, _ = conversation(tokenizer, TWO_TURNS)
     if template is not None:
         text = render_text(tokenizer, TWO_TURNS, prompt=False)
+        text += "<|user|>" if template == "glm" else ""
         assert tuple(tokens) == tokenizer.encode(text)
 
 

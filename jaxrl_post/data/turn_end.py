@@ -1,0 +1,144 @@
+"""The token with which the assistant ends its turn: what its chat template writes.
+
+The end-of-sequence token of a checkpoint need not be it. A base model ends documents
+with one token, as Qwen 2.5 does with <|endoftext|>, while the template beside it ends
+turns with another, such as ChatML's <|im_end|>.
+"""
+
+import itertools
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxrl_post.data.rendering import run_template
+from jaxrl_post.data.tokenizer_files import TokenizerError
+
+__all__ = ["find_turn_end"]
+
+# Contents that no template writes by itself.
+QUESTION, ANSWER, NEXT = "\ufdd0ask\ufdd0", "\ufdd0answer\ufdd0", "\ufdd0next\ufdd0"
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+class Kind(NamedTuple):
+    """What a short conversation has that some templates insist on."""
+
+    system: bool  # a message of the system
+    parts: bool  # contents that are lists
+    tools: bool
+
+
+KINDS = [Kind(*chosen) for chosen in itertools.product((False, True), repeat=3)]
+
+
+def find_turn_end(
+    template: str, special_tokens: Mapping[str, str], tokens: Collection[str]
+) -> str:
+    r"""The token that the assistant has to say when its answer is over.
+
+    Renders a short conversation twice, with and without a question after the answer.
+    Of what follows the answer the first of these is the end of the turn:
+
+    1. the last token that follows an answer in either case, as ChatML's <|im_end|>;
+    2. the first token after the last answer, as <|return|> of GPT-OSS, whose earlier
+       turns end with <|end|>, which also stands inside of a turn;
+    3. the first token of the next turn, as GLM's <|user|>, where nothing closes a turn.
+
+    Args:
+        template: Jinja.
+        special_tokens: names that the template may use, such as "eos_token".
+        tokens: that are matched whole in a text.
+
+    Raises:
+        TokenizerError: jinja2 is not installed, the template writes no answer, or none
+            of the tokens follows it.
+
+    >>> template = "{% for m in messages %}{{ m.content }}<end>\n{% endfor %}"
+    >>> find_turn_end(template, {}, ["<begin>", "<end>"])
+    '<end>'
+    """
+    last, earlier = _what_follows(template, special_tokens)
+    named = sorted(filter(None, tokens), key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, named)) or r"(?!)")
+    closing, between = pattern.findall(last), pattern.findall(earlier)
+    shared = 0
+    while shared < min(len(closing), len(between)):
+        if closing[shared] != between[shared]:
+            break
+        shared += 1
+    if shared:
+        return closing[shared - 1]
+    if closing or between:
+        return (closing or between)[0]
+    raise TokenizerError(
+        "chat: the chat template ends the assistant's turn with "
+        f"{last or earlier!r:.80}, in which there is no special token of "
+        "tokenizer.json, so a model cannot learn to stop there; write "
+        "{{ eos_token }} after the assistant's content in the template, or use a "
+        "tokenizer that has the template's tokens"
+    )
+
+
+def _what_follows(template: str, special_tokens: Mapping[str, str]) -> tuple[str, str]:
+    """What a template writes after the last answer, and between one and a question.
+
+    The latter is empty where the template takes no further question.
+    """
+    failure: TokenizerError | None = None
+    asked = (("user", QUESTION), ("assistant", ANSWER))
+    for kind in KINDS:
+        try:
+            whole = _written(template, special_tokens, asked, kind)
+        except TokenizerError as error:
+            failure = failure or error
+            continue
+        if ANSWER not in whole:
+            continue
+        last = whole.rpartition(ANSWER)[2]
+        try:
+            more = (*asked, ("user", NEXT))
+            before, asked_again, _ = _written(
+                template, special_tokens, more, kind
+            ).rpartition(NEXT)
+        except TokenizerError:
+            return last, ""
+        _, answered, earlier = before.rpartition(ANSWER)
+        return last, earlier if asked_again and answered else ""
+    raise TokenizerError(
+        "chat: the end of the assistant's turn cannot be found, because the chat "
+        f"template does not write one: {failure or 'it leaves the content out'}; give "
+        "the model a template that writes a user's message and the assistant's answer"
+    ) from failure
+
+
+def _written(
+    template: str,
+    special_tokens: Mapping[str, str],
+    turns: Sequence[tuple[str, str]],
+    kind: Kind,
+) -> str:
+    if kind.system:
+        turns = [("system", "Be brief."), *turns]
+    messages = [
+        {
+            "role": role,
+            "content": [{"type": "text", "text": text}] if kind.parts else text,
+        }
+        for role, text in turns
+    ]
+    variables: dict[str, Any] = {
+        **special_tokens,
+        "messages": messages,
+        "tools": [TOOL] if kind.tools else None,
+        "documents": None,
+        "add_generation_prompt": False,
+    }
+    return run_template(template, variables).text
