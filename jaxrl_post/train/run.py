@@ -30,6 +30,7 @@ from jaxrl_post.train.learner import DivergenceError, begin_training
 from jaxrl_post.train.report import write_report
 from jaxrl_post.train.rl import FailedRolloutsError
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
+from jaxrl_post.train.run_lock import run_lock
 from jaxrl_post.train.session import Model, open_model, save_model, versions
 from jaxrl_post.train.sinks import warnings_shown
 from jaxrl_post.train.state import OptimizerConfig, TrainState
@@ -137,7 +138,7 @@ def open_run[Config: RunConfig](
             is saved, and is what a continuation begins with.
 
     Raises:
-        ConfigError: the directory holds another run.
+        ConfigError: the directory holds another run, or another process holds it.
         MeshError: before anything is compiled.
     """
     directory = RunDirectory(Path(config.run_dir))
@@ -145,6 +146,7 @@ def open_run[Config: RunConfig](
     resumable = config.resume and (initial / "config.json").is_file()
     with ExitStack() as stack:
         stack.enter_context(warnings_shown(console))
+        stack.enter_context(run_lock(directory.path, command))
         model = open_model(
             str(initial) if resumable else config.model,
             mesh=config.mesh,
