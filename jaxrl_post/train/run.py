@@ -113,6 +113,26 @@ class Run[Config: RunConfig]:
             )
         )
 
+    def resumed(self, step: int, state: TrainState) -> None:
+        """Says where the run goes on, or that it has nothing left to do.
+
+        Args:
+            step: that was restored.
+            state: likewise.
+
+        Raises:
+            CheckpointError: steps are left, and no room to save them.
+        """
+        steps = self.config.steps
+        if step < steps:
+            self.checkpoints.require_space(state)
+            self.console.print(f"resumed at step {step} of {steps}")
+        else:
+            self.console.print(
+                f"nothing is left to do: the run is at step {step}, and --steps is "
+                f"{steps}; give more to go on"
+            )
+
 
 @contextmanager
 def open_run[Config: RunConfig](
@@ -139,6 +159,7 @@ def open_run[Config: RunConfig](
 
     Raises:
         ConfigError: the directory holds another run, or another process holds it.
+        CheckpointError: it has checkpoints, and none is whole.
         MeshError: before anything is compiled.
     """
     directory = RunDirectory(Path(config.run_dir))
@@ -173,7 +194,7 @@ def open_run[Config: RunConfig](
 
 @contextmanager
 def _checkpoints(directory: RunDirectory, config: RunConfig) -> Iterator[Checkpoints]:
-    """Opens a run's checkpoints; checks that they are this run's."""
+    """Opens a run's checkpoints; checks that they are this run's, and whole."""
     if not config.resume and directory.config.exists():
         raise ConfigError(
             f"--no-resume: {directory.path} holds a run already; choose another "
@@ -181,9 +202,10 @@ def _checkpoints(directory: RunDirectory, config: RunConfig) -> Iterator[Checkpo
         )
     check_same_run(directory, config)
     checkpoints = Checkpoints(
-        directory.path / "checkpoints", keep=config.checkpoint.keep
+        directory.path / "checkpoints", keep=config.checkpoint.keep, sole=True
     )
     try:
+        checkpoints.set_damaged_aside()
         yield checkpoints
     finally:
         checkpoints.close()
