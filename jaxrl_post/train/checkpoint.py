@@ -1,7 +1,10 @@
 """Checkpoints through Orbax: asynchronous, atomic, restorable onto another mesh."""
 
 import contextlib
-from collections.abc import Mapping
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,16 @@ import orbax.checkpoint as ocp
 from grain.checkpoint import CheckpointRestore, CheckpointSave
 
 from jaxrl_post.models.name_map import paths
+from jaxrl_post.train.manifest import find_damage, write_manifest
 from jaxrl_post.train.state import TrainState
 from jaxrl_post.types import PyTree
 
 __all__ = ["CheckpointError", "Checkpoints", "abstract_state"]
+
+_log = logging.getLogger(__name__)
+
+# Orbax writes these after the manifest, and restores without them.
+UNREAD = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 class CheckpointError(RuntimeError):
@@ -42,35 +51,134 @@ def abstract_state(shapes: TrainState, layout: TrainState) -> TrainState:
 class Checkpoints:
     """The checkpoints of one run.
 
-    A checkpoint is written to a temporary directory and renamed when complete, so that
-    one which is there is whole. The last `keep` are kept.
+    A checkpoint is written to a temporary directory, gets a list of its files with
+    their checksums, and is renamed when complete, so that one which is there is whole.
+    What happens to it later is noticed by that list. The last `keep` are kept.
 
     Args:
         directory: where; made if missing.
         keep: how many to keep, >= 1.
         deadline_s: seconds to wait for one to be written.
+        sole: no other process writes there, so that what killed ones left unfinished
+            is removed.
     """
 
     def __init__(
-        self, directory: Path, *, keep: int = 2, deadline_s: float = 600.0
+        self,
+        directory: Path,
+        *,
+        keep: int = 2,
+        deadline_s: float = 600.0,
+        sole: bool = False,
     ) -> None:
         self.directory = directory
+        self._saving: int | None = None
         self._manager = ocp.CheckpointManager(
             directory.absolute(),
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep,
                 enable_async_checkpointing=True,
-                async_options=ocp.options.AsyncOptions(timeout_secs=int(deadline_s)),
+                cleanup_tmp_directories=sole,
+                async_options=ocp.options.AsyncOptions(
+                    timeout_secs=int(deadline_s),
+                    post_finalization_callback=self._complete,
+                ),
             ),
         )
 
     def latest(self) -> int | None:
-        """Step of the newest whole checkpoint, None where there is none."""
+        """Step of the newest checkpoint, None where there is none."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Steps of all whole checkpoints, the oldest first."""
+        """Steps of all checkpoints, the oldest first."""
         return sorted(self._manager.all_steps())
+
+    def damage(self, step: int, *, sizes_only: bool = False) -> str | None:
+        """What has become of a checkpoint since it was written; None where it is whole.
+
+        Args:
+            step: of the checkpoint.
+            sizes_only: looks for missing and truncated files, and reads none.
+        """
+        folder = self.directory / str(step)
+        return find_damage(folder, ignored=UNREAD, sizes_only=sizes_only)
+
+    def verify(self, step: int) -> None:
+        """Makes sure that a checkpoint is as it was written.
+
+        Raises:
+            CheckpointError: it is damaged; names the file, and the checkpoints that are
+                whole.
+        """
+        damage = self.damage(step)
+        if damage is not None:
+            whole = [str(each) for each in self.steps() if self.damage(each) is None]
+            raise CheckpointError(
+                f"checkpoint: step {step} in {self.directory} is damaged: {damage}. "
+                f"Whole is: {', '.join(whole) or 'none'}"
+            )
+
+    def set_damaged_aside(self) -> None:
+        """Makes the newest whole checkpoint the newest.
+
+        Those after it are renamed to `damaged-STEP`, with a warning that says why.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole; all stay where
+                they are.
+        """
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            damage = self.damage(step)
+            if damage is None:
+                break
+            damaged[step] = damage
+        else:
+            if damaged:
+                told = "; ".join(f"step {step}: {why}" for step, why in damaged.items())
+                raise CheckpointError(
+                    f"checkpoint: none in {self.directory} is whole ({told}). Restore "
+                    "the files from a copy, or use another --run-dir to start over"
+                )
+        for step, why in damaged.items():
+            aside = self._aside(step)
+            (self.directory / str(step)).rename(aside)
+            _log.warning(
+                "checkpoint: step %d in %s is damaged: %s. It is set aside as %s, and "
+                "the run goes on from the one before",
+                step,
+                self.directory,
+                why,
+                aside.name,
+            )
+        if damaged:
+            self._manager.reload()
+
+    def require_space(self, state: TrainState) -> None:
+        """Makes sure that a disk is not so full that the next save is bound to fail.
+
+        Args:
+            state: to be saved.
+
+        Raises:
+            CheckpointError: less is free than the last checkpoint takes, or than half
+                of the parameters where there is none.
+        """
+        latest = self.latest()
+        if latest is None:
+            weights = jax.tree.leaves((state.params, state.master))
+            wanted = sum(leaf.nbytes for leaf in weights) // 2
+        else:
+            files = (self.directory / str(latest)).rglob("*")
+            wanted = sum(file.stat().st_size for file in files if file.is_file())
+        disk = shutil.disk_usage(self.directory)
+        # A file system without a size of its own says 0 of both.
+        if disk.total and disk.free < wanted:
+            raise self._failed(
+                f"one takes about {wanted / 1e6:,.1f} MB, and "
+                f"{disk.free / 1e6:,.1f} MB are free"
+            )
 
     def save(
         self,
@@ -91,6 +199,9 @@ class Checkpoints:
             CheckpointError: this or the last save failed, on a full disk for example;
                 the checkpoints before are whole.
         """
+        self.wait()
+        self._saving = step
+        self.require_space(state)
         try:
             self._manager.save(
                 step,
@@ -100,8 +211,8 @@ class Checkpoints:
                     meta=ocp.args.JsonSave(dict(meta)),
                 ),
             )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise self._failed(step, error) from error
+        except Exception as error:  # Orbax raises Exception itself.
+            raise self._failed(_brief(error)) from error
 
     def wait(self) -> None:
         """Waits until what `save` started is on the disk.
@@ -111,8 +222,8 @@ class Checkpoints:
         """
         try:
             self._manager.wait_until_finished()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise self._failed(None, error) from error
+        except Exception as error:
+            raise self._failed(_brief(error)) from error
 
     def restore(
         self, step: int, abstract: TrainState, iterator: grain.DatasetIterator
@@ -123,11 +234,16 @@ class Checkpoints:
             CheckpointError: it does not fit, or cannot be read.
         """
         wanted = paths(abstract)
-        try:
+        with self._reading(step):
             stored = self._stored(step)
-            # Orbax would find a misfit halfway, with other arrays still on their way.
-            if misfits := _misfits(stored, wanted):
-                raise ValueError("; ".join(misfits[:4]))
+        # Orbax would find a misfit halfway, with other arrays still on their way.
+        if misfits := _misfits(stored, wanted):
+            raise CheckpointError(
+                f"checkpoint: step {step} in {self.directory} cannot be restored: "
+                f"{'; '.join(misfits[:4])}. Was it made with another model or "
+                "optimizer? Use another run directory to start over"
+            )
+        with self._reading(step):
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
@@ -136,12 +252,6 @@ class Checkpoints:
                     meta=ocp.args.JsonRestore(),
                 ),
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise CheckpointError(
-                f"checkpoint: step {step} in {self.directory} cannot be restored: "
-                f"{error}. Was it made with another model or optimizer? Use another "
-                "run directory to start over"
-            ) from error
         structure = jax.tree.structure(abstract)
         leaves = jax.tree.leaves(_ordered(restored["state"], wanted))
         return jax.tree.unflatten(structure, leaves), restored["meta"]
@@ -161,7 +271,7 @@ class Checkpoints:
             CheckpointError: the parameters are others, or cannot be read.
         """
         where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        try:
+        with self._reading(step, hint=". Are they those of another model?"):
             stored = self._stored(step)
             masters = any(name.startswith("master.") for name in stored)
             root = "master" if dtype == jnp.float32 and masters else "params"
@@ -183,11 +293,6 @@ class Checkpoints:
                     )
                 ),
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise CheckpointError(
-                f"checkpoint: the parameters of step {step} in {self.directory} cannot "
-                f"be read: {error}. Are they those of another model?"
-            ) from error
         leaves = _ordered(restored["state"], wanted)
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
@@ -196,6 +301,16 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
+    @contextlib.contextmanager
+    def _reading(self, step: int, *, hint: str = "") -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Orbax raises Exception itself.
+            raise CheckpointError(
+                f"checkpoint: step {step} in {self.directory} cannot be read: "
+                f"{_brief(error)}{hint}"
+            ) from error
+
     def _stored(self, step: int) -> Mapping[str, Any]:
         """Shape and dtype of every array of a checkpoint, by name."""
         folder = self.directory.absolute() / str(step) / "state"
@@ -203,17 +318,37 @@ class Checkpoints:
             # Typed for etils' Path, which pathlib's is in all that is asked of it.
             return handler.metadata(folder).tree  # type: ignore[arg-type]
 
-    def _failed(self, step: int | None, error: Exception) -> CheckpointError:
-        what = (
-            "the last checkpoint" if step is None else f"the checkpoint of step {step}"
-        )
+    def _complete(self) -> None:
+        """Lists the files of what is being saved: all there, and not yet renamed."""
+        (folder,) = self.directory.glob(f"{self._saving}.*")
+        write_manifest(folder)
+
+    def _aside(self, step: int) -> Path:
+        """A name for a damaged checkpoint; those of an earlier time keep theirs."""
+        aside = self.directory / f"damaged-{step}"
+        for number in count(2):
+            if not aside.exists():
+                break
+            aside = self.directory / f"damaged-{step}-{number}"
+        return aside
+
+    def _failed(self, why: str) -> CheckpointError:
+        what = "a checkpoint"
+        if self._saving is not None:
+            what = f"the checkpoint of step {self._saving}"
         # Of the disk: Orbax counts a step from the moment its save begins.
         whole = [int(p.name) for p in self.directory.iterdir() if p.name.isdigit()]
+        kept = f"Step {max(whole)} is whole; free" if whole else "Free"
         return CheckpointError(
-            f"checkpoint: {what} could not be written to {self.directory}: {error}. "
-            f"Step {max(whole, default=None)} is whole; free space there and run again "
-            "to resume"
+            f"checkpoint: {what} could not be written to {self.directory}: {why}. "
+            f"{kept} space there and run again to resume"
         )
+
+
+def _brief(error: Exception) -> str:
+    """What an error of Orbax says, without the settings that it goes on to list."""
+    first = str(error).strip().partition("\n")[0]
+    return first if len(first) <= 400 else f"{first[:400]} ..."
 
 
 def _misfits(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

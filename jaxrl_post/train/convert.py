@@ -139,6 +139,7 @@ def _from_run(run: RunDirectory, config: ConvertConfig) -> Parts:
         if step is None or step not in checkpoints.steps():
             known = ", ".join(map(str, checkpoints.steps())) or "none"
             raise ConfigError(f"--step: {run.path} has checkpoints of {known}")
+        checkpoints.verify(step)
         dtype = None if config.dtype is None else jnp.dtype(config.dtype)
         options = dict(saved.config.get("lora", {}))
         options["targets"] = tuple(options.get("targets", ()))

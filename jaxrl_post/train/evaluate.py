@@ -19,6 +19,7 @@ from jaxrl_post.envs import Environment, Task, WorkerPool
 from jaxrl_post.rollout.types import Generator, Group, Rollout
 from jaxrl_post.sampler import Completion, Request, SamplingParams
 from jaxrl_post.train.bounds import check_numbers
+from jaxrl_post.train.checkpoint import Checkpoints
 from jaxrl_post.train.config import ConfigError, RolloutConfig
 from jaxrl_post.train.evaluate_config import (
     EvaluateConfig,
@@ -185,7 +186,8 @@ def run_evaluation(
     if (Path(config.model) / "checkpoints").is_dir():
         raise ConfigError(
             f"--model: {config.model} is a run, not a model; once finished it has a "
-            "folder named model, and python -m launch.convert makes one of a checkpoint"
+            "folder named model, and python -m launch.convert makes one of a "
+            f"checkpoint ({_checkpoints_of(config.model)})"
         )
     environment = make_environment(config.env, config.data)
     model = open_model(
@@ -246,6 +248,20 @@ class _Counted:
         done = self._sampler.step()
         self._progress.advance(self._task, len(done))
         return done
+
+
+def _checkpoints_of(run: str) -> str:
+    """The checkpoints of a run, and which of them lack something."""
+    checkpoints = Checkpoints(Path(run) / "checkpoints")
+    try:
+        told = [
+            f"step {step}" if damage is None else f"step {step}, damaged: {damage}"
+            for step in checkpoints.steps()
+            for damage in [checkpoints.damage(step, sizes_only=True)]
+        ]
+    finally:
+        checkpoints.close()
+    return "; ".join(told) or "there is none"
 
 
 def _tasks(config: EvaluateConfig, environment: Environment) -> Sequence[Task]:

@@ -247,11 +247,12 @@ def _loop(
     _print_layout(run, learner, state, reference, row_tokens)
     indices = task_indices(examples.size("train"), config.seed)
     state, latest = _resumed(run, learner, state, indices)
-    run.describe()
+    step, stopped = latest or 0, False
+    if step < config.steps:
+        run.describe()
     measured = job.measured(examples)
     feed = Feed(examples, measured, model.tokenizer, row_tokens, learner, reference)
     held_out = _held_out(run, feed)
-    step, stopped = latest or 0, False
     metrics: dict[str, float] = {}
     with (
         MetricsLog(
@@ -296,7 +297,7 @@ def _resumed(
     shapes = jax.eval_shape(lambda: state)
     abstract = abstract_state(shapes, learner.layout)
     state, _ = run.checkpoints.restore(latest, abstract, indices)
-    run.console.print(f"resumed at step {latest} of {run.config.steps}")
+    run.resumed(latest, state)
     return state, latest
 
 

@@ -200,9 +200,10 @@ def _loop(
         snapshot, meta = checkpoints.restore(latest, abstract, trainer.indices)
         trainer.load_snapshot(snapshot)
         trainer.load_meta(meta)
-        run.console.print(f"resumed at step {latest} of {config.steps}")
-    run.describe()
+        run.resumed(latest, snapshot)
     step, stopped = latest or 0, False
+    if step < config.steps:
+        run.describe()
     resume_step = -1 if latest is None else latest
     with (
         MetricsLog(run.directory, resume_step=resume_step) as metrics_log,

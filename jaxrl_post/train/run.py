@@ -31,6 +31,7 @@ from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.report import write_report
 from jaxrl_post.train.rl import FailedRolloutsError
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
+from jaxrl_post.train.run_lock import run_lock
 from jaxrl_post.train.run_path import run_path
 from jaxrl_post.train.session import Model, open_model, save_model, versions
 from jaxrl_post.train.sinks import warnings_shown
@@ -114,6 +115,26 @@ class Run[Config: RunConfig]:
             )
         )
 
+    def resumed(self, step: int, state: TrainState) -> None:
+        """Says where the run goes on, or that it has nothing left to do.
+
+        Args:
+            step: that was restored.
+            state: likewise.
+
+        Raises:
+            CheckpointError: steps are left, and no room to save them.
+        """
+        steps = self.config.steps
+        if step < steps:
+            self.checkpoints.require_space(state)
+            self.console.print(f"resumed at step {step} of {steps}")
+        else:
+            self.console.print(
+                f"nothing is left to do: the run is at step {step}, and --steps is "
+                f"{steps}; give more to go on"
+            )
+
 
 @contextmanager
 def open_run[Config: RunConfig](
@@ -139,7 +160,8 @@ def open_run[Config: RunConfig](
             is saved, and is what a continuation begins with.
 
     Raises:
-        ConfigError: the directory holds another run.
+        ConfigError: the directory holds another run, or another process holds it.
+        CheckpointError: it has checkpoints, and none is whole.
         MeshError: before anything is compiled.
     """
     directory = RunDirectory(run_path(config))
@@ -147,6 +169,7 @@ def open_run[Config: RunConfig](
     resumable = config.resume and (initial / "config.json").is_file()
     with ExitStack() as stack:
         stack.enter_context(warnings_shown(console))
+        stack.enter_context(run_lock(directory.path, command))
         model = open_model(
             str(initial) if resumable else config.model,
             mesh=config.mesh,
@@ -173,7 +196,7 @@ def open_run[Config: RunConfig](
 
 @contextmanager
 def _checkpoints(directory: RunDirectory, config: RunConfig) -> Iterator[Checkpoints]:
-    """Opens a run's checkpoints; checks that they are this run's."""
+    """Opens a run's checkpoints; checks that they are this run's, and whole."""
     if not config.resume and directory.config.exists():
         raise ConfigError(
             f"--no-resume: {directory.path} holds a run already; choose another "
@@ -181,9 +204,10 @@ def _checkpoints(directory: RunDirectory, config: RunConfig) -> Iterator[Checkpo
         )
     check_same_run(directory, config)
     checkpoints = Checkpoints(
-        directory.path / "checkpoints", keep=config.checkpoint.keep
+        directory.path / "checkpoints", keep=config.checkpoint.keep, sole=True
     )
     try:
+        checkpoints.set_damaged_aside()
         yield checkpoints
     finally:
         checkpoints.close()

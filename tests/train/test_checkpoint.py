@@ -124,13 +124,17 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
 
     def save() -> None:
         checkpoints.save(2, larger, task_indices(3, seed=0), {})
-        checkpoints.wait()
+        # Finds that the one before failed, and says so of that one.
+        checkpoints.save(3, larger, task_indices(3, seed=0), {})
 
     # A file that may not grow is what a full disk looks like to a writer.
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"could not be written.*Step 1 is"):
+        with pytest.raises(
+            CheckpointError, match=r"of step 2 could not be written.*Step 1 is"
+        ) as caught:
             save()
+        assert "\n" not in str(caught.value)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     fresh = Checkpoints(tmp_path / "c")

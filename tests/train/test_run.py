@@ -18,6 +18,7 @@ from jaxrl_post.train.config import (
     SFTConfig,
 )
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
+from jaxrl_post.train.run_lock import run_lock
 from tests.train.trainers import RL, changed
 
 
@@ -96,6 +97,22 @@ def test_no_resume_does_not_write_over_a_run(tmp_path):
     config = dataclasses.replace(RL, run_dir=str(tmp_path / "run"), resume=False)
     with pytest.raises(ConfigError, match=r"--no-resume: .*run holds a run already"):
         begin(config)
+
+
+@pytest.mark.parametrize("config", [RL, SFTConfig(env="coin:Coin")])
+def test_a_run_directory_in_use_is_refused_before_the_model_is_opened(tmp_path, config):
+    folder = tmp_path / "run"
+    config = dataclasses.replace(config, run_dir=str(folder), model="no/where")
+    with (
+        run_lock(folder, "python -m launch.ppo"),
+        pytest.raises(
+            ConfigError, match=r"run is in use by .*\(python -m launch.ppo\)"
+        ),
+    ):
+        begin(config)
+    with pytest.raises(ConfigError, match="--model: 'no/where' is neither"):
+        begin(config)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
