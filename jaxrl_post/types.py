@@ -6,7 +6,7 @@ precedes it, and `loss_mask[r, t]` says whether the policy produced `tokens[r, t
 first token of a segment has no predecessor, so its mask is always False.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import jax
 from flax import struct
@@ -18,17 +18,29 @@ else:
     try:
         from jaxtyping import Bool, Float, Int, Key, Num, UInt
     except ModuleNotFoundError:
-        # The annotations document shapes; checking them needs the `dev` extra, and
-        # losses must import in trainers that do not have it.
+        # jaxtyping is part of the `dev` extra, and losses must import in trainers that
+        # do not have it. What the annotations say is kept for `described`.
         class _Annotation:
-            def __class_getitem__(cls, item: Any) -> Any:
-                return item[0] if isinstance(item, tuple) else item
+            def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
+                return Annotated[item[0], Described(cls.__name__, item[1])]
 
-        Bool = Float = Int = Key = Num = UInt = _Annotation
+        class Bool(_Annotation): ...
+
+        class Float(_Annotation): ...
+
+        class Int(_Annotation): ...
+
+        class Key(_Annotation): ...
+
+        class Num(_Annotation): ...
+
+        class UInt(_Annotation): ...
+
 
 __all__ = [
     "Array",
     "Bool",
+    "Described",
     "Float",
     "HostOrDevice",
     "Int",
@@ -37,7 +49,41 @@ __all__ = [
     "PyTree",
     "TokenBatch",
     "UInt",
+    "described",
 ]
+
+
+class Described(NamedTuple):
+    """What the annotation of an array says.
+
+    Attributes:
+        kind: "Bool", "Float", "Int", "Key", "Num" or "UInt".
+        dims: names of the dimensions, "*batch length" for example.
+    """
+
+    kind: str
+    dims: str
+
+
+def described(annotation: Any) -> Described | None:
+    """Reads the annotation of an array, with jaxtyping or without it.
+
+    Args:
+        annotation: of an argument or a field.
+
+    Returns:
+        What it says; None of an annotation that describes no array.
+
+    >>> described(Float[Array, "*batch length"])
+    Described(kind='Float', dims='*batch length')
+    >>> described(float) is None
+    True
+    """
+    dims = getattr(annotation, "dim_str", None)
+    if dims is not None:
+        return Described(annotation.dtype.__name__, dims)
+    return next((a for a in get_args(annotation) if isinstance(a, Described)), None)
+
 
 # Not a `type` statement: beartype cannot take `PyTree | None` apart then.
 PyTree = Any

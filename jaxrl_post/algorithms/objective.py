@@ -8,14 +8,15 @@ differentiates `loss.sum` on each microbatch, adds the gradients, and divides by
 pooled `loss.count`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_post.losses import diagnostics, entropy, kl
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import in_sequence
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.types import Array, Bool, Float, Int, TokenBatch
@@ -36,6 +37,7 @@ __all__ = [
     "SegmentIds",
     "compose",
     "raise_early",
+    "require_logprobs",
 ]
 
 
@@ -62,13 +64,13 @@ class Predictions(NamedTuple):
         metrics: of the model itself, by name; None without any.
     """
 
-    logprobs: Any = None
-    entropy: Any = None
-    values: Any = None
-    divergence: Any = None
-    teacher_entropy: Any = None
-    regularizer: Any = None
-    metrics: Any = None
+    logprobs: Float[Array, "rows length"] | None = None
+    entropy: Float[Array, "rows length"] | None = None
+    values: Float[Array, "rows length"] | None = None
+    divergence: Float[Array, "rows length"] | None = None
+    teacher_entropy: Float[Array, "rows length"] | None = None
+    regularizer: Float[Array, ""] | None = None
+    metrics: Mapping[str, Metric] | None = None
 
 
 class Objective(NamedTuple):
@@ -236,8 +238,9 @@ def compose(
         _refuse_k1(kl_estimator)
     _check_anchor(anchor, correction)
 
+    @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
-        policy_logprobs = predictions.logprobs
+        policy_logprobs = require_logprobs(predictions)
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         current = jax.lax.stop_gradient(policy_logprobs)
         proximal = batch.proximal_logprobs
@@ -322,6 +325,20 @@ def _refuse_k1(estimator: KlEstimator) -> None:
         )
 
 
+def require_logprobs(predictions: Predictions) -> Float[Array, "rows length"]:
+    """The model's log-probs of the batch's tokens.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    if predictions.logprobs is None:
+        raise ValueError(
+            "predictions.logprobs must be given, got None; predict with a model that "
+            "has a vocabulary"
+        )
+    return predictions.logprobs
+
+
 def _require_reference(
     batch: TokenBatch, kl_coefficient: float
 ) -> Float[Array, "rows length"]:
@@ -365,7 +382,13 @@ def raise_early(algorithm: Algorithm) -> None:
             reference_logprobs=zeros,
             values=zeros,
         )
-        predictions = Predictions(*(zeros,) * len(Predictions._fields))
+        predictions = Predictions(
+            logprobs=zeros,
+            entropy=zeros,
+            values=zeros,
+            divergence=zeros,
+            teacher_entropy=zeros,
+        )
         if algorithm.credit is not None:
             batch = algorithm.credit(batch)
         algorithm.objective(predictions, batch)

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.algorithms.objective import Objective, Predictions
+from jaxrl_post.algorithms.objective import Objective, Predictions, require_logprobs
 from jaxrl_post.losses import preference
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted, in_sequence, segment_totals
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.types import Array, Bool, Float, TokenBatch
@@ -104,6 +105,7 @@ def compose_pairs(
     True
     """
 
+    @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         chosen, rejected = _answers(predictions, batch, needs_reference)
         valid = valid_pairs(batch)
@@ -189,7 +191,7 @@ def _answers(
     mask = in_sequence(batch.loss_mask, batch.segment_ids)
     nothing = jnp.zeros(mask.shape, jnp.float32)
     reference = require_reference(batch) if needs_reference else nothing
-    kept = (predictions.logprobs, reference, jnp.ones(mask.shape, jnp.float32))
+    kept = (require_logprobs(predictions), reference, jnp.ones(mask.shape, jnp.float32))
     both = [sides(counted(values, mask), batch) for values in kept]
     chosen, rejected = zip(*both, strict=True)
     return Answers(*chosen), Answers(*rejected)

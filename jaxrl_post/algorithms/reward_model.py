@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxrl_post.algorithms.objective import Objective, Predictions
 from jaxrl_post.algorithms.pairs import pair_metrics, sides, valid_pairs
 from jaxrl_post.losses import returns, reward_model
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted, in_sequence, segment_totals
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.types import Array, Bool, Float, Int, TokenBatch
@@ -45,6 +46,7 @@ def bradley_terry(
     if centering < 0:
         raise ValueError(f"centering must be >= 0, got {centering}")
 
+    @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         values = _require_values(predictions)
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
@@ -85,6 +87,7 @@ def process_reward() -> Callable[[Predictions, TokenBatch], Objective]:
     True
     """
 
+    @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         logits, labels = _require_values(predictions), batch.advantages
         mask = in_sequence(batch.loss_mask, batch.segment_ids)

@@ -1,12 +1,14 @@
 """The objective of supervised fine-tuning."""
 
-from jaxrl_post.algorithms.objective import Objective, Predictions
+from jaxrl_post.algorithms.objective import Objective, Predictions, require_logprobs
 from jaxrl_post.losses import reduce, supervised
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.types import TokenBatch
 
 __all__ = ["next_token"]
 
 
+@checked
 def next_token(predictions: Predictions, batch: TokenBatch) -> Objective:
     """Mean negative log-likelihood of the tokens that the mask marks, in nats.
 
@@ -23,5 +25,5 @@ def next_token(predictions: Predictions, batch: TokenBatch) -> Objective:
     >>> next_token(Predictions(jnp.array([[-1.0, -3.0]])), batch).loss.mean().item()
     2.0
     """
-    losses = supervised.next_token_loss(predictions.logprobs, batch.loss_mask)
+    losses = supervised.next_token_loss(require_logprobs(predictions), batch.loss_mask)
     return Objective(reduce.token_mean(losses, batch.loss_mask, batch.segment_ids), {})

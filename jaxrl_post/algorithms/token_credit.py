@@ -29,6 +29,7 @@ from jaxrl_post.losses import (
     value,
     whitening,
 )
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted, in_sequence
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.types import Array, Bool, Float, TokenBatch
@@ -95,6 +96,7 @@ def ppo(
     True
     """
 
+    @checked
     def credit(batch: TokenBatch) -> TokenBatch:
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         rewards = _token_rewards(batch, mask, kl_coefficient, kl_estimator)
@@ -161,6 +163,7 @@ def reinforce_plus_plus(
     True
     """
 
+    @checked
     def credit(batch: TokenBatch) -> TokenBatch:
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         rewards = _token_rewards(batch, mask, kl_coefficient, kl_estimator)
@@ -213,6 +216,7 @@ def reinforce_plus_plus_baseline(
     False
     """
 
+    @checked
     def credit(batch: TokenBatch) -> TokenBatch:
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         per_token = whitening.whitened(batch.advantages, mask)
@@ -260,6 +264,7 @@ def distillation(
     True
     """
 
+    @checked
     def credit(batch: TokenBatch) -> TokenBatch:
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         # `distill.on_policy_advantages`, clamped to +-20 nats: one token that the
@@ -303,6 +308,7 @@ def shared_backbone(algorithm: Algorithm, *, coefficient: float) -> Algorithm:
     if not coefficient > 0:
         raise ValueError(f"coefficient must be > 0, got {coefficient}")
 
+    @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         policy = algorithm.objective(predictions, batch)
         critic = value_objective(predictions, batch)
@@ -316,6 +322,7 @@ def shared_backbone(algorithm: Algorithm, *, coefficient: float) -> Algorithm:
     return algorithm._replace(objective=objective, value_objective=None)
 
 
+@checked
 def _rewards(
     rewards: Float[Array, "groups samples"], valid: Bool[Array, "groups samples"]
 ) -> Float[Array, "groups samples"]:
@@ -361,6 +368,7 @@ def _require_values(batch: TokenBatch) -> Float[Array, "rows length"]:
 
 
 def _value_objective(clip: float | None):
+    @checked
     def value_objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         old, targets = _require_values(batch), batch.returns

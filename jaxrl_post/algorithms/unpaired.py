@@ -10,13 +10,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.algorithms.objective import Objective, Predictions
+from jaxrl_post.algorithms.objective import Objective, Predictions, require_logprobs
 from jaxrl_post.algorithms.pairs import (
     PreferenceAlgorithm,
     raise_early,
     require_reference,
 )
 from jaxrl_post.losses import preference, unpaired
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted, in_sequence, segment_totals
 from jaxrl_post.metrics import masked
 from jaxrl_post.types import Array, Bool, Float, TokenBatch
@@ -59,6 +60,7 @@ def kto(
     True
     """
 
+    @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         answers, point = _answers(predictions, batch), _reference_point(batch)
         policy, reference, desirable, valid = answers
@@ -114,13 +116,14 @@ def _answers(predictions: Predictions, batch: TokenBatch) -> _Answers:
         return segment_totals(counted(values, mask), batch.segment_ids)
 
     return _Answers(
-        total(predictions.logprobs),
+        total(require_logprobs(predictions)),
         total(require_reference(batch)),
         total(batch.advantages) > 0,
         total(mask.astype(jnp.float32)) > 0,
     )
 
 
+@checked
 def _mean_log_ratio(predictions: Predictions, batch: TokenBatch) -> Objective:
     policy, reference, _, valid = _answers(predictions, batch)
     return Objective(preference.implicit_reward(policy, reference, valid, beta=1.0), {})

@@ -18,6 +18,7 @@ from jaxrl_post.algorithms.objective import (
     raise_early,
 )
 from jaxrl_post.losses import distill, reduce
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted, in_sequence
 from jaxrl_post.metrics import masked
 from jaxrl_post.types import Array, Bool, Float, TokenBatch
@@ -103,12 +104,14 @@ def top_k_forward_kl(
     return divergence
 
 
+@checked
 def _watched(
     rewards: Float[Array, "groups samples"], valid: Bool[Array, "groups samples"]
 ) -> Float[Array, "groups samples"]:
     return counted(rewards, valid)
 
 
+@checked
 def _mean_divergence(predictions: Predictions, batch: TokenBatch) -> Objective:
     divergence = predictions.divergence
     if divergence is None:

@@ -3,12 +3,15 @@
 Arrays come first, hyperparameters are keyword-only, and every per-token function takes
 the mask of the tokens that count: what stands elsewhere, NaN and -inf included, reaches
 neither the value nor the gradient. Values are float32 whatever the input's float dtype.
+NumPy arrays do as well as JAX's, and a Python number stands for an array of it. Arrays
+of shapes that do not fit each other raise, instead of being broadcast (`arguments`).
 Reduction is separate (`reduce`) and returns a `Metric`, so that accumulation over
 microbatches is exact.
 """
 
 from jaxrl_post.losses import (
     advantages,
+    arguments,
     baselines,
     correction,
     diagnostics,
@@ -37,6 +40,7 @@ from jaxrl_post.losses import (
 
 __all__ = [
     "advantages",
+    "arguments",
     "baselines",
     "correction",
     "diagnostics",

@@ -13,6 +13,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.types import Array, Bool, Float
 
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 
+@checked
 def group_mean(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
@@ -46,6 +48,7 @@ def group_mean(
     return _mean(*_float_and_valid(rewards, valid))[..., 0]
 
 
+@checked
 def group_centered(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
@@ -76,6 +79,7 @@ def group_centered(
     return _with_single(centred, rewards, valid, single)
 
 
+@checked
 def group_normalized(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
@@ -120,6 +124,7 @@ def group_normalized(
     return _with_single(normalized, rewards, valid, single)
 
 
+@checked
 def leave_one_out_baseline(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
@@ -143,6 +148,7 @@ def leave_one_out_baseline(
     return _mean(everyone, others)[..., 0]
 
 
+@checked
 def leave_one_out_std(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
@@ -163,6 +169,7 @@ def leave_one_out_std(
     return _std(everyone, others, ddof=1)[..., 0]
 
 
+@checked
 def leave_one_out(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
@@ -191,6 +198,7 @@ def leave_one_out(
     return counted(rewards - leave_one_out_baseline(rewards, valid), comparable)
 
 
+@checked
 def leave_one_out_normalized(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,

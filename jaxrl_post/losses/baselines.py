@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post.losses import advantages
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.losses.whitening import AxisName, whitened
 from jaxrl_post.types import Array, Bool, Float, Int
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 
+@checked
 def remax(
     rewards: Float[Array, "*groups samples"],
     greedy_rewards: Float[Array, "*groups"],
@@ -53,6 +55,7 @@ def remax(
     return counted(rewards - baseline[..., None], valid)
 
 
+@checked
 def optimal_baseline(
     rewards: Float[Array, "*groups samples"],
     lengths: Int[Array, "*groups samples"],
@@ -88,6 +91,7 @@ def optimal_baseline(
     return counted(centred - baseline, valid & (total > 0))
 
 
+@checked
 def max_rl(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
@@ -122,6 +126,7 @@ def max_rl(
     return centred / jnp.where(failed, 1.0, mean)
 
 
+@checked
 def pass_at_k(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
@@ -168,6 +173,7 @@ def pass_at_k(
     return counted(jnp.where(no_spread, 0.0, values), valid)
 
 
+@checked
 def pass_at_k_estimate(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
@@ -200,6 +206,7 @@ def pass_at_k_estimate(
     return _draws(*_correct(rewards, valid), k)[0][..., 0]
 
 
+@checked
 def gdpo(
     rewards: Float[Array, "*groups samples components"],
     valid: Bool[Array, "*groups samples"] | None = None,

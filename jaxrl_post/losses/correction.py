@@ -19,6 +19,7 @@ missing must not be written as 0, which would say probability 1; NaN makes the l
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.ratios import (
     sequence_product_ratio,
     sequence_ratio,
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 
+@checked
 def token_weights(
     proximal_logprobs: Float[Array, "*shape"],
     behavior_logprobs: Float[Array, "*shape"],
@@ -60,6 +62,7 @@ def token_weights(
     )
 
 
+@checked
 def sequence_weights(
     proximal_logprobs: Float[Array, "*batch length"],
     behavior_logprobs: Float[Array, "*batch length"],
@@ -86,6 +89,7 @@ def sequence_weights(
     )
 
 
+@checked
 def truncated(
     weights: Float[Array, "*shape"], *, cap: float = 2.0
 ) -> Float[Array, "*shape"]:
@@ -114,6 +118,7 @@ def truncated(
     return jnp.minimum(weights.astype(jnp.float32), cap)
 
 
+@checked
 def decoupled_weights(
     proximal_logprobs: Float[Array, "*shape"],
     behavior_logprobs: Float[Array, "*shape"],
@@ -151,6 +156,7 @@ def decoupled_weights(
     return truncated(token_weights(proximal_logprobs, behavior_logprobs, mask), cap=cap)
 
 
+@checked
 def icepop(
     weights: Float[Array, "*shape"], *, low: float = 0.5, high: float = 5.0
 ) -> Float[Array, "*shape"]:
@@ -179,6 +185,7 @@ def icepop(
     return jnp.where((weights < low) | (weights > high), 0.0, weights)
 
 
+@checked
 def sequence_masked(
     weights: Float[Array, "*batch length"],
     proximal_logprobs: Float[Array, "*batch length"],

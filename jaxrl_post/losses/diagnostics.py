@@ -6,6 +6,7 @@ None carries a meaningful gradient: pass arrays without one.
 import jax.numpy as jnp
 
 from jaxrl_post.losses import kl
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.ratios import token_log_ratio, token_ratio
 from jaxrl_post.losses.sequences import (
     counted,
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 
+@checked
 def token_mult_prob_error(
     proximal_logprobs: Float[Array, "*shape"],
     behavior_logprobs: Float[Array, "*shape"],
@@ -57,6 +59,7 @@ def token_mult_prob_error(
     return masked(jnp.exp(jnp.abs(log_ratio)), mask)
 
 
+@checked
 def approximate_kl(
     sampled_logprobs: Float[Array, "*shape"],
     other_logprobs: Float[Array, "*shape"],
@@ -79,6 +82,7 @@ def approximate_kl(
     return masked(kl.k3(sampled_logprobs, other_logprobs, mask), mask)
 
 
+@checked
 def clip_fraction_low(
     ratio: Float[Array, "*shape"],
     advantages: Float[Array, "*shape"],
@@ -108,6 +112,7 @@ def clip_fraction_low(
     return _fraction((advantages < 0) & (ratio < 1 - clip_low), mask)
 
 
+@checked
 def clip_fraction_high(
     ratio: Float[Array, "*shape"],
     advantages: Float[Array, "*shape"],
@@ -137,6 +142,7 @@ def clip_fraction_high(
     return _fraction((advantages > 0) & (ratio > 1 + clip_high), mask)
 
 
+@checked
 def outside_fraction(
     values: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
@@ -163,6 +169,7 @@ def outside_fraction(
     return _fraction((values < low) | (values > high), mask)
 
 
+@checked
 def effective_sample_size(
     weights: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -201,6 +208,7 @@ def effective_sample_size(
     return Metric.of(share.sum(), sequence_count(mask, segment_ids))
 
 
+@checked
 def chi_square(weights: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Metric:
     """Estimate of chi^2(proximal || behavior), the variance of importance weights.
 
@@ -223,6 +231,7 @@ def chi_square(weights: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> 
     return masked(jnp.square(counted(weights, mask)) - 1.0, mask)
 
 
+@checked
 def sampled_entropy(
     policy_logprobs: Float[Array, "*shape"],
     behavior_logprobs: Float[Array, "*shape"],

@@ -14,6 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.distribution_kl import jensen_shannon, kl_divergence
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.types import Array, Bool, Float, Int
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 
+@checked
 def forward_kl(
     teacher_logits: Float[Array, "*shape vocab"],
     student_logits: Float[Array, "*shape vocab"],
@@ -59,6 +61,7 @@ def forward_kl(
     return kl_divergence(teacher, student, mask)
 
 
+@checked
 def reverse_kl(
     teacher_logits: Float[Array, "*shape vocab"],
     student_logits: Float[Array, "*shape vocab"],
@@ -91,6 +94,7 @@ def reverse_kl(
     return kl_divergence(student, teacher, mask)
 
 
+@checked
 def generalized_jsd(
     teacher_logits: Float[Array, "*shape vocab"],
     student_logits: Float[Array, "*shape vocab"],
@@ -131,6 +135,7 @@ def generalized_jsd(
     return jensen_shannon(teacher, student, mask, beta=beta)
 
 
+@checked
 def top_k_forward_kl(
     teacher_top_logprobs: Float[Array, "*shape k"],
     teacher_top_ids: Int[Array, "*shape k"],
@@ -187,6 +192,7 @@ def top_k_forward_kl(
     return kl_divergence(teacher, student, mask)
 
 
+@checked
 def on_policy_advantages(
     student_logprobs: Float[Array, "*shape"],
     teacher_logprobs: Float[Array, "*shape"],

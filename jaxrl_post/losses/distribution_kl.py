@@ -15,12 +15,14 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.types import Array, Bool, Float
 
 __all__ = ["entropy", "jensen_shannon", "kl_divergence"]
 
 
+@checked
 def kl_divergence(
     logits_p: Float[Array, "*shape vocab"],
     logits_q: Float[Array, "*shape vocab"],
@@ -48,6 +50,7 @@ def kl_divergence(
     return counted(_expectation(log_p, log_p - log_q), mask)
 
 
+@checked
 def jensen_shannon(
     logits_p: Float[Array, "*shape vocab"],
     logits_q: Float[Array, "*shape vocab"],
@@ -101,6 +104,7 @@ def jensen_shannon(
     return counted(beta * from_p + (1 - beta) * from_q, mask)
 
 
+@checked
 def entropy(
     logits: Float[Array, "*shape vocab"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, "*shape"]:

@@ -13,6 +13,7 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.policy import clipped_surrogate
 from jaxrl_post.losses.ratios import token_log_ratio, token_ratio
 from jaxrl_post.losses.sequences import counted
@@ -35,6 +36,7 @@ __all__ = [
 _MAX_DENOMINATOR = 40_000
 
 
+@checked
 def entropy_bonus(
     entropy: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
@@ -53,6 +55,7 @@ def entropy_bonus(
     return counted(-entropy, mask)
 
 
+@checked
 def adaptive_coefficient(
     coefficient: Float[Array, ""] | float,
     entropy: Float[Array, ""] | float,
@@ -102,6 +105,7 @@ def adaptive_coefficient(
     return jnp.clip(coefficient + step * change, low, high)
 
 
+@checked
 def gated_coefficient(
     coefficient: Float[Array, ""] | float,
     entropy: Float[Array, ""] | float,
@@ -131,6 +135,7 @@ def gated_coefficient(
     return jnp.where(entropy > target, 0.0, coefficient)
 
 
+@checked
 def top_entropy_mask(
     entropy: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
@@ -169,6 +174,7 @@ def top_entropy_mask(
     return _highest(entropy, mask, number)
 
 
+@checked
 def covariance(
     policy_logprobs: Float[Array, "*shape"],
     advantages: Float[Array, "*shape"],
@@ -197,6 +203,7 @@ def covariance(
     return counted(jax.lax.stop_gradient(product), mask)
 
 
+@checked
 def clip_cov_mask(
     covariances: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
@@ -242,6 +249,7 @@ def clip_cov_mask(
     return mask & ~_highest(lottery, candidates, number)
 
 
+@checked
 def kl_cov_mask(
     covariances: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
@@ -274,6 +282,7 @@ def kl_cov_mask(
     return _highest(covariances, mask, number)
 
 
+@checked
 def clip_cov(
     policy_logprobs: Float[Array, "*shape"],
     proximal_logprobs: Float[Array, "*shape"],
@@ -334,6 +343,7 @@ def clip_cov(
     return jnp.where(clip_cov_mask(drawable, mask, key, **limits), loss, 0.0)
 
 
+@checked
 def kl_cov(
     policy_logprobs: Float[Array, "*shape"],
     proximal_logprobs: Float[Array, "*shape"],

@@ -24,6 +24,7 @@ References:
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.correction import token_weights, truncated
 from jaxrl_post.losses.ratios import MAX_LOG_RATIO, token_log_ratio
 from jaxrl_post.losses.sequences import counted
@@ -43,6 +44,7 @@ __all__ = [
 _MAX_ERROR = 0.2
 
 
+@checked
 def k1(
     policy_logprobs: Float[Array, "*shape"],
     reference_logprobs: Float[Array, "*shape"],
@@ -77,6 +79,7 @@ def k1(
     return _bounded(d, max_value)
 
 
+@checked
 def k2(
     policy_logprobs: Float[Array, "*shape"],
     reference_logprobs: Float[Array, "*shape"],
@@ -109,6 +112,7 @@ def k2(
     return _bounded(0.5 * jnp.square(d), max_value)
 
 
+@checked
 def k3(
     policy_logprobs: Float[Array, "*shape"],
     reference_logprobs: Float[Array, "*shape"],
@@ -143,6 +147,7 @@ def k3(
     return _bounded(jnp.expm1(-d) + d, max_value)
 
 
+@checked
 def k3_plus(
     policy_logprobs: Float[Array, "*shape"],
     reference_logprobs: Float[Array, "*shape"],
@@ -180,6 +185,7 @@ def k3_plus(
     return jax.lax.stop_gradient(value) + (slope - jax.lax.stop_gradient(slope))
 
 
+@checked
 def with_score_term(
     values: Float[Array, "*shape"],
     policy_logprobs: Float[Array, "*shape"],
@@ -219,6 +225,7 @@ def with_score_term(
     return values + jax.lax.stop_gradient(values) * score
 
 
+@checked
 def with_importance_weights(
     values: Float[Array, "*shape"],
     policy_logprobs: Float[Array, "*shape"],
@@ -263,6 +270,7 @@ def with_importance_weights(
     return weights * counted(values, mask)
 
 
+@checked
 def adaptive_coefficient(
     coefficient: Float[Array, ""] | float,
     observed_kl: Float[Array, ""] | float,

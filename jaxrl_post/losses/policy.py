@@ -8,6 +8,7 @@ as the proximal ones.
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.ratios import (
     MAX_LOG_RATIO,
     gspo_token_ratio,
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 
+@checked
 def clipped_surrogate(
     policy_logprobs: Float[Array, "*shape"],
     proximal_logprobs: Float[Array, "*shape"],
@@ -83,6 +85,7 @@ def clipped_surrogate(
     return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
 
 
+@checked
 def cispo(
     policy_logprobs: Float[Array, "*shape"],
     proximal_logprobs: Float[Array, "*shape"],
@@ -135,6 +138,7 @@ def cispo(
     return weight * reinforce(policy_logprobs, advantages, mask)
 
 
+@checked
 def reinforce(
     policy_logprobs: Float[Array, "*shape"],
     advantages: Float[Array, "*shape"],
@@ -160,6 +164,7 @@ def reinforce(
     return _constant(advantages, mask) * counted(-policy_logprobs, mask)
 
 
+@checked
 def sapo(
     policy_logprobs: Float[Array, "*shape"],
     proximal_logprobs: Float[Array, "*shape"],
@@ -208,6 +213,7 @@ def sapo(
     return -(4 / tau) * jax.nn.sigmoid(tau * (ratio - 1)) * advantages
 
 
+@checked
 def gspo(
     policy_logprobs: Float[Array, "*batch length"],
     proximal_logprobs: Float[Array, "*batch length"],
@@ -252,6 +258,7 @@ def gspo(
     return _clipped(ratio, advantages, mask, clip_low, clip_high)
 
 
+@checked
 def gspo_token(
     policy_logprobs: Float[Array, "*batch length"],
     proximal_logprobs: Float[Array, "*batch length"],
@@ -294,6 +301,7 @@ def gspo_token(
     return _clipped(ratio, advantages, mask, clip_low, clip_high)
 
 
+@checked
 def gmpo(
     policy_logprobs: Float[Array, "*batch length"],
     proximal_logprobs: Float[Array, "*batch length"],

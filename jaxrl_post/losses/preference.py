@@ -18,6 +18,7 @@ A reference-free margin is the one to a reference of zeros.
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.ratios import MAX_LOG_RATIO
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.metrics import Metric, masked
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+@checked
 def counted_pairs(
     values: Float[Array, "*pairs"], valid: Bool[Array, "*pairs"] | None = None
 ) -> Float[Array, "*pairs"]:
@@ -59,6 +61,7 @@ def counted_pairs(
     return values.astype(jnp.float32) if valid is None else counted(values, valid)
 
 
+@checked
 def log_ratio(
     policy: Float[Array, "*pairs"],
     reference: Float[Array, "*pairs"],
@@ -81,6 +84,7 @@ def log_ratio(
     return counted_pairs(policy, valid) - counted_pairs(constant, valid)
 
 
+@checked
 def log_ratio_margin(
     policy_chosen: Float[Array, "*pairs"],
     policy_rejected: Float[Array, "*pairs"],
@@ -113,6 +117,7 @@ def log_ratio_margin(
     return chosen - log_ratio(policy_rejected, reference_rejected, valid)
 
 
+@checked
 def alpha_divergence_margin(
     policy_chosen: Float[Array, "*pairs"],
     policy_rejected: Float[Array, "*pairs"],
@@ -168,6 +173,7 @@ def alpha_divergence_margin(
     return chosen - slope(policy_rejected, reference_rejected)
 
 
+@checked
 def jensen_shannon_margin(
     policy_chosen: Float[Array, "*pairs"],
     policy_rejected: Float[Array, "*pairs"],
@@ -202,6 +208,7 @@ def jensen_shannon_margin(
     return chosen - jax.nn.log_sigmoid(rejected)
 
 
+@checked
 def sigmoid_loss(
     margin: Float[Array, "*pairs"],
     valid: Bool[Array, "*pairs"] | None = None,
@@ -242,6 +249,7 @@ def sigmoid_loss(
     return counted_pairs(loss, valid)
 
 
+@checked
 def robust_loss(
     margin: Float[Array, "*pairs"],
     valid: Bool[Array, "*pairs"] | None = None,
@@ -283,6 +291,7 @@ def robust_loss(
     return counted_pairs((agreeing + opposing) / (1 - 2 * label_smoothing), valid)
 
 
+@checked
 def hinge_loss(
     margin: Float[Array, "*pairs"],
     valid: Bool[Array, "*pairs"] | None = None,
@@ -317,6 +326,7 @@ def hinge_loss(
     return counted_pairs(jax.nn.relu(1 - beta * counted_pairs(margin, valid)), valid)
 
 
+@checked
 def ipo_loss(
     margin: Float[Array, "*pairs"],
     valid: Bool[Array, "*pairs"] | None = None,
@@ -352,6 +362,7 @@ def ipo_loss(
     )
 
 
+@checked
 def length_normalized(
     logprobs: Float[Array, "*pairs"], lengths: Int[Array, "*pairs"]
 ) -> Float[Array, "*pairs"]:
@@ -370,6 +381,7 @@ def length_normalized(
     return logprobs.astype(jnp.float32) / jnp.maximum(lengths, 1).astype(jnp.float32)
 
 
+@checked
 def wpo_weights(
     policy_chosen_mean: Float[Array, "*pairs"],
     policy_rejected_mean: Float[Array, "*pairs"],
@@ -404,6 +416,7 @@ def wpo_weights(
     return jax.lax.stop_gradient(counted_pairs(weights, valid))
 
 
+@checked
 def accuracy(
     margin: Float[Array, "*pairs"], valid: Bool[Array, "*pairs"] | None = None
 ) -> Metric:
@@ -424,6 +437,7 @@ def accuracy(
     return _metric(0.5 + 0.5 * jnp.sign(counted_pairs(margin, valid)), valid)
 
 
+@checked
 def reward_margin(
     margin: Float[Array, "*pairs"],
     valid: Bool[Array, "*pairs"] | None = None,
@@ -450,6 +464,7 @@ def reward_margin(
     return _metric(beta * counted_pairs(margin, valid), valid)
 
 
+@checked
 def implicit_reward(
     policy: Float[Array, "*pairs"],
     reference: Float[Array, "*pairs"],

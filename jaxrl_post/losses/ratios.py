@@ -9,6 +9,7 @@ to itself is exactly 1 and differentiates as the on-policy ratio p / stop_gradie
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted, sequence_mean, sequence_sum
 from jaxrl_post.types import Array, Bool, Float, Int
 
@@ -27,6 +28,7 @@ MAX_LOG_RATIO = 20.0
 _IMPOSSIBLE = -1e30
 
 
+@checked
 def token_log_ratio(
     policy_logprobs: Float[Array, "*shape"],
     proximal_logprobs: Float[Array, "*shape"],
@@ -62,6 +64,7 @@ def token_log_ratio(
     return jnp.clip(difference, -max_log_ratio, max_log_ratio)
 
 
+@checked
 def token_ratio(
     policy_logprobs: Float[Array, "*shape"],
     proximal_logprobs: Float[Array, "*shape"],
@@ -84,6 +87,7 @@ def token_ratio(
     return jnp.exp(token_log_ratio(policy_logprobs, proximal_logprobs, mask))
 
 
+@checked
 def sequence_ratio(
     policy_logprobs: Float[Array, "*batch length"],
     proximal_logprobs: Float[Array, "*batch length"],
@@ -115,6 +119,7 @@ def sequence_ratio(
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
+@checked
 def sequence_product_ratio(
     policy_logprobs: Float[Array, "*batch length"],
     proximal_logprobs: Float[Array, "*batch length"],
@@ -141,6 +146,7 @@ def sequence_product_ratio(
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
+@checked
 def gspo_token_ratio(
     policy_logprobs: Float[Array, "*batch length"],
     proximal_logprobs: Float[Array, "*batch length"],

@@ -6,6 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.types import Array, Float
 
 __all__ = ["Method", "reverse_linear_recurrence"]
@@ -13,6 +14,7 @@ __all__ = ["Method", "reverse_linear_recurrence"]
 Method = Literal["serial", "associative", "chunked"]
 
 
+@checked
 def reverse_linear_recurrence(
     coefficients: Float[Array, "*batch length"],
     increments: Float[Array, "*batch length"],

@@ -20,6 +20,7 @@ sequences, also those that have no token left: `with_denominator`.
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import (
     counted,
     in_sequence,
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+@checked
 def token_mean(
     values: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -66,6 +68,7 @@ def token_mean(
     return masked(values, in_sequence(mask, segment_ids))
 
 
+@checked
 def sequence_mean_of_token_mean(
     values: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -94,6 +97,7 @@ def sequence_mean_of_token_mean(
     return Metric.of(shares.sum(), sequence_count(mask, segment_ids))
 
 
+@checked
 def sequence_mean_of_token_sum(
     values: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -117,6 +121,7 @@ def sequence_mean_of_token_sum(
     return Metric.of(counted(values, mask).sum(), sequence_count(mask, segment_ids))
 
 
+@checked
 def constant_denominator(
     values: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -156,6 +161,7 @@ def constant_denominator(
     return Metric(total.sum / denominator, total.count)
 
 
+@checked
 def prompt_mean(
     values: Float[Array, "*batch length"],
     prompt_tokens: Int[Array, "*batch length"],
@@ -197,6 +203,7 @@ def prompt_mean(
     return Metric((counted(values, mask) * share).sum(), share.sum())
 
 
+@checked
 def prompt_token_counts(
     prompt_ids: Int[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -232,6 +239,7 @@ def prompt_token_counts(
     return counts[prompt_ids]
 
 
+@checked
 def token_sum(
     values: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -270,6 +278,7 @@ def token_sum(
     return with_denominator(Metric(scale * total.sum, total.count), 1.0, parts=parts)
 
 
+@checked
 def with_denominator(
     metric: Metric,
     denominator: Float[Array, ""] | Int[Array, ""] | float,

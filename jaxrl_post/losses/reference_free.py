@@ -7,6 +7,7 @@ act on the mean log-prob a token (`preference.length_normalized`), CPO on the su
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.preference import counted_pairs, sigmoid_loss
 from jaxrl_post.types import Array, Bool, Float
 
@@ -16,6 +17,7 @@ __all__ = ["cpo_loss", "orpo_loss", "simpo_loss"]
 _MAX_LOGPROB = -(2.0**-23)
 
 
+@checked
 def simpo_loss(
     policy_chosen_mean: Float[Array, "*pairs"],
     policy_rejected_mean: Float[Array, "*pairs"],
@@ -61,6 +63,7 @@ def simpo_loss(
     )
 
 
+@checked
 def cpo_loss(
     policy_chosen: Float[Array, "*pairs"],
     policy_rejected: Float[Array, "*pairs"],
@@ -99,6 +102,7 @@ def cpo_loss(
     return sigmoid_loss(margin, valid, beta=beta, label_smoothing=label_smoothing)
 
 
+@checked
 def orpo_loss(
     policy_chosen_mean: Float[Array, "*pairs"],
     policy_rejected_mean: Float[Array, "*pairs"],

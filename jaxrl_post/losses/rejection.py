@@ -20,12 +20,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import in_sequence, sequence_mean, sequence_sum
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = ["reject_sequences", "reject_tokens"]
 
 
+@checked
 def reject_tokens(
     divergence: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
@@ -59,6 +61,7 @@ def reject_tokens(
     return mask & _within(divergence.astype(jnp.float32), low, high)
 
 
+@checked
 def reject_sequences(
     divergence: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post.losses.advantages import group_normalized
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.recurrence import Method, reverse_linear_recurrence
 from jaxrl_post.losses.sequences import counted, in_sequence, sequence_sum
 from jaxrl_post.losses.whitening import AxisName, Moments, whitened
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 
+@checked
 def at_last_token(
     values: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -56,6 +58,7 @@ def at_last_token(
     return jax.lax.stop_gradient(counted(values, last))
 
 
+@checked
 def gae(
     rewards: Float[Array, "*batch length"],
     values: Float[Array, "*batch length"],
@@ -130,6 +133,7 @@ def gae(
     return jax.lax.stop_gradient(counted(advantages, mask))
 
 
+@checked
 def lambda_returns(
     advantages: Float[Array, "*batch length"],
     values: Float[Array, "*batch length"],
@@ -160,6 +164,7 @@ def lambda_returns(
     return jax.lax.stop_gradient(total)
 
 
+@checked
 def length_adaptive_lambda(
     mask: Bool[Array, "*batch length"],
     segment_ids: Int[Array, "*batch length"] | None = None,
@@ -193,6 +198,7 @@ def length_adaptive_lambda(
     return jnp.clip(1.0 - 1.0 / (alpha * jnp.maximum(length, 1.0)), 0.0, 1.0)
 
 
+@checked
 def discounted_returns(
     rewards: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -231,6 +237,7 @@ def discounted_returns(
     return jax.lax.stop_gradient(counted(returns, mask))
 
 
+@checked
 def reinforce_plus_plus(
     rewards: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -280,6 +287,7 @@ def reinforce_plus_plus(
     )
 
 
+@checked
 def process_normalized(
     step_rewards: Float[Array, "*groups samples length"],
     step_ends: Bool[Array, "*groups samples length"],
@@ -327,6 +335,7 @@ def process_normalized(
     return discounted_returns(normalized.reshape(step_rewards.shape), mask, gamma=1.0)
 
 
+@checked
 def turn_returns(
     turn_rewards: Float[Array, "*batch turns"],
     turn_mask: Bool[Array, "*batch turns"],
@@ -353,6 +362,7 @@ def turn_returns(
     return discounted_returns(turn_rewards, turn_mask, gamma=gamma)
 
 
+@checked
 def spread_turns(
     values: Float[Array, "*batch turns"],
     turn_ids: Int[Array, "*batch length"],

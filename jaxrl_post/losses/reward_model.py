@@ -8,6 +8,7 @@ reaches neither value nor gradient.
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.preference import counted_pairs
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.types import Array, Bool, Float, Int
@@ -15,6 +16,7 @@ from jaxrl_post.types import Array, Bool, Float, Int
 __all__ = ["best_of_n", "best_of_n_value", "bradley_terry", "process_reward_loss"]
 
 
+@checked
 def bradley_terry(
     chosen: Float[Array, "*pairs"],
     rejected: Float[Array, "*pairs"],
@@ -61,6 +63,7 @@ def bradley_terry(
     return counted_pairs(loss + centering * jnp.square(chosen + rejected), valid)
 
 
+@checked
 def process_reward_loss(
     logits: Float[Array, "*shape"],
     labels: Float[Array, "*shape"],
@@ -92,6 +95,7 @@ def process_reward_loss(
     return counted(loss, mask)
 
 
+@checked
 def best_of_n(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
@@ -117,6 +121,7 @@ def best_of_n(
     return jnp.where(valid.any(axis=-1), index, -1).astype(jnp.int32)
 
 
+@checked
 def best_of_n_value(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,

@@ -9,6 +9,7 @@ what unpacked rows give.
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 
+@checked
 def counted(
     values: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
@@ -42,6 +44,7 @@ def counted(
     return jnp.where(mask, values.astype(jnp.float32), 0.0)
 
 
+@checked
 def in_sequence(
     mask: Bool[Array, "*shape"], segment_ids: Int[Array, "*shape"] | None = None
 ) -> Bool[Array, "*shape"]:
@@ -60,6 +63,7 @@ def in_sequence(
     return mask if segment_ids is None else mask & (segment_ids > 0)
 
 
+@checked
 def sequence_sum(
     values: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -89,6 +93,7 @@ def sequence_sum(
     return jnp.take_along_axis(totals, segment_ids, axis=-1)
 
 
+@checked
 def sequence_mean(
     values: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -113,6 +118,7 @@ def sequence_mean(
     return total / jnp.maximum(count, 1.0)
 
 
+@checked
 def sequence_count(
     mask: Bool[Array, "*batch length"],
     segment_ids: Int[Array, "*batch length"] | None = None,
@@ -138,6 +144,7 @@ def sequence_count(
     return (segment_totals(present, segment_ids) > 0).sum().astype(jnp.float32)
 
 
+@checked
 def segment_totals(
     values: Float[Array, "*batch length"], segment_ids: Int[Array, "*batch length"]
 ) -> Float[Array, "*batch segments"]:

@@ -9,12 +9,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = ["kl_shaped_rewards", "overlong_penalty", "repetition_penalty"]
 
 
+@checked
 def overlong_penalty(
     lengths: Int[Array, "*batch"],
     *,
@@ -65,6 +67,7 @@ def overlong_penalty(
     return 0.0 - penalty * share
 
 
+@checked
 def repetition_penalty(
     tokens: Int[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
@@ -127,6 +130,7 @@ def repetition_penalty(
     return 0.0 - max_penalty * (repeated / jnp.maximum(total, 1).astype(jnp.float32))
 
 
+@checked
 def kl_shaped_rewards(
     rewards: Float[Array, "*batch length"],
     kl: Float[Array, "*batch length"],

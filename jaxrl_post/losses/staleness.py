@@ -10,6 +10,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.types import Array, Bool, Float, Int
 
@@ -25,6 +26,7 @@ __all__ = [
 _IMPOSSIBLE = -1e30
 
 
+@checked
 def ages(
     versions: Int[Array, "*shape"],
     current_version: Int[Array, ""] | int,
@@ -47,6 +49,7 @@ def ages(
     return jnp.where(mask, current_version - versions, 0).astype(jnp.int32)
 
 
+@checked
 def within_staleness(
     versions: Int[Array, "*shape"],
     current_version: Int[Array, ""] | int,
@@ -77,6 +80,7 @@ def within_staleness(
     return mask & (ages(versions, current_version, mask) <= max_age)
 
 
+@checked
 def staleness_weights(
     versions: Int[Array, "*shape"],
     current_version: Int[Array, ""] | int,
@@ -109,6 +113,7 @@ def staleness_weights(
     return jnp.power(decay, age.astype(jnp.float32))
 
 
+@checked
 def interpolated_proximal(
     behavior_logprobs: Float[Array, "*shape"],
     policy_logprobs: Float[Array, "*shape"],

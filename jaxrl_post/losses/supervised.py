@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.types import Array, Bool, Float
 
 __all__ = ["dynamic_fine_tuning_loss", "next_token_loss"]
 
 
+@checked
 def next_token_loss(
     logprobs: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
@@ -28,6 +30,7 @@ def next_token_loss(
     return counted(-logprobs, mask)
 
 
+@checked
 def dynamic_fine_tuning_loss(
     logprobs: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, "*shape"]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.ratios import token_log_ratio, token_ratio
 from jaxrl_post.losses.sequences import counted, in_sequence, sequence_mean
 from jaxrl_post.types import Array, Bool, Float, Int
@@ -34,6 +35,7 @@ __all__ = [
 _LEAST_REST = 2.0**-24
 
 
+@checked
 def binary_tv(
     policy_logprobs: Float[Array, "*shape"],
     behavior_logprobs: Float[Array, "*shape"],
@@ -62,6 +64,7 @@ def binary_tv(
     return topk_tv(policy_logprobs[..., None], behavior_logprobs[..., None], mask)
 
 
+@checked
 def binary_kl(
     policy_logprobs: Float[Array, "*shape"],
     behavior_logprobs: Float[Array, "*shape"],
@@ -93,6 +96,7 @@ def binary_kl(
     return topk_kl(policy_logprobs[..., None], behavior_logprobs[..., None], mask)
 
 
+@checked
 def topk_tv(
     policy_logprobs: Float[Array, "*shape entries"],
     behavior_logprobs: Float[Array, "*shape entries"],
@@ -125,6 +129,7 @@ def topk_tv(
     return 0.5 * (jnp.abs(difference).sum(-1) + jnp.abs(difference.sum(-1)))
 
 
+@checked
 def topk_kl(
     policy_logprobs: Float[Array, "*shape entries"],
     behavior_logprobs: Float[Array, "*shape entries"],
@@ -162,6 +167,7 @@ def topk_kl(
     return rest - (jnp.exp(behavior) * log_ratio).sum(-1)
 
 
+@checked
 def dppo_mask(
     ratio: Float[Array, "*shape"],
     divergence: Float[Array, "*shape"],
@@ -206,6 +212,7 @@ def dppo_mask(
     return mask & ~(outward & (divergence.astype(jnp.float32) > threshold))
 
 
+@checked
 def dppo(
     policy_logprobs: Float[Array, "*shape"],
     behavior_logprobs: Float[Array, "*shape"],
@@ -262,6 +269,7 @@ def dppo(
     return jnp.where(keep, -ratio * advantages, 0.0)
 
 
+@checked
 def opsm_keep(
     advantages: Float[Array, "*shape"], mean_kl: Float[Array, "*shape"], *, delta: float
 ) -> Bool[Array, "*shape"]:
@@ -285,6 +293,7 @@ def opsm_keep(
     return ~((advantages < 0) & (mean_kl.astype(jnp.float32) > delta))
 
 
+@checked
 def opsm_mask(
     policy_logprobs: Float[Array, "*batch length"],
     behavior_logprobs: Float[Array, "*batch length"],

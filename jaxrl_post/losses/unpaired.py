@@ -7,12 +7,14 @@ their tokens. `valid` is False where a slot holds no response, as in `preference
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.preference import counted_pairs, implicit_reward, log_ratio
 from jaxrl_post.types import Array, Bool, Float
 
 __all__ = ["kto_loss", "kto_reference_point"]
 
 
+@checked
 def kto_reference_point(
     policy_mismatched: Float[Array, "*responses"],
     reference_mismatched: Float[Array, "*responses"],
@@ -47,6 +49,7 @@ def kto_reference_point(
     return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
 
 
+@checked
 def kto_loss(
     policy: Float[Array, "*responses"],
     reference: Float[Array, "*responses"],

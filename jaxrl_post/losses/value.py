@@ -7,6 +7,7 @@ The arrays are aligned with the tokens whose state they value; gradients flow th
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.types import Array, Bool, Float
@@ -14,6 +15,7 @@ from jaxrl_post.types import Array, Bool, Float
 __all__ = ["clipped_value_loss", "explained_variance", "value_clip_fraction"]
 
 
+@checked
 def clipped_value_loss(
     values: Float[Array, "*shape"],
     old_values: Float[Array, "*shape"],
@@ -58,6 +60,7 @@ def clipped_value_loss(
     return 0.5 * jnp.maximum(plain, clipped)
 
 
+@checked
 def value_clip_fraction(
     values: Float[Array, "*shape"],
     old_values: Float[Array, "*shape"],
@@ -92,6 +95,7 @@ def value_clip_fraction(
     return masked((clipped > plain).astype(jnp.float32), mask)
 
 
+@checked
 def explained_variance(
     values: Float[Array, "*shape"],
     returns: Float[Array, "*shape"],

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.types import Array, Bool, Float
 
@@ -40,6 +41,7 @@ class Moments:
     m2: Float[Array, ""]
 
     @classmethod
+    @checked
     def of(
         cls,
         values: Float[Array, "*shape"],
@@ -90,6 +92,7 @@ class Moments:
         return self.m2 / jnp.maximum(self.count - ddof, 1.0)
 
 
+@checked
 def whitened(
     values: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],

@@ -427,3 +427,60 @@ def test_the_anchor_behavior_is_the_sampler_in_the_proximal_place(unpacked):
     )
     assert loss == expected
     assert abs(loss - other) > 1e-2
+
+
+def _square(batch, policy_logprobs):
+    """As many rows as tokens, where NumPy would broadcast one of them."""
+    length = batch.shape[1]
+    rows = jnp.arange(length) % batch.shape[0]
+    return jax.tree.map(lambda x: x[rows], (batch, policy_logprobs))
+
+
+OBJECTIVES = {
+    "compose": algorithms.grpo().objective,
+    "shared_backbone": algorithms.shared_backbone(
+        algorithms.ppo(), coefficient=0.5
+    ).objective,
+    "critic": algorithms.ppo().value_objective,
+    "pairs": algorithms.preference.dpo().objective,
+    "kto": algorithms.unpaired.kto().objective,
+    "kto_mismatched": algorithms.unpaired.kto().mismatched,
+    "bradley_terry": algorithms.reward_model.bradley_terry(),
+    "process_reward": algorithms.reward_model.process_reward(),
+    "next_token": algorithms.supervised.next_token,
+    "distribution_distillation": algorithms.distribution_distillation().objective,
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("field", ["advantages", "reference_logprobs", "loss_mask"])
+def test_one_value_a_row_is_refused_by_every_objective(name, field, unpacked):
+    policy_logprobs, batch = unpacked
+    batch, policy_logprobs = _square(batch, policy_logprobs)
+    wrong = batch.replace(**{field: getattr(batch, field)[:, 0]})
+    said = rf"batch\.{field} must have shape .* got \[{batch.shape[0]}\]\."
+    with pytest.raises(ValueError, match=said):
+        jax.eval_shape(OBJECTIVES[name], Predictions(policy_logprobs), wrong)
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce_plus_plus", "distillation"])
+def test_one_value_a_row_is_refused_by_credit(name, unpacked):
+    _, batch = unpacked
+    credit = getattr(algorithms, name)().credit
+    with pytest.raises(ValueError, match=r"batch.advantages must have shape"):
+        jax.eval_shape(credit, batch.replace(advantages=batch.advantages[:, 0]))
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "rloo", "max_rl", "ppo", "distribution_distillation"]
+)
+def test_rewards_and_validity_that_do_not_fit_are_refused(name):
+    made = getattr(algorithms, name)()
+    with pytest.raises(ValueError, match=r"valid must have shape \[4, 4\]"):
+        jax.eval_shape(made.advantages, jnp.zeros((4, 4)), jnp.ones(4, bool))
+
+
+def test_a_model_without_a_vocabulary_is_refused_by_name(unpacked):
+    policy_logprobs, batch = unpacked
+    with pytest.raises(ValueError, match=r"predictions.logprobs must be given"):
+        algorithms.supervised.next_token(Predictions(values=policy_logprobs), batch)

@@ -1,5 +1,6 @@
 """What the contract tests ask about: one case a function, on arrays of one batch."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -171,6 +172,14 @@ class Case:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name.rpartition("=")[2] for name in self.takes.split())
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The function's own names of the arrays, by name in `batch`."""
+        positional = iter(inspect.signature(self.function).parameters)
+        keywords = [name.rpartition("=")[0] for name in self.takes.split()]
+        named = [keyword or next(positional) for keyword in keywords]
+        return dict(zip(self.names, named, strict=True))
 
     @property
     def mask(self) -> str | None:

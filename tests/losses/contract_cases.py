@@ -41,6 +41,7 @@ from tests.losses.contract import ROWS, Case
 
 # What has no case, and why.
 EXCEPTIONS = {
+    "arguments.checked": "a decorator (test_arguments.py)",
     "ratios.MAX_LOG_RATIO": "a number",
     "recurrence.Method": "a type",
     "staleness.capacity": "ints of the host, never traced (test_staleness.py)",

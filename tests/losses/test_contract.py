@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_post import losses
+from jaxrl_post.losses import entropy, kl, reduce, whitening
 from jaxrl_post.metrics import Metric
 from tests.losses.contract import ROWS, batch, example, poisoned
 from tests.losses.contract_cases import CASES, EXCEPTIONS, public_names
@@ -144,6 +145,47 @@ def test_every_public_function_has_a_case_or_a_reason():
     covered = {case.public_name for case in CASES.values()}
     assert covered.isdisjoint(EXCEPTIONS)
     assert public_names() == covered | set(EXCEPTIONS)
+
+
+@over(lambda case: case.covers is None)
+def test_arrays_that_do_not_fit_each_other_are_refused_by_name(name):
+    """With an axis more, and one less, also where rows and tokens are equally many."""
+    case = CASES[name]
+    arrays = arrays_of(case)
+    rows = min((x.shape[-1] for x in arrays.values() if x.ndim > 1), default=ROWS)
+    arrays = {key: x[:rows] if x.ndim else x for key, x in arrays.items()}
+    for key, parameter in case.parameters.items() if len(arrays) > 1 else ():
+        is_key = jnp.issubdtype(arrays[key].dtype, jax.dtypes.prng_key)
+        if is_key or case.names.count(key) > 1:
+            continue
+        for index in (None, *([(..., 0)] if arrays[key].ndim else [])):
+            with pytest.raises(ValueError, match=f": .*\\b{parameter}\\b"):
+                jax.eval_shape(case, arrays | {key: arrays[key][index]})
+
+
+def test_what_the_cases_compose_refuses_shapes_too():
+    functions = {
+        reduce.with_denominator: (Metric.of(1.0, 1.0), jnp.ones(2)),
+        kl.adaptive_coefficient: (jnp.ones(2), 0.5),
+        entropy.adaptive_coefficient: (0.5, jnp.ones(2)),
+        entropy.gated_coefficient: (jnp.ones(2), 0.5),
+        whitening.Moments: (jnp.ones(2), jnp.ones((2, 2), bool)),
+    }
+    assert functions.keys() == {case.covers for case in CASES.values()} - {None}
+    options = {
+        kl.adaptive_coefficient: {"target": 0.5, "horizon": 10.0},
+        entropy.adaptive_coefficient: {
+            "target": 0.5,
+            "step": 0.1,
+            "low": 0.0,
+            "high": 1.0,
+        },
+        entropy.gated_coefficient: {"target": 0.5},
+    }
+    for function, arrays in functions.items():
+        call = whitening.Moments.of if function is whitening.Moments else function
+        with pytest.raises(ValueError, match="must have"):
+            call(*arrays, **options.get(function, {}))
 
 
 @over()

@@ -53,7 +53,21 @@ def test_losses_import_without_jaxtyping():
         "    del sys.modules[name]\n"
         "sys.modules['jaxtyping'] = None"
     )
-    run(package="losses", forbidden=ABOVE, block=block)
+    then = (
+        "from jaxrl_post.losses import policy, reduce\n"
+        "from jaxrl_post.types import described\n"
+        "annotations = reduce.token_mean.__annotations__\n"
+        "assert described(annotations['mask']) == ('Bool', '*batch length')\n"
+        "class Shape:\n"
+        "    shape, ndim, dtype = (3,), 1, jax.numpy.float32\n"
+        "try:\n"
+        "    policy.reinforce(Shape(), Shape(), Shape())\n"
+        "except TypeError as error:\n"
+        "    assert 'policy_logprobs must be an array' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError('nothing was checked')"
+    )
+    run(package="losses", forbidden=ABOVE, block=block, then=then)
 
 
 def test_algorithms_start_no_backend():
