@@ -117,6 +117,8 @@ class TokenBatch:
         returns: float32 [rows, length] or None: what the critic should have said.
         versions: int32 [rows, length], version of the parameters that sampled the token
             (-1 where the policy did not produce it).
+        truncated: bool [rows, length] or None: True at the last token of a segment
+            whose end was cut off.
     """
 
     tokens: Int[HostOrDevice, "rows length"]
@@ -130,6 +132,7 @@ class TokenBatch:
     reference_logprobs: Float[HostOrDevice, "rows length"] | None = None
     values: Float[HostOrDevice, "rows length"] | None = None
     returns: Float[HostOrDevice, "rows length"] | None = None
+    truncated: Bool[HostOrDevice, "rows length"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

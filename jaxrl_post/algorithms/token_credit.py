@@ -55,6 +55,7 @@ def ppo(
     value_clip: float | None = 0.2,
     kl_coefficient: float = 0.0,
     kl_estimator: KlEstimator = kl.k1,
+    bootstrap_truncated: bool = False,
     entropy_coefficient: float = 0.0,
     correction: Correction | None = TRUNCATED,
 ) -> Algorithm:
@@ -77,6 +78,9 @@ def ppo(
             plain squared error.
         kl_coefficient: >= 0, weight of the KL to the reference policy in the reward.
         kl_estimator: of that penalty; in the reward `kl.k1` is unbiased.
+        bootstrap_truncated: an answer that was cut (`TokenBatch.truncated`) earns, at
+            its last token, what the critic expects after it too: its end is a limit of
+            time, not of the task. False takes the limit for a part of the task.
         entropy_coefficient: weight of the policy's entropy.
         correction: of the sampler's mismatch; None for none.
 
@@ -90,6 +94,7 @@ def ppo(
         Schulman et al., Proximal Policy Optimization, arXiv:1707.06347.
         Ouyang et al., Training language models to follow instructions with human
         feedback, arXiv:2203.02155 (the penalty).
+        Pardo et al., Time Limits in Reinforcement Learning, arXiv:1712.00378.
         Yuan et al., What's Behind PPO's Collapse in Long-CoT?, arXiv:2503.01491.
 
     >>> ppo().value_objective is not None
@@ -101,6 +106,8 @@ def ppo(
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         rewards = _token_rewards(batch, mask, kl_coefficient, kl_estimator)
         values = _require_values(batch)
+        if bootstrap_truncated:
+            rewards += gamma * _after_truncation(batch, values)
         estimate = partial(
             returns.gae, rewards, values, mask, batch.segment_ids, gamma=gamma
         )
@@ -357,6 +364,18 @@ def _require_reference(batch: TokenBatch) -> Float[Array, "rows length"]:
             "the reference policy"
         )
     return batch.reference_logprobs
+
+
+def _after_truncation(
+    batch: TokenBatch, values: Float[Array, "rows length"]
+) -> Float[Array, "rows length"]:
+    """What the critic said after the last token of answers that were cut, else 0."""
+    if batch.truncated is None:
+        raise ValueError(
+            "batch.truncated must be given, got None; mark the segments that were cut"
+        )
+    # Before the following token is after this one.
+    return counted(jnp.roll(values, -1, axis=-1), batch.truncated)
 
 
 def _require_values(batch: TokenBatch) -> Float[Array, "rows length"]:

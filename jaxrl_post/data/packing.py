@@ -21,6 +21,7 @@ class Sequence:
         behavior_logprobs: float32, 0 where the mask is False.
         advantages: float32.
         versions: int32, -1 where the mask is False.
+        truncated: whether its end was cut off; None where nobody asks.
     """
 
     tokens: np.ndarray
@@ -28,9 +29,13 @@ class Sequence:
     behavior_logprobs: np.ndarray
     advantages: np.ndarray
     versions: np.ndarray
+    truncated: bool | None = None
 
     def __post_init__(self) -> None:
-        sizes = {name: len(values) for name, values in vars(self).items()}
+        arrays = {
+            name: value for name, value in vars(self).items() if name != "truncated"
+        }
+        sizes = {name: len(values) for name, values in arrays.items()}
         if len(set(sizes.values())) > 1 or not len(self.tokens):
             raise ValueError(
                 f"Sequence: all arrays must have one entry a token, at least one; "
@@ -114,6 +119,8 @@ def pack(
         free[row] -= size
     height = max(1, -(-len(rows) // row_multiple)) * row_multiple
     batch = _empty(height, length)
+    if any(each.truncated is not None for unit in units for each in unit):
+        batch = batch.replace(truncated=np.zeros((height, length), np.bool_))  # type: ignore[attr-defined]
     for row, members in enumerate(rows):
         _fill(batch, row, [sequence for index in members for sequence in units[index]])
     return batch
@@ -147,4 +154,6 @@ def _fill(batch: TokenBatch, row: int, members: list[Sequence]) -> None:
         batch.advantages[row, span] = sequence.advantages
         batch.behavior_logprobs[row, span] = sequence.behavior_logprobs
         batch.versions[row, span] = sequence.versions
+        if batch.truncated is not None:
+            batch.truncated[row, start + size - 1] = bool(sequence.truncated)
         start += size

@@ -2,6 +2,7 @@
 
 from jaxrl_post.envs.catalog import make
 from jaxrl_post.envs.env import (
+    Answer,
     Environment,
     Message,
     NeedsPreparation,
@@ -13,6 +14,7 @@ from jaxrl_post.envs.env import (
 from jaxrl_post.envs.workers import Outcome, WorkerPool, WorkerStartError
 
 __all__ = [
+    "Answer",
     "Environment",
     "Message",
     "NeedsPreparation",

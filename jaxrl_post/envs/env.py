@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args, overload, runtime_checkable
 
 __all__ = [
+    "Answer",
     "Environment",
     "Message",
     "NeedsPreparation",
@@ -52,6 +53,30 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Answer(Message):
+    """The policy's turn, as it was sampled: what ends a conversation that is judged.
+
+    Args:
+        role: "assistant".
+        content: the text.
+        finish_reason: "stop" where the policy ended it, "length" where it was cut at
+            the most tokens that it may have.
+        num_tokens: that were sampled, the stop token included.
+
+    >>> Answer("assistant", "22", finish_reason="length", num_tokens=2).truncated
+    True
+    """
+
+    finish_reason: str = "stop"
+    num_tokens: int = 0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it was cut: nobody knows how it would have ended."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True)
 class Task:
     """One problem.
 
@@ -80,6 +105,8 @@ class Step:
         done: whether the episode ends here.
         messages: what is appended to the conversation before the policy's next turn.
         metrics: finite numbers to be averaged over episodes.
+        rewards: the parts of the reward by name, each before its weight; empty where
+            there is only one. GDPO normalises each by itself.
 
     >>> Step(reward=1.0, done=True).messages
     ()
@@ -89,6 +116,7 @@ class Step:
     done: bool
     messages: tuple[Message, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -116,7 +144,7 @@ class Environment(Protocol):
         Args:
             task: the task that the conversation began with.
             conversation: `task.messages` and every turn since; ends with the
-                assistant's.
+                assistant's, which is an `Answer`: it says how it ended.
         """
         ...
 

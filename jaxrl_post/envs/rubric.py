@@ -51,8 +51,8 @@ class Rubric:
         reward = own_weight * own + sum_i weight_i * score_i(task, conversation)
 
     The criteria judge whole episodes: they are added to the step that ends one. Every
-    term is reported unweighted in `Step.metrics`, under its name, the environment's own
-    reward under "own".
+    term is reported unweighted in `Step.rewards`, under its name, the environment's own
+    reward under "own"; of a turn that ends no episode that is all.
 
     Args:
         environment: where tasks, turns and the first reward come from.
@@ -69,8 +69,8 @@ class Rubric:
     >>> environment = Rubric(Arithmetic(), {"length": Criterion(length, weight=-0.01)})
     >>> task = environment.tasks("train")[0]
     >>> step = environment.step(task, (Message("assistant", task.reference),))
-    >>> step.reward, dict(step.metrics)
-    (0.98, {'correct': 1.0, 'well_formed': 1.0, 'own': 1.0, 'length': 2.0})
+    >>> step.reward, dict(step.rewards)
+    (0.98, {'own': 1.0, 'length': 2.0})
     """
 
     environment: Environment
@@ -111,22 +111,14 @@ class Rubric:
         Args:
             task: the task that the conversation began with.
             conversation: the messages so far; ends with the assistant's turn.
-
-        Raises:
-            ValueError: if a criterion has the name of a metric of the environment.
         """
         step = self.environment.step(task, conversation)
         reward = self.own_weight * step.reward
-        metrics = {**step.metrics, "own": step.reward}
+        rewards = {"own": step.reward}
         for name, criterion in self.criteria.items() if step.done else ():
-            if name in metrics:
-                raise ValueError(
-                    f"criterion {name!r} has the name of a metric that "
-                    f"{self.environment.name} reports: rename it"
-                )
-            metrics[name] = criterion.score(task, conversation)
-            reward += criterion.weight * metrics[name]
-        return Step(reward, step.done, step.messages, metrics)
+            rewards[name] = criterion.score(task, conversation)
+            reward += criterion.weight * rewards[name]
+        return Step(reward, step.done, step.messages, step.metrics, rewards)
 
     def demonstration(self, task: Task) -> str | None:
         """The environment's own demonstration."""

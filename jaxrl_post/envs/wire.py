@@ -118,7 +118,7 @@ def encode_step(step: object) -> dict[str, Any]:
         ValueError: if it is no `Step`, or a number in it is none or is not finite.
 
     >>> encode_step(Step(reward=1.0, done=True))
-    {'reward': 1.0, 'done': True, 'messages': [], 'metrics': {}}
+    {'reward': 1.0, 'done': True, 'messages': [], 'metrics': {}, 'rewards': {}}
     >>> encode_step(Step(reward=float("nan"), done=True))
     Traceback (most recent call last):
     ValueError: reward must be a finite number, got nan
@@ -139,6 +139,10 @@ def encode_step(step: object) -> dict[str, Any]:
         "metrics": {
             str(name): _finite(f"metric {name!r}", value)
             for name, value in step.metrics.items()
+        },
+        "rewards": {
+            str(name): _finite(f"reward {name!r}", value)
+            for name, value in step.rewards.items()
         },
     }
 
@@ -162,6 +166,9 @@ def decode_step(fields: dict[str, Any]) -> Step:
         messages=tuple(messages),
         metrics={
             name: _finite(name, value) for name, value in fields["metrics"].items()
+        },
+        rewards={
+            name: _finite(name, value) for name, value in fields["rewards"].items()
         },
     )
 

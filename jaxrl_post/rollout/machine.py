@@ -7,10 +7,10 @@ waits, samples or judges: the runner carries out the effects and reports the eve
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxrl_post.envs.env import Message, Step, Task
+from jaxrl_post.envs.env import Answer, Message, Step, Task
 from jaxrl_post.rollout.types import Rollout
 from jaxrl_post.sampler.requests import Completion
 
@@ -66,6 +66,7 @@ class Episode:
     finish_reason: str = ""
     stop_id: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def has_turns_left(episode: Episode, step: Step, limits: Limits) -> bool:
 
 def _generated(episode: Episode, event: Generated) -> tuple[Episode, Effect]:
     new, count = event.completion, len(event.completion.tokens)
-    turn = Message("assistant", event.text)
+    turn = Answer("assistant", event.text, new.finish_reason, count)
     episode = dataclasses.replace(
         episode,
         conversation=(*episode.conversation, turn),
@@ -185,6 +186,7 @@ def _judged(episode: Episode, event: Judged, limits: Limits) -> tuple[Episode, E
         episode,
         reward=episode.reward + step.reward,
         metrics={**episode.metrics, **step.metrics},
+        rewards=_added(episode.rewards, step.rewards),
     )
     too_long = len(episode.tokens) + size > limits.max_prompt_tokens
     if too_long or not has_turns_left(episode, step, limits):
@@ -205,6 +207,12 @@ def _judged(episode: Episode, event: Judged, limits: Limits) -> tuple[Episode, E
     return episode, Generate(episode.tokens)
 
 
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}
+    }
+
+
 def _rollout(episode: Episode, *, reward: float | None, error: str) -> Rollout:
     turns = [m.content for m in episode.conversation if m.role == "assistant"]
     return Rollout(
@@ -222,4 +230,5 @@ def _rollout(episode: Episode, *, reward: float | None, error: str) -> Rollout:
         prompt_text="\n".join(m.content for m in episode.task.messages),
         response_text=turns[-1] if turns else "",
         metrics=episode.metrics,
+        rewards=episode.rewards,
     )

@@ -16,13 +16,17 @@ from jaxrl_post.rollout import machine
 from jaxrl_post.rollout.types import Generator, Group, Rollout
 from jaxrl_post.sampler.requests import Request, SamplingParams
 
-__all__ = ["Judges", "RolloutTimeoutError", "Runner"]
+__all__ = ["Judges", "RolloutTimeoutError", "Runner", "SeveralTurnsError"]
 
 type Key = tuple[int, int]
 
 
 class RolloutTimeoutError(RuntimeError):
     """The episodes of a step did not finish before the deadline."""
+
+
+class SeveralTurnsError(ValueError):
+    """An environment goes on after the one turn that an episode may have."""
 
 
 @runtime_checkable
@@ -100,6 +104,7 @@ class Runner:
 
         Raises:
             RolloutTimeoutError: the deadline passed; says what it waited for.
+            SeveralTurnsError: the limit is one turn, and the environment goes on.
         """
         episodes: dict[Key, machine.Episode] = {}
         judging: dict[concurrent.futures.Future[Outcome], Key] = {}
@@ -186,6 +191,13 @@ class Runner:
             if outcome.step is None:
                 advance(key, machine.Failed(f"{outcome.kind}: {outcome.error}"))
                 continue
+            if not outcome.step.done and self.limits.max_turns == 1:
+                # Cut here, the episode would count as one that earned nothing.
+                raise SeveralTurnsError(
+                    f"--env: task {episodes[key].task.id} goes on after its first "
+                    "turn (Step.done is False), and the programs carry out one turn a "
+                    "task; use an environment whose first step is its last"
+                )
             advance(key, self._judged(episodes[key], outcome.step))
         self.seconds["reward"] += time.perf_counter() - begin
 

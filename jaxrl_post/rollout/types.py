@@ -50,6 +50,8 @@ class Rollout:
         prompt_text: the first prompt.
         response_text: the policy's last turn.
         metrics: the environment's.
+        rewards: parts of the reward by name, each the sum over the turns, before its
+            weight; empty where there is only one.
     """
 
     prompt_id: int
@@ -66,11 +68,17 @@ class Rollout:
     prompt_text: str
     response_text: str
     metrics: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy produced."""
         return sum(self.loss_mask)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether its last turn was cut at the most tokens."""
+        return self.finish_reason == "length"
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ def make_algorithm(
             lambda_=critic.gae_lambda,
             value_lambda=critic.value_lambda,
             value_clip=critic.clip or None,
+            bootstrap_truncated=critic.bootstrap_truncated,
         ),
         "reinforce_plus_plus": algorithms.reinforce_plus_plus,
         "reinforce_plus_plus_baseline": algorithms.reinforce_plus_plus_baseline,

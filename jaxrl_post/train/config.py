@@ -84,6 +84,9 @@ class RolloutConfig:
         steps_per_call: decoding steps between two looks of the host; 0 chooses.
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
             differ (DAPO); groups beyond that wait for the next step.
+        truncated: what an answer is worth that was cut at `max_tokens`. zero: nothing,
+            whatever stands in it; reward: what the environment says; mask: it is not
+            trained on, but is compared with in its group (DAPO's overlong filter).
         overlong_buffer: tokens before `max_tokens` over which a completion's reward
             falls by up to `overlong_penalty` (DAPO); 0 for none.
         overlong_penalty: what a completion of `max_tokens` loses.
@@ -107,6 +110,7 @@ class RolloutConfig:
     num_slots: int = 0
     steps_per_call: int = 0
     dynamic_sampling: bool = False
+    truncated: Literal["reward", "zero", "mask"] = "zero"
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
     max_draws: int = 4
@@ -177,6 +181,8 @@ class CriticConfig:
         clip: how far a value may move in the updates of a batch; 0 for no clip.
         coefficient: weight of the critic's loss beside the policy's in a shared model.
         warmup_steps: steps at the beginning in which a separate critic learns alone.
+        bootstrap_truncated: an answer that was cut at the most tokens earns what the
+            critic expects after it, beside its reward; without, the cut is its end.
         optimizer: AdamW of a separate critic.
         lora: an adapter to train, with the value head, in place of a separate critic's
             whole model.
@@ -190,6 +196,7 @@ class CriticConfig:
     clip: float = 0.2
     coefficient: float = 0.1
     warmup_steps: int = 0
+    bootstrap_truncated: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
 
@@ -229,10 +236,13 @@ class EvalConfig:
     Attributes:
         every: steps between evaluations; 0 for the first and last step alone.
         num_tasks: held-out tasks, demonstrations or pairs.
+        solved_reward: an answer with at least this reward solves its task; accuracy is
+            the share of those, eval/reward the mean reward.
     """
 
     every: int = 25
     num_tasks: int = 128
+    solved_reward: float = 1.0
 
     def due(self, step: int, steps: int) -> bool:
         """Whether a step of a run of so many steps ends with an evaluation."""

@@ -265,9 +265,16 @@ def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
 
 
 def _evaluated(evaluation: Evaluation) -> dict[str, float]:
-    return {
-        ACCURACY: evaluation.accuracy,
-        "eval/failed": float(evaluation.failed),
+    scores = evaluation.scores
+    parts = {f"eval/{name}": value for name, value in scores.metrics.items()}
+    low, high = scores.interval
+    return parts | {
+        ACCURACY: scores.accuracy,
+        "eval/accuracy_low": low,
+        "eval/accuracy_high": high,
+        "eval/reward": scores.mean_reward,
+        "eval/failed": float(scores.failed),
+        "eval/stopped_fraction": scores.stopped,
         "time/eval": evaluation.seconds,
     }
 

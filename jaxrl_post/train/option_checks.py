@@ -50,6 +50,7 @@ SERVES = {"beta": "jsd", "top_k": "top_k", "tail": "top_k"}
 # Of the rollouts of training alone: an evaluation is greedy.
 SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "dynamic_sampling", "overlong_buffer",
+    "truncated",
 )  # fmt: skip
 
 
@@ -161,6 +162,11 @@ def _check_rollout(config: RLConfig) -> None:
         raise ConfigError(
             f"--rollout.overlong-buffer: must be at most --rollout.max-tokens, "
             f"{rollout.max_tokens}; got {rollout.overlong_buffer}"
+        )
+    if config.critic.bootstrap_truncated and rollout.truncated == "mask":
+        raise ConfigError(
+            "--critic.bootstrap-truncated: --rollout.truncated mask leaves the answers "
+            "out that were cut; drop one of the two"
         )
     if name == "max_rl" and rollout.overlong_buffer:
         raise ConfigError(

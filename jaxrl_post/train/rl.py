@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +36,7 @@ from jaxrl_post.train.learner import Learner
 from jaxrl_post.train.publish import Published, publish
 from jaxrl_post.train.reference import Reference
 from jaxrl_post.train.rollout_metrics import rollout_metrics
+from jaxrl_post.train.scores import FailedRolloutsError, Scores, score
 from jaxrl_post.train.session import Model
 from jaxrl_post.train.state import TrainState
 from jaxrl_post.types import TokenBatch
@@ -43,7 +44,6 @@ from jaxrl_post.types import TokenBatch
 __all__ = [
     "Critic",
     "Evaluation",
-    "FailedRolloutsError",
     "Trainer",
     "make_engine",
     "make_runner",
@@ -53,23 +53,17 @@ __all__ = [
 EVAL_IDS = 2**31
 
 
-class FailedRolloutsError(RuntimeError):
-    """More rollouts of a step failed than the configuration allows."""
-
-
 @dataclass
 class Evaluation:
     """Held-out tasks, answered greedily.
 
     Attributes:
-        accuracy: mean reward of those that could be judged, in the environment's units.
-        failed: answers that could not.
+        scores: share of them that are solved, rewards, and how sure that is.
         groups: one of one rollout a task.
         seconds: that it took.
     """
 
-    accuracy: float
-    failed: int
+    scores: Scores
     groups: list[Group]
     seconds: float
 
@@ -176,10 +170,9 @@ class Trainer:
         groups = self.runner.run(self.publish(), numbered, 1, sampling)
         # Its time is its own, not the next step's.
         self.runner.seconds.update(spent)
-        rewards = self._judged([group.rollouts[0] for group in groups], "evaluation")
-        seconds = time.perf_counter() - begin
-        failed = len(groups) - len(rewards)
-        return Evaluation(float(np.mean(rewards)), failed, groups, seconds)
+        self._judged([group.rollouts[0] for group in groups], "evaluation")
+        scores = score(groups, solved_reward=self.config.eval.solved_reward)
+        return Evaluation(scores, groups, time.perf_counter() - begin)
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint holds beside arrays and the iterator: JSON values."""
@@ -281,7 +274,20 @@ class Trainer:
         values = batching.advantages(groups, self._estimate, penalty)
         metrics |= rollout_metrics(groups, values, published.version)
         metrics["publish/bytes_moved"] = float(published.bytes_moved)
-        return batching.sequences(groups, values), groups, metrics
+        truncated = self.config.rollout.truncated
+        sequences = batching.sequences(
+            groups,
+            values,
+            skip_truncated=truncated == "mask",
+            mark_truncated=self.config.critic.bootstrap_truncated,
+        )
+        if not sequences:
+            raise FailedRolloutsError(
+                f"step {number}: every answer was cut at --rollout.max-tokens, "
+                f"{self.config.rollout.max_tokens}, and with --rollout.truncated mask "
+                "none of them is trained on; raise the limit, or choose zero"
+            )
+        return sequences, groups, metrics
 
     def _demonstrated(self, demonstrations: Demonstrations) -> list[packing.Sequence]:
         """As many demonstrations as a step would have samples."""
@@ -310,6 +316,8 @@ class Trainer:
                 rollout.samples_per_prompt,
                 self._sampling(),
             )
+            if rollout.truncated == "zero":
+                new = batching.worthless_if_truncated(new)
             sampled += new
             keep = new
             if rollout.dynamic_sampling:
@@ -345,9 +353,8 @@ class Trainer:
                 np.mean([group.has_spread for group in sampled])
             ),
         }
-        for name in sorted({name for r in rollouts for name in r.metrics}):
-            values = [r.metrics[name] for r in rollouts if name in r.metrics]
-            metrics[f"env/{name}"] = float(np.mean(values))
+        metrics |= _means("env", [rollout.metrics for rollout in rollouts])
+        metrics |= _means("reward", [rollout.rewards for rollout in rollouts])
         return metrics
 
     def _judged(self, rollouts: Sequence[Rollout], where: str) -> list[float]:
@@ -456,6 +463,16 @@ class Trainer:
                 f"completion, {longest}; got {length}"
             )
         return length
+
+
+def _means(prefix: str, found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means of what several rollouts say by name, each over those that say it."""
+    return {
+        f"{prefix}/{name}": float(
+            np.mean([each[name] for each in found if name in each])
+        )
+        for name in sorted({name for each in found for name in each})
+    }
 
 
 def make_engine(rollout: RolloutConfig, model: Model, *, seed: int) -> Engine:

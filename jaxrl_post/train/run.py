@@ -29,10 +29,10 @@ from jaxrl_post.train.examples import Examples, batches
 from jaxrl_post.train.learner import DivergenceError, begin_training
 from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.report import write_report
-from jaxrl_post.train.rl import FailedRolloutsError
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
 from jaxrl_post.train.run_lock import run_lock
 from jaxrl_post.train.run_path import run_path
+from jaxrl_post.train.scores import FailedRolloutsError
 from jaxrl_post.train.session import Model, open_model, save_model, versions
 from jaxrl_post.train.sinks import warnings_shown
 from jaxrl_post.train.state import TrainState

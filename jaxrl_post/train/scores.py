@@ -10,34 +10,45 @@ import numpy as np
 
 from jaxrl_post.losses.baselines import pass_at_k_estimate
 from jaxrl_post.rollout.types import Group, Rollout
-from jaxrl_post.train.rl import FailedRolloutsError
 
-__all__ = ["Scores", "interval_over_tasks", "score", "solves", "wilson_interval"]
+__all__ = [
+    "FailedRolloutsError",
+    "Scores",
+    "interval_over_tasks",
+    "score",
+    "solves",
+    "wilson_interval",
+]
 
 # Two-sided 95 %.
 Z = 1.959964
+
+
+class FailedRolloutsError(RuntimeError):
+    """More rollouts failed than the configuration allows."""
 
 
 @dataclass(frozen=True)
 class Scores:
     """What a set of groups says about the model.
 
-    Samples whose judgement failed count nowhere but in `failed`.
+    A sample whose judgement failed does not solve its task. It has no reward, so that
+    it is not in `mean_reward`, nor in anything after that.
 
     Attributes:
-        tasks: groups with at least one judged sample.
-        samples: that were judged.
-        failed: whose judgement failed.
+        tasks: groups.
+        samples: of all tasks.
+        failed: samples whose judgement failed.
         accuracy: share of a task's samples that solve it, mean over the tasks.
         interval: 95 % interval of `accuracy`, see `interval_over_tasks`.
         pass_at: k to pass@k, the probability that one of k samples solves a task: its
-            unbiased estimate, mean over the tasks with at least k judged samples. Of
+            unbiased estimate, mean over the tasks with at least k samples. Of
             k = 2, 4, 8 ... and the number of samples of a task.
         mean_reward: in the environment's units.
         mean_tokens: of a completion.
         max_tokens: of the longest completion.
         stopped: share of samples that ended before the limit of tokens.
-        metrics: means of the environment's own metrics.
+        metrics: means of the environment's own metrics, and of the parts of the reward.
     """
 
     tasks: int
@@ -149,18 +160,19 @@ def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
     rewards = [r.reward for r in rollouts if r.reward is not None]
     by_task: dict[int, list[bool]] = collections.defaultdict(list)
     values: dict[str, list[float]] = collections.defaultdict(list)
-    for rollout in judged:
+    for rollout in rollouts:
         by_task[rollout.prompt_id].append(solves(rollout, solved_reward))
-        for name, value in rollout.metrics.items():
+    for rollout in judged:
+        for name, value in {**rollout.metrics, **rollout.rewards}.items():
             values[name].append(value)
     shares = [sum(solved) / len(solved) for solved in by_task.values()]
     lengths = [rollout.num_sampled for rollout in judged]
     return Scores(
         tasks=len(by_task),
-        samples=len(judged),
+        samples=len(rollouts),
         failed=len(failed),
         accuracy=float(np.mean(shares)),
-        interval=interval_over_tasks(shares, len(judged)),
+        interval=interval_over_tasks(shares, len(rollouts)),
         pass_at=_pass_at(list(by_task.values())),
         mean_reward=float(np.mean(rewards)),
         mean_tokens=float(np.mean(lengths)),

@@ -40,3 +40,8 @@ class Coin:
 
     def demonstration(self, task: Task) -> str:
         return f"{task.id}"
+
+
+def forty_percent(task: Task, conversation: tuple[Message, ...]) -> float:
+    """A partial credit that every answer gets."""
+    return 0.4

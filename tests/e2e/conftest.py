@@ -83,6 +83,8 @@ QUICK = (
     "--update.row-tokens=32",
     "--update.microbatch-tokens=512",
     "--eval.num-tasks=8",
+    # Untrained models stop by chance.
+    "--rollout.truncated=reward",
     "--optimizer.learning-rate=3e-4",
     "--optimizer.schedule=constant",
 )

@@ -1,5 +1,7 @@
 """From groups to sequences: each advantage lands on the tokens that earned it."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -105,3 +107,29 @@ def test_a_packed_row_keeps_each_token_with_its_advantage():
     )
     assert found == expected
     assert np.all(packed.advantages[~real] == 0)
+
+
+def test_what_was_cut_is_worth_nothing_left_out_or_marked():
+    cut = dataclasses.replace(
+        make_rollout(1, 0, 1.0), finish_reason="length", rewards={"a": 2.0, "b": -1.0}
+    )
+    poor = dataclasses.replace(make_rollout(1, 1, -0.5), finish_reason="length")
+    failed = dataclasses.replace(make_rollout(1, 2, None), finish_reason="length")
+    whole = make_rollout(1, 3, 1.0)
+    group = Group(1, (cut, poor, failed, whole))
+    [judged] = batch.worthless_if_truncated([group])
+    assert [r.reward for r in judged.rollouts] == [0.0, -0.5, None, 1.0]
+    assert judged.rollouts[0].rewards == {"a": 0.0, "b": -1.0}
+    assert judged.rollouts[3] == whole
+    values = np.ones((1, 4), np.float32)
+    kept = batch.sequences([group], values, skip_truncated=True)
+    assert [int(each.tokens[0]) for each in kept] == [130]
+    marked = batch.sequences([group], values, mark_truncated=True)
+    assert [each.truncated for each in marked] == [True, True, False]
+    packed = packing.pack(marked, 24, 1)
+    assert packed.truncated is not None
+    assert packing.pack(kept, 24, 1).truncated is None
+    ends = np.flatnonzero(packed.truncated)
+    names = packed.tokens.ravel()[ends]
+    # The last of the tokens that are named after the sample.
+    assert sorted(names.tolist()) == [100 + 3, 110 + 4]

@@ -89,16 +89,18 @@ class Scripted:
 
 @dataclass(frozen=True)
 class Asking:
-    """Asks something after every turn, without an end; judges at once."""
+    """Asks something after every turn but the last; judges at once."""
 
+    turns: int
     question: Message = AGAIN
 
     def submit(
         self, task: Task, conversation: tuple[Message, ...]
     ) -> concurrent.futures.Future[Outcome]:
-        del task, conversation
+        del task
+        said = sum(message.role == "assistant" for message in conversation)
         future: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
-        step = Step(0.5, done=False, messages=(self.question,))
+        step = Step(0.5, done=said == self.turns, messages=(self.question,))
         future.set_result(Outcome(step, None, "ok", 0.0))
         return future
 
@@ -113,7 +115,7 @@ def play(
 ) -> tuple[Rollout, list[Request]]:
     sampler = Scripted(turns)
     limits = Limits(max_turns=len(turns), max_prompt_tokens=longest)
-    runner = Runner(Codec(tokenizer), Asking(), limits, deadline_s=60.0)
+    runner = Runner(Codec(tokenizer), Asking(len(turns)), limits, deadline_s=60.0)
     task = Task(0, (ASK,), "")
     [group] = runner.run(sampler, [(3, task)], 1, SamplingParams())
     return group.rollouts[0], sampler.requests

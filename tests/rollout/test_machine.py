@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_post.envs import Message, Step, Task
+from jaxrl_post.envs import Answer, Message, Step, Task
 from jaxrl_post.rollout import machine
 from jaxrl_post.rollout.machine import Limits
 from jaxrl_post.sampler.requests import Completion
@@ -48,10 +48,10 @@ def test_two_turns_token_by_token():
     )
     generate, judge, again, judge_again, finish = effects
     assert generate == machine.Generate((1, 2, 3))
-    said = Message("assistant", "said 4")
+    said = Answer("assistant", "said 4", "stop", 2)
     assert judge == machine.Judge((*TASK.messages, said))
     assert again == machine.Generate((1, 2, 3, 4, 5, 8, 9))
-    more = (Message("user", "more"), Message("assistant", "said 6"))
+    more = (Message("user", "more"), Answer("assistant", "said 6", "length", 1))
     assert judge_again == machine.Judge((*TASK.messages, said, *more))
     rollout = finish.rollout
     assert rollout.tokens == (1, 2, 3, 4, 5, 8, 9, 6)

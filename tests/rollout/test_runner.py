@@ -7,7 +7,11 @@ import pytest
 
 from jaxrl_post.envs import Message, Task, WorkerPool
 from jaxrl_post.rollout.machine import Limits
-from jaxrl_post.rollout.runner import RolloutTimeoutError, Runner
+from jaxrl_post.rollout.runner import (
+    RolloutTimeoutError,
+    Runner,
+    SeveralTurnsError,
+)
 from jaxrl_post.sampler.requests import SamplingParams
 from tests.rollout.scripts import STOP, Characters, ScriptedSampler
 
@@ -88,6 +92,27 @@ def test_a_prompt_is_asked_for_once_and_an_episode_goes_on_for_itself(two_turns)
                 if (r.prompt_id, r.first_sample) == (prompt_id, rollout.sample_index)
             ]
             assert rollout.tokens[: len(request.prompt)] == request.prompt
+
+
+def test_an_environment_of_several_turns_is_refused_where_one_is_allowed(two_turns):
+    environment = two_turns.TwoTurns()
+    sampler = ScriptedSampler(lambda request, index: "said")
+    numbered = [(7, environment.tasks("train")[0])]
+    with WorkerPool(environment) as judges:
+        runner = make_runner(judges)
+        with pytest.raises(SeveralTurnsError, match=r"task 0 goes on after its first"):
+            runner.run(sampler, numbered, 1, SAMPLING)
+
+
+def test_the_environment_sees_how_an_answer_ended(two_turns):
+    """By what it was cut, and how many tokens it has."""
+    sampler = ScriptedSampler(lambda request, index: "said")
+    with WorkerPool(two_turns.Ended()) as judges:
+        [group] = make_runner(judges).run(sampler, tasks(1), 1, SAMPLING)
+    [rollout] = group.rollouts
+    assert rollout.finish_reason == "stop"
+    # Four characters and the token that stops.
+    assert rollout.metrics == {"truncated": 0.0, "tokens": 5.0}
 
 
 def test_no_tasks_are_no_groups(scripted):

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from jaxrl_post.envs import WorkerPool
+from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.train import rl
 from jaxrl_post.train.config import ConfigError, RLConfig
 from jaxrl_post.train.distill_config import DistillConfig
 from jaxrl_post.train.learner import DivergenceError
+from jaxrl_post.train.scores import FailedRolloutsError
 from tests.train.trainers import RL, changed, make_trainer
 
 E2E = Path(__file__).parents[1] / "e2e"
@@ -82,7 +84,7 @@ def test_dynamic_sampling_is_bounded(coin):
     with WorkerPool(environment) as judges:
         trainer = make_trainer(environment, judges, config)
         with pytest.raises(
-            rl.FailedRolloutsError,
+            FailedRolloutsError,
             match=r"step 1: none of 8 groups had rewards that differ; turn "
             "--rollout.dynamic-sampling off",
         ):
@@ -162,7 +164,7 @@ def test_more_failures_than_the_share_stop_the_run(coin, share, broken):
         trainer = make_trainer(environment, judges, config)
         start = host(trainer.state)
         with pytest.raises(
-            rl.FailedRolloutsError,
+            FailedRolloutsError,
             match=rf"step 1: \d+ of 16 rollouts failed; --rollout.max-failed-share "
             rf"allows a share of {share:g}, and never all of them. The first: "
             r"(?s:.*)out of order",
@@ -249,7 +251,7 @@ def test_an_evaluation_leaves_no_trace(coin, judges):
     assert_same(plain.state, looked_at.state)
     assert plain.meta() == looked_at.meta()
     one, other = evaluations
-    assert one.accuracy == other.accuracy
+    assert one.scores == other.scores
     assert one.groups == other.groups
     assert len(one.groups) == 6
     assert all("eval" in group.rollouts[0].prompt_text for group in one.groups)
@@ -262,10 +264,78 @@ def test_answers_that_cannot_be_judged_are_no_zeros_of_an_evaluation(coin):
         with WorkerPool(environment) as judges:
             found = make_trainer(environment, judges, config).evaluate()
         judged = [g.rollouts[0].reward for g in found.groups if g.valid[0]]
-        if found.failed:
+        if found.scores.failed:
             break
-    assert 0 < found.failed == len(found.groups) - len(judged)
-    assert found.accuracy == pytest.approx(np.mean(judged))
+    assert 0 < found.scores.failed == len(found.groups) - len(judged)
+    assert found.scores.mean_reward == pytest.approx(np.mean(judged))
+    # They solve nothing either.
+    solved = sum(reward >= 1 for reward in judged)
+    assert found.scores.accuracy == pytest.approx(solved / len(found.groups))
+
+
+def test_accuracy_is_the_share_of_what_is_solved_and_no_mean_reward(coin):
+    """A reward of 0.4 for every answer is no accuracy of 40 %."""
+    environment = Rubric(
+        coin.Coin(), {"half": Criterion(coin.forty_percent)}, own_weight=0
+    )
+    with WorkerPool(environment) as judges:
+        found = make_trainer(environment, judges).evaluate().scores
+        config = changed("eval", solved_reward=0.4)
+        lenient = make_trainer(environment, judges, config).evaluate().scores
+    assert found.mean_reward == pytest.approx(0.4)
+    assert found.accuracy == 0.0
+    assert found.interval[0] == 0 < found.interval[1] < 0.5
+    assert lenient.accuracy == 1.0
+
+
+def test_an_answer_that_was_cut_earns_what_the_option_says(coin, judges):
+    rollouts, trained = {}, {}
+    for mode in ("reward", "zero", "mask"):
+        # Half of the answers have one of these, and end with it.
+        ends = tuple("abcdefghijklmnopqrstuvwxyz0123456789=")
+        config = changed("rollout", truncated=mode, stop_strings=ends)
+        trainer = make_trainer(coin.Coin(), judges, config)
+        metrics, groups = trainer.step(1)
+        rollouts[mode] = [r for group in groups for r in group.rollouts]
+        batch = trainer.learner.seen[-1][1]
+        trained[mode] = int(batch.loss_mask.sum())
+        rewards = [r.reward for r in rollouts[mode]]
+        assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
+    before = rollouts["reward"]
+    assert 0 < sum(r.truncated for r in before) < len(before)
+    assert sum(r.reward for r in before if r.truncated) > 0
+    for one, other, masked in zip(
+        before, rollouts["zero"], rollouts["mask"], strict=True
+    ):
+        assert one.tokens == other.tokens == masked.tokens
+        assert other.reward == (0.0 if one.truncated else one.reward)
+        assert masked.reward == one.reward
+    every = sum(r.num_sampled for r in before)
+    assert trained["reward"] == trained["zero"] == every
+    cut = sum(r.num_sampled for r in before if r.truncated)
+    assert trained["mask"] == every - cut
+
+
+def test_a_step_of_which_everything_was_cut_says_so(coin, judges):
+    config = changed("rollout", truncated="mask")
+    trainer = make_trainer(coin.Coin(), judges, config)
+    groups = trainer.runner.run(
+        trainer.publish(), trainer._draw(4), 4, trainer._sampling()
+    )
+    cut = [
+        dataclasses.replace(
+            group,
+            rollouts=tuple(
+                dataclasses.replace(r, finish_reason="length") for r in group.rollouts
+            ),
+        )
+        for group in groups
+    ]
+    trainer.buffer.extend(cut)
+    with pytest.raises(
+        FailedRolloutsError, match=r"step 1: every answer was cut at --rollout.max-tok"
+    ):
+        trainer.step(1)
 
 
 def test_an_evaluation_that_fails_stops_the_run(coin):
@@ -273,7 +343,7 @@ def test_an_evaluation_that_fails_stops_the_run(coin):
     with WorkerPool(environment) as judges:
         trainer = make_trainer(environment, judges)
         with pytest.raises(
-            rl.FailedRolloutsError, match=r"evaluation: 6 of 6 rollouts failed; --roll"
+            FailedRolloutsError, match=r"evaluation: 6 of 6 rollouts failed; --roll"
         ):
             trainer.evaluate()
 

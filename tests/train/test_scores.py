@@ -63,12 +63,13 @@ def test_score_counts_by_hand():
             Group(3, (rollout(3, 0, None), rollout(3, 1, None))),
         ]
     )
-    assert (scores.tasks, scores.samples, scores.failed) == (3, 5, 3)
-    # A half, none and a half: every task counts the same.
-    assert scores.accuracy == pytest.approx(1 / 3)
-    assert scores.interval == interval_over_tasks([0.5, 0.0, 0.5], 5)
-    # Of the two tasks with two samples that were judged.
-    assert scores.pass_at == {2: 1.0}
+    assert (scores.tasks, scores.samples, scores.failed) == (4, 8, 3)
+    # A half, none, a half and none: every task counts the same, and what could not
+    # be judged solves nothing.
+    assert scores.accuracy == 0.25
+    assert scores.interval == interval_over_tasks([0.5, 0.0, 0.5, 0.0], 8)
+    assert scores.pass_at == {2: 0.5}
+    # The rest is of those that were judged.
     assert scores.mean_reward == pytest.approx(0.55)
     assert scores.mean_tokens == pytest.approx(3.8)
     assert scores.max_tokens == 7

@@ -37,7 +37,11 @@ CONFIG = ModelConfig(
 RL = RLConfig(
     env="coin:Coin",
     rollout=RolloutConfig(
-        prompts_per_step=4, samples_per_prompt=4, max_prompt_tokens=16, max_tokens=4
+        prompts_per_step=4,
+        samples_per_prompt=4,
+        max_prompt_tokens=16,
+        max_tokens=4,
+        truncated="reward",  # Untrained models stop by chance.
     ),
     update=UpdateConfig(row_tokens=24, microbatch_tokens=24 * 16),
     optimizer=OptimizerConfig(learning_rate=3e-3),
