@@ -38,9 +38,9 @@ GREEDY_GAP = 1e-3
 FP8_BLOCK = 16
 
 # Families whose older configurations name the kind of scaling "type".
-TYPE_KEY = ("deepseek_v2", "deepseek_v3", "phi3")
+TYPE_KEY = ("deepseek_v2", "deepseek_v3", "phi3", "youtu")
 # Families that had `layer_types` in transformers 4 already.
-EARLY_LAYER_TYPES = ("gpt_oss", "olmo3", "smollm3")
+EARLY_LAYER_TYPES = ("cwm", "gpt_oss", "olmo3", "smollm3")
 
 QUANTIZATION_CONFIGS = {
     "fp8": {
@@ -208,6 +208,11 @@ def family_keys_of_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
         return {"sliding_window_pattern": raw.pop("_sliding_window_pattern")}
     if family == "qwen3_moe":
         return {"num_experts": raw.pop("num_local_experts")}
+    if family == "internlm3":
+        return {"qkv_bias": raw.pop("attention_bias"), "bias": raw.pop("mlp_bias")}
+    if family == "glm4_moe_lite":
+        del raw["mlp_layer_types"]
+        return {"first_k_dense_replace": 1, "topk_method": "noaux_tc"}
     if family == "deepseek_v3":
         del raw["rope_interleave"]
         return {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}

@@ -171,6 +171,17 @@ def test_scaling_and_windows_show_in_the_logits(checkpoint):
         assert change > 1000 * TOLERANCE
 
 
+@committed("ministral3", "ministral3_window_without_yarn")
+def test_the_scaling_of_queries_shows_in_the_logits(folder):
+    """From the second context of pre-training on, and nowhere before it."""
+    case = load(folder)
+    plain = dataclasses.replace(case.config, query_scaling=None)
+    change = np.abs(score(plain, case.params, case.tokens) - case.expected).max((0, 2))
+    length = case.config.query_scaling.length
+    assert change[:length].max() < TOLERANCE
+    assert change[length:].min() > 10 * TOLERANCE
+
+
 @committed("llama_biases", "qwen3")
 def test_every_parameter_shows_in_the_logits(folder):
     case = load(folder)

@@ -7,12 +7,17 @@ from typing import Any
 from jaxrl_post.models.config import Head, ModelConfig
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.families import (
+    cwm,
     deepseek,
+    dots,
     gemma,
     glm,
+    glm_lite,
     gpt_oss,
     granite,
     llama,
+    llama_alike,
+    ministral,
     mistral,
     olmo,
     phi,
@@ -20,6 +25,8 @@ from jaxrl_post.models.families import (
     qwen_moe,
     seed_oss,
     smollm,
+    solar,
+    youtu,
 )
 from jaxrl_post.models.families.family import Family
 from jaxrl_post.models.names import nearest_first
@@ -137,6 +144,75 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_oss": Family(
         "GptOss", gpt_oss.WEIGHTS, gpt_oss.config_from_hf, gpt_oss.config_to_hf
+    ),
+    "ministral": Family(
+        "Ministral",
+        llama.WEIGHTS,
+        ministral.ministral_from_hf,
+        ministral.ministral_to_hf,
+    ),
+    "ministral3": Family(
+        "Ministral3",
+        llama.WEIGHTS,
+        ministral.ministral3_from_hf,
+        ministral.ministral3_to_hf,
+    ),
+    "internlm3": Family(
+        "Llama",
+        llama.WEIGHTS,
+        llama_alike.internlm3_from_hf,
+        llama_alike.internlm3_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "iquestcoder": Family(
+        "Llama",
+        llama.WEIGHTS,
+        llama_alike.iquestcoder_from_hf,
+        llama.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "cwm": Family(
+        "Cwm",
+        llama.WEIGHTS,
+        cwm.config_from_hf,
+        cwm.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "dots1": Family(
+        "Dots1",
+        glm.WEIGHTS,
+        dots.config_from_hf,
+        dots.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "solar_open": Family(
+        "SolarOpen",
+        glm.WEIGHTS,
+        solar.config_from_hf,
+        solar.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLite",
+        deepseek.WEIGHTS,
+        glm_lite.config_from_hf,
+        glm_lite.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+        ignored=glm.NEXT_TOKEN_LAYERS,
+    ),
+    "youtu": Family(
+        "Youtu",
+        deepseek.WEIGHTS,
+        youtu.config_from_hf,
+        youtu.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
     ),
 }
 
