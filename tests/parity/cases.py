@@ -539,4 +539,39 @@ KIN = {
     ),
 }  # fmt: skip
 
-CASES = {**LLAMA, **QWEN, **GEMMA, **PHI, **OLMO, **EXPERTS, **KIN}
+SEEING = {
+    "qwen2_5_vl": Case(
+        "qwen2_5_vl",
+        {**TINY, "use_sliding_window": True, "sliding_window": 6,
+         "max_window_layers": 1},
+        rope("default", mrope_section=[2, 1, 1]),
+        old_keys=True,
+    ),
+    "qwen2_5_vl_tied": Case(
+        "qwen2_5_vl",
+        {**TINY, "num_hidden_layers": 1, "tie_word_embeddings": True},
+        rope("default", mrope_section=[2, 1, 1]),
+    ),
+    "qwen3_vl": Case(
+        "qwen3_vl",
+        {**TINY, "head_dim": 16, "num_attention_heads": 2, "attention_bias": True},
+        rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+        old_keys=True,
+    ),
+    "mistral3": Case(
+        "mistral3",
+        {**TINY, "head_dim": 12, "sliding_window": None,
+         "tie_word_embeddings": False},
+        rope("default"),
+        old_keys=True,
+    ),
+    "mistral3_ministral3": Case(
+        "mistral3",
+        {**TINY, **TWO_WIDE_HEADS, "model_type": "ministral3",
+         "tie_word_embeddings": True},
+        rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0,
+             mscale_all_dim=1.0, llama_4_scaling_beta=0.8),
+    ),
+}  # fmt: skip
+
+CASES = {**LLAMA, **QWEN, **GEMMA, **PHI, **OLMO, **EXPERTS, **KIN, **SEEING}
