@@ -6,6 +6,7 @@ from jaxrl_post.models.config import (
     LatentAttention,
     MixtureOfExperts,
     ModelConfig,
+    QueryScaling,
     RopeScaling,
 )
 from jaxrl_post.models.decoder import (
@@ -35,6 +36,7 @@ __all__ = [
     "MixtureOfExperts",
     "ModelConfig",
     "ParamSpec",
+    "QueryScaling",
     "RopeScaling",
     "Routing",
     "abstract",

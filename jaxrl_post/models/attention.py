@@ -70,6 +70,7 @@ def grouped_query(
         bound = config.qkv_clip
         query, key, value = (jnp.clip(a, -bound, bound) for a in (query, key, value))
     query, key = _rotate(config, query, context), _rotate(config, key, context)
+    query = _scaled(config, query, context)
     entry, seen = _remember(context, key.swapaxes(1, 2), value.swapaxes(1, 2))
     attended = _attend(config, query, seen, context, rules, params.sinks)
     attended = attended.reshape(x.shape[0], -1)
@@ -149,6 +150,16 @@ def _rotate(config: ModelConfig, x: Array, context: Context) -> Array:
     if context.tables is None:
         return x
     return apply_rope(x, *context.tables, interleaved=config.rope_interleaved)
+
+
+def _scaled(config: ModelConfig, query: Array, context: Context) -> Array:
+    """Queries that grow with their position, where the config says so."""
+    scaling = config.query_scaling
+    if scaling is None:
+        return query
+    contexts = (context.positions // scaling.length).astype(jnp.float32)
+    factor = 1.0 + scaling.strength * jnp.log1p(contexts)
+    return query * factor[:, :, None, None].astype(query.dtype)
 
 
 def _remember(

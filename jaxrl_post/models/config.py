@@ -14,6 +14,7 @@ __all__ = [
     "LatentAttention",
     "MixtureOfExperts",
     "ModelConfig",
+    "QueryScaling",
     "RopeScaling",
 ]
 
@@ -66,6 +67,25 @@ class RopeScaling:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries that grow with their position, which keeps long attention sharp.
+
+    A query at position p is multiplied by 1 + strength ln(1 + floor(p / length)).
+
+    Attributes:
+        strength: of the growth, > 0.
+        length: context of pre-training in tokens; queries within it stay as they are.
+
+    References:
+        Nakanishi, Scalable-Softmax Is Superior for Attention, arXiv:2501.19399, in the
+        form of Llama 4.
+    """
+
+    strength: float
+    length: int
 
 
 @dataclass(frozen=True)
@@ -195,6 +215,7 @@ class ModelConfig:
         sinks: each head has a learned logit that takes part in the softmax and gives
             nothing (arXiv:2309.17453).
         attention_scale: of the scores; None for head_dim ** -0.5.
+        query_scaling: of queries by position; None for none, and for latent attention.
         attention_softcap: c in c tanh(scores / c).
         logit_softcap: c in c tanh(logits / c).
         norm_placement: of the norms of attention and MLP: before them, after them
@@ -238,6 +259,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     sinks: bool = False
     attention_scale: float | None = None
+    query_scaling: QueryScaling | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     norm_placement: Literal["before", "after", "both"] = "before"
@@ -281,6 +303,11 @@ class ModelConfig:
             raise ValueError(
                 f"config: {name} must be even for rotary embeddings, and no more than "
                 f"head_dim={self.head_dim}; got {dims}"
+            )
+        if self.query_scaling is not None and self.latent is not None:
+            raise ValueError(
+                "config: query_scaling must be None with latent attention, which does "
+                f"not have it; got {self.query_scaling}"
             )
         self._check_layers()
 

@@ -1,6 +1,7 @@
 """Model directories, tensor by tensor into shards, and Hugging Face's format back."""
 
 import itertools
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array, PyTree
 
 __all__ = ["load_pretrained", "save_pretrained"]
+
+logger = logging.getLogger(__name__)
 
 # Recomputed from the config; old checkpoints carry them all the same.
 HARMLESS = "*rotary_emb.inv_freq"
@@ -210,7 +213,27 @@ def _opened(
     quantization = raw.get("quantization_config")
     with open_tensors(directory) as stored:
         tensors = dequantized(stored, quantization, directory / CONFIG_FILE)
-        yield family, without_prefixes(tensors, family.prefixes)
+        tensors = without_prefixes(tensors, family.prefixes)
+        yield family, _without_vision(directory, tensors, family)
+
+
+def _without_vision(
+    directory: Path, tensors: dict[str, Tensor], family: Family
+) -> dict[str, Tensor]:
+    """The text model's tensors, with a word about others."""
+    text = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not matches(family.vision, name, 0)
+    }
+    if len(text) < len(tensors):
+        logger.warning(
+            "%s: a model that also sees; its text model alone is read and will be "
+            "saved, %d tensors of its vision part are left out",
+            directory,
+            len(tensors) - len(text),
+        )
+    return text
 
 
 def _check(

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -65,7 +65,7 @@ def new_model_directory(
     raw = write_config(config)
     values = _match(config, params)
     dtype = params.embedding.dtype.name
-    raw |= {"dtype": dtype, "torch_dtype": dtype, **_special_tokens(source)}
+    raw |= {"dtype": dtype, "torch_dtype": dtype, **_special_tokens(source, raw)}
     text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
     staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     staging.mkdir(parents=True)
@@ -99,11 +99,18 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     return read_json(directory / CONFIG_FILE)
 
 
-def _special_tokens(source: str | os.PathLike[str] | None) -> dict[str, Any]:
-    # Explicit nulls: transformers' default ids are those of Llama 2.
+def _special_tokens(
+    source: str | os.PathLike[str] | None, written: Mapping[str, Any]
+) -> dict[str, Any]:
+    # Explicit nulls, but where the family has written an id because transformers takes
+    # no null: the default ids there are those of Llama 2.
     raw = {} if source is None else read_config_file(Path(source))
     inner = raw.get("text_config") or {}
-    return {key: raw.get(key, inner.get(key)) for key in SPECIAL_TOKENS}
+    found = {key: raw.get(key, inner.get(key)) for key in SPECIAL_TOKENS}
+    return {
+        key: written.get(key) if value is None else value
+        for key, value in found.items()
+    }
 
 
 def _match(config: ModelConfig, params: DecoderParams[Array]) -> dict[str, Array]:

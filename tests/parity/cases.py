@@ -86,8 +86,8 @@ SHARED_EXPERTS = {
 }
 
 # The latents' norms have an epsilon of their own, so the others' is a large one here.
-LATENT = {
-    **SHARED_EXPERTS,
+LATENT_ATTENTION = {
+    **TINY,
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
     "q_lora_rank": 12,
@@ -96,6 +96,7 @@ LATENT = {
     "v_head_dim": 10,
     "rms_norm_eps": 0.05,
 }
+LATENT = {**SHARED_EXPERTS, **LATENT_ATTENTION}
 
 LLAMA = {
     "llama_mha": Case("llama", {"num_key_value_heads": 4}),
@@ -431,4 +432,146 @@ EXPERTS = {
     ),
 }  # fmt: skip
 
-CASES = {**LLAMA, **QWEN, **GEMMA, **PHI, **OLMO, **EXPERTS}
+KIN = {
+    "ministral": Case(
+        "ministral",
+        {**TINY, "head_dim": 12, "sliding_window": 5,
+         "layer_types": ["full_attention", "sliding_attention"]},
+        rope("default"),
+    ),
+    "ministral_all_slide": Case(
+        "ministral",
+        {**TINY, **TWO_WIDE_HEADS, "num_hidden_layers": 1, "sliding_window": 6},
+        rope("default"),
+        old_keys=True,
+    ),
+    # The rows are longer than two contexts of pre-training.
+    "ministral3": Case(
+        "ministral3",
+        {**TINY, **TWO_WIDE_HEADS},
+        rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0,
+             mscale_all_dim=1.0, llama_4_scaling_beta=0.8),
+    ),
+    "ministral3_window_without_yarn": Case(
+        "ministral3",
+        {**TINY, "head_dim": 8, "sliding_window": 7, "tie_word_embeddings": True},
+        rope("default", original_max_position_embeddings=6, llama_4_scaling_beta=0.4),
+    ),
+    "internlm3": Case(
+        "internlm3",
+        {**TINY, "head_dim": 12, "attention_bias": True, "mlp_bias": True,
+         "max_position_embeddings": 16},
+        rope("dynamic", factor=2.0),
+        old_keys=True,
+    ),
+    "iquestcoder": Case(
+        "iquestcoder",
+        {**TINY, "head_dim": 12, "attention_bias": True},
+        rope("default"),
+    ),
+    "cwm": Case(
+        "cwm",
+        {**TINY, **TWO_WIDE_HEADS, "sliding_window": 5, "mlp_bias": True},
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+             original_max_position_embeddings=32),
+        old_keys=True,
+    ),
+    "cwm_sliding_layer_0": Case(
+        "cwm",
+        {**TINY, "head_dim": 8, "sliding_window": 6,
+         "layer_types": ["sliding_attention", "full_attention"]},
+        rope("default"),
+    ),
+    "dots1": Case(
+        "dots1",
+        {**SHARED_EXPERTS, "num_hidden_layers": 3, "n_shared_experts": 1,
+         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+         "norm_topk_prob": True, "attention_bias": True, "sliding_window": 5,
+         "max_window_layers": 2},
+        rope("default"),
+        old_keys=True,
+    ),
+    "dots1_sliding_layer_0": Case(
+        "dots1",
+        {**SHARED_EXPERTS, "n_shared_experts": 2, "first_k_dense_replace": 0,
+         "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        rope("default"),
+    ),
+    "solar_open": Case(
+        "solar_open",
+        {**SHARED_EXPERTS, **TWO_WIDE_HEADS, "attention_bias": True, "n_group": 4,
+         "topk_group": 2, "routed_scaling_factor": 1.7},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16),
+        old_keys=True,
+    ),
+    "solar_open_two_shared": Case(
+        "solar_open",
+        {**SHARED_EXPERTS, "num_hidden_layers": 1, "head_dim": 8,
+         "n_shared_experts": 2, "norm_topk_prob": False},
+        rope("default"),
+    ),
+    "glm4_moe_lite": Case(
+        "glm4_moe_lite",
+        {**LATENT, "n_group": 4, "topk_group": 2, "attention_bias": True},
+        rope("default"),
+        old_keys=True,
+    ),
+    "glm4_moe_lite_sparse_first": Case(
+        "glm4_moe_lite",
+        {**LATENT, "q_lora_rank": None, "mlp_layer_types": ["sparse", "dense"],
+         "rope_interleave": False, "norm_topk_prob": False,
+         "routed_scaling_factor": 1.3},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=1.0),
+    ),
+    "youtu": Case(
+        "youtu",
+        {**LATENT_ATTENTION, "attention_bias": True},
+        rope("default"),
+        old_keys=True,
+    ),
+    "youtu_untied_halves": Case(
+        "youtu",
+        {**LATENT_ATTENTION, "q_lora_rank": None, "rope_interleave": False,
+         "tie_word_embeddings": False},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=1.0),
+    ),
+}  # fmt: skip
+
+SEEING = {
+    "qwen2_5_vl": Case(
+        "qwen2_5_vl",
+        {**TINY, "use_sliding_window": True, "sliding_window": 6,
+         "max_window_layers": 1},
+        rope("default", mrope_section=[2, 1, 1]),
+        old_keys=True,
+    ),
+    "qwen2_5_vl_tied": Case(
+        "qwen2_5_vl",
+        {**TINY, "num_hidden_layers": 1, "tie_word_embeddings": True},
+        rope("default", mrope_section=[2, 1, 1]),
+    ),
+    "qwen3_vl": Case(
+        "qwen3_vl",
+        {**TINY, "head_dim": 16, "num_attention_heads": 2, "attention_bias": True},
+        rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+        old_keys=True,
+    ),
+    "mistral3": Case(
+        "mistral3",
+        {**TINY, "head_dim": 12, "sliding_window": None,
+         "tie_word_embeddings": False},
+        rope("default"),
+        old_keys=True,
+    ),
+    "mistral3_ministral3": Case(
+        "mistral3",
+        {**TINY, **TWO_WIDE_HEADS, "model_type": "ministral3",
+         "tie_word_embeddings": True},
+        rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0,
+             mscale_all_dim=1.0, llama_4_scaling_beta=0.8),
+    ),
+}  # fmt: skip
+
+CASES = {**LLAMA, **QWEN, **GEMMA, **PHI, **OLMO, **EXPERTS, **KIN, **SEEING}

@@ -24,6 +24,9 @@ from transformers.utils import logging
 
 TOLERANCE = 1e-4
 
+# Parts of the names of what sees.
+SEEING = ("visual.", "vision_tower.", "multi_modal_projector.")
+
 # Where transformers 5 corrected 4, whose logits are then not compared.
 CORRECTED = {
     "deepseek_v2_groups": "the scale of the scores lacked yarn's mscale",
@@ -61,7 +64,7 @@ def check_tensors(fixture: Path, saved: Path, dtype: torch.dtype | str) -> bool:
     Only dequantized weights that were saved in a narrower dtype may be.
     """
     stored = read(fixture)
-    expected = dequantize(text_only(stored, read_config(saved)), read_config(fixture))
+    expected = dequantize(text_only(stored, read_config(fixture)), read_config(fixture))
     found = read(saved)
     assert set(found) == set(expected), f"{saved}: {set(found) ^ set(expected)}"
     exact = True
@@ -88,17 +91,17 @@ def read_config(folder: Path) -> dict:
 
 
 def text_only(
-    tensors: dict[str, torch.Tensor], saved_config: dict
+    tensors: dict[str, torch.Tensor], config: dict
 ) -> dict[str, torch.Tensor]:
     """Returns a language model's tensors by the names that it has on its own."""
-    prefix = "language_model."
-    if "text_config" in saved_config or not any(n.startswith(prefix) for n in tensors):
+    if "vision_config" not in config:
         return tensors
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        if not any(part in name for part in SEEING):
+            name = name.removeprefix("language_model.")
+            renamed[name.replace("model.language_model.", "model.")] = tensor
+    return renamed
 
 
 def dequantize(

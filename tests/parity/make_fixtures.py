@@ -26,7 +26,12 @@ import torch
 from cases import CASES, SMALL, Case
 from quantize import decode_fp8, decode_mxfp4, encode_fp8, encode_mxfp4
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils import logging
 
@@ -38,9 +43,9 @@ GREEDY_GAP = 1e-3
 FP8_BLOCK = 16
 
 # Families whose older configurations name the kind of scaling "type".
-TYPE_KEY = ("deepseek_v2", "deepseek_v3", "phi3")
+TYPE_KEY = ("deepseek_v2", "deepseek_v3", "phi3", "qwen2_5_vl_text", "youtu")
 # Families that had `layer_types` in transformers 4 already.
-EARLY_LAYER_TYPES = ("gpt_oss", "olmo3", "smollm3")
+EARLY_LAYER_TYPES = ("cwm", "gpt_oss", "olmo3", "smollm3")
 
 QUANTIZATION_CONFIGS = {
     "fp8": {
@@ -61,13 +66,54 @@ QUANTIZATION_CONFIGS = {
 }
 
 TINY_VISION = {
-    "model_type": "siglip_vision_model",
     "hidden_size": 8,
     "intermediate_size": 8,
     "num_hidden_layers": 1,
     "num_attention_heads": 1,
     "image_size": 8,
     "patch_size": 4,
+}
+TINY_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "out_hidden_size": SMALL["hidden_size"],
+    "patch_size": 4,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 4,
+}
+IMAGE_IDS = {
+    "image_token_id": 71,
+    "video_token_id": 70,
+    "vision_start_token_id": 69,
+    "vision_end_token_id": 68,
+}
+# Of a model that sees: its text model's type, where a case does not say, and the rest.
+SEEING: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3_text",
+        {
+            "vision_config": {"model_type": "siglip_vision_model", **TINY_VISION},
+            "mm_tokens_per_image": 1,
+            "boi_token_index": 69,
+            "eoi_token_index": 70,
+            "image_token_index": 71,
+        },
+    ),
+    "mistral3": (
+        "mistral",
+        {
+            "vision_config": {"model_type": "pixtral", "head_dim": 8, **TINY_VISION},
+            "image_token_index": 71,
+        },
+    ),
+    "qwen2_5_vl": (
+        "qwen2_5_vl_text",
+        {"vision_config": TINY_QWEN_VISION, **IMAGE_IDS},
+    ),
+    "qwen3_vl": ("qwen3_vl_text", {"vision_config": TINY_QWEN_VISION, **IMAGE_IDS}),
 }
 
 
@@ -105,7 +151,7 @@ def write_case(folder: Path, case: Case, rng: np.random.Generator) -> bool:
 
 def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None:
     """Writes config.json and the weights."""
-    model = AutoModelForCausalLM.from_config(configure(case))
+    model = loader(case).from_config(configure(case))
     gemma = case.model_type.startswith("gemma")
     # Buffers that are saved steer the choice of experts, and are float32 in files.
     buffers = {
@@ -137,21 +183,23 @@ def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None
     write_json(folder / "config.json", raw)
 
 
+def loader(case: Case) -> Any:
+    """Returns the class that makes the model."""
+    seeing = case.model_type in SEEING and case.model_type != "gemma3"
+    return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+
+
 def configure(case: Case) -> PretrainedConfig:
-    """Returns the configuration; gemma3 has one of the text model inside."""
+    """Returns the configuration; what sees has one of the text model inside."""
     entries = {**SMALL, **case.config}
     if case.rope is not None:
         entries["rope_parameters"] = case.rope
-    if case.model_type == "gemma3":
-        text = {"model_type": "gemma3_text", **entries}
-        entries = {
-            "text_config": text,
-            "vision_config": TINY_VISION,
-            "mm_tokens_per_image": 1,
-            "boi_token_index": 69,
-            "eoi_token_index": 70,
-            "image_token_index": 71,
-        }
+    if case.model_type in SEEING:
+        text_type, others = SEEING[case.model_type]
+        text = {"model_type": text_type, **entries}
+        entries = {"text_config": text, **others}
+        if "tie_word_embeddings" in text:
+            entries["tie_word_embeddings"] = text["tie_word_embeddings"]
     return AutoConfig.for_model(case.model_type, **entries)
 
 
@@ -174,7 +222,11 @@ def as_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
         raw["torch_dtype"] = raw.pop("dtype")
         raw["transformers_version"] = "4.44.0"
     if "text_config" in raw:
-        raw["text_config"] = as_transformers_4(raw["text_config"])
+        text = raw["text_config"] = as_transformers_4(raw["text_config"])
+        if raw["model_type"] == "qwen2_5_vl":
+            # One dictionary, and a name of its own for the rotation.
+            text["rope_scaling"]["type"] = "mrope"
+            raw = {**raw.pop("text_config"), **raw}
         return raw
     family = raw["model_type"]
     parameters = dict(raw.pop("rope_parameters"))
@@ -189,7 +241,7 @@ def as_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
     # The oldest files say "type", as Llamas with linear scaling did.
     oldest = family in TYPE_KEY or (family, kind) == ("llama", "linear")
     scaling = {"type" if oldest else "rope_type": kind, **parameters}
-    raw["rope_scaling"] = None if kind == "default" else scaling
+    raw["rope_scaling"] = scaling if parameters or kind != "default" else None
     if family not in EARLY_LAYER_TYPES:
         raw.pop("layer_types", None)
     additions = family_keys_of_transformers_4(raw)
@@ -208,6 +260,11 @@ def family_keys_of_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
         return {"sliding_window_pattern": raw.pop("_sliding_window_pattern")}
     if family == "qwen3_moe":
         return {"num_experts": raw.pop("num_local_experts")}
+    if family == "internlm3":
+        return {"qkv_bias": raw.pop("attention_bias"), "bias": raw.pop("mlp_bias")}
+    if family == "glm4_moe_lite":
+        del raw["mlp_layer_types"]
+        return {"first_k_dense_replace": 1, "topk_method": "noaux_tc"}
     if family == "deepseek_v3":
         del raw["rope_interleave"]
         return {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}
@@ -280,7 +337,7 @@ def compute_expected(folder: Path, case: Case) -> dict[str, np.ndarray] | None:
     """
     rng = np.random.default_rng(zlib.crc32(b"tokens"))
     tokens = rng.integers(0, SMALL["vocab_size"], (2, case.length), dtype=np.int32)
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = loader(case).from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",

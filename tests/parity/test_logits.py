@@ -24,6 +24,8 @@ from jaxrl_post.models.families import FAMILIES
 from jaxrl_post.sharding import create_mesh
 
 TOLERANCE = 1e-4
+# Inside these is a text model of another family.
+SEEING = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +173,17 @@ def test_scaling_and_windows_show_in_the_logits(checkpoint):
         assert change > 1000 * TOLERANCE
 
 
+@committed("ministral3", "ministral3_window_without_yarn")
+def test_the_scaling_of_queries_shows_in_the_logits(folder):
+    """From the second context of pre-training on, and nowhere before it."""
+    case = load(folder)
+    plain = dataclasses.replace(case.config, query_scaling=None)
+    change = np.abs(score(plain, case.params, case.tokens) - case.expected).max((0, 2))
+    length = case.config.query_scaling.length
+    assert change[:length].max() < TOLERANCE
+    assert change[length:].min() > 10 * TOLERANCE
+
+
 @committed("llama_biases", "qwen3")
 def test_every_parameter_shows_in_the_logits(folder):
     case = load(folder)
@@ -215,7 +228,7 @@ def test_fixtures_cover_what_they_claim():
     folders = [path.parent for path in Path(__file__).parent.glob("fixtures/*/*.npz")]
     configs = [load(folder).config for folder in folders]
     scalings = {c.rope_scaling.kind for c in configs if c.rope_scaling}
-    assert {c.model_type for c in configs} == set(FAMILIES) - {"gemma3"}
+    assert {c.model_type for c in configs} == set(FAMILIES) - SEEING
     assert scalings == {"linear", "dynamic", "llama3", "yarn", "longrope"}
     assert {c.tie_embeddings for c in configs} == {True, False}
     assert any(c.num_kv_heads == 1 < c.num_heads for c in configs)

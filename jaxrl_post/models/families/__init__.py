@@ -7,12 +7,17 @@ from typing import Any
 from jaxrl_post.models.config import Head, ModelConfig
 from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.families import (
+    cwm,
     deepseek,
+    dots,
     gemma,
     glm,
+    glm_lite,
     gpt_oss,
     granite,
     llama,
+    llama_alike,
+    ministral,
     mistral,
     olmo,
     phi,
@@ -20,6 +25,9 @@ from jaxrl_post.models.families import (
     qwen_moe,
     seed_oss,
     smollm,
+    solar,
+    vision,
+    youtu,
 )
 from jaxrl_post.models.families.family import Family
 from jaxrl_post.models.names import nearest_first
@@ -33,36 +41,48 @@ __all__ = [
     "write_config",
 ]
 
-GEMMA3 = Family(
-    "Gemma3",
-    gemma.GEMMA2_WEIGHTS,
-    gemma.gemma3_from_hf,
-    gemma.gemma3_to_hf,
-    classifier="Gemma3Text",
-    judges_tokens=False,
-    prefixes=gemma.GEMMA3_PREFIXES,
-    ignored=gemma.GEMMA3_IGNORED,
+
+def _seeing(family: Family) -> Family:
+    """A family whose models are also the text models of larger ones that see."""
+    return replace(family, prefixes=vision.PREFIXES, vision=vision.TENSORS)
+
+
+GEMMA3 = _seeing(
+    Family(
+        "Gemma3",
+        gemma.GEMMA2_WEIGHTS,
+        gemma.gemma3_from_hf,
+        gemma.gemma3_to_hf,
+        classifier="Gemma3Text",
+        judges_tokens=False,
+    )
 )
+MISTRAL = _seeing(
+    Family("Mistral", llama.WEIGHTS, mistral.mistral_from_hf, mistral.mistral_to_hf)
+)
+QWEN2 = _seeing(Family("Qwen2", qwen.WEIGHTS, qwen.qwen2_from_hf, qwen.qwen2_to_hf))
+QWEN3 = _seeing(Family("Qwen3", qwen.WEIGHTS, qwen.qwen3_from_hf, qwen.qwen3_to_hf))
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama", llama.WEIGHTS, llama.config_from_hf, llama.config_to_hf),
-    "mistral": Family(
-        "Mistral", llama.WEIGHTS, mistral.mistral_from_hf, mistral.mistral_to_hf
-    ),
+    "mistral": MISTRAL,
+    "mistral3": replace(MISTRAL, config_from_hf=vision.mistral3_from_hf),
     "mixtral": Family(
         "Mixtral",
         mistral.MIXTRAL_WEIGHTS,
         mistral.mixtral_from_hf,
         mistral.mixtral_to_hf,
     ),
-    "qwen2": Family("Qwen2", qwen.WEIGHTS, qwen.qwen2_from_hf, qwen.qwen2_to_hf),
+    "qwen2": QWEN2,
+    "qwen2_5_vl": replace(QWEN2, config_from_hf=vision.qwen2_5_vl_from_hf),
     "qwen2_moe": Family(
         "Qwen2Moe",
         qwen_moe.WEIGHTS,
         qwen_moe.qwen2_moe_from_hf,
         qwen_moe.qwen2_moe_to_hf,
     ),
-    "qwen3": Family("Qwen3", qwen.WEIGHTS, qwen.qwen3_from_hf, qwen.qwen3_to_hf),
+    "qwen3": QWEN3,
+    "qwen3_vl": replace(QWEN3, config_from_hf=vision.qwen3_vl_from_hf),
     "qwen3_moe": Family(
         "Qwen3Moe",
         qwen_moe.WEIGHTS,
@@ -137,6 +157,79 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_oss": Family(
         "GptOss", gpt_oss.WEIGHTS, gpt_oss.config_from_hf, gpt_oss.config_to_hf
+    ),
+    "ministral": _seeing(
+        Family(
+            "Ministral",
+            llama.WEIGHTS,
+            ministral.ministral_from_hf,
+            ministral.ministral_to_hf,
+        )
+    ),
+    "ministral3": _seeing(
+        Family(
+            "Ministral3",
+            llama.WEIGHTS,
+            ministral.ministral3_from_hf,
+            ministral.ministral3_to_hf,
+        )
+    ),
+    "internlm3": Family(
+        "Llama",
+        llama.WEIGHTS,
+        llama_alike.internlm3_from_hf,
+        llama_alike.internlm3_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "iquestcoder": Family(
+        "Llama",
+        llama.WEIGHTS,
+        llama_alike.iquestcoder_from_hf,
+        llama.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "cwm": Family(
+        "Cwm",
+        llama.WEIGHTS,
+        cwm.config_from_hf,
+        cwm.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "dots1": Family(
+        "Dots1",
+        glm.WEIGHTS,
+        dots.config_from_hf,
+        dots.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "solar_open": Family(
+        "SolarOpen",
+        glm.WEIGHTS,
+        solar.config_from_hf,
+        solar.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLite",
+        deepseek.WEIGHTS,
+        glm_lite.config_from_hf,
+        glm_lite.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+        ignored=glm.NEXT_TOKEN_LAYERS,
+    ),
+    "youtu": Family(
+        "Youtu",
+        deepseek.WEIGHTS,
+        youtu.config_from_hf,
+        youtu.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
     ),
 }
 

@@ -17,7 +17,20 @@ from jaxrl_post.models.hf_values import Json, flag, integer, number, optional_in
 from jaxrl_post.models.layout import Weight
 from jaxrl_post.models.rope import yarn_mscale
 
-__all__ = ["WEIGHTS", "v2_from_hf", "v2_to_hf", "v3_from_hf", "v3_to_hf"]
+__all__ = [
+    "WEIGHTS",
+    "latent_from_hf",
+    "latent_to_hf",
+    "v2_from_hf",
+    "v2_to_hf",
+    "v3_from_hf",
+    "v3_to_hf",
+]
+
+LATENT = LatentAttention(
+    kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128, query_rank=1536
+)
+DEFAULTS = Defaults(max_length=4096)
 
 ATTENTION = "model.layers.*.self_attn"
 WEIGHTS: Mapping[str, Weight] = {
@@ -56,7 +69,7 @@ def v2_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
         CheckpointError: as `decoder_from_hf`.
     """
-    config = _latent(raw, query_rank=1536, interleaved=True)
+    config = latent_from_hf(raw, LATENT, DEFAULTS, interleaved=True)
     method = raw.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise CheckpointError(
@@ -91,7 +104,7 @@ def v2_to_hf(config: ModelConfig) -> dict[str, Any]:
     experts = required_experts(config)
     method = "greedy" if experts.num_groups == 1 else "group_limited_greedy"
     return {
-        **_latent_to_hf(config),
+        **latent_to_hf(config),
         **glm.balanced_to_hf(experts),
         "topk_method": method,
         "scoring_func": "softmax",
@@ -106,7 +119,7 @@ def v3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         CheckpointError: as `decoder_from_hf`.
     """
     interleaved = flag(raw, "rope_interleave", True)
-    config = _latent(raw, query_rank=1536, interleaved=interleaved)
+    config = latent_from_hf(raw, LATENT, DEFAULTS, interleaved=interleaved)
     dense = min(integer(raw, "first_k_dense_replace", 3), config.num_layers)
     experts = glm.balanced_from_hf(
         raw,
@@ -130,7 +143,7 @@ def v3_to_hf(config: ModelConfig) -> dict[str, Any]:
         CheckpointError: as `decoder_to_hf`.
     """
     return {
-        **_latent_to_hf(config),
+        **latent_to_hf(config),
         **glm.balanced_to_hf(required_experts(config)),
         "rope_interleave": config.rope_interleaved,
         "topk_method": "noaux_tc",
@@ -142,20 +155,33 @@ def _used(experts: MixtureOfExperts, config: ModelConfig) -> MixtureOfExperts | 
     return experts if len(experts.dense_layers) < config.num_layers else None
 
 
-def _latent(raw: Json, *, query_rank: int, interleaved: bool) -> ModelConfig:
+def latent_from_hf(
+    raw: Json, absent: LatentAttention, defaults: Defaults, *, interleaved: bool
+) -> ModelConfig:
+    """Reads a decoder with latent attention and without experts.
+
+    Args:
+        raw: the parsed config.json.
+        absent: what the family has where the latent's keys are absent.
+        defaults: the family's others.
+        interleaved: whether neighbouring dims rotate together.
+
+    Raises:
+        CheckpointError: as `decoder_from_hf`.
+    """
     bias = flag(raw, "attention_bias", False)
     # transformers tells null, queries without a latent, from an absent key.
-    rank = {"q_lora_rank": query_rank, **raw}
+    rank = {"q_lora_rank": absent.query_rank, **raw}
     latent = LatentAttention(
-        kv_rank=integer(raw, "kv_lora_rank", 512),
-        nope_dim=integer(raw, "qk_nope_head_dim", 128),
-        rope_dim=integer(raw, "qk_rope_head_dim", 64),
-        value_dim=integer(raw, "v_head_dim", 128),
+        kv_rank=integer(raw, "kv_lora_rank", absent.kv_rank),
+        nope_dim=integer(raw, "qk_nope_head_dim", absent.nope_dim),
+        rope_dim=integer(raw, "qk_rope_head_dim", absent.rope_dim),
+        value_dim=integer(raw, "v_head_dim", absent.value_dim),
         query_rank=optional_integer(rank, "q_lora_rank"),
     )
     # `head_dim` there is the rotated part's.
     width = latent.nope_dim + latent.rope_dim
-    config = decoder_from_hf({**raw, "head_dim": width}, Defaults(max_length=4096))
+    config = decoder_from_hf({**raw, "head_dim": width}, defaults)
     scaling, mscale = config.rope_scaling, 1.0
     if scaling is not None and scaling.mscale_all_dim:
         mscale = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
@@ -170,7 +196,12 @@ def _latent(raw: Json, *, query_rank: int, interleaved: bool) -> ModelConfig:
     )
 
 
-def _latent_to_hf(config: ModelConfig) -> dict[str, Any]:
+def latent_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes what `latent_from_hf` reads.
+
+    Raises:
+        CheckpointError: as `decoder_to_hf`, or the model has no latent attention.
+    """
     latent = config.latent
     if latent is None:
         raise CheckpointError(

@@ -25,6 +25,8 @@ class Family:
             which a process reward model is saved.
         prefixes: what names on disk may begin with, and what stands for it in
             `weights`.
+        vision: patterns of the tensors of a part that sees, around a text model of the
+            family; they are left unread, and a warning says so.
         ignored: patterns of tensors that are left unread; `*` is any text and `+` the
             number of a layer beyond the model's.
     """
@@ -36,4 +38,5 @@ class Family:
     classifier: str | None = ""
     judges_tokens: bool = True
     prefixes: tuple[tuple[str, str], ...] = ()
+    vision: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()

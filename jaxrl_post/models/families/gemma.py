@@ -28,8 +28,6 @@ from jaxrl_post.models.layout import Weight
 
 __all__ = [
     "GEMMA2_WEIGHTS",
-    "GEMMA3_IGNORED",
-    "GEMMA3_PREFIXES",
     "gemma2_from_hf",
     "gemma2_to_hf",
     "gemma3_from_hf",
@@ -50,19 +48,6 @@ GEMMA2_WEIGHTS: Mapping[str, Weight] = {
         "model.layers.*.post_feedforward_layernorm.weight", "norm"
     ),
 }
-
-# The text model inside Gemma3ForConditionalGeneration, as versions 4 and 5 name it.
-GEMMA3_PREFIXES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-)
-GEMMA3_IGNORED = (
-    "vision_tower.*",
-    "multi_modal_projector.*",
-    "model.vision_tower.*",
-    "model.multi_modal_projector.*",
-)
 
 TANH = "gelu_pytorch_tanh"
 DEFAULTS = Defaults(
