@@ -156,7 +156,7 @@ def _make_step(
             packing.Sequence.of(
                 prompts[completion.prompt_id],
                 completion.tokens,
-                logprobs=completion.logprobs,
+                behavior_logprobs=completion.logprobs,
                 advantage=float(advantage),
                 versions=completion.versions,
             )

@@ -111,14 +111,16 @@ class TokenBatch:
             parameters at the start of this batch's updates. None means that the batch
             gets one update, so that they equal the policy's own.
         reference_logprobs: float32 [rows, length] or None, under the reference policy.
-        values: float32 [rows, length] or None: what the critic expected before the
-            token was sampled, at the start of this batch's updates. KTO has its
-            reference point here (`algorithms.unpaired`).
+        values_before: float32 [rows, length] or None: what the critic expected before
+            the token was sampled, at the start of this batch's updates. It is
+            `Predictions.values_after` of the token in front.
         returns: float32 [rows, length] or None: what the critic should have said.
         versions: int32 [rows, length], version of the parameters that sampled the token
             (-1 where the policy did not produce it).
         truncated: bool [rows, length] or None: True at the last token of a segment
             whose end was cut off.
+        reference_point: float32 [rows, length] or None: of KTO (`algorithms.unpaired`),
+            the same at every token, in nats.
     """
 
     tokens: Int[HostOrDevice, "rows length"]
@@ -130,9 +132,10 @@ class TokenBatch:
     versions: Int[HostOrDevice, "rows length"]
     proximal_logprobs: Float[HostOrDevice, "rows length"] | None = None
     reference_logprobs: Float[HostOrDevice, "rows length"] | None = None
-    values: Float[HostOrDevice, "rows length"] | None = None
+    values_before: Float[HostOrDevice, "rows length"] | None = None
     returns: Float[HostOrDevice, "rows length"] | None = None
     truncated: Bool[HostOrDevice, "rows length"] | None = None
+    reference_point: Float[HostOrDevice, "rows length"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -194,9 +194,9 @@ def verl_cispo(
 
 def trl_grpo(
     *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    beta: float = 0.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coefficient: float = 0.0,
     reduction: Reduction = reduce.token_mean,
     correction: Correction | None = SEQUENCE_MASK,
 ) -> Algorithm:
@@ -206,9 +206,9 @@ def trl_grpo(
     tokens (loss_type dapo). Sequences whose importance weight exceeds 3 are dropped.
 
     Args:
-        epsilon_low: in [0, 1]; the ratio is clipped at 1 - epsilon_low.
-        epsilon_high: >= 0; the ratio is clipped at 1 + epsilon_high.
-        beta: >= 0, weight of the KL to the reference policy.
+        clip_low: in [0, 1]; TRL's epsilon.
+        clip_high: >= 0; TRL's epsilon_high.
+        kl_coefficient: >= 0, weight of the KL to the reference policy; TRL's beta.
         reduction: TRL's loss_type; `reduce.sequence_mean_of_token_mean` for grpo.
         correction: TRL's vllm_importance_sampling_mode and _cap.
 
@@ -221,16 +221,14 @@ def trl_grpo(
     References:
         TRL, trl/trainer/grpo_trainer.py, https://github.com/huggingface/trl.
 
-    >>> trl_grpo(beta=0.04).needs_reference
+    >>> trl_grpo(kl_coefficient=0.04).needs_reference
     True
     """
     return compose(
         advantages=partial(advantages.group_normalized, ddof=1, epsilon=1e-4),
-        policy_loss=terms.clipped_token_ratio(
-            clip_low=epsilon_low, clip_high=epsilon_high
-        ),
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduction,
-        kl_coefficient=beta,
+        kl_coefficient=kl_coefficient,
         kl_estimator=PLAIN_K3,
         correction=correction,
     )
@@ -238,19 +236,19 @@ def trl_grpo(
 
 def trl_dr_grpo(
     *,
-    max_completion_length: int,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    beta: float = 0.0,
+    denominator: float,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coefficient: float = 0.0,
     correction: Correction | None = SEQUENCE_MASK,
 ) -> Algorithm:
     """TRL's Dr. GRPO: loss_type dr_grpo, scale_rewards none.
 
     Args:
-        max_completion_length: >= 1, in tokens; the denominator of a sequence's sum.
-        epsilon_low: in [0, 1]; the ratio is clipped at 1 - epsilon_low.
-        epsilon_high: >= 0; the ratio is clipped at 1 + epsilon_high.
-        beta: >= 0, weight of the KL to the reference policy.
+        denominator: > 0, in tokens; TRL's max_completion_length.
+        clip_low: in [0, 1]; TRL's epsilon.
+        clip_high: >= 0; TRL's epsilon_high.
+        kl_coefficient: >= 0, weight of the KL to the reference policy; TRL's beta.
         correction: TRL's vllm_importance_sampling_mode and _cap.
 
     Returns:
@@ -262,18 +260,14 @@ def trl_dr_grpo(
     References:
         TRL, trl/trainer/grpo_trainer.py, https://github.com/huggingface/trl.
 
-    >>> trl_dr_grpo(max_completion_length=256).needs_reference
+    >>> trl_dr_grpo(denominator=256.0).needs_reference
     False
     """
     return compose(
         advantages=advantages.group_centered,
-        policy_loss=terms.clipped_token_ratio(
-            clip_low=epsilon_low, clip_high=epsilon_high
-        ),
-        reduction=partial(
-            reduce.constant_denominator, denominator=float(max_completion_length)
-        ),
-        kl_coefficient=beta,
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
+        reduction=partial(reduce.constant_denominator, denominator=denominator),
+        kl_coefficient=kl_coefficient,
         kl_estimator=PLAIN_K3,
         correction=correction,
     )
@@ -281,16 +275,17 @@ def trl_dr_grpo(
 
 def trl_cispo(
     *,
-    epsilon_high: float = 5.0,
-    beta: float = 0.0,
+    ratio_high: float = 5.0,
+    kl_coefficient: float = 0.0,
     correction: Correction | None = SEQUENCE_MASK,
 ) -> Algorithm:
-    """TRL's CISPO (loss_type cispo), whose epsilon_high is the ratio's bound itself.
+    """TRL's CISPO (loss_type cispo), whose epsilon_high bounds the ratio itself.
 
     Args:
-        epsilon_high: >= 1, the largest ratio. There is no lower bound. TRL recommends
-            5; its own default, meant for the clip of GRPO, is 0.2.
-        beta: >= 0, weight of the KL to the reference policy.
+        ratio_high: >= 1, the largest ratio; TRL's epsilon_high, of which it recommends
+            5; its own default, meant for the clip of GRPO, is 0.2. There is no lower
+            bound.
+        kl_coefficient: >= 0, weight of the KL to the reference policy; TRL's beta.
         correction: TRL's vllm_importance_sampling_mode and _cap.
 
     Returns:
@@ -307,9 +302,9 @@ def trl_cispo(
     """
     return compose(
         advantages=partial(advantages.group_normalized, ddof=1, epsilon=1e-4),
-        policy_loss=terms.weighting_token_ratio(ratio_low=0.0, ratio_high=epsilon_high),
+        policy_loss=terms.weighting_token_ratio(ratio_low=0.0, ratio_high=ratio_high),
         reduction=reduce.token_mean,
-        kl_coefficient=beta,
+        kl_coefficient=kl_coefficient,
         kl_estimator=PLAIN_K3,
         correction=correction,
     )
@@ -317,9 +312,9 @@ def trl_cispo(
 
 def nemo_rl_grpo(
     *,
-    ratio_clip_min: float = 0.2,
-    ratio_clip_max: float = 0.2,
-    kl_penalty: float = 0.01,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coefficient: float = 0.01,
     reduction: Reduction = reduce.token_mean,
     correction: Correction | None = None,
 ) -> Algorithm:
@@ -330,9 +325,9 @@ def nemo_rl_grpo(
     1e-6. A group's only sample gets 0. The mean is over all tokens (token_level_loss).
 
     Args:
-        ratio_clip_min: in [0, 1]; the ratio is clipped at 1 - ratio_clip_min.
-        ratio_clip_max: >= 0; the ratio is clipped at 1 + ratio_clip_max.
-        kl_penalty: >= 0; NeMo RL's reference_policy_kl_penalty.
+        clip_low: in [0, 1]; NeMo RL's ratio_clip_min.
+        clip_high: >= 0; NeMo RL's ratio_clip_max.
+        kl_coefficient: >= 0; NeMo RL's reference_policy_kl_penalty.
         reduction: `reduce.sequence_mean_of_token_mean` without token_level_loss.
         correction: NeMo RL's use_importance_sampling_correction, off.
 
@@ -350,11 +345,9 @@ def nemo_rl_grpo(
     """
     return compose(
         advantages=partial(advantages.leave_one_out_normalized, epsilon=1e-6),
-        policy_loss=terms.clipped_token_ratio(
-            clip_low=ratio_clip_min, clip_high=ratio_clip_max
-        ),
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduction,
-        kl_coefficient=kl_penalty,
+        kl_coefficient=kl_coefficient,
         kl_estimator=CLAMPED_K3,
         correction=correction,
     )

@@ -55,7 +55,9 @@ class Predictions(NamedTuple):
             elsewhere; None of a model without a vocabulary.
         entropy: float32, of the distributions from which they come (nats); None where
             nobody computed it.
-        values: float32, what the value head says after each token; None without one.
+        values_after: float32, what the value head says after each token; None without
+            one. What a critic says before token t is `values_after` of token t - 1
+            (`TokenBatch.values_before`).
         divergence: float32, of a teacher's distribution of each token from the model's
             (nats), without `logprobs`; None without a teacher.
         teacher_entropy: float32, of the teacher's distributions (nats).
@@ -66,7 +68,7 @@ class Predictions(NamedTuple):
 
     logprobs: Float[Array, "rows length"] | None = None
     entropy: Float[Array, "rows length"] | None = None
-    values: Float[Array, "rows length"] | None = None
+    values_after: Float[Array, "rows length"] | None = None
     divergence: Float[Array, "rows length"] | None = None
     teacher_entropy: Float[Array, "rows length"] | None = None
     regularizer: Float[Array, ""] | None = None
@@ -96,7 +98,7 @@ class Algorithm(NamedTuple):
         credit: a packed batch to the same batch with an advantage a token, and the
             critic's `returns` where there is a critic. It sees the batch of all of a
             step's updates at once, with each sequence's advantage on all of its
-            tokens, and log-probs and `values` from before the first update. None
+            tokens, and log-probs and `values_before` from before the first update. None
             leaves every token its sequence's advantage.
         value_objective: (predictions, batch) to the critic's `Objective`; None for an
             algorithm without a critic.
@@ -380,12 +382,12 @@ def raise_early(algorithm: Algorithm) -> None:
             behavior_logprobs=zeros,
             versions=ids,
             reference_logprobs=zeros,
-            values=zeros,
+            values_before=zeros,
         )
         predictions = Predictions(
             logprobs=zeros,
             entropy=zeros,
-            values=zeros,
+            values_after=zeros,
             divergence=zeros,
             teacher_entropy=zeros,
         )

@@ -41,7 +41,7 @@ class PreferenceAlgorithm(NamedTuple):
         needs_reference: whether it reads `batch.reference_logprobs`.
         mismatched: (predictions, batch of answers to other prompts) to an `Objective`
             that is measured, not minimised: its mean over all of a step is what
-            `objective` expects in `batch.values`. None for a loss of pairs.
+            `objective` expects in `batch.reference_point`. None for a loss of pairs.
     """
 
     objective: Callable[[Predictions, TokenBatch], Objective]
@@ -178,7 +178,7 @@ def raise_early(algorithm: PreferenceAlgorithm) -> None:
             behavior_logprobs=zeros,
             versions=ids,
             reference_logprobs=zeros,
-            values=zeros,
+            reference_point=zeros,
         )
         algorithm.objective(Predictions(zeros), batch)
 

@@ -41,13 +41,13 @@ def reference_free_dpo(
 
 
 def simpo(
-    *, beta: float = 2.0, margin: float = 1.0, label_smoothing: float = 0.0
+    *, beta: float = 2.0, target_margin: float = 1.0, label_smoothing: float = 0.0
 ) -> PreferenceAlgorithm:
     """Simple Preference Optimization, without a reference.
 
     Args:
         beta: > 0, scale of the mean log-prob a token.
-        margin: >= 0, the paper's gamma.
+        target_margin: >= 0, the paper's gamma.
         label_smoothing: in [0, 0.5), share of labels taken to be wrong.
 
     Returns:
@@ -69,7 +69,7 @@ def simpo(
             rejected.means().policy,
             valid,
             beta=beta,
-            target_margin=margin,
+            target_margin=target_margin,
             label_smoothing=label_smoothing,
         )
 

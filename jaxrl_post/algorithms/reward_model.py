@@ -20,7 +20,7 @@ __all__ = ["bradley_terry", "process_reward"]
 
 
 def bradley_terry(
-    *, centering: float = 0.01
+    *, centering: float = 0.0
 ) -> Callable[[Predictions, TokenBatch], Objective]:
     """Bradley-Terry: the value after an answer's last token is its reward.
 
@@ -29,7 +29,8 @@ def bradley_terry(
     looked at.
 
     Args:
-        centering: >= 0, weight of the squared sum of a pair's rewards.
+        centering: >= 0, weight of the squared sum of a pair's rewards; TRL recommends
+            0.01.
 
     Returns:
         The objective.
@@ -56,7 +57,7 @@ def bradley_terry(
         margin, _ = sides(counted(batch.advantages, last), batch)
         valid = valid_pairs(batch)
         losses = reward_model.bradley_terry(
-            chosen, rejected, valid, margin=margin, centering=centering
+            chosen, rejected, valid, target_margin=margin, centering=centering
         )
         metrics = pair_metrics(chosen, rejected, valid)
         return Objective(masked(losses, valid), metrics)
@@ -99,12 +100,12 @@ def process_reward() -> Callable[[Predictions, TokenBatch], Objective]:
 
 
 def _require_values(predictions: Predictions) -> Float[Array, "rows length"]:
-    if predictions.values is None:
+    if predictions.values_after is None:
         raise ValueError(
-            "predictions.values must be given, got None; a reward model has a value "
-            "head"
+            "predictions.values_after must be given, got None; a reward model has a "
+            "value head"
         )
-    return predictions.values
+    return predictions.values_after
 
 
 def _verdicts(

@@ -236,7 +236,7 @@ def divergence_masked_ratio(
     *,
     divergence: Callable[[Array, Array, Array], Array],
     threshold: float,
-    max_ratio: float | None,
+    ratio_high: float | None,
 ) -> PolicyLoss:
     """DPPO: the plain ratio, without the tokens that are led out of a trust region.
 
@@ -246,14 +246,14 @@ def divergence_masked_ratio(
     Args:
         divergence: `trust_region.binary_tv` or `trust_region.binary_kl`.
         threshold: >= 0, in the divergence's unit.
-        max_ratio: > 0, bound of the ratio as a weight; see `trust_region.dppo`.
+        ratio_high: > 0, bound of the ratio as a weight; see `trust_region.dppo`.
 
     Returns:
         A policy loss for `compose`.
 
     >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
     >>> term = divergence_masked_ratio(
-    ...     divergence=trust_region.binary_tv, threshold=0.15, max_ratio=20.0
+    ...     divergence=trust_region.binary_tv, threshold=0.15, ratio_high=20.0
     ... )
     >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
     [[-1.0, -1.0]]
@@ -274,7 +274,7 @@ def divergence_masked_ratio(
             mask,
             divergence=divergence,
             threshold=threshold,
-            max_ratio=max_ratio,
+            ratio_high=ratio_high,
         )
         ratio = ratios.token_ratio(*arrays, mask)
         keep = trust_region.dppo_mask(
@@ -287,7 +287,7 @@ def divergence_masked_ratio(
     return policy_loss
 
 
-def opsm(policy_loss: PolicyLoss, *, delta: float) -> PolicyLoss:
+def opsm(policy_loss: PolicyLoss, *, threshold: float) -> PolicyLoss:
     """Off-policy sequence masking around another policy loss.
 
     The loss of sequences with a negative advantage that the policy has left is 0. How
@@ -297,7 +297,7 @@ def opsm(policy_loss: PolicyLoss, *, delta: float) -> PolicyLoss:
 
     Args:
         policy_loss: one of the others here.
-        delta: in nats a token.
+        threshold: in nats a token.
 
     Returns:
         A policy loss for `compose`.
@@ -307,7 +307,7 @@ def opsm(policy_loss: PolicyLoss, *, delta: float) -> PolicyLoss:
 
     >>> p, q = jnp.array([[-3.0, -3.0]]), jnp.array([[-1.0, -1.0]])
     >>> ids = jnp.ones((1, 2), jnp.int32)
-    >>> term = opsm(reinforce(), delta=1.0)
+    >>> term = opsm(reinforce(), threshold=1.0)
     >>> term(p, q, jnp.array([[-1.0, -1.0]]), ids > 0, ids).loss.tolist()
     [[0.0, 0.0]]
     """
@@ -321,7 +321,7 @@ def opsm(policy_loss: PolicyLoss, *, delta: float) -> PolicyLoss:
     ) -> PolicyTerm:
         arrays = (policy_logprobs, proximal_logprobs, advantages, mask, segment_ids)
         term = policy_loss(*arrays)
-        left_out = mask & ~trust_region.opsm_mask(*arrays, delta=delta)
+        left_out = mask & ~trust_region.opsm_mask(*arrays, threshold=threshold)
         fraction = masked(left_out.astype(jnp.float32), mask)
         return term._replace(
             loss=jnp.where(left_out, 0.0, term.loss),

@@ -354,7 +354,9 @@ def _token_rewards(
     if not kl_coefficient:
         return rewards
     penalty = kl_estimator(_start(batch), _require_reference(batch), mask)
-    return shaping.kl_shaped_rewards(rewards, penalty, mask, coefficient=kl_coefficient)
+    return shaping.kl_shaped_rewards(
+        rewards, penalty, mask, kl_coefficient=kl_coefficient
+    )
 
 
 def _require_reference(batch: TokenBatch) -> Float[Array, "rows length"]:
@@ -379,11 +381,12 @@ def _after_truncation(
 
 
 def _require_values(batch: TokenBatch) -> Float[Array, "rows length"]:
-    if batch.values is None:
+    if batch.values_before is None:
         raise ValueError(
-            "batch.values must be given, got None; score the batch with the critic"
+            "batch.values_before must be given, got None; score the batch with the "
+            "critic"
         )
-    return batch.values
+    return batch.values_before
 
 
 def _value_objective(clip: float | None):
@@ -391,15 +394,15 @@ def _value_objective(clip: float | None):
     def value_objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         old, targets = _require_values(batch), batch.returns
-        if predictions.values is None or targets is None:
+        if predictions.values_after is None or targets is None:
             raise ValueError(
-                "predictions.values and batch.returns must be given to a critic, got "
-                "None; use a model with a value head, and the algorithm's `credit`"
+                "predictions.values_after and batch.returns must be given to a critic, "
+                "got None; use a model with a value head, and the algorithm's `credit`"
             )
         # What the critic said before a token: after the one in front of it. The mask
         # is False at a segment's first token, so what wraps around is not counted.
-        values = jnp.roll(predictions.values, 1, axis=-1)
-        losses = value.clipped_value_loss(values, old, targets, mask, clip=clip)
+        values = jnp.roll(predictions.values_after, 1, axis=-1)
+        losses = value.clipped_value_loss(values, old, targets, mask, value_clip=clip)
         loss = reduce.token_mean(losses, mask, batch.segment_ids)
         metrics = {
             "critic/value": masked(values, mask),
@@ -407,7 +410,7 @@ def _value_objective(clip: float | None):
         }
         if clip is not None:
             metrics["critic/clip_fraction"] = value.value_clip_fraction(
-                values, old, targets, mask, clip=clip
+                values, old, targets, mask, value_clip=clip
             )
         return Objective(loss, _still(metrics))
 

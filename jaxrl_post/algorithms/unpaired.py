@@ -35,9 +35,10 @@ def kto(
 
     The reference point z is the mean log-ratio of answers to other prompts, or 0 where
     that is negative. `mismatched` gives the mean as its loss (no prompt's own answer
-    may be in its batch), and `objective` takes it from `batch.values`, alike at every
-    token. The paper, and TRL, take z over a microbatch; here it may be over all of a
-    step, so that a step does not depend on how it was split into microbatches.
+    may be in its batch), and `objective` takes it from `batch.reference_point`,
+    alike at every token. The paper, and TRL, take z over a microbatch; here it may be
+    over all of a step, so that a step does not depend on how it was split into
+    microbatches.
 
     Args:
         beta: > 0; see `losses.unpaired.kto_loss`.
@@ -51,7 +52,7 @@ def kto(
 
     Raises:
         ValueError: a hyperparameter is out of its range. The objective raises it for a
-            batch without `values`.
+            batch without `reference_point`.
 
     References:
         Ethayarajh et al., KTO, arXiv:2402.01306.
@@ -130,11 +131,11 @@ def _mean_log_ratio(predictions: Predictions, batch: TokenBatch) -> Objective:
 
 
 def _reference_point(batch: TokenBatch) -> Float[Array, ""]:
-    if batch.values is None:
+    if batch.reference_point is None:
         raise ValueError(
-            "batch.values must be given, got None; it holds the mean of the "
+            "batch.reference_point must be given, got None; it holds the mean of the "
             "algorithm's `mismatched` at every token"
         )
     mask = in_sequence(batch.loss_mask, batch.segment_ids)
     # The largest of what is alike, and of 0.
-    return jnp.maximum(counted(batch.values, mask).max(), 0.0)
+    return jnp.maximum(counted(batch.reference_point, mask).max(), 0.0)

@@ -129,7 +129,7 @@ def dppo(
     *,
     threshold: float,
     divergence: Callable[[Array, Array, Array], Array] = trust_region.binary_tv,
-    max_ratio: float | None = 20.0,
+    ratio_high: float | None = None,
     ddof: int = 1,
     epsilon: float = 1e-6,
     kl_coefficient: float = 0.0,
@@ -147,7 +147,7 @@ def dppo(
         threshold: >= 0, in the divergence's unit, which is why it has no default. TRL
             takes 0.2 of the total variation, and 0.28 on the upper side.
         divergence: `trust_region.binary_tv` or `trust_region.binary_kl`.
-        max_ratio: > 0, bound of the ratio as a weight; None for none.
+        ratio_high: > 0, bound of the ratio as a weight (verl has 20); None for none.
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
         kl_coefficient: >= 0, weight of the KL to the reference policy.
@@ -170,7 +170,7 @@ def dppo(
     return compose(
         advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
         policy_loss=terms.divergence_masked_ratio(
-            divergence=divergence, threshold=threshold, max_ratio=max_ratio
+            divergence=divergence, threshold=threshold, ratio_high=ratio_high
         ),
         reduction=reduce.token_mean,
         kl_coefficient=kl_coefficient,

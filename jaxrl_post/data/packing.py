@@ -48,7 +48,7 @@ class Sequence:
         prompt: Collection[int],
         completion: Collection[int],
         *,
-        logprobs: Collection[float] | None = None,
+        behavior_logprobs: Collection[float] | None = None,
         advantage: float = 0.0,
         versions: Collection[int] | None = None,
     ) -> "Sequence":
@@ -64,7 +64,9 @@ class Sequence:
             tokens=np.asarray([*prompt, *completion], np.int32),
             loss_mask=aligned(np.ones(after), 0, np.bool_),
             behavior_logprobs=aligned(
-                np.zeros(after) if logprobs is None else logprobs, 0, np.float32
+                np.zeros(after) if behavior_logprobs is None else behavior_logprobs,
+                0,
+                np.float32,
             ),
             advantages=aligned(np.full(after, advantage), 0, np.float32),
             versions=aligned(

@@ -107,14 +107,18 @@ def generalized_jsd(
 
     D = beta KL(p || m) + (1 - beta) KL(q || m),  m = beta p + (1 - beta) q
 
-    D / beta -> KL(p || q) as beta -> 0 and D / (1 - beta) -> KL(q || p) as beta -> 1;
-    TRL jumps to these at the ends. It is symmetric at beta = 1/2 and at most log 2.
+    It is symmetric at beta = 1/2 and at most log 2. Towards either end D and its
+    gradient vanish, while D / beta -> KL(p || q) as beta -> 0 and D / (1 - beta) ->
+    KL(q || p) as beta -> 1. At beta = 0 and beta = 1 the function is these two limits,
+    `forward_kl` and `reverse_kl`, as in TRL; so it is not continuous there, and not
+    bounded.
 
     Args:
         teacher_logits: any float dtype.
         student_logits: differentiable.
         mask: bool, True where a token counts.
-        beta: in (0, 1), the teacher's share of the mixture.
+        beta: in [0, 1], the teacher's share of the mixture; 0 is the forward KL and 1
+            the reverse KL.
         temperature: > 0.
 
     Returns:
@@ -131,7 +135,13 @@ def generalized_jsd(
     >>> generalized_jsd(logits, logits, jnp.array([True, False]), beta=0.5).tolist()
     [0.0, 0.0]
     """
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must be in [0, 1], got {beta}")
     teacher, student = _cooled(teacher_logits, student_logits, temperature)
+    if beta == 0:
+        return kl_divergence(teacher, student, mask)
+    if beta == 1:
+        return kl_divergence(student, teacher, mask)
     return jensen_shannon(teacher, student, mask, beta=beta)
 
 

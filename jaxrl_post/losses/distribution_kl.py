@@ -65,7 +65,8 @@ def jensen_shannon(
 
     GKD has the teacher as p and the student as q. JSD_beta / beta tends to KL(p || q)
     as beta tends to 0, and JSD_beta / (1 - beta) to KL(q || p) as it tends to 1; at
-    either end JSD_beta itself is 0, where TRL returns the KL instead.
+    either end JSD_beta itself is 0, where `distill.generalized_jsd`, like TRL, returns
+    the KL.
 
     Args:
         logits_p: of p, any float dtype, differentiable.

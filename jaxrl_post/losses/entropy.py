@@ -350,12 +350,12 @@ def kl_cov(
     advantages: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
     *,
-    coefficient: float,
+    kl_coefficient: float,
     fraction: float,
 ) -> Float[Array, "*shape"]:
     """KL-Cov: the policy gradient, with a KL penalty on tokens of high covariance.
 
-    L_t = -r_t A_t + coefficient |log r_t| [t in kl_cov_mask],  r_t = p_t / q_t
+    L_t = -r_t A_t + kl_coefficient |log r_t| [t in kl_cov_mask],  r_t = p_t / q_t
 
     |log r|, with gradient 0 at r = 1, stands for the KL, as in verl and the authors'
     code; verl has coefficient 1 and fraction 2e-4. The ratio is not clipped.
@@ -365,7 +365,7 @@ def kl_cov(
         proximal_logprobs: log q (nats).
         advantages: per token.
         mask: bool, True where a token counts.
-        coefficient: >= 0.
+        kl_coefficient: >= 0.
         fraction: in (0, 1], the share of the tokens that are penalised.
 
     Returns:
@@ -379,18 +379,18 @@ def kl_cov(
 
     >>> p, q = jnp.array([-1.0, -3.0]), jnp.array([-1.0, -3.5])
     >>> advantages, mask = jnp.array([1.0, 0.0]), jnp.array([True, True])
-    >>> kl_cov(p, q, advantages, mask, coefficient=2.0, fraction=1.0).tolist()
+    >>> kl_cov(p, q, advantages, mask, kl_coefficient=2.0, fraction=1.0).tolist()
     [-1.0, 1.0]
     """
-    if coefficient < 0:
-        raise ValueError(f"coefficient must be >= 0, got {coefficient}")
+    if kl_coefficient < 0:
+        raise ValueError(f"kl_coefficient must be >= 0, got {kl_coefficient}")
     log_ratio = token_log_ratio(policy_logprobs, proximal_logprobs, mask)
     surrogate = -jnp.exp(log_ratio) * counted(jax.lax.stop_gradient(advantages), mask)
     covariances = covariance(policy_logprobs, advantages, mask)
     penalised = kl_cov_mask(covariances, mask, fraction=fraction)
     # Not jnp.abs, whose gradient at 0 is 1: it would push the ratio down on policy.
     distance = jax.lax.stop_gradient(jnp.sign(log_ratio)) * log_ratio
-    return surrogate + jnp.where(penalised, coefficient * distance, 0.0)
+    return surrogate + jnp.where(penalised, kl_coefficient * distance, 0.0)
 
 
 def _centred(

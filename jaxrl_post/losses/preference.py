@@ -63,15 +63,15 @@ def counted_pairs(
 
 @checked
 def log_ratio(
-    policy: Float[Array, "*pairs"],
-    reference: Float[Array, "*pairs"],
+    policy_logprobs: Float[Array, "*pairs"],
+    reference_logprobs: Float[Array, "*pairs"],
     valid: Bool[Array, "*pairs"] | None = None,
 ) -> Float[Array, "*pairs"]:
     """Log-ratio of a response between policy and reference: log pi(y) - log ref(y).
 
     Args:
-        policy: log pi(y) (nats), differentiable.
-        reference: log ref(y) (nats), held constant.
+        policy_logprobs: log pi(y) (nats), differentiable.
+        reference_logprobs: log ref(y) (nats), held constant.
         valid: bool, or None where every slot holds a response.
 
     Returns:
@@ -80,8 +80,8 @@ def log_ratio(
     >>> log_ratio(jnp.array([-4.0]), jnp.array([-6.0])).tolist()
     [2.0]
     """
-    constant = jax.lax.stop_gradient(reference)
-    return counted_pairs(policy, valid) - counted_pairs(constant, valid)
+    constant = jax.lax.stop_gradient(reference_logprobs)
+    return counted_pairs(policy_logprobs, valid) - counted_pairs(constant, valid)
 
 
 @checked
@@ -240,7 +240,7 @@ def sigmoid_loss(
     >>> round(sigmoid_loss(jnp.array([0.0]), beta=0.1).item(), 6)
     0.693147
     """
-    _require_beta(beta)
+    require_beta(beta)
     _require_smoothing(label_smoothing)
     scaled = beta * counted_pairs(margin, valid)
     loss = -(1 - label_smoothing) * jax.nn.log_sigmoid(scaled)
@@ -283,7 +283,7 @@ def robust_loss(
     >>> round(loss.item(), 6)
     0.693147
     """
-    _require_beta(beta)
+    require_beta(beta)
     _require_smoothing(label_smoothing)
     scaled = beta * counted_pairs(margin, valid)
     agreeing = -(1 - label_smoothing) * jax.nn.log_sigmoid(scaled)
@@ -322,7 +322,7 @@ def hinge_loss(
     >>> hinge_loss(jnp.array([0.0, 1.0, 4.0]), beta=0.5).tolist()
     [1.0, 0.5, 0.0]
     """
-    _require_beta(beta)
+    require_beta(beta)
     return counted_pairs(jax.nn.relu(1 - beta * counted_pairs(margin, valid)), valid)
 
 
@@ -356,7 +356,7 @@ def ipo_loss(
     >>> ipo_loss(jnp.array([0.0, 5.0]), beta=0.1).tolist()
     [25.0, 0.0]
     """
-    _require_beta(beta)
+    require_beta(beta)
     return counted_pairs(
         jnp.square(counted_pairs(margin, valid) - 1 / (2 * beta)), valid
     )
@@ -460,14 +460,14 @@ def reward_margin(
     >>> reward_margin(jnp.array([2.0, 4.0]), beta=0.5).mean().item()
     1.5
     """
-    _require_beta(beta)
+    require_beta(beta)
     return _metric(beta * counted_pairs(margin, valid), valid)
 
 
 @checked
 def implicit_reward(
-    policy: Float[Array, "*pairs"],
-    reference: Float[Array, "*pairs"],
+    policy_logprobs: Float[Array, "*pairs"],
+    reference_logprobs: Float[Array, "*pairs"],
     valid: Bool[Array, "*pairs"] | None = None,
     *,
     beta: float,
@@ -475,8 +475,8 @@ def implicit_reward(
     """Mean reward that the policy implies: beta log(pi(y) / ref(y)).
 
     Args:
-        policy: log pi(y) (nats), of the chosen or of the rejected responses.
-        reference: log ref(y) (nats).
+        policy_logprobs: log pi(y) (nats), of the chosen or of the rejected responses.
+        reference_logprobs: log ref(y) (nats).
         valid: bool, or None where every slot holds a response.
         beta: > 0, the loss's own.
 
@@ -489,8 +489,8 @@ def implicit_reward(
     >>> implicit_reward(jnp.array([-4.0]), jnp.array([-6.0]), beta=0.5).mean().item()
     1.0
     """
-    _require_beta(beta)
-    return _metric(beta * log_ratio(policy, reference, valid), valid)
+    require_beta(beta)
+    return _metric(beta * log_ratio(policy_logprobs, reference_logprobs, valid), valid)
 
 
 def _metric(
@@ -499,7 +499,7 @@ def _metric(
     return masked(values, jnp.ones(values.shape, bool) if valid is None else valid)
 
 
-def _require_beta(beta: float) -> None:
+def require_beta(beta: float) -> None:
     if beta <= 0:
         raise ValueError(f"beta must be > 0, got {beta}")
 

@@ -61,7 +61,7 @@ def at_last_token(
 @checked
 def gae(
     rewards: Float[Array, "*batch length"],
-    values: Float[Array, "*batch length"],
+    values_before: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
     segment_ids: Int[Array, "*batch length"] | None = None,
     *,
@@ -83,7 +83,8 @@ def gae(
 
     Args:
         rewards: per token; `at_last_token` places a sequence's own.
-        values: V_t, what the critic expects from token t on.
+        values_before: V_t, what the critic expects from token t on, before t is
+            sampled.
         mask: bool, True where a token counts.
         segment_ids: int in [0, length], or None for one sequence a row.
         gamma: in [0, 1].
@@ -116,7 +117,7 @@ def gae(
         raise ValueError(f"gaps must be 'carry' or 'zero', got {gaps!r}")
     mask = in_sequence(mask, segment_ids)
     followed = _followed(mask, segment_ids, method)
-    rewards, values = counted(rewards, mask), counted(values, mask)
+    rewards, values = counted(rewards, mask), counted(values_before, mask)
     if isinstance(lambda_, (int, float)):
         _require_fraction("lambda_", lambda_)
         decay = jnp.full(values.shape, lambda_, jnp.float32)
@@ -136,7 +137,7 @@ def gae(
 @checked
 def lambda_returns(
     advantages: Float[Array, "*batch length"],
-    values: Float[Array, "*batch length"],
+    values_before: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
 ) -> Float[Array, "*batch length"]:
     """Targets of the critic from `gae`'s advantages: G_t = A_t + V_t.
@@ -147,7 +148,7 @@ def lambda_returns(
 
     Args:
         advantages: per token, from `gae`.
-        values: V_t, the same as there.
+        values_before: V_t, the same as there.
         mask: bool, True where a token counts.
 
     Returns:
@@ -160,7 +161,7 @@ def lambda_returns(
     >>> lambda_returns(advantages, values, jnp.array([True, False])).tolist()
     [1.5, 0.0]
     """
-    total = counted(advantages, mask) + counted(values, mask)
+    total = counted(advantages, mask) + counted(values_before, mask)
     return jax.lax.stop_gradient(total)
 
 

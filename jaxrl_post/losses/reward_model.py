@@ -22,12 +22,12 @@ def bradley_terry(
     rejected: Float[Array, "*pairs"],
     valid: Bool[Array, "*pairs"] | None = None,
     *,
-    margin: Float[Array, "*pairs"] | float = 0.0,
+    target_margin: Float[Array, "*pairs"] | float = 0.0,
     centering: float = 0.0,
 ) -> Float[Array, "*pairs"]:
     """Negative log-likelihood that the chosen response of a pair is preferred.
 
-    L = -log sigmoid(c - r - margin) + centering (c + r)^2
+    L = -log sigmoid(c - r - target_margin) + centering (c + r)^2
 
     The model fixes rewards up to a constant of the prompt; the second term takes the
     one that centres them at 0.
@@ -36,8 +36,8 @@ def bradley_terry(
         chosen: reward c of the chosen response, differentiable.
         rejected: reward r of the rejected response, differentiable.
         valid: bool, or None where every slot holds a pair.
-        margin: by how much c should exceed r, larger for clearer preferences; an array
-            or one number for all.
+        target_margin: by how much c should exceed r, larger for clearer preferences; an
+            array or one number for all.
         centering: >= 0; TRL recommends 0.01.
 
     Returns:
@@ -57,7 +57,7 @@ def bradley_terry(
     if centering < 0:
         raise ValueError(f"centering must be >= 0, got {centering}")
     chosen, rejected = counted_pairs(chosen, valid), counted_pairs(rejected, valid)
-    margins = jnp.broadcast_to(jnp.asarray(margin, jnp.float32), chosen.shape)
+    margins = jnp.broadcast_to(jnp.asarray(target_margin, jnp.float32), chosen.shape)
     margins = jax.lax.stop_gradient(counted_pairs(margins, valid))
     loss = -jax.nn.log_sigmoid(chosen - rejected - margins)
     return counted_pairs(loss + centering * jnp.square(chosen + rejected), valid)

@@ -136,7 +136,7 @@ def kl_shaped_rewards(
     kl: Float[Array, "*batch length"],
     mask: Bool[Array, "*batch length"],
     *,
-    coefficient: float,
+    kl_coefficient: float,
 ) -> Float[Array, "*batch length"]:
     """Per-token rewards minus a KL penalty: r_t - beta kl_t.
 
@@ -148,13 +148,13 @@ def kl_shaped_rewards(
         rewards: per token; `returns.at_last_token` places a sequence's own.
         kl: per token, in nats; one of `losses.kl`.
         mask: bool, True where a token counts.
-        coefficient: beta >= 0, in the unit of the rewards per nat.
+        kl_coefficient: beta >= 0, in the unit of the rewards per nat.
 
     Returns:
         float32, without gradient; 0 where the mask is False.
 
     Raises:
-        ValueError: `coefficient` is negative.
+        ValueError: `kl_coefficient` is negative.
 
     References:
         Ziegler et al., Fine-Tuning Language Models from Human Preferences,
@@ -162,12 +162,12 @@ def kl_shaped_rewards(
 
     >>> rewards, kl = jnp.array([0.0, 1.0]), jnp.array([2.0, -1.0])
     >>> mask = jnp.array([True, True])
-    >>> kl_shaped_rewards(rewards, kl, mask, coefficient=0.5).tolist()
+    >>> kl_shaped_rewards(rewards, kl, mask, kl_coefficient=0.5).tolist()
     [-1.0, 1.5]
     """
-    if coefficient < 0:
-        raise ValueError(f"coefficient must be >= 0, got {coefficient}")
-    shaped = counted(rewards, mask) - coefficient * counted(kl, mask)
+    if kl_coefficient < 0:
+        raise ValueError(f"kl_coefficient must be >= 0, got {kl_coefficient}")
+    shaped = counted(rewards, mask) - kl_coefficient * counted(kl, mask)
     return jax.lax.stop_gradient(shaped)
 
 

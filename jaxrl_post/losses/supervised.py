@@ -12,27 +12,27 @@ __all__ = ["dynamic_fine_tuning_loss", "next_token_loss"]
 
 @checked
 def next_token_loss(
-    logprobs: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
+    policy_logprobs: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """Negative log-likelihood of each token: L_t = -log p_t.
 
     Args:
-        logprobs: log-probs (nats) of the target tokens.
+        policy_logprobs: log-probs (nats) of the target tokens.
         mask: bool, True where a token is a target.
 
     Returns:
         float32; 0 where the mask is False.
 
-    >>> logprobs = jnp.array([-0.5, -jnp.inf])
-    >>> next_token_loss(logprobs, jnp.array([True, False])).tolist()
+    >>> policy_logprobs = jnp.array([-0.5, -jnp.inf])
+    >>> next_token_loss(policy_logprobs, jnp.array([True, False])).tolist()
     [0.5, 0.0]
     """
-    return counted(-logprobs, mask)
+    return counted(-policy_logprobs, mask)
 
 
 @checked
 def dynamic_fine_tuning_loss(
-    logprobs: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
+    policy_logprobs: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """Dynamic fine-tuning (DFT): L_t = -stop_gradient(p_t) log p_t.
 
@@ -40,7 +40,7 @@ def dynamic_fine_tuning_loss(
     that of `next_token_loss`, no longer do.
 
     Args:
-        logprobs: log-probs (nats) of the target tokens, finite where they count.
+        policy_logprobs: log-probs (nats) of the target tokens, finite where they count.
         mask: bool, True where a token is a target.
 
     Returns:
@@ -49,10 +49,10 @@ def dynamic_fine_tuning_loss(
     References:
         Wu et al., On the Generalization of SFT, arXiv:2508.05629.
 
-    >>> logprobs = jnp.log(jnp.array([0.5, 0.0]))
-    >>> loss = dynamic_fine_tuning_loss(logprobs, jnp.array([True, False]))
+    >>> policy_logprobs = jnp.log(jnp.array([0.5, 0.0]))
+    >>> loss = dynamic_fine_tuning_loss(policy_logprobs, jnp.array([True, False]))
     >>> [round(value, 6) for value in loss.tolist()]  # 0.5 log 2, and 0
     [0.346574, 0.0]
     """
-    nll = next_token_loss(logprobs, mask)
+    nll = next_token_loss(policy_logprobs, mask)
     return jax.lax.stop_gradient(jnp.exp(-nll)) * nll

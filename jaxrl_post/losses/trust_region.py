@@ -221,7 +221,7 @@ def dppo(
     *,
     divergence: Callable[[Array, Array, Array], Array],
     threshold: float,
-    max_ratio: float | None = None,
+    ratio_high: float | None = None,
 ) -> Float[Array, "*shape"]:
     """DPPO: the policy gradient inside a trust region of the policies' divergence.
 
@@ -236,14 +236,14 @@ def dppo(
         divergence: takes the two log-probs and the mask: `binary_tv` or `binary_kl`;
             for `topk_tv` and `topk_kl` a closure over the arrays of the k tokens.
         threshold: >= 0, in the divergence's unit.
-        max_ratio: > 0, r_t's bound as a weight of the gradient, which it does not stop
+        ratio_high: > 0, r_t's bound as a weight of the gradient, which it does not stop
             (verl has 20); None for none but the e^20 of `ratios`.
 
     Returns:
         float32; 0 where the mask is False.
 
     Raises:
-        ValueError: `threshold` is negative or `max_ratio` not positive.
+        ValueError: `threshold` is negative or `ratio_high` not positive.
 
     References:
         Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning,
@@ -256,29 +256,32 @@ def dppo(
     ... ).tolist()
     [0.0, 2.0]
     """
-    if max_ratio is not None and max_ratio <= 0:
-        raise ValueError(f"max_ratio must be > 0 or None, got {max_ratio}")
+    if ratio_high is not None and ratio_high <= 0:
+        raise ValueError(f"ratio_high must be > 0 or None, got {ratio_high}")
     ratio = token_ratio(policy_logprobs, behavior_logprobs, mask)
     advantages = counted(jax.lax.stop_gradient(advantages), mask)
     distance = divergence(policy_logprobs, behavior_logprobs, mask)
     keep = dppo_mask(ratio, distance, advantages, mask, threshold=threshold)
-    if max_ratio is not None:
+    if ratio_high is not None:
         on_policy = token_ratio(policy_logprobs, policy_logprobs, mask)
-        weight = jnp.minimum(jax.lax.stop_gradient(ratio), max_ratio)
+        weight = jnp.minimum(jax.lax.stop_gradient(ratio), ratio_high)
         ratio = weight * on_policy
     return jnp.where(keep, -ratio * advantages, 0.0)
 
 
 @checked
 def opsm_keep(
-    advantages: Float[Array, "*shape"], mean_kl: Float[Array, "*shape"], *, delta: float
+    advantages: Float[Array, "*shape"],
+    mean_kl: Float[Array, "*shape"],
+    *,
+    threshold: float,
 ) -> Bool[Array, "*shape"]:
-    """Off-policy sequence masking's rule: keep unless A < 0 and KL > delta.
+    """Off-policy sequence masking's rule: keep unless A < 0 and KL > threshold.
 
     Args:
         advantages: of sequences or of tokens.
         mean_kl: mean over each sequence's tokens of log behavior - log policy (nats).
-        delta: in nats a token.
+        threshold: in nats a token.
 
     Returns:
         bool. NaN compares as inside, so that its loss shows.
@@ -287,10 +290,10 @@ def opsm_keep(
         DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.
 
     >>> advantages, mean_kl = jnp.array([1.0, -1.0, -1.0]), jnp.array([2.0, 0.5, 2.0])
-    >>> opsm_keep(advantages, mean_kl, delta=1.0).tolist()
+    >>> opsm_keep(advantages, mean_kl, threshold=1.0).tolist()
     [True, True, False]
     """
-    return ~((advantages < 0) & (mean_kl.astype(jnp.float32) > delta))
+    return ~((advantages < 0) & (mean_kl.astype(jnp.float32) > threshold))
 
 
 @checked
@@ -301,7 +304,7 @@ def opsm_mask(
     mask: Bool[Array, "*batch length"],
     segment_ids: Int[Array, "*batch length"] | None = None,
     *,
-    delta: float,
+    threshold: float,
 ) -> Bool[Array, "*batch length"]:
     """Off-policy sequence masking: drops bad sequences that the policy has left.
 
@@ -314,7 +317,7 @@ def opsm_mask(
         advantages: per token; the paper has one value a sequence.
         mask: bool, True where a token counts.
         segment_ids: int in [0, length], or None for one sequence a row.
-        delta: in nats a token.
+        threshold: in nats a token.
 
     Returns:
         bool; False where the mask is False.
@@ -324,14 +327,16 @@ def opsm_mask(
 
     >>> p, q = jnp.array([[-3.0], [-3.0]]), jnp.array([[-1.0], [-1.0]])
     >>> advantages, mask = jnp.array([[1.0], [-1.0]]), jnp.array([[True], [True]])
-    >>> opsm_mask(p, q, advantages, mask, delta=1.0).tolist()
+    >>> opsm_mask(p, q, advantages, mask, threshold=1.0).tolist()
     [[True], [False]]
     """
     log_ratio = token_log_ratio(
         policy_logprobs, behavior_logprobs, mask, max_log_ratio=None
     )
     mean_kl = -sequence_mean(log_ratio, mask, segment_ids)
-    return in_sequence(mask, segment_ids) & opsm_keep(advantages, mean_kl, delta=delta)
+    return in_sequence(mask, segment_ids) & opsm_keep(
+        advantages, mean_kl, threshold=threshold
+    )
 
 
 def _log_rest(logprobs: Float[Array, "*shape entries"]) -> Float[Array, "*shape"]:

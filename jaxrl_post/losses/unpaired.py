@@ -51,8 +51,8 @@ def kto_reference_point(
 
 @checked
 def kto_loss(
-    policy: Float[Array, "*responses"],
-    reference: Float[Array, "*responses"],
+    policy_logprobs: Float[Array, "*responses"],
+    reference_logprobs: Float[Array, "*responses"],
     desirable: Bool[Array, "*responses"],
     reference_point: Float[Array, ""],
     valid: Bool[Array, "*responses"] | None = None,
@@ -67,8 +67,8 @@ def kto_loss(
         w_U (1 - sigmoid(beta (z - r)))  where it is not;  r = log(pi(y) / ref(y))
 
     Args:
-        policy: log pi(y) (nats), differentiable.
-        reference: log ref(y) (nats).
+        policy_logprobs: log pi(y) (nats), differentiable.
+        reference_logprobs: log ref(y) (nats).
         desirable: bool, the response's label.
         reference_point: z (nats), held constant; see `kto_reference_point`.
         valid: bool, or None where every slot holds a response.
@@ -95,7 +95,7 @@ def kto_loss(
     _require_weight("desirable_weight", desirable_weight)
     _require_weight("undesirable_weight", undesirable_weight)
     point = jax.lax.stop_gradient(reference_point).astype(jnp.float32)
-    gain = beta * (log_ratio(policy, reference, valid) - point)
+    gain = beta * (log_ratio(policy_logprobs, reference_logprobs, valid) - point)
     # 1 - sigmoid(x) = sigmoid(-x), which keeps its digits for large x.
     loss = jnp.where(
         desirable,

@@ -22,27 +22,28 @@ def clipped_value_loss(
     returns: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
     *,
-    clip: float | None,
+    value_clip: float | None,
 ) -> Float[Array, "*shape"]:
     """Squared error of the value, not rewarded for moving far from the old value.
 
-    L_t = 1/2 max((V_t - R_t)^2, (clip(V_t, old_t - clip, old_t + clip) - R_t)^2)
+    L_t = 1/2 max((V_t - R_t)^2, (clip(V_t, old_t - c, old_t + c) - R_t)^2)
 
     TRL, verl and OpenRLHF have the factor 1/2, and weigh the loss by a further
     coefficient; baselines' PPO has it too.
 
     Args:
         values: V, differentiable, in the unit of the rewards.
-        old_values: V at the start of the batch's updates; not read where clip is None.
+        old_values: V at the start of the batch's updates; not read without a clip.
         returns: R, what V should have been.
         mask: bool, True where a token counts.
-        clip: > 0, in the unit of the rewards, or None for the plain squared error.
+        value_clip: c > 0, in the unit of the rewards, or None for the plain squared
+            error.
 
     Returns:
         float32, >= 0; 0 where the mask is False.
 
     Raises:
-        ValueError: `clip` is not positive.
+        ValueError: `value_clip` is not positive.
 
     References:
         Schulman et al., Proximal Policy Optimization, arXiv:1707.06347 (without clip).
@@ -51,12 +52,12 @@ def clipped_value_loss(
 
     >>> values, old, returns = jnp.array([2.0]), jnp.array([0.0]), jnp.array([3.0])
     >>> mask = jnp.array([True])
-    >>> clipped_value_loss(values, old, returns, mask, clip=1.0).tolist()
+    >>> clipped_value_loss(values, old, returns, mask, value_clip=1.0).tolist()
     [2.0]
-    >>> clipped_value_loss(values, old, returns, mask, clip=None).tolist()
+    >>> clipped_value_loss(values, old, returns, mask, value_clip=None).tolist()
     [0.5]
     """
-    plain, clipped = _errors(values, old_values, returns, mask, clip)
+    plain, clipped = _errors(values, old_values, returns, mask, value_clip)
     return 0.5 * jnp.maximum(plain, clipped)
 
 
@@ -67,7 +68,7 @@ def value_clip_fraction(
     returns: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
     *,
-    clip: float,
+    value_clip: float,
 ) -> Metric:
     """Fraction of tokens whose gradient the value clip removes.
 
@@ -78,20 +79,20 @@ def value_clip_fraction(
         old_values: V at the start of the batch's updates.
         returns: R.
         mask: bool, True where a token counts.
-        clip: > 0, in the unit of the rewards.
+        value_clip: > 0, in the unit of the rewards.
 
     Returns:
         (number of such tokens, number of tokens).
 
     Raises:
-        ValueError: `clip` is not positive.
+        ValueError: `value_clip` is not positive.
 
     >>> values, old, returns = jnp.array([2.0, 0.5]), jnp.zeros(2), jnp.full(2, 3.0)
     >>> mask = jnp.array([True, True])
-    >>> value_clip_fraction(values, old, returns, mask, clip=1.0).mean().item()
+    >>> value_clip_fraction(values, old, returns, mask, value_clip=1.0).mean().item()
     0.5
     """
-    plain, clipped = _errors(values, old_values, returns, mask, clip)
+    plain, clipped = _errors(values, old_values, returns, mask, value_clip)
     return masked((clipped > plain).astype(jnp.float32), mask)
 
 
@@ -134,18 +135,20 @@ def _errors(
     old_values: Float[Array, "*shape"],
     returns: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
-    clip: float | None,
+    value_clip: float | None,
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
     """Squared errors of the values and of the clipped values; 0 where not counted."""
-    if clip is not None and clip <= 0:
-        raise ValueError(f"clip must be > 0, or None for no clip, got {clip}")
+    if value_clip is not None and value_clip <= 0:
+        raise ValueError(
+            f"value_clip must be > 0, or None for no clip, got {value_clip}"
+        )
     values = counted(values, mask)
     returns = counted(jax.lax.stop_gradient(returns), mask)
     plain = jnp.square(values - returns)
-    if clip is None:
+    if value_clip is None:
         return plain, plain
     old_values = counted(jax.lax.stop_gradient(old_values), mask)
-    near = jnp.clip(values, old_values - clip, old_values + clip)
+    near = jnp.clip(values, old_values - value_clip, old_values + value_clip)
     return plain, jnp.square(near - returns)
 
 

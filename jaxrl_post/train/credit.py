@@ -35,10 +35,10 @@ def credited(
 
     whole = jax.tree.map(np.asarray, credit(jax.tree.map(joined, *pieces)))
     mask, metrics = whole.loss_mask, {}
-    if whole.values is not None:
+    if whole.values_before is not None:
         metrics["critic/explained_variance"] = float(
             value.explained_variance(
-                jnp.asarray(whole.values),
+                jnp.asarray(whole.values_before),
                 jnp.asarray(whole.returns),
                 jnp.asarray(mask),
             )

@@ -21,7 +21,8 @@ class DistillConfig:
         data: samples: the student's own; demonstrations: the environment's, as many a
             step as it would have samples.
         temperature: divides both models' logits where whole distributions are compared.
-        beta: the teacher's share of jsd's mixture, in (0, 1); None for 0.5.
+        beta: the teacher's share of jsd's mixture, in [0, 1]; 0 is the forward KL, 1
+            the reverse KL; None for 0.5.
         top_k: tokens that top_k compares one by one; None for 64.
         tail: what top_k makes of the others: bucket, one token with their mass;
             renormalize, nothing. None for bucket.

@@ -82,8 +82,8 @@ class Feed:
             return drawn.batch
         # Sums over all microbatches: the mean does not depend on their size.
         mean = self._gauge.evaluate(params, drawn.measured)["loss"]
-        values = np.full(drawn.batch.shape, mean, np.float32)
-        return drawn.batch.replace(values=values)  # type: ignore[attr-defined]
+        point = np.full(drawn.batch.shape, mean, np.float32)
+        return drawn.batch.replace(reference_point=point)  # type: ignore[attr-defined]
 
     @functools.cached_property
     def _gauge(self) -> Learner:

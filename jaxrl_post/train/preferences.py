@@ -49,7 +49,7 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
     options = {
         "beta": config.beta,
         "label_smoothing": config.label_smoothing or None,
-        "margin": config.margin,
+        "target_margin": config.margin,
         "nll_weight": config.nll_weight,
         "alpha": config.alpha,
         "desirable_weight": config.desirable_weight,
@@ -57,7 +57,7 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
     }
     given = {name: value for name, value in options.items() if value is not None}
     for name in given.keys() - accepted:
-        option = name.replace("_", "-")
+        option = name.removeprefix("target_").replace("_", "-")
         raise ConfigError(
             f"--loss.{option}: {config.name} has no such hyperparameter; drop the "
             "option"

@@ -433,7 +433,7 @@ class Trainer:
         if needs_proximal or self.model.config.head == "lm+value":
             whole = self.model.whole(self.state.params)
             predicted = self.learner.scorer.predict(whole, batch)
-            values = predicted.values
+            values = predicted.values_after
             if needs_proximal:
                 found["proximal_logprobs"] = predicted.logprobs
         if self.reference is not None and self.algorithm.needs_reference:
@@ -441,10 +441,10 @@ class Trainer:
             found["reference_logprobs"] = predicted.logprobs
         if self.critic is not None:
             whole = self.critic.model.whole(self.critic.state.params)
-            values = self.critic.learner.scorer.predict(whole, batch).values
+            values = self.critic.learner.scorer.predict(whole, batch).values_after
         if values is not None:
             # Before a token: what the critic said after the one in front of it.
-            found["values"] = np.roll(values, 1, axis=1)
+            found["values_before"] = np.roll(values, 1, axis=1)
         return batch.replace(**found)  # type: ignore[attr-defined]
 
     @functools.cached_property

@@ -125,7 +125,7 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
         hidden, own = _routed_states(policy, params, batch)
     after = None if policy.config.head == "lm" else values(params, hidden)
     if not policy.config.predicts_tokens:
-        return own._replace(values=after)
+        return own._replace(values_after=after)
     # The state at t predicts the token at t + 1. The mask is False at every segment's
     # first token, so what wraps around is never asked for.
     previous = functools.partial(jnp.roll, shift=-1, axis=1)
@@ -141,7 +141,7 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
         rules=policy.rules,
     )
     logprobs, entropy = (jnp.roll(value, 1, axis=1) for value in predicted)
-    return own._replace(logprobs=logprobs, entropy=entropy, values=after)
+    return own._replace(logprobs=logprobs, entropy=entropy, values_after=after)
 
 
 def _routed_states(

@@ -368,7 +368,7 @@ def test_a_reference_is_needed_exactly_when_the_kl_is_in_the_loss(unpacked):
         ("sapo", {"tau_negative": 0.0}, r"tau_negative must be > 0, got 0\.0"),
         ("max_rl", {"clip_low": 1.5}, r"clip_low must be in \[0, 1\].*got 1\.5"),
         ("dppo", {"threshold": -1.0}, r"threshold must be >= 0.*got -1\.0"),
-        ("dppo", {"max_ratio": 0.0}, r"max_ratio must be > 0 or None, got 0\.0"),
+        ("dppo", {"ratio_high": 0.0}, r"ratio_high must be > 0 or None, got 0\.0"),
         (
             "grpo",
             {"kl_coefficient": 0.1, "kl_estimator": partial(kl.k3, max_value=-1.0)},
@@ -483,4 +483,6 @@ def test_rewards_and_validity_that_do_not_fit_are_refused(name):
 def test_a_model_without_a_vocabulary_is_refused_by_name(unpacked):
     policy_logprobs, batch = unpacked
     with pytest.raises(ValueError, match=r"predictions.logprobs must be given"):
-        algorithms.supervised.next_token(Predictions(values=policy_logprobs), batch)
+        algorithms.supervised.next_token(
+            Predictions(values_after=policy_logprobs), batch
+        )

@@ -122,7 +122,9 @@ CASES = {
         lambda c, r, pc, pr, nc, nr: (c / nc - r / nr - 1 / (2 * BETA)) ** 2,
     ),
     "simpo": (
-        reference_free.simpo(beta=BETA, margin=MARGIN, label_smoothing=SMOOTHING),
+        reference_free.simpo(
+            beta=BETA, target_margin=MARGIN, label_smoothing=SMOOTHING
+        ),
         lambda c, r, pc, pr, nc, nr: smoothed(
             BETA * (pc / nc - pr / nr) - MARGIN, SMOOTHING
         ),
@@ -361,7 +363,7 @@ def test_the_reward_is_the_value_after_the_last_token(centering, margins):
     batch = with_margins(batch, margins)
 
     def mean(values):
-        return objective(Predictions(values=values), batch).loss.mean()
+        return objective(Predictions(values_after=values), batch).loss.mean()
 
     loss, gradient = jax.value_and_grad(mean)(values)
     rewards = np.array(
@@ -377,7 +379,7 @@ def test_the_reward_is_the_value_after_the_last_token(centering, margins):
     expected = np.zeros(values.shape)
     expected[tuple(np.transpose(ENDS))] = slopes.ravel() / len(PAIRS)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
-    metrics = objective(Predictions(values=values), batch).metrics
+    metrics = objective(Predictions(values_after=values), batch).metrics
     shown = {key.split("/")[1]: metric.mean() for key, metric in metrics.items()}
     assert shown.keys() == {"accuracy", "margin", "chosen_reward", "rejected_reward"}
     np.testing.assert_allclose(shown["accuracy"], (c > r).mean())
@@ -389,13 +391,15 @@ def test_the_reward_is_the_value_after_the_last_token(centering, margins):
 def test_values_at_other_places_of_a_reward_model_may_be_anything():
     objective = reward_model.bradley_terry()
     _, values, batch = lay_out(ROWS)
-    gradient = jax.grad(lambda v: objective(Predictions(values=v), batch).loss.sum)
+    gradient = jax.grad(
+        lambda v: objective(Predictions(values_after=v), batch).loss.sum
+    )
     read = gradient(values) != 0
     assert read.sum() == 2 * len(PAIRS)
-    expected = objective(Predictions(values=values), batch).loss.sum
+    expected = objective(Predictions(values_after=values), batch).loss.sum
     hidden = jnp.where(read, values, jnp.nan)
     # The incomplete pair's only answer is read by nobody either.
-    assert objective(Predictions(values=hidden), batch).loss.sum == expected
+    assert objective(Predictions(values_after=hidden), batch).loss.sum == expected
     assert (jnp.where(read, 0.0, gradient(hidden)) == 0).all()
 
 
@@ -412,7 +416,8 @@ def test_missing_arrays_are_asked_for():
         ):
             algorithm.objective(Predictions(policy), without)
     with pytest.raises(
-        ValueError, match=r"predictions\.values must be given, got None; a reward model"
+        ValueError,
+        match=r"predictions\.values_after must be given, got None; a reward model",
     ):
         reward_model.bradley_terry()(Predictions(policy), batch)
 
@@ -431,7 +436,7 @@ def test_missing_arrays_are_asked_for():
         (partial(preference.ipo, beta=0.0), r"beta must be > 0, got 0\.0"),
         (partial(reference_free.simpo, beta=0.0), r"beta must be > 0, got 0\.0"),
         (
-            partial(reference_free.simpo, margin=-1.0),
+            partial(reference_free.simpo, target_margin=-1.0),
             r"target_margin must be >= 0, got -1",
         ),
         (partial(reference_free.cpo, beta=0.0), r"beta must be > 0, got 0\.0"),

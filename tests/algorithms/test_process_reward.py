@@ -74,7 +74,7 @@ def test_packed_solutions_equal_a_loop(seed):
     batch = packed(SOLUTIONS, 4)
     assert batch.segment_ids.max() == 3, "several solutions in a row, and an empty row"
     values = values_of(batch, seed)
-    result = OBJECTIVE(Predictions(values=jnp.array(values)), batch)
+    result = OBJECTIVE(Predictions(values_after=jnp.array(values)), batch)
     losses, agree, solved = by_hand(values, batch)
     assert len(losses) == 14
     assert result.loss.count == 14
@@ -101,14 +101,14 @@ def test_a_verdict_is_read_at_the_judged_token_alone():
     elsewhere = np.where(batch.loss_mask, right, np.nan)
 
     def loss(values):
-        return OBJECTIVE(Predictions(values=values), batch).loss.sum
+        return OBJECTIVE(Predictions(values_after=values), batch).loss.sum
 
-    result = OBJECTIVE(Predictions(values=jnp.array(elsewhere)), batch)
+    result = OBJECTIVE(Predictions(values_after=jnp.array(elsewhere)), batch)
     assert all(metric.mean() == 1 for metric in result.metrics.values())
     # One token earlier or later are other logits, and other verdicts.
     for shift in (-1, 1):
         moved = np.where(np.roll(batch.loss_mask, shift, 1), np.roll(right, shift), 0)
-        wrong = OBJECTIVE(Predictions(values=jnp.array(moved)), batch).metrics
+        wrong = OBJECTIVE(Predictions(values_after=jnp.array(moved)), batch).metrics
         assert wrong["process/step_accuracy"].mean() < 0.7
     gradient = jax.grad(loss)(jnp.array(values_of(batch)))
     assert ((gradient != 0) == batch.loss_mask).all()
@@ -120,7 +120,7 @@ def test_a_batch_may_be_split_into_microbatches():
 
     def measured(rows):
         part = jax.tree.map(lambda leaf: leaf[rows], batch)
-        result = OBJECTIVE(Predictions(values=jnp.array(values[rows])), part)
+        result = OBJECTIVE(Predictions(values_after=jnp.array(values[rows])), part)
         return {**result.metrics, "loss": result.loss}
 
     whole = measured(slice(None))
@@ -136,7 +136,7 @@ def test_nothing_learns_through_a_label():
 
     def loss(labels):
         return OBJECTIVE(
-            Predictions(values=values), batch.replace(advantages=labels)
+            Predictions(values_after=values), batch.replace(advantages=labels)
         ).loss.sum
 
     assert not jax.grad(loss)(jnp.array(batch.advantages)).any()
@@ -144,5 +144,7 @@ def test_nothing_learns_through_a_label():
 
 def test_a_model_without_a_head_is_refused():
     batch = packed(SOLUTIONS[:1])
-    with pytest.raises(ValueError, match=r"predictions\.values must be given, got Non"):
+    with pytest.raises(
+        ValueError, match=r"predictions\.values_after must be given, got Non"
+    ):
         OBJECTIVE(Predictions(), batch)

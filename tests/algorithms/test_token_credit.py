@@ -56,8 +56,10 @@ def whitened(per_sequence):
 def ppo(sequences, estimator=k1, whiten=True):
     rewards = [token_rewards(s, estimator) for s in sequences]
     pairs = list(zip(rewards, sequences, strict=True))
-    advantages = [gae(r, s["values"], LAMBDA) for r, s in pairs]
-    targets = [gae(r, s["values"], VALUE_LAMBDA) + s["values"] for r, s in pairs]
+    advantages = [gae(r, s["values_before"], LAMBDA) for r, s in pairs]
+    targets = [
+        gae(r, s["values_before"], VALUE_LAMBDA) + s["values_before"] for r, s in pairs
+    ]
     return whitened(advantages) if whiten else advantages, targets
 
 
@@ -101,7 +103,9 @@ EVERY_ALGORITHM = ("ppo", "reinforce_plus_plus", "distillation")
 def gapped(sequences):
     """The shared sequences with a critic, and with tokens between that do not count."""
     rng = np.random.default_rng(7)
-    with_values = [s | {"values": rng.normal(size=len(s["tokens"]))} for s in sequences]
+    with_values = [
+        s | {"values_before": rng.normal(size=len(s["tokens"]))} for s in sequences
+    ]
     for index, gap in ((0, 3), (2, 2), (5, 4)):
         mask = with_values[index]["loss_mask"].copy()
         assert mask[gap - 1]
@@ -131,7 +135,7 @@ def sequences_of(batch: TokenBatch):
         "start": batch.proximal_logprobs,
         "reference": batch.reference_logprobs,
         "advantages": batch.advantages,
-        "values": batch.values,
+        "values_before": batch.values_before,
     }
     if batch.proximal_logprobs is None:
         arrays["start"] = batch.behavior_logprobs
@@ -200,12 +204,14 @@ def test_minibatches_of_a_credited_batch_add_up_to_it(name, layouts):
     objectives = [algorithm.objective]
     if algorithm.value_objective is not None:
         objectives.append(algorithm.value_objective)
-    predictions = Predictions(policy_logprobs, values=policy_logprobs)
+    predictions = Predictions(policy_logprobs, values_after=policy_logprobs)
     for objective in objectives:
         whole = objective(predictions, credited).loss
         parts = [
             objective(
-                Predictions(policy_logprobs[i : i + 2], values=policy_logprobs[i:][:2]),
+                Predictions(
+                    policy_logprobs[i : i + 2], values_after=policy_logprobs[i:][:2]
+                ),
                 rows(credited, i, i + 2),
             ).loss
             for i in (0, 2, 4)
@@ -238,12 +244,12 @@ def test_the_critic_is_asked_what_it_said_before_the_token(clip, layout, layouts
     batch = credit(layouts[layout][1])
     rng = np.random.default_rng(14)
     # Near the old values, so that the clip is met and not always.
-    said = np.roll(np.asarray(batch.values, np.float64), -1, axis=1)
+    said = np.roll(np.asarray(batch.values_before, np.float64), -1, axis=1)
     said = said + rng.normal(0, 0.6, said.shape)
     slopes, errors, clipped = np.zeros_like(said), [], 0
     counted = np.argwhere(np.asarray(batch.loss_mask))
     for row, t in counted:
-        target, old = float(batch.returns[row, t]), float(batch.values[row, t])
+        target, old = float(batch.returns[row, t]), float(batch.values_before[row, t])
         value = said[row, t - 1]
         error, slope = (value - target) ** 2 / 2, value - target
         if clip is not None:
@@ -256,12 +262,12 @@ def test_the_critic_is_asked_what_it_said_before_the_token(clip, layout, layouts
     assert clip is None or 0 < clipped < len(counted)
 
     def mean(values):
-        return critic(Predictions(values=values), batch).loss.mean()
+        return critic(Predictions(values_after=values), batch).loss.mean()
 
     loss, gradient = jax.value_and_grad(mean)(jnp.array(said, jnp.float32))
     np.testing.assert_allclose(loss, np.mean(errors), rtol=1e-5)
     np.testing.assert_allclose(gradient, slopes, rtol=1e-4, atol=1e-6)
-    said_now = Predictions(values=jnp.array(said, jnp.float32))
+    said_now = Predictions(values_after=jnp.array(said, jnp.float32))
     metrics = critic(said_now, batch).metrics
     assert ("critic/clip_fraction" in metrics) == (clip is not None)
     if clip is not None:
@@ -272,13 +278,13 @@ def test_the_critic_is_asked_what_it_said_before_the_token(clip, layout, layouts
 def test_metrics_of_the_critic(layouts):
     algorithm = CASES["ppo"][0]
     batch = algorithm.credit(layouts["packed"][1])
-    said = jnp.roll(batch.values, -1, axis=1)
-    metrics = algorithm.value_objective(Predictions(values=said), batch).metrics
+    said = jnp.roll(batch.values_before, -1, axis=1)
+    metrics = algorithm.value_objective(Predictions(values_after=said), batch).metrics
     mask = np.asarray(batch.loss_mask)
     names = {"critic/value", "critic/return", "critic/clip_fraction"}
     assert metrics.keys() == names
     assert metrics["critic/clip_fraction"].mean() == 0, "no value has moved"
-    for name, array in (("value", batch.values), ("return", batch.returns)):
+    for name, array in (("value", batch.values_before), ("return", batch.returns)):
         expected = np.asarray(array)[mask].mean()
         np.testing.assert_allclose(
             metrics[f"critic/{name}"].mean(), expected, rtol=1e-5
@@ -332,13 +338,15 @@ def test_a_shared_backbone_adds_both_gradients(layouts):
     policy_logprobs, batch = layouts["packed"]
     batch = separate.credit(batch)
     values = jnp.sin(jnp.arange(batch.tokens.size)).reshape(batch.shape)
-    predictions = Predictions(policy_logprobs, values=values)
+    predictions = Predictions(policy_logprobs, values_after=values)
     assert shared.value_objective is None
     assert shared.credit is separate.credit
 
     def gradients(objective):
         def mean(logprobs, values):
-            return objective(Predictions(logprobs, values=values), batch).loss.mean()
+            return objective(
+                Predictions(logprobs, values_after=values), batch
+            ).loss.mean()
 
         return jax.grad(mean, argnums=(0, 1))(policy_logprobs, values)
 
@@ -383,15 +391,20 @@ def test_missing_arrays_are_asked_for(layouts):
             CASES[name][0].credit(batch.replace(reference_logprobs=None))
     ppo = CASES["ppo"][0]
     with pytest.raises(
-        ValueError, match=r"batch\.values must be given, got None; score .* critic"
+        ValueError,
+        match=r"batch\.values_before must be given, got None; score .* critic",
     ):
-        ppo.credit(batch.replace(values=None))
+        ppo.credit(batch.replace(values_before=None))
     credited = ppo.credit(batch)
-    needed = r"predictions\.values and batch\.returns must be given to a critic, got"
+    needed = (
+        r"predictions\.values_after and batch\.returns must be given to a critic, got"
+    )
     with pytest.raises(ValueError, match=needed):
         ppo.value_objective(Predictions(policy_logprobs), credited)
     with pytest.raises(ValueError, match=needed):
-        ppo.value_objective(Predictions(policy_logprobs, values=policy_logprobs), batch)
+        ppo.value_objective(
+            Predictions(policy_logprobs, values_after=policy_logprobs), batch
+        )
 
 
 @pytest.mark.parametrize(

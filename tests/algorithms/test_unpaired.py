@@ -29,7 +29,7 @@ def answers(sequences):
     return [
         sequence
         | {
-            "values": np.full(len(sequence["tokens"]), POINT),
+            "reference_point": np.full(len(sequence["tokens"]), POINT),
             "advantages": np.full(len(sequence["tokens"]), 1.0 - 2.0 * (i % 2)),
         }
         for i, sequence in enumerate(sequences)
@@ -124,7 +124,7 @@ def test_what_stands_in_uncounted_places_changes_nothing(packed):
         (total, (_, metrics)), gradient = step(*packed(layout))
         for uncounted in (np.nan, np.inf, -np.inf):
             policy, batch = packed(layout, uncounted)
-            assert not np.isfinite(batch.values).all()
+            assert not np.isfinite(batch.reference_point).all()
             (other, (_, others)), other_gradient = step(policy, batch)
             assert other == total
             np.testing.assert_array_equal(other_gradient, gradient)
@@ -162,7 +162,7 @@ def test_a_negative_mean_puts_the_reference_point_at_zero(answers, packed, mean)
     policy, batch = packed(LAYOUTS[1])
 
     def total(values):
-        moved = batch.replace(values=values)
+        moved = batch.replace(reference_point=values)
         return KTO.objective(Predictions(policy), moved).loss.sum
 
     found, gradient = jax.value_and_grad(total)(jnp.full(batch.shape, mean))
@@ -196,7 +196,11 @@ def test_a_batch_without_answers(packed):
 def test_missing_arrays_are_asked_for(packed):
     policy, batch = packed(LAYOUTS[0])
     for objective, missing, message in [
-        (KTO.objective, "values", r"batch\.values must be given, got None; it holds"),
+        (
+            KTO.objective,
+            "reference_point",
+            r"batch\.reference_point must be given, got None; it holds",
+        ),
         (KTO.objective, "reference_logprobs", r"batch\.reference_logprobs must be giv"),
         (mismatched, "reference_logprobs", r"batch\.reference_logprobs must be g"),
     ]:

@@ -19,7 +19,7 @@ LOW, HIGH, TAU_UP, TAU_DOWN, TV, MAX_RATIO = 0.1, 0.15, 1.0, 2.0, 0.05, 1.25
 ALGORITHMS = {
     "gmpo": algorithms.gmpo(clip_low=LOW, clip_high=HIGH, **SHARED),
     "sapo": algorithms.sapo(tau_positive=TAU_UP, tau_negative=TAU_DOWN, **SHARED),
-    "dppo": algorithms.dppo(threshold=TV, max_ratio=MAX_RATIO, kl_coefficient=KL),
+    "dppo": algorithms.dppo(threshold=TV, ratio_high=MAX_RATIO, kl_coefficient=KL),
     "max_rl": algorithms.max_rl(**SHARED),
 }
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
@@ -188,7 +188,7 @@ def test_dppo_takes_the_kl_as_divergence(unpacked):
     losses = []
     for threshold in (0.0, 0.02, 1e9):
         made = algorithms.dppo(
-            threshold=threshold, divergence=trust_region.binary_kl, max_ratio=None
+            threshold=threshold, divergence=trust_region.binary_kl, ratio_high=None
         )
         metrics = made.objective(Predictions(policy_logprobs), batch).metrics
         losses.append(
@@ -228,7 +228,7 @@ def test_opsm_drops_bad_sequences_that_the_policy_has_left(unpacked):
                 correction=None,
                 anchor=anchor,
             )
-            for term in (terms.opsm(inner, delta=delta), inner)
+            for term in (terms.opsm(inner, threshold=delta), inner)
         )
         result = made.objective(Predictions(policy_logprobs), batch)
         kept_only = batch.replace(
@@ -249,8 +249,8 @@ def test_opsm_drops_bad_sequences_that_the_policy_has_left(unpacked):
 
 def test_opsm_keeps_what_another_opsm_reports(unpacked):
     policy_logprobs, batch = unpacked
-    twice = terms.opsm(terms.opsm(terms.reinforce(), delta=-9.0), delta=9.0)
-    once = terms.opsm(terms.reinforce(), delta=-9.0)
+    twice = terms.opsm(terms.opsm(terms.reinforce(), threshold=-9.0), threshold=9.0)
+    once = terms.opsm(terms.reinforce(), threshold=-9.0)
     arrays = (
         policy_logprobs,
         batch.proximal_logprobs,

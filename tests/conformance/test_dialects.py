@@ -136,7 +136,7 @@ DIALECTS = {
         unweighted,
     ),
     "trl_grpo": (
-        dialects.trl_grpo(beta=KL),
+        dialects.trl_grpo(kl_coefficient=KL),
         trl,
         clipped,
         k3,
@@ -144,7 +144,9 @@ DIALECTS = {
         sequence_mask,
     ),
     "trl_grpo, loss_type grpo": (
-        dialects.trl_grpo(beta=KL, reduction=reduce.sequence_mean_of_token_mean),
+        dialects.trl_grpo(
+            kl_coefficient=KL, reduction=reduce.sequence_mean_of_token_mean
+        ),
         trl,
         clipped,
         k3,
@@ -152,7 +154,7 @@ DIALECTS = {
         sequence_mask,
     ),
     "trl_dr_grpo": (
-        dialects.trl_dr_grpo(beta=KL, max_completion_length=MAX_COMPLETION),
+        dialects.trl_dr_grpo(kl_coefficient=KL, denominator=MAX_COMPLETION),
         lambda rewards: trl(rewards, by_std=False),
         clipped,
         k3,
@@ -160,7 +162,7 @@ DIALECTS = {
         sequence_mask,
     ),
     "trl_cispo": (
-        dialects.trl_cispo(beta=KL, epsilon_high=1.3),
+        dialects.trl_cispo(kl_coefficient=KL, ratio_high=1.3),
         trl,
         lambda p, q, a: -np.minimum(np.exp(p - q), 1.3) * a * p,
         k3,
@@ -168,7 +170,7 @@ DIALECTS = {
         sequence_mask,
     ),
     "nemo_rl_grpo": (
-        dialects.nemo_rl_grpo(kl_penalty=KL),
+        dialects.nemo_rl_grpo(kl_coefficient=KL),
         nemo_rl,
         clipped,
         verl_k3,
@@ -363,14 +365,18 @@ def test_overlong_penalty(name, length):
         ("verl_grpo", {"dual_clip": 1.0}, r"dual_clip must be > 1 or None, got 1\.0"),
         ("verl_dr_grpo", {"denominator": 0.0}, r"denominator must be > 0.*got 0\.0"),
         ("verl_cispo", {"clip_low": 10.0}, r"ratio_low must be in \[0, 1\], got -9"),
-        ("trl_grpo", {"beta": -1.0}, r"kl_coefficient must be >= 0, got -1\.0"),
+        (
+            "trl_grpo",
+            {"kl_coefficient": -1.0},
+            r"kl_coefficient must be >= 0, got -1\.0",
+        ),
         (
             "trl_dr_grpo",
-            {"max_completion_length": 0},
+            {"denominator": 0.0},
             r"denominator must be > 0.*got 0\.0",
         ),
-        ("trl_cispo", {"epsilon_high": 0.2}, r"ratio_high .*must be >= 1, got 0\.2"),
-        ("nemo_rl_grpo", {"ratio_clip_min": 2.0}, r"clip_low must be in \[0, 1\]"),
+        ("trl_cispo", {"ratio_high": 0.2}, r"ratio_high .*must be >= 1, got 0\.2"),
+        ("nemo_rl_grpo", {"clip_low": 2.0}, r"clip_low must be in \[0, 1\]"),
         ("openrlhf_grpo", {"clip_high": -1.0}, r"clip_high must be >= 0.*got -1\.0"),
     ],
 )

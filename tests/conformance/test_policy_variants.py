@@ -20,7 +20,7 @@ def test_row_35_sapo_gate():
 
 def test_row_40_off_policy_sequence_mask():
     advantages, mean_kl = jnp.array([1.0, -1.0, -1.0]), jnp.array([2.0, 0.5, 2.0])
-    keep = trust_region.opsm_keep(advantages, mean_kl, delta=1.0)
+    keep = trust_region.opsm_keep(advantages, mean_kl, threshold=1.0)
     assert keep.tolist() == [True, True, False]
     # The same means from log-probs, two tokens a sequence.
     sampler = jnp.zeros((3, 2))
@@ -30,7 +30,7 @@ def test_row_40_off_policy_sequence_mask():
         sampler,
         jnp.repeat(advantages[:, None], 2, axis=1),
         jnp.ones((3, 2), bool),
-        delta=1.0,
+        threshold=1.0,
     )
     assert tokens.tolist() == [[True] * 2, [True] * 2, [False] * 2]
 
@@ -46,7 +46,7 @@ def test_row_40_off_policy_sequence_mask():
 def test_row_40_as_miles_tests_it(policy_logprobs, sampler, advantage, delta, kept):
     p, q = jnp.array(policy_logprobs), jnp.array(sampler)
     mask = trust_region.opsm_mask(
-        p, q, jnp.full(p.shape, advantage), jnp.ones(p.shape, bool), delta=delta
+        p, q, jnp.full(p.shape, advantage), jnp.ones(p.shape, bool), threshold=delta
     )
     assert mask.tolist() == [kept] * len(policy_logprobs)
 

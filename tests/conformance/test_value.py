@@ -23,7 +23,7 @@ MASK = jnp.ones((1, 3), bool)
     ],
 )
 def test_half_the_larger_squared_error(clip, tokens):
-    loss = value.clipped_value_loss(VALUES, OLD, RETURNS, MASK, clip=clip)
+    loss = value.clipped_value_loss(VALUES, OLD, RETURNS, MASK, value_clip=clip)
     np.testing.assert_allclose(loss, [0.5 * np.array(tokens)], rtol=1e-6)
     mean = reduce.token_mean(loss, MASK).mean().item()
     assert mean == pytest.approx(np.mean(tokens) / 2, rel=1e-6)
@@ -34,7 +34,7 @@ def test_the_fraction_that_is_clipped():
     # and may come back, and one is within the clip.
     values = jnp.array([[0.5, 2.0, -1.0, 0.1]])
     old, returns, mask = jnp.zeros((1, 4)), jnp.ones((1, 4)), jnp.ones((1, 4), bool)
-    fraction = value.value_clip_fraction(values, old, returns, mask, clip=0.2)
+    fraction = value.value_clip_fraction(values, old, returns, mask, value_clip=0.2)
     assert (fraction.sum, fraction.count) == (1, 4)
 
 

@@ -19,7 +19,7 @@ def sequence(number, prompt, completion):
     return Sequence.of(
         ids[:prompt],
         ids[prompt:],
-        logprobs=[-i / 8 for i in ids[prompt:]],
+        behavior_logprobs=[-i / 8 for i in ids[prompt:]],
         advantage=number + 0.5,
         versions=[number] * completion,
     )
@@ -27,7 +27,11 @@ def sequence(number, prompt, completion):
 
 def test_a_sequence_is_a_prompt_and_what_the_policy_produced():
     made = Sequence.of(
-        [5, 6], [7, 8, 9], logprobs=[-1, -2, -3], advantage=2.0, versions=[4, 4, 5]
+        [5, 6],
+        [7, 8, 9],
+        behavior_logprobs=[-1, -2, -3],
+        advantage=2.0,
+        versions=[4, 4, 5],
     )
     assert made.tokens.tolist() == [5, 6, 7, 8, 9]
     assert made.loss_mask.tolist() == [False, False, True, True, True]
@@ -132,4 +136,4 @@ def test_arrays_that_are_not_aligned_are_refused(prompt, completion, logprobs):
     with pytest.raises(
         ValueError, match=r"one entry a token, at least one; got \{'tok"
     ):
-        Sequence.of(prompt, completion, logprobs=logprobs)
+        Sequence.of(prompt, completion, behavior_logprobs=logprobs)

@@ -17,6 +17,7 @@ from jaxrl_post.losses import (
     distribution_kl,
     entropy,
     kl,
+    logprobs,
     policy,
     preference,
     ratios,
@@ -216,22 +217,28 @@ _TOKEN_CASES = (
             {
                 "divergence": divergence,
                 "threshold": 0.15,
-                "max_ratio": max_ratio,
+                "ratio_high": ratio_high,
             },
             "p",
             variant=divergence.__name__,
         )
-        for divergence, max_ratio in (
+        for divergence, ratio_high in (
             (trust_region.binary_tv, None),
             (trust_region.binary_kl, 2.0),
         )
     ),
-    Case(trust_region.opsm_keep, "a distance", {"delta": 0.2}, dtype=BOOL),
-    Case(trust_region.opsm_mask, "p q a mask ids", {"delta": 0.2}, dtype=BOOL),
-    Case(value.clipped_value_loss, "a p q mask", {"clip": 0.4}, "a"),
-    Case(value.clipped_value_loss, "a q q mask", {"clip": None}, "a", variant="plain"),
+    Case(trust_region.opsm_keep, "a distance", {"threshold": 0.2}, dtype=BOOL),
+    Case(trust_region.opsm_mask, "p q a mask ids", {"threshold": 0.2}, dtype=BOOL),
+    Case(value.clipped_value_loss, "a p q mask", {"value_clip": 0.4}, "a"),
+    Case(
+        value.clipped_value_loss,
+        "a q q mask",
+        {"value_clip": None},
+        "a",
+        variant="plain",
+    ),
     Case(value.explained_variance, "p q mask", parts="own"),
-    Case(shaping.kl_shaped_rewards, "a q mask", {"coefficient": 0.5}),
+    Case(shaping.kl_shaped_rewards, "a q mask", {"kl_coefficient": 0.5}),
     Case(shaping.repetition_penalty, "tokens mask", {"ngram": 2}),
 )
 _LOGIT_CASES = (
@@ -261,6 +268,14 @@ _LOGIT_CASES = (
         for tail in ("bucket", "renormalize")
     ),
     Case(distill.on_policy_advantages, "p q mask"),
+    Case(logprobs.token_logprobs, "student tokens mask", through="student"),
+    Case(
+        logprobs.token_logprobs,
+        "student tokens mask",
+        {"chunk_bytes": 4 * 5 * 7, "temperature": 0.5},
+        "student",
+        variant="chunked",
+    ),
 )
 _SEQUENCE_CASES = (
     Case(sequences.counted, "a mask", through="a"),
@@ -304,7 +319,7 @@ _SEQUENCE_CASES = (
             (diagnostics.clip_fraction_low, "ratio a mask", {"clip_low": 0.2}),
             (diagnostics.clip_fraction_high, "ratio a mask", {"clip_high": 0.2}),
             (diagnostics.outside_fraction, "ratio mask", {"low": 0.8, "high": 1.2}),
-            (value.value_clip_fraction, "a p q mask", {"clip": 0.4}),
+            (value.value_clip_fraction, "a p q mask", {"value_clip": 0.4}),
         )
     ),
     Case(returns.at_last_token, "a mask ids"),
@@ -390,7 +405,7 @@ _PAIR_CASES = (
     Case(unpaired.kto_reference_point, "chosen reference_chosen valid", parts="own"),
     Case(
         reward_model.bradley_terry,
-        "chosen rejected valid margin=margin",
+        "chosen rejected valid target_margin=margin",
         {"centering": 0.1},
         "chosen rejected",
     ),

@@ -131,8 +131,8 @@ def test_a_hyperparameter_that_may_be_an_array_is_still_checked_as_a_number():
     ones = jnp.ones((1, 2))
     with pytest.raises(ValueError, match="lambda_ must be in"):
         returns.gae(ones, ones, ones > 0, gamma=1.0, lambda_=2.0)
-    with pytest.raises(ValueError, match="margin must have shape"):
-        reward_model.bradley_terry(ones, ones, margin=jnp.ones(2))
+    with pytest.raises(ValueError, match="target_margin must have shape"):
+        reward_model.bradley_terry(ones, ones, target_margin=jnp.ones(2))
 
 
 def test_numpy_arrays_are_arrays():

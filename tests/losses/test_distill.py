@@ -226,6 +226,22 @@ def test_generalized_jsd_between_the_two_kls():
     assert (np.abs(forward - reverse) > 1e-3).all()
 
 
+def test_generalized_jsd_is_the_kls_at_its_ends_and_vanishes_next_to_them():
+    teacher, student, _ = low(*example())
+    mask = jnp.array([True, False, True])
+    p, q = (softmax(np.asarray(x, np.float64)) for x in (teacher, student))
+    for beta, expected in ((0.0, kl(p, q)), (1.0, kl(q, p))):
+        found = distill.generalized_jsd(teacher, student, mask, beta=beta)
+        np.testing.assert_allclose(found, np.where(mask, expected, 0.0), rtol=1e-5)
+        near = abs(beta - 1e-6)
+        close = distill.generalized_jsd(teacher, student, mask, beta=near)
+        assert (jnp.abs(close) < 1e-5 * found + 1e-6).all()
+    np.testing.assert_array_equal(
+        distill.generalized_jsd(teacher, student, mask, beta=1),
+        distill.reverse_kl(teacher, student, mask),
+    )
+
+
 def test_the_gradient_shrinks_with_the_square_of_the_temperature():
     teacher, student, _ = low(*example())
     mask = jnp.ones(3, bool)
@@ -286,10 +302,10 @@ def test_the_temperature_is_checked(loss, temperature):
         loss(x, x, mask, temperature=temperature)
 
 
-@over("beta", [0.0, 1.0])
+@over("beta", [-0.1, 1.1])
 def test_beta_is_checked(beta):
     x, mask = jnp.zeros((1, 2)), jnp.array([True])
-    with pytest.raises(ValueError, match=rf"beta must be in \(0, 1\), got {beta}"):
+    with pytest.raises(ValueError, match=rf"beta must be in \[0, 1\], got {beta}"):
         distill.generalized_jsd(x, x, mask, beta=beta)
 
 

@@ -40,7 +40,7 @@ def clip_cov(p, q, a, mask, fraction=0.5, low=0.0, high=5.0):
 
 @partial(jax.jit, static_argnames=("coefficient", "fraction"))
 def kl_cov(p, q, a, mask, coefficient=2.0, fraction=0.3):
-    return entropy.kl_cov(p, q, a, mask, coefficient=coefficient, fraction=fraction)
+    return entropy.kl_cov(p, q, a, mask, kl_coefficient=coefficient, fraction=fraction)
 
 
 LOSSES = {"clip_cov": clip_cov, "kl_cov": kl_cov}

@@ -84,7 +84,7 @@ CASES = {
             *(p, q, a, mask),
             divergence=trust_region.binary_kl,
             threshold=THRESHOLD,
-            max_ratio=MAX_RATIO,
+            ratio_high=MAX_RATIO,
         ),
         dppo,
     ),

@@ -34,7 +34,7 @@ def stepwise(x, y):
 @given(c=REWARDS, r=REWARDS, margin=FRACTIONS, valid=MASKS)
 def test_bradley_terry_equals_its_transcription(c, r, margin, valid):
     loss = reward_model.bradley_terry(
-        *map(jnp.array, (c, r, valid)), margin=jnp.array(margin), centering=0.1
+        *map(jnp.array, (c, r, valid)), target_margin=jnp.array(margin), centering=0.1
     )
     exact = pairwise(*(x.astype(np.float64) for x in (c, r, margin)))
     np.testing.assert_allclose(loss, np.where(valid, exact, 0.0), rtol=2e-5, atol=1e-5)
@@ -54,7 +54,9 @@ def test_gradients_equal_finite_differences():
     low = [jnp.array(x, jnp.float32) for x in (c, r, margin)]
 
     def total(c, r, margin):
-        return reward_model.bradley_terry(c, r, margin=margin, centering=0.1).sum()
+        return reward_model.bradley_terry(
+            c, r, target_margin=margin, centering=0.1
+        ).sum()
 
     of_chosen, of_rejected, of_margin = jax.grad(total, argnums=(0, 1, 2))(*low)
     exact = numeric.gradient(lambda x: pairwise(x, r, margin), c)
@@ -77,9 +79,9 @@ def test_gradients_equal_finite_differences():
 
 def test_one_number_may_be_the_margin_of_all():
     c, r = jnp.array([1.0, 2.0]), jnp.array([0.5, -1.0])
-    one = reward_model.bradley_terry(c, r, margin=0.5)
+    one = reward_model.bradley_terry(c, r, target_margin=0.5)
     np.testing.assert_array_equal(
-        one, reward_model.bradley_terry(c, r, margin=jnp.full(2, 0.5))
+        one, reward_model.bradley_terry(c, r, target_margin=jnp.full(2, 0.5))
     )
     np.testing.assert_allclose(one, [np.log(2), np.logaddexp(0, -2.5)], rtol=1e-6)
 

@@ -90,7 +90,7 @@ def test_kl_shaped_rewards():
     mask = jnp.array([True, True, False])
 
     def shaped(rewards, kl):
-        return shaping.kl_shaped_rewards(rewards, kl, mask, coefficient=0.5)
+        return shaping.kl_shaped_rewards(rewards, kl, mask, kl_coefficient=0.5)
 
     values = shaped(rewards, kl)
     assert values.dtype == jnp.float32
@@ -135,8 +135,8 @@ def test_repetition_arguments_are_checked(arguments, message):
 
 def test_the_kl_coefficient_is_checked():
     x = jnp.ones(1)
-    with pytest.raises(ValueError, match=r"coefficient must be >= 0, got -0.1"):
-        shaping.kl_shaped_rewards(x, x, x > 0, coefficient=-0.1)
+    with pytest.raises(ValueError, match=r"kl_coefficient must be >= 0, got -0.1"):
+        shaping.kl_shaped_rewards(x, x, x > 0, kl_coefficient=-0.1)
 
 
 def test_the_bound_is_checked():

@@ -161,12 +161,12 @@ def test_gradient_of_dppo_equals_finite_differences():
 
 
 @pytest.mark.parametrize(
-    ("divergence", "max_ratio"),
+    ("divergence", "ratio_high"),
     [(trust_region.binary_tv, None), (trust_region.binary_kl, 2.0)],
 )
-def test_on_policy_gradient_equals_reinforce(divergence, max_ratio):
+def test_on_policy_gradient_equals_reinforce(divergence, ratio_high):
     loss = partial(
-        trust_region.dppo, divergence=divergence, threshold=0.0, max_ratio=max_ratio
+        trust_region.dppo, divergence=divergence, threshold=0.0, ratio_high=ratio_high
     )
     gradient = jax.jit(jax.grad(lambda x, *rest: loss(x, *rest).sum()))
     reinforce = jax.jit(jax.grad(lambda *x: policy.reinforce(*x).sum()))
@@ -181,7 +181,7 @@ def test_on_policy_gradient_equals_reinforce(divergence, max_ratio):
     check()
 
 
-def test_max_ratio_bounds_the_gradient_and_does_not_stop_it():
+def test_ratio_high_bounds_the_gradient_and_does_not_stop_it():
     q, p = jnp.log(jnp.array([0.01, 0.25])), jnp.log(jnp.array([0.5, 0.5]))
     a, mask = jnp.array([-1.0, -1.0]), jnp.array([True, True])
     value, gradient = jax.value_and_grad(
@@ -189,7 +189,7 @@ def test_max_ratio_bounds_the_gradient_and_does_not_stop_it():
             *(x, q, a, mask),
             divergence=trust_region.binary_tv,
             threshold=0.1,
-            max_ratio=20.0,
+            ratio_high=20.0,
         ).sum()
     )(p)
     assert value == pytest.approx(22.0, rel=1e-6)
@@ -218,7 +218,7 @@ def test_a_nan_that_counts_stays_visible_in_dppo():
 
 
 def opsm(p, q, a, mask, segment_ids=None):
-    return trust_region.opsm_mask(p, q, a, mask, segment_ids, delta=0.3)
+    return trust_region.opsm_mask(p, q, a, mask, segment_ids, threshold=0.3)
 
 
 @LAWS
@@ -247,10 +247,10 @@ def test_hyperparameters_are_checked():
         trust_region.dppo_mask(x, x, x, mask, threshold=-0.1)
     with pytest.raises(ValueError, match=r"threshold must be >= 0 .*, got -0\.2"):
         dppo(x, x, x, mask, threshold=-0.2)
-    with pytest.raises(ValueError, match=r"max_ratio must be > 0 or None, got 0\.0"):
+    with pytest.raises(ValueError, match=r"ratio_high must be > 0 or None, got 0\.0"):
         trust_region.dppo(
             *(x, x, x, mask),
             divergence=trust_region.binary_tv,
             threshold=0.1,
-            max_ratio=0.0,
+            ratio_high=0.0,
         )

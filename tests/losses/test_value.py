@@ -46,7 +46,7 @@ def low(*arrays):
 @LAWS
 @given(v=VALUES, old=VALUES, returns=VALUES, mask=MASKS)
 def test_equals_its_transcription(clip, v, old, returns, mask):
-    loss = value.clipped_value_loss(*low(v, old, returns, mask), clip=clip)
+    loss = value.clipped_value_loss(*low(v, old, returns, mask), value_clip=clip)
     exact = CASES[clip](*(x.astype(np.float64) for x in (v, old, returns)))
     np.testing.assert_allclose(loss, np.where(mask, exact, 0.0), rtol=2e-5, atol=1e-5)
 
@@ -56,7 +56,7 @@ def test_gradient_equals_finite_differences(clip):
     v, old, returns, mask = example()
 
     def total(*arrays):
-        return value.clipped_value_loss(*arrays, jnp.array(mask), clip=clip).sum()
+        return value.clipped_value_loss(*arrays, jnp.array(mask), value_clip=clip).sum()
 
     gradient, *constant = jax.grad(total, argnums=(0, 1, 2))(*low(v, old, returns))
     exact = numeric.gradient(
@@ -73,7 +73,7 @@ def test_within_the_clip_the_loss_is_the_plain_one():
     losses = [
         jax.value_and_grad(
             lambda x, clip=clip: value.clipped_value_loss(
-                x, old, returns, mask, clip=clip
+                x, old, returns, mask, value_clip=clip
             ).sum()
         )(v)
         for clip in (CLIP, None)
@@ -88,24 +88,24 @@ def test_a_value_beyond_the_clip_is_pulled_back_but_not_onwards():
     returns = jnp.array([3.0, 0.5])
 
     def total(v):
-        return value.clipped_value_loss(v, old, returns, mask, clip=0.5).sum()
+        return value.clipped_value_loss(v, old, returns, mask, value_clip=0.5).sum()
 
     assert jax.grad(total)(v).tolist() == [0.0, 0.5]
-    fraction = value.value_clip_fraction(v, old, returns, mask, clip=0.5)
+    fraction = value.value_clip_fraction(v, old, returns, mask, value_clip=0.5)
     assert (fraction.sum, fraction.count) == (1, 2)
 
 
 def test_without_a_clip_the_old_values_are_not_read():
     v, missing = jnp.array([1.0]), jnp.array([jnp.nan])
     mask = jnp.array([True])
-    loss = value.clipped_value_loss(v, missing, jnp.zeros(1), mask, clip=None)
+    loss = value.clipped_value_loss(v, missing, jnp.zeros(1), mask, value_clip=None)
     assert loss.tolist() == [0.5]
 
 
 def test_empty_masks_give_zeros():
     bad, nothing = jnp.full((2, 3), jnp.nan), jnp.zeros((2, 3), bool)
-    assert (value.clipped_value_loss(bad, bad, bad, nothing, clip=0.2) == 0).all()
-    fraction = value.value_clip_fraction(bad, bad, bad, nothing, clip=0.2)
+    assert (value.clipped_value_loss(bad, bad, bad, nothing, value_clip=0.2) == 0).all()
+    fraction = value.value_clip_fraction(bad, bad, bad, nothing, value_clip=0.2)
     assert (fraction.sum, fraction.count) == (0, 0)
     assert value.explained_variance(bad, bad, nothing) == 0
 
@@ -146,5 +146,5 @@ def test_one_return_has_no_variance_to_explain():
 @over("function", [value.clipped_value_loss, value.value_clip_fraction])
 def test_the_clip_is_checked(function, clip):
     x = jnp.zeros(1)
-    with pytest.raises(ValueError, match=rf"clip must be > 0.*, got {clip}"):
-        function(x, x, x, jnp.ones(1, bool), clip=clip)
+    with pytest.raises(ValueError, match=rf"value_clip must be > 0.*, got {clip}"):
+        function(x, x, x, jnp.ones(1, bool), value_clip=clip)

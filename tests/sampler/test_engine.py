@@ -175,7 +175,7 @@ def test_logprobs_equal_the_trainers(engine, params, sampling):
     prompts = {r.prompt_id: r.prompt for r in requests}
     batch = pack(
         [
-            Sequence.of(prompts[c.prompt_id], c.tokens, logprobs=c.logprobs)
+            Sequence.of(prompts[c.prompt_id], c.tokens, behavior_logprobs=c.logprobs)
             for c in done
         ],
         length=48,

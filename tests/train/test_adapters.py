@@ -206,7 +206,7 @@ def pairs():
 def of_a_critic(batch):
     """Values of before the update, and returns to learn."""
     zeros = np.zeros(batch.shape, np.float32)
-    return batch.replace(values=zeros, returns=zeros + 1.0)
+    return batch.replace(values_before=zeros, returns=zeros + 1.0)
 
 
 def ppo(**critic):

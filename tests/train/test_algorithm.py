@@ -164,7 +164,7 @@ def test_options_that_a_distillation_has_no_use_for_are_refused(
 @pytest.mark.parametrize(
     ("distill", "message"),
     [
-        ({"divergence": "jsd", "beta": 1.0}, r"beta must be in \(0, 1\), got 1\.0"),
+        ({"divergence": "jsd", "beta": 1.5}, r"beta must be in \[0, 1\], got 1\.5"),
         ({"divergence": "top_k", "top_k": 0}, "k must be >= 1, got 0"),
     ],
 )

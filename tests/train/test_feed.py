@@ -84,7 +84,7 @@ def test_the_reference_point_is_of_all_that_is_drawn(swapped):
         drawn = each.scored(each.draw("train", DRAWN))
         assert drawn.batch.shape[0] > 1, "more than one microbatch of one row"
         batch = each.ready(params, drawn)
-        np.testing.assert_allclose(batch.values, expected, rtol=1e-4)
+        np.testing.assert_allclose(batch.reference_point, expected, rtol=1e-4)
         measured = each.learner.evaluate(params, batch)
         assert measured["preference/reference_point"] == pytest.approx(
             max(expected, 0.0), rel=1e-4

@@ -32,7 +32,7 @@ def sequences(count: int = 24, seed: int = 0) -> list[packing.Sequence]:
             packing.Sequence.of(
                 random.integers(0, 96, 4).tolist(),
                 random.integers(0, 96, size).tolist(),
-                logprobs=(-3 - random.random(size)).tolist(),
+                behavior_logprobs=(-3 - random.random(size)).tolist(),
                 advantage=float(random.normal()),
                 versions=[0] * int(size),
             )

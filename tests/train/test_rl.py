@@ -379,11 +379,14 @@ def test_a_critic_is_asked_before_each_token_and_trained_on_the_same_batch(
     )
     metrics, _ = trainer.step(1)
     ((_, batch),) = seen
-    after = trainer.critic.learner.scorer.predict(start, batch).values
+    after = trainer.critic.learner.scorer.predict(start, batch).values_after
     rows, columns = np.nonzero(batch.loss_mask)
-    assert np.ptp(batch.values[rows, columns]) > 0
+    assert np.ptp(batch.values_before[rows, columns]) > 0
     np.testing.assert_allclose(
-        batch.values[rows, columns], after[rows, columns - 1], rtol=1e-5, atol=1e-6
+        batch.values_before[rows, columns],
+        after[rows, columns - 1],
+        rtol=1e-5,
+        atol=1e-6,
     )
     # lambda is 1 for the critic: its targets are the returns, penalties included.
     assert np.isfinite(batch.returns).all()
