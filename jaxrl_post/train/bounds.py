@@ -79,6 +79,7 @@ BOUNDS = {
     "update.router_z": NUMBER,
     "optimizer.learning_rate": POSITIVE,
     "optimizer.warmup_steps": NUMBER,
+    "optimizer.schedule_steps": COUNT,
     "optimizer.beta1": DECAY,
     "optimizer.beta2": DECAY,
     "optimizer.epsilon": POSITIVE,

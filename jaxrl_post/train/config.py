@@ -395,13 +395,14 @@ class RLConfig(RunConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
-# What may differ between a run and its continuation without changing what is trained;
-# "steps" as long as no schedule of the learning rate ends with them.
+# What may differ between a run and its continuation. Where a schedule of the learning
+# rate ends it keeps (train/horizon.py), unless it is asked to end elsewhere.
 FREE_TO_CHANGE = (
     "run_dir", "resume", "mesh", "steps", "log_samples", "log_eval_samples",
     "log_every", "eval", "checkpoint", "update.microbatch_tokens", "update.remat",
     "update.scan_layers", "rollout.reward_workers", "rollout.reward_deadline_s",
-    "rollout.deadline_s", "rollout.max_failed_share",
+    "rollout.deadline_s", "rollout.max_failed_share", "optimizer.schedule_steps",
+    "critic.optimizer.schedule_steps",
 )  # fmt: skip
 
 
@@ -420,14 +421,13 @@ def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     ['seed: 3 then, 0 now']
     """
     before, now = _flat(saved), _flat(dataclasses.asdict(config))
-    free = set(FREE_TO_CHANGE)
-    if config.optimizer.schedule != "constant":
-        free.remove("steps")
     return [
         f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
-        and not any(name == each or name.startswith(f"{each}.") for each in free)
+        and not any(
+            name == each or name.startswith(f"{each}.") for each in FREE_TO_CHANGE
+        )
     ]
 
 

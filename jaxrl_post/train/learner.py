@@ -237,7 +237,7 @@ def begin_training(
         objective: as `Learner.objective`.
         optimizer_config: AdamW and its schedule.
         update: gives the size of a microbatch.
-        num_steps: optimizer steps of the whole run.
+        num_steps: optimizer steps after which a schedule ends.
         row_tokens: length of a packed row.
         temperature: part of the policy.
 

@@ -27,6 +27,7 @@ from jaxrl_post.train.config import (
 )
 from jaxrl_post.train.examples import Demonstrations, Examples
 from jaxrl_post.train.feed import Drawn, Feed, Measured
+from jaxrl_post.train.horizon import optimizer_steps
 from jaxrl_post.train.learner import Learner, begin_training
 from jaxrl_post.train.option_checks import check_options
 from jaxrl_post.train.preferences import (
@@ -238,7 +239,7 @@ def _loop(
         job.objective,
         config.optimizer,
         config.update,
-        num_steps=config.steps,
+        num_steps=optimizer_steps(config)[0],
         row_tokens=row_tokens,
     )
     reference = None

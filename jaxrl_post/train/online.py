@@ -18,6 +18,7 @@ from jaxrl_post.train.checkpoint import abstract_state
 from jaxrl_post.train.config import RLConfig
 from jaxrl_post.train.critic import check_critic, open_critic
 from jaxrl_post.train.examples import Demonstrations
+from jaxrl_post.train.horizon import optimizer_steps
 from jaxrl_post.train.learner import begin_training
 from jaxrl_post.train.option_checks import check_options
 from jaxrl_post.train.reference import (
@@ -140,11 +141,10 @@ def _trainer(
     algorithm: Algorithm,
 ) -> Trainer:
     config, model = run.config, run.model
-    optimizer_steps = config.steps * config.update.minibatches * config.update.epochs
+    policy_steps, critic_steps = optimizer_steps(config)
     begin = functools.partial(
         begin_training,
         update=config.update,
-        num_steps=optimizer_steps,
         row_tokens=Trainer.row_tokens(config),
         temperature=config.rollout.temperature,
     )
@@ -152,10 +152,15 @@ def _trainer(
     if algorithm.value_objective is not None:
         value_model = open_critic(config.critic, model, seed=config.seed)
         learner, state = begin(
-            value_model, algorithm.value_objective, config.critic.optimizer
+            value_model,
+            algorithm.value_objective,
+            config.critic.optimizer,
+            num_steps=critic_steps,
         )
         critic = Critic(value_model, learner, state)
-    learner, state = begin(model, algorithm.objective, config.optimizer)
+    learner, state = begin(
+        model, algorithm.objective, config.optimizer, num_steps=policy_steps
+    )
     reference = None
     if algorithm.needs_reference or algorithm.divergence is not None:
         reference = open_reference(

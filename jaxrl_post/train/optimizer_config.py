@@ -14,6 +14,9 @@ class OptimizerConfig:
         learning_rate: peak.
         warmup_steps: optimizer steps of linear warm-up from 0.
         schedule: what follows the warm-up; "linear" and "cosine" end at 0.
+        schedule_steps: steps of the run, as --steps counts them, at which the schedule
+            ends; None for the --steps with which the run begins. A continuation beyond
+            them has to give it.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         epsilon: of Adam.
@@ -24,6 +27,7 @@ class OptimizerConfig:
     learning_rate: float = 1e-5
     warmup_steps: int = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule_steps: int | None = None
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8

@@ -20,6 +20,7 @@ from jaxrl_post.train.config import (
     SFTConfig,
 )
 from jaxrl_post.train.distill_config import DistillConfig
+from jaxrl_post.train.horizon import check_schedules
 from jaxrl_post.train.reward_config import RewardConfig, check_kind
 
 __all__ = ["check_algorithm", "check_correction", "check_options"]
@@ -65,6 +66,7 @@ def check_options(config: RunConfig) -> None:
         MeshError: --mesh cannot be read.
     """
     check_numbers(config)
+    check_schedules(config)
     read_mesh(config.mesh)
     if config.run_dir is not None and not config.run_dir.strip():
         raise ConfigError(

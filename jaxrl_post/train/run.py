@@ -26,6 +26,7 @@ from jaxrl_post.train.config import (
     differences,
 )
 from jaxrl_post.train.examples import Examples, batches
+from jaxrl_post.train.horizon import with_horizons
 from jaxrl_post.train.learner import DivergenceError, begin_training
 from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.report import write_report
@@ -160,7 +161,8 @@ def open_run[Config: RunConfig](
             is saved, and is what a continuation begins with.
 
     Raises:
-        ConfigError: the directory holds another run, or another process holds it.
+        ConfigError: the directory holds another run, or another process holds it, or
+            its schedule has ended.
         CheckpointError: it has checkpoints, and none is whole.
         MeshError: before anything is compiled.
     """
@@ -170,6 +172,8 @@ def open_run[Config: RunConfig](
     with ExitStack() as stack:
         stack.enter_context(warnings_shown(console))
         stack.enter_context(run_lock(directory.path, command))
+        saved = directory.read_description() if config.resume else None
+        config = with_horizons(config, None if saved is None else saved.config)
         model = open_model(
             str(initial) if resumable else config.model,
             mesh=config.mesh,

@@ -45,7 +45,8 @@ def make_optimizer(
     Args:
         config: hyperparameters.
         specs: tree of ParamSpecs; tells matrices from norms and biases.
-        num_steps: optimizer steps of the run, at which a schedule ends.
+        num_steps: optimizer steps at which a schedule ends, those of the warm-up
+            included.
     """
     after = max(num_steps - config.warmup_steps, 1)
     tail = {

@@ -25,6 +25,7 @@ from jaxrl_post.train.config import (
 from jaxrl_post.train.convert import ConvertConfig, convert
 from jaxrl_post.train.evaluate import EvaluateConfig, run_evaluation
 from jaxrl_post.train.offline import run_sft
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.run import Outcome
 from jaxrl_post.train.run_directory import read_rows
 from tests.train.trainers import CONFIG, make_model
@@ -137,6 +138,26 @@ def test_a_run_that_is_done_says_so_and_has_its_model(copied, steps):
     assert steps_of(copied) == list(range(LAST + 1))
     saved = json.loads((Path(copied.run_dir) / "config.json").read_text())
     assert saved["config"]["steps"] == LAST
+
+
+def test_a_run_goes_on_within_the_schedule_with_which_it_began(config, tmp_path):
+    linear = dataclasses.replace(
+        config, optimizer=OptimizerConfig(learning_rate=1e-2, schedule="linear")
+    )
+    whole = dataclasses.replace(linear, steps=3, run_dir=str(tmp_path / "whole"))
+    parts = dataclasses.replace(linear, run_dir=str(tmp_path / "parts"))
+    go_on(whole)
+    horizon = dataclasses.replace(linear.optimizer, schedule_steps=3)
+    go_on(dataclasses.replace(parts, steps=2, optimizer=horizon))
+    _, output = go_on(dataclasses.replace(parts, steps=3))
+    assert "resumed at step 2 of 3" in output
+    expected, found = weights(whole), weights(parts)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(value, found[name], err_msg=name)
+    with pytest.raises(
+        ConfigError, match=r"at most 3, .* --optimizer.schedule-steps 9"
+    ):
+        go_on(dataclasses.replace(parts, steps=9))
 
 
 Disk = namedtuple("Disk", "total used free")

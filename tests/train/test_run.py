@@ -17,6 +17,7 @@ from jaxrl_post.train.config import (
     RLConfig,
     SFTConfig,
 )
+from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
 from jaxrl_post.train.run_lock import run_lock
 from tests.train.trainers import RL, changed
@@ -59,6 +60,10 @@ def described(path: Path, config) -> RunDirectory:
             "optimizer.learning_rate: 0.003 then",
         ),
         (dataclasses.replace(RL, dtype="bfloat16"), "dtype: None then, 'bfloat16' now"),
+        (
+            changed("critic", optimizer=OptimizerConfig(schedule="linear")),
+            "critic.optimizer.schedule: 'constant' then, 'linear' now",
+        ),
     ],
 )
 def test_what_changes_the_training_is_refused_by_name(tmp_path, now, message):
@@ -84,12 +89,17 @@ def test_what_does_not_change_the_training_is_free(tmp_path, now):
     run.check_same_run(described(tmp_path / "run", RL), now)
 
 
-def test_steps_are_not_free_where_a_schedule_ends_with_them(tmp_path):
+def test_steps_beyond_a_schedule_are_refused_before_the_model_is_opened(tmp_path):
     linear = changed("optimizer", schedule="linear")
-    directory = described(tmp_path / "run", linear)
-    run.check_same_run(directory, linear)
-    with pytest.raises(ConfigError, match="steps: 200 then, 300 now"):
-        run.check_same_run(directory, dataclasses.replace(linear, steps=300))
+    linear = dataclasses.replace(
+        linear, run_dir=str(tmp_path / "run"), model=str(tmp_path), steps=300
+    )
+    described(tmp_path / "run", dataclasses.replace(linear, steps=200))
+    with pytest.raises(
+        ConfigError,
+        match=r"--steps: .* at most 200.*Give --optimizer.schedule-steps 300",
+    ):
+        begin(linear)
 
 
 def test_no_resume_does_not_write_over_a_run(tmp_path):
