@@ -63,8 +63,8 @@ class GSM8K:
             held out by a hash of its text.
         on_bad_row: "fail" at a row that is not as above, or "skip" it and log a
             warning.
-        extraction: "flexible" takes the last number of a response that marks none;
-            "strict" calls such a response wrong.
+        extraction: "strict" calls a response wrong that marks no answer; "flexible"
+            takes its last number, which pays for listing numbers until one fits.
         instruction: put after the question, with an empty line between; may be empty.
 
     Raises:
@@ -86,7 +86,7 @@ class GSM8K:
     path: str
     eval_path: str | None = None
     on_bad_row: OnBadRow = "fail"
-    extraction: Extraction = "flexible"
+    extraction: Extraction = "strict"
     instruction: str = INSTRUCTION
 
     def __post_init__(self) -> None:
@@ -170,18 +170,18 @@ class GSM8K:
         return Task(index, (Message("user", prompt),), reference, data)
 
 
-def final_answer(text: str, *, extraction: Extraction = "flexible") -> str | None:
+def final_answer(text: str, *, extraction: Extraction = "strict") -> str | None:
     r"""The one answer of a response that is graded.
 
     The last marked answer counts: a number after "####", or what `\boxed{...}` holds.
     So a response may correct itself, but listing candidates gains nothing. Where
-    nothing is marked, "flexible" takes the last number in the text, and "strict" none.
+    nothing is marked, "strict" takes none, and "flexible" the last number in the text.
     Dollar and percent signs, Markdown's asterisks, thousands separators and LaTeX
     spaces are dropped: "$1,080" is "1080", and "50%" is "50", never 0.5.
 
     Args:
         text: the response.
-        extraction: "flexible" or "strict".
+        extraction: "strict" or "flexible".
 
     Returns:
         A number ("1080", "-3.50", "3/4"), or the LaTeX of a box that holds something
@@ -194,10 +194,10 @@ def final_answer(text: str, *, extraction: Extraction = "flexible") -> str | Non
     '1080'
     >>> final_answer(r"Not \boxed{5}; it is \boxed{7}.")
     '7'
-    >>> final_answer("So 30 + 20 gives 50%.")
-    '50'
-    >>> final_answer("So 30 + 20 gives 50%.", extraction="strict") is None
+    >>> final_answer("So 30 + 20 gives 50%.") is None
     True
+    >>> final_answer("So 30 + 20 gives 50%.", extraction="flexible")
+    '50'
     """
     _require_extraction(extraction)
     # A true minus sign (U+2212) is what typeset text has; numbers are written with "-".

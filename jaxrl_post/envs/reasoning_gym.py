@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import hashlib
+import itertools
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +26,18 @@ __all__ = ["ReasoningGym"]
 # share nearly all problems. Evaluation starts where no training index can reach.
 _EVAL_OFFSET = 2**30
 
+# One problem in five is held out, by a hash of its text alone: so a problem that is
+# held out is held out at every size and seed. A tenth would leave too few of a task
+# with some hundred problems, and take twice as long to find.
+_HELD_OUT_ONE_IN = 5
+
+# A problem of the other split is replaced so many times before the task counts as one
+# whose problems all belong there.
+_ATTEMPTS = 200
+
+# So many problems in a row that were there before: there are no others.
+_PATIENCE = 100
+
 
 @dataclass(frozen=True)
 class ReasoningGym:
@@ -34,9 +48,14 @@ class ReasoningGym:
     that is no number, or JSON of another shape) means reward 0 and the metric
     `scorer_raised`.
 
-    Problem i of "train" has the library's seed `seed + i`; of "eval",
-    `2**30 + seed + i`. In a task with few distinct problems the same text may still
-    turn up in both. The problems of a few tasks (isomorphic_strings, ransom_note,
+    A problem belongs to "eval" if a hash of its text says so (one in five), otherwise
+    to "train". Problem i of "train" is the library's of seed `seed + i` or, where that
+    is held out, `seed + train_size + i`, and so on; a problem may recur. Those of
+    "eval" are the first distinct ones that are held out, from the seed `2**30 + seed`
+    on: finding them takes five times as many problems, and a task with few distinct
+    problems gives fewer than `eval_size`.
+
+    The problems of a few tasks (isomorphic_strings, ransom_note,
     polynomial_multiplication, word_ladder) depend on Python's string hash: they differ
     between processes unless PYTHONHASHSEED is set. Each `Task` carries its library
     entry, so scoring is right regardless. Needs the extra `envs`.
@@ -46,7 +65,7 @@ class ReasoningGym:
         options: fields of the task's configuration, such as {"max_terms": 2}.
         seed: in [0, 2**30 - max(train_size, eval_size)].
         train_size: number of training tasks, at least 1.
-        eval_size: number of evaluation tasks, at least 1.
+        eval_size: most evaluation tasks, at least 1.
 
     Raises:
         ModuleNotFoundError: if the extra `envs` is not installed.
@@ -101,21 +120,24 @@ class ReasoningGym:
         self._dataset("eval")
 
     def tasks(self, split: Split) -> TaskSequence:
-        """The problems of a split, generated when they are asked for.
+        """The problems of a split, those of "train" generated when they are asked for.
 
         Args:
             split: "train" or "eval".
+
+        Raises:
+            ValueError: all problems of the task belong to the other split.
         """
-        dataset = self._dataset(split)
-
-        def make(index: int) -> Task:
-            entry = dataset[index]
-            prompt = (Message("user", entry["question"]),)
-            # Tasks with many right answers have no reference: None in the library.
-            reference = "" if entry["answer"] is None else str(entry["answer"])
-            return Task(index, prompt, reference, data={"entry": entry})
-
-        return TaskSequence(len(dataset), make)
+        if split == "train":
+            # The first at once: a split that is empty is not found out in mid-run.
+            self._training_task(0)
+            return TaskSequence(self.train_size, self._training_task)
+        places = _held_out(
+            self.task, pickle.dumps(dict(self.options)), self.seed, self.eval_size
+        )
+        return TaskSequence(
+            len(places), lambda i: _task(i, self._entry("eval", *places[i]))
+        )
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
         """Rewards the stripped response with the library's score, usually in [0, 1].
@@ -145,17 +167,68 @@ class ReasoningGym:
         """The library's answer; None for a task with many right answers."""
         return task.reference or None
 
-    def _dataset(self, split: Split) -> Any:
-        evaluating = split == "eval"
-        return _dataset(
-            self.task,
-            pickle.dumps(dict(self.options)),
-            self.seed + _EVAL_OFFSET if evaluating else self.seed,
-            self.eval_size if evaluating else self.train_size,
+    def _training_task(self, index: int) -> Task:
+        for attempt in range(_ATTEMPTS):
+            # One further each time, for tasks that look at the index, not at the seed.
+            entry = self._entry("train", attempt, (index + attempt) % self.train_size)
+            if not _is_held_out(entry["question"]):
+                return _task(index, entry)
+        raise ValueError(
+            f"reasoning-gym: of {_ATTEMPTS} problems of {self.task!r} all are held "
+            "out, so that none is left to train on; choose options with more problems"
         )
+
+    def _entry(self, split: Split, attempt: int, index: int) -> Any:
+        return self._dataset(split, attempt)[index]
+
+    def _dataset(self, split: Split, attempt: int = 0) -> Any:
+        """The library's problems of a split, or those after as many attempts."""
+        size = self.eval_size if split == "eval" else self.train_size
+        begin = self.seed + (_EVAL_OFFSET if split == "eval" else 0)
+        options = pickle.dumps(dict(self.options))
+        return _dataset(self.task, options, begin + attempt * size, size)
+
+
+def _task(index: int, entry: Any) -> Task:
+    prompt = (Message("user", entry["question"]),)
+    # Tasks with many right answers have no reference: None in the library.
+    reference = "" if entry["answer"] is None else str(entry["answer"])
+    return Task(index, prompt, reference, data={"entry": entry})
+
+
+def _is_held_out(question: str) -> bool:
+    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % _HELD_OUT_ONE_IN == 0
 
 
 @functools.lru_cache(maxsize=16)
+def _held_out(
+    task: str, pickled_options: bytes, seed: int, size: int
+) -> tuple[tuple[int, int], ...]:
+    """(attempt, index) of the first distinct problems that are held out."""
+    found: dict[str, tuple[int, int]] = {}
+    seen, repeated = set[str](), 0
+    begin = seed + _EVAL_OFFSET
+    # Until there are enough, or no other problem has turned up for a while.
+    for attempt, index in itertools.product(range(_ATTEMPTS), range(size)):
+        dataset = _dataset(task, pickled_options, begin + attempt * size, size)
+        question = dataset[index]["question"]
+        repeated = repeated + 1 if question in seen else 0
+        seen.add(question)
+        if _is_held_out(question):
+            found.setdefault(question, (attempt, index))
+        if len(found) == size or repeated == max(size, _PATIENCE):
+            break
+    if not found:
+        raise ValueError(
+            f"reasoning-gym: none of {len(seen)} distinct problems of {task!r} is held "
+            "out, so that none is left to evaluate on; choose options with more "
+            "problems"
+        )
+    return tuple(found.values())
+
+
+@functools.lru_cache(maxsize=32)
 def _dataset(task: str, pickled_options: bytes, seed: int, size: int) -> Any:
     """A dataset of the library; cached, as some load word lists of megabytes."""
     options = pickle.loads(pickled_options)

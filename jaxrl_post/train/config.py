@@ -23,6 +23,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "OfflineConfig",
+    "OnOverlap",
     "PreferenceConfig",
     "RLConfig",
     "RolloutConfig",
@@ -46,6 +47,9 @@ CorrectionName = Literal[
 ]  # fmt: skip
 
 
+OnOverlap = Literal["fail", "drop", "allow"]
+
+
 class ConfigError(ValueError):
     """A configuration that contradicts itself or what is there."""
 
@@ -58,11 +62,14 @@ class DataConfig:
         path: JSONL file of the training tasks.
         eval_path: JSONL file of the held-out tasks; default: a part of `path`.
         on_bad_row: stop at a malformed row, or skip, count and report it.
+        on_overlap: what to do about training tasks whose prompt is held out too, of any
+            environment: stop, drop them from training, or allow them.
     """
 
     path: str | None = None
     eval_path: str | None = None
     on_bad_row: Literal["fail", "skip"] = "fail"
+    on_overlap: OnOverlap = "fail"
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,8 @@ class RolloutConfig:
     Attributes:
         prompts_per_step: groups in a training batch.
         samples_per_prompt: samples in a group.
-        max_prompt_tokens: longest prompt, 0 for the environment's longest; a longer one
-            stops the run before it starts.
+        max_prompt_tokens: longest prompt, 0 for the environment's longest; tasks with a
+            longer one are left out, and counted.
         max_tokens: most tokens of a completion, the stop token included.
         temperature: > 0; part of the policy; generation_config.json is not read.
         top_k: as SamplingParams.

@@ -37,6 +37,7 @@ from jaxrl_post.train.session import (
     open_model,
     versions,
 )
+from jaxrl_post.train.tasks import distinct
 
 __all__ = [
     "evaluate",
@@ -269,7 +270,7 @@ def _tasks(config: EvaluateConfig, environment: Environment) -> Sequence[Task]:
     tasks = environment.tasks(config.split)
     if not tasks:
         raise ConfigError(f"--env: {environment.name} has no {config.split} tasks")
-    return [tasks[i] for i in range(min(config.num_tasks, len(tasks)))]
+    return [tasks[i] for i in distinct(tasks, config.num_tasks)]
 
 
 def _drawn(sampling: SamplingParams) -> str:

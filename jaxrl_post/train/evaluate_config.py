@@ -20,7 +20,7 @@ class EvaluateConfig:
         env: as for training, such as arithmetic?level=2 or gsm8k.
         data: files.
         split: which tasks; "eval" holds those that no training saw.
-        num_tasks: of the split, from its first.
+        num_tasks: of the split, from its first; equal prompts count once.
         samples: of each task.
         sampling_defaults: for those of temperature, top_k, top_p, min_p, max_tokens
             and stop_strings that are not given. "greedy": 0, no cuts, 256; "model":

@@ -1,37 +1,33 @@
-"""Examples to learn from without sampling: demonstrations, preferences, steps."""
+"""Examples to learn from without sampling: preferences, judged answers, steps."""
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import grain
 
 from jaxrl_post.data import chat, packing
+from jaxrl_post.data.lengths import Lengths, written
 from jaxrl_post.data.preferences import Judged, Preference
 from jaxrl_post.data.steps import Solution, judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.unpaired import answers_to_others
-from jaxrl_post.envs import Environment
 from jaxrl_post.envs.env import Split
 from jaxrl_post.train.config import ConfigError
-from jaxrl_post.train.session import environment_texts
+from jaxrl_post.train.session import shortened
+from jaxrl_post.train.tasks import SPLITS, left_out
 from jaxrl_post.types import TokenBatch
 
 __all__ = [
-    "Demonstrations",
     "Examples",
     "Judgements",
     "Mismatched",
     "Pairs",
     "Solutions",
     "batches",
+    "fitting",
     "packed",
 ]
-
-logger = logging.getLogger(__name__)
-
-SPLITS: tuple[Split, ...] = ("train", "eval")
 
 # Pairs, answers or solutions from whose texts a preset's tokenizer is learned.
 TEXTS = 2000
@@ -45,6 +41,12 @@ class Examples(Protocol):
         """Number of examples."""
         ...
 
+    def written(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[str, ...]:
+        """The text of each sequence of an example, which bounds its tokens."""
+        ...
+
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[packing.Sequence, ...]:
@@ -54,51 +56,6 @@ class Examples(Protocol):
     def texts(self) -> list[str]:
         """Texts from which a preset's tokenizer is learned."""
         ...
-
-
-@dataclass(frozen=True)
-class Demonstrations:
-    """Prompts of an environment with their demonstrations.
-
-    Attributes:
-        environment: gives both.
-        max_tokens: longest prompt plus demonstration.
-    """
-
-    environment: Environment
-    max_tokens: int
-
-    def size(self, split: Split) -> int:
-        """Number of tasks."""
-        return len(self.environment.tasks(split))
-
-    def texts(self) -> list[str]:
-        """Of the first tasks."""
-        return environment_texts(self.environment)
-
-    def encode(
-        self, tokenizer: Tokenizer, split: Split, index: int
-    ) -> tuple[packing.Sequence, ...]:
-        """One sequence: the prompt, and the demonstration to learn.
-
-        Raises:
-            ConfigError: a task without a demonstration, or one that is too long.
-        """
-        task = self.environment.tasks(split)[index]
-        answer = self.environment.demonstration(task)
-        if answer is None:
-            raise ConfigError(
-                f"--env: {self.environment.name} has no demonstration of task "
-                f"{task.id}; supervised fine-tuning needs one for every task"
-            )
-        prompt, target = chat.answered(tokenizer, task.messages, answer)
-        if len(prompt) + len(target) > self.max_tokens:
-            raise ConfigError(
-                f"--max-tokens: task {task.id} of {self.environment.name} with its "
-                f"demonstration has {len(prompt) + len(target)} tokens, more than "
-                f"{self.max_tokens}; raise the option"
-            )
-        return (packing.Sequence.of(prompt, target),)
 
 
 @dataclass(frozen=True)
@@ -124,7 +81,7 @@ class Pairs:
 
     def texts(self) -> list[str]:
         """Of the first pairs."""
-        return [
+        return shortened(
             text
             for pair in self.train[:TEXTS]
             for text in (
@@ -132,7 +89,15 @@ class Pairs:
                 pair.chosen,
                 pair.rejected,
             )
-        ]
+        )
+
+    def written(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[str, ...]:
+        """The texts of both sequences."""
+        pair = _of(self, split)[index]
+        answers = pair.chosen, pair.rejected
+        return tuple(written(tokenizer, pair.messages, each) for each in answers)
 
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
@@ -158,7 +123,8 @@ class Pairs:
             ConfigError: of a split nothing is left.
         """
         train, held_out = (
-            _fitting(self, split, tokenizer, max_tokens, "pairs") for split in SPLITS
+            _kept(self, _of(self, split), split, tokenizer, max_tokens, "pairs")
+            for split in SPLITS
         )
         return replace(self, train=train, eval=held_out)
 
@@ -189,11 +155,18 @@ class Judgements:
 
     def texts(self) -> list[str]:
         """Of the first answers."""
-        return [
+        return shortened(
             text
             for each in self.train[:TEXTS]
             for text in (*(message.content for message in each.messages), each.answer)
-        ]
+        )
+
+    def written(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[str, ...]:
+        """The text of the prompt and the answer."""
+        each = _of(self, split)[index]
+        return (written(tokenizer, each.messages, each.answer),)
 
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
@@ -207,7 +180,8 @@ class Judgements:
     def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Judgements":
         """Leaves out the answers that are too long; as `Pairs.fitting`."""
         train, held_out = (
-            _fitting(self, split, tokenizer, max_tokens, "answers") for split in SPLITS
+            _kept(self, _of(self, split), split, tokenizer, max_tokens, "answers")
+            for split in SPLITS
         )
         return Judgements(train, held_out)
 
@@ -259,6 +233,13 @@ class Mismatched:
         """As the judged answers."""
         return self.judgements.texts()
 
+    def written(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[str, ...]:
+        """The text of the prompt and the whole of the other answer."""
+        messages = _of(self.judgements, split)[index].messages
+        return (written(tokenizer, messages, self.answers[split][index]),)
+
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[packing.Sequence, ...]:
@@ -289,14 +270,22 @@ class Solutions:
 
     def texts(self) -> list[str]:
         """Of the first solutions."""
-        return [
+        return shortened(
             text
             for each in self.train[:TEXTS]
             for text in (
                 *(message.content for message in each.messages),
                 *(step + self.separator for step in each.steps),
             )
-        ]
+        )
+
+    def written(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[str, ...]:
+        """The text of the prompt and the steps, each with its separator."""
+        each = _of(self, split)[index]
+        steps = "".join(step + self.separator for step in each.steps)
+        return (written(tokenizer, each.messages) + steps,)
 
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
@@ -311,7 +300,7 @@ class Solutions:
     def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Solutions":
         """Leaves out the solutions that are too long; as `Pairs.fitting`."""
         train, held_out = (
-            _fitting(self, split, tokenizer, max_tokens, "solutions")
+            _kept(self, _of(self, split), split, tokenizer, max_tokens, "solutions")
             for split in SPLITS
         )
         return replace(self, train=train, eval=held_out)
@@ -388,31 +377,65 @@ def _of[Item](examples: _InTwo[Item], split: Split) -> Sequence[Item]:
     return examples.train if split == "train" else examples.eval
 
 
-def _fitting(
-    examples: Pairs | Judgements | Solutions,
+def _kept[Item](
+    examples: "Pairs | Judgements | Solutions",
+    items: Sequence[Item],
     split: Split,
     tokenizer: Tokenizer,
     max_tokens: int,
     noun: str,
-) -> list[Any]:
+) -> list[Item]:
     """Those of a split that are not too long."""
-    every = _of(examples, split)
-    kept = [
-        each
-        for index, each in enumerate(every)
-        if all(
+    kept = fitting(examples, split, tokenizer, max_tokens, noun)
+    return [items[index] for index in kept]
+
+
+def fitting(
+    examples: Examples,
+    split: Split,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    noun: str,
+    option: str = "--max-tokens",
+) -> list[int]:
+    """Indices of the examples of a split that are not too long.
+
+    All are measured, most of them by their characters alone. What is left out is
+    logged.
+
+    Args:
+        examples: the data set.
+        split: of which.
+        tokenizer: of the model.
+        max_tokens: of each sequence of an example.
+        noun: for examples, in messages.
+        option: of `max_tokens`, for messages.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    lengths, total = Lengths.of(tokenizer), examples.size(split)
+
+    def fits(index: int) -> bool:
+        texts = examples.written(tokenizer, split, index)
+        known = [lengths.fits(text, max_tokens) for text in texts]
+        if False in known:
+            return False
+        return None not in known or all(
             len(sequence.tokens) <= max_tokens
             for sequence in examples.encode(tokenizer, split, index)
         )
-    ]
-    if not kept:
+
+    kept = [index for index in range(total) if fits(index)]
+    if total and not kept:
         raise ConfigError(
-            f"--max-tokens: all {len(every)} {split} {noun} have a prompt plus answer "
-            f"of more than {max_tokens} tokens; raise the option"
+            f"{option}: all {total} {split} {noun} have a prompt plus answer of more "
+            f"than {max_tokens} tokens; raise the option"
         )
-    if len(kept) < len(every):
-        logger.warning(
-            "%d of %d %s %s left out: prompt plus answer of more than --max-tokens %d",
-            *(len(every) - len(kept), len(every), split, noun, max_tokens),
-        )
+    left_out(
+        total - len(kept),
+        total,
+        f"{split} {noun}",
+        f"prompt plus answer of more than {option} {max_tokens}",
+    )
     return kept

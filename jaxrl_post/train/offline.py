@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,8 @@ from jaxrl_post.train.config import (
     PreferenceConfig,
     SFTConfig,
 )
-from jaxrl_post.train.examples import Demonstrations, Examples
+from jaxrl_post.train.demonstrations import Demonstrations
+from jaxrl_post.train.examples import Examples
 from jaxrl_post.train.feed import Drawn, Feed, Measured
 from jaxrl_post.train.horizon import optimizer_steps
 from jaxrl_post.train.learner import Learner, begin_training
@@ -59,6 +60,7 @@ from jaxrl_post.train.session import (
 )
 from jaxrl_post.train.sinks import ACCURACY, MetricsLog, Progress, warnings_shown
 from jaxrl_post.train.step import ObjectiveFn
+from jaxrl_post.train.tasks import open_tasks
 from jaxrl_post.types import PyTree
 
 __all__ = ["run_preference", "run_reward", "run_sft"]
@@ -110,8 +112,9 @@ def run_sft(
     check_options(config)
     with warnings_shown(console):
         environment = make_environment(config.env, config.data)
-    examples = Demonstrations(environment, config.max_tokens)
-    job = Job(supervised.next_token, lambda tokenizer: examples)
+        tasks = open_tasks(environment, config.data.on_overlap)
+    examples = Demonstrations(tasks, config.max_tokens)
+    job = Job(supervised.next_token, functools.cache(examples.fitting))
     return _run(config, job, examples, console, command, should_stop)
 
 
@@ -265,10 +268,8 @@ def _loop(
             metrics_log.write(0, _evaluated(feed, state.params, held_out, job.right))
         while step < config.steps and not stopped:
             step += 1
-            drawn = feed.draw(
-                "train", (int(next(indices)) for _ in range(config.examples_per_step))
-            )
-            state, metrics = _step(feed, state, drawn, step)
+            chosen = (int(next(indices)) for _ in range(config.examples_per_step))
+            state, metrics = _step(feed, state, chosen, step)
             stopped = should_stop()
             last = step == config.steps or stopped
             evaluates = not stopped and config.eval.due(step, config.steps)
@@ -303,9 +304,11 @@ def _resumed(
 
 
 def _step(
-    feed: Feed, state: PyTree, drawn: Drawn, number: int
+    feed: Feed, state: PyTree, chosen: Iterable[int], number: int
 ) -> tuple[PyTree, dict[str, float]]:
     begin = time.perf_counter()
+    drawn = feed.draw("train", chosen)
+    read = time.perf_counter()
     batch = feed.ready(state.params, feed.scored(drawn))
     scored = time.perf_counter()
     state, metrics = feed.learner.update(state, batch, where=f"step {number}")
@@ -315,7 +318,8 @@ def _step(
     return state, metrics | {
         "train/tokens": float(np.sum(batch.loss_mask)),
         "throughput/tokens_per_second": tokens / (end - begin),
-        "time/logprobs": scored - begin,
+        "time/data": read - begin,
+        "time/logprobs": scored - read,
         "time/train": end - scored,
         "time/step": end - begin,
     }

@@ -11,13 +11,15 @@ from rich.console import Console
 
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.data.prompts import task_indices
-from jaxrl_post.envs import Environment, WorkerPool
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.envs import WorkerPool
+from jaxrl_post.models import ModelConfig
 from jaxrl_post.rollout.types import Group
 from jaxrl_post.train.algorithm import make_algorithm
 from jaxrl_post.train.checkpoint import abstract_state
-from jaxrl_post.train.config import RLConfig
+from jaxrl_post.train.config import RLConfig, RolloutConfig
 from jaxrl_post.train.critic import check_critic, open_critic
-from jaxrl_post.train.examples import Demonstrations
+from jaxrl_post.train.demonstrations import Demonstrations
 from jaxrl_post.train.horizon import optimizer_steps
 from jaxrl_post.train.learner import begin_training
 from jaxrl_post.train.option_checks import check_options
@@ -37,10 +39,10 @@ from jaxrl_post.train.run import (
 )
 from jaxrl_post.train.session import (
     Model,
+    context_of,
     environment_texts,
     layout_table,
     make_environment,
-    prompt_limit,
 )
 from jaxrl_post.train.sinks import (
     ACCURACY,
@@ -50,6 +52,7 @@ from jaxrl_post.train.sinks import (
     SampleLog,
     warnings_shown,
 )
+from jaxrl_post.train.tasks import TaskSets, fitting_prompts, open_tasks
 
 __all__ = ["run_rl"]
 
@@ -83,50 +86,65 @@ def run_rl(
     )
     with warnings_shown(console):
         environment = make_environment(config.env, config.data)
+        tasks = open_tasks(environment, config.data.on_overlap)
+    fitting = functools.cache(functools.partial(_fitting, tasks, config.rollout))
     shared = config.algorithm.name == "ppo" and config.critic.backbone == "shared"
     with open_run(
         config,
         console=console,
         command=command,
-        texts=functools.partial(environment_texts, environment),
+        texts=functools.partial(environment_texts, tasks),
         head="lm+value" if shared else "lm",
-        complete=functools.partial(_measured, environment),
-        warm_start=functools.partial(_warm_started, environment, console),
+        complete=functools.partial(_measured, fitting),
+        warm_start=functools.partial(_warm_started, fitting, console),
     ) as run:
         rollout = run.config.rollout
+        kept, _ = fitting(run.model.tokenizer, run.model.config)
         with WorkerPool(
             environment, rollout.reward_workers, deadline_s=rollout.reward_deadline_s
         ) as judges:
-            trainer = _trainer(run, environment, judges, algorithm)
+            trainer = _trainer(run, kept, judges, algorithm)
             _print_layout(run, trainer)
             return _loop(run, trainer, should_stop)
 
 
-def _measured(environment: Environment, config: RLConfig, model: Model) -> RLConfig:
+# The tasks whose prompts fit a model, and tokens of the longest prompt.
+type Fitting = Callable[[Tokenizer, ModelConfig], tuple[TaskSets, int]]
+
+
+def _fitting(
+    tasks: TaskSets, rollout: RolloutConfig, tokenizer: Tokenizer, config: ModelConfig
+) -> tuple[TaskSets, int]:
+    return fitting_prompts(
+        tasks,
+        tokenizer,
+        rollout.max_prompt_tokens,
+        "--rollout.max-prompt-tokens",
+        context=max(context_of(config) - rollout.max_tokens, 1),
+    )
+
+
+def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
     """The configuration with what the environment's prompts decide, checked."""
     check_critic(config, model)
-    rollout = dataclasses.replace(
-        config.rollout,
-        max_prompt_tokens=prompt_limit(
-            environment,
-            model.tokenizer,
-            config.rollout.max_prompt_tokens,
-            "--rollout.max-prompt-tokens",
-        ),
-    )
+    _, longest = fitting(model.tokenizer, model.config)
+    rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
     config = dataclasses.replace(config, rollout=rollout)
     Trainer.row_tokens(config)
     return config
 
 
 def _warm_started(
-    environment: Environment, console: Console, config: RLConfig, model: Model
+    fitting: Fitting, console: Console, config: RLConfig, model: Model
 ) -> Model:
     row_tokens = Trainer.row_tokens(config)
+    if not config.warm_start.steps:
+        return model
+    tasks, _ = fitting(model.tokenizer, model.config)
     return warm_started(
         config.warm_start,
         model,
-        Demonstrations(environment, row_tokens),
+        _demonstrations(tasks, config, model),
         config.update,
         seed=config.seed,
         row_tokens=row_tokens,
@@ -134,9 +152,15 @@ def _warm_started(
     )
 
 
+def _demonstrations(tasks: TaskSets, config: RLConfig, model: Model) -> Demonstrations:
+    """Those that fit into a row."""
+    demonstrations = Demonstrations(tasks, Trainer.row_tokens(config))
+    return demonstrations.fitting(model.tokenizer, "--update.row-tokens")
+
+
 def _trainer(
     run: Run[RLConfig],
-    environment: Environment,
+    tasks: TaskSets,
     judges: WorkerPool,
     algorithm: Algorithm,
 ) -> Trainer:
@@ -175,20 +199,21 @@ def _trainer(
         )
     demonstrations = None
     if config.distill.data == "demonstrations":
-        demonstrations = Demonstrations(environment, Trainer.row_tokens(config))
-        # An environment that has none is refused before the first evaluation.
-        demonstrations.encode(model.tokenizer, "train", 0)
+        demonstrations = _demonstrations(tasks, config, model)
     return Trainer(
         config=config,
         model=model,
-        environment=environment,
+        environment=tasks,
         algorithm=algorithm,
         learner=learner,
         engine=make_engine(config.rollout, model, seed=config.seed),
         runner=make_runner(config.rollout, model, judges),
         state=state,
         reference=reference,
-        indices=task_indices(len(environment.tasks("train")), config.seed),
+        indices=task_indices(
+            (tasks if demonstrations is None else demonstrations).size("train"),
+            config.seed,
+        ),
         critic=critic,
         demonstrations=demonstrations,
     )

@@ -101,11 +101,7 @@ def open_pairs(
             "drop the option"
         )
     train, held_out = split(pairs, eval_share=config.eval_share)
-    # One a prompt: pairs that share one are not independent, and an interval of the
-    # accuracy would be too narrow.
-    first = {pair.group: pair for pair in reversed(held_out)}
-    kept = [pair for pair in held_out if first[pair.group] is pair]
-    return Pairs(train, kept, margin)
+    return Pairs(train, one_a_group(held_out), margin)
 
 
 def open_judgements(config: PairsConfig, console: Console) -> Judgements:

@@ -110,6 +110,7 @@ SECTIONS = (
     ),
 )
 PHASES = (
+    ("time/data", "data"),
     ("time/rollout", "rollout"),
     ("time/reward", "reward"),
     ("time/logprobs", "log-probs"),

@@ -31,7 +31,7 @@ from jaxrl_post.train.config import (
     RolloutConfig,
 )
 from jaxrl_post.train.credit import credited
-from jaxrl_post.train.examples import Demonstrations
+from jaxrl_post.train.demonstrations import Demonstrations
 from jaxrl_post.train.learner import Learner
 from jaxrl_post.train.publish import Published, publish
 from jaxrl_post.train.reference import Reference

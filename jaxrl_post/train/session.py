@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_post import envs, models
-from jaxrl_post.data import chat
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs import Environment
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
@@ -39,18 +38,20 @@ __all__ = [
     "Adaptation",
     "Model",
     "check_context",
+    "context_of",
     "environment_texts",
     "layout_table",
     "make_environment",
     "open_model",
     "save_model",
+    "shortened",
 ]
 
 # Texts from which a preset's tokenizer is learned.
 TOKENIZER_TEXTS = 2000
 
-# Tasks of a split whose prompts are measured before a run.
-MEASURED_TASKS = 10_000
+# Of each of them, so many characters: more teach a tokenizer nothing.
+TEXT_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,12 @@ def environment_texts(environment: Environment) -> list[str]:
     for task in tasks[: min(len(tasks), TOKENIZER_TEXTS)]:
         texts += [message.content for message in task.messages]
         texts.append(environment.demonstration(task) or "")
-    return texts
+    return shortened(texts)
+
+
+def shortened(texts: Iterable[str]) -> list[str]:
+    """As much of each text as a preset's tokenizer is learned from."""
+    return [text[:TEXT_CHARACTERS] for text in texts]
 
 
 def save_model(
@@ -288,48 +294,6 @@ def _policy_alone(model: Model, params: PyTree) -> tuple[Model, PyTree]:
     return dataclasses.replace(model, config=config, adaptation=adaptation), params
 
 
-def prompt_limit(
-    environment: Environment, tokenizer: Tokenizer, limit: int, option: str
-) -> int:
-    """The most tokens that a prompt may have, checked before anything runs.
-
-    Looks at the first tasks of each split, MEASURED_TASKS of them.
-
-    Args:
-        environment: whose tasks are rendered.
-        tokenizer: of the model.
-        limit: 0 for the longest prompt that there is, where that many are all.
-        option: of the limit, for errors.
-
-    Raises:
-        ConfigError: an empty split, a prompt of more than `limit` tokens, or no limit
-            for more tasks than are looked at.
-    """
-    longest = 0
-    for split in ("train", "eval"):
-        tasks = environment.tasks(split)
-        if len(tasks) == 0:
-            raise ConfigError(
-                f"--env: {environment.name} has no {split} tasks; the data set is empty"
-            )
-        # A longer one, drawn later, would end the run in the middle.
-        if not limit and len(tasks) > MEASURED_TASKS:
-            raise ConfigError(
-                f"{option}: {environment.name} has {len(tasks):,} {split} tasks, and "
-                f"the longest prompt is looked for among {MEASURED_TASKS:,} at most; "
-                "give the option"
-            )
-        for index in range(min(len(tasks), MEASURED_TASKS)):
-            size = len(chat.render(tokenizer, tasks[index].messages))
-            if 0 < limit < size:
-                raise ConfigError(
-                    f"{option}: {split} task {index} of {environment.name} has "
-                    f"{size} prompt tokens, more than {limit}; raise the option"
-                )
-            longest = max(longest, size)
-    return limit or longest
-
-
 def layout_table(
     model: Model,
     update: UpdateConfig,
@@ -369,6 +333,11 @@ def layout_table(
     return table
 
 
+def context_of(config: ModelConfig) -> int:
+    """Tokens of the longest sequence that a model can be trained on."""
+    return min(config.max_length, config.rotation_limit or config.max_length)
+
+
 def check_context(config: ModelConfig, longest: int, option: str) -> None:
     """Refuses sequences that the model's positions do not reach.
 
@@ -381,7 +350,7 @@ def check_context(config: ModelConfig, longest: int, option: str) -> None:
         ConfigError: the context is shorter, or its scaling rotates a longer sequence by
             its own length, which packed rows cannot follow.
     """
-    limit = min(config.max_length, config.rotation_limit or config.max_length)
+    limit = context_of(config)
     if longest > limit:
         why = "the model's context"
         if limit < config.max_length:

@@ -142,8 +142,8 @@ EXTRACTED = [
 
 @pytest.mark.parametrize(("text", "flexible", "strict"), EXTRACTED)
 def test_final_answer(text, flexible, strict):
-    assert final_answer(text) == flexible
-    assert final_answer(text, extraction="strict") == strict
+    assert final_answer(text, extraction="flexible") == flexible
+    assert final_answer(text) == strict
 
 
 def test_extraction_takes_linear_time():
@@ -192,20 +192,23 @@ GRADED = [
 @pytest.mark.parametrize(("reference", "text", "reward"), GRADED)
 def test_grading(both, reference, text, reward):
     pytest.importorskip("math_verify", reason="needs the extra 'math'")
+    flexible = replace(both, extraction="flexible")
     task = replace(both.tasks("train")[0], reference=reference)
-    step = grade(both, task, text)
+    step = grade(flexible, task, text)
     assert (step.reward, step.done) == (reward, True)
-    answered = final_answer(text) is not None
+    answered = final_answer(text, extraction="flexible") is not None
     assert step.metrics == {"correct": reward, "answered": answered}
 
 
-def test_strict_grading_wants_a_mark(both):
+def test_grading_wants_a_mark_unless_it_is_flexible(both):
     pytest.importorskip("math_verify", reason="needs the extra 'math'")
-    strict = replace(both, extraction="strict")
+    flexible = replace(both, extraction="flexible")
     task = both.tasks("train")[0]
-    assert grade(both, task, "The answer is 72.").reward == 1.0
-    assert grade(strict, task, "The answer is 72.").reward == 0.0
-    assert grade(strict, task, "#### 72").reward == 1.0
+    for text in ("The answer is 72.", "72 72 72 72", "71 and 72"):
+        assert grade(flexible, task, text).reward == 1.0
+        step = grade(both, task, text)
+        assert (step.reward, step.metrics["answered"]) == (0.0, 0.0)
+    assert grade(both, task, "#### 72").reward == 1.0
 
 
 def test_without_the_extra_the_error_names_it(both, monkeypatch):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl_post.envs import Message, WorkerPool
+from jaxrl_post.envs import Message, WorkerPool, reasoning_gym
 from jaxrl_post.envs.reasoning_gym import ReasoningGym
 
 
@@ -26,27 +26,54 @@ def grade(environment, task, text):
     return environment.step(task, (*task.messages, Message("assistant", text)))
 
 
+def library_questions(library, size, **options) -> list[str]:
+    dataset = library.create_dataset("chain_sum", size=size, **options)
+    return [dataset[index]["question"] for index in range(size)]
+
+
 def test_tasks_are_those_of_the_library(library):
     environment = small("chain_sum", {"max_terms": 2}, seed=3)
-    expected = library.create_dataset("chain_sum", max_terms=2, seed=3, size=20)
-    assert questions(environment, "train") == [entry["question"] for entry in expected]
-    task = environment.tasks("train")[4]
-    assert (task.id, task.reference) == (4, expected[4]["answer"])
+    expected = library_questions(library, 20, max_terms=2, seed=3)
+    found = questions(environment, "train")
+    same = [a == b for a, b in zip(found, expected, strict=True)]
+    assert sum(same) >= 12, "one in five is held out"
+    task = environment.tasks("train")[same.index(True)]
+    entry = library.create_dataset("chain_sum", max_terms=2, seed=3)[task.id]
+    assert (task.reference, task.data["entry"]) == (entry["answer"], entry)
     assert task.messages[0].role == "user"
-    assert environment.demonstration(task) == expected[4]["answer"]
+    assert environment.demonstration(task) == entry["answer"]
 
 
-def test_splits_have_seeds_far_apart(library):
-    environment = small("chain_sum", seed=5)
-    train, held_out = (questions(environment, split) for split in ("train", "eval"))
-    assert (len(train), len(held_out)) == (20, 10)
-    assert not set(train) & set(held_out)
-    expected = library.create_dataset("chain_sum", seed=5 + 2**30, size=10)
-    assert held_out == [entry["question"] for entry in expected]
-    # The library's own seeds overlap: one later is the same problems shifted by one.
-    later = questions(small("chain_sum", seed=6), "train")
-    assert later[:-1] == train[1:]
-    assert not set(later) & set(held_out)
+def test_a_problem_is_held_out_at_every_seed_and_size(library):
+    few = {"max_terms": 2, "max_digits": 1}
+    held_out, train = set[str](), set[str]()
+    for seed in range(3):
+        environment = ReasoningGym("chain_sum", few, seed, train_size=300, eval_size=30)
+        held_out.update(questions(environment, "eval"))
+        train.update(questions(environment, "train"))
+    assert not train & held_out
+    assert len(train | held_out) > 150, "both splits have what they can of 200"
+    assert len(held_out) > 20
+
+
+def test_held_out_problems_are_distinct_and_as_many_as_there_are(library):
+    few = {"max_terms": 2, "max_digits": 1}
+    found = questions(ReasoningGym("chain_sum", few), "eval")
+    every = set(library_questions(library, 4000, seed=0, **few))
+    assert len(every) == 200
+    assert len(found) == len(set(found))
+    train = set(questions(ReasoningGym("chain_sum", few, train_size=2000), "train"))
+    assert set(found) | train == every
+    many = questions(small("chain_sum"), "eval")
+    assert len(many) == len(set(many)) == 10
+
+
+@pytest.mark.parametrize(("one_in", "split"), [(1, "train"), (10**12, "eval")])
+def test_a_split_without_a_problem_is_refused(library, monkeypatch, one_in, split):
+    monkeypatch.setattr(reasoning_gym, "_HELD_OUT_ONE_IN", one_in)
+    environment = small("chain_sum", {"max_terms": 2, "max_digits": 1}, seed=11)
+    with pytest.raises(ValueError, match="so that none is left to"):
+        environment.tasks(split)
 
 
 def test_the_scorer_of_the_library_judges(library):

@@ -123,6 +123,14 @@ def test_judged_answers_are_those_of_pairs_taken_apart(written):
     assert not set(held_out) & {each.group for each in found.train}
 
 
+def test_held_out_pairs_are_not_the_first_of_each_prompt(written):
+    # As data sets sort them: the easiest first.
+    rows = [pair(i) | {"rejected": "no" * n} for i in range(40) for n in (1, 2, 3)]
+    found = open_pairs(written(rows), NOWHERE, remedy="")
+    assert len({each.group for each in found.eval}) == len(found.eval)
+    assert {each.rejected for each in found.eval} == {"no", "nono", "nonono"}
+
+
 @pytest.mark.parametrize("rows", [PAIRS, [*SCORED[:-1], PAIRS[-1]]])
 def test_a_margin_without_scores_is_refused(written, rows):
     missing = sum("score_chosen" not in row for row in rows)

@@ -269,7 +269,7 @@ def test_answers_that_cannot_be_judged_are_no_zeros_of_an_evaluation(coin):
     assert 0 < found.scores.failed == len(found.groups) - len(judged)
     assert found.scores.mean_reward == pytest.approx(np.mean(judged))
     # They solve nothing either.
-    solved = sum(reward >= 1 for reward in judged)
+    solved = judged.count(1.0)
     assert found.scores.accuracy == pytest.approx(solved / len(found.groups))
 
 

@@ -6,75 +6,17 @@ import sys
 
 import pytest
 
-from jaxrl_post.envs import Message, Task, TaskSequence
 from jaxrl_post.envs.arithmetic import Arithmetic
 from jaxrl_post.models import ModelConfig, RopeScaling
 from jaxrl_post.sharding import MeshError
-from jaxrl_post.train import session
 from jaxrl_post.train.config import ConfigError, DataConfig
 from jaxrl_post.train.session import (
     check_context,
     environment_texts,
     make_environment,
     open_model,
-    prompt_limit,
     versions,
 )
-from tests.train.trainers import make_model
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompts(Arithmetic):
-    """Two prompts of a length of one's choice in one split, none in the other."""
-
-    texts: tuple[str, ...] = ("1", "1+1=")
-    held_out: int = 1
-
-    def tasks(self, split: str) -> TaskSequence:
-        size = len(self.texts) if split == "train" else self.held_out
-        return TaskSequence(
-            size, lambda i: Task(i, (Message("user", self.texts[i]),), "")
-        )
-
-
-def test_a_prompt_that_is_too_long_is_named_with_its_length():
-    tokenizer = make_model().tokenizer
-    size = len(tokenizer.encode("1+1=", special=True))
-    assert prompt_limit(Prompts(), tokenizer, size, "") == size
-    assert prompt_limit(Prompts(), tokenizer, 99, "") == 99
-    with pytest.raises(
-        ConfigError,
-        match=rf"--rollout.max-prompt-tokens: train task 1 of arithmetic.* has {size} "
-        rf"prompt tokens, more than {size - 1}; raise the option",
-    ):
-        prompt_limit(Prompts(), tokenizer, size - 1, "--rollout.max-prompt-tokens")
-
-
-def test_without_a_limit_the_longest_prompt_is_measured():
-    tokenizer = make_model().tokenizer
-    size = len(tokenizer.encode("1+1=", special=True))
-    assert prompt_limit(Prompts(), tokenizer, 0, "--option") == size
-
-
-def test_more_tasks_than_are_measured_need_a_limit(monkeypatch):
-    monkeypatch.setattr(session, "MEASURED_TASKS", 1)
-    tokenizer = make_model().tokenizer
-    assert prompt_limit(Prompts(), tokenizer, 99, "--option") == 99
-    with pytest.raises(
-        ConfigError, match=r"--option: .* has 2 train tasks, .* 1 at most; give the op"
-    ):
-        prompt_limit(Prompts(), tokenizer, 0, "--option")
-
-
-@pytest.mark.parametrize(
-    ("environment", "split"),
-    [(Prompts(texts=()), "train"), (Prompts(held_out=0), "eval")],
-)
-def test_an_empty_split_is_an_empty_data_set(environment, split):
-    with pytest.raises(
-        ConfigError, match=rf"--env: arithmetic.* has no {split} tasks; the data set is"
-    ):
-        prompt_limit(environment, make_model().tokenizer, 99, "--option")
 
 
 def test_a_missing_library_is_an_error_that_says_what_to_install(monkeypatch):

@@ -23,8 +23,8 @@ from jaxrl_post.train.config import (
     UpdateConfig,
 )
 from jaxrl_post.train.critic import open_critic
+from jaxrl_post.train.demonstrations import Demonstrations
 from jaxrl_post.train.distill_config import DistillConfig
-from jaxrl_post.train.examples import Demonstrations
 from jaxrl_post.train.learner import Learner, begin_training
 from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.reference import beside_teacher, open_reference

@@ -1,0 +1,136 @@
+"""How many tokens a text has at least and at most, without tokenising it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+from jaxrl_post.data import chat
+from jaxrl_post.data.chat import Messages, Turn
+from jaxrl_post.data.tokenizer import Tokenizer
+
+__all__ = ["Lengths", "written"]
+
+# Normalisers that keep the text: they compose or decompose characters, and write
+# spaces as another character. None makes more than three bytes of one byte, or one
+# character of more than four.
+_KEEPING = {"NFC", "NFD", "Prepend", "Replace a space", "Sequence"}
+_MOST_BYTES, _MOST_CHARACTERS = 3, 4
+
+# Tokens around a text that do not come from it (BOS, EOS, a leading space).
+_AROUND = 8
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Bounds on the tokens of a text, which cost a look at its characters.
+
+    A tokenizer that has a token for every byte makes at most one token of each, and no
+    token stands for more characters than the vocabulary's longest. Of a tokenizer
+    without byte tokens, where one unknown token may stand for a whole text, nothing is
+    known.
+
+    Attributes:
+        longest: characters of the vocabulary's longest token; None where there is no
+            bound.
+        normalized: whether the tokenizer rewrites characters first.
+
+    >>> lengths = Lengths.of(Tokenizer.train(["12+30=42"]))
+    >>> lengths.at_most("12+3") >= 4
+    True
+    >>> lengths.fits("12+3=", 64), lengths.fits("9" * 10_000, 64)
+    (True, False)
+    """
+
+    longest: int | None
+    normalized: bool
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Lengths":
+        """The bounds of a tokenizer."""
+        backend = tokenizer.backend
+        normalizers = set(_kinds(backend.normalizer))
+        splits = set(_kinds(backend.pre_tokenizer))
+        bytewise = "ByteLevel" in splits or (
+            getattr(backend.model, "byte_fallback", False)
+        )
+        if (
+            not isinstance(backend.model, tokenizers.models.BPE)
+            or not bytewise
+            or not normalizers <= _KEEPING
+        ):
+            return cls(None, True)
+        longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
+        return cls(longest, bool(normalizers))
+
+    def at_most(self, text: str) -> int | None:
+        """An upper bound on the tokens of a text; None where nothing is known."""
+        if self.longest is None:
+            return None
+        size = len(text.encode("utf-8", errors="surrogatepass"))
+        return size * (_MOST_BYTES if self.normalized else 1) + _AROUND
+
+    def fits(self, text: str, limit: int) -> bool | None:
+        """Whether a text has at most `limit` tokens; None where only its tokens tell.
+
+        Args:
+            text: of any length.
+            limit: tokens, at least 0.
+        """
+        if self.longest is None:
+            return None
+        # White space may be stripped, so it is not counted on.
+        least = self.longest * (_MOST_CHARACTERS if self.normalized else 1) * limit
+        if len(text) > least and sum(map(len, text.split())) > least:
+            return False
+        most = self.at_most(text)
+        return True if most is not None and most <= limit else None
+
+
+def written(tokenizer: Tokenizer, messages: Messages, answer: str | None = None) -> str:
+    """The text of a prompt or, with its answer, of a conversation.
+
+    Args:
+        tokenizer: with or without a chat template.
+        messages: the prompt.
+        answer: of the assistant; None for the prompt alone.
+
+    Raises:
+        TokenizerError: as `chat.render_text`.
+
+    >>> written(Tokenizer.train(["1"]), [{"role": "user", "content": "1+1="}], "2")
+    '1+1=2<|eos|>'
+    """
+    turns = list(messages)
+    if answer is not None:
+        turns.append({"role": "assistant", "content": answer})
+    if tokenizer.chat_templates:
+        return chat.render_text(tokenizer, turns, prompt=answer is None)
+    return "".join(_said(turn, tokenizer) for turn in turns)
+
+
+def _said(turn: Turn | Mapping[str, Any], tokenizer: Tokenizer) -> str:
+    if isinstance(turn, Mapping):
+        role, content = turn.get("role"), turn.get("content")
+    else:
+        role, content = turn.role, turn.content
+    ends = tokenizer.stop_tokens[:1] if role == "assistant" else ()
+    return "".join((content if isinstance(content, str) else "", *ends))
+
+
+def _kinds(part: Any) -> Iterator[str]:
+    """The types of a tokenizer's part and of the parts within it."""
+    if part is not None:
+        yield from _named(json.loads(part.__getstate__()))
+
+
+def _named(state: dict[str, Any]) -> Iterator[str]:
+    kind = state["type"]
+    if kind == "Replace" and state["pattern"] == {"String": " "}:
+        kind = "Replace a space"
+    yield kind
+    for name in ("normalizers", "pretokenizers"):
+        for inner in state.get(name, ()):
+            yield from _named(inner)
