@@ -1,7 +1,7 @@
 # `make demo` and `make test` need a Python >= 3.12 and nothing else: both make .venv.
 # ARGS adds options, as in: make demo ARGS="--steps 20", make test ARGS=tests/losses.
 
-EXTRAS := math,envs,chat,parquet,notebooks,dev
+EXTRAS := math,envs,chat,parquet,hub,notebooks,dev
 CHECKS := check-format check-lint check-types check-layers
 
 .PHONY: demo test check $(CHECKS) format notebooks parity lock environment

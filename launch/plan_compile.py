@@ -26,6 +26,7 @@ from jaxrl_post.models.names import nearest_first
 from jaxrl_post.models.presets import PRESETS
 from jaxrl_post.models.tensor_files import read_json
 from jaxrl_post.sharding import create_mesh, per_device_bytes
+from jaxrl_post.train.hub import fetch
 from launch.hlo import Collective, collectives
 from launch.plan_config import PlanConfig, PlanError
 from launch.plan_programs import Program, counts, programs
@@ -104,7 +105,8 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
         DoesNotFitError: a program needs more memory than a device has.
         ValueError: the mesh does not go with the slice or the model.
     """
-    architecture = _architecture(config.model)
+    fetched = fetch(config, console=console, weights=False)
+    architecture = _architecture(fetched.config.model)
     devices = slice_devices(config.topology)
     hbm = HBM_GIB.get(devices[0].device_kind)
     if hbm is None:

@@ -18,8 +18,9 @@ class PlanConfig:
     """What to plan.
 
     Attributes:
-        model: a preset, such as llama-3.1-8b (`jaxrl_post.models.presets`), or a
-            directory with a config.json.
+        model: a preset, such as llama-3.1-8b (`jaxrl_post.models.presets`), a
+            directory with a config.json, or ORG/NAME on the hub.
+        revision: branch, tag or commit of a model on the hub.
         topology: generation and shape of the slice, such as v5e:4x4 or v5p:4x4x4.
         mesh: as of a run, such as fsdp8,tp2.
         rows: packed rows of a microbatch; 0 for one a part of the batch.
@@ -40,6 +41,7 @@ class PlanConfig:
 
     model: str
     topology: str
+    revision: str | None = None
     mesh: str = "fsdp-1"
     rows: int = 0
     row_tokens: int = 4096

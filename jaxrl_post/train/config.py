@@ -59,8 +59,9 @@ class DataConfig:
     """Files of environments that read some (gsm8k).
 
     Attributes:
-        path: JSONL file of the training tasks.
-        eval_path: JSONL file of the held-out tasks; default: a part of `path`.
+        path: JSONL file of the training tasks; hf://datasets/ORG/NAME/FILE for one on
+            the hub, ORG/NAME@REVISION for a revision of it.
+        eval_path: likewise, of the held-out tasks; default: a part of `path`.
         on_bad_row: stop at a malformed row, or skip, count and report it.
         on_overlap: what to do about training tasks whose prompt is held out too, of any
             environment: stop, drop them from training, or allow them.
@@ -158,8 +159,9 @@ class AlgorithmConfig:
             and reinforce_plus_plus, in the loss of the others; 0 needs no reference.
         kl_estimator: of that term; k1 only inside the reward. None for k1 there and k3
             in a loss.
-        reference: Hugging Face directory of the reference policy, which is the teacher
-            of distillation; None for the model as it began.
+        reference: Hugging Face directory of the reference policy, or ORG/NAME on the
+            hub (ORG/NAME@REVISION for a revision); it is the teacher of distillation;
+            None for the model as it began.
         entropy_coefficient: weight of the entropy that the loss rewards.
         correction: of what the sampler's log-probs differ by.
     """
@@ -180,8 +182,9 @@ class CriticConfig:
 
     Attributes:
         backbone: separate: a model of its own; shared: a value head on the policy.
-        model: Hugging Face directory in which a separate critic begins, a reward model
-            or a language model; None for the policy's own weights.
+        model: Hugging Face directory, or ORG/NAME on the hub, in which a separate
+            critic begins, a reward model or a language model; None for the policy's
+            own weights.
         gamma: discount a token.
         gae_lambda: of the policy's advantages.
         value_lambda: of the critic's targets; 1 makes them the returns.
@@ -298,8 +301,10 @@ class RunConfig:
         resume: go on from the newest checkpoint in `run_dir`, if there is one.
         seed: of initial weights, data order and sampling noise.
         mesh: such as "dp4,tp8"; default: all devices on dp.
-        model: a Hugging Face directory, or a preset with random weights: demo, tiny,
-            small, or a published size such as qwen3-0.6b (jaxrl_post.models.presets).
+        model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
+            weights: demo, tiny, small, or a published size such as qwen3-0.6b
+            (jaxrl_post.models.presets).
+        revision: branch, tag or commit of a model on the hub.
         dtype: of the parameters; None for the checkpoint's own, float32 for a preset.
         steps: of the run; each is a batch, sampled or read.
         update: how a batch becomes optimizer steps.
@@ -315,6 +320,7 @@ class RunConfig:
     seed: int = 0
     mesh: str = ""
     model: str = "demo"
+    revision: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     steps: int = 200
     update: UpdateConfig = field(default_factory=UpdateConfig)

@@ -19,8 +19,9 @@ from jaxrl_post.models.quantized import quantize
 from jaxrl_post.models.tensor_files import read_json
 from jaxrl_post.train.adapters import lora_of
 from jaxrl_post.train.checkpoint import Checkpoints
-from jaxrl_post.train.config import ConfigError
+from jaxrl_post.train.config import ConfigError, RunConfig
 from jaxrl_post.train.convert_config import ConvertConfig
+from jaxrl_post.train.hub import fetch
 from jaxrl_post.train.lora_config import AdapterConfig
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
 from jaxrl_post.types import Array
@@ -77,9 +78,10 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
         raise ConfigError(
             f"--output: {config.output} is already there; remove it or write elsewhere"
         )
+    config = fetch(config, console=console).config
     run = RunDirectory(Path(config.input))
     if (run.path / "checkpoints").is_dir():
-        architecture, params, tokenizer, source = _from_run(run, config)
+        architecture, params, tokenizer, source = _from_run(run, config, console)
     else:
         architecture, params, tokenizer, source = _from_directory(config)
     save = {"huggingface": models.save_pretrained, "orbax": models.save_orbax}
@@ -124,11 +126,11 @@ def _from_directory(config: ConvertConfig) -> Parts:
     return architecture, params, TokenizerFiles(source), source
 
 
-def _from_run(run: RunDirectory, config: ConvertConfig) -> Parts:
+def _from_run(run: RunDirectory, config: ConvertConfig, console: Console) -> Parts:
     saved = run.read_description()
     if saved is None:
         raise ConfigError(f"--input: {run.path} has checkpoints but no config.json")
-    folder = _origin(run, saved, config.base)
+    folder = _origin(run, saved, config.base, console)
     architecture = replace(
         read_config(read_json(folder / "config.json")),
         head=saved.head,
@@ -177,11 +179,18 @@ def _merged(
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def _origin(run: RunDirectory, saved: RunDescription, base: str | None) -> Path:
+def _origin(
+    run: RunDirectory, saved: RunDescription, base: str | None, console: Console
+) -> Path:
     """Where architecture and tokenizer of a run are, which no checkpoint holds."""
-    folders = [run.path / "initial", Path(saved.config["model"])]
+    model, revision = saved.config["model"], saved.config.get("revision")
+    folders = [run.path / "initial", Path(model)]
     if base is not None:
         folders = [Path(base)]
+    elif model.partition("@")[0] in {name.partition("@")[0] for name in saved.hub}:
+        began = RunConfig(model=model, revision=revision)
+        fetched = fetch(began, console=console, pinned=saved.hub)
+        folders.append(Path(fetched.config.model))
     for folder in folders:
         if (folder / "config.json").is_file():
             return folder

@@ -89,6 +89,7 @@ def open_critic(config: CriticConfig, model: Model, *, seed: int) -> Model:
             params=params,
             preset=False,
             adaptation=None,
+            published=None,
         )
     lora = config.lora
     if any(map(is_matrix, jax.tree.leaves(critic.params, is_leaf=is_matrix))):

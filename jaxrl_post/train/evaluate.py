@@ -26,6 +26,7 @@ from jaxrl_post.train.evaluate_config import (
     check_evaluation,
     result_files,
 )
+from jaxrl_post.train.hub import fetch
 from jaxrl_post.train.publish import publish
 from jaxrl_post.train.rl import make_engine, make_runner
 from jaxrl_post.train.run_directory import replace_file
@@ -190,9 +191,10 @@ def run_evaluation(
             "folder named model, and python -m launch.convert makes one of a "
             f"checkpoint ({_checkpoints_of(config.model)})"
         )
-    environment = make_environment(config.env, config.data)
+    fetched = fetch(config, console=console)
+    environment = make_environment(config.env, fetched.config.data)
     model = open_model(
-        config.model,
+        fetched.config.model,
         mesh=config.mesh,
         dtype=config.dtype,
         seed=config.seed,
@@ -226,6 +228,7 @@ def run_evaluation(
             "sampling": dataclasses.asdict(sampling),
             "not_done": dict(not_done),
             "config": dataclasses.asdict(config),
+            "hub": dict(fetched.commits),
         }
         replace_file(results, json.dumps(content, indent=2) + "\n")
         console.print(f"results: {results}\ncompletions: {completions}", markup=False)

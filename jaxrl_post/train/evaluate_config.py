@@ -16,7 +16,9 @@ class EvaluateConfig:
     """What to evaluate, and how.
 
     Attributes:
-        model: a Hugging Face directory, or a preset: demo, tiny, small.
+        model: a Hugging Face directory, ORG/NAME on the hub, or a preset: demo, tiny,
+            small.
+        revision: branch, tag or commit of a model on the hub.
         env: as for training, such as arithmetic?level=2 or gsm8k.
         data: files.
         split: which tasks; "eval" holds those that no training saw.
@@ -45,6 +47,7 @@ class EvaluateConfig:
     """
 
     model: str
+    revision: str | None = None
     env: str = "arithmetic"
     data: DataConfig = field(default_factory=DataConfig)
     split: Literal["eval", "train"] = "eval"

@@ -29,6 +29,7 @@ from jaxrl_post.train.demonstrations import Demonstrations
 from jaxrl_post.train.examples import Examples
 from jaxrl_post.train.feed import Drawn, Feed, Measured
 from jaxrl_post.train.horizon import optimizer_steps
+from jaxrl_post.train.hub import Fetched, fetch_run
 from jaxrl_post.train.learner import Learner, begin_training
 from jaxrl_post.train.option_checks import check_options
 from jaxrl_post.train.preferences import (
@@ -110,12 +111,14 @@ def run_sft(
 ) -> Outcome:
     """Trains on an environment's demonstrations; arguments and errors as `run_rl`."""
     check_options(config)
+    fetched = fetch_run(config, console=console)
+    config = fetched.config
     with warnings_shown(console):
         environment = make_environment(config.env, config.data)
         tasks = open_tasks(environment, config.data.on_overlap)
     examples = Demonstrations(tasks, config.max_tokens)
     job = Job(supervised.next_token, functools.cache(examples.fitting))
-    return _run(config, job, examples, console, command, should_stop)
+    return _run(fetched, job, examples, console, command, should_stop)
 
 
 def run_preference(
@@ -127,6 +130,8 @@ def run_preference(
 ) -> Outcome:
     """Trains a policy on preferences; arguments and errors as `run_rl`."""
     check_options(config)
+    fetched = fetch_run(config, console=console)
+    config = fetched.config
     algorithm = make_preference(config.loss)
     require_directory(config.loss.reference, "--loss.reference")
     mismatched = algorithm.mismatched
@@ -151,7 +156,7 @@ def run_preference(
         sequences=2 if mismatched is None else 1,
         noun="pairs" if mismatched is None else "answers",
     )
-    return _run(config, job, examples, console, command, should_stop)
+    return _run(fetched, job, examples, console, command, should_stop)
 
 
 def run_reward(
@@ -163,6 +168,8 @@ def run_reward(
 ) -> Outcome:
     """Trains a reward model, of either kind; arguments and errors as `run_rl`."""
     check_options(config)
+    fetched = fetch_run(config, console=console)
+    config = fetched.config
     if config.kind == "outcome":
         pairs = open_pairs(config.data, console, margin=config.margin, remedy="")
         job = Job(
@@ -170,7 +177,7 @@ def run_reward(
             functools.cache(partial(pairs.fitting, max_tokens=config.max_tokens)),
             sequences=2,
         )
-        return _run(config, job, pairs, console, command, should_stop, head="value")
+        return _run(fetched, job, pairs, console, command, should_stop, head="value")
     solutions = open_solutions(config.data, console, separator=config.separator)
     job = Job(
         reward_model.process_reward(),
@@ -178,11 +185,11 @@ def run_reward(
         noun="solutions",
         right="process/first_error_accuracy",
     )
-    return _run(config, job, solutions, console, command, should_stop, head="process")
+    return _run(fetched, job, solutions, console, command, should_stop, head="process")
 
 
 def _run(
-    config: OfflineConfig,
+    fetched: Fetched[Any],
     job: Job,
     examples: Examples,
     console: Console,
@@ -190,6 +197,7 @@ def _run(
     should_stop: Callable[[], bool],
     head: Head = "lm",
 ) -> Outcome:
+    config: OfflineConfig = fetched.config
     longest = job.sequences * config.max_tokens
     row_tokens = config.update.row_tokens or -(-longest // 8) * 8
     if row_tokens < longest:
@@ -217,7 +225,7 @@ def _run(
         return config
 
     with open_run(
-        config,
+        fetched,
         console=console,
         command=command,
         texts=examples.texts,

@@ -21,6 +21,7 @@ from jaxrl_post.train.config import RLConfig, RolloutConfig
 from jaxrl_post.train.critic import check_critic, open_critic
 from jaxrl_post.train.demonstrations import Demonstrations
 from jaxrl_post.train.horizon import optimizer_steps
+from jaxrl_post.train.hub import fetch_run
 from jaxrl_post.train.learner import begin_training
 from jaxrl_post.train.option_checks import check_options
 from jaxrl_post.train.reference import (
@@ -79,6 +80,8 @@ def run_rl(
             last checkpoint is whole.
     """
     check_options(config)
+    fetched = fetch_run(config, console=console)
+    config = fetched.config
     require_directory(config.algorithm.reference, "--algorithm.reference")
     require_directory(config.critic.model, "--critic.model")
     algorithm = make_algorithm(
@@ -90,7 +93,7 @@ def run_rl(
     fitting = functools.cache(functools.partial(_fitting, tasks, config.rollout))
     shared = config.algorithm.name == "ppo" and config.critic.backbone == "shared"
     with open_run(
-        config,
+        fetched,
         console=console,
         command=command,
         texts=functools.partial(environment_texts, tasks),

@@ -19,7 +19,7 @@ class PairsConfig:
         path: .jsonl or .parquet with prompt, chosen and rejected, as texts or as
             messages; GSM8K's example solutions of several models; for kto, prompt,
             completion and label; for process reward models, prompt, completions (a list
-            of steps) and labels.
+            of steps) and labels. hf://datasets/ORG/NAME/FILE is one on the hub.
         on_bad_row: stop at a malformed row, or skip, count and report it.
         eval_share: of the prompts, held out; one pair, answer or solution of each of
             these is looked at.
@@ -46,8 +46,8 @@ class PreferenceLossConfig:
             default.
         desirable_weight: of desirable answers in kto; None keeps the default.
         undesirable_weight: of undesirable answers in kto; None keeps the default.
-        reference: Hugging Face directory of the reference policy; None for the model
-            as it began.
+        reference: Hugging Face directory of the reference policy, or ORG/NAME on the
+            hub; None for the model as it began.
     """
 
     name: PreferenceName = "dpo"

@@ -37,8 +37,8 @@ def require_directory(path: str | None, option: str) -> None:
     """
     if path is not None and not Path(path).is_dir():
         raise ConfigError(
-            f"{option}: no such directory: {path}; models are read from disk, so "
-            "download first: hf download NAME --local-dir DIRECTORY"
+            f"{option}: no such directory: {path}; give that of a model, or ORG/NAME "
+            "of one on the hub"
         )
 
 

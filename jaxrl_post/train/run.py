@@ -27,6 +27,7 @@ from jaxrl_post.train.config import (
 )
 from jaxrl_post.train.examples import Examples, batches
 from jaxrl_post.train.horizon import with_horizons
+from jaxrl_post.train.hub import Fetched
 from jaxrl_post.train.learner import DivergenceError, begin_training
 from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.report import write_report
@@ -84,6 +85,7 @@ class Run[Config: RunConfig]:
 
     Attributes:
         config: resolved.
+        fetched: what of it names things on the hub.
         directory: its files.
         model: as it begins; on resuming, of the right shape.
         checkpoints: empty at the start.
@@ -92,6 +94,7 @@ class Run[Config: RunConfig]:
     """
 
     config: Config
+    fetched: Fetched[Config]
     directory: RunDirectory
     model: Model
     checkpoints: Checkpoints
@@ -102,17 +105,19 @@ class Run[Config: RunConfig]:
         """Writes config.json, with which a continuation is compared."""
         mesh = ",".join(f"{name}{n}" for name, n in self.model.mesh.shape.items())
         head = self.model.config.head
+        config = self.fetched.named(self.config)
         self.directory.path.mkdir(parents=True, exist_ok=True)
         self.directory.describe(
             RunDescription(
                 command=self.command,
-                model=self.config.model,
+                model=config.model,
                 num_parameters=self.model.num_parameters,
                 mesh=mesh,
                 versions=versions(),
-                config=dataclasses.asdict(self.config),
+                config=dataclasses.asdict(config),
                 # Of a shared backbone the policy alone is saved.
                 head="lm" if head == "lm+value" else head,
+                hub=self.fetched.commits,
             )
         )
 
@@ -139,7 +144,7 @@ class Run[Config: RunConfig]:
 
 @contextmanager
 def open_run[Config: RunConfig](
-    config: Config,
+    fetched: Fetched[Config],
     *,
     console: Console,
     command: str,
@@ -151,7 +156,7 @@ def open_run[Config: RunConfig](
     """Opens model and checkpoints, and makes sure that they are this run's.
 
     Args:
-        config: of the run.
+        fetched: the configuration of the run.
         console: for people.
         command: the command line.
         texts: from which a preset's tokenizer is learned.
@@ -166,6 +171,7 @@ def open_run[Config: RunConfig](
         CheckpointError: it has checkpoints, and none is whole.
         MeshError: before anything is compiled.
     """
+    config = fetched.config
     directory = RunDirectory(run_path(config))
     initial = directory.path / "initial"
     resumable = config.resume and (initial / "config.json").is_file()
@@ -182,12 +188,16 @@ def open_run[Config: RunConfig](
             texts=texts,
             head=head,
         )
+        if "model" in fetched.names:
+            published = fetched.names["model"].partition("@")[0]
+            model = dataclasses.replace(model, published=published)
         # Before the warm start, which takes minutes.
         lora_of(config.lora, model.config)
         config = complete(config, model)
         stack.enter_context(jax.set_mesh(model.mesh))
-        checkpoints = stack.enter_context(_checkpoints(directory, config))
-        run = Run(config, directory, model, checkpoints, console, command)
+        named = fetched.named(config)
+        checkpoints = stack.enter_context(_checkpoints(directory, named))
+        run = Run(config, fetched, directory, model, checkpoints, console, command)
         if checkpoints.latest() is None and model.preset:
             run = dataclasses.replace(run, model=warm_start(config, model))
             # Before what a continuation begins with, so that no other configuration

@@ -35,6 +35,7 @@ class RunDescription:
         config: the resolved configuration, of values that JSON can write.
         head: of the model that the run makes: "lm", "value" for a reward model, or
             "process" for one of steps.
+        hub: commits of what the configuration names on the hub, by name.
     """
 
     command: str
@@ -44,6 +45,7 @@ class RunDescription:
     versions: Mapping[str, str]
     config: Mapping[str, Any]
     head: str = "lm"
+    hub: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,6 +82,7 @@ class Model:
         rules: how it lies there.
         preset: whether it was initialised rather than loaded.
         adaptation: where `params` are an adapter, what they adapt.
+        published: its name on the hub, None for a model that is not from there.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Model:
     rules: Rules
     preset: bool
     adaptation: Adaptation | None = None
+    published: str | None = None
 
     @property
     def base(self) -> DecoderParams[Any]:
@@ -268,7 +270,7 @@ def save_model(
         _make_room(beside)
         # PEFT finds its base there, if transformers can read it.
         known = source is not None and not is_orbax_directory(source)
-        base = str(source) if known else None
+        base = model.published or (str(source) if known else None)
         save_adapter(beside, config, params, adaptation.lora, base)
 
 

@@ -112,7 +112,7 @@ def test_no_resume_does_not_write_over_a_run(tmp_path):
 @pytest.mark.parametrize("config", [RL, SFTConfig(env="coin:Coin")])
 def test_a_run_directory_in_use_is_refused_before_the_model_is_opened(tmp_path, config):
     folder = tmp_path / "run"
-    config = dataclasses.replace(config, run_dir=str(folder), model="no/where")
+    config = dataclasses.replace(config, run_dir=str(folder), model="no/such/place")
     with (
         run_lock(folder, "python -m launch.ppo"),
         pytest.raises(
@@ -120,7 +120,7 @@ def test_a_run_directory_in_use_is_refused_before_the_model_is_opened(tmp_path, 
         ),
     ):
         begin(config)
-    with pytest.raises(ConfigError, match="--model: 'no/where' is neither"):
+    with pytest.raises(ConfigError, match="--model: 'no/such/place' is neither"):
         begin(config)
     assert not folder.exists()
 
@@ -202,7 +202,10 @@ def test_skipped_rows_are_counted_and_shown_once(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "option"),
     [
-        ({"name": "distillation", "reference": "no/where"}, "--algorithm.reference"),
+        (
+            {"name": "distillation", "reference": "no/such/place"},
+            "--algorithm.reference",
+        ),
         ({"name": "ppo"}, "--critic.model"),
     ],
 )
@@ -211,9 +214,11 @@ def test_a_model_that_is_not_there_is_refused_before_a_warm_start(
 ):
     config = changed("algorithm", **changes)
     if option == "--critic.model":
-        critic = dataclasses.replace(config.critic, model="no/where")
+        critic = dataclasses.replace(config.critic, model="no/such/place")
         config = dataclasses.replace(config, critic=critic)
     config = dataclasses.replace(config, run_dir=str(tmp_path / "run"))
-    with pytest.raises(ConfigError, match=rf"{option}: no such directory: no/where"):
+    with pytest.raises(
+        ConfigError, match=rf"{option}: no such directory: no/such/place"
+    ):
         begin(config)
     assert not (tmp_path / "run").exists()

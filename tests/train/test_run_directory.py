@@ -196,6 +196,7 @@ def test_description_is_written_whole(tmp_path):
         "versions": {"jax": "1"},
         "config": {"betas": [0.9, 1]},
         "head": "lm",
+        "hub": {},
     }
     assert os.listdir(directory.path) == ["config.json"]
 

@@ -1,0 +1,118 @@
+"""Programs whose options name a model and data on the hub."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxrl_post import models
+from jaxrl_post.data.tokenizer import Tokenizer
+from launch import convert, dpo, evaluate, sft
+from launch.plan_compile import plan
+from launch.plan_config import PlanConfig, PlanError
+from tests.hub_server import Hub, commit_of, serving
+
+PAIRS = "".join(
+    json.dumps({"prompt": f"{i}=", "chosen": "a", "rejected": "b"}) + "\n"
+    for i in range(12)
+).encode()
+
+
+@pytest.fixture
+def served(model, tmp_path, monkeypatch):
+    files = {file.name: file.read_bytes() for file in model.iterdir()}
+    hub = Hub(
+        {
+            "models/Org/tiny": {"main": files},
+            "datasets/Org/pairs": {"main": {"pairs.jsonl": PAIRS}},
+        }
+    )
+    with serving(hub, str(tmp_path / "cache"), monkeypatch):
+        yield hub
+
+
+def test_a_run_from_the_hub_goes_on_from_the_commit_with_which_it_began(
+    served, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    command = [
+        "--model=Org/tiny", "--env=even_length:EvenLength", "--max-tokens=24",
+        "--examples-per-step=8", "--eval.every=0", "--checkpoint.every=1",
+        "--optimizer.schedule=constant",
+    ]  # fmt: skip
+    assert sft.main([*command, "--steps=1"]) == 0
+    [run] = Path("runs").iterdir()
+    assert run.name == "sft-even_length-EvenLength-tiny"
+    described = json.loads((run / "config.json").read_text())
+    assert described["model"] == described["config"]["model"] == "Org/tiny"
+    assert described["config"]["run_dir"] is None
+    assert described["hub"] == {"Org/tiny": commit_of("main")}
+    # The branch moves to a model that could not be read.
+    repository = served.repositories["models/Org/tiny"]
+    repository["began"] = repository["main"]
+    served.commits["models/Org/tiny", "began"] = commit_of("main")
+    served.commits["models/Org/tiny", "main"] = commit_of("later")
+    repository["main"] = {"config.json": b"{}", "model.safetensors": b""}
+    assert sft.main([*command, "--steps=2"]) == 0
+    assert "resumed at step 1 of 2" in capsys.readouterr().out
+    described = json.loads((run / "config.json").read_text())
+    assert described["hub"] == {"Org/tiny": commit_of("main")}
+    # Nothing else names the architecture of its checkpoint.
+    assert convert.main([f"--input={run}", "--output=converted"]) == 0
+    _, params = models.load_pretrained("converted")
+    _, trained = models.load_pretrained(run / "model")
+    assert (params.embedding == trained.embedding).all()
+    assert Tokenizer.from_directory("converted").stop_ids == (1,)
+
+
+def test_pairs_and_a_reference_from_the_hub(served, tmp_path):
+    run = tmp_path / "run"
+    assert dpo.main(
+        [
+            "--model=Org/tiny", "--loss.reference=Org/tiny", f"--run-dir={run}",
+            "--data.path=hf://datasets/Org/pairs/pairs.jsonl", "--data.eval-share=0.2",
+            "--max-tokens=24", "--examples-per-step=8", "--eval.every=0", "--steps=1",
+            "--lora.rank=2",
+        ]
+    ) == 0  # fmt: skip
+    described = json.loads((run / "config.json").read_text())
+    names = described["config"]
+    assert names["loss"]["reference"] == "Org/tiny"
+    assert names["data"]["path"] == "hf://datasets/Org/pairs/pairs.jsonl"
+    assert described["hub"].keys() == {"Org/tiny", "datasets/Org/pairs"}
+    # PEFT finds the base by that name on another machine.
+    adapter = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == "Org/tiny"
+
+
+def test_an_evaluation_says_which_commit_it_measured(served, tmp_path):
+    output = tmp_path / "results.json"
+    options = ["--model=Org/tiny", "--env=even_length:EvenLength", "--num-tasks=2"]
+    assert evaluate.main([*options, "--max-tokens=2", f"--output={output}"]) == 0
+    found = json.loads(output.read_text())
+    assert found["config"]["model"] == "Org/tiny"
+    assert found["hub"] == {"Org/tiny": commit_of("main")}
+
+
+def test_a_conversion_from_the_hub(served, tmp_path, model):
+    target = tmp_path / "converted"
+    options = ["--input=Org/tiny", f"--revision={commit_of('main')}"]
+    assert convert.main([*options, f"--output={target}", "--format=orbax"]) == 0
+    config, _ = models.load_pretrained(target)
+    assert config == models.load_pretrained(model)[0]
+
+
+def test_a_plan_fetches_the_configuration_alone(served):
+    # Whether there is a compiler for TPUs or not.
+    with pytest.raises(PlanError, match=r"^--topology: |^libtpu is not installed"):
+        plan(PlanConfig("Org/tiny", "v5e:9x9"), console=Console(file=io.StringIO()))
+    assert set(served.asked) == {"models/Org/tiny/config.json"}
+
+
+def test_what_cannot_be_fetched_ends_a_program_before_anything_runs(served, capsys):
+    assert sft.main(["--model=Org/none"]) == 1
+    told = capsys.readouterr().out
+    assert "error: --model: Org/none is neither a directory nor a preset" in told
+    assert not Path("runs/sft-arithmetic-none").exists()
