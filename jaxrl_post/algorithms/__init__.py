@@ -1,6 +1,7 @@
 """Named algorithms: compositions of `jaxrl_post.losses` behind one contract."""
 
 from jaxrl_post.algorithms import (
+    anchored,
     corrections,
     dialects,
     pairs,
@@ -28,6 +29,15 @@ from jaxrl_post.algorithms.policy_gradient import (
     gspo,
     rloo,
 )
+from jaxrl_post.algorithms.sequence_weights import (
+    clipped_rloo,
+    gdpo,
+    lite_ppo,
+    luspo,
+    opo,
+    remax,
+    vespo,
+)
 from jaxrl_post.algorithms.token_credit import (
     distillation,
     ppo,
@@ -45,7 +55,9 @@ __all__ = [
     "Objective",
     "PolicyTerm",
     "Predictions",
+    "anchored",
     "cispo",
+    "clipped_rloo",
     "compose",
     "corrections",
     "dapo",
@@ -54,16 +66,21 @@ __all__ = [
     "distribution_distillation",
     "dppo",
     "dr_grpo",
+    "gdpo",
     "gmpo",
     "grpo",
     "gspo",
+    "lite_ppo",
+    "luspo",
     "max_rl",
+    "opo",
     "pairs",
     "ppo",
     "preference",
     "reference_free",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "remax",
     "reward_model",
     "rloo",
     "sapo",
@@ -71,4 +88,5 @@ __all__ = [
     "supervised",
     "terms",
     "unpaired",
+    "vespo",
 ]

@@ -35,6 +35,7 @@ __all__ = [
     "Predictions",
     "Reduction",
     "SegmentIds",
+    "TokenChoice",
     "compose",
     "raise_early",
     "require_logprobs",
@@ -105,17 +106,19 @@ class Algorithm(NamedTuple):
         divergence: (teacher_logits [*shape, vocab], student_logits [*shape, vocab],
             mask [*shape]) to `Predictions.divergence` [*shape]; None for an algorithm
             that compares no whole distributions.
+        reads: what `advantages` takes. "rewards": as above. "components": rewards
+            [groups, samples, components] and valid. "lengths": rewards, valid and the
+            completions' lengths in tokens, int [groups, samples]. "greedy": rewards,
+            valid and the rewards of the prompts' greedy completions, [groups].
     """
 
-    advantages: Callable[
-        [Float[Array, "groups samples"], Bool[Array, "groups samples"]],
-        Float[Array, "groups samples"],
-    ]
+    advantages: Callable[..., Float[Array, "groups samples"]]
     objective: Callable[[Predictions, TokenBatch], Objective]
     needs_reference: bool
     credit: Callable[[TokenBatch], TokenBatch] | None = None
     value_objective: Callable[[Predictions, TokenBatch], Objective] | None = None
     divergence: Divergence | None = None
+    reads: Literal["rewards", "components", "lengths", "greedy"] = "rewards"
 
 
 class PolicyTerm(NamedTuple):
@@ -156,15 +159,13 @@ type SegmentIds = Int[Array, "rows length"]
 type PolicyLoss = Callable[[PerToken, PerToken, PerToken, Mask, SegmentIds], PolicyTerm]
 type Correction = Callable[[PerToken, PerToken, Mask, SegmentIds], Corrected]
 type Reduction = Callable[[PerToken, Mask, SegmentIds], Metric]
+type TokenChoice = Callable[[PerToken, Mask], Mask]
 type KlEstimator = Callable[[PerToken, PerToken, Mask], PerToken]
 
 
 def compose(
     *,
-    advantages: Callable[
-        [Float[Array, "groups samples"], Bool[Array, "groups samples"]],
-        Float[Array, "groups samples"],
-    ],
+    advantages: Callable[..., Float[Array, "groups samples"]],
     policy_loss: PolicyLoss,
     reduction: Reduction,
     kl_coefficient: float,
@@ -172,6 +173,8 @@ def compose(
     correction: Correction | None,
     anchor: Literal["proximal", "behavior"] = "proximal",
     entropy_coefficient: float = 0.0,
+    token_choice: TokenChoice | None = None,
+    reads: Literal["rewards", "components", "lengths", "greedy"] = "rewards",
     accept_k1_loss: bool = False,
 ) -> Algorithm:
     """Builds an algorithm from its parts.
@@ -204,6 +207,10 @@ def compose(
             the sampler's: the policy loss's ratio then is the correction as well.
         entropy_coefficient: weight of the policy's entropy, which the loss then rewards
             (> 0) or punishes (< 0).
+        token_choice: (entropy, mask) to the tokens that keep their policy loss, such as
+            `entropy.entropy_quantile_mask`; the others' is 0, and they still count in
+            the mean. None for all.
+        reads: as `Algorithm.reads`.
         accept_k1_loss: take `kl.k1` as the loss's estimator although its expected
             gradient is zero, to reproduce a run that did.
 
@@ -251,6 +258,10 @@ def compose(
         old = behavior if anchor == "behavior" else proximal
         term = policy_loss(policy_logprobs, old, batch.advantages, mask, ids)
         per_token, metrics = term.loss, _policy_metrics(term, current, proximal, mask)
+        if token_choice is not None:
+            spread = _require_entropy(predictions, "a token_choice")
+            chosen = token_choice(jax.lax.stop_gradient(spread), mask)
+            per_token = jnp.where(chosen, per_token, 0.0)
         metrics |= _mismatch_metrics(proximal, behavior, mask)
         if correction is not None:
             corrected = correction(proximal, behavior, mask, ids)
@@ -270,7 +281,7 @@ def compose(
         loss = reduction(per_token, mask, ids)
         return Objective(loss, jax.tree.map(jax.lax.stop_gradient, metrics))
 
-    algorithm = Algorithm(advantages, objective, kl_coefficient > 0)
+    algorithm = Algorithm(advantages, objective, kl_coefficient > 0, reads=reads)
     raise_early(algorithm)
     return algorithm
 
@@ -356,12 +367,18 @@ def _require_reference(
 def _entropy_bonus(
     predictions: Predictions, mask: Bool[Array, "rows length"], coefficient: float
 ) -> Float[Array, "rows length"]:
+    found = _require_entropy(predictions, f"entropy_coefficient {coefficient}")
+    return coefficient * entropy.entropy_bonus(found, mask)
+
+
+def _require_entropy(
+    predictions: Predictions, reader: str
+) -> Float[Array, "rows length"]:
     if predictions.entropy is None:
         raise ValueError(
-            "predictions.entropy must be given when entropy_coefficient is not 0, got "
-            f"None with entropy_coefficient {coefficient}"
+            f"predictions.entropy must be given, got None with {reader}, which reads it"
         )
-    return coefficient * entropy.entropy_bonus(predictions.entropy, mask)
+    return predictions.entropy
 
 
 def raise_early(algorithm: Algorithm) -> None:
@@ -378,7 +395,7 @@ def raise_early(algorithm: Algorithm) -> None:
             positions=ids,
             segment_ids=ids,
             loss_mask=ids > 0,
-            advantages=algorithm.advantages(zeros, ids > 0),
+            advantages=algorithm.advantages(*_inputs(algorithm, zeros, ids > 0)),
             behavior_logprobs=zeros,
             versions=ids,
             reference_logprobs=zeros,
@@ -398,3 +415,16 @@ def raise_early(algorithm: Algorithm) -> None:
             algorithm.value_objective(predictions, batch)
 
     jax.eval_shape(one_token)
+
+
+def _inputs(algorithm: Algorithm, zeros: Array, valid: Array) -> tuple[Array, ...]:
+    """What `advantages` takes, for one sample of one group."""
+    match algorithm.reads:
+        case "components":
+            return zeros[..., None], valid
+        case "lengths":
+            return zeros, valid, valid.astype(jnp.int32)
+        case "greedy":
+            return zeros, valid, zeros[0]
+        case "rewards":
+            return zeros, valid

@@ -15,10 +15,12 @@ from jaxrl_post.metrics import masked
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
+    "clipped_product_ratio",
     "clipped_sequence_ratio",
     "clipped_token_ratio",
     "divergence_masked_ratio",
     "geometric_mean_ratio",
+    "kernel_weighted_ratio",
     "opsm",
     "reinforce",
     "soft_gated_ratio",
@@ -102,6 +104,90 @@ def clipped_sequence_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
         )
         ratio = ratios.sequence_ratio(*arrays, mask, segment_ids)
         return _clipped(loss, ratio, advantages, mask, clip_low, clip_high)
+
+    return policy_loss
+
+
+def clipped_product_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
+    """PPO's clipped surrogate of each sequence's whole ratio, the tokens' product.
+
+    Args:
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+
+    Returns:
+        A policy loss for `compose`.
+
+    >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
+    >>> term = clipped_product_ratio(clip_low=0.2, clip_high=0.2)
+    >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
+    [[-1.0, -1.0]]
+    """
+
+    def policy_loss(
+        policy_logprobs: Float[Array, "rows length"],
+        proximal_logprobs: Float[Array, "rows length"],
+        advantages: Float[Array, "rows length"],
+        mask: Bool[Array, "rows length"],
+        segment_ids: Int[Array, "rows length"],
+    ) -> PolicyTerm:
+        arrays = (policy_logprobs, proximal_logprobs)
+        clip = {"clip_low": clip_low, "clip_high": clip_high}
+        loss = policy.clipped_sequence_surrogate(
+            *arrays, advantages, mask, segment_ids, **clip
+        )
+        ratio = ratios.sequence_product_ratio(*arrays, mask, segment_ids)
+        return _clipped(loss, ratio, advantages, mask, clip_low, clip_high)
+
+    return policy_loss
+
+
+def kernel_weighted_ratio(
+    *,
+    k_positive: float,
+    lambda_positive: float,
+    k_negative: float,
+    lambda_negative: float,
+) -> PolicyLoss:
+    """VESPO: the log-prob weighted by a kernel of each sequence's whole ratio.
+
+    Args:
+        k_positive: >= 0, power of the kernel where the advantage is not negative.
+        lambda_positive: >= 0, its rate there.
+        k_negative: >= 0, power of the kernel where the advantage is negative.
+        lambda_negative: >= 0, its rate there.
+
+    Returns:
+        A policy loss for `compose`.
+
+    >>> p, ones = jnp.full((1, 2), -0.5), jnp.ones((1, 2))
+    >>> term = kernel_weighted_ratio(
+    ...     k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0
+    ... )
+    >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
+    [[0.5, 0.5]]
+    """
+
+    def policy_loss(
+        policy_logprobs: Float[Array, "rows length"],
+        proximal_logprobs: Float[Array, "rows length"],
+        advantages: Float[Array, "rows length"],
+        mask: Bool[Array, "rows length"],
+        segment_ids: Int[Array, "rows length"],
+    ) -> PolicyTerm:
+        arrays = (policy_logprobs, proximal_logprobs)
+        loss = policy.vespo(
+            *arrays,
+            advantages,
+            mask,
+            segment_ids,
+            k_positive=k_positive,
+            lambda_positive=lambda_positive,
+            k_negative=k_negative,
+            lambda_negative=lambda_negative,
+        )
+        ratio = ratios.sequence_product_ratio(*arrays, mask, segment_ids)
+        return _unclipped(loss, ratio, mask)
 
     return policy_loss
 

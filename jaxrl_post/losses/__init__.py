@@ -11,6 +11,7 @@ microbatches is exact.
 
 from jaxrl_post.losses import (
     advantages,
+    anchored,
     arguments,
     baselines,
     correction,
@@ -20,6 +21,7 @@ from jaxrl_post.losses import (
     entropy,
     kl,
     logprobs,
+    margins,
     policy,
     preference,
     ratios,
@@ -41,6 +43,7 @@ from jaxrl_post.losses import (
 
 __all__ = [
     "advantages",
+    "anchored",
     "arguments",
     "baselines",
     "correction",
@@ -50,6 +53,7 @@ __all__ = [
     "entropy",
     "kl",
     "logprobs",
+    "margins",
     "policy",
     "preference",
     "ratios",

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jaxrl_post.losses import advantages
 from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted
-from jaxrl_post.losses.whitening import AxisName, whitened
+from jaxrl_post.losses.whitening import AxisName, Moments, whitened
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
+    "batch_scaled",
     "gdpo",
     "max_rl",
     "optimal_baseline",
@@ -207,6 +208,52 @@ def pass_at_k_estimate(
 
 
 @checked
+def batch_scaled(
+    rewards: Float[Array, "*groups samples"],
+    valid: Bool[Array, "*groups samples"] | None = None,
+    *,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    axis_name: AxisName | None = None,
+) -> Float[Array, "*groups samples"]:
+    """Reward centred in its group and divided by the whole batch's deviation.
+
+    A_i = (r_i - mean(r in the group)) / (std(r in the batch) + epsilon)
+
+    A group's own deviation (GRPO) is noisy, and blows up the groups that hardly vary.
+    TRL has this as scale_rewards="batch", with epsilon 1e-4.
+
+    Args:
+        rewards: any float dtype.
+        valid: bool, False where a sample has no reward; None means that all have one.
+        ddof: the variance is the sum of squares over n - ddof; 1 (sample) or 0.
+        epsilon: >= 0, in the unit of the rewards.
+        axis_name: mesh axes over which the groups are split, inside `shard_map`.
+
+    Returns:
+        float32; 0 where `valid` is False.
+
+    Raises:
+        ValueError: `ddof` is neither 0 nor 1, or `epsilon` is negative.
+
+    References:
+        Liu et al., Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning,
+        arXiv:2508.08221.
+
+    >>> rewards = jnp.array([[0.0, 2.0], [0.0, 2.0]])
+    >>> batch_scaled(rewards, ddof=0, epsilon=0.0).tolist()
+    [[-1.0, 1.0], [-1.0, 1.0]]
+    """
+    if epsilon < 0:
+        raise ValueError(f"epsilon must be >= 0, got {epsilon}")
+    rewards, valid = _constant(rewards, valid)
+    centred = advantages.group_centered(rewards, valid)
+    moments = Moments.of(rewards, valid, axis_name=axis_name)
+    deviation = jnp.sqrt(moments.variance(ddof))
+    return centred / jnp.where(deviation == 0, 1.0, deviation + epsilon)
+
+
+@checked
 def gdpo(
     rewards: Float[Array, "*groups samples components"],
     valid: Bool[Array, "*groups samples"] | None = None,
@@ -214,12 +261,14 @@ def gdpo(
     weights: tuple[float, ...] | None = None,
     ddof: int = 1,
     epsilon: float = 1e-6,
+    epsilon_inside: bool = True,
     axis_name: AxisName | None = None,
 ) -> Float[Array, "*groups samples"]:
     """GDPO: every reward component normalised in its group, then summed and scaled.
 
     S_i = sum_c w_c (r_ic - mean(r_c)) / (std(r_c) + epsilon)    within the group
     A_i = S_i / sqrt(var(S) + epsilon^2)                         over the batch
+    or, with epsilon outside of the root, S_i / (std(S) + epsilon), as TRL has it
 
     Normalising the sum of the components instead (GRPO) makes different combinations
     equal, and lets the component of the largest spread decide.
@@ -229,7 +278,9 @@ def gdpo(
         valid: bool, False where a sample has no reward; None means that all have one.
         weights: one a component; None for 1 each.
         ddof: the variances are sums of squares over n - ddof; 1 (sample) or 0.
-        epsilon: >= 0.
+        epsilon: >= 0; TRL has 1e-4.
+        epsilon_inside: whether epsilon stands under the batch's root, squared, or
+            beside it. It matters where the batch hardly varies.
         axis_name: mesh axes over which the groups are split, inside `shard_map`.
 
     Returns:
@@ -267,9 +318,14 @@ def gdpo(
     total = jnp.stack(terms).sum(axis=0)
     # A group's S add up to 0, hence the batch's too: taking their mean away would only
     # add its rounding error to the groups that must get 0.
-    return whitened(
-        total, valid, center=False, ddof=ddof, epsilon=epsilon**2, axis_name=axis_name
-    )
+    if epsilon_inside:
+        squared = epsilon**2
+        return whitened(
+            total, valid, center=False, ddof=ddof, epsilon=squared, axis_name=axis_name
+        )
+    total = jax.lax.stop_gradient(total)
+    variance = Moments.of(total, valid, axis_name=axis_name).variance(ddof)
+    return total / jnp.where(variance == 0, 1.0, jnp.sqrt(variance) + epsilon)
 
 
 def _constant(

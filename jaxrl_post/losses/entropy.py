@@ -25,6 +25,7 @@ __all__ = [
     "clip_cov_mask",
     "covariance",
     "entropy_bonus",
+    "entropy_quantile_mask",
     "gated_coefficient",
     "kl_cov",
     "kl_cov_mask",
@@ -144,10 +145,11 @@ def top_entropy_mask(
 ) -> Bool[Array, "*shape"]:
     """The counted tokens of highest entropy, where a sequence forks.
 
-    Keeps exactly max(1, ceil((1 - quantile) n)) of n counted tokens, of equals the
-    first in row-major order. Multiply the loss by it and divide by all n tokens, as the
-    paper does. TRL keeps what reaches the interpolated quantile, which in a tie is
-    more; its `top_entropy_quantile` is 1 - quantile.
+    Keeps exactly max(1, ceil((1 - quantile) n)) of n counted tokens, as the authors'
+    code does; of equals the first in row-major order, where theirs leaves the choice to
+    a top-k. Their code puts the mask into the reduction, so that it divides by the
+    tokens that are kept. To divide by all n, as TRL does, multiply the loss by it and
+    reduce with the whole mask. `entropy_quantile_mask` is TRL's choice of tokens.
 
     Args:
         entropy: of the next-token distribution (nats).
@@ -172,6 +174,50 @@ def top_entropy_mask(
     count = mask.sum()
     number = _at_least_one(count - _floor_of_share(quantile, count))
     return _highest(entropy, mask, number)
+
+
+@checked
+def entropy_quantile_mask(
+    entropy: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    *,
+    quantile: float = 0.8,
+) -> Bool[Array, "*shape"]:
+    """The counted tokens whose entropy reaches the quantile, as TRL chooses them.
+
+    The quantile of n entropies is interpolated between the two at quantile (n - 1).
+    Equal entropies are kept or left out together: in a tie at the quantile there are
+    more tokens than `top_entropy_mask` keeps, and without one at most one fewer.
+
+    Args:
+        entropy: of the next-token distribution (nats).
+        mask: bool, True where a token counts.
+        quantile: in [0, 1], the share of the tokens to leave out; 1 minus TRL's
+            top_entropy_quantile.
+
+    Returns:
+        bool; False where the mask is False. Where an entropy that counts is NaN all
+        that count are kept, so that the loss shows it.
+
+    Raises:
+        ValueError: `quantile` is out of its range.
+
+    >>> mask = jnp.array([True, True, True, False])
+    >>> entropy_quantile_mask(jnp.array([0.2, 0.2, 0.1, 9.0]), mask).tolist()
+    [True, True, False, False]
+    """
+    if not 0 <= quantile <= 1:
+        raise ValueError(f"quantile must be in [0, 1], got {quantile}")
+    ascending = jnp.sort(jnp.where(mask, entropy.astype(jnp.float32), jnp.inf).ravel())
+    last = jnp.maximum(mask.sum() - 1, 0)
+    place = quantile * last.astype(jnp.float32)
+    below = jnp.floor(place).astype(last.dtype)
+    low, high = ascending[below], ascending[jnp.minimum(below + 1, last)]
+    share = place - below.astype(jnp.float32)
+    threshold = jnp.where(share > 0, low + share * (high - low), low)
+    # Not entropy >= threshold: NaN is not below it either, and stays.
+    spoilt = jnp.isnan(jnp.where(mask, entropy, 0.0)).any()
+    return mask & (~(entropy.astype(jnp.float32) < threshold) | spoilt)
 
 
 @checked

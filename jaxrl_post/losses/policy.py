@@ -12,6 +12,7 @@ from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.ratios import (
     MAX_LOG_RATIO,
     gspo_token_ratio,
+    sequence_product_ratio,
     sequence_ratio,
     token_log_ratio,
     token_ratio,
@@ -21,12 +22,14 @@ from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
     "cispo",
+    "clipped_sequence_surrogate",
     "clipped_surrogate",
     "gmpo",
     "gspo",
     "gspo_token",
     "reinforce",
     "sapo",
+    "vespo",
 ]
 
 
@@ -358,6 +361,120 @@ def gmpo(
     log_mean = sequence_mean(clipped, mask, segment_ids)
     ratio = jnp.exp(jnp.clip(log_mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return -ratio * advantages
+
+
+@checked
+def clipped_sequence_surrogate(
+    policy_logprobs: Float[Array, "*batch length"],
+    proximal_logprobs: Float[Array, "*batch length"],
+    advantages: Float[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Float[Array, "*batch length"]:
+    """PPO's clipped surrogate with a whole sequence as the action.
+
+    L_t = -min(w_i A_t, clip(w_i, 1 - clip_low, 1 + clip_high) A_t) for t in sequence i,
+    with w_i the product of its tokens' ratios. The mean over a sequence's tokens is the
+    loss of the sequence, and its gradient on policy is REINFORCE's of the token sum.
+    `gspo` has the geometric mean in the place of the product.
+
+    Args:
+        policy_logprobs: log p (nats), differentiable.
+        proximal_logprobs: log q (nats).
+        advantages: per token; alike in a sequence.
+        mask: bool, True where a token counts.
+        segment_ids: int in [0, length], or None for one sequence a row.
+        clip_low: in [0, 1].
+        clip_high: >= 0.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: a bound is out of its range.
+
+    References:
+        Schulman et al., Proximal Policy Optimization, arXiv:1707.06347, eq. 7.
+        Ahmadian et al., Back to Basics, arXiv:2402.14740 (a sequence as the action).
+
+    >>> p, q = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.5, 0.25]))
+    >>> advantages, mask = jnp.array([-1.0, -1.0]), jnp.array([True, True])
+    >>> clipped_sequence_surrogate(
+    ...     p, q, advantages, mask, clip_low=0.2, clip_high=0.2
+    ... ).tolist()
+    [2.0, 2.0]
+    """
+    _require_clip(clip_low, clip_high)
+    ratio = sequence_product_ratio(
+        policy_logprobs, proximal_logprobs, mask, segment_ids
+    )
+    return _clipped(ratio, advantages, mask, clip_low, clip_high)
+
+
+@checked
+def vespo(
+    policy_logprobs: Float[Array, "*batch length"],
+    behavior_logprobs: Float[Array, "*batch length"],
+    advantages: Float[Array, "*batch length"],
+    mask: Bool[Array, "*batch length"],
+    segment_ids: Int[Array, "*batch length"] | None = None,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> Float[Array, "*batch length"]:
+    """VESPO: REINFORCE weighted by a smooth kernel of the sequence's ratio.
+
+    L_t = -stop_gradient(phi(w_i)) A_t log p_t,  phi(w) = w^k e^(lambda (1 - w))
+
+    for t in sequence i, with w_i the product of its tokens' ratios to the sampler. phi
+    is 1 on policy, largest at w = k / lambda, and fades on both sides without a clip.
+
+    Args:
+        policy_logprobs: log p (nats), differentiable.
+        behavior_logprobs: log q (nats), the sampler's.
+        advantages: per token; alike in a sequence.
+        mask: bool, True where a token counts.
+        segment_ids: int in [0, length], or None for one sequence a row.
+        k_positive: k >= 0 where A_t >= 0. All four defaults are the authors' code's.
+        lambda_positive: lambda >= 0 where A_t >= 0.
+        k_negative: k >= 0 where A_t < 0.
+        lambda_negative: lambda >= 0 where A_t < 0.
+
+    Returns:
+        float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: a parameter of the kernel is negative.
+
+    References:
+        Shen et al., VESPO: Variational Sequence-level Soft Policy Optimization,
+        arXiv:2602.10693.
+
+    >>> p, advantages = jnp.array([-1.0, -3.0]), jnp.array([1.0, 1.0])
+    >>> vespo(p, p, advantages, jnp.array([True, True])).tolist()
+    [1.0, 3.0]
+    """
+    for name, number in (
+        ("k_positive", k_positive),
+        ("lambda_positive", lambda_positive),
+        ("k_negative", k_negative),
+        ("lambda_negative", lambda_negative),
+    ):
+        if number < 0:
+            raise ValueError(f"{name} must be >= 0, got {number}")
+    ratio = jax.lax.stop_gradient(
+        sequence_product_ratio(policy_logprobs, behavior_logprobs, mask, segment_ids)
+    )
+    positive = _constant(advantages, mask) >= 0
+    k = jnp.where(positive, k_positive, k_negative)
+    rate = jnp.where(positive, lambda_positive, lambda_negative)
+    weight = jnp.exp(k * jnp.log(ratio) + rate * (1 - ratio))
+    return weight * reinforce(policy_logprobs, advantages, mask)
 
 
 def _clipped(

@@ -8,6 +8,8 @@ __all__ = ["PairsConfig", "PreferenceLossConfig", "PreferenceName"]
 PreferenceName = Literal[
     "dpo", "robust_dpo", "ln_dpo", "hinge", "ipo", "alpha_divergence_dpo",
     "jensen_shannon_dpo", "wpo", "reference_free_dpo", "simpo", "cpo", "orpo", "kto",
+    "apo_zero", "apo_down", "bco_pair", "nca", "sppo", "discopop", "exo", "aot",
+    "aot_unpaired",
 ]  # fmt: skip
 
 
@@ -44,6 +46,7 @@ class PreferenceLossConfig:
             default.
         alpha: of alpha_divergence_dpo, in (0, 1]; 1 is the forward KL. None keeps the
             default.
+        tau: of discopop, temperature of its blend; None keeps the default.
         desirable_weight: of desirable answers in kto; None keeps the default.
         undesirable_weight: of undesirable answers in kto; None keeps the default.
         reference: Hugging Face directory of the reference policy, or ORG/NAME on the
@@ -56,6 +59,7 @@ class PreferenceLossConfig:
     margin: float | None = None
     nll_weight: float | None = None
     alpha: float | None = None
+    tau: float | None = None
     desirable_weight: float | None = None
     undesirable_weight: float | None = None
     reference: str | None = None

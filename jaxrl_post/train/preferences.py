@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from jaxrl_post.algorithms import preference, reference_free, unpaired
+from jaxrl_post.algorithms import anchored, preference, reference_free, unpaired
 from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
 from jaxrl_post.data.held_out import one_a_group, split
 from jaxrl_post.data.preferences import Judged, Preference, read_preferences
@@ -44,6 +44,15 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
         "cpo": reference_free.cpo,
         "orpo": reference_free.orpo,
         "kto": unpaired.kto,
+        "apo_zero": anchored.apo_zero,
+        "apo_down": anchored.apo_down,
+        "bco_pair": anchored.bco_pair,
+        "nca": anchored.nca,
+        "sppo": anchored.sppo,
+        "discopop": anchored.discopop,
+        "exo": anchored.exo,
+        "aot": anchored.aot,
+        "aot_unpaired": anchored.aot_unpaired,
     }[config.name]
     accepted = inspect.signature(build).parameters.keys()
     options = {
@@ -52,6 +61,7 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
         "target_margin": config.margin,
         "nll_weight": config.nll_weight,
         "alpha": config.alpha,
+        "tau": config.tau,
         "desirable_weight": config.desirable_weight,
         "undesirable_weight": config.undesirable_weight,
     }

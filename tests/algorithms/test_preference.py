@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_post.algorithms import (
     Predictions,
+    anchored,
     preference,
     reference_free,
     reward_model,
@@ -82,6 +83,15 @@ def softplus(x):
 
 def smoothed(h, smoothing):
     return (1 - smoothing) * softplus(-h) + smoothing * softplus(h)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def divergence(q, p):
+    """KL of two coins."""
+    return q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
 
 
 def log_odds(mean):
@@ -161,6 +171,41 @@ CASES = {
             np.exp(pc / nc + pr / nr) * smoothed(BETA * (c - r), SMOOTHING)
         ),
     ),
+    "apo_zero": (
+        anchored.apo_zero(beta=BETA),
+        lambda c, r, pc, pr, nc, nr: sigmoid(-BETA * c) + sigmoid(BETA * r),
+    ),
+    "apo_down": (
+        anchored.apo_down(beta=BETA),
+        lambda c, r, pc, pr, nc, nr: sigmoid(BETA * c) + sigmoid(BETA * (r - c)),
+    ),
+    "bco_pair": (
+        anchored.bco_pair(beta=BETA),
+        lambda c, r, pc, pr, nc, nr: softplus(-BETA * c) + softplus(BETA * r),
+    ),
+    "nca": (
+        anchored.nca(beta=BETA),
+        lambda c, r, pc, pr, nc, nr: (
+            softplus(-BETA * c) + (softplus(BETA * c) + softplus(BETA * r)) / 2
+        ),
+    ),
+    "sppo": (
+        anchored.sppo(beta=BETA),
+        lambda c, r, pc, pr, nc, nr: (
+            (c - 1 / (2 * BETA)) ** 2 + (r + 1 / (2 * BETA)) ** 2
+        ),
+    ),
+    "discopop": (
+        anchored.discopop(beta=BETA, tau=MARGIN),
+        lambda c, r, pc, pr, nc, nr: (
+            sigmoid(-BETA * (c - r) / MARGIN) * softplus(-BETA * (c - r))
+            + sigmoid(BETA * (c - r) / MARGIN) * np.exp(-BETA * (c - r))
+        ),
+    ),
+    "exo": (
+        anchored.exo(beta=BETA, label_smoothing=SMOOTHING),
+        lambda c, r, pc, pr, nc, nr: divergence(sigmoid(BETA * (c - r)), 1 - SMOOTHING),
+    ),
     "reference_free_dpo": (
         reference_free.reference_free_dpo(beta=BETA, label_smoothing=SMOOTHING),
         lambda c, r, pc, pr, nc, nr: smoothed(BETA * (pc - pr), SMOOTHING),
@@ -181,6 +226,22 @@ def answers(pair):
         found.append((policy.sum() - reference.sum(), policy.sum(), kept.sum()))
     (c, pc, nc), (r, pr, nr) = found
     return c, r, pc, pr, nc, nr
+
+
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
+def test_aot_compares_the_quantiles_of_all_pairs_of_the_batch(name):
+    policy, _, batch = lay_out(ROWS)
+    made = getattr(anchored, name)(beta=BETA, label_smoothing=SMOOTHING)
+    result = made.objective(Predictions(policy), batch)
+    c, r, pc, pr, _, _ = np.array([answers(pair) for pair in PAIRS]).T
+    quantiles = {
+        "aot": np.sort(pc - pr) - np.sort((pc - c) - (pr - r)),
+        "aot_unpaired": np.sort(c) - np.sort(r),
+    }[name]
+    np.testing.assert_allclose(
+        result.loss.sum, smoothed(BETA * quantiles, SMOOTHING).sum(), rtol=1e-5
+    )
+    assert result.loss.count == len(PAIRS)
 
 
 def value_and_gradient(name):

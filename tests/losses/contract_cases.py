@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxrl_post import losses
 from jaxrl_post.losses import (
     advantages,
+    anchored,
     baselines,
     correction,
     diagnostics,
@@ -18,6 +19,7 @@ from jaxrl_post.losses import (
     entropy,
     kl,
     logprobs,
+    margins,
     policy,
     preference,
     ratios,
@@ -110,6 +112,8 @@ _TOKEN_CASES = (
     Case(policy.gspo, "p q a mask ids", CLIP, "p"),
     Case(policy.gspo_token, "p q a mask ids", CLIP, "p"),
     Case(policy.gmpo, "p q a mask ids", through="p"),
+    Case(policy.clipped_sequence_surrogate, "p q a mask ids", CLIP, "p"),
+    Case(policy.vespo, "p q a mask ids", through="p"),
     Case(kl.k1, "p q mask", through="p"),
     Case(kl.k2, "p q mask", through="p"),
     Case(kl.k3, "p q mask", through="p"),
@@ -124,6 +128,7 @@ _TOKEN_CASES = (
     # A closed gate hides the coefficient, and an entropy of NaN leaves it open.
     element_by_element(entropy.gated_coefficient, nan=False, target=0.5),
     Case(entropy.top_entropy_mask, "distance mask", parts="own", dtype=BOOL),
+    Case(entropy.entropy_quantile_mask, "distance mask", parts="own", dtype=BOOL),
     Case(entropy.covariance, "p a mask", parts="own"),
     Case(
         entropy.clip_cov_mask,
@@ -149,7 +154,7 @@ _TOKEN_CASES = (
     Case(
         entropy.kl_cov,
         "p q a mask",
-        {"coefficient": 2.0, "fraction": 0.3},
+        {"kl_coefficient": 2.0, "fraction": 0.3},
         "p",
         "own",
     ),
@@ -377,6 +382,20 @@ _PAIR_CASES = (
     ),
     Case(preference.hinge_loss, "margin valid", BETA, "margin"),
     Case(preference.ipo_loss, "margin valid", BETA, "margin"),
+    *(
+        Case(function, "chosen rejected valid", BETA, "chosen rejected")
+        for function in (
+            anchored.apo_zero_loss,
+            anchored.apo_down_loss,
+            anchored.bco_pair_loss,
+            anchored.nca_loss,
+            anchored.sppo_loss,
+        )
+    ),
+    Case(margins.aot_margin, PAIR, {}, "chosen rejected", "own"),
+    Case(margins.aot_unpaired_margin, PAIR, {}, "chosen rejected", "own"),
+    Case(margins.discopop_loss, "margin valid", BETA, "margin"),
+    Case(margins.exo_loss, "margin valid", BETA, "margin"),
     Case(preference.length_normalized, "chosen lengths", through="chosen"),
     Case(preference.wpo_weights, "chosen rejected valid"),
     Case(preference.accuracy, "margin valid", {}, None, "sum"),
@@ -440,6 +459,14 @@ _GROUP_CASES = (
     Case(baselines.pass_at_k, "rewards present", {"k": 2}),
     Case(baselines.pass_at_k_estimate, "rewards present", {"k": 2}),
     Case(baselines.gdpo, "components present", of_part=WHOLE),
+    Case(
+        baselines.gdpo,
+        "components present",
+        {"epsilon_inside": False},
+        of_part=WHOLE,
+        variant="outside",
+    ),
+    Case(baselines.batch_scaled, "rewards present", of_part=WHOLE),
     Case(reward_model.best_of_n, "rewards present", dtype=INTEGER),
     Case(reward_model.best_of_n_value, "rewards present", {"n": 2}, "rewards"),
 )

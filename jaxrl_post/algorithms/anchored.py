@@ -1,0 +1,279 @@
+"""Preference losses beyond DPO's: anchored, distributional, discovered.
+
+Each is a docstring and one composition; `pairs` says how a batch of pairs is packed.
+"""
+
+from collections.abc import Callable
+
+from jaxrl_post.algorithms.pairs import (
+    Answers,
+    PerPair,
+    PreferenceAlgorithm,
+    Valid,
+    compose_pairs,
+)
+from jaxrl_post.losses import anchored, margins, preference
+
+__all__ = [
+    "aot",
+    "aot_unpaired",
+    "apo_down",
+    "apo_zero",
+    "bco_pair",
+    "discopop",
+    "exo",
+    "nca",
+    "sppo",
+]
+
+
+def apo_zero(*, beta: float = 0.1) -> PreferenceAlgorithm:
+    """Anchored Preference Optimization, for chosen answers better than the model's.
+
+    Args:
+        beta: > 0; see `losses.anchored.apo_zero_loss`.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: `beta` is not positive.
+
+    References:
+        D'Oosterlinck et al., Anchored Preference Optimization and Contrastive
+        Revisions, arXiv:2408.06266.
+
+    >>> apo_zero().needs_reference
+    True
+    """
+    return _of_log_ratios(anchored.apo_zero_loss, beta)
+
+
+def apo_down(*, beta: float = 0.1) -> PreferenceAlgorithm:
+    """Anchored Preference Optimization, for chosen answers worse than the model's.
+
+    Args:
+        beta: > 0; see `losses.anchored.apo_down_loss`.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: `beta` is not positive.
+
+    References:
+        D'Oosterlinck et al., Anchored Preference Optimization and Contrastive
+        Revisions, arXiv:2408.06266.
+
+    >>> apo_down().needs_reference
+    True
+    """
+    return _of_log_ratios(anchored.apo_down_loss, beta)
+
+
+def bco_pair(*, beta: float = 0.01) -> PreferenceAlgorithm:
+    """Binary Classifier Optimization on pairs, without the shift of the rewards.
+
+    Args:
+        beta: > 0; see `losses.anchored.bco_pair_loss`. The paper has 0.01.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: `beta` is not positive.
+
+    References:
+        Jung et al., Binary Classifier Optimization for Large Language Model Alignment,
+        arXiv:2404.04656.
+
+    >>> bco_pair().needs_reference
+    True
+    """
+    return _of_log_ratios(anchored.bco_pair_loss, beta)
+
+
+def nca(*, beta: float = 0.01) -> PreferenceAlgorithm:
+    """Noise Contrastive Alignment on pairs.
+
+    Args:
+        beta: > 0; see `losses.anchored.nca_loss`. The paper has 0.01.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: `beta` is not positive.
+
+    References:
+        Chen et al., Noise Contrastive Alignment of Language Models with Explicit
+        Rewards, arXiv:2402.05369.
+
+    >>> nca().needs_reference
+    True
+    """
+    return _of_log_ratios(anchored.nca_loss, beta)
+
+
+def sppo(*, beta: float = 0.001) -> PreferenceAlgorithm:
+    """Self-Play Preference Optimization with hard labels, the step on given pairs.
+
+    Args:
+        beta: > 0; see `losses.anchored.sppo_loss`. The authors' models have 1 / 1000.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: `beta` is not positive.
+
+    References:
+        Wu et al., Self-Play Preference Optimization for Language Model Alignment,
+        arXiv:2405.00675.
+
+    >>> sppo().needs_reference
+    True
+    """
+    return _of_log_ratios(anchored.sppo_loss, beta)
+
+
+def discopop(*, beta: float = 0.05, tau: float = 0.05) -> PreferenceAlgorithm:
+    """DiscoPOP, the loss that a language model found: log-ratio modulated.
+
+    Args:
+        beta: > 0; see `losses.margins.discopop_loss`.
+        tau: > 0, temperature of the blend.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is not positive.
+
+    References:
+        Lu et al., Discovering Preference Optimization Algorithms with and for Large
+        Language Models, arXiv:2406.08414.
+
+    >>> discopop().needs_reference
+    True
+    """
+
+    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
+        margin = preference.log_ratio_margin(*_log_probs(chosen, rejected), valid)
+        return margins.discopop_loss(margin, valid, beta=beta, tau=tau)
+
+    return compose_pairs(loss, scale=beta)
+
+
+def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3) -> PreferenceAlgorithm:
+    """Efficient Exact Optimization on pairs: DPO's KL the other way round.
+
+    Args:
+        beta: > 0; see `losses.margins.exo_loss`.
+        label_smoothing: in (0, 0.5), share of labels taken to be wrong.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Ji et al., Towards Efficient and Exact Optimization of Language Model Alignment,
+        arXiv:2402.00856.
+
+    >>> exo().needs_reference
+    True
+    """
+
+    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
+        margin = preference.log_ratio_margin(*_log_probs(chosen, rejected), valid)
+        return margins.exo_loss(
+            margin, valid, beta=beta, label_smoothing=label_smoothing
+        )
+
+    return compose_pairs(loss, scale=beta)
+
+
+def aot(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorithm:
+    """Alignment via Optimal Transport, of pairs: quantile against quantile.
+
+    The pairs of a microbatch are sorted together, so that unlike with other losses a
+    step depends on how it is split into microbatches.
+
+    Args:
+        beta: > 0; see `losses.preference.sigmoid_loss`.
+        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Melnyk et al., Distributional Preference Alignment of LLMs via Optimal
+        Transport, arXiv:2406.05882.
+
+    >>> aot().needs_reference
+    True
+    """
+    return _of_quantiles(margins.aot_margin, beta, label_smoothing)
+
+
+def aot_unpaired(
+    *, beta: float = 0.1, label_smoothing: float = 0.0
+) -> PreferenceAlgorithm:
+    """Alignment via Optimal Transport, of chosen against rejected answers.
+
+    As `aot`, but which rejected answer belongs to which chosen one does not matter.
+
+    Args:
+        beta: > 0; see `losses.preference.sigmoid_loss`.
+        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Melnyk et al., Distributional Preference Alignment of LLMs via Optimal
+        Transport, arXiv:2406.05882.
+
+    >>> aot_unpaired().needs_reference
+    True
+    """
+    return _of_quantiles(margins.aot_unpaired_margin, beta, label_smoothing)
+
+
+def _of_log_ratios(
+    anchored_loss: Callable[..., PerPair], beta: float
+) -> PreferenceAlgorithm:
+    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
+        log_ratios = (
+            preference.log_ratio(side.policy, side.reference, valid)
+            for side in (chosen, rejected)
+        )
+        return anchored_loss(*log_ratios, valid, beta=beta)
+
+    return compose_pairs(loss, scale=beta)
+
+
+def _of_quantiles(
+    margin_of: Callable[..., PerPair], beta: float, label_smoothing: float
+) -> PreferenceAlgorithm:
+    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
+        margin = margin_of(*_log_probs(chosen, rejected), valid)
+        return preference.sigmoid_loss(
+            margin, valid, beta=beta, label_smoothing=label_smoothing
+        )
+
+    return compose_pairs(loss, scale=beta)
+
+
+def _log_probs(
+    chosen: Answers, rejected: Answers
+) -> tuple[PerPair, PerPair, PerPair, PerPair]:
+    return chosen.policy, rejected.policy, chosen.reference, rejected.reference

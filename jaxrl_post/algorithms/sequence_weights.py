@@ -1,0 +1,393 @@
+"""Policy-gradient algorithms that weigh or compare sequences otherwise than GRPO.
+
+name          advantage                    ratio              loss is the mean over
+vespo         group, over std              sequence, kernel   all tokens
+luspo         group, over std              sequence, clipped  sequences, of token sum
+clipped_rloo  leave-one-out                sequence, clipped  sequences
+lite_ppo      group, over the batch's std  token, clipped     all tokens
+gdpo          components, each normalised  token, clipped     tokens, then sequences
+opo           group, optimal baseline      none               all tokens
+remax         over the greedy completion   none               sequences, of token sum
+"""
+
+from functools import partial
+
+from jaxrl_post.algorithms import terms
+from jaxrl_post.algorithms.corrections import TRUNCATED
+from jaxrl_post.algorithms.objective import (
+    Algorithm,
+    Correction,
+    KlEstimator,
+    compose,
+)
+from jaxrl_post.losses import advantages, baselines, kl, reduce
+from jaxrl_post.types import Array, Bool, Float, Int
+
+__all__ = ["clipped_rloo", "gdpo", "lite_ppo", "luspo", "opo", "remax", "vespo"]
+
+
+def vespo(
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """Variational Sequence-level Soft Policy Optimization.
+
+    REINFORCE weighted by a smooth kernel of the whole sequence's ratio to the sampler,
+    which takes the place of clip and correction both.
+
+    Args:
+        k_positive: >= 0; see `policy.vespo`, whose defaults these are.
+        lambda_positive: >= 0.
+        k_negative: >= 0.
+        lambda_negative: >= 0.
+        ddof: 1 or 0; see `advantages.group_normalized`.
+        epsilon: >= 0, added to the group's standard deviation.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Shen et al., VESPO: Variational Sequence-level Soft Policy Optimization,
+        arXiv:2602.10693.
+
+    >>> vespo().needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
+        policy_loss=terms.kernel_weighted_ratio(
+            k_positive=k_positive,
+            lambda_positive=lambda_positive,
+            k_negative=k_negative,
+            lambda_negative=lambda_negative,
+        ),
+        reduction=reduce.token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=None,
+        entropy_coefficient=entropy_coefficient,
+        anchor="behavior",
+    )
+
+
+def luspo(
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """Length-Unbiased Sequence Policy Optimization.
+
+    GSPO whose sequences weigh by their length: the mean over sequences of the token
+    sum, where GSPO's mean over a sequence's tokens makes a token of a long answer weigh
+    less.
+
+    Args:
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        ddof: 1 or 0; see `advantages.group_normalized`.
+        epsilon: >= 0, added to the group's standard deviation.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Liu et al., Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261.
+
+    >>> luspo().needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
+        policy_loss=terms.clipped_sequence_ratio(
+            clip_low=clip_low, clip_high=clip_high
+        ),
+        reduction=reduce.sequence_mean_of_token_sum,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def clipped_rloo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """RLOO with PPO's clip of the whole sequence's ratio, for several updates a batch.
+
+    On policy its gradient is `rloo`'s. The sequence is one action, as in the paper.
+
+    Args:
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Ahmadian et al., Back to Basics: Revisiting REINFORCE Style Optimization for
+        Learning from Human Feedback in LLMs, arXiv:2402.14740.
+
+    >>> clipped_rloo().needs_reference
+    False
+    """
+    return compose(
+        advantages=advantages.leave_one_out,
+        policy_loss=terms.clipped_product_ratio(clip_low=clip_low, clip_high=clip_high),
+        reduction=reduce.sequence_mean_of_token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def lite_ppo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """Lite PPO: rewards centred in their group and scaled by the batch's deviation.
+
+    With the mean over all tokens, the two choices that its authors found to carry PPO
+    without a critic.
+
+    Args:
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        ddof: 1 or 0; see `baselines.batch_scaled`.
+        epsilon: >= 0, added to the batch's standard deviation.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Liu et al., Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning,
+        arXiv:2508.08221.
+
+    >>> lite_ppo().needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(baselines.batch_scaled, ddof=ddof, epsilon=epsilon),
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
+        reduction=reduce.token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def gdpo(
+    *,
+    weights: tuple[float, ...] | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    epsilon_inside: bool = True,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """Group reward-Decoupled Normalization Policy Optimization, for several rewards.
+
+    GRPO whose reward components are normalised each by itself before they are added.
+    `advantages` takes (rewards [groups, samples, components], valid [groups, samples]).
+
+    Args:
+        weights: one a component; None for 1 each. Their number is checked when rewards
+            come.
+        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
+        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        ddof: 1 or 0; see `baselines.gdpo`.
+        epsilon: >= 0, added to the standard deviations.
+        epsilon_inside: see `baselines.gdpo`.
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+
+    Returns:
+        The algorithm, whose `reads` is "components".
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Liu et al., GDPO: Group reward-Decoupled Normalization Policy Optimization for
+        Multi-reward RL Optimization, arXiv:2601.05242.
+
+    >>> gdpo().needs_reference
+    False
+    """
+    return compose(
+        advantages=partial(
+            baselines.gdpo,
+            weights=weights,
+            ddof=ddof,
+            epsilon=epsilon,
+            epsilon_inside=epsilon_inside,
+        ),
+        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
+        reduction=reduce.sequence_mean_of_token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
+        reads="components",
+    )
+
+
+def opo(
+    *,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """On-Policy RL with Optimal reward baseline.
+
+    REINFORCE with the group's mean reward, weighted by length, as baseline.
+    `advantages` takes (rewards, valid, lengths), all [groups, samples].
+
+    Args:
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+
+    Returns:
+        The algorithm, whose `reads` is "lengths".
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Hao et al., On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585.
+
+    >>> opo().needs_reference
+    False
+    """
+    return compose(
+        advantages=_over_lengths,
+        policy_loss=terms.reinforce(),
+        reduction=reduce.token_mean,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
+        reads="lengths",
+    )
+
+
+def remax(
+    *,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    correction: Correction | None = TRUNCATED,
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """REINFORCE with the reward of the prompt's greedy completion as baseline.
+
+    One sample a prompt is enough. `advantages` takes (rewards [groups, samples], valid
+    [groups, samples], greedy_rewards [groups]).
+
+    Args:
+        kl_coefficient: >= 0, weight of the KL to the reference policy.
+        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
+        correction: of the sampler's mismatch; None for none.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+
+    Returns:
+        The algorithm, whose `reads` is "greedy".
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+
+    References:
+        Li et al., ReMax, arXiv:2310.10505.
+
+    >>> remax().needs_reference
+    False
+    """
+    return compose(
+        advantages=_over_greedy,
+        policy_loss=terms.reinforce(),
+        reduction=reduce.sequence_mean_of_token_sum,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+        correction=correction,
+        entropy_coefficient=entropy_coefficient,
+        reads="greedy",
+    )
+
+
+def _over_lengths(
+    rewards: Float[Array, "groups samples"],
+    valid: Bool[Array, "groups samples"],
+    lengths: Int[Array, "groups samples"],
+) -> Float[Array, "groups samples"]:
+    return baselines.optimal_baseline(rewards, lengths, valid)
+
+
+def _over_greedy(
+    rewards: Float[Array, "groups samples"],
+    valid: Bool[Array, "groups samples"],
+    greedy_rewards: Float[Array, "groups"],
+) -> Float[Array, "groups samples"]:
+    return baselines.remax(rewards, greedy_rewards, valid)
