@@ -117,6 +117,8 @@ class TokenBatch:
         returns: float32 [rows, length] or None: what the critic should have said.
         versions: int32 [rows, length], version of the parameters that sampled the token
             (-1 where the policy did not produce it).
+        raw_advantages: float32 [rows, length] or None: advantages before whitening, for
+            metrics.
         truncated: bool [rows, length] or None: True at the last token of a segment
             whose end was cut off.
         reference_point: float32 [rows, length] or None: of KTO (`algorithms.unpaired`),
@@ -134,6 +136,7 @@ class TokenBatch:
     reference_logprobs: Float[HostOrDevice, "rows length"] | None = None
     values_before: Float[HostOrDevice, "rows length"] | None = None
     returns: Float[HostOrDevice, "rows length"] | None = None
+    raw_advantages: Float[HostOrDevice, "rows length"] | None = None
     truncated: Bool[HostOrDevice, "rows length"] | None = None
     reference_point: Float[HostOrDevice, "rows length"] | None = None
 

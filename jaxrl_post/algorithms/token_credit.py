@@ -106,16 +106,22 @@ def ppo(
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         rewards = _token_rewards(batch, mask, kl_coefficient, kl_estimator)
         values = _require_values(batch)
-        if bootstrap_truncated:
-            rewards += gamma * _after_truncation(batch, values)
+        after = _after_truncation(batch, values) if bootstrap_truncated else None
         estimate = partial(
-            returns.gae, rewards, values, mask, batch.segment_ids, gamma=gamma
+            returns.gae,
+            rewards,
+            values,
+            mask,
+            batch.segment_ids,
+            gamma=gamma,
+            bootstrap=after,
         )
         targets = returns.lambda_returns(estimate(lambda_=value_lambda), values, mask)
-        per_token = estimate(lambda_=lambda_)
-        if whiten:
-            per_token = whitening.whitened(per_token, mask)
-        return batch.replace(advantages=per_token, returns=targets)  # type: ignore[attr-defined]
+        raw = estimate(lambda_=lambda_)
+        per_token = whitening.whitened(raw, mask) if whiten else raw
+        return batch.replace(  # type: ignore[attr-defined]
+            advantages=per_token, returns=targets, raw_advantages=raw
+        )
 
     composed = compose(
         advantages=_rewards,
@@ -177,7 +183,8 @@ def reinforce_plus_plus(
         per_token = returns.reinforce_plus_plus(
             rewards, mask, batch.segment_ids, gamma=gamma
         )
-        return batch.replace(advantages=per_token)  # type: ignore[attr-defined]
+        raw = returns.discounted_returns(rewards, mask, batch.segment_ids, gamma=gamma)
+        return batch.replace(advantages=per_token, raw_advantages=raw)  # type: ignore[attr-defined]
 
     composed = compose(
         advantages=_rewards,
@@ -227,7 +234,9 @@ def reinforce_plus_plus_baseline(
     def credit(batch: TokenBatch) -> TokenBatch:
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         per_token = whitening.whitened(batch.advantages, mask)
-        return batch.replace(advantages=per_token)  # type: ignore[attr-defined]
+        return batch.replace(  # type: ignore[attr-defined]
+            advantages=per_token, raw_advantages=batch.advantages
+        )
 
     composed = compose(
         advantages=advantages.group_centered,

@@ -22,7 +22,8 @@ def credited(
         pieces: NumPy batches of one length, scored.
 
     Returns:
-        The pieces with what `credit` changed, and scalar metrics.
+        The pieces with what `credit` changed, and scalar metrics. What is there for
+        metrics alone is taken out again.
     """
     ends = np.cumsum([piece.shape[0] for piece in pieces]).tolist()
     # Rows in which nothing counts change nothing; with them the number of compiled
@@ -44,5 +45,10 @@ def credited(
             )
         )
     metrics["advantage/token_std"] = float(np.std(whole.advantages[mask]))
+    if whole.raw_advantages is not None:
+        raw = whole.raw_advantages[mask]
+        metrics["advantage/raw_mean"] = float(np.mean(raw))
+        metrics["advantage/raw_std"] = float(np.std(raw))
+        whole = whole.replace(raw_advantages=None)
     starts = [0, *ends[:-1]]
     return [rows(whole, *span) for span in zip(starts, ends, strict=True)], metrics

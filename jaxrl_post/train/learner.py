@@ -103,6 +103,7 @@ class Learner:
         layout: TrainState of shardings, from `state.shardings`.
         mesh: of the parameters.
         microbatch_rows: rows of one program call; a multiple of the batch's split.
+        schedule: the optimizer's learning rates, for the metric; None for none.
     """
 
     policy: pure.Policy
@@ -113,6 +114,7 @@ class Learner:
     mesh: Mesh
     microbatch_rows: int
     predictor: pure.Predictor | None = None
+    schedule: optax.Schedule | None = None
 
     def update(
         self, state: TrainState, batch: TokenBatch, *, where: str
@@ -151,6 +153,11 @@ class Learner:
                 )
         if float(total.loss.count) == 0:
             return state, metrics
+        if self.schedule is not None:
+            # optax multiplies floats by integers, which strict promotion refuses.
+            with jax.numpy_dtype_promotion("standard"):
+                rate = self.schedule(int(state.step))
+            metrics["train/learning_rate"] = float(np.asarray(rate))
         return self.apply(state, total), metrics
 
     def evaluate(self, params: PyTree, batch: TokenBatch) -> dict[str, float]:
@@ -280,5 +287,6 @@ def begin_training(
         layout=layout,
         mesh=model.mesh,
         microbatch_rows=-(-rows // split) * split,
+        schedule=training.learning_rates(optimizer_config, num_steps),
     )
     return learner, training.create(model.params, optimizer, layout)

@@ -14,7 +14,7 @@ from jaxrl_post.sharding import Rules, named_shardings
 from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.types import Array, Int, PyTree
 
-__all__ = ["TrainState", "create", "make_optimizer", "shardings"]
+__all__ = ["TrainState", "create", "learning_rates", "make_optimizer", "shardings"]
 
 
 @struct.dataclass
@@ -37,16 +37,17 @@ class TrainState:
     critic: "TrainState | None" = None
 
 
-def make_optimizer(
-    config: OptimizerConfig, specs: PyTree, num_steps: int
-) -> optax.GradientTransformation:
-    """Builds AdamW; clipping is the train step's, which reports the norm.
+def learning_rates(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """The learning rate as a function of the optimizer steps taken before.
 
     Args:
         config: hyperparameters.
-        specs: tree of ParamSpecs; tells matrices from norms and biases.
         num_steps: optimizer steps at which a schedule ends, those of the warm-up
             included.
+
+    >>> config = OptimizerConfig(learning_rate=4.0, warmup_steps=2, schedule="linear")
+    >>> [float(learning_rates(config, 6)(step)) for step in range(7)]
+    [2.0, 4.0, 4.0, 3.0, 2.0, 1.0, 0.0]
     """
     after = max(num_steps - config.warmup_steps, 1)
     tail = {
@@ -59,8 +60,21 @@ def make_optimizer(
         peak, count = config.learning_rate, config.warmup_steps
         warmup = optax.linear_schedule(peak / count, peak, max(count - 1, 1))
         tail = optax.join_schedules([warmup, tail], [count])
+    return tail
+
+
+def make_optimizer(
+    config: OptimizerConfig, specs: PyTree, num_steps: int
+) -> optax.GradientTransformation:
+    """Builds AdamW; clipping is the train step's, which reports the norm.
+
+    Args:
+        config: hyperparameters.
+        specs: tree of ParamSpecs; tells matrices from norms and biases.
+        num_steps: as for `learning_rates`.
+    """
     return optax.adamw(
-        tail,
+        learning_rates(config, num_steps),
         b1=config.beta1,
         b2=config.beta2,
         eps=config.epsilon,
