@@ -25,6 +25,7 @@ overlong penalty's bound is `shaping.overlong_penalty(bound=)`.
 """
 
 from functools import partial
+from typing import Literal
 
 from jaxrl_post.algorithms import terms
 from jaxrl_post.algorithms.corrections import icepop_sequences
@@ -32,10 +33,11 @@ from jaxrl_post.algorithms.objective import (
     Algorithm,
     Correction,
     KlEstimator,
+    PolicyLoss,
     Reduction,
     compose,
 )
-from jaxrl_post.losses import advantages, kl, reduce
+from jaxrl_post.losses import advantages, entropy, kl, reduce
 
 __all__ = [
     "nemo_rl_grpo",
@@ -196,6 +198,11 @@ def trl_grpo(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    ratio_level: Literal["token", "sequence"] = "token",
+    threshold: float | None = None,
+    quantile: float = 0.0,
+    entropy_coefficient: float = 0.0,
     kl_coefficient: float = 0.0,
     reduction: Reduction = reduce.token_mean,
     correction: Correction | None = SEQUENCE_MASK,
@@ -208,6 +215,15 @@ def trl_grpo(
     Args:
         clip_low: in [0, 1]; TRL's epsilon.
         clip_high: >= 0; TRL's epsilon_high.
+        dual_clip: TRL's delta, > 1 + clip_high, below which TRL's would also cut the
+            clip's own range; None for none.
+        ratio_level: TRL's importance_sampling_level.
+        threshold: in nats a token; TRL's off_policy_mask_threshold, of the KL from the
+            proximal policy. TRL measures from the sampler, which is the same where
+            sampler and trainer agree. None for no mask.
+        quantile: in [0, 1], share of the tokens of lowest entropy that get no policy
+            loss; 1 minus TRL's top_entropy_quantile. They still count in the mean.
+        entropy_coefficient: weight of the entropy's mean over all tokens.
         kl_coefficient: >= 0, weight of the KL to the reference policy; TRL's beta.
         reduction: TRL's loss_type; `reduce.sequence_mean_of_token_mean` for grpo.
         correction: TRL's vllm_importance_sampling_mode and _cap.
@@ -216,7 +232,9 @@ def trl_grpo(
         The algorithm.
 
     Raises:
-        ValueError: a hyperparameter is out of its range.
+        ValueError: a hyperparameter is out of its range; there is a dual clip of
+            sequences; or an entropy coefficient with another reduction than the mean
+            over tokens, which TRL takes of the entropy whatever the loss type is.
 
     References:
         TRL, trl/trainer/grpo_trainer.py, https://github.com/huggingface/trl.
@@ -224,13 +242,25 @@ def trl_grpo(
     >>> trl_grpo(kl_coefficient=0.04).needs_reference
     True
     """
+    if entropy_coefficient and reduction is not reduce.token_mean:
+        raise ValueError(
+            f"entropy_coefficient must be 0 with this reduction, got "
+            f"{entropy_coefficient}; TRL's entropy is a mean over tokens, which has "
+            "another denominator"
+        )
+    policy_loss = _trl_clip(clip_low, clip_high, dual_clip, ratio_level)
+    if threshold is not None:
+        policy_loss = terms.opsm(policy_loss, threshold=threshold)
+    choice = partial(entropy.entropy_quantile_mask, quantile=quantile)
     return compose(
         advantages=partial(advantages.group_normalized, ddof=1, epsilon=1e-4),
-        policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
+        policy_loss=policy_loss,
         reduction=reduction,
         kl_coefficient=kl_coefficient,
         kl_estimator=PLAIN_K3,
         correction=correction,
+        entropy_coefficient=entropy_coefficient,
+        token_choice=choice if quantile else None,
     )
 
 
@@ -392,3 +422,26 @@ def openrlhf_grpo(
         kl_estimator=CLAMPED_K3,
         correction=correction,
     )
+
+
+def _trl_clip(
+    clip_low: float, clip_high: float, dual_clip: float | None, ratio_level: str
+) -> PolicyLoss:
+    """TRL's clipped surrogate, of tokens or of sequences."""
+    if dual_clip is not None and dual_clip <= 1 + clip_high:
+        raise ValueError(
+            f"dual_clip must be > 1 + clip_high = {1 + clip_high}, got {dual_clip}"
+        )
+    if ratio_level == "token":
+        return terms.clipped_token_ratio(
+            clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+        )
+    if ratio_level != "sequence":
+        raise ValueError(
+            f"ratio_level must be 'token' or 'sequence', got {ratio_level!r}"
+        )
+    if dual_clip is not None:
+        raise ValueError(
+            f"dual_clip must be None with ratio_level 'sequence', got {dual_clip}"
+        )
+    return terms.clipped_sequence_ratio(clip_low=clip_low, clip_high=clip_high)

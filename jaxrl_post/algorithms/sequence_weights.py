@@ -21,6 +21,7 @@ from jaxrl_post.algorithms.objective import (
     compose,
 )
 from jaxrl_post.losses import advantages, baselines, kl, reduce
+from jaxrl_post.losses.arguments import checked
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = ["clipped_rloo", "gdpo", "lite_ppo", "luspo", "opo", "remax", "vespo"]
@@ -377,6 +378,7 @@ def remax(
     )
 
 
+@checked
 def _over_lengths(
     rewards: Float[Array, "groups samples"],
     valid: Bool[Array, "groups samples"],
@@ -385,6 +387,7 @@ def _over_lengths(
     return baselines.optimal_baseline(rewards, lengths, valid)
 
 
+@checked
 def _over_greedy(
     rewards: Float[Array, "groups samples"],
     valid: Bool[Array, "groups samples"],

@@ -318,7 +318,8 @@ def _most_frequent(values: Iterable[int]) -> int:
 def _axes(names: tuple[str, ...]) -> str:
     if not names:
         return "no axes, a scalar"
-    return f"{len(names)} axes, [{', '.join(names)}]"
+    axes = "axis" if len(names) == 1 else "axes"
+    return f"{len(names)} {axes}, [{', '.join(names)}]"
 
 
 def _shown(shape: tuple[int, ...]) -> str:

@@ -16,6 +16,7 @@ GLOSSARY = {
     "axis_name": "mesh axes over which arrays are split",
     "beta": "scale of implicit rewards, or share of a mixture (GKD)",
     "bootstrap": "value of the state after a sequence that was cut",
+    "bootstrap_truncated": "whether a sequence that was cut has a value after it",
     "bound": "whether a penalty is capped",
     "buffer": "tokens over which a penalty grows",
     "cap": "largest importance weight",
