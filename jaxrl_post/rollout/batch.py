@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from jaxrl_post.data import packing
 from jaxrl_post.rollout.types import Group, Rollout
 
-__all__ = ["advantages", "sequences", "worthless_if_truncated"]
+__all__ = ["GroupFacts", "advantages", "sequences", "worthless_if_truncated"]
 
 
 def worthless_if_truncated(groups: Sequence[Group]) -> list[Group]:
@@ -26,33 +27,93 @@ def worthless_if_truncated(groups: Sequence[Group]) -> list[Group]:
         return dataclasses.replace(rollout, reward=reward, rewards=rewards)
 
     return [
-        dataclasses.replace(group, rollouts=tuple(map(judged, group.rollouts)))
+        dataclasses.replace(
+            group,
+            rollouts=tuple(map(judged, group.rollouts)),
+            greedy=None if group.greedy is None else judged(group.greedy),
+        )
         for group in groups
     ]
 
 
+@dataclass(frozen=True)
+class GroupFacts:
+    """What an advantage estimator may read of groups of equal size.
+
+    Attributes:
+        rewards: float32 [groups, samples], shaped; 0 where a rollout failed.
+        valid: bool [groups, samples], False where it failed.
+        lengths: int32 [groups, samples], tokens that the policy produced.
+        components: float32 [groups, samples, parts] of the rewards, in the order of
+            their names; None where they have no parts.
+        greedy: float32 [groups], shaped rewards of the greedy completions; None where
+            there are none. A group whose greedy completion failed is not valid.
+    """
+
+    rewards: np.ndarray
+    valid: np.ndarray
+    lengths: np.ndarray
+    components: np.ndarray | None
+    greedy: np.ndarray | None
+
+
 def advantages(
     groups: Sequence[Group],
-    estimator: Callable[..., np.ndarray],
+    estimator: Callable[[GroupFacts], np.ndarray],
     shaping: Callable[[np.ndarray], np.ndarray] | None = None,
+    parts: Sequence[str] = (),
 ) -> np.ndarray:
     """Applies a group advantage estimator to the rewards.
 
     Args:
         groups: of equal size.
-        estimator: an algorithm's `advantages`, (rewards, valid) [groups, samples].
+        estimator: `GroupFacts` to advantages [groups, samples].
         shaping: what is added to a reward, by the number of tokens that were sampled.
             Here and nowhere before: which groups are worth training on is a matter of
             the rewards as they were judged (`Group.has_spread`).
+        parts: names of the components that the estimator reads, if any.
 
     Returns:
         float32 [groups, samples]; what it says about failed rollouts is not used.
     """
     rewards = np.stack([group.rewards for group in groups])
-    if shaping is not None:
-        rewards = rewards + shaping(np.stack([group.lengths for group in groups]))
+    lengths = np.stack([group.lengths for group in groups])
     valid = np.stack([group.valid for group in groups])
-    return np.asarray(estimator(rewards, valid), np.float32)
+    greedy = None
+    if any(group.greedy is not None for group in groups):
+        greedy, judged = _greedy(groups, shaping)
+        valid = valid & judged[:, None]
+    facts = GroupFacts(
+        rewards=rewards if shaping is None else rewards + shaping(lengths),
+        valid=valid,
+        lengths=lengths,
+        components=_components(groups, parts) if parts else None,
+        greedy=greedy,
+    )
+    return np.asarray(estimator(facts), np.float32)
+
+
+def _greedy(
+    groups: Sequence[Group], shaping: Callable[[np.ndarray], np.ndarray] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Shaped rewards of the greedy completions, and which of them could be judged."""
+    found = [group.greedy for group in groups]
+    rewards = np.array([(r and r.reward) or 0.0 for r in found], np.float32)
+    if shaping is not None:
+        lengths = np.array([r.num_sampled if r else 0 for r in found], np.int32)
+        rewards = rewards + shaping(lengths[:, None])[:, 0]
+    return rewards, np.array([r is not None and r.reward is not None for r in found])
+
+
+def _components(groups: Sequence[Group], parts: Sequence[str]) -> np.ndarray:
+    """float32 [groups, samples, parts], 0 where a rollout failed."""
+    return np.array(
+        [
+            [[rollout.rewards.get(name, 0.0) for name in parts] for rollout in rollouts]
+            for rollouts in (group.rollouts for group in groups)
+        ],
+        np.float32,
+    )
 
 
 def sequences(

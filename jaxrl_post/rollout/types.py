@@ -83,10 +83,18 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt, ordered by sample index."""
+    """The samples of one prompt, ordered by sample index.
+
+    Attributes:
+        prompt_id: of all of them.
+        rollouts: the samples.
+        greedy: the prompt's greedy completion, a baseline that is not trained on; None
+            where nobody asks for it.
+    """
 
     prompt_id: int
     rollouts: tuple[Rollout, ...]
+    greedy: Rollout | None = None
 
     @property
     def rewards(self) -> np.ndarray:
@@ -114,6 +122,7 @@ class Group:
         return {
             "prompt_id": self.prompt_id,
             "rollouts": [dataclasses.asdict(rollout) for rollout in self.rollouts],
+            "greedy": None if self.greedy is None else dataclasses.asdict(self.greedy),
         }
 
     @classmethod
@@ -128,4 +137,5 @@ class Group:
             return Rollout(**values)
 
         rollouts: Sequence[Rollout] = [rollout(fields) for fields in value["rollouts"]]
-        return cls(value["prompt_id"], tuple(rollouts))
+        greedy = None if value["greedy"] is None else rollout(value["greedy"])
+        return cls(value["prompt_id"], tuple(rollouts), greedy)

@@ -15,7 +15,11 @@ from jaxrl_post.losses import distill as divergences
 from jaxrl_post.losses import kl
 from jaxrl_post.train.config import AlgorithmConfig, CorrectionConfig, CriticConfig
 from jaxrl_post.train.distill_config import DistillConfig
-from jaxrl_post.train.option_checks import check_algorithm, check_correction
+from jaxrl_post.train.option_checks import (
+    check_algorithm,
+    check_correction,
+    reward_weights,
+)
 
 __all__ = ["make_algorithm", "make_correction"]
 
@@ -57,6 +61,11 @@ def make_algorithm(
         options["kl_coefficient"] = config.kl_coefficient
         if config.kl_estimator is not None:
             options["kl_estimator"] = ESTIMATORS[config.kl_estimator]
+    if config.reward_weights:
+        options["weights"] = tuple(weight for _, weight in reward_weights(config))
+    if config.name == "vespo":
+        # Its kernel is of the ratio to the sampler: it has the correction inside.
+        del options["correction"]
     if config.entropy_coefficient:
         options["entropy_coefficient"] = config.entropy_coefficient
     build = {
@@ -69,6 +78,13 @@ def make_algorithm(
         "gmpo": algorithms.gmpo,
         "sapo": algorithms.sapo,
         "max_rl": algorithms.max_rl,
+        "gdpo": algorithms.gdpo,
+        "opo": algorithms.opo,
+        "remax": algorithms.remax,
+        "clipped_rloo": algorithms.clipped_rloo,
+        "luspo": algorithms.luspo,
+        "lite_ppo": algorithms.lite_ppo,
+        "vespo": algorithms.vespo,
         "ppo": partial(
             algorithms.ppo,
             gamma=critic.gamma,

@@ -91,6 +91,7 @@ BOUNDS = {
     "algorithm.clip_high": NUMBER,
     "algorithm.kl_coefficient": NUMBER,
     "algorithm.entropy_coefficient": NUMBER,
+    "reward.batch_tokens": COUNT,
     "critic.gamma": SHARE,
     "critic.gae_lambda": SHARE,
     "critic.value_lambda": SHARE,

@@ -12,6 +12,7 @@ from jaxrl_post.train.distill_config import DistillConfig
 from jaxrl_post.train.lora_config import AdapterConfig
 from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.preference_config import PairsConfig, PreferenceLossConfig
+from jaxrl_post.train.reward_options import RewardModelConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -37,7 +38,8 @@ __all__ = [
 
 AlgorithmName = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "gmpo", "sapo", "max_rl",
-    "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillation",
+    "gdpo", "opo", "remax", "clipped_rloo", "luspo", "lite_ppo", "vespo", "ppo",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillation",
 ]  # fmt: skip
 
 
@@ -163,6 +165,8 @@ class AlgorithmConfig:
             hub (ORG/NAME@REVISION for a revision); it is the teacher of distillation;
             None for the model as it began.
         entropy_coefficient: weight of the entropy that the loss rewards.
+        reward_weights: of gdpo, NAME=WEIGHT of the parts of the reward, such as own=1
+            length=0.5; parts that are not named do not count. None for all, with 1.
         correction: of what the sampler's log-probs differ by.
     """
 
@@ -173,6 +177,7 @@ class AlgorithmConfig:
     kl_estimator: Literal["k1", "k2", "k3", "k3_plus"] | None = None
     reference: str | None = None
     entropy_coefficient: float = 0.0
+    reward_weights: tuple[str, ...] = ()
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
 
@@ -392,6 +397,7 @@ class RLConfig(RunConfig):
         algorithm: what is optimised.
         critic: of ppo.
         distill: what distillation takes from the teacher.
+        reward: a reward model that judges beside the environment.
         rollout: how samples are drawn and judged.
     """
 
@@ -405,6 +411,7 @@ class RLConfig(RunConfig):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    reward: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 

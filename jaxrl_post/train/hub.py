@@ -26,7 +26,14 @@ __all__ = ["Fetched", "fetch", "fetch_run"]
 
 # Options that name a model; the revision of the first ones is an option too.
 MAIN_MODELS = ("model", "input")
-MODELS = (*MAIN_MODELS, "base", "algorithm.reference", "critic.model", "loss.reference")
+MODELS = (
+    *MAIN_MODELS,
+    "base",
+    "algorithm.reference",
+    "critic.model",
+    "loss.reference",
+    "reward.model",
+)
 FILES = ("data.path", "data.eval_path")
 
 PART = r"[A-Za-z0-9][\w.-]*"

@@ -151,13 +151,13 @@ class Learner:
                     "and the last checkpoint is good. Lower the learning rate, or look "
                     "at this step's samples"
                 )
-        if float(total.loss.count) == 0:
-            return state, metrics
         if self.schedule is not None:
             # optax multiplies floats by integers, which strict promotion refuses.
             with jax.numpy_dtype_promotion("standard"):
                 rate = self.schedule(int(state.step))
             metrics["train/learning_rate"] = float(np.asarray(rate))
+        if float(total.loss.count) == 0:
+            return state, metrics
         return self.apply(state, total), metrics
 
     def evaluate(self, params: PyTree, batch: TokenBatch) -> dict[str, float]:

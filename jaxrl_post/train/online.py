@@ -22,6 +22,7 @@ from jaxrl_post.train.critic import check_critic, open_critic
 from jaxrl_post.train.demonstrations import Demonstrations
 from jaxrl_post.train.horizon import optimizer_steps
 from jaxrl_post.train.hub import fetch_run
+from jaxrl_post.train.judge import open_judge
 from jaxrl_post.train.learner import begin_training
 from jaxrl_post.train.option_checks import check_options
 from jaxrl_post.train.reference import (
@@ -84,6 +85,7 @@ def run_rl(
     config = fetched.config
     require_directory(config.algorithm.reference, "--algorithm.reference")
     require_directory(config.critic.model, "--critic.model")
+    require_directory(config.reward.model, "--reward.model")
     algorithm = make_algorithm(
         config.algorithm, config.rollout.max_tokens, config.critic, config.distill
     )
@@ -218,6 +220,9 @@ def _trainer(
             config.seed,
         ),
         critic=critic,
+        judge=open_judge(
+            config.reward, mesh=model.mesh, rules=model.rules, dtype=model.dtype
+        ),
         demonstrations=demonstrations,
     )
 

@@ -4,6 +4,7 @@
 the devices stand where these are opened.
 """
 
+import math
 from pathlib import Path
 
 from jaxrl_post.mesh_spec import read_mesh
@@ -22,17 +23,18 @@ from jaxrl_post.train.config import (
 from jaxrl_post.train.distill_config import DistillConfig
 from jaxrl_post.train.horizon import check_schedules
 from jaxrl_post.train.reward_config import RewardConfig, check_kind
+from jaxrl_post.train.reward_options import RewardModelConfig
 
-__all__ = ["check_algorithm", "check_correction", "check_options"]
+__all__ = ["check_algorithm", "check_correction", "check_options", "reward_weights"]
 
 # Algorithms whose penalty is part of the reward, where k1 is the estimator to take.
 KL_IN_REWARD = ("ppo", "reinforce_plus_plus")
-NO_CLIP = ("rloo", "sapo")
+NO_CLIP = ("rloo", "sapo", "opo", "remax", "vespo")
 NO_ENTROPY = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillation")
 # Without a ratio, a second update of a batch would ignore what the first one changed.
-NO_RATIO = ("rloo",)
+NO_RATIO = ("rloo", "opo", "remax")
 # Their advantages do not compare the samples of a prompt with each other.
-ONE_SAMPLE = ("ppo", "reinforce_plus_plus", "distillation")
+ONE_SAMPLE = ("ppo", "reinforce_plus_plus", "distillation", "remax")
 NO_CRITIC = CriticConfig()
 NO_TEACHER = DistillConfig()
 
@@ -95,6 +97,31 @@ def check_algorithm(
     check_correction(config.correction)
 
 
+def reward_weights(config: AlgorithmConfig) -> list[tuple[str, float]]:
+    """Names and weights of the parts of the reward, as they were given.
+
+    Raises:
+        ConfigError: one is not NAME=WEIGHT, or names a part twice.
+
+    >>> reward_weights(AlgorithmConfig(reward_weights=("own=1", "length=0.5")))
+    [('own', 1.0), ('length', 0.5)]
+    """
+    found: dict[str, float] = {}
+    for each in config.reward_weights:
+        name, _, number = each.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or name in found or not math.isfinite(weight):
+            raise ConfigError(
+                "--algorithm.reward-weights: must be NAME=WEIGHT, each name once, such "
+                f"as own=1 length=0.5; got {each!r}"
+            )
+        found[name] = weight
+    return list(found.items())
+
+
 def check_correction(config: CorrectionConfig) -> None:
     """Refuses bounds that a kind of correction does not have, or lacks.
 
@@ -151,6 +178,11 @@ def _check_rl(config: RLConfig) -> None:
             f"{update.minibatches} and {update.epochs}. Use 1 and 1, or an algorithm "
             "with a ratio, such as grpo"
         )
+    if config.reward.model is None and config.reward != RewardModelConfig():
+        raise ConfigError(
+            "--reward.*: there is no reward model; give --reward.model, or drop the "
+            "options"
+        )
     if name == "ppo" and config.critic.warmup_steps >= config.steps:
         raise ConfigError(
             f"--critic.warmup-steps: must be less than --steps, {config.steps}, or the "
@@ -200,6 +232,17 @@ def _check_rollout(config: RLConfig) -> None:
 def _check_terms(config: AlgorithmConfig) -> None:
     """Refuses coefficients and clips that would change nothing."""
     name = config.name
+    if config.reward_weights and name != "gdpo":
+        raise ConfigError(
+            f"--algorithm.reward-weights: {name} looks at the whole reward; drop the "
+            "option, or use --algorithm.name gdpo"
+        )
+    reward_weights(config)
+    if name == "vespo" and config.correction != CorrectionConfig():
+        raise ConfigError(
+            "--algorithm.correction.*: vespo weighs by the ratio to the sampler, which "
+            "is a correction already; drop the options"
+        )
     if name in NO_CLIP and (config.clip_low, config.clip_high) != (None, None):
         raise ConfigError(f"--algorithm.clip-*: {name} does not clip; drop the option")
     if name == "distillation":

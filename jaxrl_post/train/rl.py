@@ -1,5 +1,6 @@
 """The loop: roll out, judge, score, update, publish; again and again."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,9 @@ from jaxrl_post.train.config import (
 )
 from jaxrl_post.train.credit import credited
 from jaxrl_post.train.demonstrations import Demonstrations
+from jaxrl_post.train.judge import RewardJudge
 from jaxrl_post.train.learner import Learner
+from jaxrl_post.train.option_checks import reward_weights
 from jaxrl_post.train.publish import Published, publish
 from jaxrl_post.train.reference import Reference
 from jaxrl_post.train.rollout_metrics import rollout_metrics
@@ -92,6 +95,7 @@ class Trainer:
         state: of training.
         reference: None where the algorithm needs none.
         critic: None where the algorithm has none, or one inside the policy's model.
+        judge: a reward model beside the environment; None for none.
         demonstrations: learned from in the place of rollouts; None for rollouts.
         indices: iterator over training tasks.
         buffer: groups that wait for the next step.
@@ -110,6 +114,7 @@ class Trainer:
     reference: Reference | None
     indices: grain.DatasetIterator
     critic: Critic | None = None
+    judge: RewardJudge | None = None
     demonstrations: Demonstrations | None = None
     buffer: GroupBuffer = field(default_factory=GroupBuffer)
     drawn: int = 0
@@ -168,6 +173,7 @@ class Trainer:
         sampling = self._sampling(temperature=0.0)
         spent = dict(self.runner.seconds)
         groups = self.runner.run(self.publish(), numbered, 1, sampling)
+        groups = self._with_model(groups, numbered)
         # Its time is its own, not the next step's.
         self.runner.seconds.update(spent)
         self._judged([group.rollouts[0] for group in groups], "evaluation")
@@ -219,10 +225,38 @@ class Trainer:
             spent = time.perf_counter() - begin
             self.phases[name] = self.phases.get(name, 0.0) + spent
 
-    def _estimate(self, rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
-        return np.asarray(
-            self.algorithm.advantages(jnp.asarray(rewards), jnp.asarray(valid))
-        )
+    def _estimate(self, facts: batching.GroupFacts) -> np.ndarray:
+        rewards = facts.rewards
+        more: tuple[np.ndarray, ...] = ()
+        match self.algorithm.reads:
+            case "components":
+                assert facts.components is not None
+                rewards = facts.components
+            case "lengths":
+                more = (facts.lengths,)
+            case "greedy":
+                assert facts.greedy is not None
+                more = (facts.greedy,)
+        read = map(jnp.asarray, (rewards, facts.valid, *more))
+        return np.asarray(self.algorithm.advantages(*read))
+
+    def _parts(self, groups: Sequence[Group]) -> tuple[str, ...]:
+        """Names of the parts of the rewards, where the algorithm reads them."""
+        if self.algorithm.reads != "components":
+            return ()
+        rollouts = [r for group in groups for r in group.rollouts]
+        found = sorted({name for r in rollouts for name in r.rewards})
+        wanted = tuple(part for part, _ in reward_weights(self.config.algorithm))
+        missing = [name for name in wanted if name not in found]
+        if not found or missing:
+            raise ConfigError(
+                f"--algorithm.reward-weights: {self.environment.name} reports the "
+                f"rewards {', '.join(found) or 'of no parts'}"
+                + (f", not {', '.join(missing)}" if missing else "")
+                + "; gdpo normalises each part by itself: use an environment with a "
+                "rubric (envs.rubric), or --algorithm.name grpo"
+            )
+        return wanted or tuple(found)
 
     def _overlong(self, lengths: np.ndarray) -> np.ndarray:
         """The penalty of a completion that comes near the most tokens."""
@@ -271,7 +305,8 @@ class Trainer:
             published = self.publish()
         groups, metrics = self._collect(published, number)
         penalty = self._overlong if self.config.rollout.overlong_buffer else None
-        values = batching.advantages(groups, self._estimate, penalty)
+        parts = self._parts(groups)
+        values = batching.advantages(groups, self._estimate, penalty, parts)
         metrics |= rollout_metrics(groups, values, published.version)
         metrics["publish/bytes_moved"] = float(published.bytes_moved)
         truncated = self.config.rollout.truncated
@@ -310,14 +345,7 @@ class Trainer:
             # All of a step's slots are filled again, so that a refill costs no more
             # than its own decoding; what is left over serves the next step.
             count = wanted if rollout.dynamic_sampling else missing
-            new = self.runner.run(
-                published,
-                self._draw(count),
-                rollout.samples_per_prompt,
-                self._sampling(),
-            )
-            if rollout.truncated == "zero":
-                new = batching.worthless_if_truncated(new)
+            new = self._judged_by_all(published, self._draw(count))
             sampled += new
             keep = new
             if rollout.dynamic_sampling:
@@ -337,6 +365,38 @@ class Trainer:
             )
         return groups, metrics
 
+    def _judged_by_all(
+        self, published: Published, numbered: Sequence[tuple[int, Task]]
+    ) -> list[Group]:
+        """Samples of tasks with the rewards that are trained on."""
+        rollout = self.config.rollout
+        groups = self.runner.run(
+            published, numbered, rollout.samples_per_prompt, self._sampling()
+        )
+        groups = self._with_model(groups, numbered)
+        if self.algorithm.reads == "greedy":
+            sampling = self._sampling(temperature=0.0)
+            greedy = self.runner.run(published, numbered, 1, sampling)
+            greedy = self._with_model(greedy, numbered)
+            groups = [
+                dataclasses.replace(group, greedy=each.rollouts[0])
+                for group, each in zip(groups, greedy, strict=True)
+            ]
+        if rollout.truncated == "zero":
+            groups = batching.worthless_if_truncated(groups)
+        return groups
+
+    def _with_model(
+        self, groups: list[Group], numbered: Sequence[tuple[int, Task]]
+    ) -> list[Group]:
+        """The groups with the reward model's word, where there is a model."""
+        if self.judge is None:
+            return groups
+        begin = time.perf_counter()
+        judged = self.judge.judged(groups, dict(numbered))
+        self.runner.seconds["reward"] += time.perf_counter() - begin
+        return judged
+
     def _sampling_metrics(
         self, sampled: Sequence[Group], number: int
     ) -> dict[str, float]:
@@ -355,6 +415,10 @@ class Trainer:
         }
         metrics |= _means("env", [rollout.metrics for rollout in rollouts])
         metrics |= _means("reward", [rollout.rewards for rollout in rollouts])
+        greedy = [g.greedy.reward for g in sampled if g.greedy is not None]
+        baselines = [reward for reward in greedy if reward is not None]
+        if baselines:
+            metrics["reward/greedy"] = float(np.mean(baselines))
         return metrics
 
     def _judged(self, rollouts: Sequence[Rollout], where: str) -> list[float]:

@@ -1,0 +1,32 @@
+"""The options of a reward model that judges samples."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["RewardModelConfig"]
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A trained reward model beside the environment's own reward.
+
+    reward = environment_weight * the environment's + weight * the model's
+
+    Attributes:
+        model: directory of a reward model or a process reward model, as launch.reward
+            writes them, or ORG/NAME on the hub; None for none.
+        weight: of what the model says: a reward model's value of the whole answer; a
+            process reward model's probability that the steps are right.
+        environment_weight: of the environment's reward; 0 leaves the model alone.
+        separator: of a process reward model: where an answer is cut into steps.
+        steps: what an answer is worth whose steps have these probabilities: of the
+            worst, of the last, their product or their mean.
+        batch_tokens: tokens that are judged at a time, padding included.
+    """
+
+    model: str | None = None
+    weight: float = 1.0
+    environment_weight: float = 1.0
+    separator: str = "\n"
+    steps: Literal["min", "last", "product", "mean"] = "min"
+    batch_tokens: int = 16384
