@@ -16,8 +16,8 @@ class EvaluateConfig:
     """What to evaluate, and how.
 
     Attributes:
-        model: a Hugging Face directory, ORG/NAME on the hub, or a preset: demo, tiny,
-            small.
+        model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
+            weights: demo, tiny, small, or a published size such as qwen3-0.6b.
         revision: branch, tag or commit of a model on the hub.
         env: as for training, such as arithmetic?level=2 or gsm8k.
         data: files.

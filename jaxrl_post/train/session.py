@@ -18,6 +18,7 @@ from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs import Environment
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.lora import LoRAConfig, adapted, merged
+from jaxrl_post.models.model_directory import read_config_file
 from jaxrl_post.models.names import nearest_first
 from jaxrl_post.models.orbax_files import is_orbax_directory
 from jaxrl_post.models.peft_files import save_adapter
@@ -188,7 +189,8 @@ def open_model(
             read or compiled.
     """
     device_mesh = create_mesh(mesh)
-    if Path(name).is_dir():
+    stored = Path(name).is_dir()
+    if stored:
         tokenizer = Tokenizer.from_directory(name)
         wanted = None if dtype is None else jnp.dtype(dtype)
         config, params = models.load_pretrained(
@@ -222,7 +224,7 @@ def open_model(
     except TokenizerError as error:
         raise ConfigError(f"--model: {name}: {error}") from error
     return Model(
-        name, config, specs, params, tokenizer, device_mesh, rules, name in PRESETS
+        name, config, specs, params, tokenizer, device_mesh, rules, preset=not stored
     )
 
 
@@ -268,10 +270,18 @@ def save_model(
     if adaptation is not None:
         beside = target.with_name(adapter)
         _make_room(beside)
-        # PEFT finds its base there, if transformers can read it.
-        known = source is not None and not is_orbax_directory(source)
-        base = model.published or (str(source) if known else None)
-        save_adapter(beside, config, params, adaptation.lora, base)
+        save_adapter(beside, config, params, adaptation.lora, _base_for_peft(model))
+
+
+def _base_for_peft(model: Model) -> str | None:
+    """Where PEFT finds what an adapter adapts, None where it finds it nowhere."""
+    source = model.source
+    if source is None or is_orbax_directory(source):
+        return None
+    # In a larger model around this one, modules have other names.
+    if read_config_file(source).get("model_type") != model.config.model_type:
+        return None
+    return model.published or str(source)
 
 
 def _make_room(target: Path) -> None:

@@ -36,6 +36,7 @@ from jaxrl_post.train.reference import open_reference
 from jaxrl_post.train.session import layout_table, save_model
 from jaxrl_post.train.state import make_optimizer
 from tests import tiny
+from tests.models.checkpoints import edit_config
 from tests.train.test_learner import sequences
 from tests.train.trainers import make_model
 
@@ -354,6 +355,19 @@ def test_an_adapter_over_a_reward_model_of_a_directory(tmp_path):
     raw = json.loads((tmp_path / "critic_adapter/adapter_config.json").read_text())
     assert raw["base_model_name_or_path"] == str(tmp_path / "rm")
     assert (raw["task_type"], raw["modules_to_save"]) == ("SEQ_CLS", ["score"])
+
+
+def test_an_adapter_over_a_text_model_names_no_larger_model_as_its_base(tmp_path):
+    """In which PEFT would look for modules of other names."""
+    plain = with_head("lm")
+    save_model(tmp_path / "base", plain, plain.params)
+    model = with_adapter(RANK4, plain, seed=0)
+    opened = dataclasses.replace(model, name=str(tmp_path / "base"), preset=False)
+    for family, base in (("llama", opened.name), ("mistral3", None)):
+        edit_config(tmp_path / "base", model_type=family)
+        save_model(tmp_path / "saved", opened, opened.params)
+        raw = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+        assert raw["base_model_name_or_path"] == base
 
 
 def test_the_layout_counts_a_shared_base_once():

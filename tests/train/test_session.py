@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,10 @@ from jaxrl_post.train.session import (
     environment_texts,
     make_environment,
     open_model,
+    save_model,
     versions,
 )
+from tests.train.trainers import make_model
 
 
 def test_a_missing_library_is_an_error_that_says_what_to_install(monkeypatch):
@@ -83,6 +86,17 @@ def test_the_nearest_presets_come_first_in_one_line(name, first):
     with pytest.raises(ConfigError, match=rf"presets are {first}, ") as caught:
         open_with(name=name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_directory_with_the_name_of_a_preset_is_a_checkpoint(tmp_path, monkeypatch):
+    """With its own weights, which no warm start may take for random ones."""
+    made = dataclasses.replace(make_model(), preset=True)
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "qwen3-0.6b", made, made.params)
+    opened = open_with(name="qwen3-0.6b", mesh="dp8")
+    assert not opened.preset
+    assert opened.source == Path("qwen3-0.6b")
+    assert opened.num_parameters == made.num_parameters
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,18 @@ from jaxrl_post.models.peft_files import save_adapter
 from jaxrl_post.models.whole import Whole
 
 CHECKPOINTS = (
+    "cwm",
     "deepseek_v2_lite",
     "deepseek_v3",
+    "dots1",
     "gemma2",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "granite_biases",
     "llama_biases",
     "llama_mha",
+    "ministral3",
     "mixtral",
     "olmo2",
     "olmoe",
@@ -47,9 +51,18 @@ CHECKPOINTS = (
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "solar_open",
+    "youtu",
 )
 # Under transformers 5, PEFT 0.21 takes MLPs in these families for their experts.
-EXPERTS_ALONE = ("deepseek_v2_lite", "deepseek_v3", "glm4_moe")
+EXPERTS_ALONE = (
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "dots1",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "solar_open",
+)
 MLP = ("gate", "up", "down")
 # Of these, adapters of reward models too: heads are trained whole.
 HEADS: dict[Head, tuple[str, ...]] = {
