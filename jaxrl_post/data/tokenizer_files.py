@@ -73,7 +73,9 @@ def read_settings(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except RecursionError as error:
+        raise TokenizerError(f"tokenizer: {file} is nested too deeply") from error
+    except (OSError, ValueError) as error:
         raise TokenizerError(f"tokenizer: {file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"tokenizer: {file} must hold an object")
@@ -108,17 +110,19 @@ def _special_tokens(
         # As older versions of transformers wrote it, and newer ones read it.
         settings = settings | read_settings(path / "special_tokens_map.json")
     named = {
-        name: _token(value)
+        name: _token(name, value)
         for name, value in settings.items()
         if name.endswith("_token") and _is_token(value)
     }
     extra = settings.get("extra_special_tokens")
     if isinstance(extra, dict):
-        named |= {name: _token(value) for name, value in extra.items()}
+        named |= {name: _token(name, value) for name, value in extra.items()}
     else:
         extra = extra or settings.get("additional_special_tokens")
     unnamed = (
-        [_token(value) for value in extra or ()] if isinstance(extra, list) else []
+        [_token("extra_special_tokens", value) for value in extra]
+        if isinstance(extra, list)
+        else []
     )
     return named, unnamed
 
@@ -127,17 +131,21 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, dict) and "content" in value)
 
 
-def _token(value: str | dict[str, Any]) -> Token:
+def _token(name: str, value: Any) -> Token:
     if isinstance(value, str):
         return tokenizers.AddedToken(value, special=True, normalized=False)
-    return tokenizers.AddedToken(
-        value["content"],
-        single_word=value.get("single_word", False),
-        lstrip=value.get("lstrip", False),
-        rstrip=value.get("rstrip", False),
-        normalized=value.get("normalized", False),
-        special=True,
-    )
+    content = value.get("content") if isinstance(value, dict) else None
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    if not isinstance(content, str) or not all(
+        isinstance(value.get(flag, False), bool) for flag in flags
+    ):
+        raise TokenizerError(
+            f"tokenizer: {name} in tokenizer_config.json must be a text, or an object "
+            f"of a text (content) and of true or false ({', '.join(flags)}); got "
+            f"{value!r:.80}"
+        )
+    chosen = {flag: value.get(flag, False) for flag in flags}
+    return tokenizers.AddedToken(content, special=True, **chosen)
 
 
 def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:

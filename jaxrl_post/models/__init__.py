@@ -16,7 +16,7 @@ from jaxrl_post.models.decoder import (
     unembedding,
     values,
 )
-from jaxrl_post.models.errors import CheckpointError
+from jaxrl_post.models.errors import CheckpointError, CheckpointWarning
 from jaxrl_post.models.experts import Routing
 from jaxrl_post.models.hf import load_pretrained, save_pretrained
 from jaxrl_post.models.lora import LoRAConfig, adapted, initialize_adapter, merged
@@ -28,6 +28,7 @@ from jaxrl_post.models.spec import ParamSpec, abstract, initialize
 
 __all__ = [
     "CheckpointError",
+    "CheckpointWarning",
     "DecoderParams",
     "Head",
     "KVCache",

@@ -164,7 +164,7 @@ class MixtureOfExperts:
                 f"config: experts_per_token must lie in 1..{self.num_experts}, the "
                 f"number of experts; got {self.experts_per_token}"
             )
-        if self.num_experts % self.num_groups:
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
             raise ValueError(
                 f"config: num_groups must divide num_experts={self.num_experts}; got "
                 f"{self.num_groups}"
@@ -273,6 +273,8 @@ class ModelConfig:
     head: Head = "lm"
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "num_kv_heads"):
+            self._check_count(name)
         if not self.head_dim:
             latent, width = self.latent, self.hidden_size // self.num_heads
             if latent is not None:
@@ -280,18 +282,12 @@ class ModelConfig:
             object.__setattr__(self, "head_dim", width)
         for name in (
             "vocab_size",
-            "hidden_size",
             "intermediate_size",
             "num_layers",
-            "num_heads",
-            "num_kv_heads",
             "head_dim",
             "max_length",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"config: {name} must be at least 1; got {getattr(self, name)}"
-                )
+            self._check_count(name)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"config: num_heads must be a multiple of num_kv_heads; "
@@ -310,6 +306,13 @@ class ModelConfig:
                 f"not have it; got {self.query_scaling}"
             )
         self._check_layers()
+        self._check_scaling()
+
+    def _check_count(self, name: str) -> None:
+        if getattr(self, name) < 1:
+            raise ValueError(
+                f"config: {name} must be at least 1; got {getattr(self, name)}"
+            )
 
     def _check_layers(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -326,6 +329,31 @@ class ModelConfig:
                 raise ValueError(
                     f"config: {name} must lie in 0..{self.num_layers - 1}; got {layers}"
                 )
+
+    def _check_scaling(self) -> None:
+        """Refuses a scaling that divides by 0, or whose tables are of another size."""
+        scaling, half = self.rope_scaling, self.rotated_dims // 2
+        if scaling is None:
+            return
+        original = scaling.original_length or self.max_length
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        sizes = len(scaling.short_factors), len(scaling.long_factors)
+        problem = ""
+        if scaling.kind == "longrope" and sizes != (half, half):
+            problem = f"must have {half} short and {half} long factors; got {sizes}"
+        elif scaling.kind == "longrope" and original < 2:
+            problem = f"must have an original length of at least 2; got {original}"
+        elif scaling.kind == "llama3" and low >= high:
+            problem = (
+                f"must have a high_freq_factor above low_freq_factor; got {high:g} and "
+                f"{low:g}"
+            )
+        elif scaling.kind == "yarn" and self.rope_theta <= 1:
+            problem = f"must have a rope_theta above 1; got {self.rope_theta:g}"
+        elif scaling.kind == "dynamic" and half < 2:
+            problem = f"must have at least 4 dims that rotate; got {2 * half}"
+        if problem:
+            raise ValueError(f"config: rope_scaling of type {scaling.kind} {problem}")
 
     def window(self, layer: int) -> int | None:
         """Sliding-window width of a layer, None for full attention."""

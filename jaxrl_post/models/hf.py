@@ -22,7 +22,7 @@ from jaxrl_post.models.families import (
     read_config,
     right_label,
 )
-from jaxrl_post.models.hf_config import dtype_name
+from jaxrl_post.models.hf_config import declared_next_token_layers, dtype_name
 from jaxrl_post.models.model_directory import (
     CONFIG_FILE,
     SavesItself,
@@ -51,9 +51,11 @@ from jaxrl_post.models.param_files import (
 from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.models.quantized_files import dequantized
 from jaxrl_post.models.spec import is_spec
+from jaxrl_post.models.stored_layers import check_counts, next_token_layers
 from jaxrl_post.models.tensor_files import Tensor, open_tensors
+from jaxrl_post.models.weight_health import WeightHealth
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
-from jaxrl_post.types import Array, PyTree
+from jaxrl_post.types import Array
 
 __all__ = ["load_pretrained", "save_pretrained"]
 
@@ -97,6 +99,8 @@ def load_pretrained(
     Raises:
         CheckpointError: the directory does not hold a model that can be read; the
             message names the file or the tensor.
+        CheckpointWarning: as a warning; weights hold NaN or infinity, matrices hold
+            nothing but zeros, or a tensor is in two files.
         MeshError: the mesh does not divide the model; no weight has been read then.
 
     >>> import tempfile
@@ -112,7 +116,7 @@ def load_pretrained(
     directory = Path(path)
     raw = read_config_file(directory)
     try:
-        config = read_config(raw)
+        config, further = read_config(raw), declared_next_token_layers(raw)
         wanted = jnp.dtype(dtype_name(raw) if dtype is None else dtype)
     except ValueError as error:
         raise CheckpointError(f"{directory / CONFIG_FILE}: {error}") from error
@@ -120,19 +124,22 @@ def load_pretrained(
     if head is not None:
         _check_head(directory, config.head, head)
         config = replace(config, head=head)
-    specs = param_specs(config)
-    wanted_specs = paths(specs)
-    shardings = [None] * len(wanted_specs)
-    if mesh is not None:
-        shardings = jax.tree.leaves(named_shardings(specs, mesh, rules))
     # On a language model these are new.
     new = set(HEADS) if lm else set()
-    with _opened(directory, raw, config.model_type, specs) as (family, tensors):
+    with _opened(directory, raw, config) as (family, stored):
+        specs = param_specs(config)
+        wanted_specs = paths(specs)
+        shardings = [None] * len(wanted_specs)
+        if mesh is not None:
+            shardings = jax.tree.leaves(named_shardings(specs, mesh, rules))
+        health = WeightHealth()
+        tensors = health.watched(stored)
         entries: dict[str, list[Entry]] = {}
         for entry in present(entries_of(family.weights, specs), tensors):
             if entry.path not in new:
                 entries.setdefault(entry.path, []).append(entry)
-        _check(directory, tensors, entries, config, family, lm)
+        further = next_token_layers(tensors, config.num_layers, further)
+        _check(directory, tensors, entries, config, family, lm, further)
         leaves = [
             jnp.zeros(spec.shape, wanted, device=sharding)
             if name in new
@@ -143,6 +150,8 @@ def load_pretrained(
                 wanted_specs.items(), shardings, strict=True
             )
         ]
+        heads = [entry.name for path in HEADS for entry in entries.get(path, ())]
+        health.warn(tensors, harmless=heads)
     structure = jax.tree.structure(specs, is_leaf=is_spec)
     params = jax.tree.unflatten(structure, leaves)
     if config.head == "process" and right_label(raw) == 0:
@@ -202,19 +211,25 @@ def _with_labels_exchanged(params: DecoderParams[Array]) -> DecoderParams[Array]
 
 @contextmanager
 def _opened(
-    directory: Path, raw: dict[str, Any], model_type: str, specs: PyTree
+    directory: Path, raw: dict[str, Any], config: ModelConfig
 ) -> Iterator[tuple[Family, dict[str, Tensor]]]:
-    """The language model's tensors, unquantised, and a family that names them so."""
-    family = family_of(model_type)
+    """The language model's tensors, unquantised, and a family that names them so.
+
+    The config has no more layers and experts than they have.
+    """
+    family, config_file = family_of(config.model_type), directory / CONFIG_FILE
     if is_orbax_directory(directory):
-        family = replace(family, weights=own_weights(specs), prefixes=(), ignored=())
-        yield family, open_arrays(directory)
+        tensors = open_arrays(directory)
+        check_counts(tensors, config, {}, config_file)
+        weights = own_weights(param_specs(config))
+        yield replace(family, weights=weights, prefixes=(), ignored=()), tensors
         return
-    quantization = raw.get("quantization_config")
     with open_tensors(directory) as stored:
-        tensors = dequantized(stored, quantization, directory / CONFIG_FILE)
+        tensors = dequantized(stored, raw.get("quantization_config"), config_file)
         tensors = without_prefixes(tensors, family.prefixes)
-        yield family, _without_vision(directory, tensors, family)
+        tensors = _without_vision(directory, tensors, family)
+        check_counts(tensors, config, family.weights, config_file)
+        yield family, tensors
 
 
 def _without_vision(
@@ -224,7 +239,7 @@ def _without_vision(
     text = {
         name: tensor
         for name, tensor in tensors.items()
-        if not matches(family.vision, name, 0)
+        if not matches(family.vision, name, num_layers=0, further_layers=0)
     }
     if len(text) < len(tensors):
         logger.warning(
@@ -243,6 +258,7 @@ def _check(
     config: ModelConfig,
     family: Family,
     lm: bool,
+    further_layers: int,
 ) -> None:
     """Compares the tensors with the config; `lm` says that they have no other head."""
     spare: set[str] = set()
@@ -252,7 +268,9 @@ def _check(
     ignored = (HARMLESS, *family.ignored)
 
     def harmless(name: str) -> bool:
-        return name in spare or matches(ignored, name, config.num_layers)
+        return name in spare or matches(
+            ignored, name, config.num_layers, further_layers
+        )
 
     flat = itertools.chain.from_iterable(entries.values())
     check_tensors(tensors, flat, harmless, directory / CONFIG_FILE)

@@ -22,10 +22,14 @@ from jaxrl_post.models.hf_values import (
     integer,
     number,
     optional_integer,
+    optional_number,
+    section,
+    text,
 )
 
 __all__ = [
     "Defaults",
+    "declared_next_token_layers",
     "decoder_from_hf",
     "decoder_to_hf",
     "dtype_name",
@@ -101,7 +105,8 @@ def decoder_from_hf(
         CheckpointError: a key is missing, of the wrong type, or says something that
             the decoder does not do.
     """
-    activation = raw.get(defaults.activation_key) or defaults.activation
+    _check_decoder(raw)
+    activation = text(raw, defaults.activation_key, defaults.activation)
     if activation not in ACTIVATIONS:
         raise CheckpointError(
             f"{defaults.activation_key} must be one of {', '.join(ACTIVATIONS)}; "
@@ -118,7 +123,10 @@ def decoder_from_hf(
             f"partial_rotary_factor must be 1; got {rotation.share:g}"
         )
     hidden_size = integer(raw, "hidden_size")
-    head_dim = integer(raw, "head_dim", defaults.head_dim) or hidden_size // num_heads
+    head_dim = optional_integer(raw, "head_dim", defaults.head_dim or None)
+    head_dim = head_dim or hidden_size // num_heads
+    # Null means the query heads' number, whatever the family's default.
+    num_kv_heads = optional_integer(raw, "num_key_value_heads", defaults.num_kv_heads)
     return ModelConfig(
         model_type=raw["model_type"],
         vocab_size=integer(raw, "vocab_size"),
@@ -126,9 +134,7 @@ def decoder_from_hf(
         intermediate_size=integer(raw, width_key),
         num_layers=integer(raw, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=integer(
-            raw, "num_key_value_heads", defaults.num_kv_heads or num_heads
-        ),
+        num_kv_heads=num_kv_heads or num_heads,
         head_dim=head_dim,
         max_length=max_length,
         rms_norm_eps=number(raw, "rms_norm_eps", defaults.rms_norm_eps),
@@ -188,26 +194,30 @@ def ropes_by_layer(
     Raises:
         CheckpointError: sliding layers have a scaling, which no release has.
     """
-    nested = layer_ropes(raw)
-    if nested is None:
-        full = rope_from_hf(raw, max_length, theta=theta, share=1.0)
-        if not local_key:
-            return full, full.theta
-        return full, number(raw, local_key, local_theta)
-    full = rotation_from_hf(nested[FULL], {}, max_length, theta=theta, share=1.0)
+    rope, local_rope = layer_ropes(raw)
+    if local_key:
+        local_theta = number(raw, local_key, local_theta)
+    elif "rope_theta" not in local_rope and raw.get("rope_theta", theta) != theta:
+        raise CheckpointError(
+            f"rope_theta must be {theta:g} where it is the base of all layers; got "
+            f"{raw['rope_theta']!r}, which transformers 4 gives to sliding layers too, "
+            f"and 5 does not; give a rope_theta for {FULL} and one for {SLIDING} in "
+            f"rope_parameters"
+        )
+    share = optional_number(raw, "partial_rotary_factor") or 1.0
+    base = number(raw, "rope_theta", theta)
+    full = rotation_from_hf(rope, {}, max_length, theta=base, share=share)
     # transformers reads this one option from the outer dictionary, where it never is.
     if full.scaling is not None and not full.scaling.truncate:
         raise CheckpointError(
-            f"rope_parameters: truncate must be true for {FULL}; got false, which "
-            "transformers ignores here"
+            f"truncate must be true for {FULL}; got false, which transformers ignores "
+            f"here"
         )
-    local = rotation_from_hf(
-        nested.get(SLIDING, {}), {}, max_length, theta=local_theta, share=1.0
-    )
-    if local.scaling is not None:
+    local = rotation_from_hf(local_rope, {}, max_length, theta=local_theta, share=share)
+    if local.scaling is not None or local.share != full.share:
         raise CheckpointError(
-            f"rope_parameters: {SLIDING} must have rope_type 'default'; got "
-            f"{local.scaling.kind!r}"
+            f"rope_parameters: {SLIDING} must have rope_type 'default' and no "
+            f"partial_rotary_factor of its own; got {dict(local_rope)}"
         )
     return full, local.theta
 
@@ -246,13 +256,12 @@ def layer_types(
     kinds = raw.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if default(layer) else FULL for layer in range(num_layers)]
-    if len(kinds) != num_layers or not set(kinds) <= {FULL, SLIDING}:
+    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+    if not known or len(kinds) != num_layers:
         raise CheckpointError(
             f"layer_types must name {FULL} or {SLIDING} for each of {num_layers} "
             f"layers; got {kinds}"
         )
-    if width is not None and width < 1:
-        raise CheckpointError(f"sliding_window must be at least 1; got {width}")
     if SLIDING not in kinds:
         return ()
     if width is None:
@@ -307,8 +316,6 @@ def with_window(config: ModelConfig, raw: Json) -> ModelConfig:
     width = optional_integer(raw, "sliding_window")
     if width is None:
         return config
-    if width < 1:
-        raise CheckpointError(f"sliding_window must be at least 1; got {width}")
     return replace(config, windows=(width,) * config.num_layers)
 
 
@@ -325,15 +332,28 @@ def required_experts(config: ModelConfig) -> MixtureOfExperts:
     return config.experts
 
 
+def declared_next_token_layers(raw: Json) -> int:
+    """How many layers config.json says to follow the model's, to predict tokens ahead.
+
+    Raises:
+        CheckpointError: the number makes no sense.
+    """
+    for place in (raw, section(raw, "text_config")):
+        for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+            if key in place:
+                return integer(place, key)
+    return 1
+
+
 def dtype_name(raw: Json) -> str:
     """Returns the dtype that config.json names, "float32" where it names none.
 
     >>> dtype_name({"torch_dtype": "bfloat16"})
     'bfloat16'
     """
-    places = (raw, raw.get("text_config") or {})
+    places = (raw, section(raw, "text_config"))
     names = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
-    name = next(filter(None, names), "float32")
+    name = next((name for name in names if name is not None), "float32")
     known = ("float32", "bfloat16", "float16")
     if name not in known:
         raise CheckpointError(
@@ -341,3 +361,23 @@ def dtype_name(raw: Json) -> str:
             f"the dtype argument"
         )
     return name
+
+
+def _check_decoder(raw: Json) -> None:
+    """Refuses what changes the attention or the layers of any family."""
+    # Null is false here: transformers asks whether it is true.
+    if raw.get("is_causal", True) is not True:
+        raise CheckpointError(
+            f"is_causal must be true; got {raw['is_causal']!r}; this decoder's "
+            "attention is causal"
+        )
+    for key in ("is_bidirectional", "use_bidirectional_attention"):
+        if raw.get(key) not in (None, False):
+            raise CheckpointError(
+                f"{key} must be false; got {raw[key]!r}; this decoder's attention is "
+                "causal"
+            )
+    if raw.get("per_layer_config"):
+        raise CheckpointError(
+            "per_layer_config must be absent; layers of different sizes cannot be read"
+        )

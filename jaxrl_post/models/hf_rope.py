@@ -11,9 +11,17 @@ from typing import Any, NamedTuple
 
 from jaxrl_post.models.config import ModelConfig, RopeScaling
 from jaxrl_post.models.errors import CheckpointError
-from jaxrl_post.models.hf_values import Json, flag, integer, number, optional_number
+from jaxrl_post.models.hf_values import (
+    Json,
+    integer,
+    number,
+    optional_flag,
+    optional_number,
+    section,
+    text,
+)
 
-__all__ = ["Rotation", "rope_from_hf", "rope_to_hf", "rotation_from_hf"]
+__all__ = ["Rotation", "layer_ropes", "rope_from_hf", "rope_to_hf", "rotation_from_hf"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -42,26 +50,38 @@ def rope_from_hf(raw: Json, max_length: int, *, theta: float, share: float) -> R
     Raises:
         CheckpointError: an unknown kind, or one entry for each kind of layer.
     """
-    rope = _dictionary(raw)
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise CheckpointError(
-            f"rope_parameters must be the same for all layers; got one entry for each "
-            f"of {', '.join(rope)}"
-        )
+    scaling, parameters = section(raw, "rope_scaling"), section(raw, "rope_parameters")
+    rope = scaling or parameters
+    _check_flat("rope_scaling" if scaling else "rope_parameters", rope)
     return rotation_from_hf(rope, raw, max_length, theta=theta, share=share)
 
 
-def layer_ropes(raw: Json) -> dict[str, Json] | None:
-    """The entries of `rope_parameters` by kind of layer; None where there is one."""
-    rope = _dictionary(raw)
-    if not any(isinstance(value, Mapping) for value in rope.values()):
-        return None
-    if set(rope) - {FULL, SLIDING} or FULL not in rope:
+def layer_ropes(raw: Json) -> tuple[Json, Json]:
+    """Reads the dictionaries of full and of sliding layers, as they stand.
+
+    Version 5 has one for each kind inside `rope_parameters`. What `rope_scaling` says
+    concerns full layers alone, and goes before.
+
+    Raises:
+        CheckpointError: `rope_parameters` has one dictionary for all layers, which
+            transformers ignores where the kinds differ.
+    """
+    parameters = section(raw, "rope_parameters")
+    if parameters.keys() - {FULL, SLIDING}:
         raise CheckpointError(
-            f"rope_parameters must have entries for {FULL} and {SLIDING}; got "
-            f"{', '.join(rope)}"
+            f"rope_parameters must have entries for {FULL} and {SLIDING} alone; got "
+            f"{', '.join(map(str, parameters))}"
         )
-    return dict(rope)
+    scaling = section(raw, "rope_scaling")
+    if "type" in scaling and "rope_type" not in scaling:
+        raise CheckpointError(
+            f"rope_type is missing in rope_scaling; without it transformers 5 ignores "
+            f"the type {scaling['type']!r} where the kinds of layers rotate apart"
+        )
+    full, sliding = section(parameters, FULL), section(parameters, SLIDING)
+    for name, rope in (("rope_scaling", scaling), (FULL, full), (SLIDING, sliding)):
+        _check_flat(name, rope)
+    return {**full, **scaling}, sliding
 
 
 def rotation_from_hf(
@@ -74,8 +94,9 @@ def rotation_from_hf(
     """
     theta = number(rope, "rope_theta", number(raw, "rope_theta", theta))
     key = "partial_rotary_factor"
-    share = number(rope, key, number(raw, key, share))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    # Null beside the dictionary means all of a head, whatever the family's default.
+    share = number(rope, key, optional_number(raw, key, share) or 1.0)
+    kind = text(rope, "rope_type", text(rope, "type", "default"))
     kind = SYNONYMS.get(kind, kind)
     if kind not in ROPE_KINDS:
         raise CheckpointError(
@@ -148,8 +169,15 @@ def scaling_to_hf(config: ModelConfig) -> dict[str, Any] | None:
     return entries
 
 
-def _dictionary(raw: Json) -> Json:
-    return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+def _check_flat(name: str, rope: Json) -> None:
+    """Refuses a dictionary of dictionaries, one for each kind of layer."""
+    inner = [key for key, value in rope.items() if isinstance(value, Mapping)]
+    inner += [key for key in (FULL, SLIDING) if key in rope and key not in inner]
+    if inner:
+        raise CheckpointError(
+            f"{name} must be the same for all layers; got one entry for each of "
+            f"{', '.join(map(str, inner))}"
+        )
 
 
 def _scaling_from_hf(kind: str, rope: Json, raw: Json, max_length: int) -> RopeScaling:
@@ -168,7 +196,7 @@ def _scaling_from_hf(kind: str, rope: Json, raw: Json, max_length: int) -> RopeS
             low_frequency_factor=number(rope, "low_freq_factor"),
             high_frequency_factor=number(rope, "high_freq_factor"),
         )
-    factor = number(rope, "factor", max_length / original)
+    factor = optional_number(rope, "factor") or max_length / original
     if kind == "longrope":
         return RopeScaling(
             "longrope",
@@ -188,14 +216,12 @@ def _scaling_from_hf(kind: str, rope: Json, raw: Json, max_length: int) -> RopeS
         attention_factor=optional_number(rope, "attention_factor"),
         mscale=optional_number(rope, "mscale"),
         mscale_all_dim=optional_number(rope, "mscale_all_dim"),
-        truncate=flag(rope, "truncate", True),
+        truncate=optional_flag(rope, "truncate", True),
     )
 
 
 def _divisors(rope: Json, key: str) -> tuple[float, ...]:
     found = rope.get(key)
-    if not isinstance(found, list) or not all(
-        isinstance(value, int | float) and value > 0 for value in found
-    ):
+    if not isinstance(found, list):
         raise CheckpointError(f"{key} must be a list of positive numbers; got {found}")
-    return tuple(float(value) for value in found)
+    return tuple(number({key: value}, key) for value in found)

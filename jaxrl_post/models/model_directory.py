@@ -87,7 +87,7 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no such directory, or none in it that can be read.
     """
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise CheckpointError(
             f"{directory}: no such directory; models are read from disk, so download "
             f"first: hf download NAME --local-dir DIRECTORY"

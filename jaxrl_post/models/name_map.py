@@ -140,7 +140,9 @@ def without_prefixes(
     return renamed
 
 
-def matches(patterns: Sequence[str], name: str, num_layers: int) -> bool:
+def matches(
+    patterns: Sequence[str], name: str, num_layers: int, further_layers: int
+) -> bool:
     """Whether a tensor's name fits one of the patterns.
 
     Args:
@@ -148,16 +150,18 @@ def matches(patterns: Sequence[str], name: str, num_layers: int) -> bool:
             model's, such as DeepSeek-V3's for multi-token prediction.
         name: of the tensor.
         num_layers: of the model.
+        further_layers: how many may follow these.
 
-    >>> matches(["model.layers.+.*"], "model.layers.2.eh_proj.weight", 2)
+    >>> matches(["model.layers.+.*"], "model.layers.2.eh_proj.weight", 2, 1)
     True
-    >>> matches(["model.layers.+.*"], "model.layers.1.eh_proj.weight", 2)
+    >>> matches(["model.layers.+.*"], "model.layers.1.eh_proj.weight", 2, 1)
     False
     """
+    further = range(num_layers, num_layers + further_layers)
     for pattern in patterns:
-        text = re.escape(pattern).replace(r"\*", ".*").replace(r"\+", r"(\d+)")
+        text = re.escape(pattern).replace(r"\*", ".*").replace(r"\+", r"([0-9]{1,9})")
         fit = re.fullmatch(text, name)
-        if fit and all(int(number) >= num_layers for number in fit.groups()):
+        if fit and all(int(number) in further for number in fit.groups()):
             return True
     return False
 

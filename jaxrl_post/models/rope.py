@@ -148,7 +148,7 @@ def _dynamic(
     """NTK-aware: the base grows once a row is longer than the original context."""
     original = scaling.original_length or config.max_length
     length = jnp.maximum(_row_lengths(positions), original).astype(jnp.float32)
-    growth = scaling.factor * length / original - (scaling.factor - 1)
+    growth = 1 + scaling.factor * (length - original) / original
     dim = config.rotated_dims
     base = config.rope_theta * growth ** (dim / (dim - 2))
     exponents = jnp.asarray(_exponents(config).astype(np.float32))

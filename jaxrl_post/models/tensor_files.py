@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxrl_post.models.errors import CheckpointError
+from jaxrl_post.models.errors import CheckpointError, CheckpointWarning
 from jaxrl_post.models.layout import Fetch, Index
 
 __all__ = ["StoredTensor", "Tensor", "open_tensors", "read_json", "write_tensors"]
@@ -30,6 +31,8 @@ __all__ = ["StoredTensor", "Tensor", "open_tensors", "read_json", "write_tensors
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PLAIN_FILE = r"[^/\\\0]+\.safetensors"
+# Longer ones are errors of the file system wherever they are asked for.
+LONGEST_NAME = 255
 
 # Names in the format, by name in NumPy.
 STORED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -87,11 +90,19 @@ def open_tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
     """
     promised = _locate(directory)
     tensors: dict[str, Tensor] = {}
+    twice: set[str] = set()
     with ExitStack() as stack:
         for path in sorted(promised):
             found = _tensors(path, stack.enter_context(_open(path)))
             _check_promise(path, promised[path], set(found))
-            tensors |= found
+            twice |= tensors.keys() & found.keys()
+            # The file that the index names, where there are two.
+            tensors |= {
+                name: tensor
+                for name, tensor in found.items()
+                if name not in tensors or name in promised[path]
+            }
+        _warn_of_copies(directory, twice)
         yield tensors
 
 
@@ -99,10 +110,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-        CheckpointError: the file is no JSON object.
+        CheckpointError: the file cannot be read, or is no JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: not valid JSON: nested too deeply") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -162,10 +177,11 @@ def _locate(directory: Path) -> dict[Path, set[str]]:
     for name, file in places.items():
         # A plain name, because a checkpoint from elsewhere must not choose which files
         # of this machine are opened.
-        if not isinstance(file, str) or not re.fullmatch(PLAIN_FILE, file):
+        plain = isinstance(file, str) and len(file) <= LONGEST_NAME
+        if not plain or not re.fullmatch(PLAIN_FILE, file):
             raise CheckpointError(
                 f"{index}: the file of tensor {name} must be a plain *.safetensors "
-                f"name in the same directory; got {file!r}"
+                f"name in the same directory; got {file!r:.200}"
             )
         if not (directory / file).is_file():
             raise CheckpointError(
@@ -200,6 +216,8 @@ def _open(path: Path) -> Iterator[Any]:
         raise CheckpointError(
             f"{path}: truncated or damaged ({error}{_damage(path)}); fetch it again"
         ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
     with handle as opened:
         yield opened
 
@@ -241,7 +259,7 @@ def _damage(path: Path) -> str:
     try:
         start, header = _header(path)
         ends = {name: start + t["data_offsets"][1] for name, t in header.items()}
-    except (ValueError, TypeError, LookupError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return ""  # The header itself is damaged: there is no tensor to name.
     size = path.stat().st_size
     beyond = [name for name, end in ends.items() if end > size]
@@ -259,6 +277,17 @@ def _check_promise(path: Path, promised: set[str], found: set[str]) -> None:
         raise CheckpointError(
             f"{path}: {INDEX_FILE} says that tensor {missing[0]} is in this file, but "
             f"it is not; index and files belong to different checkpoints"
+        )
+
+
+def _warn_of_copies(directory: Path, names: set[str]) -> None:
+    if names:
+        warnings.warn(
+            f"{directory}: several files hold tensors of one name: "
+            f"{', '.join(sorted(names)[:4])}; those of the file that {INDEX_FILE} "
+            f"names are used",
+            CheckpointWarning,
+            stacklevel=4,
         )
 
 

@@ -195,6 +195,30 @@ def test_named_special_tokens_are_matched_whole(directory):
         assert read.vocab_size == turn + 1
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"turn_token": {"content": 7}},
+        {"turn_token": {"content": None}},
+        {"turn_token": {"content": "<turn>", "lstrip": "yes"}},
+        {"extra_special_tokens": {"turn_token": 7}},
+    ],
+)
+def test_a_token_that_is_no_text_is_named(directory, more):
+    settings = {"eos_token": "<|eos|>"}
+    write(directory, "tokenizer_config.json", settings | more)
+    with pytest.raises(
+        TokenizerError, match=r"turn_token in tokenizer_config\.json must"
+    ):
+        Tokenizer.from_directory(directory)
+
+
+def test_a_file_that_nests_too_deeply_is_named(directory):
+    (directory / "tokenizer_config.json").write_text("[" * 200_000)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is nested"):
+        Tokenizer.from_directory(directory)
+
+
 def test_named_special_tokens_are_saved(directory, tmp_path_factory):
     settings = {
         "eos_token": "<|eos|>",

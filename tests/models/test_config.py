@@ -333,7 +333,7 @@ def test_llama_has_no_windows():
             "of full_attention",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1; got 0.5"),
-        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": None}, "hidden_size must not be null"),
         ({"hidden_size": "32"}, "hidden_size must be an integer; got '32'"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be an integer; got True"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number; got '1e-6'"),

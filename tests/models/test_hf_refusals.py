@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxrl_post.models import CheckpointError, load_pretrained, save_pretrained
+from jaxrl_post.models.families import read_config
 from tests import tiny
 from tests.models.checkpoints import edit_config, edit_tensors
 
+FIXTURES = Path(__file__).parents[1] / "parity" / "fixtures"
 TIED = dataclasses.replace(tiny.CONFIG, tie_embeddings=True)
 
 
@@ -195,3 +198,82 @@ def test_pickles_are_not_read(saved):
         match=r"only pytorch_model\.bin\. Pickle files can run code .*save_pretrained",
     ):
         load_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"num_hidden_layers": 9_000},
+            r"config\.json: num_hidden_layers is 9000, but the weights are those of 2",
+        ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 1_000_000},
+            r"config\.json: asks for 1000000 experts a layer, but the weights are "
+            r"those of 0 experts",
+        ),
+    ],
+)
+def test_counts_are_compared_with_the_names_of_tensors_first(saved, change, message):
+    """Building a model of that size would take hours."""
+    edit_config(saved, **change)
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(saved)
+
+
+def next_token_model(tmp_path, declared, marker):
+    """GLM of one layer, and a layer more on disk."""
+    raw = json.loads((FIXTURES / "glm4_moe" / "config.json").read_text())
+    config = read_config({**raw, "num_hidden_layers": 1})
+    save_pretrained(tmp_path / "m", config, tiny.params(config))
+
+    def further(tensors):
+        for name in list(tensors):
+            tensors[name.replace("layers.0.", "layers.1.")] = tensors[name]
+        if marker:
+            tensors["model.layers.1.eh_proj.weight"] = np.ones((2, 2), np.float32)
+
+    edit_tensors(tmp_path / "m", further)
+    edit_config(tmp_path / "m", **declared)
+    return tmp_path / "m"
+
+
+def test_a_layer_that_predicts_further_ahead_is_left_out(tmp_path):
+    model = next_token_model(tmp_path, {"num_nextn_predict_layers": 1}, marker=True)
+    assert load_pretrained(model)[0].num_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("declared", "marker"),
+    [
+        ({"num_nextn_predict_layers": 0}, True),
+        ({"num_nextn_predict_layers": 1}, False),
+        ({}, False),
+    ],
+)
+def test_a_layer_of_the_model_is_not_left_out(tmp_path, declared, marker):
+    model = next_token_model(tmp_path, declared, marker)
+    with pytest.raises(CheckpointError, match=r"unknown tensors: model\.layers\.1\."):
+        load_pretrained(model)
+
+
+def test_json_that_nests_too_deeply_is_refused(saved):
+    (saved / "config.json").write_text('{"a":' * 200_000)
+    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON: nested"):
+        load_pretrained(saved)
+
+
+def test_a_header_that_nests_too_deeply_is_refused(saved):
+    header = b'{"a":' * 200_000
+    data = len(header).to_bytes(8, "little") + header
+    (saved / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated or dam"):
+        load_pretrained(saved)
+
+
+def test_names_that_no_file_can_have_are_refused(split):
+    edit_index(split, "model.norm.weight", "x" * 5000 + ".safetensors")
+    with pytest.raises(CheckpointError, match=r"plain \*\.safetensors .*; got 'xxx"):
+        load_pretrained(split)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        load_pretrained("y" * 5000)

@@ -199,6 +199,7 @@ def test_two_tensors_of_one_name_are_refused():
         ("model.layers.0.self_attn.rotary_emb.inv_freq.x", False),
         ("model.layers.61.mlp.gate.weight", True),
         ("model.layers.100.mlp.gate.weight", True),
+        ("model.layers.101.mlp.gate.weight", False),
         ("model.layers.60.mlp.gate.weight", False),
         ("model.layers.9.mlp.gate.weight", False),
         ("model.layersX61.mlp", False),
@@ -208,7 +209,7 @@ def test_two_tensors_of_one_name_are_refused():
 )
 def test_what_a_family_ignores(name, expected):
     patterns = ("*.rotary_emb.inv_freq", "model.layers.+.*", "vision_tower.*")
-    assert matches(patterns, name, num_layers=61) is expected
+    assert matches(patterns, name, num_layers=61, further_layers=40) is expected
 
 
 def test_many_names_are_counted():

@@ -77,6 +77,8 @@ def opened(folder):
 # Both ways.
 
 
+# NaN and infinity are among the numbers.
+@pytest.mark.filterwarnings("ignore::jaxrl_post.models.CheckpointWarning")
 @pytest.mark.parametrize("dtype", [F32, BF16, jnp.dtype("float16")], ids=str)
 @pytest.mark.parametrize(
     "config", [CONFIG, TIED, BIASES, EXPERTS, VALUE], ids=lambda c: c.model_type
@@ -299,7 +301,7 @@ def test_a_training_checkpoint_is_not_a_model(saved):
     shutil.rmtree(saved / "params")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(saved / "params", state)
-    message = r"missing tensors: embedding, .*; unknown tensors: params.embedding, step"
+    message = r"the weights are those of 0 layers; tensors: params\.embedding, step"
     with pytest.raises(CheckpointError, match=message):
         load_pretrained(saved)
 
@@ -368,7 +370,7 @@ def test_what_is_incomplete_or_damaged_is_one_line(
 
 
 def test_a_mesh_that_does_not_fit_is_refused_before_weights_are_read(saved):
-    (saved / "params" / "manifest.ocdbt").unlink()
+    drop_a_chunk(saved / "params")
     with pytest.raises(MeshError, match=r"layers\.0\.attention\.query has heads=8"):
         load_pretrained(saved, mesh=create_mesh("tp3,dp-1", jax.devices()[:6]))
 

@@ -16,6 +16,7 @@ collect_ignore = [
     "make_chat_fixtures.py",
     "check_saved.py",
     "check_trained.py",
+    "fuzz_theirs.py",
 ]
 
 

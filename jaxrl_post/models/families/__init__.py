@@ -240,7 +240,7 @@ def family_of(model_type: Any) -> Family:
     Raises:
         CheckpointError: it is not supported.
     """
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"unknown model_type {model_type!r}; supported: "
             f"{nearest_first(str(model_type), FAMILIES)}"
@@ -284,7 +284,12 @@ RIGHT = (
 
 
 def _head(raw: Mapping[str, Any]) -> Head:
-    names = [str(name) for name in raw.get("architectures") or [LM]]
+    names = raw.get("architectures")
+    names = [LM] if names is None else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"architectures must be a list of names of classes; got {names!r:.80}"
+        )
     if not any(name.endswith((VALUE, PROCESS)) for name in names):
         return "lm"
     labels = len(_names_of_labels(raw))

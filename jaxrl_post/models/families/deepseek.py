@@ -13,7 +13,15 @@ from jaxrl_post.models.hf_config import (
     decoder_to_hf,
     required_experts,
 )
-from jaxrl_post.models.hf_values import Json, flag, integer, number, optional_integer
+from jaxrl_post.models.hf_values import (
+    Json,
+    flag,
+    integer,
+    number,
+    optional_flag,
+    optional_integer,
+    text,
+)
 from jaxrl_post.models.layout import Weight
 from jaxrl_post.models.rope import yarn_mscale
 
@@ -70,7 +78,7 @@ def v2_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         CheckpointError: as `decoder_from_hf`.
     """
     config = latent_from_hf(raw, LATENT, DEFAULTS, interleaved=True)
-    method = raw.get("topk_method") or "greedy"
+    method = text(raw, "topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise CheckpointError(
             f"topk_method must be greedy or group_limited_greedy; got {method!r}"
@@ -118,7 +126,7 @@ def v3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
         CheckpointError: as `decoder_from_hf`.
     """
-    interleaved = flag(raw, "rope_interleave", True)
+    interleaved = optional_flag(raw, "rope_interleave", True)
     config = latent_from_hf(raw, LATENT, DEFAULTS, interleaved=interleaved)
     dense = min(integer(raw, "first_k_dense_replace", 3), config.num_layers)
     experts = glm.balanced_from_hf(
@@ -170,14 +178,13 @@ def latent_from_hf(
         CheckpointError: as `decoder_from_hf`.
     """
     bias = flag(raw, "attention_bias", False)
-    # transformers tells null, queries without a latent, from an absent key.
-    rank = {"q_lora_rank": absent.query_rank, **raw}
     latent = LatentAttention(
         kv_rank=integer(raw, "kv_lora_rank", absent.kv_rank),
         nope_dim=integer(raw, "qk_nope_head_dim", absent.nope_dim),
         rope_dim=integer(raw, "qk_rope_head_dim", absent.rope_dim),
         value_dim=integer(raw, "v_head_dim", absent.value_dim),
-        query_rank=optional_integer(rank, "q_lora_rank"),
+        # Null is queries without a latent.
+        query_rank=optional_integer(raw, "q_lora_rank", absent.query_rank),
     )
     # `head_dim` there is the rotated part's.
     width = latent.nope_dim + latent.rope_dim

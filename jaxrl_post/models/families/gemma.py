@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.families import qwen
 from jaxrl_post.models.hf_config import (
     Defaults,
@@ -22,7 +21,9 @@ from jaxrl_post.models.hf_values import (
     flag,
     integer,
     number,
+    optional_integer,
     optional_number,
+    section,
 )
 from jaxrl_post.models.layout import Weight
 
@@ -87,17 +88,16 @@ def gemma2_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """
     defaults = replace(DEFAULTS, num_kv_heads=4, activation_key="hidden_activation")
     config = _gemma(raw, decoder_from_hf(raw, defaults))
-    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **raw}
     return replace(
         _normed_twice(raw, config),
         windows=layer_types(
             raw,
             config.num_layers,
-            integer(raw, "sliding_window", 4096),
+            optional_integer(raw, "sliding_window", 4096),
             lambda layer: layer % 2 == 0,
         ),
-        attention_softcap=optional_number(caps, "attn_logit_softcapping"),
-        logit_softcap=optional_number(caps, "final_logit_softcapping"),
+        attention_softcap=optional_number(raw, "attn_logit_softcapping", 50.0),
+        logit_softcap=optional_number(raw, "final_logit_softcapping", 30.0),
     )
 
 
@@ -127,11 +127,10 @@ def gemma3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
         CheckpointError: as `gemma2_from_hf`.
     """
-    inner = raw.get("text_config")
-    nested = inner is not None
+    nested = raw.get("text_config") is not None
     if nested:
         # An inner config may leave out what it shares with the outer one.
-        raw = {**inner, "model_type": "gemma3_text"}
+        raw = {**section(raw, "text_config"), "model_type": "gemma3_text"}
     defaults = replace(
         DEFAULTS,
         max_length=131072,
@@ -165,7 +164,7 @@ def gemma3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         windows=layer_types(
             raw,
             config.num_layers,
-            integer(raw, "sliding_window", 4096),
+            optional_integer(raw, "sliding_window", 4096),
             lambda layer: bool((layer + 1) % pattern),
         ),
         # The multimodal class does not cap its logits, whatever its config says.
@@ -190,10 +189,6 @@ def gemma3_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _gemma(raw: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     """What all Gemmas share: norms by 1 + w, and embeddings scaled by sqrt(hidden)."""
-    if flag(raw, "use_bidirectional_attention", False):
-        raise CheckpointError(
-            "use_bidirectional_attention must be false; this decoder is causal"
-        )
     bias = flag(raw, "attention_bias", False)
     return replace(
         config,

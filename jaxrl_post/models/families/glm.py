@@ -12,7 +12,7 @@ from jaxrl_post.models.hf_config import (
     decoder_to_hf,
     required_experts,
 )
-from jaxrl_post.models.hf_values import Json, flag, integer, number
+from jaxrl_post.models.hf_values import Json, flag, integer, number, optional_flag
 from jaxrl_post.models.layout import Weight
 
 __all__ = [
@@ -105,7 +105,7 @@ def balanced_from_hf(raw: Json, defaults: MixtureOfExperts) -> MixtureOfExperts:
         ),
         expert_size=size,
         scoring="sigmoid",
-        normalize=flag(raw, "norm_topk_prob", True),
+        normalize=optional_flag(raw, "norm_topk_prob", True),
         normalize_epsilon=1e-20,
         scale=number(raw, "routed_scaling_factor", defaults.scale),
         num_groups=integer(raw, "n_group", defaults.num_groups),

@@ -16,7 +16,7 @@ from jaxrl_post.models.hf_config import (
     required_experts,
     single_window,
 )
-from jaxrl_post.models.hf_values import flag, integer, number
+from jaxrl_post.models.hf_values import flag, integer, number, optional_integer, section
 from jaxrl_post.models.layout import Weight
 
 __all__ = ["WEIGHTS", "config_from_hf", "config_to_hf"]
@@ -67,7 +67,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     for key, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if number(raw, key, only) != only:
             raise CheckpointError(f"{key} must be {only}; got {raw[key]}")
-    if not raw.get("rope_scaling") and not raw.get("rope_parameters"):
+    if not section(raw, "rope_scaling") and raw.get("rope_parameters") is None:
         raw = {**raw, "rope_parameters": YARN}
     defaults = Defaults(
         max_length=131072,
@@ -88,7 +88,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         windows=layer_types(
             raw,
             config.num_layers,
-            integer(raw, "sliding_window", 128),
+            optional_integer(raw, "sliding_window", 128),
             lambda layer: layer % 2 == 0,
         ),
         experts=MixtureOfExperts(

@@ -10,11 +10,14 @@ from jaxrl_post.models.hf_config import (
     Defaults,
     decoder_from_hf,
     decoder_to_hf,
+    layer_types,
+    layer_types_to_hf,
     required_experts,
+    single_window,
     uniform_window,
     with_window,
 )
-from jaxrl_post.models.hf_values import integer
+from jaxrl_post.models.hf_values import integer, optional_integer
 from jaxrl_post.models.layout import Weight
 
 __all__ = [
@@ -40,21 +43,28 @@ MIXTRAL_WEIGHTS: Mapping[str, Weight] = {
 def mistral_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads config.json; a window, where there is one, is that of all layers.
 
+    With `layer_types`, it is that of the layers that slide: AutoConfig of transformers
+    then takes the model for a ministral.
+
     Raises:
         CheckpointError: as `decoder_from_hf`, or an empty window.
     """
     config = decoder_from_hf(raw, Defaults(max_length=131072, num_kv_heads=8))
-    absent = {"sliding_window": 4096}
-    return with_window(config, {**absent, **raw})
+    width = optional_integer(raw, "sliding_window", 4096)
+    windows = layer_types(raw, config.num_layers, width, lambda _: width is not None)
+    return replace(config, windows=windows)
 
 
 def mistral_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows that differ between layers.
+        CheckpointError: as `decoder_to_hf`, or windows of several widths.
     """
-    return {**decoder_to_hf(config), "sliding_window": uniform_window(config)}
+    raw = {**decoder_to_hf(config), "sliding_window": single_window(config)}
+    if config.windows and None in config.windows:
+        raw["layer_types"] = layer_types_to_hf(config)
+    return raw
 
 
 def mixtral_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
@@ -83,7 +93,8 @@ def mixtral_to_hf(config: ModelConfig) -> dict[str, Any]:
     """
     experts = required_experts(config)
     return {
-        **mistral_to_hf(config),
+        **decoder_to_hf(config),
+        "sliding_window": uniform_window(config),
         "intermediate_size": experts.expert_size,
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.experts_per_token,

@@ -17,7 +17,7 @@ from jaxrl_post.models.hf_config import (
     ropes_by_layer_to_hf,
     single_window,
 )
-from jaxrl_post.models.hf_values import flag, integer, optional_number
+from jaxrl_post.models.hf_values import flag, integer, optional_integer, optional_number
 from jaxrl_post.models.layout import Weight
 
 __all__ = [
@@ -99,7 +99,7 @@ def olmo3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         windows=layer_types(
             raw,
             config.num_layers,
-            integer(raw, "sliding_window", 4096),
+            optional_integer(raw, "sliding_window", 4096),
             lambda layer: bool((layer + 1) % 4),
         ),
     )

@@ -14,7 +14,7 @@ from jaxrl_post.models.hf_config import (
     layer_types_to_hf,
     single_window,
 )
-from jaxrl_post.models.hf_values import flag, integer
+from jaxrl_post.models.hf_values import flag, integer, optional_integer
 from jaxrl_post.models.layout import Weight
 
 __all__ = [
@@ -88,12 +88,9 @@ def _windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     `layer_types` names the sliding layers; without it they are the layers from
     `max_window_layers` on. Either way they need `use_sliding_window`.
     """
-    width = None
-    if (
-        flag(raw, "use_sliding_window", False)
-        and raw.get("sliding_window", 4096) is not None
-    ):
-        width = integer(raw, "sliding_window", 4096)
+    width = optional_integer(raw, "sliding_window", 4096)
+    if not flag(raw, "use_sliding_window", False):
+        width = None
     first = integer(raw, "max_window_layers", 28)
     return layer_types(
         raw, num_layers, width, lambda layer: width is not None and layer >= first

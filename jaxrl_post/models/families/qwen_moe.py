@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_post.models.config import MixtureOfExperts, ModelConfig
-from jaxrl_post.models.errors import CheckpointError
 from jaxrl_post.models.families import qwen
 from jaxrl_post.models.hf_config import (
     Defaults,
@@ -17,7 +16,7 @@ from jaxrl_post.models.hf_config import (
     single_window,
     uniform_window,
 )
-from jaxrl_post.models.hf_values import flag, integer
+from jaxrl_post.models.hf_values import flag, integer, integers, optional_integer
 from jaxrl_post.models.layout import Weight
 
 __all__ = [
@@ -82,14 +81,12 @@ def qwen2_moe_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     sliding = flag(raw, "use_sliding_window", False)
     # As transformers has it, from the first layer up, every other one.
     most = integer(raw, "max_window_layers", 28)
-    windows = ()
-    if sliding:
-        windows = layer_types(
-            raw,
-            config.num_layers,
-            integer(raw, "sliding_window", 4096),
-            lambda layer: layer % 2 == 0 and layer < most,
-        )
+    windows = layer_types(
+        raw,
+        config.num_layers,
+        optional_integer(raw, "sliding_window", 4096) if sliding else None,
+        lambda layer: sliding and layer % 2 == 0 and layer < most,
+    )
     return replace(
         config,
         qkv_bias=flag(raw, "qkv_bias", True),
@@ -127,10 +124,8 @@ def qwen3_moe_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """
     config = decoder_from_hf(raw, Defaults(max_length=32768, num_kv_heads=4))
     windows: tuple[int | None, ...] = ()
-    if flag(raw, "use_sliding_window", False) and raw.get("sliding_window", 1):
-        width = integer(raw, "sliding_window", 4096)
-        if width < 1:
-            raise CheckpointError(f"sliding_window must be at least 1; got {width}")
+    width = optional_integer(raw, "sliding_window", 4096)
+    if flag(raw, "use_sliding_window", False) and width is not None:
         windows = (width,) * config.num_layers
     bias = flag(raw, "attention_bias", False)
     return replace(
@@ -168,11 +163,9 @@ def _experts(
 ) -> MixtureOfExperts:
     count = integer(raw, "num_local_experts", integer(raw, "num_experts", count))
     every = integer(raw, "decoder_sparse_step", 1)
-    plain = raw.get("mlp_only_layers") or []
+    plain = integers(raw, "mlp_only_layers")
     dense = [
-        layer
-        for layer in range(num_layers)
-        if layer in plain or not every or (layer + 1) % every
+        layer for layer in range(num_layers) if layer in plain or (layer + 1) % every
     ]
     return MixtureOfExperts(
         num_experts=count,

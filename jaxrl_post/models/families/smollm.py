@@ -14,7 +14,7 @@ from jaxrl_post.models.hf_config import (
     layer_types_to_hf,
     single_window,
 )
-from jaxrl_post.models.hf_values import flag, integer, optional_integer
+from jaxrl_post.models.hf_values import flag, integer, integers, optional_integer
 
 __all__ = ["config_from_hf", "config_to_hf"]
 
@@ -30,8 +30,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     )
     config = decoder_from_hf(raw, defaults)
     every = integer(raw, "no_rope_layer_interval", 4)
-    rotated = raw.get("no_rope_layers")
-    if rotated is None:
+    rotated = integers(raw, "no_rope_layers")
+    if raw.get("no_rope_layers") is None:
         rotated = [int((layer + 1) % every != 0) for layer in range(config.num_layers)]
     if len(rotated) != config.num_layers or not set(rotated) <= {0, 1}:
         raise CheckpointError(
