@@ -30,6 +30,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SFTConfig",
+    "TrackerName",
     "UpdateConfig",
     "WarmStartConfig",
     "differences",
@@ -47,6 +48,8 @@ CorrectionName = Literal[
     "none", "truncated_tokens", "truncated_sequences", "icepop", "icepop_sequences",
     "masked_sequences",
 ]  # fmt: skip
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 OnOverlap = Literal["fail", "drop", "allow"]
@@ -318,6 +321,8 @@ class RunConfig:
         checkpoint: when to save.
         warm_start: supervised steps of a preset.
         lora: an adapter to train in place of the model.
+        log: who gets the metrics, beside metrics.jsonl: tensorboard, wandb, trackio.
+        log_project: of wandb and trackio; None for their default.
     """
 
     run_dir: str | None = None
@@ -334,6 +339,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
+    log: tuple[TrackerName, ...] = ("tensorboard",)
+    log_project: str | None = None
 
 
 @dataclass(frozen=True)
@@ -419,8 +426,9 @@ class RLConfig(RunConfig):
 # rate ends it keeps (train/horizon.py), unless it is asked to end elsewhere.
 FREE_TO_CHANGE = (
     "run_dir", "resume", "mesh", "steps", "log_samples", "log_eval_samples",
-    "log_every", "eval", "checkpoint", "update.microbatch_tokens", "update.remat",
-    "update.scan_layers", "rollout.reward_workers", "rollout.reward_deadline_s",
+    "log_every", "log", "log_project", "eval", "checkpoint",
+    "update.microbatch_tokens", "update.remat", "update.scan_layers",
+    "rollout.reward_workers", "rollout.reward_deadline_s",
     "rollout.deadline_s", "rollout.max_failed_share", "optimizer.schedule_steps",
     "critic.optimizer.schedule_steps",
 )  # fmt: skip

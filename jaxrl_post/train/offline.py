@@ -59,7 +59,7 @@ from jaxrl_post.train.session import (
     layout_table,
     make_environment,
 )
-from jaxrl_post.train.sinks import ACCURACY, MetricsLog, Progress, warnings_shown
+from jaxrl_post.train.sinks import ACCURACY, Progress, warnings_shown
 from jaxrl_post.train.step import ObjectiveFn
 from jaxrl_post.train.tasks import open_tasks
 from jaxrl_post.types import PyTree
@@ -267,9 +267,7 @@ def _loop(
     held_out = _held_out(run, feed)
     metrics: dict[str, float] = {}
     with (
-        MetricsLog(
-            run.directory, resume_step=-1 if latest is None else latest
-        ) as metrics_log,
+        run.open_metrics(latest) as metrics_log,
         Progress(run.console, total_steps=config.steps) as progress,
     ):
         if latest is None:

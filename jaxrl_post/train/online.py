@@ -48,7 +48,6 @@ from jaxrl_post.train.session import (
 )
 from jaxrl_post.train.sinks import (
     ACCURACY,
-    MetricsLog,
     Progress,
     Sample,
     SampleLog,
@@ -244,7 +243,7 @@ def _loop(
         run.describe()
     resume_step = -1 if latest is None else latest
     with (
-        MetricsLog(run.directory, resume_step=resume_step) as metrics_log,
+        run.open_metrics(latest) as metrics_log,
         SampleLog(run.directory, resume_step=resume_step) as sample_log,
         Progress(run.console, total_steps=config.steps) as progress,
     ):

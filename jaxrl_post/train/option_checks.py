@@ -4,6 +4,7 @@
 the devices stand where these are opened.
 """
 
+import importlib.util
 import math
 from pathlib import Path
 
@@ -70,6 +71,12 @@ def check_options(config: RunConfig) -> None:
     check_numbers(config)
     check_schedules(config)
     read_mesh(config.mesh)
+    for name in config.log:
+        if name != "tensorboard" and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"--log {name}: there is no module {name!r}: "
+                f"pip install 'jaxrl_post[{name}]'"
+            )
     if config.run_dir is not None and not config.run_dir.strip():
         raise ConfigError(
             "--run-dir: must name a directory; got an empty text. Drop the option to "

@@ -36,8 +36,9 @@ from jaxrl_post.train.run_lock import run_lock
 from jaxrl_post.train.run_path import run_path
 from jaxrl_post.train.scores import FailedRolloutsError
 from jaxrl_post.train.session import Model, open_model, save_model, versions
-from jaxrl_post.train.sinks import warnings_shown
+from jaxrl_post.train.sinks import MetricsLog, warnings_shown
 from jaxrl_post.train.state import TrainState
+from jaxrl_post.train.trackers import Tracking
 
 __all__ = [
     "RUN_ERRORS",
@@ -100,6 +101,21 @@ class Run[Config: RunConfig]:
     checkpoints: Checkpoints
     console: Console
     command: str
+
+    def open_metrics(self, latest: int | None) -> MetricsLog:
+        """The log of metrics, cut back to the checkpoint that the run goes on from.
+
+        Args:
+            latest: its step, None where there is none.
+        """
+        config = self.config
+        return MetricsLog(
+            self.directory,
+            resume_step=-1 if latest is None else latest,
+            tracking=Tracking(
+                config.log, config.log_project, dataclasses.asdict(config)
+            ),
+        )
 
     def describe(self) -> None:
         """Writes config.json, with which a continuation is compared."""

@@ -6,26 +6,18 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
-from tensorboardX.proto.event_pb2 import (
-    Event,  # pyright: ignore[reportAttributeAccessIssue]
-    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
-)
-from tensorboardX.proto.summary_pb2 import (
-    Summary,  # pyright: ignore[reportAttributeAccessIssue]
-)
-from tensorboardX.record_writer import RecordWriter
 
 from jaxrl_post.train import notation
-from jaxrl_post.train.run_directory import JsonLines, RunDirectory, named
+from jaxrl_post.train.run_directory import JsonLines, RunDirectory
+from jaxrl_post.train.trackers import Tracking, open_trackers
 
 __all__ = [
     "ACCURACY",
@@ -45,26 +37,31 @@ ACCURACY = "eval/accuracy"
 MISMATCH = "mismatch/token_mult_prob_error"
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
 
+TENSORBOARD = Tracking()
+
 
 class MetricsLog:
-    """Scalars of every step, as JSON lines and for TensorBoard.
+    """Scalars of every step, as JSON lines and for trackers such as TensorBoard.
 
     A row is `{"step": 12, "time": 1767225600.0, "metrics": {"reward/mean": 0.4}}`, with
     `time` in Unix seconds. JSON has no NaN and no infinity: both are written as null
-    (TensorBoard gets the value itself), and a metric that was not measured is absent.
+    (trackers get the value itself), and a metric that was not measured is absent.
 
     Args:
         directory: the run's.
         resume_step: None for a new run. Otherwise the step of the checkpoint that the
             run goes on from: later rows are dropped, here and in TensorBoard, and so
             is a torn last line. -1 starts the run over.
+        tracking: who gets the metrics beside metrics.jsonl.
         clock: Unix time in seconds.
 
     Raises:
         FileExistsError: the directory holds a run, and `resume_step` is None.
         ValueError: metrics.jsonl was damaged.
+        ConfigError: a tracker is not installed, or does not open.
 
     >>> import tempfile
+    >>> from pathlib import Path
     >>> from jaxrl_post.train.run_directory import read_rows
     >>> directory = RunDirectory(Path(tempfile.mkdtemp()))
     >>> with MetricsLog(directory, clock=lambda: 5.0) as log:
@@ -78,13 +75,13 @@ class MetricsLog:
         directory: RunDirectory,
         *,
         resume_step: int | None = None,
+        tracking: Tracking = TENSORBOARD,
         clock: Callable[[], float] = time.time,
     ):
         self._clock = clock
         self._rows = JsonLines(directory.metrics, resume_step)
-        purge_step = None if resume_step is None else resume_step + 1
         try:
-            self._events = EventFile(directory.tensorboard, purge_step)
+            self._trackers = open_trackers(tracking, directory, resume_step)
         except BaseException:
             self._rows.close()
             raise
@@ -110,60 +107,20 @@ class MetricsLog:
         values = {name: float(value) for name, value in metrics.items()}
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
         self._rows.append([{"step": step, "time": now, "metrics": finite}])
-        self._events.scalars(step, now, values)
+        for tracker in self._trackers:
+            tracker.write(step, now, values)
 
     def close(self) -> None:
         """Closes the files; closing twice is fine."""
         self._rows.close()
-        self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class EventFile:
-    """TensorBoard scalars, written and flushed in the calling thread.
-
-    tensorboardX's SummaryWriter hands events to a thread through a bounded queue: on a
-    full disk that thread dies and a later put waits for ever. It also names files by
-    the second and overwrites one of the same name. Its RecordWriter has neither fault.
-    """
-
-    def __init__(self, directory: Path, purge_step: int | None):
-        directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names.
-        number = len(list(directory.glob("events.out.tfevents.*")))
-        name = f"events.out.tfevents.{int(time.time()):010d}.{number:04d}"
-        self._path = directory / name
-        self._records = RecordWriter(str(self._path))
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if purge_step is not None:
-            # Tells TensorBoard to forget what earlier files say from this step on.
-            start = SessionLog(status=SessionLog.START)
-            self._write(
-                Event(wall_time=time.time(), step=purge_step, session_log=start)
-            )
-
-    def scalars(self, step: int, when: float, values: Mapping[str, float]) -> None:
-        summary = Summary(
-            value=[Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
-        )
-        self._write(Event(wall_time=when, step=step, summary=summary))
-
-    def _write(self, event: Any) -> None:
-        try:
-            self._records.write(event.SerializeToString())
-            self._records.flush()
-        except OSError as error:
-            with suppress(OSError):  # It tries to write what has just failed.
-                self._records.close()
-            raise named(error, self._path, "metrics.jsonl is whole") from error
-
-    def close(self) -> None:
-        self._records.close()
 
 
 @dataclass(frozen=True)
@@ -201,6 +158,7 @@ class SampleLog:
         resume_step: as in `MetricsLog`.
 
     >>> import tempfile
+    >>> from pathlib import Path
     >>> from jaxrl_post.train.run_directory import read_rows
     >>> directory = RunDirectory(Path(tempfile.mkdtemp()))
     >>> with SampleLog(directory) as log:

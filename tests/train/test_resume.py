@@ -28,6 +28,7 @@ from jaxrl_post.train.offline import run_sft
 from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.run import Outcome
 from jaxrl_post.train.run_directory import read_rows
+from tests.train.test_trackers import stand_in
 from tests.train.trainers import CONFIG, make_model
 
 LAST = 3
@@ -174,6 +175,17 @@ def test_a_full_disk_is_found_before_a_step_is_taken(copied, monkeypatch):
     assert steps_of(copied) == list(range(LAST + 1))
     # Where nothing is left to do, nothing is saved but the model.
     assert go_on(copied)[0].completed
+
+
+def test_a_run_logs_where_it_is_told(copied, monkeypatch):
+    service = stand_in(monkeypatch)
+    events = Path(copied.run_dir) / "tensorboard"
+    before = list(events.iterdir())
+    go_on(dataclasses.replace(copied, log=("wandb", "trackio"), log_project="mine"))
+    assert [options["project"] for options in service.inits] == ["mine", "mine"]
+    assert service.inits[0]["config"]["run_dir"] == copied.run_dir
+    assert service.finished == 2
+    assert list(events.iterdir()) == before
 
 
 def test_convert_and_evaluate_name_the_damaged_step(copied, tmp_path):
