@@ -14,6 +14,7 @@ from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.preference_config import PairsConfig, PreferenceLossConfig
 
 __all__ = [
+    "DEFAULT_ENV",
     "AlgorithmConfig",
     "AlgorithmName",
     "CheckpointConfig",
@@ -49,6 +50,9 @@ CorrectionName = Literal[
 
 OnOverlap = Literal["fail", "drop", "allow"]
 
+# The environment of a program that names neither environment nor file.
+DEFAULT_ENV = "arithmetic"
+
 
 class ConfigError(ValueError):
     """A configuration that contradicts itself or what is there."""
@@ -56,12 +60,13 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Files of environments that read some (gsm8k).
+    """Files of environments that read some (jsonl, gsm8k), or of launch.sft's chats.
 
     Attributes:
-        path: JSONL file of the training tasks; hf://datasets/ORG/NAME/FILE for one on
-            the hub, ORG/NAME@REVISION for a revision of it.
-        eval_path: likewise, of the held-out tasks; default: a part of `path`.
+        path: .jsonl or .parquet file to learn from; hf://datasets/ORG/NAME/FILE for one
+            on the hub, ORG/NAME@REVISION for a revision of it.
+        eval_path: likewise, of what is held out; default: a tenth of the prompts of
+            `path`.
         on_bad_row: stop at a malformed row, or skip, count and report it.
         on_overlap: what to do about training tasks whose prompt is held out too, of any
             environment: stop, drop them from training, or allow them.
@@ -351,15 +356,16 @@ class OfflineConfig(RunConfig):
 
 @dataclass(frozen=True)
 class SFTConfig(OfflineConfig):
-    """Supervised fine-tuning on an environment's demonstrations.
+    """Supervised fine-tuning on chats and texts, or an environment's demonstrations.
 
     Attributes:
-        env: arithmetic, gsm8k, reasoning-gym:<task>, or <module>:<factory>, with
-            options as in arithmetic?level=2.
+        env: arithmetic, gsm8k, jsonl, reasoning-gym:<task>, or <module>:<factory>, with
+            options as in arithmetic?level=2. None for the rows of `data.path`, which
+            have messages, prompt and completion, or text; arithmetic without a file.
         data: files.
     """
 
-    env: str = "arithmetic"
+    env: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
 
 
@@ -384,8 +390,8 @@ class RLConfig(RunConfig):
     """Policy optimisation on samples of its own.
 
     Attributes:
-        env: arithmetic, gsm8k, reasoning-gym:<task>, or <module>:<factory>, with
-            options as in arithmetic?level=2.
+        env: arithmetic, gsm8k, jsonl, reasoning-gym:<task>, or <module>:<factory>, with
+            options as in arithmetic?level=2 or jsonl?grader=math.
         data: files.
         log_samples: training completions logged at each evaluation.
         log_eval_samples: held-out completions logged at each evaluation.
