@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on demonstrations: `python -m launch.sft`."""
+"""Supervised fine-tuning: `python -m launch.sft --data.path chats.jsonl`."""
 
 import sys
 from collections.abc import Callable
@@ -21,7 +21,8 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
 
 PROGRAM = cli.Program(
     name="launch.sft",
-    description="Fine-tunes a language model on an environment's demonstrations.",
+    description="Fine-tunes a language model on chats, prompts with completions, or "
+    "texts of --data.path, or on an environment's demonstrations.",
     default=beginning(SFTConfig(), Rates(checkpoint=1e-5, adapter=1e-4, preset=1e-3)),
     load=load,
     check=check_options,

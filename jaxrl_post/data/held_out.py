@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Grouped", "one_a_group", "split"]
+__all__ = ["Grouped", "is_held_out", "one_a_group", "split"]
 
 
 @runtime_checkable
@@ -47,8 +47,7 @@ def split[Item: Grouped](
     train: list[Item] = []
     held_out: list[Item] = []
     for example in examples:
-        digest = hashlib.blake2b(example.group.encode(), digest_size=8).digest()
-        side = held_out if int.from_bytes(digest) < eval_share * 2**64 else train
+        side = held_out if is_held_out(example.group, eval_share) else train
         side.append(example)
     for side, found in (("train", train), ("eval", held_out)):
         if not found:
@@ -59,6 +58,12 @@ def split[Item: Grouped](
                 f"{eval_share}"
             )
     return train, held_out
+
+
+def is_held_out(group: str, eval_share: float) -> bool:
+    """Whether a group is in the share that is held out, by a hash of its text."""
+    digest = hashlib.blake2b(group.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < eval_share * 2**64
 
 
 def one_a_group[Item: Grouped](examples: Sequence[Item]) -> list[Item]:

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from jaxrl_post.data import chat
-from jaxrl_post.data.chat import Messages, Turn
+from jaxrl_post.data.chat import Messages, Options, Turn
 from jaxrl_post.data.tokenizer import Tokenizer
 
 __all__ = ["Lengths", "written"]
@@ -89,13 +89,20 @@ class Lengths:
         return True if most is not None and most <= limit else None
 
 
-def written(tokenizer: Tokenizer, messages: Messages, answer: str | None = None) -> str:
+def written(
+    tokenizer: Tokenizer,
+    messages: Messages,
+    answer: str | None = None,
+    *,
+    options: Options | None = None,
+) -> str:
     """The text of a prompt or, with its answer, of a conversation.
 
     Args:
         tokenizer: with or without a chat template.
-        messages: the prompt.
-        answer: of the assistant; None for the prompt alone.
+        messages: the prompt, or a conversation that the assistant's turn ends.
+        answer: of the assistant; None for the messages alone.
+        options: for the template; None for the default ones.
 
     Raises:
         TokenizerError: as `chat.render_text`.
@@ -107,17 +114,21 @@ def written(tokenizer: Tokenizer, messages: Messages, answer: str | None = None)
     if answer is not None:
         turns.append({"role": "assistant", "content": answer})
     if tokenizer.chat_templates:
-        return chat.render_text(tokenizer, turns, prompt=answer is None)
+        ended = _role(turns[-1]) == "assistant"
+        return chat.render_text(
+            tokenizer, turns, options or Options(), prompt=not ended
+        )
     return "".join(_said(turn, tokenizer) for turn in turns)
 
 
 def _said(turn: Turn | Mapping[str, Any], tokenizer: Tokenizer) -> str:
-    if isinstance(turn, Mapping):
-        role, content = turn.get("role"), turn.get("content")
-    else:
-        role, content = turn.role, turn.content
-    ends = tokenizer.stop_tokens[:1] if role == "assistant" else ()
+    content = turn.get("content") if isinstance(turn, Mapping) else turn.content
+    ends = tokenizer.stop_tokens[:1] if _role(turn) == "assistant" else ()
     return "".join((content if isinstance(content, str) else "", *ends))
+
+
+def _role(turn: Turn | Mapping[str, Any]) -> Any:
+    return turn.get("role") if isinstance(turn, Mapping) else turn.role
 
 
 def _kinds(part: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_post.data.conversations import (
+from jaxrl_post.conversations import (
     Message,
     answer_of,
     common_beginning,
@@ -22,8 +22,8 @@ from jaxrl_post.data.conversations import (
     require_prompt,
     text_of,
 )
-from jaxrl_post.data.tables import Layout, listed, read_table
 from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
+from jaxrl_post.tables import Layout, listed, read_table
 
 __all__ = ["Judged", "Message", "Preference", "read_preferences"]
 

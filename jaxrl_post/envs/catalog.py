@@ -12,11 +12,12 @@ from typing import Any
 from jaxrl_post.envs.arithmetic import Arithmetic
 from jaxrl_post.envs.env import Environment
 from jaxrl_post.envs.gsm8k import GSM8K
+from jaxrl_post.envs.prompt_answers import PromptAnswers
 from jaxrl_post.envs.reasoning_gym import ReasoningGym
 
 __all__ = ["make"]
 
-_FORMS = "arithmetic, gsm8k, reasoning-gym:<task>, <module>:<factory>"
+_FORMS = "arithmetic, gsm8k, jsonl, reasoning-gym:<task>, <module>:<factory>"
 _REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
 
 
@@ -27,6 +28,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
 
         arithmetic?level=2                      arithmetic?operations=+-&terms=3
         gsm8k?path=train.jsonl&eval_path=test.jsonl
+        jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
 
@@ -49,7 +51,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     'arithmetic(+-,2x2)'
     >>> make("arithmetics")
     Traceback (most recent call last):
-    ValueError: no environment 'arithmetics'; there are arithmetic, gsm8k,
+    ValueError: no environment 'arithmetics'; there are arithmetic, gsm8k, jsonl,
     reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
@@ -66,6 +68,8 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         )
     if name == "gsm8k":
         return _call(GSM8K, chosen, name)
+    if name == "jsonl":
+        return _call(PromptAnswers, chosen, name)
     kind, colon, rest = name.partition(":")
     if colon and kind == "reasoning-gym":
         return _make_reasoning_gym(rest, chosen)

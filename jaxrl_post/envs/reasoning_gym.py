@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import hashlib
 import itertools
 import pickle
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
+from jaxrl_post.envs.held_out import split_of
 
 __all__ = ["ReasoningGym"]
 
@@ -197,8 +197,7 @@ def _task(index: int, entry: Any) -> Task:
 
 
 def _is_held_out(question: str) -> bool:
-    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) % _HELD_OUT_ONE_IN == 0
+    return split_of(question, one_in=_HELD_OUT_ONE_IN) == "eval"
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,6 +15,7 @@ from jaxrl_post.train.preference_config import PairsConfig, PreferenceLossConfig
 from jaxrl_post.train.reward_options import RewardModelConfig
 
 __all__ = [
+    "DEFAULT_ENV",
     "AlgorithmConfig",
     "AlgorithmName",
     "CheckpointConfig",
@@ -54,6 +55,9 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 OnOverlap = Literal["fail", "drop", "allow"]
 
+# The environment of a program that names neither environment nor file.
+DEFAULT_ENV = "arithmetic"
+
 
 class ConfigError(ValueError):
     """A configuration that contradicts itself or what is there."""
@@ -61,12 +65,13 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Files of environments that read some (gsm8k).
+    """Files of environments that read some (jsonl, gsm8k), or of launch.sft's chats.
 
     Attributes:
-        path: JSONL file of the training tasks; hf://datasets/ORG/NAME/FILE for one on
-            the hub, ORG/NAME@REVISION for a revision of it.
-        eval_path: likewise, of the held-out tasks; default: a part of `path`.
+        path: .jsonl or .parquet file to learn from; hf://datasets/ORG/NAME/FILE for one
+            on the hub, ORG/NAME@REVISION for a revision of it.
+        eval_path: likewise, of what is held out; default: a tenth of the prompts of
+            `path`.
         on_bad_row: stop at a malformed row, or skip, count and report it.
         on_overlap: what to do about training tasks whose prompt is held out too, of any
             environment: stop, drop them from training, or allow them.
@@ -363,15 +368,16 @@ class OfflineConfig(RunConfig):
 
 @dataclass(frozen=True)
 class SFTConfig(OfflineConfig):
-    """Supervised fine-tuning on an environment's demonstrations.
+    """Supervised fine-tuning on chats and texts, or an environment's demonstrations.
 
     Attributes:
-        env: arithmetic, gsm8k, reasoning-gym:<task>, or <module>:<factory>, with
-            options as in arithmetic?level=2.
+        env: arithmetic, gsm8k, jsonl, reasoning-gym:<task>, or <module>:<factory>, with
+            options as in arithmetic?level=2. None for the rows of `data.path`, which
+            have messages, prompt and completion, or text; arithmetic without a file.
         data: files.
     """
 
-    env: str = "arithmetic"
+    env: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
 
 
@@ -396,8 +402,8 @@ class RLConfig(RunConfig):
     """Policy optimisation on samples of its own.
 
     Attributes:
-        env: arithmetic, gsm8k, reasoning-gym:<task>, or <module>:<factory>, with
-            options as in arithmetic?level=2.
+        env: arithmetic, gsm8k, jsonl, reasoning-gym:<task>, or <module>:<factory>, with
+            options as in arithmetic?level=2 or jsonl?grader=math.
         data: files.
         log_samples: training completions logged at each evaluation.
         log_eval_samples: held-out completions logged at each evaluation.

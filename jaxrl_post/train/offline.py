@@ -18,8 +18,10 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import Head
 from jaxrl_post.models.families import write_config
 from jaxrl_post.train import notation
+from jaxrl_post.train.chats import open_chats
 from jaxrl_post.train.checkpoint import abstract_state
 from jaxrl_post.train.config import (
+    DEFAULT_ENV,
     ConfigError,
     OfflineConfig,
     PreferenceConfig,
@@ -109,15 +111,20 @@ def run_sft(
     command: str,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Trains on an environment's demonstrations; arguments and errors as `run_rl`."""
+    """Trains on chats or demonstrations; arguments and errors as `run_rl`."""
     check_options(config)
     fetched = fetch_run(config, console=console)
     config = fetched.config
-    with warnings_shown(console):
-        environment = make_environment(config.env, config.data)
-        tasks = open_tasks(environment, config.data.on_overlap)
-    examples = Demonstrations(tasks, config.max_tokens)
-    job = Job(supervised.next_token, functools.cache(examples.fitting))
+    if config.env is None and config.data.path is not None:
+        examples = open_chats(config.data, console)
+        fitting = partial(examples.fitting, max_tokens=config.max_tokens)
+    else:
+        with warnings_shown(console):
+            environment = make_environment(config.env or DEFAULT_ENV, config.data)
+            tasks = open_tasks(environment, config.data.on_overlap)
+        examples = Demonstrations(tasks, config.max_tokens)
+        fitting = examples.fitting
+    job = Job(supervised.next_token, functools.cache(fitting), noun="examples")
     return _run(fetched, job, examples, console, command, should_stop)
 
 

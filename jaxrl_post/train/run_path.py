@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from jaxrl_post.train.config import (
+    DEFAULT_ENV,
     OfflineConfig,
     PreferenceConfig,
     RLConfig,
@@ -48,7 +49,11 @@ def _method(config: RunConfig) -> str:
 def _data(config: RunConfig) -> str:
     """The environment, or the file that is learned from."""
     if isinstance(config, RLConfig | SFTConfig):
-        return config.env.partition("?")[0]
+        environment, path = (config.env or "").partition("?")[0], config.data.path
+        # What a file holds says more than how it is read.
+        if environment in ("", "jsonl") and path:
+            return Path(path).stem
+        return environment or DEFAULT_ENV
     if isinstance(config, OfflineConfig) and hasattr(config, "data"):
         return Path(config.data.path or "").stem or "data"  # type: ignore[attr-defined]
     return "data"

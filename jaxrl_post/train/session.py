@@ -51,6 +51,12 @@ __all__ = [
 # Texts from which a preset's tokenizer is learned.
 TOKENIZER_TEXTS = 2000
 
+# Environments whose tasks are in files, and what a file has to be.
+FROM_FILES = {
+    "gsm8k": "a JSONL file with the fields question and answer",
+    "jsonl": "a .jsonl or .parquet file of prompts and answers",
+}
+
 # Of each of them, so many characters: more teach a tokenizer nothing.
 TEXT_CHARACTERS = 10_000
 
@@ -143,18 +149,16 @@ def make_environment(spec: str, data: DataConfig) -> Environment:
 
 def _file_options(spec: str, data: DataConfig) -> dict[str, str]:
     name = spec.partition("?")[0]
-    if name != "gsm8k":
+    if name not in FROM_FILES:
         for field in ("path", "eval_path"):
             if getattr(data, field) is not None:
                 raise ConfigError(
                     f"--data.{field}: the environment {name!r} reads no file; drop the "
-                    "option, or use --env gsm8k"
+                    "option, or use --env jsonl (gsm8k for GSM8K's own files)"
                 )
         return {}
     if data.path is None:
-        raise ConfigError(
-            "--data.path: gsm8k needs a JSONL file with the fields question and answer"
-        )
+        raise ConfigError(f"--data.path: {name} needs {FROM_FILES[name]}")
     options: dict[str, str] = {"path": data.path, "on_bad_row": data.on_bad_row}
     if data.eval_path is not None:
         options["eval_path"] = data.eval_path

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_post import models
-from jaxrl_post.data.conversations import Message
+from jaxrl_post.conversations import Message
 from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig

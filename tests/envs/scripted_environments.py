@@ -214,3 +214,8 @@ def build_nothing() -> None:
 
 def brevity(task: Task, conversation: tuple[Message, ...]) -> float:
     return 1.0 / len(conversation[-1].content)
+
+
+def length_share(response: str, answer: dict[str, int]) -> float:
+    """A grader: as long as the answer asks for."""
+    return len(response) / answer["length"]

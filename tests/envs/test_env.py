@@ -68,7 +68,8 @@ CHOICES = [
 def test_values_outside_their_type_are_named():
     program = "from jaxrl_post.envs.arithmetic import Arithmetic\n"
     program += "from jaxrl_post.envs.env import Message\n"
-    program += "from jaxrl_post.envs.gsm8k import GSM8K, final_answer\n"
+    program += "from jaxrl_post.envs.gsm8k import GSM8K\n"
+    program += "from jaxrl_post.envs.math_answers import final_answer\n"
     program += "from jaxrl_post.jsonl import read_jsonl\n"
     for expression, _ in CHOICES:
         program += f"try:\n  {expression}\n"

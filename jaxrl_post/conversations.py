@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_post.data.tables import listed
 from jaxrl_post.jsonl import BadRowError, is_unicode
+from jaxrl_post.tables import listed
 
 __all__ = [
     "Message",
@@ -42,8 +42,12 @@ class Message:
     content: str
 
 
-def prompt_of(value: Any) -> tuple[Message, ...]:
-    """The prompt that the field "prompt" holds, as a text or as messages.
+def prompt_of(value: Any, name: str = "prompt") -> tuple[Message, ...]:
+    """The prompt that a field holds, as a text or as messages.
+
+    Args:
+        value: a text, or a list of {"role", "content"}.
+        name: of the field, for messages.
 
     Raises:
         BadRowError: it is something else, empty, or ends with the assistant.
@@ -52,9 +56,9 @@ def prompt_of(value: Any) -> tuple[Message, ...]:
     (Message(role='user', content='2+2='),)
     """
     if isinstance(value, str):
-        messages = (Message("user", text_of(value, "field 'prompt'")),)
+        messages = (Message("user", text_of(value, f"field {name!r}")),)
     else:
-        messages = _messages(value, "prompt")
+        messages = _messages(value, name)
     require_prompt(messages)
     return messages
 

@@ -1,0 +1,174 @@
+"""Conversations and texts to fine-tune on, read from files, strictly."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_post.conversations import answer_of, group_of, prompt_of, text_of
+from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
+from jaxrl_post.tables import Layout, listed, read_table
+
+__all__ = ["Chat", "Text", "read_chats"]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# What of a message a chat template may read; other keys would be lost in silence.
+_KEYS = (
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content",
+    "thinking", "reasoning",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation of which the assistant's turns are learned.
+
+    Args:
+        messages: each with "role" and "content", as a chat template reads them.
+        group: the text before the assistant's first turn; what shares it is held out
+            together.
+        only_last: learn the last turn alone, the answer to a prompt.
+        tools: JSON schemas of functions; None for none.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    group: str
+    only_last: bool = False
+    tools: tuple[Mapping[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of which every token is learned.
+
+    Args:
+        text: not empty.
+    """
+
+    text: str
+
+    @property
+    def group(self) -> str:
+        """The text itself."""
+        return self.text
+
+
+def read_chats(
+    path: str | os.PathLike[str], *, on_bad_row: OnBadRow = "fail"
+) -> tuple[list[Chat | Text], Report]:
+    r"""Reads what supervised fine-tuning learns from.
+
+    The fields of the first good row tell which of three layouts the file has; every row
+    must have it:
+
+    - messages: a list of {"role", "content"}, with at least one turn of the assistant.
+      A message may also have name, tool_calls, tool_call_id and reasoning_content, and
+      the row `tools`.
+    - prompt, completion: each a text, or messages; the completion is learned. A prompt
+      that is a text is what the user says.
+    - text: learned as it is.
+
+    Args:
+        path: the file; .jsonl and .json hold one JSON object a line, .parquet a row a
+            conversation and needs the extra `parquet`. A null there is an absent field.
+        on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
+            lists them in the report.
+
+    Returns:
+        The conversations or texts in the file's order, and a report (of a .parquet
+        file, lines are rows, from 1).
+
+    Raises:
+        ValueError: at a bad row under "fail"; if the file has no row or no good one; if
+            its name ends otherwise, or it is damaged.
+        ModuleNotFoundError: for .parquet without the extra.
+        OSError: if the file cannot be read.
+
+    >>> import pathlib, tempfile
+    >>> row = '{"messages": [{"role": "user", "content": "2+2="}, '
+    >>> row += '{"role": "assistant", "content": "4"}]}'
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = pathlib.Path(directory, "chats.jsonl")
+    ...     _ = path.write_text(row)
+    ...     (chat,), report = read_chats(path)
+    >>> chat.group, chat.messages[-1]["content"]
+    ('2+2=', '4')
+    """
+    return read_table(path, _LAYOUTS, on_bad_row=on_bad_row)
+
+
+def _conversation(row: Mapping[str, Any]) -> list[Chat | Text]:
+    value = row["messages"]
+    if not isinstance(value, list):
+        got = type(value).__name__
+        raise BadRowError(f"field 'messages' must be a list of messages, got {got}")
+    messages = tuple(_message(each, at) for at, each in enumerate(value, start=1))
+    first = next(
+        (i for i, each in enumerate(messages) if each["role"] == "assistant"), None
+    )
+    if first is None:
+        raise BadRowError(
+            "field 'messages' has no turn of the assistant, so there is nothing to "
+            "learn"
+        )
+    before = [each.get("content") or "" for each in messages[:first]]
+    return [Chat(messages, "\n\n".join(before), tools=_tools(row.get("tools")))]
+
+
+def _message(value: Any, number: int) -> Mapping[str, Any]:
+    where = f"field 'messages', message {number}"
+    if not isinstance(value, dict):
+        raise BadRowError(f"{where} must be an object, got {type(value).__name__}")
+    message = {key: item for key, item in value.items() if item is not None}
+    if message.get("role") not in _ROLES:
+        raise BadRowError(
+            f"{where}: 'role' must be one of {listed(_ROLES)}, got "
+            f"{message.get('role')!r}"
+        )
+    for key in message:
+        if key not in _KEYS:
+            raise BadRowError(
+                f"{where}: the key {key!r} is not known; there are {listed(_KEYS)}"
+            )
+    # Who calls a tool need not say anything.
+    if "content" in message or not message.get("tool_calls"):
+        text_of(message.get("content"), f"{where}: 'content'")
+    silent = not message.get("content", "").strip()
+    if message["role"] == "assistant" and silent and not message.get("tool_calls"):
+        raise BadRowError(f"{where}: the assistant says nothing")
+    return message
+
+
+def _tools(value: Any) -> tuple[Mapping[str, Any], ...] | None:
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        raise BadRowError(
+            f"field 'tools' must be a list of objects, got {type(value).__name__}"
+        )
+    return tuple(value)
+
+
+def _completion(row: Mapping[str, Any]) -> list[Chat | Text]:
+    prompt = prompt_of(row["prompt"])
+    answer = answer_of(row["completion"], "completion", prompt)
+    if not answer.strip():
+        raise BadRowError("the completion is empty")
+    messages = tuple({"role": m.role, "content": m.content} for m in prompt)
+    reply = {"role": "assistant", "content": answer}
+    return [Chat((*messages, reply), group_of(prompt), only_last=True)]
+
+
+def _text(row: Mapping[str, Any]) -> list[Chat | Text]:
+    text = text_of(row["text"], "field 'text'")
+    if not text.strip():
+        raise BadRowError("field 'text' is empty")
+    return [Text(text)]
+
+
+_LAYOUTS: Sequence[Layout[Chat | Text]] = (
+    Layout(("messages",), _conversation),
+    Layout(("prompt", "completion"), _completion),
+    Layout(("text",), _text),
+)

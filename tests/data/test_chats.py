@@ -1,0 +1,121 @@
+"""Conversations and texts to fine-tune on: three layouts, and what is refused."""
+
+import json
+
+import pytest
+
+from jaxrl_post.data.chats import Chat, Text, read_chats
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def said(content):
+    return {"role": "assistant", "content": content}
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(*rows, name="chats.jsonl"):
+        path = tmp_path / name
+        if path.suffix == ".parquet":
+            arrow = pytest.importorskip("pyarrow", reason="needs the extra 'parquet'")
+            parquet = pytest.importorskip("pyarrow.parquet")
+            parquet.write_table(arrow.Table.from_pylist(list(rows)), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet"])
+def test_messages(file, name):
+    turns = [{"role": "system", "content": "Add."}, user("1+1="), said("2")]
+    longer = [*turns, user("+1="), said("3")]
+    found, report = read_chats(
+        file({"messages": turns}, {"messages": longer}, name=name)
+    )
+    assert found == [
+        Chat(tuple(turns), "Add.\n\n1+1="),
+        Chat(tuple(longer), "Add.\n\n1+1="),
+    ]
+    assert report.num_rows == 2
+
+
+def test_tools_and_calls_are_kept(file):
+    turns = [
+        user("1+1="),
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "a"},
+        said("2"),
+    ]
+    tool = {"type": "function", "function": {"name": "add"}}
+    (found,), _ = read_chats(file({"messages": turns, "tools": [tool]}))
+    assert found.tools == (tool,)
+    assert found.messages[1] == {"role": "assistant", "tool_calls": [CALL]}
+    assert found.messages[2] == turns[2]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1=", "completion": "2"},
+        {"prompt": [user("1+1=")], "completion": [said("2")]},
+    ],
+)
+def test_a_prompt_and_its_completion(file, row):
+    (found,), _ = read_chats(file(row))
+    assert found == Chat((user("1+1="), said("2")), "1+1=", only_last=True)
+
+
+def test_texts(file):
+    found, _ = read_chats(file({"text": "One."}, {"text": "Two.", "id": 2}))
+    assert found == [Text("One."), Text("Two.")]
+    assert found[0].group == "One."
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"question": "1"},
+            r"must have the fields \('messages'\) or \('prompt', ",
+        ),
+        ({"messages": "Hi"}, "field 'messages' must be a list of messages, got str"),
+        ({"messages": []}, "no turn of the assistant"),
+        ({"messages": [user("Hi")]}, "no turn of the assistant, so there is nothing"),
+        ({"messages": [1]}, "message 1 must be an object, got int"),
+        ({"messages": [{"from": "human"}]}, "'role' must be one of .*, got None"),
+        ({"messages": [{"role": "bot", "content": ""}]}, "one of .*, got 'bot'"),
+        ({"messages": [user(["Hi"])]}, "message 1: 'content' must be str, got list"),
+        ({"messages": [user("a"), {"role": "assistant"}]}, "2: 'content' must be str"),
+        ({"messages": [user("a"), said(" ")]}, "message 2: the assistant says nothing"),
+        (
+            {"messages": [user("a"), {**said("b"), "weight": 0}]},
+            "message 2: the key 'weight' is not known",
+        ),
+        (
+            {"messages": [user("a"), said("b")], "tools": "add"},
+            "'tools' must be a",
+        ),
+        ({"prompt": "a", "completion": ""}, "the completion is empty"),
+        ({"prompt": "", "completion": "a"}, "the prompt is empty"),
+        ({"text": 1}, "field 'text' must be str, got int"),
+        ({"text": " \n"}, "field 'text' is empty"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(file, row, reason):
+    with pytest.raises(ValueError, match=rf"chats\.jsonl:1: .*{reason}"):
+        read_chats(file(row))
+
+
+def test_a_row_of_another_layout_is_a_bad_row(file):
+    path = file({"text": "a"}, {"prompt": "a", "completion": "b"})
+    with pytest.raises(ValueError, match=r"chats\.jsonl:2: no field 'text', which"):
+        read_chats(path)
+    found, report = read_chats(path, on_bad_row="skip")
+    assert (len(found), report.num_bad) == (1, 1)
