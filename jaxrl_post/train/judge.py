@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_post import models
+from jaxrl_post.conversations import Message
 from jaxrl_post.data import chat, packing
-from jaxrl_post.data.conversations import Message
 from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Task
