@@ -23,6 +23,7 @@ from jaxrl_post.train.config import ConfigError, RunConfig
 from jaxrl_post.train.convert_config import ConvertConfig
 from jaxrl_post.train.hub import fetch
 from jaxrl_post.train.lora_config import AdapterConfig
+from jaxrl_post.train.paths import check_output, check_paths, naming
 from jaxrl_post.train.run_directory import RunDescription, RunDirectory
 from jaxrl_post.types import Array
 
@@ -74,10 +75,8 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
     del command
     _check_size(config)
     # Before anything is read; saving looks again before it writes.
-    if Path(config.output).exists():
-        raise ConfigError(
-            f"--output: {config.output} is already there; remove it or write elsewhere"
-        )
+    check_output(Path(config.output), "--output")
+    check_paths(config)
     config = fetch(config, console=console).config
     run = RunDirectory(Path(config.input))
     if (run.path / "checkpoints").is_dir():
@@ -85,14 +84,15 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
     else:
         architecture, params, tokenizer, source = _from_directory(config)
     save = {"huggingface": models.save_pretrained, "orbax": models.save_orbax}
-    save[config.format](
-        config.output,
-        architecture,
-        params,
-        tokenizer=tokenizer,
-        source=source,
-        max_file_bytes=int(config.max_shard_gb * 1e9),
-    )
+    with naming("--output"):
+        save[config.format](
+            config.output,
+            architecture,
+            params,
+            tokenizer=tokenizer,
+            source=source,
+            max_file_bytes=int(config.max_shard_gb * 1e9),
+        )
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     dtype = params.embedding.dtype
     line = f"{config.output}: {count:,} parameters in {dtype}"

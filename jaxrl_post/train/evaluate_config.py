@@ -7,6 +7,7 @@ from typing import Literal
 from jaxrl_post.mesh_spec import read_mesh
 from jaxrl_post.train.bounds import check_numbers
 from jaxrl_post.train.config import ConfigError, DataConfig
+from jaxrl_post.train.paths import check_output, check_paths
 
 __all__ = ["EvaluateConfig", "check_evaluation", "result_files"]
 
@@ -86,11 +87,9 @@ def check_evaluation(config: EvaluateConfig) -> None:
             f"--samples: {config.samples} greedy samples of a task are all the same; "
             "give --temperature, or take 1"
         )
+    check_paths(config)
     for file in result_files(config):
-        if file.exists():
-            raise ConfigError(
-                f"--output: {file} is already there; remove it or write elsewhere"
-            )
+        check_output(file, "--output")
 
 
 def result_files(config: EvaluateConfig) -> tuple[Path, ...]:

@@ -23,6 +23,7 @@ from jaxrl_post.train.config import (
 )
 from jaxrl_post.train.distill_config import DistillConfig
 from jaxrl_post.train.horizon import check_schedules
+from jaxrl_post.train.paths import check_paths, naming
 from jaxrl_post.train.reward_config import RewardConfig, check_kind
 from jaxrl_post.train.reward_options import RewardModelConfig
 
@@ -82,8 +83,10 @@ def check_options(config: RunConfig) -> None:
             "--run-dir: must name a directory; got an empty text. Drop the option to "
             "have one named after algorithm, environment and model"
         )
-    if config.run_dir is not None and Path(config.run_dir).is_file():
-        raise ConfigError(f"--run-dir: {config.run_dir} is a file, not a directory")
+    with naming("--run-dir"):
+        if config.run_dir is not None and Path(config.run_dir).is_file():
+            raise ConfigError(f"--run-dir: {config.run_dir} is a file, not a directory")
+    check_paths(config)
     if isinstance(config, RLConfig):
         _check_rl(config)
     if isinstance(config, OfflineConfig):
