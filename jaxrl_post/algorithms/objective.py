@@ -400,6 +400,7 @@ def raise_early(algorithm: Algorithm) -> None:
             versions=ids,
             reference_logprobs=zeros,
             values_before=zeros,
+            truncated=ids > 0,
         )
         predictions = Predictions(
             logprobs=zeros,

@@ -434,3 +434,67 @@ def test_a_shared_backbone_needs_a_critic_and_a_weight():
         algorithms.shared_backbone(algorithms.grpo(), coefficient=0.1)
     with pytest.raises(ValueError, match=r"coefficient must be > 0, got 0\.0"):
         algorithms.shared_backbone(algorithms.ppo(), coefficient=0.0)
+
+
+def cut_batch() -> TokenBatch:
+    """A row of two answers, [a, b] and [c], and a token of padding."""
+    row = {
+        "tokens": [5, 1, 2, 5, 3, 0],
+        "positions": [0, 1, 2, 0, 1, 0],
+        "segment_ids": [1, 1, 1, 2, 2, 0],
+        "versions": [0] * 6,
+    }
+    masks = {
+        "loss_mask": [False, True, True, False, True, False],
+        "truncated": [False, False, True, False, True, False],
+    }
+    numbers = {
+        "advantages": [0.0, 1.0, 1.0, 0.0, 2.0, 0.0],
+        "behavior_logprobs": [0.0] * 6,
+        # What is said before a token is said after the one in front of it: 4 after b,
+        # 8 after c.
+        "values_before": [9.0, 1.0, 2.0, 4.0, 3.0, 8.0],
+    }
+    return TokenBatch(
+        **{name: jnp.array([values], jnp.int32) for name, values in row.items()},
+        **{name: jnp.array([values]) for name, values in masks.items()},
+        **{name: jnp.array([values], jnp.float32) for name, values in numbers.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("bootstrap", "advantages", "targets"),
+    [
+        # a: 0.5 V(b) - V(a) = 0; b: 1 - 2; c: 2 - 3.
+        (False, [0.0, -1.0, -1.0], [0.5, 1.0, 2.0]),
+        # b: 1 + 0.5 * 4 - 2; c: 2 + 0.5 * 8 - 3.
+        (True, [0.0, 1.0, 3.0], [1.5, 3.0, 6.0]),
+    ],
+)
+def test_what_was_cut_may_earn_what_the_critic_expects_after_it(
+    bootstrap, advantages, targets
+):
+    made = algorithms.ppo(
+        gamma=0.5, lambda_=0.0, whiten=False, bootstrap_truncated=bootstrap
+    )
+    batch = cut_batch()
+    credited = made.credit(batch)
+    counted = np.asarray(batch.loss_mask)
+    np.testing.assert_allclose(credited.advantages[counted], advantages, atol=1e-6)
+    np.testing.assert_allclose(credited.returns[counted], targets, atol=1e-6)
+    if bootstrap:
+        with pytest.raises(ValueError, match=r"batch\.truncated must be given"):
+            made.credit(batch.replace(truncated=None))
+
+
+def test_advantages_before_whitening_are_kept_for_the_metrics():
+    batch = cut_batch()
+    counted = np.asarray(batch.loss_mask)
+    ppo = algorithms.ppo(gamma=0.5, lambda_=0.0).credit(batch)
+    np.testing.assert_allclose(ppo.raw_advantages[counted], [0, -1, -1], atol=1e-6)
+    plain = algorithms.reinforce_plus_plus(gamma=0.5).credit(batch)
+    np.testing.assert_allclose(plain.raw_advantages[counted], [0.5, 1, 2], atol=1e-6)
+    baseline = algorithms.reinforce_plus_plus_baseline().credit(batch)
+    np.testing.assert_allclose(baseline.raw_advantages[counted], [1, 1, 2], atol=1e-6)
+    for credited in (ppo, plain, baseline):
+        assert abs(float(credited.advantages[counted].mean())) < 1e-6

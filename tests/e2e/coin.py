@@ -45,3 +45,8 @@ class Coin:
 def forty_percent(task: Task, conversation: tuple[Message, ...]) -> float:
     """A partial credit that every answer gets."""
     return 0.4
+
+
+def brevity(task: Task, conversation: tuple[Message, ...]) -> float:
+    """Shorter answers get more."""
+    return -float(len(response(conversation)))

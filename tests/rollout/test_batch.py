@@ -45,9 +45,11 @@ EXPECTED = {
 }  # fmt: skip
 
 
-def estimate(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
+def estimate(facts: batch.GroupFacts) -> np.ndarray:
     return np.asarray(
-        algorithms.rloo().advantages(jnp.asarray(rewards), jnp.asarray(valid))
+        algorithms.rloo().advantages(
+            jnp.asarray(facts.rewards), jnp.asarray(facts.valid)
+        )
     )
 
 
@@ -59,7 +61,9 @@ def test_shaping_acts_on_rewards_by_length_and_not_on_the_choice_of_groups():
     assert GROUPS[0].lengths.tolist() == [2, 3, 4, 5]
     seen = []
     batch.advantages(
-        GROUPS, lambda rewards, valid: seen.append(rewards) or rewards, longer_is_worse
+        GROUPS,
+        lambda facts: seen.append(facts.rewards) or facts.rewards,
+        longer_is_worse,
     )
     expected = [[2.0, -0.5, -2.0, -0.5], [-1.0, -1.5, 2.0, -2.5]]
     np.testing.assert_array_equal(seen[0], np.float32(expected))
@@ -133,3 +137,33 @@ def test_what_was_cut_is_worth_nothing_left_out_or_marked():
     names = packed.tokens.ravel()[ends]
     # The last of the tokens that are named after the sample.
     assert sorted(names.tolist()) == [100 + 3, 110 + 4]
+
+
+def test_facts_of_groups_are_aligned_with_their_samples():
+    def part(index: int, reward: float | None) -> Rollout:
+        rewards = {} if reward is None else {"a": reward, "b": 10.0 + index}
+        return dataclasses.replace(make_rollout(1, index, reward), rewards=rewards)
+
+    def longer_is_worse(lengths: np.ndarray) -> np.ndarray:
+        return -0.5 * lengths.astype(np.float32)
+
+    samples = (part(0, 1.0), part(1, None))
+    groups = [
+        Group(1, samples, greedy=part(3, 2.0)),
+        # Without a baseline that could be judged there is nothing to compare with.
+        Group(2, samples, greedy=part(0, None)),
+    ]
+    seen = []
+    batch.advantages(
+        groups,
+        lambda facts: seen.append(facts) or facts.rewards,
+        longer_is_worse,
+        parts=("b", "a"),
+    )
+    [facts] = seen
+    assert facts.lengths.tolist() == [[2, 3]] * 2
+    assert facts.components.tolist() == [[[10.0, 1.0], [0.0, 0.0]]] * 2
+    # 2 - 0.5 * 5, shaped as the samples are.
+    assert facts.greedy[0] == -0.5
+    assert facts.valid.tolist() == [[True, False], [False, False]]
+    assert facts.rewards.tolist() == [[0.0, -1.5]] * 2

@@ -65,11 +65,12 @@ def test_the_buffer_comes_back_exactly_through_json():
         make_group(0.1, None, 1 / 3),
         Group(2**31, (make_rollout(-0.0, logprobs=logprobs, response_text=odd),)),
         Group(7, (make_rollout(1.0, metrics={}), make_rollout(None, loss_mask=()))),
+        Group(8, (make_rollout(1.0, rewards={"a": 0.1}),), make_rollout(0.3)),
     ]
     buffer = GroupBuffer(groups)
     text = json.dumps(buffer.to_json())
     restored = GroupBuffer.from_json(json.loads(text))
-    assert len(buffer) == 3, "looking is not taking"
+    assert len(buffer) == 4, "looking is not taking"
     assert restored.take(9) == groups
     assert json.dumps(GroupBuffer(groups).to_json()) == text
 

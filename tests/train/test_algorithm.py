@@ -38,7 +38,13 @@ def named(name: str) -> AlgorithmConfig:
 def test_every_algorithm_of_the_configuration_is_made(name):
     plain = make_algorithm(named(name), 4)
     assert plain.needs_reference == (name == "distillation")
-    values = np.asarray(plain.advantages(REWARDS, VALID))
+    read = {
+        "rewards": (REWARDS, VALID),
+        "components": (jnp.stack([REWARDS, REWARDS], axis=-1), VALID),
+        "lengths": (REWARDS, VALID, jnp.ones((1, 4), jnp.int32)),
+        "greedy": (REWARDS, VALID, jnp.array([0.5])),
+    }[plain.reads]
+    values = np.asarray(plain.advantages(*read))
     assert values[0, 0] > values[0, 1]
     assert (plain.value_objective is not None) == (name == "ppo")
     if name != "distillation":

@@ -13,8 +13,11 @@ import pytest
 
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.envs.rubric import Criterion, Rubric
+from jaxrl_post.rollout import batch as batching
+from jaxrl_post.rollout.batch import GroupFacts
+from jaxrl_post.rollout.buffer import GroupBuffer
 from jaxrl_post.train import rl
-from jaxrl_post.train.config import ConfigError, RLConfig
+from jaxrl_post.train.config import AlgorithmConfig, ConfigError, RLConfig
 from jaxrl_post.train.distill_config import DistillConfig
 from jaxrl_post.train.learner import DivergenceError
 from jaxrl_post.train.scores import FailedRolloutsError
@@ -510,3 +513,87 @@ def test_completions_near_the_limit_lose_reward_where_that_is_asked_for(coin, ju
     np.testing.assert_allclose(shaped, plain - penalty, atol=1e-6)
     # What is reported is what was judged.
     assert metrics["reward/trained_mean"] == pytest.approx(plain.mean())
+
+
+def test_remax_compares_with_the_greedy_answer(coin, judges):
+    config = dataclasses.replace(RL, algorithm=AlgorithmConfig(name="remax"))
+    trainer = make_trainer(coin.Coin(), judges, config)
+    metrics, groups = trainer.step(1)
+    greedy = [group.greedy for group in groups]
+    assert all(each.sample_index == 0 and each.reward is not None for each in greedy)
+    assert metrics["reward/greedy"] == pytest.approx(
+        np.mean([g.reward for g in greedy])
+    )
+    values = {}
+    for group in groups:
+        for rollout in group.rollouts:
+            values[rollout.tokens] = rollout.reward - group.greedy.reward
+    batch = trainer.learner.seen[-1][1]
+    for row in range(batch.shape[0]):
+        for segment in set(batch.segment_ids[row]) - {0}:
+            there = batch.segment_ids[row] == segment
+            tokens = tuple(batch.tokens[row][there].tolist())
+            trained = batch.loss_mask[row] & there
+            assert set(batch.advantages[row][trained].tolist()) == {values[tokens]}
+    # Greedy: the same prompt has the same answer, whatever the noise.
+    restored = GroupBuffer.from_json(
+        json.loads(json.dumps(GroupBuffer(groups).to_json()))
+    )
+    assert restored.take(9) == groups
+
+
+def test_opo_weighs_the_mean_reward_by_length(coin, judges):
+    config = dataclasses.replace(RL, algorithm=AlgorithmConfig(name="opo"))
+    trainer = make_trainer(coin.Coin(), judges, config)
+    _, groups = trainer.step(1)
+    group = next(g for g in groups if g.has_spread)
+    baseline = np.average(group.rewards, weights=group.lengths)
+    values = trainer._estimate(
+        GroupFacts(
+            group.rewards[None], group.valid[None], group.lengths[None], None, None
+        )
+    )
+    np.testing.assert_allclose(values[0], group.rewards - baseline, atol=1e-6)
+
+
+def test_gdpo_normalises_each_part_of_the_reward(coin):
+    rubric = Rubric(coin.Coin(), {"brief": Criterion(coin.brevity, weight=3.0)})
+    with WorkerPool(rubric) as judges:
+        weighted = AlgorithmConfig(name="gdpo", reward_weights=("brief=0.5", "own=2"))
+        config = dataclasses.replace(RL, algorithm=weighted)
+        trainer = make_trainer(rubric, judges, config)
+        metrics, groups = trainer.step(1)
+        rollouts = [r for group in groups for r in group.rollouts]
+        assert metrics["reward/brief"] == pytest.approx(
+            np.mean([r.rewards["brief"] for r in rollouts])
+        )
+        assert metrics["reward/own"] <= 1
+        components = np.array(
+            [
+                [[r.rewards["brief"], r.rewards["own"]] for r in g.rollouts]
+                for g in groups
+            ]
+        )
+        centred = components - components.mean(axis=1, keepdims=True)
+        std = components.std(axis=1, ddof=1, keepdims=True)
+        total = (centred / np.sqrt(std**2 + 1e-12) * [0.5, 2.0]).sum(axis=-1)
+        expected = total / total.std(ddof=1)
+        found = batching.advantages(groups, trainer._estimate, None, ("brief", "own"))
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+        unknown = dataclasses.replace(weighted, reward_weights=("style=1",))
+        trainer.config = dataclasses.replace(RL, algorithm=unknown)
+        with pytest.raises(
+            ConfigError, match=r"reports the rewards brief, own, not st"
+        ):
+            trainer._parts(groups)
+        plain = [
+            dataclasses.replace(
+                group,
+                rollouts=tuple(
+                    dataclasses.replace(r, rewards={}) for r in group.rollouts
+                ),
+            )
+            for group in groups
+        ]
+        with pytest.raises(ConfigError, match=r"reports the rewards of no parts"):
+            trainer._parts(plain)
