@@ -5,11 +5,12 @@ from typing import Literal
 
 __all__ = ["PairsConfig", "PreferenceLossConfig", "PreferenceName"]
 
+# AOT is not among them: it compares the sorted margins of a whole batch, and a step may
+# see its batch in several microbatches.
 PreferenceName = Literal[
     "dpo", "robust_dpo", "ln_dpo", "hinge", "ipo", "alpha_divergence_dpo",
     "jensen_shannon_dpo", "wpo", "reference_free_dpo", "simpo", "cpo", "orpo", "kto",
-    "apo_zero", "apo_down", "bco_pair", "nca", "sppo", "discopop", "exo", "aot",
-    "aot_unpaired",
+    "apo_zero", "apo_down", "bco_pair", "nca", "sppo", "discopop", "exo",
 ]  # fmt: skip
 
 

@@ -51,8 +51,6 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
         "sppo": anchored.sppo,
         "discopop": anchored.discopop,
         "exo": anchored.exo,
-        "aot": anchored.aot,
-        "aot_unpaired": anchored.aot_unpaired,
     }[config.name]
     accepted = inspect.signature(build).parameters.keys()
     options = {

@@ -32,7 +32,8 @@ CONFIG = ModelConfig(
 # What makes two steps of a tiny checkpoint of them; all else is as it is written.
 SAMPLED = (
     "--rollout.prompts-per-step=4", "--rollout.samples-per-prompt=2",
-    "--rollout.truncated=reward", "--steps=2", "--eval.num-tasks=4",
+    "--rollout.truncated=reward", "--rollout.max-tokens=8", "--steps=2",
+    "--eval.num-tasks=4",
 )  # fmt: skip
 READ = ("--examples-per-step=8", "--steps=2", "--eval.num-tasks=4")
 SHORT = {
