@@ -1,8 +1,11 @@
 """A task of reasoning-gym, learned by a small model on two CPU cores in minutes.
 
-Sums and differences of two digits, in words: "State the final answer to the following
-arithmetic problem: 5 + 2 =". The warm start ends early, when the model gets somewhat
-less than half of them right; the rest it learns from the library's own scorer.
+Sums and differences of two or three numbers of one digit, in words: "State the final
+answer to the following arithmetic problem: 5 + 2 - 4 =". With two numbers there are too
+few problems to hold any out that tell whether sums were learned or learned by heart.
+The warm start ends early, when the model gets a third of the held-out problems right;
+what it learns after that it learns from the library's own scorer: slowly, 31 to 40 % of
+200 held-out problems with seed 0.
 """
 
 from jaxrl_post.train.config import (
@@ -21,16 +24,16 @@ def chain_sum() -> RLConfig:
     """`python -m launch.grpo --recipe chain_sum`; needs the extra `envs`."""
     return RLConfig(
         run_dir="runs/chain_sum",
-        env="reasoning-gym:chain_sum?max_terms=2&max_digits=1",
-        steps=350,
+        env="reasoning-gym:chain_sum?max_terms=3&max_digits=1",
+        steps=300,
         rollout=RolloutConfig(
             prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=0, max_tokens=4
         ),
         update=UpdateConfig(row_tokens=64, microbatch_tokens=1024),
         # The warm start's momentum is not carried over: smaller steps at first.
         optimizer=OptimizerConfig(
-            learning_rate=3e-4, warmup_steps=20, schedule="linear", beta2=0.98
+            learning_rate=1e-4, warmup_steps=20, schedule="linear", beta2=0.98
         ),
         eval=EvalConfig(every=50, num_tasks=200),
-        warm_start=WarmStartConfig(steps=110, examples_per_step=64, learning_rate=2e-3),
+        warm_start=WarmStartConfig(steps=220, examples_per_step=64, learning_rate=2e-3),
     )

@@ -84,8 +84,7 @@ def test_nothing_in_the_readme_is_left_out():
 
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS)
 def test_a_command_has_only_options_that_exist(program, arguments):
-    config = cli.read_options(PROGRAMS[program], shlex.split(arguments))
-    PROGRAMS[program].check(config)
+    cli.read_options(PROGRAMS[program], shlex.split(arguments))
 
 
 def test_programs_and_targets_are_there():

@@ -175,7 +175,9 @@ def test_failures_are_counted_apart(model, tmp_path, capsys):
     output = tmp_path / "results.json"
     assert run(model, output, "--env=even_length:EvenLength?broken=2") == 0
     found, rows = results(output)
-    assert (found["tasks"], found["samples"], found["failed"]) == (4, 4, 2)
+    # What could not be judged is not solved.
+    assert (found["tasks"], found["samples"], found["failed"]) == (6, 6, 2)
+    assert found["accuracy"] == sum(row["solved"] for row in rows) / 6
     assert [r["reward"] is None for r in rows] == [True] * 2 + [False] * 4
     assert "out of order" in rows[0]["error"]
     table = capsys.readouterr().out
