@@ -69,6 +69,7 @@ RANGES: Mapping[str, Range] = {
     "rms_norm_eps": Range(0, LARGEST),
     "factor": Range(1e-6, 1e6),
     "partial_rotary_factor": Range(SMALLEST, 1),
+    "llama_4_scaling_beta": Range(0, LARGEST),
     # transformers reads 0 as absent.
     "beta_fast": Range(0, LARGEST),
     "beta_slow": Range(0, LARGEST),

@@ -257,7 +257,10 @@ def test_the_real_rows_grade_as_correct_against_themselves():
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data/gsm8k")
 def test_grading_agrees_with_the_published_marks_of_model_solutions():
     pytest.importorskip("math_verify", reason="needs the extra 'math'")
-    environment = GSM8K(str(DATA / "train.jsonl"), str(DATA / "test.jsonl"))
+    # The solutions were written before anybody asked for a mark.
+    environment = GSM8K(
+        str(DATA / "train.jsonl"), str(DATA / "test.jsonl"), extraction="flexible"
+    )
     tasks = {
         t.messages[0].content: t
         for t in replace(environment, instruction="").tasks("eval")

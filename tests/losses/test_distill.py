@@ -1,5 +1,6 @@
 """Distillation: float64 transcriptions, finite differences, laws, refusals."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -311,7 +312,7 @@ def test_beta_is_checked(beta):
 
 def test_the_tail_is_checked():
     # Past the type checker of the tests, as a caller without one would be.
-    unchecked = distill.top_k_forward_kl.__wrapped__
+    unchecked = inspect.unwrap(distill.top_k_forward_kl)
     x = jnp.zeros((1, 2))
     with pytest.raises(
         ValueError, match="tail must be 'bucket' or 'renormalize', got 'drop'"

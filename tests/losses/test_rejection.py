@@ -1,5 +1,6 @@
 """What is kept and what is dropped; decoupled weights; their chi-square."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -123,7 +124,7 @@ def test_bounds_are_checked(low, high):
 
 def test_statistic_is_checked():
     # Without the run-time type checker, as in a user's program.
-    function = getattr(reject_sequences, "__wrapped__", reject_sequences)
+    function = inspect.unwrap(reject_sequences)
     x, mask = jnp.zeros((1, 1)), jnp.ones((1, 1), bool)
     with pytest.raises(ValueError, match=r"statistic must be 'mean', .*'median'"):
         function(x, mask, statistic="median", high=1.0)

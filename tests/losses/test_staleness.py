@@ -1,5 +1,7 @@
 """Ages, their weights, the guessed proximal policy, and the rollout's capacity."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,7 +209,7 @@ def test_max_age_is_checked():
 def test_space_is_checked():
     # Without the run-time type checker, as in a user's program.
     function = staleness.interpolated_proximal
-    function = getattr(function, "__wrapped__", function)
+    function = inspect.unwrap(function)
     x = jnp.zeros(1)
     with pytest.raises(ValueError, match="space must be 'log' or 'linear', got 'sqrt'"):
         function(

@@ -232,7 +232,7 @@ def test_a_reward_model_trains_its_head_whole_and_the_rest_by_an_adapter(dtype):
     jax.tree.map(np.testing.assert_array_equal, model.base, before)
     whole = model.whole(state.params)
     assert whole.value_head.dtype == dtype
-    assert learner.scorer.predict(whole, pairs()).values.dtype == np.float32
+    assert learner.scorer.predict(whole, pairs()).values_after.dtype == np.float32
 
 
 def test_meshes_agree_on_a_head():

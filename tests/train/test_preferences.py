@@ -176,7 +176,7 @@ def test_no_file_is_refused():
 
 def test_a_negative_margin_is_refused(written):
     config = RewardConfig(data=written(SCORED), margin=-1.0)
-    with pytest.raises(ConfigError, match=r"--margin: must be at least 0; got -1\.0"):
+    with pytest.raises(ConfigError, match=r"--margin: must be at least 0; got -1"):
         run_reward(config, console=NOWHERE, command="")
 
 

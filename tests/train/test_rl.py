@@ -505,7 +505,7 @@ def test_completions_near_the_limit_lose_reward_where_that_is_asked_for(coin, ju
     for buffer in (0, 2):
         config = changed("rollout", overlong_buffer=buffer, overlong_penalty=4.0)
         trainer = make_trainer(coin.Coin(), judges, config)
-        trainer._estimate = lambda rewards, valid: seen.append(rewards) or rewards
+        trainer._estimate = lambda facts: seen.append(facts.rewards) or facts.rewards
         metrics, groups = trainer.step(1)
     plain, shaped = seen
     lengths = np.stack([group.lengths for group in groups])

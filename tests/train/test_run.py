@@ -191,7 +191,9 @@ def test_skipped_rows_are_counted_and_shown_once(tmp_path):
     config = dataclasses.replace(
         config, rollout=dataclasses.replace(config.rollout, max_prompt_tokens=1)
     )
-    with pytest.raises(ConfigError, match=r"--rollout.max-prompt-tokens: all \d+ train"):
+    with pytest.raises(
+        ConfigError, match=r"--rollout.max-prompt-tokens: all \d+ train"
+    ):
         online.run_rl(config, console=Console(file=out, width=300), command="")
     text = out.getvalue()
     assert text.count("rows.jsonl: 40 rows read, 2 skipped") == 1

@@ -15,7 +15,7 @@ from jaxrl_post.models.hf_config import (
     required_experts,
     single_window,
 )
-from jaxrl_post.models.hf_values import flag, integer, optional_integer
+from jaxrl_post.models.hf_values import flag, integer, optional_flag, optional_integer
 
 __all__ = ["config_from_hf", "config_to_hf"]
 
@@ -33,7 +33,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         "num_key_value_heads": 32,
         "sliding_window": 4096,
         **raw,
-        "norm_topk_prob": flag(raw, "norm_topk_prob", False),
+        "norm_topk_prob": optional_flag(raw, "norm_topk_prob", False),
     }
     config = decoder_from_hf(raw, Defaults(max_length=2048))
     dense = min(integer(raw, "first_k_dense_replace", 0), config.num_layers)

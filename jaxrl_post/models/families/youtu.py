@@ -6,7 +6,7 @@ from typing import Any
 from jaxrl_post.models.config import LatentAttention, ModelConfig
 from jaxrl_post.models.families import deepseek
 from jaxrl_post.models.hf_config import Defaults
-from jaxrl_post.models.hf_values import flag
+from jaxrl_post.models.hf_values import optional_flag
 
 __all__ = ["config_from_hf", "config_to_hf"]
 
@@ -22,12 +22,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         CheckpointError: as `decoder_from_hf`.
     """
     # transformers takes null for false here.
-    interleaved = {"rope_interleave": True, **raw}
     return deepseek.latent_from_hf(
         raw,
         LATENT,
         Defaults(max_length=131072, tie_embeddings=True),
-        interleaved=flag(interleaved, "rope_interleave", False),
+        interleaved=optional_flag(raw, "rope_interleave", True),
     )
 
 
