@@ -474,27 +474,29 @@ def cut_batch() -> TokenBatch:
 def test_what_was_cut_may_earn_what_the_critic_expects_after_it(
     bootstrap, advantages, targets
 ):
-    made = algorithms.ppo(
+    credit = algorithms.ppo(
         gamma=0.5, lambda_=0.0, whiten=False, bootstrap_truncated=bootstrap
-    )
+    ).credit
+    assert credit is not None
     batch = cut_batch()
-    credited = made.credit(batch)
+    credited = credit(batch)
     counted = np.asarray(batch.loss_mask)
     np.testing.assert_allclose(credited.advantages[counted], advantages, atol=1e-6)
     np.testing.assert_allclose(credited.returns[counted], targets, atol=1e-6)
     if bootstrap:
         with pytest.raises(ValueError, match=r"batch\.truncated must be given"):
-            made.credit(batch.replace(truncated=None))
+            credit(batch.replace(truncated=None))
 
 
 def test_advantages_before_whitening_are_kept_for_the_metrics():
     batch = cut_batch()
     counted = np.asarray(batch.loss_mask)
-    ppo = algorithms.ppo(gamma=0.5, lambda_=0.0).credit(batch)
-    np.testing.assert_allclose(ppo.raw_advantages[counted], [0, -1, -1], atol=1e-6)
-    plain = algorithms.reinforce_plus_plus(gamma=0.5).credit(batch)
-    np.testing.assert_allclose(plain.raw_advantages[counted], [0.5, 1, 2], atol=1e-6)
-    baseline = algorithms.reinforce_plus_plus_baseline().credit(batch)
-    np.testing.assert_allclose(baseline.raw_advantages[counted], [1, 1, 2], atol=1e-6)
-    for credited in (ppo, plain, baseline):
+    for made, raw in (
+        (algorithms.ppo(gamma=0.5, lambda_=0.0), [0, -1, -1]),
+        (algorithms.reinforce_plus_plus(gamma=0.5), [0.5, 1, 2]),
+        (algorithms.reinforce_plus_plus_baseline(), [1, 1, 2]),
+    ):
+        assert made.credit is not None
+        credited = made.credit(batch)
+        np.testing.assert_allclose(credited.raw_advantages[counted], raw, atol=1e-6)
         assert abs(float(credited.advantages[counted].mean())) < 1e-6

@@ -124,6 +124,7 @@ def test_the_reward_is_the_sum_of_both(tmp_path, monkeypatch):
             assert judged.tokens == rollout.tokens
             assert judged.rewards["environment"] == rollout.reward
             said = judged.rewards["model"]
+            assert rollout.reward is not None
             assert judged.reward == pytest.approx(2 * rollout.reward + 0.5 * said)
     rollouts = [r for group in groups for r in group.rollouts]
     assert metrics["reward/model"] == pytest.approx(

@@ -527,7 +527,8 @@ def test_remax_compares_with_the_greedy_answer(coin, judges):
     values = {}
     for group in groups:
         for rollout in group.rollouts:
-            values[rollout.tokens] = rollout.reward - group.greedy.reward
+            assert None not in (rollout.reward, group.greedy.reward)
+            values[rollout.tokens] = float(rollout.reward) - float(group.greedy.reward)
     batch = trainer.learner.seen[-1][1]
     for row in range(batch.shape[0]):
         for segment in set(batch.segment_ids[row]) - {0}:
