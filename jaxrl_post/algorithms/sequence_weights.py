@@ -276,14 +276,12 @@ def gdpo(
     >>> gdpo().needs_reference
     False
     """
-    return compose(
-        advantages=partial(
-            baselines.gdpo,
-            weights=weights,
-            ddof=ddof,
-            epsilon=epsilon,
-            epsilon_inside=epsilon_inside,
-        ),
+    estimate = partial(
+        baselines.gdpo, ddof=ddof, epsilon=epsilon, epsilon_inside=epsilon_inside
+    )
+    # `compose` tries its parts on one component; the weights are of as many as come.
+    composed = compose(
+        advantages=estimate,
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
         kl_coefficient=kl_coefficient,
@@ -292,6 +290,7 @@ def gdpo(
         entropy_coefficient=entropy_coefficient,
         reads="components",
     )
+    return composed._replace(advantages=partial(estimate, weights=weights))
 
 
 def opo(

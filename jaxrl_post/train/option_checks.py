@@ -55,7 +55,6 @@ SERVES = {"beta": "jsd", "top_k": "top_k", "tail": "top_k"}
 # Of the rollouts of training alone: an evaluation is greedy.
 SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "dynamic_sampling", "overlong_buffer",
-    "truncated",
 )  # fmt: skip
 
 
