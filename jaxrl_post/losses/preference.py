@@ -500,6 +500,7 @@ def _metric(
 
 
 def require_beta(beta: float) -> None:
+    """Refuses (ValueError) a scale of implicit rewards that is not positive."""
     if beta <= 0:
         raise ValueError(f"beta must be > 0, got {beta}")
 
