@@ -37,6 +37,7 @@ from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.presets import PRESETS
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.tokens import Tokens
 from jaxrl_post.train import state as training
 from jaxrl_post.train.learner import Learner
 from jaxrl_post.train.optimizer_config import OptimizerConfig
@@ -153,12 +154,9 @@ def _make_step(
             algorithm.advantages(jnp.asarray(rewards), jnp.asarray(valid))
         ).ravel()
         sequences = [
-            packing.Sequence.of(
-                prompts[completion.prompt_id],
-                completion.tokens,
-                behavior_logprobs=completion.logprobs,
-                advantage=float(advantage),
-                versions=completion.versions,
+            packing.Sequence(
+                Tokens.context(prompts[completion.prompt_id]) + completion.tokens,
+                np.full(PROMPT_TOKENS + len(completion.tokens), advantage, np.float32),
             )
             for completion, advantage in zip(done, advantages, strict=True)
         ]

@@ -119,6 +119,9 @@ class TokenBatch:
             (-1 where the policy did not produce it).
         raw_advantages: float32 [rows, length] or None: advantages before whitening, for
             metrics.
+        token_rewards: float32 [rows, length] or None: a reward a token, for algorithms
+            that credit tokens by themselves. None means that a segment's reward is its
+            advantage, and is earned at its last token.
         truncated: bool [rows, length] or None: True at the last token of a segment
             whose end was cut off.
         reference_point: float32 [rows, length] or None: of KTO (`algorithms.unpaired`),
@@ -137,6 +140,7 @@ class TokenBatch:
     values_before: Float[HostOrDevice, "rows length"] | None = None
     returns: Float[HostOrDevice, "rows length"] | None = None
     raw_advantages: Float[HostOrDevice, "rows length"] | None = None
+    token_rewards: Float[HostOrDevice, "rows length"] | None = None
     truncated: Bool[HostOrDevice, "rows length"] | None = None
     reference_point: Float[HostOrDevice, "rows length"] | None = None
 

@@ -358,8 +358,11 @@ def _token_rewards(
     kl_coefficient: float,
     kl_estimator: KlEstimator,
 ) -> Float[Array, "rows length"]:
-    """The sequence's reward at its last token, minus the penalty at every token."""
-    rewards = returns.at_last_token(batch.advantages, mask, batch.segment_ids)
+    """Rewards at the tokens that earned them, minus the penalty at every token."""
+    if batch.token_rewards is None:
+        rewards = returns.at_last_token(batch.advantages, mask, batch.segment_ids)
+    else:
+        rewards = counted(batch.token_rewards, mask)
     if not kl_coefficient:
         return rewards
     penalty = kl_estimator(_start(batch), _require_reference(batch), mask)

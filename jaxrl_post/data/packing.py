@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import TokenBatch
 
 __all__ = ["Sequence", "pack"]
@@ -13,34 +13,41 @@ __all__ = ["Sequence", "pack"]
 
 @dataclass(frozen=True)
 class Sequence:
-    """One token sequence; arrays are 1-D, of equal length >= 1, aligned to the tokens.
+    """One token sequence to train on; arrays have one entry a token, at least one.
 
     Attributes:
-        tokens: int32 ids.
-        loss_mask: bool, True where the policy produced the token.
-        behavior_logprobs: float32, 0 where the mask is False.
-        advantages: float32.
-        versions: int32, -1 where the mask is False.
+        tokens: ids, and what the sampler knows of them; `tokens.sampled` is the loss
+            mask.
+        advantages: float32 [tokens].
+        rewards: float32 [tokens], of algorithms that credit tokens by themselves; None
+            for the others.
         truncated: whether its end was cut off; None where nobody asks.
     """
 
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    behavior_logprobs: np.ndarray
+    tokens: Tokens
     advantages: np.ndarray
-    versions: np.ndarray
+    rewards: np.ndarray | None = None
     truncated: bool | None = None
 
     def __post_init__(self) -> None:
-        arrays = {
-            name: value for name, value in vars(self).items() if name != "truncated"
-        }
-        sizes = {name: len(values) for name, values in arrays.items()}
+        sizes = {"tokens": len(self.tokens), "advantages": len(self.advantages)}
+        if self.rewards is not None:
+            sizes["rewards"] = len(self.rewards)
         if len(set(sizes.values())) > 1 or not len(self.tokens):
             raise ValueError(
                 f"Sequence: all arrays must have one entry a token, at least one; "
                 f"got {sizes}"
             )
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int32 token ids."""
+        return self.tokens.ids
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool, True for the tokens that are trained on."""
+        return self.tokens.sampled
 
     @classmethod
     def of(
@@ -50,29 +57,14 @@ class Sequence:
         *,
         behavior_logprobs: Collection[float] | None = None,
         advantage: float = 0.0,
-        versions: Collection[int] | None = None,
     ) -> "Sequence":
         """Makes a prompt that is not trained on and a completion that is."""
-        before, after = len(prompt), len(completion)
-
-        def aligned(values: Any, fill: int, dtype: type) -> np.ndarray:
-            return np.concatenate(
-                [np.full(before, fill, dtype), np.asarray(values, dtype)]
-            )
-
-        return cls(
-            tokens=np.asarray([*prompt, *completion], np.int32),
-            loss_mask=aligned(np.ones(after), 0, np.bool_),
-            behavior_logprobs=aligned(
-                np.zeros(after) if behavior_logprobs is None else behavior_logprobs,
-                0,
-                np.float32,
-            ),
-            advantages=aligned(np.full(after, advantage), 0, np.float32),
-            versions=aligned(
-                np.zeros(after) if versions is None else versions, -1, np.int32
-            ),
-        )
+        after = len(completion)
+        logprobs = [0.0] * after if behavior_logprobs is None else behavior_logprobs
+        answer = Tokens.generated(list(completion), list(logprobs), version=0)
+        advantages = np.full(len(prompt) + after, advantage, np.float32)
+        advantages[: len(prompt)] = 0.0
+        return cls(Tokens.context(prompt) + answer, advantages)
 
 
 def pack(
@@ -123,6 +115,8 @@ def pack(
     batch = _empty(height, length)
     if any(each.truncated is not None for unit in units for each in unit):
         batch = batch.replace(truncated=np.zeros((height, length), np.bool_))  # type: ignore[attr-defined]
+    if any(each.rewards is not None for unit in units for each in unit):
+        batch = batch.replace(token_rewards=np.zeros((height, length), np.float32))  # type: ignore[attr-defined]
     for row, members in enumerate(rows):
         _fill(batch, row, [sequence for index in members for sequence in units[index]])
     return batch
@@ -147,15 +141,17 @@ def _fill(batch: TokenBatch, row: int, members: list[Sequence]) -> None:
     for number, sequence in enumerate(members, 1):
         size = len(sequence.tokens)
         span = slice(start, start + size)
-        batch.tokens[row, span] = sequence.tokens
+        batch.tokens[row, span] = sequence.ids
         batch.positions[row, span] = np.arange(size)
         batch.segment_ids[row, span] = number
         batch.loss_mask[row, span] = sequence.loss_mask
         # The first token of a segment has no predecessor to be predicted from.
         batch.loss_mask[row, start] = False
         batch.advantages[row, span] = sequence.advantages
-        batch.behavior_logprobs[row, span] = sequence.behavior_logprobs
-        batch.versions[row, span] = sequence.versions
+        batch.behavior_logprobs[row, span] = sequence.tokens.logprobs
+        batch.versions[row, span] = sequence.tokens.versions
+        if batch.token_rewards is not None and sequence.rewards is not None:
+            batch.token_rewards[row, span] = sequence.rewards
         if batch.truncated is not None:
             batch.truncated[row, start + size - 1] = bool(sequence.truncated)
         start += size

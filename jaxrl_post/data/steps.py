@@ -109,7 +109,7 @@ def judged_tokens(
     >>> tokenizer = Tokenizer.train(["1+1=2"])
     >>> prompt = [Message("user", "1+1=")]
     >>> sequence = judged_tokens(tokenizer, prompt, ["2", "3"], [1, 0], "\n")
-    >>> tokenizer.decode(sequence.tokens.tolist())
+    >>> tokenizer.decode(sequence.ids.tolist())
     '1+1=2\n3\n'
     >>> sequence.loss_mask.nonzero()[0].tolist(), sequence.advantages.tolist()
     ([5, 7], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0])

@@ -1,5 +1,8 @@
 """Episodes: prompts in, rewarded token sequences out."""
 
-from jaxrl_post.rollout.types import Generator, Group, Rollout
+from jaxrl_post.rollout.collector import Collector, Sampler
+from jaxrl_post.rollout.episode import Episode, Group, Turn
+from jaxrl_post.rollout.flight import Limits
+from jaxrl_post.rollout.queue import GroupQueue
 
-__all__ = ["Generator", "Group", "Rollout"]
+__all__ = ["Collector", "Episode", "Group", "GroupQueue", "Limits", "Sampler", "Turn"]

@@ -4,32 +4,43 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post.data import packing
-from jaxrl_post.rollout.types import Group, Rollout
+from jaxrl_post.losses.returns import turn_returns
+from jaxrl_post.rollout.episode import Episode, Group, Turn
 
-__all__ = ["GroupFacts", "advantages", "sequences", "worthless_if_truncated"]
+__all__ = [
+    "GroupFacts",
+    "advantages",
+    "sequences",
+    "turn_advantages",
+    "turn_rewards",
+    "worthless_if_truncated",
+]
 
 
 def worthless_if_truncated(groups: Sequence[Group]) -> list[Group]:
-    """The groups with the reward of every answer that was cut at 0, or less.
+    """The groups with the reward of every turn that was cut at 0, or less.
 
-    An answer that did not end earns nothing, whatever stands in it; what it loses by a
+    A turn that did not end earns nothing, whatever stands in it; what it loses by a
     penalty it still loses.
     """
 
-    def judged(rollout: Rollout) -> Rollout:
-        if rollout.reward is None or not rollout.truncated:
-            return rollout
-        rewards = {name: min(0.0, part) for name, part in rollout.rewards.items()}
-        reward = min(0.0, rollout.reward)
-        return dataclasses.replace(rollout, reward=reward, rewards=rewards)
+    def turn(each: Turn) -> Turn:
+        if each.reward is None or not each.truncated:
+            return each
+        rewards = {name: min(0.0, part) for name, part in each.rewards.items()}
+        return dataclasses.replace(each, reward=min(0.0, each.reward), rewards=rewards)
+
+    def judged(episode: Episode) -> Episode:
+        return dataclasses.replace(episode, turns=tuple(map(turn, episode.turns)))
 
     return [
         dataclasses.replace(
             group,
-            rollouts=tuple(map(judged, group.rollouts)),
+            episodes=tuple(map(judged, group.episodes)),
             greedy=None if group.greedy is None else judged(group.greedy),
         )
         for group in groups
@@ -41,7 +52,7 @@ class GroupFacts:
     """What an advantage estimator may read of groups of equal size.
 
     Attributes:
-        rewards: float32 [groups, samples], shaped; 0 where a rollout failed.
+        rewards: float32 [groups, samples], shaped; 0 where an episode failed.
         valid: bool [groups, samples], False where it failed.
         lengths: int32 [groups, samples], tokens that the policy produced.
         components: float32 [groups, samples, parts] of the rewards, in the order of
@@ -74,7 +85,7 @@ def advantages(
         parts: names of the components that the estimator reads, if any.
 
     Returns:
-        float32 [groups, samples]; what it says about failed rollouts is not used.
+        float32 [groups, samples]; what it says about failed episodes is not used.
     """
     rewards = np.stack([group.rewards for group in groups])
     lengths = np.stack([group.lengths for group in groups])
@@ -106,46 +117,131 @@ def _greedy(
 
 
 def _components(groups: Sequence[Group], parts: Sequence[str]) -> np.ndarray:
-    """float32 [groups, samples, parts], 0 where a rollout failed."""
+    """float32 [groups, samples, parts], 0 where a episode failed."""
     return np.array(
         [
-            [[rollout.rewards.get(name, 0.0) for name in parts] for rollout in rollouts]
-            for rollouts in (group.rollouts for group in groups)
+            [[episode.rewards.get(name, 0.0) for name in parts] for episode in episodes]
+            for episodes in (group.episodes for group in groups)
         ],
         np.float32,
     )
+
+
+def turn_rewards(
+    groups: Sequence[Group],
+    shaping: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The reward of every turn, with an episode's shaping at its last turn.
+
+    Args:
+        groups: of equal size.
+        shaping: as for `advantages`.
+
+    Returns:
+        Rewards, float32 [groups, samples, turns], 0 where there is no turn; and which
+        turns there are, bool of the same shape, without those of failed episodes.
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    most = max((len(episode.turns) for episode in episodes), default=0)
+    rewards = np.zeros((len(episodes), most), np.float32)
+    mask = np.zeros((len(episodes), most), np.bool_)
+    for row, episode in enumerate(episodes):
+        if episode.reward is None:
+            continue
+        count = len(episode.turns)
+        rewards[row, :count] = [turn.reward or 0.0 for turn in episode.turns]
+        mask[row, :count] = True
+        if shaping is not None:
+            length = np.array([[episode.num_sampled]], np.int32)
+            rewards[row, count - 1] += shaping(length)[0, 0]
+    shape = (len(groups), -1, most) if groups else (0, 0, 0)
+    return rewards.reshape(shape), mask.reshape(shape)
+
+
+def turn_advantages(
+    groups: Sequence[Group],
+    estimator: Callable[[GroupFacts], np.ndarray],
+    shaping: Callable[[np.ndarray], np.ndarray] | None = None,
+    *,
+    discount: float,
+) -> np.ndarray:
+    """Applies a group advantage estimator to the return of each turn.
+
+    Turn k of a sample is compared with turn k of the group's other samples that have
+    one, by the discounted sum of the rewards from that turn on.
+
+    Args:
+        groups: of equal size.
+        estimator: as for `advantages`.
+        shaping: as for `advantages`.
+        discount: in [0, 1], a turn; 0 credits a turn with its own reward alone.
+
+    Returns:
+        float32 [groups, samples, turns]; 0 where there is no turn.
+
+    References:
+        Zeng et al., Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level
+        Credit Assignment, arXiv:2505.11821.
+    """
+    rewards, mask = turn_rewards(groups, shaping)
+    returns = np.asarray(
+        turn_returns(jnp.asarray(rewards), jnp.asarray(mask), gamma=discount)
+    )
+    lengths = np.stack([group.lengths for group in groups])
+    values = np.zeros_like(rewards)
+    for turn in range(rewards.shape[-1]):
+        facts = GroupFacts(returns[..., turn], mask[..., turn], lengths, None, None)
+        found = np.asarray(estimator(facts), np.float32)
+        values[..., turn] = np.where(mask[..., turn], found, 0.0)
+    return values
 
 
 def sequences(
     groups: Sequence[Group],
     values: np.ndarray,
     *,
+    rewards: np.ndarray | None = None,
     skip_truncated: bool = False,
     mark_truncated: bool = False,
 ) -> list[packing.Sequence]:
-    """Makes one training sequence of every rollout that did not fail.
+    """Makes one training sequence of every episode that did not fail.
 
     Args:
         groups: as for `advantages`.
-        values: float32 [groups, samples], the advantage of each rollout; all tokens
-            that the policy produced get it.
-        skip_truncated: leaves out the answers that were cut (DAPO's overlong filter).
+        values: float32 [groups, samples], the advantage of each episode, which all its
+            sampled tokens get; or [groups, samples, turns], that of each turn.
+        rewards: float32 [groups, samples, turns] for algorithms that credit tokens by
+            themselves: each turn's stands at its last token. None for the others.
+        skip_truncated: leaves out the episodes whose last turn was cut (DAPO's
+            overlong filter).
         mark_truncated: has the sequences say which of them were cut.
     """
     made = []
-    for group, row in zip(groups, values, strict=True):
-        for rollout, advantage in zip(group.rollouts, row, strict=True):
-            if rollout.reward is None or (skip_truncated and rollout.truncated):
+    for row, group in enumerate(groups):
+        for column, episode in enumerate(group.episodes):
+            if episode.reward is None or (skip_truncated and episode.truncated):
                 continue
-            mask = np.asarray(rollout.loss_mask, np.bool_)
+            turns = episode.turn_ids
+            by_turn = values[row, column]
+            if values.ndim == 2:
+                by_turn = np.full(len(episode.turns), by_turn)
+            per_token = np.concatenate([np.zeros(1), by_turn])[turns]
             made.append(
                 packing.Sequence(
-                    tokens=np.asarray(rollout.tokens, np.int32),
-                    loss_mask=mask,
-                    behavior_logprobs=np.asarray(rollout.logprobs, np.float32),
-                    advantages=np.where(mask, advantage, 0).astype(np.float32),
-                    versions=np.asarray(rollout.versions, np.int32),
-                    truncated=rollout.truncated if mark_truncated else None,
+                    tokens=episode.tokens,
+                    advantages=per_token.astype(np.float32),
+                    rewards=None
+                    if rewards is None
+                    else _at_ends(turns, rewards[row, column]),
+                    truncated=episode.truncated if mark_truncated else None,
                 )
             )
     return made
+
+
+def _at_ends(turns: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """float32 [tokens]: each turn's reward at the last token of the turn."""
+    placed = np.zeros(len(turns), np.float32)
+    for number in range(1, turns.max(initial=0) + 1):
+        placed[np.flatnonzero(turns == number)[-1]] = rewards[number - 1]
+    return placed

@@ -2,8 +2,9 @@
 
 import bisect
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ from jax.typing import DTypeLike
 
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig
 from jaxrl_post.sampler import decode as device
-from jaxrl_post.sampler.requests import Completion, Request
+from jaxrl_post.sampler.requests import Completion, Request, SampleId
 from jaxrl_post.sampler.sampling import SamplingArrays
-from jaxrl_post.sampler.scheduler import Admission, Scheduler
+from jaxrl_post.sampler.scheduler import Admission, Running, Scheduler
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, partition_spec
+from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import Array, PyTree
 
 __all__ = ["Engine", "EngineConfig"]
@@ -67,11 +69,21 @@ def _buckets(largest: int) -> tuple[int, ...]:
     return (*sizes, largest)
 
 
+class _Burst(NamedTuple):
+    """Decoding steps that were dispatched and not yet collected."""
+
+    emitted: device.Emitted
+    version: int
+
+
 class Engine:
     """Continuous batching over fixed slots, with parameters handed in at each call.
 
     The engine keeps no parameters: it decodes with the very arrays that it is given, so
     a trainer's update needs no copy, and donation cannot invalidate anything here.
+
+    `dispatch` starts a burst of decoding steps and returns at once; `collect` waits for
+    it. Between the two the host is free. At most one burst is under way.
 
     Args:
         config: of the model.
@@ -117,7 +129,13 @@ class Engine:
         self.compilations: collections.Counter[str] = collections.Counter()
         self._mesh, self._detokenize = mesh, detokenize
         self._key = jax.random.key(seed)
-        self._prompt_buckets = _buckets(sizes.max_prompt_tokens)
+        # A sample that goes on after it was cancelled has a longer prompt.
+        longer = [
+            size
+            for size in _buckets(sizes.max_length)
+            if size > sizes.max_prompt_tokens
+        ]
+        self._prompt_buckets = (*_buckets(sizes.max_prompt_tokens), *longer)
         # Decoding copies the part of the cache that it reads, and its memory is worth
         # it only where the part is small.
         half = [
@@ -125,6 +143,7 @@ class Engine:
         ]
         self._view_buckets = (*half, sizes.max_length)
         self._keep = np.ones(sizes.num_slots, np.bool_)
+        self._burst: _Burst | None = None
         self._compile(jnp.dtype(dtype))
 
     @property
@@ -151,15 +170,17 @@ class Engine:
         """
         sizes, sampling = self.sizes, request.sampling
         where = f"request {request.prompt_id}"
-        if not 0 < len(request.prompt) <= sizes.max_prompt_tokens:
+        own = len(request.prompt) - request.num_sampled
+        if not 0 < own <= sizes.max_prompt_tokens:
             raise ValueError(
                 f"{where}: a prompt must have 1 to {sizes.max_prompt_tokens} tokens; "
-                f"got {len(request.prompt)}. Raise max_prompt_tokens or drop the prompt"
+                f"got {own}. Raise max_prompt_tokens or drop the prompt"
             )
-        if sampling.max_tokens > sizes.max_tokens:
+        if request.num_sampled + sampling.max_tokens > sizes.max_tokens:
             raise ValueError(
-                f"{where}: max_tokens must be at most the engine's {sizes.max_tokens}; "
-                f"got {sampling.max_tokens}"
+                f"{where}: max_tokens, with what was sampled before, must be at most "
+                f"the engine's {sizes.max_tokens}; got "
+                f"{request.num_sampled + sampling.max_tokens}"
             )
         if len(sampling.stop_ids) > sizes.max_stop_ids:
             raise ValueError(
@@ -197,19 +218,30 @@ class Engine:
     def step(
         self, params: DecoderParams[Array], *, version: int = 0
     ) -> list[Completion]:
-        """Admits what fits, decodes `steps_per_call` steps, returns what finished.
+        """`dispatch` and `collect` in one call."""
+        self.dispatch(params, version=version)
+        return self.collect()
+
+    def dispatch(self, params: DecoderParams[Array], *, version: int = 0) -> None:
+        """Admits what fits and starts decoding `steps_per_call` steps.
+
+        Does not wait for the device. Does nothing while a burst is under way, or if no
+        request is waiting or running.
 
         Args:
-            params: any parameters of the config, in the engine's dtype and mesh.
-            version: recorded with every token that is sampled in this call.
+            params: any parameters of the config, in the engine's dtype and mesh. They
+                must not be donated before `collect` returns.
+            version: recorded with every token that is sampled in this burst.
         """
+        if self._burst is not None:
+            return
         admissions = self.scheduler.admit()
         running = self.scheduler.running
         if not running:
-            return []
+            return
         self._admit(params, admissions)
         steps = self.sizes.steps_per_call
-        longest = max(len(r.request.prompt) + len(r.tokens) for r in running.values())
+        longest = max(r.length for r in running.values())
         self._state, emitted = self._decode(
             params,
             self._state,
@@ -218,12 +250,37 @@ class Engine:
             truncate=any(r.request.sampling.truncates for r in running.values()),
         )
         self._keep = np.ones_like(self._keep)
-        return self._collect(jax.device_get(emitted), version)
+        self._burst = _Burst(emitted, version)
 
-    def cancel(self) -> None:
-        """Drops everything that waits or runs."""
-        self.scheduler.cancel()
-        self._keep = np.zeros_like(self._keep)
+    def collect(self) -> list[Completion]:
+        """Waits for the burst under way; returns what finished in it, by slot."""
+        if self._burst is None:
+            return []
+        burst, self._burst = self._burst, None
+        return self._finished(jax.device_get(burst.emitted), burst.version)
+
+    def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
+        """Ends samples where they are, those that wait included.
+
+        Waits for the burst under way.
+
+        Args:
+            samples: which, by prompt id and sample index; None for all. Those that the
+                engine does not have are passed over.
+
+        Returns:
+            What finished in the burst, with its own reason, whether it was named or
+            not; then the samples that were ended, with the reason "cancelled" and
+            the tokens that they have. A request with `num_sampled` goes on from there.
+        """
+        done = self.collect()
+        chosen: Set[SampleId] | None = None if samples is None else set(samples)
+        slots = {running.id: slot for slot, running in self.scheduler.running.items()}
+        for running in self.scheduler.cancel(chosen):
+            done.append(running.finished("cancelled"))
+            if running.id in slots:
+                self._keep[slots[running.id]] = False
+        return done
 
     def _bucket(self, buckets: tuple[int, ...], length: int) -> int:
         return buckets[min(bisect.bisect_left(buckets, length), len(buckets) - 1)]
@@ -306,28 +363,23 @@ class Engine:
             starts.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
         return starts
 
-    def _collect(self, emitted: device.Emitted, version: int) -> list[Completion]:
+    def _finished(self, emitted: device.Emitted, version: int) -> list[Completion]:
         done: list[Completion] = []
         for slot, running in sorted(self.scheduler.running.items()):
-            sampled = emitted.tokens[:, slot]
-            count = int((sampled >= 0).sum())
-            running.tokens += sampled[:count].tolist()
-            running.logprobs += emitted.logprobs[:count, slot].tolist()
-            running.log_masses += emitted.log_masses[:count, slot].tolist()
-            running.versions += [version] * count
+            count = int((emitted.tokens[:, slot] >= 0).sum())
+            running.tokens += Tokens.generated(
+                emitted.tokens[:count, slot],
+                emitted.logprobs[:count, slot],
+                version=version,
+                log_masses=emitted.log_masses[:count, slot],
+            )
             sampling = running.request.sampling
-            cut = self._stop_string_end(running.tokens, count, sampling.stop_strings)
+            cut = self._stop_string_end(running, count)
             if cut is not None:
-                for values in (
-                    running.tokens,
-                    running.logprobs,
-                    running.log_masses,
-                    running.versions,
-                ):
-                    del values[cut:]
+                running.tokens = running.tokens[:cut]
                 self._keep[slot] = False
                 reason = "stop_string"
-            elif running.tokens[-1] in sampling.stop_ids:
+            elif running.tokens.ids[-1] in sampling.stop_ids:
                 reason = "stop"
             elif len(running.tokens) == sampling.max_tokens:
                 reason = "length"
@@ -336,12 +388,15 @@ class Engine:
             done.append(self.scheduler.release(slot).finished(reason))
         return done
 
-    def _stop_string_end(
-        self, tokens: list[int], new: int, stop_strings: tuple[str, ...]
-    ) -> int | None:
+    def _stop_string_end(self, running: Running, new: int) -> int | None:
         """Number of tokens up to and including the one that completes a stop string."""
+        request = running.request
+        stop_strings = request.sampling.stop_strings
         if not stop_strings or self._detokenize is None:
             return None
+        # What was sampled before may hold the beginning of a stop string.
+        before = request.prompt[len(request.prompt) - request.num_sampled :]
+        tokens = [*before, *running.tokens.ids.tolist()]
 
         def complete(count: int) -> bool:
             text = self._detokenize(tokens[:count])  # type: ignore[misc]
@@ -350,7 +405,8 @@ class Engine:
         if not complete(len(tokens)):
             return None
         first = len(tokens) - new + 1
-        return first + bisect.bisect_left(range(first, len(tokens)), True, key=complete)
+        end = first + bisect.bisect_left(range(first, len(tokens)), True, key=complete)
+        return end - len(before)
 
     def _compile(self, dtype: jnp.dtype) -> None:
         """Makes the empty state and the jitted functions."""

@@ -3,11 +3,17 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Completion", "FinishReason", "Request", "SamplingParams"]
+from jaxrl_post.tokens import Tokens
+
+__all__ = ["Completion", "FinishReason", "Request", "SampleId", "SamplingParams"]
 
 # "stop": a stop id was sampled (it is the last token); "stop_string": a stop string
-# appeared in the text; "length": max_tokens were sampled.
-FinishReason = Literal["stop", "stop_string", "length"]
+# appeared in the text; "length": max_tokens were sampled; "cancelled": the sampler was
+# told to stop, and a later request may go on.
+FinishReason = Literal["stop", "stop_string", "length", "cancelled"]
+
+# (prompt id, sample index).
+type SampleId = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,9 @@ class Request:
         num_samples: samples of this prompt, at least one.
         first_sample: index of the first of them; in [0, 2**32).
         sampling: how to choose tokens.
+        num_sampled: how many of the last tokens of `prompt` were sampled before, by a
+            request that was cancelled and goes on here. They count as sampled tokens
+            in the sampler's limits.
     """
 
     prompt_id: int
@@ -74,6 +83,7 @@ class Request:
     num_samples: int = 1
     first_sample: int = 0
     sampling: SamplingParams = SamplingParams()
+    num_sampled: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_id", "first_sample"):
@@ -86,29 +96,28 @@ class Request:
             raise ValueError(
                 f"Request: num_samples must be at least 1; got {self.num_samples}"
             )
+        if not 0 <= self.num_sampled < max(len(self.prompt), 1):
+            raise ValueError(
+                "Request: num_sampled must be at least 0 and less than the tokens of "
+                f"the prompt, {len(self.prompt)}; got {self.num_sampled}"
+            )
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample. The four tuples are aligned, one entry a sampled token.
+    """One sample.
 
     Attributes:
         prompt_id: of the request.
         sample_index: first_sample .. first_sample + num_samples - 1.
-        tokens: sampled ids, the stop token included.
-        logprobs: natural log-probabilities under the full softmax at the request's
-            temperature, float32 values; what the trainer computes for the same token.
-        log_masses: log of the probability mass that top-k, top-p and min-p kept; 0.0
-            where nothing was cut. `logprobs - log_masses` is the log-probability under
-            the truncated distribution.
-        versions: of the parameters that sampled each token.
+        tokens: what was sampled, the stop token included. The log-probabilities are
+            natural, under the full softmax at the request's temperature: what the
+            trainer computes for the same token. `logprobs - log_masses` are those
+            under the truncated distribution.
         finish_reason: why it ended.
     """
 
     prompt_id: int
     sample_index: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    log_masses: tuple[float, ...]
-    versions: tuple[int, ...]
+    tokens: Tokens
     finish_reason: FinishReason

@@ -8,10 +8,11 @@ always exists.
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Set
 from dataclasses import dataclass, field
 
-from jaxrl_post.sampler.requests import Completion, FinishReason, Request
+from jaxrl_post.sampler.requests import Completion, FinishReason, Request, SampleId
+from jaxrl_post.tokens import Tokens
 
 __all__ = ["Admission", "Running", "Scheduler"]
 
@@ -33,22 +34,21 @@ class Running:
 
     request: Request
     sample_index: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    log_masses: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: Tokens = field(default_factory=lambda: Tokens.context(()))
+
+    @property
+    def id(self) -> SampleId:
+        """Of the sample."""
+        return self.request.prompt_id, self.sample_index
+
+    @property
+    def length(self) -> int:
+        """Tokens in its slot."""
+        return len(self.request.prompt) + len(self.tokens)
 
     def finished(self, reason: FinishReason) -> Completion:
         """The completion of this sample."""
-        return Completion(
-            self.request.prompt_id,
-            self.sample_index,
-            tuple(self.tokens),
-            tuple(self.logprobs),
-            tuple(self.log_masses),
-            tuple(self.versions),
-            reason,
-        )
+        return Completion(*self.id, self.tokens, reason)
 
 
 class Scheduler:
@@ -117,7 +117,21 @@ class Scheduler:
         self._free = sorted([*self._free, slot])
         return self.running.pop(slot)
 
-    def cancel(self) -> Sequence[Running]:
-        """Empties queue and slots; returns what was running."""
-        self._queue.clear()
-        return [self.release(slot) for slot in list(self.running)]
+    def cancel(self, samples: Set[SampleId] | None = None) -> list[Running]:
+        """Takes samples out of slots and queue; returns what they have so far.
+
+        Args:
+            samples: which; None for all.
+        """
+        taken = [
+            self.release(slot)
+            for slot, running in sorted(self.running.items())
+            if samples is None or running.id in samples
+        ]
+        waiting, self._queue = self._queue, deque()
+        for request, index in waiting:
+            if samples is None or (request.prompt_id, index) in samples:
+                taken.append(Running(request, index))
+            else:
+                self._queue.append((request, index))
+        return taken

@@ -93,6 +93,12 @@ class RolloutConfig:
         max_prompt_tokens: longest prompt, 0 for the environment's longest; tasks with a
             longer one are left out, and counted.
         max_tokens: most tokens of a completion, the stop token included.
+        max_turns: of the policy in an episode; an environment that would go on is
+            ended there. More than one needs `max_prompt_tokens`, which bounds the
+            conversation before the last turn.
+        partial: groups that may be unfinished when a step is taken. Then so many more
+            prompts are under way than a step needs, it takes the first groups that
+            finish, and the others go on under the next parameters. 0 waits for all.
         temperature: > 0; part of the policy; generation_config.json is not read.
         top_k: as SamplingParams.
         top_p: as SamplingParams.
@@ -120,6 +126,8 @@ class RolloutConfig:
     samples_per_prompt: int = 8
     max_prompt_tokens: int = 0
     max_tokens: int = 256
+    max_turns: int = 1
+    partial: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -175,6 +183,12 @@ class AlgorithmConfig:
         entropy_coefficient: weight of the entropy that the loss rewards.
         reward_weights: of gdpo, NAME=WEIGHT of the parts of the reward, such as own=1
             length=0.5; parts that are not named do not count. None for all, with 1.
+        turn_credit: outcome: all turns of an episode are credited with the sum of its
+            rewards; turns: each turn with the rewards from it on. In ppo and
+            reinforce_plus_plus, which discount by the token, a turn's reward then
+            stands at the turn's last token.
+        turn_discount: a turn, of the rewards from a turn on; 0 credits a turn with its
+            own reward alone.
         correction: of what the sampler's log-probs differ by.
     """
 
@@ -186,6 +200,8 @@ class AlgorithmConfig:
     reference: str | None = None
     entropy_coefficient: float = 0.0
     reward_weights: tuple[str, ...] = ()
+    turn_credit: Literal["outcome", "turns"] = "outcome"
+    turn_discount: float = 1.0
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from rich.table import Table
 from jaxrl_post.data import chat
 from jaxrl_post.data.generation import GenerationDefaults, read_generation_defaults
 from jaxrl_post.envs import Environment, Task, WorkerPool
-from jaxrl_post.rollout.types import Generator, Group, Rollout
+from jaxrl_post.rollout.collector import Sampler
+from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.sampler import Completion, Request, SamplingParams
+from jaxrl_post.sampler.requests import SampleId
 from jaxrl_post.train.bounds import check_numbers
 from jaxrl_post.train.checkpoint import Checkpoints
 from jaxrl_post.train.config import ConfigError, RolloutConfig
@@ -26,9 +28,10 @@ from jaxrl_post.train.evaluate_config import (
     check_evaluation,
     result_files,
 )
+from jaxrl_post.train.experience import make_collector
 from jaxrl_post.train.hub import fetch
 from jaxrl_post.train.publish import publish
-from jaxrl_post.train.rl import make_engine, make_runner
+from jaxrl_post.train.rl import make_engine
 from jaxrl_post.train.run_directory import replace_file
 from jaxrl_post.train.scores import Scores, score, solves
 from jaxrl_post.train.session import (
@@ -142,7 +145,8 @@ def evaluate(
     rollout = RolloutConfig(
         prompts_per_step=len(tasks),
         samples_per_prompt=config.samples,
-        max_prompt_tokens=max(prompts),
+        max_prompt_tokens=max(*prompts, config.max_prompt_tokens),
+        max_turns=config.max_turns,
         max_tokens=sampling.max_tokens,
         num_slots=min(config.num_slots, total),
         deadline_s=config.deadline_s,
@@ -165,8 +169,8 @@ def evaluate(
             progress,
             progress.add_task("samples", total=total),
         )
-        runner = make_runner(rollout, model, judges)
-        return runner.run(sampler, list(enumerate(tasks)), config.samples, sampling)
+        collector = make_collector(rollout, model, judges)
+        return collector.run(sampler, list(enumerate(tasks)), config.samples, sampling)
 
 
 def run_evaluation(
@@ -213,12 +217,12 @@ def run_evaluation(
             markup=False,
             style="yellow",
         )
-    errors = [r.error for group in groups for r in group.rollouts if r.reward is None]
+    errors = [e.error for group in groups for e in group.episodes if e.error]
     if errors:
         console.print(f"the first failure: {errors[0]}", markup=False, style="red")
     if config.output is not None:
         results, completions = result_files(config)
-        rows = [_row(r, config) for group in groups for r in group.rollouts]
+        rows = [_row(e, config) for group in groups for e in group.episodes]
         replace_file(completions, "".join(json.dumps(row) + "\n" for row in rows))
         content = {
             **dataclasses.asdict(scores),
@@ -238,7 +242,7 @@ def run_evaluation(
 class _Counted:
     """A sampler that tells how many samples are done."""
 
-    def __init__(self, sampler: Generator, progress: Progress, task: TaskID) -> None:
+    def __init__(self, sampler: Sampler, progress: Progress, task: TaskID) -> None:
         self._sampler, self._progress, self._task = sampler, progress, task
 
     @property
@@ -248,10 +252,16 @@ class _Counted:
     def submit(self, request: Request) -> None:
         self._sampler.submit(request)
 
-    def step(self) -> list[Completion]:
-        done = self._sampler.step()
+    def dispatch(self) -> None:
+        self._sampler.dispatch()
+
+    def collect(self) -> list[Completion]:
+        done = self._sampler.collect()
         self._progress.advance(self._task, len(done))
         return done
+
+    def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
+        return self._sampler.cancel(samples)
 
 
 def _checkpoints_of(run: str) -> str:
@@ -309,16 +319,16 @@ def _table(
     return table
 
 
-def _row(rollout: Rollout, config: EvaluateConfig) -> dict[str, Any]:
+def _row(episode: Episode, config: EvaluateConfig) -> dict[str, Any]:
     return {
-        "task_id": rollout.task_id,
-        "sample_index": rollout.sample_index,
-        "prompt": rollout.prompt_text,
-        "completion": rollout.response_text,
-        "reward": rollout.reward,
-        "solved": solves(rollout, config.solved_reward),
-        "finish_reason": rollout.finish_reason,
-        "num_tokens": rollout.num_sampled,
-        "error": rollout.error,
-        "metrics": dict(rollout.metrics),
+        "task_id": episode.task_id,
+        "sample_index": episode.sample_index,
+        "prompt": episode.prompt_text,
+        "completion": episode.response_text,
+        "reward": episode.reward,
+        "solved": solves(episode, config.solved_reward),
+        "finish_reason": episode.finish_reason,
+        "num_tokens": episode.num_sampled,
+        "error": episode.error,
+        "metrics": dict(episode.metrics),
     }

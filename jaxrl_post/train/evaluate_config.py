@@ -35,6 +35,9 @@ class EvaluateConfig:
         min_p: as SamplingParams.
         stop_strings: as SamplingParams.
         max_tokens: most tokens of a completion, the stop token included.
+        max_turns: of the model in an episode.
+        max_prompt_tokens: of a conversation before its last turn; 0 for those of the
+            longest first prompt, which leaves room for one turn.
         solved_reward: a sample with at least this reward solves its task.
         seed: of the sampling noise.
         mesh: such as "dp4,tp8"; default: all devices on dp.
@@ -61,6 +64,8 @@ class EvaluateConfig:
     min_p: float | None = None
     stop_strings: tuple[str, ...] = ()
     max_tokens: int | None = None
+    max_turns: int = 1
+    max_prompt_tokens: int = 0
     solved_reward: float = 1.0
     seed: int = 0
     mesh: str = ""

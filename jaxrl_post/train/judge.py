@@ -25,7 +25,7 @@ from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Task
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.rollout.types import Group, Rollout
+from jaxrl_post.rollout.episode import Episode, Group, Turn
 from jaxrl_post.sharding import Rules, split_size
 from jaxrl_post.train.config import ConfigError
 from jaxrl_post.train.learner import Scorer
@@ -64,38 +64,46 @@ class RewardJudge:
         return {}
 
     def judged(self, groups: Sequence[Group], tasks: Mapping[int, Task]) -> list[Group]:
-        """The groups with the model's word in every reward that there is.
+        """The groups with the model's word on each episode's last answer.
+
+        It is part of the reward of the last turn; the environment's rewards of all
+        turns are multiplied with their weight.
 
         Args:
             groups: whose samples the environment has judged.
             tasks: by prompt id.
         """
         found = [
-            (r, tasks[group.prompt_id])
+            (episode, tasks[group.prompt_id])
             for group in groups
-            for r in group.rollouts
-            if r.reward is not None
+            for episode in group.episodes
+            if episode.reward is not None
         ]
-        values = self.values([(task, r.response_text) for r, task in found])
+        values = self.values([(task, e.response_text) for e, task in found])
         by_sample = {
-            (r.prompt_id, r.sample_index): value
-            for (r, _), value in zip(found, values, strict=True)
+            (episode.prompt_id, episode.sample_index): value
+            for (episode, _), value in zip(found, values, strict=True)
         }
 
-        def added(rollout: Rollout) -> Rollout:
-            if rollout.reward is None:
-                return rollout
-            value = by_sample[rollout.prompt_id, rollout.sample_index]
-            parts = dict(rollout.rewards) or {ENVIRONMENT: rollout.reward}
-            return dataclasses.replace(
-                rollout,
-                reward=self.options.environment_weight * rollout.reward
-                + self.options.weight * value,
-                rewards={**parts, MODEL: value},
-            )
+        def weighed(turn: Turn, value: float | None) -> Turn:
+            own = turn.reward or 0.0
+            reward = self.options.environment_weight * own
+            parts = dict(turn.rewards) or {ENVIRONMENT: own}
+            if value is not None:
+                reward += self.options.weight * value
+                parts[MODEL] = value
+            return dataclasses.replace(turn, reward=reward, rewards=parts)
+
+        def added(episode: Episode) -> Episode:
+            if episode.reward is None:
+                return episode
+            value = by_sample[episode.prompt_id, episode.sample_index]
+            *before, last = episode.turns
+            turns = (*(weighed(turn, None) for turn in before), weighed(last, value))
+            return dataclasses.replace(episode, turns=turns)
 
         return [
-            dataclasses.replace(group, rollouts=tuple(map(added, group.rollouts)))
+            dataclasses.replace(group, episodes=tuple(map(added, group.episodes)))
             for group in groups
         ]
 

@@ -14,12 +14,13 @@ from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.rollout.types import Group
+from jaxrl_post.rollout.episode import Group
 from jaxrl_post.train.algorithm import make_algorithm
 from jaxrl_post.train.checkpoint import abstract_state
 from jaxrl_post.train.config import RLConfig, RolloutConfig
 from jaxrl_post.train.critic import check_critic, open_critic
 from jaxrl_post.train.demonstrations import Demonstrations
+from jaxrl_post.train.experience import Evaluation, Experience, make_collector
 from jaxrl_post.train.horizon import optimizer_steps
 from jaxrl_post.train.hub import fetch_run
 from jaxrl_post.train.judge import open_judge
@@ -30,7 +31,7 @@ from jaxrl_post.train.reference import (
     open_reference,
     require_directory,
 )
-from jaxrl_post.train.rl import Critic, Evaluation, Trainer, make_engine, make_runner
+from jaxrl_post.train.rl import Trainer, make_engine
 from jaxrl_post.train.run import (
     Outcome,
     Run,
@@ -54,6 +55,7 @@ from jaxrl_post.train.sinks import (
     warnings_shown,
 )
 from jaxrl_post.train.tasks import TaskSets, fitting_prompts, open_tasks
+from jaxrl_post.train.updater import Critic, Updater, row_tokens
 
 __all__ = ["run_rl"]
 
@@ -134,14 +136,13 @@ def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
     _, longest = fitting(model.tokenizer, model.config)
     rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
     config = dataclasses.replace(config, rollout=rollout)
-    Trainer.row_tokens(config)
+    row_tokens(config)
     return config
 
 
 def _warm_started(
     fitting: Fitting, console: Console, config: RLConfig, model: Model
 ) -> Model:
-    row_tokens = Trainer.row_tokens(config)
     if not config.warm_start.steps:
         return model
     tasks, _ = fitting(model.tokenizer, model.config)
@@ -151,14 +152,14 @@ def _warm_started(
         _demonstrations(tasks, config, model),
         config.update,
         seed=config.seed,
-        row_tokens=row_tokens,
+        row_tokens=row_tokens(config),
         console=console,
     )
 
 
 def _demonstrations(tasks: TaskSets, config: RLConfig, model: Model) -> Demonstrations:
     """Those that fit into a row."""
-    demonstrations = Demonstrations(tasks, Trainer.row_tokens(config))
+    demonstrations = Demonstrations(tasks, row_tokens(config))
     return demonstrations.fitting(model.tokenizer, "--update.row-tokens")
 
 
@@ -173,7 +174,7 @@ def _trainer(
     begin = functools.partial(
         begin_training,
         update=config.update,
-        row_tokens=Trainer.row_tokens(config),
+        row_tokens=row_tokens(config),
         temperature=config.rollout.temperature,
     )
     critic = None
@@ -204,26 +205,31 @@ def _trainer(
     demonstrations = None
     if config.distill.data == "demonstrations":
         demonstrations = _demonstrations(tasks, config, model)
-    return Trainer(
+    experience = Experience(
         config=config,
-        model=model,
         environment=tasks,
-        algorithm=algorithm,
-        learner=learner,
-        engine=make_engine(config.rollout, model, seed=config.seed),
-        runner=make_runner(config.rollout, model, judges),
-        state=state,
-        reference=reference,
+        stop_ids=model.tokenizer.stop_ids,
+        collector=make_collector(config.rollout, model, judges),
         indices=task_indices(
             (tasks if demonstrations is None else demonstrations).size("train"),
             config.seed,
         ),
-        critic=critic,
+        greedy=algorithm.reads == "greedy",
         judge=open_judge(
             config.reward, mesh=model.mesh, rules=model.rules, dtype=model.dtype
         ),
-        demonstrations=demonstrations,
     )
+    updater = Updater(
+        config=config,
+        model=model,
+        algorithm=algorithm,
+        learner=learner,
+        state=state,
+        reference=reference,
+        critic=critic,
+    )
+    engine = make_engine(config.rollout, model, seed=config.seed)
+    return Trainer(engine, experience, updater, demonstrations)
 
 
 def _loop(
@@ -234,7 +240,9 @@ def _loop(
     if latest is not None:
         shapes = jax.eval_shape(trainer.snapshot)
         abstract = abstract_state(shapes, trainer.layout)
-        snapshot, meta = checkpoints.restore(latest, abstract, trainer.indices)
+        snapshot, meta = checkpoints.restore(
+            latest, abstract, trainer.experience.indices
+        )
         trainer.load_snapshot(snapshot)
         trainer.load_meta(meta)
         run.resumed(latest, snapshot)
@@ -273,25 +281,26 @@ def _loop(
             begin = time.perf_counter()
             if step % config.checkpoint.every == 0 or last:
                 checkpoints.save(
-                    step, trainer.snapshot(), trainer.indices, trainer.meta()
+                    step, trainer.snapshot(), trainer.experience.indices, trainer.meta()
                 )
             saving = time.perf_counter() - begin
         checkpoints.wait()
     critic = None
-    if trainer.critic is not None:
-        found = trainer.critic
+    if trainer.updater.critic is not None:
+        found = trainer.updater.critic
         critic = dataclasses.replace(found.model, params=found.state.params)
-    return finish(run, trainer.state, step, critic=critic)
+    return finish(run, trainer.updater.state, step, critic=critic)
 
 
 def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
-    critic, reference = trainer.critic, trainer.reference
+    updater = trainer.updater
+    critic, reference = updater.critic, updater.reference
     rows = layout_table(
-        trainer.model,
-        trainer.config.update,
-        rows=trainer.learner.microbatch_rows,
-        row_tokens=Trainer.row_tokens(trainer.config),
-        optimizer=(trainer.state.opt_state, trainer.state.master),
+        updater.model,
+        updater.config.update,
+        rows=updater.learner.microbatch_rows,
+        row_tokens=row_tokens(updater.config),
+        optimizer=(updater.state.opt_state, updater.state.master),
         reference=None if reference is None else reference.params,
         critic=None
         if critic is None
@@ -317,18 +326,16 @@ def _evaluated(evaluation: Evaluation) -> dict[str, float]:
 
 
 def _samples(split: Any, groups: Sequence[Group], count: int) -> list[Sample]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    episodes = [episode for group in groups for episode in group.episodes]
     return [
         Sample(
             split=split,
-            task_id=str(rollout.task_id),
-            sample_index=rollout.sample_index,
-            prompt=rollout.prompt_text,
-            completion=rollout.response_text,
-            reward=float("nan") if rollout.reward is None else rollout.reward,
-            finish_reason=rollout.finish_reason
-            if rollout.reward is not None
-            else "failed",
+            task_id=str(episode.task_id),
+            sample_index=episode.sample_index,
+            prompt=episode.prompt_text,
+            completion=episode.response_text,
+            reward=float("nan") if episode.reward is None else episode.reward,
+            finish_reason=episode.finish_reason,
         )
-        for rollout in rollouts[:count]
+        for episode in episodes[:count]
     ]

@@ -27,7 +27,13 @@ from jaxrl_post.train.paths import check_paths, naming
 from jaxrl_post.train.reward_config import RewardConfig, check_kind
 from jaxrl_post.train.reward_options import RewardModelConfig
 
-__all__ = ["check_algorithm", "check_correction", "check_options", "reward_weights"]
+__all__ = [
+    "REWARD_A_TURN",
+    "check_algorithm",
+    "check_correction",
+    "check_options",
+    "reward_weights",
+]
 
 # Algorithms whose penalty is part of the reward, where k1 is the estimator to take.
 KL_IN_REWARD = ("ppo", "reinforce_plus_plus")
@@ -37,6 +43,10 @@ NO_ENTROPY = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillati
 NO_RATIO = ("rloo", "opo", "remax")
 # Their advantages do not compare the samples of a prompt with each other.
 ONE_SAMPLE = ("ppo", "reinforce_plus_plus", "distillation", "remax")
+# Their advantages are of more than a group's rewards, or of other things.
+NO_TURNS = ("gdpo", "opo", "remax", "distillation", "reinforce_plus_plus_baseline")
+# They credit tokens by themselves, from rewards that stand at single tokens.
+REWARD_A_TURN = ("ppo", "reinforce_plus_plus")
 NO_CRITIC = CriticConfig()
 NO_TEACHER = DistillConfig()
 
@@ -173,6 +183,7 @@ def _check_offline(config: OfflineConfig) -> None:
 def _check_rl(config: RLConfig) -> None:
     check_algorithm(config.algorithm, config.critic, config.distill)
     _check_rollout(config)
+    _check_turns(config)
     name, rollout, update = config.algorithm.name, config.rollout, config.update
     if rollout.samples_per_prompt < 2 and name not in ONE_SAMPLE:
         raise ConfigError(
@@ -236,6 +247,56 @@ def _check_rollout(config: RLConfig) -> None:
                 f"--rollout.{option.replace('_', '-')}: with --distill.data "
                 f"{config.distill.data} {why}; drop the option"
             )
+
+
+def _check_turns(config: RLConfig) -> None:
+    """Refuses what several turns, or episodes under way, do not go with."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if rollout.max_turns > 1 and not rollout.max_prompt_tokens:
+        raise ConfigError(
+            "--rollout.max-prompt-tokens: must be given with --rollout.max-turns "
+            f"{rollout.max_turns}; it bounds the tokens of the conversation before the "
+            "last turn"
+        )
+    if algorithm.turn_credit == "turns":
+        if rollout.max_turns == 1:
+            raise ConfigError(
+                "--algorithm.turn-credit turns: with --rollout.max-turns 1 there is "
+                "one turn to credit; raise it, or drop the option"
+            )
+        if algorithm.name in NO_TURNS:
+            raise ConfigError(
+                f"--algorithm.turn-credit turns: {algorithm.name} looks at more of an "
+                "episode than its rewards, or at less; use outcome, or an algorithm "
+                "such as grpo"
+            )
+    elif algorithm.turn_discount != 1.0:
+        raise ConfigError(
+            "--algorithm.turn-discount: with --algorithm.turn-credit outcome it "
+            "changes nothing; drop the option, or choose turns"
+        )
+    if algorithm.turn_discount != 1.0 and algorithm.name in REWARD_A_TURN:
+        raise ConfigError(
+            f"--algorithm.turn-discount: {algorithm.name} discounts by the token; use "
+            "--critic.gamma for ppo, or drop the option"
+        )
+    if not rollout.partial:
+        return
+    if algorithm.name == "remax":
+        raise ConfigError(
+            "--rollout.partial: remax compares with a greedy answer of the same "
+            "parameters; drop the option, or use another algorithm"
+        )
+    if config.distill.data == "demonstrations":
+        raise ConfigError(
+            "--rollout.partial: nothing is sampled with --distill.data demonstrations; "
+            "drop the option"
+        )
+    if algorithm.correction.kind == "none":
+        raise ConfigError(
+            "--rollout.partial: samples that were begun by earlier parameters need a "
+            "correction; drop --algorithm.correction.kind none"
+        )
 
 
 def _check_terms(config: AlgorithmConfig) -> None:

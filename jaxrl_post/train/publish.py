@@ -1,10 +1,12 @@
 """Handing the trainer's parameters to the sampler."""
 
+from collections.abc import Iterable
+
 import jax
 from jax.sharding import NamedSharding
 
 from jaxrl_post.sampler.engine import Engine
-from jaxrl_post.sampler.requests import Completion, Request
+from jaxrl_post.sampler.requests import Completion, Request, SampleId
 from jaxrl_post.types import Array, PyTree
 
 __all__ = ["Published", "buffer_pointers", "publish"]
@@ -37,9 +39,17 @@ class Published:
         """Queues a request."""
         self.engine.submit(request)
 
-    def step(self) -> list[Completion]:
-        """Decodes a burst with the bound parameters."""
-        return self.engine.step(self.params, version=self.version)
+    def dispatch(self) -> None:
+        """Starts decoding a burst with the bound parameters."""
+        self.engine.dispatch(self.params, version=self.version)
+
+    def collect(self) -> list[Completion]:
+        """Waits for the burst; returns what finished."""
+        return self.engine.collect()
+
+    def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
+        """Ends samples where they are; returns what they have."""
+        return self.engine.cancel(samples)
 
 
 def publish(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl_post.rollout.types import Group
+from jaxrl_post.rollout.episode import Group
 
 __all__ = ["rollout_metrics"]
 
@@ -16,27 +16,23 @@ def rollout_metrics(
 
     Args:
         groups: as they were collected.
-        values: float32 [groups, samples], their advantages.
+        values: float32 [groups, samples] or [groups, samples, turns], their advantages.
         version: of the parameters that train on them.
     """
-    rollouts = [r for group in groups for r in group.rollouts if r.reward is not None]
-    rewards = [r.reward for r in rollouts if r.reward is not None]
-    lengths = [r.num_sampled for r in rollouts]
-    stopped = [r.finish_reason != "length" for r in rollouts]
-    ages = [version - max(r.versions) for r in rollouts]
-    masses = [
-        m
-        for r in rollouts
-        for m, on in zip(r.log_masses, r.loss_mask, strict=True)
-        if on
-    ]
+    episodes = [e for group in groups for e in group.episodes if e.reward is not None]
+    rewards = [e.reward for e in episodes if e.reward is not None]
+    lengths = [e.num_sampled for e in episodes]
+    stopped = [not e.truncated for e in episodes]
+    tokens = [e.tokens for e in episodes]
+    ages = [version - int(each.versions.max()) for each in tokens]
+    masses = np.concatenate([each.log_masses[each.sampled] for each in tokens])
     return {
         "reward/trained_mean": float(np.mean(rewards)),
         "rollout/completion_length": float(np.mean(lengths)),
         "rollout/completion_length_max": float(np.max(lengths)),
         "rollout/stopped_fraction": float(np.mean(stopped)),
         "rollout/staleness": float(np.mean(ages)),
-        "rollout/kept_mass": float(np.mean(np.exp(masses))),
+        "rollout/kept_mass": float(np.mean(np.exp(masses.astype(np.float64)))),
         "advantage/mean": float(np.mean(values)),
         "advantage/std": float(np.std(values)),
     }

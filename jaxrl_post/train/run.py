@@ -15,7 +15,7 @@ from jaxrl_post.algorithms import supervised
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.envs import WorkerStartError
 from jaxrl_post.models import Head
-from jaxrl_post.rollout.runner import RolloutTimeoutError
+from jaxrl_post.rollout.collector import RolloutTimeoutError
 from jaxrl_post.train.adapters import lora_of, with_adapter
 from jaxrl_post.train.checkpoint import CheckpointError, Checkpoints
 from jaxrl_post.train.config import (

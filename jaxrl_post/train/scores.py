@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post.losses.baselines import pass_at_k_estimate
-from jaxrl_post.rollout.types import Group, Rollout
+from jaxrl_post.rollout.episode import Episode, Group
 
 __all__ = [
     "FailedRolloutsError",
@@ -149,30 +149,30 @@ def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
     Raises:
         FailedRolloutsError: not one sample could be judged.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    judged = [r for r in rollouts if r.reward is not None]
-    failed = [r for r in rollouts if r.reward is None]
+    episodes = [e for group in groups for e in group.episodes]
+    judged = [r for r in episodes if r.reward is not None]
+    failed = [r for r in episodes if r.reward is None]
     if not judged:
         first = f" The first: {failed[0].error}" if failed else ""
         raise FailedRolloutsError(
-            f"evaluate: none of {len(rollouts)} samples could be judged.{first}"
+            f"evaluate: none of {len(episodes)} samples could be judged.{first}"
         )
-    rewards = [r.reward for r in rollouts if r.reward is not None]
+    rewards = [r.reward for r in episodes if r.reward is not None]
     by_task: dict[int, list[bool]] = collections.defaultdict(list)
     values: dict[str, list[float]] = collections.defaultdict(list)
-    for rollout in rollouts:
-        by_task[rollout.prompt_id].append(solves(rollout, solved_reward))
-    for rollout in judged:
-        for name, value in {**rollout.metrics, **rollout.rewards}.items():
+    for episode in episodes:
+        by_task[episode.prompt_id].append(solves(episode, solved_reward))
+    for episode in judged:
+        for name, value in {**episode.metrics, **episode.rewards}.items():
             values[name].append(value)
     shares = [sum(solved) / len(solved) for solved in by_task.values()]
-    lengths = [rollout.num_sampled for rollout in judged]
+    lengths = [episode.num_sampled for episode in judged]
     return Scores(
         tasks=len(by_task),
-        samples=len(rollouts),
+        samples=len(episodes),
         failed=len(failed),
         accuracy=float(np.mean(shares)),
-        interval=interval_over_tasks(shares, len(rollouts)),
+        interval=interval_over_tasks(shares, len(episodes)),
         pass_at=_pass_at(list(by_task.values())),
         mean_reward=float(np.mean(rewards)),
         mean_tokens=float(np.mean(lengths)),
@@ -182,9 +182,9 @@ def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
     )
 
 
-def solves(rollout: Rollout, solved_reward: float) -> bool:
-    """Whether a rollout was judged and its reward is at least what solving takes."""
-    return rollout.reward is not None and rollout.reward >= solved_reward
+def solves(episode: Episode, solved_reward: float) -> bool:
+    """Whether an episode was judged and its reward is at least what solving takes."""
+    return episode.reward is not None and episode.reward >= solved_reward
 
 
 def _pass_at(solved: Sequence[Sequence[bool]]) -> dict[int, float]:

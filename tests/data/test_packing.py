@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_post.data.packing import Sequence, pack
+from jaxrl_post.tokens import Tokens
 
 LAWS = settings(max_examples=60, deadline=None, derandomize=True)
 FIELDS = ("tokens", "loss_mask", "behavior_logprobs", "advantages", "versions")
@@ -16,32 +17,25 @@ def sequence(number, prompt, completion):
     """Values that occur nowhere else."""
     base = 100 * number
     ids = range(base + 1, base + 1 + prompt + completion)
-    return Sequence.of(
-        ids[:prompt],
-        ids[prompt:],
-        behavior_logprobs=[-i / 8 for i in ids[prompt:]],
-        advantage=number + 0.5,
-        versions=[number] * completion,
+    answer = Tokens.generated(
+        list(ids[prompt:]), [-i / 8 for i in ids[prompt:]], version=number
     )
+    advantages = np.full(prompt + completion, number + 0.5, np.float32)
+    advantages[:prompt] = 0
+    return Sequence(Tokens.context(ids[:prompt]) + answer, advantages)
 
 
 def test_a_sequence_is_a_prompt_and_what_the_policy_produced():
-    made = Sequence.of(
-        [5, 6],
-        [7, 8, 9],
-        behavior_logprobs=[-1, -2, -3],
-        advantage=2.0,
-        versions=[4, 4, 5],
-    )
-    assert made.tokens.tolist() == [5, 6, 7, 8, 9]
-    assert made.loss_mask.tolist() == [False, False, True, True, True]
-    assert made.behavior_logprobs.tolist() == [0, 0, -1, -2, -3]
-    assert made.advantages.tolist() == [0, 0, 2, 2, 2]
-    assert made.versions.tolist() == [-1, -1, 4, 4, 5]
+    made = Sequence.of([5, 6], [7, 8], behavior_logprobs=[-1, -2], advantage=2.0)
+    assert made.ids.tolist() == [5, 6, 7, 8]
+    assert made.loss_mask.tolist() == [False, False, True, True]
+    assert made.tokens.logprobs.tolist() == [0, 0, -1, -2]
+    assert made.advantages.tolist() == [0, 0, 2, 2]
+    assert made.tokens.versions.tolist() == [-1, -1, 0, 0]
     plain = Sequence.of([5], [6])
-    assert plain.behavior_logprobs.tolist() == plain.advantages.tolist() == [0, 0]
-    assert plain.versions.tolist() == [-1, 0]
-    dtypes = [getattr(made, name).dtype.name for name in FIELDS]
+    assert plain.tokens.logprobs.tolist() == plain.advantages.tolist() == [0, 0]
+    batch = pack([made], 4, 1)
+    dtypes = [getattr(batch, name).dtype.name for name in FIELDS]
     assert dtypes == ["int32", "bool", "float32", "float32", "int32"]
 
 
@@ -93,10 +87,13 @@ def test_every_sequence_is_there_once_and_whole(parts, row_multiple):
             mask = source.loss_mask.copy()
             mask[0] = False
             np.testing.assert_array_equal(batch.loss_mask[row][span], mask)
-            for name in set(FIELDS) - {"loss_mask"}:
-                np.testing.assert_array_equal(
-                    getattr(batch, name)[row][span], getattr(source, name)
-                )
+            for name, value in (
+                ("tokens", source.ids),
+                ("behavior_logprobs", source.tokens.logprobs),
+                ("advantages", source.advantages),
+                ("versions", source.tokens.versions),
+            ):
+                np.testing.assert_array_equal(getattr(batch, name)[row][span], value)
     assert sorted(found) == list(range(len(sequences)))
 
 
@@ -129,11 +126,9 @@ def test_a_sequence_longer_than_a_row_is_refused():
         pack([sequence(0, 1, 2), sequence(1, 6, 7)], LENGTH, 1)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "completion", "logprobs"), [([], [], []), ([], [1, 2], [-1.0])]
-)
-def test_arrays_that_are_not_aligned_are_refused(prompt, completion, logprobs):
+@pytest.mark.parametrize(("tokens", "advantages"), [([], 0), ([1, 2], 1)])
+def test_arrays_that_are_not_aligned_are_refused(tokens, advantages):
     with pytest.raises(
         ValueError, match=r"one entry a token, at least one; got \{'tok"
     ):
-        Sequence.of(prompt, completion, behavior_logprobs=logprobs)
+        Sequence(Tokens.context(tokens), np.zeros(advantages, np.float32))

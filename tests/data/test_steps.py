@@ -125,8 +125,8 @@ def test_the_judged_token_is_the_last_of_the_separator(tokenizer):
     assert len(mark) == 2
     prompt = chat.render(tokenizer, messages)
     expected = [*prompt, *tokenizer.encode("bb"), *mark, *tokenizer.encode("c"), *mark]
-    assert sequence.tokens.tolist() == expected
-    assert tokenizer.decode(sequence.tokens.tolist()) == "a =bb#\n\nc#\n\n"
+    assert sequence.ids.tolist() == expected
+    assert tokenizer.decode(sequence.ids.tolist()) == "a =bb#\n\nc#\n\n"
     first = len(prompt) + 2 + len(mark) - 1
     second = len(expected) - 1
     assert np.flatnonzero(sequence.loss_mask).tolist() == [first, second]
@@ -143,7 +143,7 @@ def test_the_ids_of_a_step_do_not_depend_on_what_follows(tokenizer):
     long = judged_tokens(tokenizer, messages, ["a =", "=\n"], [1, 0], "\n")
     short = judged_tokens(tokenizer, messages, ["a ="], [1], "\n")
     size = len(short.tokens)
-    assert long.tokens[:size].tolist() == short.tokens.tolist()
+    assert long.ids[:size].tolist() == short.ids.tolist()
     assert np.flatnonzero(long.loss_mask)[0] == size - 1
     # The text as a whole has other ids: here a step's end and the separator are one.
     whole = tokenizer.encode("aa =\n=\n\n")
@@ -160,7 +160,7 @@ def test_steps_follow_what_makes_the_assistant_answer(tokenizer):
         tokenizer.backend, stop_ids=tokenizer.stop_ids, chat_template=template
     )
     sequence = judged_tokens(chatty, [Message("user", "a =")], ["b"], [1.0], "\n")
-    assert chatty.decode(sequence.tokens.tolist()) == "[user]a =[assistant]b\n"
+    assert chatty.decode(sequence.ids.tolist()) == "[user]a =[assistant]b\n"
     assert np.flatnonzero(sequence.loss_mask).tolist() == [len(sequence.tokens) - 1]
 
 

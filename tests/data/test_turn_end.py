@@ -217,7 +217,7 @@ def test_preferred_and_judged_answers_end_with_it():
     judged = Judged((ASK,), "4", True, "2+2")
     for examples in (Pairs([pair], []), Judgements([judged], [])):
         for sequence in examples.encode(tokenizer, "train", 0):
-            learned = sequence.tokens[sequence.loss_mask]
+            learned = sequence.ids[sequence.loss_mask]
             assert learned[-1] == end
             assert (learned == end).sum() == 1
 

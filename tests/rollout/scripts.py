@@ -1,9 +1,10 @@
 """A sampler that reads its completions from a script, and text as characters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxrl_post.envs import Message
-from jaxrl_post.sampler.requests import Completion, Request
+from jaxrl_post.sampler.requests import Completion, Request, SampleId
+from jaxrl_post.tokens import Tokens
 
 STOP = 0
 
@@ -31,17 +32,27 @@ class Characters:
 
 
 class ScriptedSampler:
-    """Completes request after request, `burst` samples a step.
+    """Completes request after request, `burst` samples a burst.
 
     Args:
         script: from a request and a sample index to the text of the completion.
-        burst: samples that finish in a step; 0 for a sampler that hangs.
+        burst: samples that finish in a burst; 0 for a sampler that hangs.
+        pieces: bursts that a sample takes; in each it gets an equal share of its text.
     """
 
-    def __init__(self, script: Callable[[Request, int], str], burst: int = 3) -> None:
+    def __init__(
+        self,
+        script: Callable[[Request, int], str],
+        burst: int = 3,
+        *,
+        pieces: int = 1,
+        version: int = 7,
+    ) -> None:
         self.requests: list[Request] = []
-        self._script, self._burst = script, burst
-        self._waiting: list[tuple[Request, int]] = []
+        self.version = version
+        self._script, self._burst, self._pieces = script, burst, pieces
+        # Each with the bursts that it has had.
+        self._waiting: list[tuple[Request, int, int]] = []
 
     @property
     def busy(self) -> bool:
@@ -50,26 +61,44 @@ class ScriptedSampler:
     def submit(self, request: Request) -> None:
         self.requests.append(request)
         first = request.first_sample
-        self._waiting += [(request, first + i) for i in range(request.num_samples)]
+        self._waiting += [(request, first + i, 0) for i in range(request.num_samples)]
 
-    def step(self) -> list[Completion]:
+    def dispatch(self) -> None:
+        pass
+
+    def collect(self) -> list[Completion]:
         # The last in, first out: episodes do not finish in the order of their start.
-        taken = [
-            self._waiting.pop() for _ in range(min(self._burst, len(self._waiting)))
-        ]
-        return [self._complete(request, index) for request, index in taken]
+        count = min(self._burst, len(self._waiting))
+        taken = [self._waiting.pop() for _ in range(count)]
+        done = []
+        for request, index, bursts in reversed(taken):
+            tokens = self._tokens(request, index, bursts + 1)
+            if tokens.ids[-1] == STOP:
+                done.append(Completion(request.prompt_id, index, tokens, "stop"))
+            else:
+                self._waiting.append((request, index, bursts + 1))
+        return done[::-1]
 
-    def _complete(self, request: Request, index: int) -> Completion:
-        text = self._script(request, index).upper()
-        tokens = (*map(ord, text), STOP)
-        logprobs = tuple(-index - token / 1000 for token in tokens)
-        size = len(tokens)
-        return Completion(
-            request.prompt_id,
-            index,
-            tokens,
-            logprobs,
-            (-0.5,) * size,
-            (7,) * size,
-            "stop",
-        )
+    def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
+        assert samples is None
+        waiting, self._waiting = self._waiting, []
+        return [
+            Completion(r.prompt_id, index, self._tokens(r, index, bursts), "cancelled")
+            for r, index, bursts in waiting
+        ]
+
+    def _tokens(self, request: Request, index: int, bursts: int) -> Tokens:
+        """What a request has after so many bursts, one that goes on included."""
+        whole = [*map(ord, self._script(request, index).upper()), STOP]
+        share = -(-len(whole) // self._pieces)
+        begin = request.num_sampled
+        ids = whole[begin : begin + share * bursts]
+        return sampled(ids, index=index, version=self.version)
+
+
+def sampled(ids: Sequence[int], *, index: int = 0, version: int = 7) -> Tokens:
+    """Tokens with log-probabilities that tell them, and the samples, apart."""
+    logprobs = [-index - token / 1000 for token in ids]
+    return Tokens.generated(
+        list(ids), logprobs, version=version, log_masses=[-0.5] * len(ids)
+    )

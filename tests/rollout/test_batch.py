@@ -7,35 +7,35 @@ import numpy as np
 
 from jaxrl_post import algorithms
 from jaxrl_post.data import packing
-from jaxrl_post.rollout import Group, Rollout, batch
+from jaxrl_post.rollout import Episode, Group, Turn, batch
+from jaxrl_post.tokens import Tokens
 
 
-def make_rollout(prompt: int, index: int, reward: float | None) -> Rollout:
+def make_episode(prompt: int, index: int, reward: float | None, **changes) -> Episode:
+    """Two turns, the reward is the second one's."""
     # Tokens tell the sample they belong to: 100 for the prompt, 10 for the sample.
     name = 100 * prompt + 10 * index
-    count = index + 1
-    mask = (False, True, False, *[True] * count)
-    size = len(mask)
-    return Rollout(
+
+    def said(first: int, count: int) -> Tokens:
+        ids = [name + first + i for i in range(count)]
+        return Tokens.generated(ids, [-float(i) for i in ids], version=prompt)
+
+    first = Turn(Tokens.context([name]), said(1, 1), "", "stop", 0.0)
+    last = Turn(Tokens.context([name + 2]), said(3, index + 1), "", "stop", reward)
+    return Episode(
         prompt_id=prompt,
         sample_index=index,
         task_id=0,
-        tokens=tuple(name + i for i in range(size)),
-        loss_mask=mask,
-        logprobs=tuple(-float(name + i) if on else 0.0 for i, on in enumerate(mask)),
-        log_masses=(0.0,) * size,
-        versions=tuple(prompt if on else -1 for on in mask),
-        reward=reward,
-        error="",
-        finish_reason="stop",
         prompt_text="",
-        response_text="",
+        turns=(first, dataclasses.replace(last, **changes)),
+        finish_reason="stop" if reward is not None else "failed",
+        error="" if reward is not None else "boom",
     )
 
 
 REWARDS = {1: (3.0, 1.0, None, 2.0), 2: (0.0, 0.0, 4.0, 0.0)}
 GROUPS = [
-    Group(prompt, tuple(make_rollout(prompt, i, r) for i, r in enumerate(rewards)))
+    Group(prompt, tuple(make_episode(prompt, i, r) for i, r in enumerate(rewards)))
     for prompt, rewards in REWARDS.items()
 ]
 # Leave-one-out means, over the samples that did not fail: 3 - 1.5, 1 - 2.5, 2 - 2.
@@ -68,7 +68,7 @@ def test_shaping_acts_on_rewards_by_length_and_not_on_the_choice_of_groups():
     expected = [[2.0, -0.5, -2.0, -0.5], [-1.0, -1.5, 2.0, -2.5]]
     np.testing.assert_array_equal(seen[0], np.float32(expected))
     # Lengths that differ make no group worth training on.
-    equal = Group(3, tuple(make_rollout(3, i, 1.0) for i in range(3)))
+    equal = Group(3, tuple(make_episode(3, i, 1.0) for i in range(3)))
     assert not equal.has_spread
 
 
@@ -79,17 +79,18 @@ def test_reward_to_advantage_to_the_tokens_of_its_sample():
     made = batch.sequences(GROUPS, values)
     assert len(made) == 7, "a failed rollout is left out"
     for sequence in made:
-        name = int(sequence.tokens[0])
+        name = int(sequence.ids[0])
         prompt, index = name // 100, name % 100 // 10
         advantage = EXPECTED.pop((prompt, index))
         mask = sequence.loss_mask
-        np.testing.assert_array_equal(sequence.tokens, name + np.arange(len(mask)))
+        np.testing.assert_array_equal(sequence.ids, name + np.arange(len(mask)))
         np.testing.assert_allclose(sequence.advantages[mask], advantage, atol=1e-6)
         assert np.all(sequence.advantages[~mask] == 0)
         np.testing.assert_array_equal(
-            sequence.behavior_logprobs, np.where(mask, -sequence.tokens, 0)
+            sequence.tokens.logprobs, np.where(mask, -sequence.ids, 0)
         )
-        np.testing.assert_array_equal(sequence.versions, np.where(mask, prompt, -1))
+        versions = np.where(mask, prompt, -1)
+        np.testing.assert_array_equal(sequence.tokens.versions, versions)
         assert mask.tolist() == [False, True, False] + [True] * (index + 1)
     assert not EXPECTED
 
@@ -101,9 +102,9 @@ def test_a_packed_row_keeps_each_token_with_its_advantage():
     expected = {
         token: value if on else 0.0
         for group, row in zip(GROUPS, values, strict=True)
-        for rollout, value in zip(group.rollouts, row, strict=True)
-        if rollout.reward is not None
-        for token, on in zip(rollout.tokens, rollout.loss_mask, strict=True)
+        for episode, value in zip(group.episodes, row, strict=True)
+        if episode.reward is not None
+        for token, on in zip(episode.tokens.ids, episode.tokens.sampled, strict=True)
     }
     real = packed.segment_ids > 0
     found = dict(
@@ -114,20 +115,18 @@ def test_a_packed_row_keeps_each_token_with_its_advantage():
 
 
 def test_what_was_cut_is_worth_nothing_left_out_or_marked():
-    cut = dataclasses.replace(
-        make_rollout(1, 0, 1.0), finish_reason="length", rewards={"a": 2.0, "b": -1.0}
-    )
-    poor = dataclasses.replace(make_rollout(1, 1, -0.5), finish_reason="length")
-    failed = dataclasses.replace(make_rollout(1, 2, None), finish_reason="length")
-    whole = make_rollout(1, 3, 1.0)
+    cut = make_episode(1, 0, 1.0, finish_reason="length", rewards={"a": 2.0, "b": -1.0})
+    poor = make_episode(1, 1, -0.5, finish_reason="length")
+    failed = make_episode(1, 2, None, finish_reason="length")
+    whole = make_episode(1, 3, 1.0)
     group = Group(1, (cut, poor, failed, whole))
     [judged] = batch.worthless_if_truncated([group])
-    assert [r.reward for r in judged.rollouts] == [0.0, -0.5, None, 1.0]
-    assert judged.rollouts[0].rewards == {"a": 0.0, "b": -1.0}
-    assert judged.rollouts[3] == whole
+    assert [e.reward for e in judged.episodes] == [0.0, -0.5, None, 1.0]
+    assert judged.episodes[0].rewards == {"a": 0.0, "b": -1.0}
+    assert judged.episodes[3] == whole
     values = np.ones((1, 4), np.float32)
     kept = batch.sequences([group], values, skip_truncated=True)
-    assert [int(each.tokens[0]) for each in kept] == [130]
+    assert [int(each.ids[0]) for each in kept] == [130]
     marked = batch.sequences([group], values, mark_truncated=True)
     assert [each.truncated for each in marked] == [True, True, False]
     packed = packing.pack(marked, 24, 1)
@@ -140,9 +139,9 @@ def test_what_was_cut_is_worth_nothing_left_out_or_marked():
 
 
 def test_facts_of_groups_are_aligned_with_their_samples():
-    def part(index: int, reward: float | None) -> Rollout:
+    def part(index: int, reward: float | None) -> Episode:
         rewards = {} if reward is None else {"a": reward, "b": 10.0 + index}
-        return dataclasses.replace(make_rollout(1, index, reward), rewards=rewards)
+        return make_episode(1, index, reward, rewards=rewards)
 
     def longer_is_worse(lengths: np.ndarray) -> np.ndarray:
         return -0.5 * lengths.astype(np.float32)
@@ -167,3 +166,57 @@ def test_facts_of_groups_are_aligned_with_their_samples():
     assert facts.greedy[0] == -0.5
     assert facts.valid.tolist() == [[True, False], [False, False]]
     assert facts.rewards.tolist() == [[0.0, -1.5]] * 2
+
+
+def turns_of(*rewards: float, index: int = 0) -> Episode:
+    """An episode of as many turns, of two tokens each, as there are rewards."""
+    turns = tuple(
+        Turn(
+            Tokens.context([9]),
+            Tokens.generated([10 * k, 10 * k + 1], [0.0, 0.0], version=0),
+            "",
+            "stop",
+            reward,
+        )
+        for k, reward in enumerate(rewards, 1)
+    )
+    return Episode(1, index, 0, "", turns, "stop")
+
+
+def centred(facts: batch.GroupFacts) -> np.ndarray:
+    count = facts.valid.sum(axis=1, keepdims=True)
+    total = np.where(facts.valid, facts.rewards, 0).sum(axis=1, keepdims=True)
+    return facts.rewards - total / np.maximum(count, 1)
+
+
+def test_each_turn_is_credited_with_the_rewards_from_it_on():
+    """By hand: returns are [2.5, 3, 4] and [3, 4] with a discount of 1/2."""
+    long, short = turns_of(1.0, 1.0, 4.0), turns_of(1.0, 4.0, index=1)
+    failed = dataclasses.replace(turns_of(9.0, 9.0, 9.0), error="boom")
+    groups = [Group(1, (long, short, failed))]
+    values = batch.turn_advantages(groups, centred, discount=0.5)
+    expected = [[2.5 - 2.75, 3 - 3.5, 0.0], [3 - 2.75, 4 - 3.5, 0.0], [0.0, 0.0, 0.0]]
+    np.testing.assert_allclose(values, [expected], atol=1e-6)
+    own = batch.turn_advantages(groups, centred, discount=0.0)
+    np.testing.assert_allclose(own[0, :2], [[0, -1.5, 0], [0, 1.5, 0]], atol=1e-6)
+    made = batch.sequences(groups, values)
+    assert len(made) == 2
+    np.testing.assert_allclose(
+        made[0].advantages, [0, -0.25, -0.25, 0, -0.5, -0.5, 0, 0, 0], atol=1e-6
+    )
+    assert made[0].rewards is None
+
+
+def test_rewards_stand_at_the_last_token_of_their_turn():
+    long, short = turns_of(1.0, -2.0, 4.0), turns_of(3.0, index=1)
+    groups = [Group(1, (long, short))]
+    rewards, mask = batch.turn_rewards(groups, lambda lengths: -0.1 * lengths)
+    # The shaping of six tokens, and of two, is the last turn's.
+    np.testing.assert_allclose(rewards, [[[1, -2, 3.4], [2.8, 0, 0]]], atol=1e-6)
+    assert mask.tolist() == [[[True] * 3, [True, False, False]]]
+    made = batch.sequences(groups, rewards, rewards=rewards)
+    np.testing.assert_allclose(made[0].rewards, [0, 0, 1, 0, 0, -2, 0, 0, 3.4])
+    np.testing.assert_allclose(made[1].rewards, [0, 0, 2.8])
+    packed = packing.pack(made, 16, 1)
+    assert packed.token_rewards is not None
+    assert packed.token_rewards.sum() == np.float32(1 - 2 + 3.4 + 2.8)

@@ -18,15 +18,14 @@ from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Message, Step, Task
 from jaxrl_post.envs.workers import Outcome
-from jaxrl_post.rollout import Rollout
-from jaxrl_post.rollout.machine import Limits
-from jaxrl_post.rollout.runner import Runner
+from jaxrl_post.rollout import Collector, Episode, Limits
 from jaxrl_post.sampler.requests import (
     Completion,
     FinishReason,
     Request,
     SamplingParams,
 )
+from tests.rollout.scripts import sampled
 
 PARITY = Path(__file__).parents[1] / "parity"
 CHATS = json.loads((PARITY / "fixtures" / "chat.json").read_text(encoding="utf-8"))
@@ -82,7 +81,15 @@ class Scripted:
     def submit(self, request: Request) -> None:
         self.requests.append(request)
 
-    def step(self) -> list[Completion]:
+    def dispatch(self) -> None:
+        pass
+
+    def cancel(self, samples: object = None) -> list[Completion]:
+        raise NotImplementedError
+
+    def collect(self) -> list[Completion]:
+        if not self.busy:
+            return []
         self.said += 1
         return [self.turns[self.said - 1]]
 
@@ -106,19 +113,23 @@ class Asking:
 
 
 def turn(tokens: Sequence[int], reason: FinishReason = "stop") -> Completion:
-    zeros, versions = (0.0,) * len(tokens), (1,) * len(tokens)
-    return Completion(3, 0, tuple(tokens), zeros, zeros, versions, reason)
+    return Completion(3, 0, sampled(tokens), reason)
 
 
 def play(
     tokenizer: Tokenizer, *turns: Completion, longest: int = 9999
-) -> tuple[Rollout, list[Request]]:
+) -> tuple[Episode, list[Request]]:
     sampler = Scripted(turns)
     limits = Limits(max_turns=len(turns), max_prompt_tokens=longest)
-    runner = Runner(Codec(tokenizer), Asking(len(turns)), limits, deadline_s=60.0)
+    judges = Asking(len(turns))
+    collector = Collector(Codec(tokenizer), judges, limits, deadline_s=60.0)
     task = Task(0, (ASK,), "")
-    [group] = runner.run(sampler, [(3, task)], 1, SamplingParams())
-    return group.rollouts[0], sampler.requests
+    [group] = collector.run(sampler, [(3, task)], 1, SamplingParams())
+    return group.episodes[0], sampler.requests
+
+
+def ids(episode: Episode) -> list[int]:
+    return episode.tokens.ids.tolist()
 
 
 def sampled_runs(
@@ -133,13 +144,13 @@ def sampled_runs(
     return tokens.tolist(), mask.tolist(), runs
 
 
-def agree(rollout: Rollout, tokens: list[int], mask: list[bool]) -> None:
-    """The rollout is the conversation, up to what no turn has: its very end."""
-    shared = min(len(tokens), len(rollout.tokens))
-    assert list(rollout.tokens[:shared]) == tokens[:shared]
-    assert list(rollout.loss_mask[:shared]) == mask[:shared]
+def agree(episode: Episode, tokens: list[int], mask: list[bool]) -> None:
+    """The episode is the conversation, up to what no turn has: its very end."""
+    shared = min(len(tokens), len(episode.tokens))
+    assert ids(episode)[:shared] == tokens[:shared]
+    assert episode.tokens.sampled[:shared].tolist() == mask[:shared]
     assert not any(mask[shared:])
-    assert len(rollout.tokens) - shared <= 1
+    assert len(episode.tokens) - shared <= 1
 
 
 @pytest.mark.parametrize("template", REPRODUCED)
@@ -157,20 +168,20 @@ def test_two_turns_are_what_transformers_renders(template):
     # Where the head of a turn ends the one before it, the last is given that token.
     added = [tokenizer.eos_id] if template == "glm" else []
     assert tokens == expected + added
-    rollout, requests = play(tokenizer, *map(turn, runs))
-    agree(rollout, tokens, mask)
+    episode, requests = play(tokenizer, *map(turn, runs))
+    agree(episode, tokens, mask)
     # Every stop token was sampled, so every one is learned.
     assert [run[-1] for run in runs] == [tokenizer.eos_id] * 2
-    assert rollout.num_sampled == sum(map(len, runs))
+    assert episode.num_sampled == sum(map(len, runs))
     ends = [
         i
-        for i, token in enumerate(rollout.tokens)
-        if rollout.loss_mask[i] and token == tokenizer.eos_id
+        for i, token in enumerate(ids(episode))
+        if episode.tokens.sampled[i] and token == tokenizer.eos_id
     ]
     assert len(ends) == 2
     # What the sampler was asked to continue are the beginnings of the whole.
     for request in requests:
-        assert rollout.tokens[: len(request.prompt)] == request.prompt
+        assert tuple(ids(episode)[: len(request.prompt)]) == request.prompt
     assert requests[0].prompt == Codec(tokenizer).render([ASK])
 
 
@@ -199,18 +210,18 @@ def test_any_two_turns_are_the_conversation_however_they_ended(
         # The end of the turn is there, as context.
         mask[end] = False
     reason = "stop" if ending == "another stop" else ending
-    rollout, requests = play(tokenizer, turn(first, reason), turn(second))
-    agree(rollout, tokens, mask)
-    marked = zip(rollout.tokens, rollout.loss_mask, strict=True)
-    assert [token for token, on in marked if on] == [*first, *second]
-    assert requests[1].prompt == rollout.tokens[: len(requests[1].prompt)]
+    episode, requests = play(tokenizer, turn(first, reason), turn(second))
+    agree(episode, tokens, mask)
+    trained = episode.tokens.ids[episode.tokens.sampled]
+    assert trained.tolist() == [*first, *second]
+    assert list(requests[1].prompt) == ids(episode)[: len(requests[1].prompt)]
 
 
 def test_a_history_that_forgets_the_prompt_goes_on_from_what_was_sampled():
     tokenizer = tokenizer_of(FORGETS_ITS_PROMPT)
     said = [*tokenizer.encode("2, 2\n</think>\n\n4"), tokenizer.eos_id]
-    rollout, requests = play(tokenizer, turn(said), turn(said))
-    text = tokenizer.backend.decode(list(rollout.tokens), skip_special_tokens=False)
+    episode, requests = play(tokenizer, turn(said), turn(said))
+    text = tokenizer.backend.decode(ids(episode), skip_special_tokens=False)
     user, assistant = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"
     answer = f"{assistant}<think>\n2, 2\n</think>\n\n4</s>"
     expected = f"{user}{ASK.content}{answer}{user}{AGAIN.content}{answer}"
@@ -226,24 +237,24 @@ def test_a_stop_token_that_is_not_special_is_no_part_of_the_text():
     tokenizer = Tokenizer(backend, stop_ids=(stop,), chat_template=template)
     assert tokenizer.decode([stop]) == "<stop>"
     said = [*tokenizer.encode("4"), stop]
-    rollout, _ = play(tokenizer, turn(said), turn(said))
-    text = tokenizer.backend.decode(list(rollout.tokens), skip_special_tokens=False)
+    episode, _ = play(tokenizer, turn(said), turn(said))
+    text = tokenizer.backend.decode(ids(episode), skip_special_tokens=False)
     assert text == f"{ASK.content}<stop>4<stop>{AGAIN.content}<stop>4<stop>"
-    assert rollout.response_text == "4"
+    assert episode.response_text == "4"
 
 
 def test_the_end_of_a_cut_turn_counts_for_the_longest_prompt():
     tokenizer = TOKENIZERS["gemma"]
     _, _, (first, second) = sampled_runs(tokenizer, ["4", "6"])
     cut = turn(first[:-1], "length")
-    rollout, requests = play(tokenizer, cut, turn(second))
+    episode, requests = play(tokenizer, cut, turn(second))
     longest = len(requests[1].prompt)
-    assert play(tokenizer, cut, turn(second), longest=longest)[0] == rollout
+    assert play(tokenizer, cut, turn(second), longest=longest)[0] == episode
     short, asked = play(tokenizer, cut, turn(second), longest=longest - 1)
     assert len(asked) == 1
     # Nothing follows the last turn: what was not sampled is not there.
     assert short.tokens[-len(cut.tokens) :] == cut.tokens
-    assert short.reward == 0.5
+    assert (short.reward, short.finish_reason) == (0.5, "token_limit")
 
 
 def test_a_reply_that_nobody_will_read_is_not_rendered():
@@ -256,7 +267,7 @@ def test_a_reply_that_nobody_will_read_is_not_rendered():
         "<|im_end|>{% endfor %}",
     )
     said = [*tokenizer.encode("4"), tokenizer.eos_id]
-    rollout, _ = play(forgetful, turn(said))
-    assert rollout.reward == 0.5
+    episode, _ = play(forgetful, turn(said))
+    assert episode.reward == 0.5
     with pytest.raises(ValueError, match=r"rewrites earlier turns"):
         play(forgetful, turn(said), turn(said))

@@ -7,9 +7,7 @@ import pytest
 
 from jaxrl_post.data import packing
 from jaxrl_post.envs import WorkerPool
-from jaxrl_post.rollout import Group, batch
-from jaxrl_post.rollout.machine import Limits
-from jaxrl_post.rollout.runner import Runner
+from jaxrl_post.rollout import Collector, Group, Limits, batch
 from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
 from jaxrl_post.train.publish import Published
 from jaxrl_post.train.step import Policy, predict
@@ -49,10 +47,11 @@ def played(two_turns) -> tuple[list[Group], list]:
     engine = Engine(tiny.CONFIG, sizes, seed=1)
     sampler = Recorded(engine, tiny.shared(), VERSION, 0)
     with WorkerPool(environment) as judges:
-        runner = Runner(Alphabet(), judges, Limits(max_turns=2, max_prompt_tokens=32))
+        limits = Limits(max_turns=2, max_prompt_tokens=32)
+        collector = Collector(Alphabet(), judges, limits)
         numbered = [(i, environment.tasks("train")[i]) for i in range(3)]
         sampling = SamplingParams(temperature=0.7, max_tokens=5, stop_ids=(4, 9))
-        groups = runner.run(sampler, numbered, 3, sampling)
+        groups = collector.run(sampler, numbered, 3, sampling)
     return groups, sampler.requests
 
 
@@ -61,22 +60,22 @@ def test_prompts_continue_what_was_sampled(played):
     prompts = {(r.prompt_id, r.first_sample): r.prompt for r in requests[3:]}
     assert len(prompts) == 9
     for group in groups:
-        for rollout in group.rollouts:
-            assert rollout.reward == 4.25
-            prompt = prompts[rollout.prompt_id, rollout.sample_index]
-            assert rollout.tokens[: len(prompt)] == prompt
-            mask = np.array(rollout.loss_mask)
+        for episode in group.episodes:
+            assert episode.reward == 4.25
+            prompt = prompts[episode.prompt_id, episode.sample_index]
+            ids, mask = episode.tokens.ids.tolist(), episode.tokens.sampled
+            assert tuple(ids[: len(prompt)]) == prompt
             # task i= | sampled | again i= | sampled: four runs.
             assert np.flatnonzero(np.diff(mask)).size == 3
-            text = "".join(ALPHABET[t] for t in rollout.tokens)
-            start = len(f"task {rollout.task_id}=")
-            assert text[:start] == f"task {rollout.task_id}="
-            reply = f" again {rollout.task_id}="
+            text = "".join(ALPHABET[t] for t in ids)
+            start = len(f"task {episode.task_id}=")
+            assert text[:start] == f"task {episode.task_id}="
+            reply = f" again {episode.task_id}="
             assert text[: len(prompt)].endswith(reply)
             assert not mask[len(prompt) - len(reply) : len(prompt)].any()
             assert mask[len(prompt) :].all()
             assert mask[start : len(prompt) - len(reply)].all()
-            assert set(np.array(rollout.versions)[mask]) == {VERSION}
+            assert set(episode.tokens.versions[mask]) == {VERSION}
 
 
 def test_the_trainer_scores_every_turn_as_the_sampler_did(played):
@@ -89,7 +88,7 @@ def test_the_trainer_scores_every_turn_as_the_sampler_did(played):
         jax.tree.map(jnp.asarray, packed),
     )
     mask = packed.loss_mask
-    assert mask.sum() == sum(r.num_sampled for g in groups for r in g.rollouts)
+    assert mask.sum() == sum(r.num_sampled for g in groups for r in g.episodes)
     np.testing.assert_allclose(
         np.asarray(scored.logprobs)[mask], packed.behavior_logprobs[mask], atol=1e-4
     )

@@ -99,11 +99,15 @@ def test_laws_of_sharing_under_random_traffic(num_slots, seed):
     assert prefills == list(range(12))
 
 
-def test_cancel_returns_what_ran_and_empties_the_queue():
+def test_cancel_returns_what_there_was_and_leaves_nothing():
     scheduler = Scheduler(num_slots=2)
     scheduler.submit(request(1, 3))
     scheduler.admit()
-    assert [running.sample_index for running in scheduler.cancel()] == [0, 1]
+    assert [r.id for r in scheduler.cancel({(1, 0), (7, 0)})] == [(1, 0)]
+    assert [(a.sample_index, a.slot) for a in scheduler.admit()] == [(2, 0)]
+    scheduler.submit(request(3, 1))
+    # By slot, then in the order of the queue.
+    assert [r.id for r in scheduler.cancel()] == [(1, 2), (1, 1), (3, 0)]
     assert not scheduler.busy
     assert scheduler.admit() == []
     scheduler.submit(request(2, 2))

@@ -82,18 +82,18 @@ def test_an_update_between_two_generations_copies_nothing(mesh, learner, engine)
             assert sampler.params is state.params
             # Sampling neither moved nor took the trainer's arrays.
             assert buffer_pointers(state.params) == before
-            assert [c.versions for c in done] == [(version,) * 6] * 4
+            assert [c.tokens.versions.tolist() for c in done] == [[version] * 6] * 4
             # What it sampled is what these parameters say.
             logprobs = learner.scorer.predict(
                 state.params,
                 pack(
-                    [Sequence.of(request.prompt, c.tokens) for c in done],
+                    [Sequence.of(request.prompt, c.tokens.ids) for c in done],
                     length=9,
                     row_multiple=4,
                 ),
             ).logprobs
             np.testing.assert_allclose(
-                logprobs[:, 3:], [c.logprobs for c in done], rtol=1e-5, atol=1e-5
+                logprobs[:, 3:], [c.tokens.logprobs for c in done], rtol=1e-5, atol=1e-5
             )
             old = state.params
             state, _ = learner.update(state, batch, where="step")

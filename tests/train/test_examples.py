@@ -88,9 +88,9 @@ def test_a_warm_start_sees_the_chosen_answers_alone():
     imitated = Pairs(TRAIN, TRAIN).imitated()
     assert imitated.size("train") == 4
     (sequence,) = imitated.encode(tokenizer, "eval", 2)
-    assert tokenizer.decode(sequence.tokens.tolist()) == "2=yyy"
+    assert tokenizer.decode(sequence.ids.tolist()) == "2=yyy"
     (sequence,) = Judgements(JUDGED, JUDGED).imitated().encode(tokenizer, "train", 1)
-    assert tokenizer.decode(sequence.tokens.tolist()) == "1=y1"
+    assert tokenizer.decode(sequence.ids.tolist()) == "1=y1"
 
 
 def test_a_judged_answer_is_one_segment_with_its_label():
@@ -99,9 +99,9 @@ def test_a_judged_answer_is_one_segment_with_its_label():
     for index, each in enumerate(JUDGED):
         (sequence,) = judgements.encode(tokenizer, "train", index)
         counted = sequence.loss_mask
-        assert tokenizer.decode(sequence.tokens[~counted].tolist()) == each.group
-        assert sequence.tokens[counted][-1] == tokenizer.eos_id
-        assert tokenizer.decode(sequence.tokens[counted].tolist()) == each.answer
+        assert tokenizer.decode(sequence.ids[~counted].tolist()) == each.group
+        assert sequence.ids[counted][-1] == tokenizer.eos_id
+        assert tokenizer.decode(sequence.ids[counted].tolist()) == each.answer
         label = 1 if each.desirable else -1
         assert (sequence.advantages[counted] == label).all()
 
@@ -115,8 +115,8 @@ def test_mismatched_prompts_are_the_same_and_the_answers_those_of_others():
         prompt, answer = (
             tokenizer.decode(part.tolist())
             for part in (
-                sequence.tokens[~sequence.loss_mask],
-                sequence.tokens[sequence.loss_mask],
+                sequence.ids[~sequence.loss_mask],
+                sequence.ids[sequence.loss_mask],
             )
         )
         assert prompt == each.group
@@ -132,9 +132,9 @@ def test_what_of_a_mismatched_answer_is_too_long_is_cut_off():
     mismatched = Judgements(judged, judged).mismatched(max_tokens=8)
     (cut,), (whole,) = (mismatched.encode(tokenizer, "train", i) for i in (0, 1))
     assert len(cut.tokens) == 8
-    assert tokenizer.decode(cut.tokens.tolist()).startswith("0=y1n")
-    assert tokenizer.eos_id not in cut.tokens
-    assert whole.tokens[-1] == tokenizer.eos_id
+    assert tokenizer.decode(cut.ids.tolist()).startswith("0=y1n")
+    assert tokenizer.eos_id not in cut.ids
+    assert whole.ids[-1] == tokenizer.eos_id
 
 
 def test_a_solution_is_one_segment_whose_steps_are_judged_at_their_ends():

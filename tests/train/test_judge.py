@@ -116,17 +116,17 @@ def test_the_reward_is_the_sum_of_both(tmp_path, monkeypatch):
         plain = make_trainer(coin.Coin(), judges)
         _, expected = plain.step(1)
         trainer = make_trainer(coin.Coin(), judges)
-        trainer.judge = judge
+        trainer.experience.judge = judge
         metrics, groups = trainer.step(1)
         evaluation = trainer.evaluate()
     for one, other in zip(expected, groups, strict=True):
-        for rollout, judged in zip(one.rollouts, other.rollouts, strict=True):
+        for rollout, judged in zip(one.episodes, other.episodes, strict=True):
             assert judged.tokens == rollout.tokens
             assert judged.rewards["environment"] == rollout.reward
             said = judged.rewards["model"]
             assert rollout.reward is not None
             assert judged.reward == pytest.approx(2 * rollout.reward + 0.5 * said)
-    rollouts = [r for group in groups for r in group.rollouts]
+    rollouts = [r for group in groups for r in group.episodes]
     assert metrics["reward/model"] == pytest.approx(
         np.mean([r.rewards["model"] for r in rollouts])
     )

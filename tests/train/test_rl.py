@@ -15,12 +15,13 @@ from jaxrl_post.envs import WorkerPool
 from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.batch import GroupFacts
-from jaxrl_post.rollout.buffer import GroupBuffer
-from jaxrl_post.train import rl
+from jaxrl_post.rollout.episode import with_turn
+from jaxrl_post.rollout.queue import GroupQueue
 from jaxrl_post.train.config import AlgorithmConfig, ConfigError, RLConfig
 from jaxrl_post.train.distill_config import DistillConfig
 from jaxrl_post.train.learner import DivergenceError
 from jaxrl_post.train.scores import FailedRolloutsError
+from jaxrl_post.train.updater import row_tokens
 from tests.train.trainers import RL, changed, make_trainer
 
 E2E = Path(__file__).parents[1] / "e2e"
@@ -61,7 +62,7 @@ def test_dynamic_sampling_trains_on_spread_and_keeps_the_surplus(coin, judges):
     waiting: list[int] = []
     refilled = kept = 0
     for number in range(1, 6):
-        drawn, version = trainer.drawn, int(trainer.state.step)
+        drawn, version = trainer.experience.drawn, int(trainer.updater.state.step)
         metrics, groups = trainer.step(number)
         assert len(groups) == 4
         assert all(group.has_spread for group in groups)
@@ -69,13 +70,17 @@ def test_dynamic_sampling_trains_on_spread_and_keeps_the_surplus(coin, judges):
         ids = [group.prompt_id for group in groups]
         assert ids[: len(waiting)] == waiting[:4]
         assert all(prompt_id >= drawn for prompt_id in ids[len(waiting) :])
-        ages = [version - max(r.versions) for group in groups for r in group.rollouts]
+        ages = [
+            version - r.tokens.versions.max()
+            for group in groups
+            for r in group.episodes
+        ]
         assert sorted(set(ages)) in ([0], [0, 1], [1])
         assert ages.count(1) == 4 * len(waiting)
         assert metrics["rollout/staleness"] == pytest.approx(np.mean(ages))
-        assert (trainer.drawn - drawn) % 4 == 0
-        refilled += trainer.drawn - drawn > 4
-        waiting = [value["prompt_id"] for value in trainer.meta()["buffer"]]
+        assert (trainer.experience.drawn - drawn) % 4 == 0
+        refilled += trainer.experience.drawn - drawn > 4
+        waiting = [value["prompt_id"] for value in trainer.meta()["queue"]]
         kept += len(waiting) > 0
     assert refilled, "no step needed a second draw: the test shows nothing"
     assert kept, "no group ever waited: the test shows nothing"
@@ -92,8 +97,8 @@ def test_dynamic_sampling_is_bounded(coin):
             "--rollout.dynamic-sampling off",
         ):
             trainer.step(1)
-    assert trainer.drawn == 8
-    assert int(trainer.state.step) == 0
+    assert trainer.experience.drawn == 8
+    assert int(trainer.updater.state.step) == 0
 
 
 def test_a_step_makes_do_with_the_groups_of_its_last_draw(coin, judges):
@@ -104,7 +109,7 @@ def test_a_step_makes_do_with_the_groups_of_its_last_draw(coin, judges):
         _, groups = trainer.step(number)
         sizes.append(len(groups))
         assert all(group.has_spread for group in groups)
-    assert trainer.drawn == 8
+    assert trainer.experience.drawn == 8
     assert 1 <= min(sizes) < 4, sizes
 
 
@@ -112,10 +117,10 @@ def test_without_dynamic_sampling_every_group_is_trained_on(coin, judges):
     trainer = make_trainer(coin.Coin(), judges)
     metrics, groups = trainer.step(1)
     assert [group.prompt_id for group in groups] == [0, 1, 2, 3]
-    assert trainer.meta()["buffer"] == []
+    assert trainer.meta()["queue"] == []
     assert metrics["rollout/staleness"] == 0
     assert metrics["publish/bytes_moved"] == 0
-    rewards = [r.reward for group in groups for r in group.rollouts]
+    rewards = [r.reward for group in groups for r in group.episodes]
     assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
     spread = np.mean([group.has_spread for group in groups])
     assert metrics["rollout/groups_with_spread"] == pytest.approx(spread)
@@ -131,14 +136,14 @@ def test_meta_brings_buffer_and_numbering_back(coin, judges):
     trainer = make_trainer(coin.Coin(), judges, config)
     for number in range(1, 9):
         trainer.step(number)
-        if len(trainer.buffer):
+        if len(trainer.experience.queue):
             break
-    assert len(trainer.buffer), "no group waits: the test shows nothing"
+    assert len(trainer.experience.queue), "no group waits: the test shows nothing"
     meta = json.loads(json.dumps(trainer.meta()))
     other = make_trainer(coin.Coin(), judges, config)
     other.load_meta(meta)
-    assert other.drawn == trainer.drawn
-    assert other.buffer.take(9) == trainer.buffer.take(9)
+    assert other.experience.drawn == trainer.experience.drawn
+    assert other.experience.queue.take(9) == trainer.experience.queue.take(9)
 
 
 def test_failed_rollouts_are_counted_and_left_out(coin):
@@ -147,14 +152,14 @@ def test_failed_rollouts_are_counted_and_left_out(coin):
     with WorkerPool(environment) as judges:
         trainer = make_trainer(environment, judges, config)
         while True:
-            metrics, groups = trainer.step(trainer.drawn // 4 + 1)
-            failed = [r for g in groups for r in g.rollouts if r.reward is None]
+            metrics, groups = trainer.step(trainer.experience.drawn // 4 + 1)
+            failed = [r for g in groups for r in g.episodes if r.reward is None]
             if failed:
                 break
     assert 0 < len(failed) < 16
     assert metrics["rollout/failed"] == len(failed)
     assert all("out of order" in r.error for r in failed)
-    rewards = [r.reward for g in groups for r in g.rollouts if r.reward is not None]
+    rewards = [r.reward for g in groups for r in g.episodes if r.reward is not None]
     assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
     assert metrics["reward/trained_mean"] == pytest.approx(np.mean(rewards))
 
@@ -165,7 +170,7 @@ def test_more_failures_than_the_share_stop_the_run(coin, share, broken):
     config = changed("rollout", max_failed_share=share)
     with WorkerPool(environment) as judges:
         trainer = make_trainer(environment, judges, config)
-        start = host(trainer.state)
+        start = host(trainer.updater.state)
         with pytest.raises(
             FailedRolloutsError,
             match=rf"step 1: \d+ of 16 rollouts failed; --rollout.max-failed-share "
@@ -173,41 +178,41 @@ def test_more_failures_than_the_share_stop_the_run(coin, share, broken):
             r"(?s:.*)out of order",
         ):
             trainer.step(1)
-    assert_same(start, trainer.state)
+    assert_same(start, trainer.updater.state)
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(coin, judges):
     trainer = make_trainer(coin.Coin(), judges)
-    trainer.algorithm = trainer.algorithm._replace(
+    trainer.updater.algorithm = trainer.updater.algorithm._replace(
         advantages=lambda rewards, valid: rewards * np.nan
     )
-    before = host(trainer.state)
+    before = host(trainer.updater.state)
     with pytest.raises(
         DivergenceError,
         match=r"step 1, epoch 1, minibatch 1: train/loss is nan; no optimizer step was "
         r"taken and the last checkpoint is good",
     ):
         trainer.step(1)
-    assert_same(before, trainer.state)
+    assert_same(before, trainer.updater.state)
 
 
 def test_every_update_of_a_batch_is_clipped_against_the_same_policy(coin, judges):
     config = changed("update", minibatches=2, epochs=2)
     trainer = make_trainer(coin.Coin(), judges, config)
-    seen = trainer.learner.seen
-    start = jax.tree.map(np.array, trainer.state.params)
+    seen = trainer.updater.learner.seen
+    start = jax.tree.map(np.array, trainer.updater.state.params)
     seen.clear()
     metrics, groups = trainer.step(1)
-    assert int(trainer.state.step) == 4
+    assert int(trainer.updater.state.step) == 4
     assert [where for where, _ in seen] == [
         f"step 1, epoch {e}, minibatch {m}" for e in (1, 2) for m in (1, 2)
     ]
     for _, batch in seen:
-        expected = trainer.learner.scorer.predict(start, batch).logprobs
+        expected = trainer.updater.learner.scorer.predict(start, batch).logprobs
         np.testing.assert_allclose(batch.proximal_logprobs, expected, atol=1e-6)
     for (_, first), (_, second) in zip(seen[:2], seen[2:], strict=True):
         np.testing.assert_array_equal(first.tokens, second.tokens)
-    sampled = sum(r.num_sampled for group in groups for r in group.rollouts)
+    sampled = sum(r.num_sampled for group in groups for r in group.episodes)
     assert sum(int(batch.loss_mask.sum()) for _, batch in seen[:2]) == sampled
     # Later updates are off the policy that the ratio is taken against.
     assert abs(metrics["policy/ratio"] - 1) > 1e-6
@@ -215,7 +220,7 @@ def test_every_update_of_a_batch_is_clipped_against_the_same_policy(coin, judges
 
 def test_one_update_needs_no_proximal_policy(coin, judges):
     trainer = make_trainer(coin.Coin(), judges)
-    seen = trainer.learner.seen
+    seen = trainer.updater.learner.seen
     trainer.step(1)
     _, batch = seen[-1]
     assert batch.proximal_logprobs is None
@@ -225,17 +230,19 @@ def test_one_update_needs_no_proximal_policy(coin, judges):
 def test_the_reference_is_the_start_and_stays_there(coin, judges):
     config = changed("algorithm", kl_coefficient=0.1)
     trainer = make_trainer(coin.Coin(), judges, config)
-    start = jax.tree.map(np.array, trainer.state.params)
+    start = jax.tree.map(np.array, trainer.updater.state.params)
     divergences = []
     for number in range(1, 4):
         metrics, _ = trainer.step(number)
         divergences.append(metrics["policy/kl_to_reference"])
     assert divergences[0] == pytest.approx(0, abs=1e-6)
     assert min(divergences[1:]) > 1e-6
-    assert_same(trainer.reference.params, start)
+    assert_same(trainer.updater.reference.params, start)
     assert any(
         np.any(one != other)
-        for one, other in zip(host(trainer.state.params), host(start), strict=True)
+        for one, other in zip(
+            host(trainer.updater.state.params), host(start), strict=True
+        )
     )
 
 
@@ -251,13 +258,13 @@ def test_an_evaluation_leaves_no_trace(coin, judges):
                 assert found[name] == value, name
         # Its time is not that of the step's rollouts.
         assert found["time/rollout"] + found["time/reward"] <= found["time/step"]
-    assert_same(plain.state, looked_at.state)
+    assert_same(plain.updater.state, looked_at.updater.state)
     assert plain.meta() == looked_at.meta()
     one, other = evaluations
     assert one.scores == other.scores
     assert one.groups == other.groups
     assert len(one.groups) == 6
-    assert all("eval" in group.rollouts[0].prompt_text for group in one.groups)
+    assert all("eval" in group.episodes[0].prompt_text for group in one.groups)
 
 
 def test_answers_that_cannot_be_judged_are_no_zeros_of_an_evaluation(coin):
@@ -266,7 +273,7 @@ def test_answers_that_cannot_be_judged_are_no_zeros_of_an_evaluation(coin):
         config = changed("rollout", max_failed_share=0.9)
         with WorkerPool(environment) as judges:
             found = make_trainer(environment, judges, config).evaluate()
-        judged = [g.rollouts[0].reward for g in found.groups if g.valid[0]]
+        judged = [g.episodes[0].reward for g in found.groups if g.valid[0]]
         if found.scores.failed:
             break
     assert 0 < found.scores.failed == len(found.groups) - len(judged)
@@ -299,8 +306,8 @@ def test_an_answer_that_was_cut_earns_what_the_option_says(coin, judges):
         config = changed("rollout", truncated=mode, stop_strings=ends)
         trainer = make_trainer(coin.Coin(), judges, config)
         metrics, groups = trainer.step(1)
-        rollouts[mode] = [r for group in groups for r in group.rollouts]
-        batch = trainer.learner.seen[-1][1]
+        rollouts[mode] = [r for group in groups for r in group.episodes]
+        batch = trainer.updater.learner.seen[-1][1]
         trained[mode] = int(batch.loss_mask.sum())
         rewards = [r.reward for r in rollouts[mode]]
         assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
@@ -322,19 +329,19 @@ def test_an_answer_that_was_cut_earns_what_the_option_says(coin, judges):
 def test_a_step_of_which_everything_was_cut_says_so(coin, judges):
     config = changed("rollout", truncated="mask")
     trainer = make_trainer(coin.Coin(), judges, config)
-    groups = trainer.runner.run(
-        trainer.publish(), trainer._draw(4), 4, trainer._sampling()
+    groups = trainer.experience.collector.run(
+        trainer.publish(), trainer.experience._draw(4), 4, trainer.experience.sampling()
     )
     cut = [
         dataclasses.replace(
             group,
-            rollouts=tuple(
-                dataclasses.replace(r, finish_reason="length") for r in group.rollouts
+            episodes=tuple(
+                with_turn(e, finish_reason="length") for e in group.episodes
             ),
         )
         for group in groups
     ]
-    trainer.buffer.extend(cut)
+    trainer.experience.queue.put(cut)
     with pytest.raises(
         FailedRolloutsError, match=r"step 1: every answer was cut at --rollout.max-tok"
     ):
@@ -353,16 +360,16 @@ def test_an_evaluation_that_fails_stops_the_run(coin):
 
 def test_rows_hold_the_longest_prompt_and_completion():
     rows = changed("update", row_tokens=0)
-    assert rl.Trainer.row_tokens(rows) == 24, "20, rounded up to a multiple of 8"
-    assert rl.Trainer.row_tokens(RL) == 24
-    assert rl.Trainer.row_tokens(changed("update", row_tokens=20)) == 20
+    assert row_tokens(rows) == 24, "20, rounded up to a multiple of 8"
+    assert row_tokens(RL) == 24
+    assert row_tokens(changed("update", row_tokens=20)) == 20
     with pytest.raises(
         ConfigError, match=r"--update.row-tokens: must be at least .* 20; got 19"
     ):
-        rl.Trainer.row_tokens(changed("update", row_tokens=19))
+        row_tokens(changed("update", row_tokens=19))
 
 
-def ppo(**critic) -> rl.RLConfig:
+def ppo(**critic) -> RLConfig:
     config = changed("algorithm", name="ppo", kl_coefficient=0.1)
     return dataclasses.replace(
         config, critic=dataclasses.replace(config.critic, **critic)
@@ -373,16 +380,16 @@ def test_a_critic_is_asked_before_each_token_and_trained_on_the_same_batch(
     coin, judges
 ):
     trainer = make_trainer(coin.Coin(), judges, ppo())
-    seen = trainer.learner.seen
+    seen = trainer.updater.learner.seen
     seen.clear()
-    start = jax.tree.map(jax.numpy.copy, trainer.critic.state.params)
+    start = jax.tree.map(jax.numpy.copy, trainer.updater.critic.state.params)
     start = start.replace(value_head=start.value_head + 0.5)
-    trainer.critic.state = trainer.critic.state.replace(
+    trainer.updater.critic.state = trainer.updater.critic.state.replace(
         params=jax.tree.map(jax.numpy.copy, start)
     )
     metrics, _ = trainer.step(1)
     ((_, batch),) = seen
-    after = trainer.critic.learner.scorer.predict(start, batch).values_after
+    after = trainer.updater.critic.learner.scorer.predict(start, batch).values_after
     rows, columns = np.nonzero(batch.loss_mask)
     assert np.ptp(batch.values_before[rows, columns]) > 0
     np.testing.assert_allclose(
@@ -393,7 +400,9 @@ def test_a_critic_is_asked_before_each_token_and_trained_on_the_same_batch(
     )
     # lambda is 1 for the critic: its targets are the returns, penalties included.
     assert np.isfinite(batch.returns).all()
-    assert int(trainer.critic.state.step) == int(trainer.state.step) == 1
+    assert (
+        int(trainer.updater.critic.state.step) == int(trainer.updater.state.step) == 1
+    )
     assert metrics["critic/grad_norm"] > 0
     assert metrics["critic/explained_variance"] <= 1
     assert metrics["advantage/token_std"] == pytest.approx(1, abs=0.02)
@@ -401,14 +410,14 @@ def test_a_critic_is_asked_before_each_token_and_trained_on_the_same_batch(
 
 def test_a_critic_can_learn_alone_at_first(coin, judges):
     trainer = make_trainer(coin.Coin(), judges, ppo(warmup_steps=2))
-    start = jax.tree.map(np.array, trainer.state.params)
+    start = jax.tree.map(np.array, trainer.updater.state.params)
     for number in (1, 2):
         metrics, _ = trainer.step(number)
         assert "train/loss" not in metrics
-    assert_same(trainer.state.params, start)
-    assert int(trainer.critic.state.step) == 2
+    assert_same(trainer.updater.state.params, start)
+    assert int(trainer.updater.critic.state.step) == 2
     metrics, _ = trainer.step(3)
-    assert int(trainer.state.step) == 1
+    assert int(trainer.updater.state.step) == 1
     assert "train/loss" in metrics
 
 
@@ -418,9 +427,9 @@ def test_a_snapshot_holds_the_critic_too(coin, judges):
     snapshot = jax.tree.map(np.array, trainer.snapshot())
     other = make_trainer(coin.Coin(), judges, ppo())
     other.load_snapshot(snapshot)
-    assert_same(other.critic.state, trainer.critic.state)
-    assert_same(other.state, trainer.state)
-    assert other.state.critic is None
+    assert_same(other.updater.critic.state, trainer.updater.critic.state)
+    assert_same(other.updater.state, trainer.updater.state)
+    assert other.updater.state.critic is None
     structures = [jax.tree.structure(t.snapshot()) for t in (trainer, other)]
     assert structures[0] == jax.tree.structure(trainer.layout) == structures[1]
 
@@ -428,10 +437,12 @@ def test_a_snapshot_holds_the_critic_too(coin, judges):
 def test_a_teacher_grades_every_token(coin, judges):
     config = changed("algorithm", name="distillation", reference="itself")
     trainer = make_trainer(coin.Coin(), judges, config)
-    seen = trainer.learner.seen
+    seen = trainer.updater.learner.seen
     seen.clear()
-    worse = jax.tree.map(lambda leaf: leaf * 0.5, trainer.reference.params)
-    trainer.reference = dataclasses.replace(trainer.reference, params=worse)
+    worse = jax.tree.map(lambda leaf: leaf * 0.5, trainer.updater.reference.params)
+    trainer.updater.reference = dataclasses.replace(
+        trainer.updater.reference, params=worse
+    )
     trainer.step(1)
     ((_, batch),) = seen
     gap = batch.reference_logprobs - batch.behavior_logprobs
@@ -446,10 +457,12 @@ def taught(**distill) -> RLConfig:
 
 
 def with_another_teacher(trainer) -> None:
-    predictor = trainer.learner.predictor
+    predictor = trainer.updater.learner.predictor
     worse = jax.tree.map(lambda leaf: leaf * 0.5, predictor.params)
     predictor = dataclasses.replace(predictor, params=worse)
-    trainer.learner = dataclasses.replace(trainer.learner, predictor=predictor)
+    trainer.updater.learner = dataclasses.replace(
+        trainer.updater.learner, predictor=predictor
+    )
 
 
 def test_whole_distributions_of_samples_need_no_scoring(coin, judges):
@@ -464,10 +477,10 @@ def test_whole_distributions_of_samples_need_no_scoring(coin, judges):
     assert len(groups) == 4
     assert metrics["distill/divergence"] > 1e-4
     assert "rollout/staleness" in metrics
-    for where, batch in trainer.learner.seen:
+    for where, batch in trainer.updater.learner.seen:
         assert batch.proximal_logprobs is None, where
         assert batch.reference_logprobs is None, where
-    assert len(trainer.learner.seen) == 2
+    assert len(trainer.updater.learner.seen) == 2
 
 
 def test_demonstrations_take_the_place_of_rollouts(coin, judges):
@@ -480,8 +493,8 @@ def test_demonstrations_take_the_place_of_rollouts(coin, judges):
     assert groups == []
     assert trainer.engine.compilations.total() == sampled
     assert not any(name.startswith(("rollout/", "reward/")) for name in metrics)
-    ((_, batch),) = trainer.learner.seen
-    tokenizer = trainer.model.tokenizer
+    ((_, batch),) = trainer.updater.learner.seen
+    tokenizer = trainer.updater.model.tokenizer
     found = set()
     for row in range(batch.shape[0]):
         for segment in range(1, batch.segment_ids[row].max() + 1):
@@ -495,7 +508,7 @@ def test_demonstrations_take_the_place_of_rollouts(coin, judges):
     # Four prompts of four samples each would have been drawn.
     assert (batch.positions[batch.segment_ids > 0] == 0).sum() == 16
     assert found <= shown
-    after = trainer.learner.evaluate(trainer.state.params, batch)
+    after = trainer.updater.learner.evaluate(trainer.updater.state.params, batch)
     assert after["loss"] < metrics["train/loss"]
     assert len(trainer.evaluate().groups) == 6
 
@@ -505,7 +518,9 @@ def test_completions_near_the_limit_lose_reward_where_that_is_asked_for(coin, ju
     for buffer in (0, 2):
         config = changed("rollout", overlong_buffer=buffer, overlong_penalty=4.0)
         trainer = make_trainer(coin.Coin(), judges, config)
-        trainer._estimate = lambda facts: seen.append(facts.rewards) or facts.rewards
+        trainer.updater._estimate = lambda facts: (
+            seen.append(facts.rewards) or facts.rewards
+        )
         metrics, groups = trainer.step(1)
     plain, shaped = seen
     lengths = np.stack([group.lengths for group in groups])
@@ -526,10 +541,12 @@ def test_remax_compares_with_the_greedy_answer(coin, judges):
     )
     values = {}
     for group in groups:
-        for rollout in group.rollouts:
+        for rollout in group.episodes:
             assert None not in (rollout.reward, group.greedy.reward)
-            values[rollout.tokens] = float(rollout.reward) - float(group.greedy.reward)
-    batch = trainer.learner.seen[-1][1]
+            values[tuple(rollout.tokens.ids.tolist())] = float(rollout.reward) - float(
+                group.greedy.reward
+            )
+    batch = trainer.updater.learner.seen[-1][1]
     for row in range(batch.shape[0]):
         for segment in set(batch.segment_ids[row]) - {0}:
             there = batch.segment_ids[row] == segment
@@ -537,8 +554,8 @@ def test_remax_compares_with_the_greedy_answer(coin, judges):
             trained = batch.loss_mask[row] & there
             assert set(batch.advantages[row][trained].tolist()) == {values[tokens]}
     # Greedy: the same prompt has the same answer, whatever the noise.
-    restored = GroupBuffer.from_json(
-        json.loads(json.dumps(GroupBuffer(groups).to_json()))
+    restored = GroupQueue.from_json(
+        json.loads(json.dumps(GroupQueue(groups).to_json()))
     )
     assert restored.take(9) == groups
 
@@ -549,7 +566,7 @@ def test_opo_weighs_the_mean_reward_by_length(coin, judges):
     _, groups = trainer.step(1)
     group = next(g for g in groups if g.has_spread)
     baseline = np.average(group.rewards, weights=group.lengths)
-    values = trainer._estimate(
+    values = trainer.updater._estimate(
         GroupFacts(
             group.rewards[None], group.valid[None], group.lengths[None], None, None
         )
@@ -564,14 +581,14 @@ def test_gdpo_normalises_each_part_of_the_reward(coin):
         config = dataclasses.replace(RL, algorithm=weighted)
         trainer = make_trainer(rubric, judges, config)
         metrics, groups = trainer.step(1)
-        rollouts = [r for group in groups for r in group.rollouts]
+        rollouts = [r for group in groups for r in group.episodes]
         assert metrics["reward/brief"] == pytest.approx(
             np.mean([r.rewards["brief"] for r in rollouts])
         )
         assert metrics["reward/own"] <= 1
         components = np.array(
             [
-                [[r.rewards["brief"], r.rewards["own"]] for r in g.rollouts]
+                [[r.rewards["brief"], r.rewards["own"]] for r in g.episodes]
                 for g in groups
             ]
         )
@@ -579,22 +596,22 @@ def test_gdpo_normalises_each_part_of_the_reward(coin):
         std = components.std(axis=1, ddof=1, keepdims=True)
         total = (centred / np.sqrt(std**2 + 1e-12) * [0.5, 2.0]).sum(axis=-1)
         expected = total / total.std(ddof=1)
-        found = batching.advantages(groups, trainer._estimate, None, ("brief", "own"))
+        found = batching.advantages(
+            groups, trainer.updater._estimate, None, ("brief", "own")
+        )
         np.testing.assert_allclose(found, expected, atol=2e-3)
         unknown = dataclasses.replace(weighted, reward_weights=("style=1",))
-        trainer.config = dataclasses.replace(RL, algorithm=unknown)
+        trainer.updater.config = dataclasses.replace(RL, algorithm=unknown)
         with pytest.raises(
             ConfigError, match=r"reports the rewards brief, own, not st"
         ):
-            trainer._parts(groups)
+            trainer.updater._parts(groups, "coin")
         plain = [
             dataclasses.replace(
                 group,
-                rollouts=tuple(
-                    dataclasses.replace(r, rewards={}) for r in group.rollouts
-                ),
+                episodes=tuple(with_turn(e, rewards={}) for e in group.episodes),
             )
             for group in groups
         ]
         with pytest.raises(ConfigError, match=r"reports the rewards of no parts"):
-            trainer._parts(plain)
+            trainer.updater._parts(plain, "coin")

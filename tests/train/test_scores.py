@@ -5,9 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrl_post.rollout import Group, Rollout
-from jaxrl_post.train.rl import FailedRolloutsError
-from jaxrl_post.train.scores import interval_over_tasks, score, wilson_interval
+from jaxrl_post.rollout import Episode, Group, Turn
+from jaxrl_post.tokens import Tokens
+from jaxrl_post.train.scores import (
+    FailedRolloutsError,
+    interval_over_tasks,
+    score,
+    wilson_interval,
+)
 
 
 # Newcombe, Two-sided confidence intervals for the single proportion, Statistics in
@@ -36,22 +41,11 @@ def test_wilson_interval_refuses_what_is_no_share(share, count):
 
 
 def rollout(task: int, sample: int, reward: float | None, *, size=3, finish="stop"):
-    return Rollout(
-        prompt_id=task,
-        sample_index=sample,
-        task_id=task,
-        tokens=(1,) * (2 + size),
-        loss_mask=(False,) * 2 + (True,) * size,
-        logprobs=(0.0,) * (2 + size),
-        log_masses=(0.0,) * (2 + size),
-        versions=(0,) * (2 + size),
-        reward=reward,
-        error="" if reward is not None else "timeout: 10 s",
-        finish_reason=finish,
-        prompt_text="?",
-        response_text="!",
-        metrics={} if reward is None else {"reward": reward},
-    )
+    said = Tokens.generated([1] * size, [0.0] * size, version=0)
+    metrics = {} if reward is None else {"reward": reward}
+    turn = Turn(Tokens.context([1, 1]), said, "!", finish, reward, metrics=metrics)
+    error = "" if reward is not None else "timeout: 10 s"
+    return Episode(task, sample, task, "?", (turn,), finish, error)
 
 
 def test_score_counts_by_hand():

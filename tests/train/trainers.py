@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post import models
+from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Environment, WorkerPool
 from jaxrl_post.models import ModelConfig
+from jaxrl_post.sampler import Engine
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.train import rl
 from jaxrl_post.train import state as training
@@ -25,10 +27,12 @@ from jaxrl_post.train.config import (
 from jaxrl_post.train.critic import open_critic
 from jaxrl_post.train.demonstrations import Demonstrations
 from jaxrl_post.train.distill_config import DistillConfig
+from jaxrl_post.train.experience import Experience, make_collector
 from jaxrl_post.train.learner import Learner, begin_training
 from jaxrl_post.train.optimizer_config import OptimizerConfig
 from jaxrl_post.train.reference import beside_teacher, open_reference
 from jaxrl_post.train.session import Model
+from jaxrl_post.train.updater import Critic, Updater
 from jaxrl_post.types import TokenBatch
 
 CONFIG = ModelConfig(
@@ -85,7 +89,7 @@ def _begin(model: Model, objective) -> tuple[Learner, training.TrainState]:
 @functools.cache
 def _parts(
     algorithm: AlgorithmConfig, distill: DistillConfig
-) -> tuple[rl.Algorithm, Watched, rl.Engine]:
+) -> tuple[Algorithm, Watched, Engine]:
     """What compiles: made once for every algorithm."""
     model = make_model()
     made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill)
@@ -105,7 +109,7 @@ def make_trainer(
     if algorithm.value_objective is not None:
         value_model = open_critic(config.critic, model, seed=config.seed)
         learns, state = _begin(value_model, algorithm.value_objective)
-        critic = rl.Critic(value_model, learns, state)
+        critic = Critic(value_model, learns, state)
     reference = None
     if algorithm.needs_reference or algorithm.divergence is not None:
         reference = open_reference(model, learner, None, "")
@@ -116,20 +120,24 @@ def make_trainer(
     demonstrations = None
     if config.distill.data == "demonstrations":
         demonstrations = Demonstrations(environment, 24)
-    return rl.Trainer(
+    experience = Experience(
+        config=config,
+        environment=environment,
+        stop_ids=model.tokenizer.stop_ids,
+        collector=make_collector(config.rollout, model, judges),
+        indices=task_indices(len(environment.tasks("train")), config.seed),
+        greedy=algorithm.reads == "greedy",
+    )
+    updater = Updater(
         config=config,
         model=model,
-        environment=environment,
         algorithm=algorithm,
         learner=learner,
-        engine=engine,
-        runner=rl.make_runner(config.rollout, model, judges),
         state=training.create(model.params, learner.optimizer, learner.layout),
         reference=reference,
-        indices=task_indices(len(environment.tasks("train")), config.seed),
         critic=critic,
-        demonstrations=demonstrations,
     )
+    return rl.Trainer(engine, experience, updater, demonstrations)
 
 
 def changed(section: str, **values) -> RLConfig:

@@ -4,17 +4,17 @@ import collections
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxrl_post.rollout.types import Group
+from jaxrl_post.rollout.episode import Group
 
-__all__ = ["GroupBuffer"]
+__all__ = ["GroupQueue"]
 
 
-class GroupBuffer:
+class GroupQueue:
     """First in, first out; part of every checkpoint.
 
-    >>> buffer = GroupBuffer()
-    >>> buffer.extend([Group(3, ()), Group(4, ())])
-    >>> [group.prompt_id for group in buffer.take(1)], len(buffer)
+    >>> queue = GroupQueue()
+    >>> queue.put([Group(3, ()), Group(4, ())])
+    >>> [group.prompt_id for group in queue.take(1)], len(queue)
     ([3], 1)
     """
 
@@ -24,7 +24,7 @@ class GroupBuffer:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def extend(self, groups: Iterable[Group]) -> None:
+    def put(self, groups: Iterable[Group]) -> None:
         """Appends groups."""
         self._groups.extend(groups)
 
@@ -33,10 +33,10 @@ class GroupBuffer:
         return [self._groups.popleft() for _ in range(min(count, len(self)))]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """A JSON value from which `from_json` restores the buffer."""
+        """A JSON value from which `from_json` restores the queue."""
         return [group.to_json() for group in self._groups]
 
     @classmethod
-    def from_json(cls, value: Sequence[dict[str, Any]]) -> "GroupBuffer":
+    def from_json(cls, value: Sequence[dict[str, Any]]) -> "GroupQueue":
         """Restores what `to_json` made."""
         return cls(Group.from_json(group) for group in value)

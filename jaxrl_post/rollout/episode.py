@@ -1,0 +1,219 @@
+"""Episodes: the turns of one sample of a task, and the groups that they form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxrl_post.tokens import Tokens
+
+__all__ = ["Episode", "EpisodeEnd", "Group", "Turn"]
+
+# How an episode ended. As its last turn did, if the environment then was done: "stop",
+# "stop_string", or "length", cut at the most tokens of a turn. "turn_limit" and
+# "token_limit": the environment would have gone on, but --rollout.max-turns or
+# --rollout.max-prompt-tokens ended the episode. "failed": a judgement failed.
+EpisodeEnd = Literal[
+    "", "stop", "stop_string", "length", "turn_limit", "token_limit", "failed"
+]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy, and what the environment said to it.
+
+    Attributes:
+        context: tokens between the turn before and this one: the prompt, or the
+            environment's messages. Not sampled, never trained on.
+        sampled: the policy's tokens, the stop token included.
+        text: what they say.
+        finish_reason: "stop", "stop_string" or "length".
+        reward: what the environment gave for this turn; None until it is judged, and
+            for ever if the judgement failed.
+        rewards: parts of the reward by name, each before its weight; empty if there is
+            only one.
+        metrics: the environment's.
+    """
+
+    context: Tokens
+    sampled: Tokens
+    text: str
+    finish_reason: str
+    reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it was cut at the most tokens of a turn."""
+        return self.finish_reason == "length"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value from which `from_json` restores the turn exactly."""
+        fields = vars(self) | {
+            "context": self.context.to_json(),
+            "sampled": self.sampled.to_json(),
+        }
+        return {name: _plain(value) for name, value in fields.items()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Turn:
+        """Restores what `to_json` made."""
+        pieces = {
+            name: Tokens.from_json(value[name]) for name in ("context", "sampled")
+        }
+        return cls(**{**value, **pieces})
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One sample of a task: a sequence of turns.
+
+    Attributes:
+        prompt_id: unique in a run; the samples of one group share it.
+        sample_index: within the group.
+        task_id: of the environment's task.
+        prompt_text: the task's messages, as text.
+        turns: of the policy, in order.
+        finish_reason: how the episode ended, see `EpisodeEnd`; "" while it goes on.
+        error: why it failed; "" otherwise.
+    """
+
+    prompt_id: int
+    sample_index: int
+    task_id: int
+    prompt_text: str
+    turns: tuple[Turn, ...] = ()
+    finish_reason: EpisodeEnd = ""
+    error: str = ""
+
+    @property
+    def tokens(self) -> Tokens:
+        """All of it, as the sampler saw it; never tokenised again."""
+        return Tokens.concatenate(
+            piece for turn in self.turns for piece in (turn.context, turn.sampled)
+        )
+
+    @property
+    def turn_ids(self) -> np.ndarray:
+        """int32 [tokens]: the turn that sampled each token, from 1; 0 for context."""
+        ids = [np.zeros(0, np.int32)]
+        for number, turn in enumerate(self.turns, 1):
+            ids.append(np.zeros(len(turn.context), np.int32))
+            ids.append(np.full(len(turn.sampled), number, np.int32))
+        return np.concatenate(ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(len(turn.sampled) for turn in self.turns)
+
+    @property
+    def reward(self) -> float | None:
+        """Sum over the turns; None if the episode failed."""
+        if self.error:
+            return None
+        return sum((turn.reward or 0.0 for turn in self.turns), 0.0)
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """Parts of the reward by name, each the sum over the turns."""
+        total: dict[str, float] = {}
+        for turn in self.turns:
+            for name, part in turn.rewards.items():
+                total[name] = total.get(name, 0.0) + part
+        return total
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The environment's; if several turns report one, the last of them counts."""
+        return {k: v for turn in self.turns for k, v in turn.metrics.items()}
+
+    @property
+    def response_text(self) -> str:
+        """The policy's last turn."""
+        return self.turns[-1].text if self.turns else ""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether its last turn was cut at the most tokens of a turn."""
+        return bool(self.turns) and self.turns[-1].truncated
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value from which `from_json` restores the episode exactly."""
+        return vars(self) | {"turns": [turn.to_json() for turn in self.turns]}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Episode:
+        """Restores what `to_json` made."""
+        turns = tuple(map(Turn.from_json, value["turns"]))
+        return cls(**{**value, "turns": turns})
+
+
+@dataclass(frozen=True)
+class Group:
+    """The episodes of one prompt, ordered by sample index.
+
+    Attributes:
+        prompt_id: of all of them.
+        episodes: the samples.
+        greedy: the prompt's greedy episode, a baseline that is not trained on; None if
+            the algorithm needs none.
+    """
+
+    prompt_id: int
+    episodes: tuple[Episode, ...]
+    greedy: Episode | None = None
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32 [samples]; 0 for an episode that failed."""
+        return np.array([e.reward or 0.0 for e in self.episodes], np.float32)
+
+    @property
+    def valid(self) -> np.ndarray:
+        """bool [samples]; False for an episode that failed."""
+        return np.array([e.reward is not None for e in self.episodes], np.bool_)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32 [samples]; tokens that the policy sampled."""
+        return np.array([e.num_sampled for e in self.episodes], np.int32)
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether its rewards, unshaped, differ: without that it teaches nothing."""
+        rewards = self.rewards[self.valid]
+        return rewards.size > 1 and bool(np.ptp(rewards) > 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value from which `from_json` restores the group exactly."""
+        return {
+            "prompt_id": self.prompt_id,
+            "episodes": [episode.to_json() for episode in self.episodes],
+            "greedy": None if self.greedy is None else self.greedy.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Group:
+        """Restores what `to_json` made."""
+        greedy = value["greedy"]
+        return cls(
+            value["prompt_id"],
+            tuple(map(Episode.from_json, value["episodes"])),
+            None if greedy is None else Episode.from_json(greedy),
+        )
+
+
+def with_turn(episode: Episode, **changes: Any) -> Episode:
+    """The episode with another last turn."""
+    last = dataclasses.replace(episode.turns[-1], **changes)
+    return dataclasses.replace(episode, turns=(*episode.turns[:-1], last))
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value

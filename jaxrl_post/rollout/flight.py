@@ -1,0 +1,300 @@
+"""An episode under way as a pure function: (state, event) to (state, effect).
+
+    begin -> Generate -> [Generated] -> Judge -> [Judged] -> Generate ... -> Finish
+
+A single-turn task is the case in which the first judgement is the last. Nothing here
+waits, samples or judges: the collector carries out the effects and reports the events.
+The effect is a function of the state, so a flight that comes back from a checkpoint
+goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxrl_post.envs.env import Answer, Message, Step, Task
+from jaxrl_post.rollout.episode import Episode, EpisodeEnd, Turn, with_turn
+from jaxrl_post.tokens import Tokens
+
+__all__ = [
+    "ChangedTaskError",
+    "Effect",
+    "Event",
+    "Failed",
+    "Finish",
+    "Flight",
+    "Generate",
+    "Generated",
+    "Interrupted",
+    "Judge",
+    "Judged",
+    "Limits",
+    "begin",
+    "effect_of",
+    "has_turns_left",
+    "transition",
+]
+
+
+class ChangedTaskError(ValueError):
+    """A task is not the one that an episode in a checkpoint began with."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of an episode.
+
+    Attributes:
+        max_turns: of the policy.
+        max_prompt_tokens: longest prompt of any turn.
+    """
+
+    max_turns: int = 1
+    max_prompt_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class Flight:
+    """An episode under way.
+
+    Attributes:
+        task: that it began with.
+        episode: its turns so far. While the environment is awaited, the last of them
+            has no reward yet.
+        conversation: the messages so far, the task's first.
+        context: what stands before the turn that is being sampled.
+        partial: what was sampled of that turn before it was interrupted.
+        awaits: who acts next: the sampler, the environment, or nobody at the end.
+    """
+
+    task: Task
+    episode: Episode
+    conversation: tuple[Message, ...]
+    context: Tokens
+    partial: Tokens
+    awaits: Literal["sampler", "environment", "nobody"] = "sampler"
+
+    @property
+    def stop_id(self) -> int | None:
+        """The stop token that ended the last turn; None if it ended without one."""
+        last = self.episode.turns[-1]
+        return int(last.sampled.ids[-1]) if last.finish_reason == "stop" else None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value from which `from_json`, given the task, restores the flight."""
+        return {
+            "task": _fingerprint(self.task),
+            "episode": self.episode.to_json(),
+            "conversation": [
+                vars(message) | {"policy": isinstance(message, Answer)}
+                for message in self.conversation[len(self.task.messages) :]
+            ],
+            "context": self.context.to_json(),
+            "partial": self.partial.to_json(),
+            "awaits": self.awaits,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], task: Task) -> Flight:
+        """Restores what `to_json` made.
+
+        Raises:
+            ChangedTaskError: the task is another one than at the time.
+        """
+        if _fingerprint(task) != value["task"]:
+            raise ChangedTaskError(
+                f"task {task.id} is not the one that an unfinished episode of the "
+                "checkpoint began with: its messages or its reference have changed. "
+                "Resume with the environment and data of the run's start"
+            )
+        return cls(
+            task=task,
+            episode=Episode.from_json(value["episode"]),
+            conversation=(*task.messages, *map(_message, value["conversation"])),
+            context=Tokens.from_json(value["context"]),
+            partial=Tokens.from_json(value["partial"]),
+            awaits=value["awaits"],
+        )
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Event: the policy took its turn.
+
+    Attributes:
+        tokens: that were sampled since the last interruption.
+        text: of the whole turn.
+        finish_reason: "stop", "stop_string" or "length".
+    """
+
+    tokens: Tokens
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """Event: the sampler was stopped in the middle of a turn, after these tokens."""
+
+    tokens: Tokens
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Event: the environment answered.
+
+    Attributes:
+        step: the answer.
+        reply: what stands between the policy's turn and its next one, in tokens: the
+            end of the turn, if that was not sampled, and the environment's messages.
+    """
+
+    step: Step
+    reply: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Event: the environment raised, hung, or gave no finite reward."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Effect: sample a turn that continues these tokens.
+
+    Attributes:
+        prompt: token ids.
+        num_sampled: how many of the last of them belong to the turn already.
+    """
+
+    prompt: tuple[int, ...]
+    num_sampled: int = 0
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Effect: ask the environment."""
+
+    conversation: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Effect: the episode is over."""
+
+    episode: Episode
+
+
+type Event = Generated | Interrupted | Judged | Failed
+type Effect = Generate | Judge | Finish
+
+
+def begin(
+    prompt_id: int, sample_index: int, task: Task, prompt: Sequence[int]
+) -> Flight:
+    """Starts an episode from the tokens of its task's messages."""
+    text = "\n".join(message.content for message in task.messages)
+    return Flight(
+        task=task,
+        episode=Episode(prompt_id, sample_index, task.id, text),
+        conversation=task.messages,
+        context=Tokens.context(prompt),
+        partial=Tokens.context(()),
+    )
+
+
+def effect_of(flight: Flight) -> Effect:
+    """What has to happen next."""
+    if flight.awaits == "nobody":
+        return Finish(flight.episode)
+    if flight.awaits == "environment":
+        return Judge(flight.conversation)
+    prompt = flight.episode.tokens + flight.context + flight.partial
+    return Generate(tuple(prompt.ids.tolist()), len(flight.partial))
+
+
+def transition(flight: Flight, event: Event, limits: Limits) -> tuple[Flight, Effect]:
+    """Advances an episode by one event.
+
+    Args:
+        flight: before the event.
+        event: what happened.
+        limits: when to end an episode that the environment would continue.
+    """
+    match event:
+        case Failed(error):
+            flight = _ended(flight, "failed", error)
+        case Interrupted(tokens):
+            flight = dataclasses.replace(flight, partial=flight.partial + tokens)
+        case Generated():
+            flight = _generated(flight, event)
+        case Judged():
+            flight = _judged(flight, event, limits)
+    return flight, effect_of(flight)
+
+
+def has_turns_left(flight: Flight, step: Step, limits: Limits) -> bool:
+    """Whether the policy goes on after a judgement, if there is room for the prompt."""
+    return not step.done and len(flight.episode.turns) < limits.max_turns
+
+
+def _generated(flight: Flight, event: Generated) -> Flight:
+    sampled = flight.partial + event.tokens
+    turn = Turn(flight.context, sampled, event.text, event.finish_reason)
+    said = Answer("assistant", event.text, event.finish_reason, len(sampled))
+    return dataclasses.replace(
+        flight,
+        episode=dataclasses.replace(
+            flight.episode, turns=(*flight.episode.turns, turn)
+        ),
+        conversation=(*flight.conversation, said),
+        context=Tokens.context(()),
+        partial=Tokens.context(()),
+        awaits="environment",
+    )
+
+
+def _judged(flight: Flight, event: Judged, limits: Limits) -> Flight:
+    step = event.step
+    episode = with_turn(
+        flight.episode, reward=step.reward, rewards=step.rewards, metrics=step.metrics
+    )
+    flight = dataclasses.replace(flight, episode=episode)
+    if step.done:
+        reason: Any = episode.turns[-1].finish_reason
+        return _ended(flight, reason)
+    if not has_turns_left(flight, step, limits):
+        return _ended(flight, "turn_limit")
+    if len(episode.tokens) + len(event.reply) > limits.max_prompt_tokens:
+        return _ended(flight, "token_limit")
+    if not step.messages and flight.stop_id is not None:
+        error = "the environment is not done, and said nothing to a turn that had ended"
+        return _ended(flight, "failed", error)
+    # What the policy did not sample is context: it is never trained on.
+    return dataclasses.replace(
+        flight,
+        conversation=flight.conversation + step.messages,
+        context=Tokens.context(event.reply),
+        awaits="sampler",
+    )
+
+
+def _ended(flight: Flight, reason: EpisodeEnd, error: str = "") -> Flight:
+    episode = dataclasses.replace(flight.episode, finish_reason=reason, error=error)
+    return dataclasses.replace(flight, episode=episode, awaits="nobody")
+
+
+def _message(value: Mapping[str, Any]) -> Message:
+    fields = dict(value)
+    return (Answer if fields.pop("policy") else Message)(**fields)
+
+
+def _fingerprint(task: Task) -> str:
+    said = [(message.role, message.content) for message in task.messages]
+    return hashlib.sha256(repr((said, task.reference)).encode()).hexdigest()[:16]

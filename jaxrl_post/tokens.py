@@ -1,0 +1,138 @@
+"""Token ids together with what the sampler knows about each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Tokens"]
+
+_DTYPES = {
+    "ids": np.int32,
+    "logprobs": np.float32,
+    "log_masses": np.float32,
+    "versions": np.int32,
+    "sampled": np.bool_,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A piece of text as the sampler saw it: five aligned NumPy arrays [tokens].
+
+    The one value that carries token fields from the sampler to the packed batch. Two
+    pieces are joined with `+`, a part is taken with a slice.
+
+    Attributes:
+        ids: int32 token ids.
+        logprobs: float32 log-probabilities under the sampler's full softmax; 0 for a
+            token that was not sampled.
+        log_masses: float32 log of the probability mass that top-k, top-p and min-p
+            kept; 0 where nothing was cut or sampled.
+        versions: int32, the parameters that sampled the token; -1 if not sampled.
+        sampled: bool, True if the policy sampled the token. Only these are trained on.
+
+    Raises:
+        ValueError: the arrays are not 1-D, or differ in length.
+
+    >>> prompt = Tokens.context([5, 6])
+    >>> answer = Tokens.generated([7], logprobs=[-0.5], version=3)
+    >>> whole = prompt + answer
+    >>> whole.ids.tolist(), whole.sampled.tolist(), whole[2:] == answer
+    ([5, 6, 7], [False, False, True], True)
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    log_masses: np.ndarray
+    versions: np.ndarray
+    sampled: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name, dtype in _DTYPES.items():
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
+        shapes = {name: getattr(self, name).shape for name in _DTYPES}
+        if self.ids.ndim != 1 or len(set(shapes.values())) > 1:
+            raise ValueError(
+                f"Tokens: the arrays must be 1-D and of equal length; got {shapes}"
+            )
+
+    @classmethod
+    def context(cls, ids: Iterable[int]) -> Tokens:
+        """Tokens that the policy did not sample: prompts and environments' messages."""
+        array = np.array(list(ids), np.int32)
+        size = len(array)
+        return cls(
+            array, np.zeros(size), np.zeros(size), np.full(size, -1), np.zeros(size)
+        )
+
+    @classmethod
+    def generated(
+        cls,
+        ids: Sequence[int] | np.ndarray,
+        logprobs: Sequence[float] | np.ndarray,
+        *,
+        version: int,
+        log_masses: Sequence[float] | np.ndarray | None = None,
+    ) -> Tokens:
+        """Tokens that one version of the policy sampled.
+
+        Args:
+            ids: int32 [tokens].
+            logprobs: float32 [tokens].
+            version: of the parameters.
+            log_masses: float32 [tokens]; None if nothing was cut.
+        """
+        size = len(ids)
+        masses = np.zeros(size) if log_masses is None else log_masses
+        versions, sampled = np.full(size, version), np.ones(size)
+        # Copies: a slice of a device transfer would keep the whole transfer alive.
+        return cls(
+            np.array(ids), np.array(logprobs), np.array(masses), versions, sampled
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Iterable[Tokens]) -> Tokens:
+        """Joins pieces in their order; without any, the result has no tokens."""
+        parts = [_NONE, *parts]
+        return cls(
+            *(
+                np.concatenate([getattr(part, name) for part in parts])
+                for name in _DTYPES
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __add__(self, other: Tokens) -> Tokens:
+        return Tokens.concatenate([self, other])
+
+    def __getitem__(self, span: slice) -> Tokens:
+        return Tokens(*(getattr(self, name)[span] for name in _DTYPES))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tokens):
+            return NotImplemented
+        # As bits: -0.0 and NaN must survive a checkpoint too.
+        return all(
+            getattr(self, name).tobytes() == getattr(other, name).tobytes()
+            for name in _DTYPES
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_json(self) -> dict[str, list[Any]]:
+        """A JSON value from which `from_json` restores the tokens exactly."""
+        return {name: getattr(self, name).tolist() for name in _DTYPES}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Sequence[Any]]) -> Tokens:
+        """Restores what `to_json` made."""
+        return cls(*(np.array(value[name], dtype) for name, dtype in _DTYPES.items()))
+
+
+_NONE = Tokens.context(())

@@ -1,0 +1,104 @@
+"""Groups: their rewards, and the way to a checkpoint and back."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl_post.rollout import Episode, Group, GroupQueue, Turn
+from jaxrl_post.tokens import Tokens
+
+CONTEXT = Tokens.context([1])
+
+
+def answer(reward: float | None, **changes) -> Turn:
+    tokens = Tokens.generated([2, 3], [-0.1, -1e-30], version=3, log_masses=[-0.25, 0])
+    turn = Turn(CONTEXT, tokens, "2", "stop", reward, metrics={"correct": 1.0})
+    return dataclasses.replace(turn, **changes)
+
+
+def make_episode(reward: float | None, index: int = 0, **changes) -> Episode:
+    return Episode(
+        prompt_id=5,
+        sample_index=index,
+        task_id=2**32 - 1,
+        prompt_text="1+1=",
+        turns=(answer(reward, **changes),),
+        finish_reason="stop" if reward is not None else "failed",
+        error="" if reward is not None else "error: boom",
+    )
+
+
+def make_group(*rewards: float | None) -> Group:
+    return Group(5, tuple(make_episode(r, i) for i, r in enumerate(rewards)))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "spread"),
+    [
+        ((1.0, 0.0), True),
+        ((1.0, 1.0), False),
+        ((0.0, 0.0, 0.0), False),
+        ((1.0, 1.0, None), False),  # the 0 of a failed rollout is no reward
+        ((0.0, None, 1e-6), True),
+        ((1.0, None), False),
+        ((None, None), False),
+    ],
+)
+def test_spread_is_that_of_the_rewards_that_are_there(rewards, spread):
+    assert make_group(*rewards).has_spread is spread
+
+
+def test_rewards_and_validity():
+    group = make_group(1.5, None, -2.0)
+    np.testing.assert_array_equal(group.rewards, np.float32([1.5, 0, -2]))
+    assert group.rewards.dtype == np.float32
+    np.testing.assert_array_equal(group.valid, [True, False, True])
+
+
+def test_an_episode_is_the_sum_of_its_turns():
+    first = answer(0.25, rewards={"a": 1.0}, metrics={"x": 1.0, "y": 1.0})
+    last = answer(
+        -1.0, context=Tokens.context([8, 9]), rewards={"a": 0.5, "b": 2.0}, text="end",
+        finish_reason="length", metrics={"y": 2.0},
+    )  # fmt: skip
+    episode = dataclasses.replace(make_episode(0.0), turns=(first, last))
+    assert episode.tokens.ids.tolist() == [1, 2, 3, 8, 9, 2, 3]
+    assert episode.turn_ids.tolist() == [0, 1, 1, 0, 0, 2, 2]
+    assert episode.num_sampled == 4
+    assert episode.reward == -0.75
+    assert episode.rewards == {"a": 1.5, "b": 2.0}
+    assert episode.metrics == {"x": 1.0, "y": 2.0}
+    assert (episode.response_text, episode.truncated) == ("end", True)
+    # Whatever the turns earned, an episode that failed has no reward.
+    assert dataclasses.replace(episode, error="boom").reward is None
+
+
+def test_the_queue_comes_back_exactly_through_json():
+    random = np.random.default_rng(0)
+    logprobs = -random.exponential(size=2).astype(np.float32)
+    tokens = Tokens.generated([2, 3], logprobs, version=3)
+    odd = "a\ud800 \u2028 \x00 é"
+    groups = [
+        make_group(0.1, None, 1 / 3),
+        Group(2**31, (make_episode(-0.0, sampled=tokens, text=odd),)),
+        Group(7, (make_episode(1.0, metrics={}), make_episode(None, context=tokens))),
+        Group(8, (make_episode(1.0, rewards={"a": 0.1}),), make_episode(0.3)),
+        Group(9, (dataclasses.replace(make_episode(None), turns=()),)),
+    ]
+    queue = GroupQueue(groups)
+    text = json.dumps(queue.to_json())
+    restored = GroupQueue.from_json(json.loads(text))
+    assert len(queue) == 5, "looking is not taking"
+    assert restored.take(9) == groups
+    assert json.dumps(GroupQueue(groups).to_json()) == text
+
+
+def test_the_queue_gives_the_oldest_first_and_what_it_has():
+    groups = [Group(i, ()) for i in range(5)]
+    queue = GroupQueue(groups[:2])
+    queue.put(groups[2:])
+    assert queue.take(3) == groups[:3]
+    assert queue.take(3) == groups[3:]
+    assert queue.take(3) == []

@@ -1,0 +1,78 @@
+"""Tokens: aligned arrays that are joined, cut, and written down exactly."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl_post.tokens import Tokens
+
+FLOATS = st.floats(width=32, allow_nan=False) | st.just(float("nan"))
+
+
+# Of a piece: its version, -1 for context; and (id, logprob, log mass) of each token.
+PIECES = st.tuples(
+    st.integers(-1, 9),
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), FLOATS, FLOATS), max_size=5),
+)
+
+
+def made(version: int, rows: list[tuple[int, float, float]]) -> Tokens:
+    ids, logprobs, masses = ([row[k] for row in rows] for k in range(3))
+    if version < 0:
+        return Tokens.context(ids)
+    return Tokens.generated(ids, logprobs, version=version, log_masses=masses)
+
+
+@given(st.lists(PIECES, max_size=4), st.integers(-9, 20), st.integers(-9, 20))
+def test_joined_and_cut_they_stay_aligned(pieces, start, stop):
+    parts = [made(*piece) for piece in pieces]
+    whole = Tokens.concatenate(parts)
+    assert len(whole) == sum(map(len, parts))
+    rows = [
+        row
+        for part in parts
+        for row in zip(
+            part.ids.tolist(), part.versions.tolist(), part.sampled.tolist(),
+            strict=True,
+        )
+    ]  # fmt: skip
+    cut = whole[start:stop]
+    found = zip(
+        cut.ids.tolist(), cut.versions.tolist(), cut.sampled.tolist(), strict=True
+    )
+    assert list(found) == rows[start:stop]
+    assert cut.logprobs.dtype == np.float32
+    # To the last bit, NaN and -0.0 included, through JSON.
+    assert Tokens.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+
+
+def test_what_differs_is_not_equal():
+    base = Tokens.generated([1, 2], [0.0, -1.0], version=3)
+    assert base == Tokens.generated([1, 2], [0.0, -1.0], version=3)
+    for other in (
+        base[:1],
+        Tokens.context([1, 2]),
+        Tokens.generated([1, 2], [-0.0, -1.0], version=3),
+        Tokens.generated([1, 2], [0.0, -1.0], version=4),
+    ):
+        assert base != other
+
+
+def test_arrays_of_other_lengths_or_ranks_are_refused():
+    with pytest.raises(
+        ValueError, match=r"Tokens: the arrays must be 1-D and of equal"
+    ):
+        Tokens.generated([1, 2], [0.0], version=0)
+    two = np.zeros((2, 2))
+    with pytest.raises(ValueError, match=r"'ids': \(2, 2\)"):
+        Tokens(two, two, two, two, two)
+
+
+def test_they_do_not_hold_on_to_what_they_were_taken_from():
+    burst = np.arange(8, dtype=np.float32)
+    taken = Tokens.generated([1, 2], burst[2:4], version=0)
+    burst[:] = 0
+    assert taken.logprobs.tolist() == [2, 3]
