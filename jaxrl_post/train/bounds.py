@@ -118,6 +118,7 @@ BOUNDS = {
     "rollout.overlong_penalty": NUMBER,
     "rollout.reward_workers": COUNT,
     "rollout.reward_deadline_s": POSITIVE,
+    "rollout.reward_grace_s": NUMBER,
     "rollout.max_failed_share": SHARE,
     "rollout.deadline_s": POSITIVE,
     "data.eval_share": Bound(0, 1, open_low=True, open_high=True),

@@ -104,7 +104,8 @@ class RolloutConfig:
         top_p: as SamplingParams.
         min_p: as SamplingParams.
         stop_strings: as SamplingParams.
-        num_slots: samples that decode at once; 0 for a whole step's.
+        num_slots: samples that decode at once; 0 for a whole step's, with those of
+            `partial`.
         steps_per_call: decoding steps between two looks of the host; 0 chooses.
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
             differ (DAPO); groups beyond that wait for the next step.
@@ -118,6 +119,9 @@ class RolloutConfig:
             multiple of `prompts_per_step`; after that the step makes do.
         reward_workers: processes that judge.
         reward_deadline_s: seconds for one judgement.
+        reward_grace_s: with `partial`, seconds for which decoding waits for the
+            judgements of the turns that have just ended. While judges keep within it, a
+            run can be repeated to the last bit; a slower one is not waited for again.
         max_failed_share: stop the run if more of a step's rollouts fail.
         deadline_s: seconds for all rollouts of a step.
     """
@@ -142,6 +146,7 @@ class RolloutConfig:
     max_draws: int = 4
     reward_workers: int = 1
     reward_deadline_s: float = 10.0
+    reward_grace_s: float = 0.25
     max_failed_share: float = 0.25
     deadline_s: float = 3600.0
 
@@ -450,7 +455,7 @@ FREE_TO_CHANGE = (
     "run_dir", "resume", "mesh", "steps", "log_samples", "log_eval_samples",
     "log_every", "log", "log_project", "eval", "checkpoint",
     "update.microbatch_tokens", "update.remat", "update.scan_layers",
-    "rollout.reward_workers", "rollout.reward_deadline_s",
+    "rollout.reward_workers", "rollout.reward_deadline_s", "rollout.reward_grace_s",
     "rollout.deadline_s", "rollout.max_failed_share", "optimizer.schedule_steps",
     "critic.optimizer.schedule_steps",
 )  # fmt: skip

@@ -30,10 +30,6 @@ __all__ = ["Evaluation", "Experience", "make_collector"]
 # Held-out prompts get ids that training never reaches.
 EVAL_IDS = 2**31
 
-# With --rollout.partial a round waits so many seconds for the judgements that the one
-# before asked for: longer than judges of text take, and no more than a step can bear.
-GRACE_S = 0.25
-
 
 @dataclass
 class Evaluation:
@@ -222,7 +218,7 @@ class Experience:
         most = rollout.max_draws * wanted if rollout.dynamic_sampling else wanted
         budget = most + rollout.partial
         deadline = time.monotonic() + rollout.deadline_s
-        while len(self.queue) < wanted:
+        while True:
             under_way = len(self.queue) + self.collector.in_flight
             count = min(wanted + rollout.partial - under_way, budget)
             if count > 0:
@@ -230,7 +226,7 @@ class Experience:
                 self.collector.start(
                     self._draw(count), rollout.samples_per_prompt, self.sampling()
                 )
-            if not self.collector.in_flight:
+            if len(self.queue) >= wanted or not self.collector.in_flight:
                 break
             done = self.collector.poll(sampler, deadline)
             tasks = self._tasks["train"]
@@ -329,7 +325,7 @@ def make_collector(
         judges=judges,
         limits=Limits(rollout.max_turns, rollout.max_prompt_tokens),
         deadline_s=rollout.deadline_s,
-        grace_s=GRACE_S if rollout.partial else 0.0,
+        grace_s=rollout.reward_grace_s if rollout.partial else 0.0,
     )
 
 

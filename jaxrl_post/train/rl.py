@@ -153,7 +153,8 @@ def make_engine(rollout: RolloutConfig, model: Model, *, seed: int) -> Engine:
         seed: of the sampling noise.
     """
     split = split_size("batch", model.mesh, model.rules)
-    slots = rollout.num_slots or rollout.prompts_per_step * rollout.samples_per_prompt
+    prompts = rollout.prompts_per_step + rollout.partial
+    slots = rollout.num_slots or prompts * rollout.samples_per_prompt
     calls = -(-rollout.max_tokens // 16)
     sizes = EngineConfig(
         num_slots=-(-slots // split) * split,

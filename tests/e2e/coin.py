@@ -42,6 +42,31 @@ class Coin:
         return f"{task.id}"
 
 
+@dataclass(frozen=True)
+class Relay:
+    """At most three turns, each of which pays 1 for half of all answers.
+
+    What is said in between, what a turn pays, and whether it is the last, depends on
+    all turns so far.
+    """
+
+    size: int = 40
+    name: str = "relay"
+
+    def tasks(self, split: str) -> TaskSequence:
+        return Coin(self.size).tasks(split)
+
+    def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
+        turns = [m.content for m in conversation if m.role == "assistant"]
+        number = zlib.crc32(f"{task.id} {turns}".encode())
+        again = (Message("user", f"{number % 10}="),)
+        done = len(turns) == 3 or number % 4 == 0
+        return Step(float(number % 2), done, () if done else again)
+
+    def demonstration(self, task: Task) -> str:
+        return f"{task.id}"
+
+
 def forty_percent(task: Task, conversation: tuple[Message, ...]) -> float:
     """A partial credit that every answer gets."""
     return 0.4

@@ -15,6 +15,24 @@ from jaxrl_post.train.run_directory import read_rows
 from tests.e2e.conftest import QUICK
 
 STEPS = 24
+# Every part that has state: updates from an earlier policy, groups that wait;
+UPDATES = (
+    "--update.minibatches=2",
+    "--update.epochs=2",
+    "--rollout.dynamic-sampling",
+    "--algorithm.kl-coefficient=0.01",
+)
+# and episodes of several turns that are under way when a step is taken.
+EPISODES = (
+    "--env=coin:Relay",
+    "--rollout.max-turns=3",
+    "--rollout.max-prompt-tokens=24",
+    "--rollout.partial=6",
+    "--rollout.num-slots=32",
+    "--algorithm.turn-credit=turns",
+    # Judges of a machine under load are not taken for slow ones.
+    "--rollout.reward-grace-s=60",
+)
 
 
 def options(run: Path, *more: str) -> list[str]:
@@ -23,11 +41,6 @@ def options(run: Path, *more: str) -> list[str]:
         f"--steps={STEPS}",
         "--checkpoint.every=2",
         "--eval.every=5",
-        # Every part that has state: updates from an earlier policy, groups that wait.
-        "--update.minibatches=2",
-        "--update.epochs=2",
-        "--rollout.dynamic-sampling",
-        "--algorithm.kl-coefficient=0.01",
         *QUICK,
         *more,
     ]
@@ -43,17 +56,22 @@ def rows(run: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_kill_and_resume_is_bit_identical(program, tmp_path, request, record_property):
+@pytest.mark.parametrize(
+    ("kind", "steps"), [(UPDATES, STEPS), (EPISODES, 12)], ids=["updates", "episodes"]
+)
+def test_kill_and_resume_is_bit_identical(
+    program, tmp_path, request, record_property, kind, steps
+):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    process = program("launch.grpo", *options(whole))
+    process = program("launch.grpo", *options(whole, *kind, f"--steps={steps}"))
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
 
     moments = random.Random(0)
     kills = request.config.getoption("--kills")
     killed_at = []
-    for wanted in sorted(moments.randrange(STEPS) for _ in range(kills)):
-        process = program("launch.grpo", *options(broken))
+    for wanted in sorted(moments.randrange(steps) for _ in range(kills)):
+        process = program("launch.grpo", *options(broken, *kind, f"--steps={steps}"))
         # A row that an earlier process left is there at once: then it is killed while
         # it starts, else anywhere in the step, evaluation or checkpoint that follows.
         starting = len(rows(broken)) > wanted
@@ -70,7 +88,7 @@ def test_kill_and_resume_is_bit_identical(program, tmp_path, request, record_pro
         killed_at.append(len(rows(broken)))
     # In the file of pytest --junit-xml.
     record_property("rows of metrics at the kills", killed_at)
-    process = program("launch.grpo", *options(broken))
+    process = program("launch.grpo", *options(broken, *kind, f"--steps={steps}"))
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert killed_at, "the run ended before it could be killed"
@@ -79,11 +97,14 @@ def test_kill_and_resume_is_bit_identical(program, tmp_path, request, record_pro
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(value, found[name], err_msg=name)
-    assert [row["step"] for row in rows(broken)] == list(range(STEPS + 1))
+    assert [row["step"] for row in rows(broken)] == list(range(steps + 1))
     for one, other in zip(rows(whole), rows(broken), strict=True):
         for name, value in one["metrics"].items():
             if not name.startswith(("time/", "throughput/", "sampler/")):
                 assert other["metrics"][name] == value, (one["step"], name)
+    if kind is EPISODES:
+        waiting = [row["metrics"].get("rollout/in_flight", 0) for row in rows(whole)]
+        assert max(waiting) > 0, "no episode was under way: the test shows nothing"
 
 
 @pytest.mark.slow

@@ -1,14 +1,21 @@
 """The collector with real worker processes: whatever an answer does, a step goes on."""
 
+import concurrent.futures
+import dataclasses
+import json
 import re
+import threading
 import time
 
+import numpy as np
 import pytest
 
 from jaxrl_post.envs import Message, Task, WorkerPool
-from jaxrl_post.rollout import Collector, Limits
+from jaxrl_post.envs.workers import Outcome
+from jaxrl_post.rollout import Collector, Group, Limits
 from jaxrl_post.rollout.collector import RolloutTimeoutError, SeveralTurnsError
-from jaxrl_post.sampler.requests import SamplingParams
+from jaxrl_post.sampler.requests import Request, SamplingParams
+from jaxrl_post.tokens import Tokens
 from tests.rollout.scripts import STOP, Characters, ScriptedSampler
 
 SAMPLING = SamplingParams(max_tokens=50)
@@ -144,3 +151,195 @@ def test_a_deadline_says_that_it_waited_for_the_sampler(scripted):
             RolloutTimeoutError, match=r"4 episodes .* 0 of them waiting"
         ):
             collector.run(ScriptedSampler(str, burst=0), tasks(2), 2, SAMPLING)
+
+
+# Episodes under way.
+
+
+class Patient:
+    """Judges that answer when they are told to."""
+
+    def __init__(self, environment) -> None:
+        self.environment = environment
+        self.asked: list[tuple[concurrent.futures.Future, Task, tuple]] = []
+
+    def submit(self, task, conversation):
+        future = concurrent.futures.Future()
+        self.asked.append((future, task, conversation))
+        return future
+
+    def answer(self, *, but: int | None = None) -> None:
+        """Answers all questions, or all but those about one task."""
+        waiting, self.asked = self.asked, []
+        for future, task, conversation in waiting:
+            if task.id == but:
+                self.asked.append((future, task, conversation))
+                continue
+            step = self.environment.step(task, conversation)
+            future.set_result(Outcome(step, None, "ok", 0.0))
+
+
+class Prompt(Patient):
+    """Judges that answer at once."""
+
+    def submit(self, task, conversation):
+        future = super().submit(task, conversation)
+        self.answer()
+        return future
+
+
+TURNS = Limits(max_turns=2, max_prompt_tokens=99)
+
+
+def say(request: Request, index: int) -> str:
+    return f"sample {index} of {request.prompt_id}"
+
+
+def played(sampler, environment) -> list[Group]:
+    collector = Collector(Characters(), Prompt(environment), TURNS)
+    numbered = [(7 + i, environment.tasks("train")[i]) for i in range(4)]
+    return collector.run(sampler, numbered, 3, SAMPLING)
+
+
+def without_versions(group: Group) -> Group:
+    def plain(tokens: Tokens) -> Tokens:
+        versions = np.where(tokens.sampled, 0, -1)
+        return dataclasses.replace(tokens, versions=versions)
+
+    episodes = tuple(
+        dataclasses.replace(
+            episode,
+            turns=tuple(
+                dataclasses.replace(turn, sampled=plain(turn.sampled))
+                for turn in episode.turns
+            ),
+        )
+        for episode in group.episodes
+    )
+    return dataclasses.replace(group, episodes=episodes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns, seed):
+    """Each time by another collector, from JSON, under other parameters."""
+    environment = two_turns.TwoTurns()
+    expected = played(ScriptedSampler(say, 5, pieces=4), environment)
+    tasks = {7 + i: environment.tasks("train")[i] for i in range(4)}
+    random = np.random.default_rng(seed)
+    collector = Collector(Characters(), Patient(environment), TURNS)
+    collector.start(list(tasks.items()), 3, SAMPLING)
+    sampler = ScriptedSampler(say, 5, pieces=4, version=0)
+    found: list[Group] = []
+    version = 0
+    while collector.in_flight:
+        found += collector.poll(sampler, time.monotonic() + 60)
+        if random.random() < 0.5:
+            collector.judges.answer()
+        if random.random() < 0.3 and collector.in_flight:
+            collector.suspend(sampler)
+            assert not sampler.busy
+            state = json.loads(json.dumps(collector.state()))
+            version += 1
+            sampler = ScriptedSampler(say, 5, pieces=4, version=version)
+            collector = Collector(Characters(), Patient(environment), TURNS)
+            collector.restore(state, tasks)
+            assert json.loads(json.dumps(collector.state())) == state
+        if not sampler.busy:
+            # Else the next round would wait for a judgement.
+            collector.judges.answer()
+    assert version > 0, "the test shows nothing"
+    found.sort(key=lambda group: group.prompt_id)
+    assert list(map(without_versions, found)) == list(map(without_versions, expected))
+    for group in found:
+        for episode in group.episodes:
+            # In the order of time, and in one version or more.
+            assert (np.diff(episode.tokens.versions[episode.tokens.sampled]) >= 0).all()
+
+
+def test_a_slow_judge_holds_up_its_own_group_alone(two_turns):
+    environment = two_turns.TwoTurns()
+    judges = Patient(environment)
+    collector = Collector(Characters(), judges, TURNS, grace_s=0.05)
+    numbered = [(7 + i, environment.tasks("train")[i]) for i in range(4)]
+    sampler = ScriptedSampler(say, 4, pieces=3)
+    collector.start(numbered, 3, SAMPLING)
+    done: list[Group] = []
+    begin = time.monotonic()
+    while len(done) < 3:
+        done += collector.poll(sampler, begin + 60)
+        judges.answer(but=2)
+    assert sorted(group.prompt_id for group in done) == [7, 8, 10]
+    assert (collector.in_flight, collector.prompt_ids) == (1, (9,))
+    # Three episodes were late in their first turn; each is waited for once.
+    assert time.monotonic() - begin < 10
+    # What comes late is credited to the episode that asked, and to no other.
+    judges.answer()
+    while collector.in_flight:
+        done += collector.poll(sampler, begin + 60)
+        judges.answer()
+    assert done[-1].prompt_id == 9
+    plain = played(ScriptedSampler(say), environment)
+    assert without_versions(done[-1]) == without_versions(plain[2])
+
+
+def test_an_answer_to_what_was_given_up_is_dropped(two_turns):
+    """A judgement that the restored collector asks for again comes twice."""
+    environment = two_turns.TwoTurns()
+    task = environment.tasks("train")[0]
+    judges = Patient(environment)
+    collector = Collector(Characters(), judges, TURNS)
+    collector.start([(7, task)], 1, SAMPLING)
+    sampler = ScriptedSampler(say)
+    collector.poll(sampler, time.monotonic() + 60)
+    collector.suspend(sampler)
+    collector.restore(collector.state(), {7: task})
+    assert len(judges.asked) == 2
+    judges.answer()
+    done: list[Group] = []
+    while collector.in_flight:
+        done += collector.poll(sampler, time.monotonic() + 60)
+        judges.answer()
+    [episode] = done[0].episodes
+    assert [turn.reward for turn in episode.turns] == [0.25, 4.0]
+
+
+def test_within_its_grace_it_does_not_matter_how_fast_a_judge_is(two_turns):
+    """The requests, their order, and what was sampled when, are the same."""
+    environment = two_turns.TwoTurns()
+
+    class Delayed(Patient):
+        def submit(self, task, conversation):
+            future = super().submit(task, conversation)
+            [(_, *asked)] = self.asked
+            self.asked = []
+            delay = 0.03 * (len(conversation) + task.id) % 0.05
+
+            def later() -> None:
+                step = self.environment.step(*asked)
+                future.set_result(Outcome(step, None, "ok", delay))
+
+            threading.Timer(delay, later).start()
+            return future
+
+    histories = []
+    for judges in (Prompt(environment), Delayed(environment)):
+        collector = Collector(Characters(), judges, TURNS, grace_s=30.0)
+        sampler = ScriptedSampler(say, 2, pieces=2)
+        numbered = [(7 + i, environment.tasks("train")[i]) for i in range(4)]
+        collector.start(numbered, 3, SAMPLING)
+        history = []
+        for version in range(40):
+            sampler.version = version
+            history.append(collector.poll(sampler, time.monotonic() + 60))
+        assert collector.in_flight == 0
+        histories.append((history, sampler.requests))
+    assert histories[0] == histories[1]
+
+
+def test_a_prompt_id_that_is_under_way_is_refused(two_turns):
+    environment = two_turns.TwoTurns()
+    collector = Collector(Characters(), Patient(environment), TURNS)
+    task = environment.tasks("train")[0]
+    collector.start([(7, task)], 1, SAMPLING)
+    with pytest.raises(ValueError, match=r"a group has the prompt id 7 already"):
+        collector.start([(7, task)], 1, SAMPLING)
