@@ -3,9 +3,10 @@
 Sums and differences of two or three numbers of one digit, in words: "State the final
 answer to the following arithmetic problem: 5 + 2 - 4 =". With two numbers there are too
 few problems to hold any out that tell whether sums were learned or learned by heart.
-The warm start ends early, when the model gets a third of the held-out problems right;
-what it learns after that it learns from the library's own scorer: slowly, 31 to 40 % of
-200 held-out problems with seed 0.
+The warm start ends early, when the model gets a quarter of the held-out problems;
+what it learns after that it learns from the library's own scorer: of 200 held-out
+problems from 31 to 58 % with seed 0, from 22 to 50 % with seed 1. For the first 150
+steps the accuracy falls; most of the rise comes as the learning rate decays.
 """
 
 from jaxrl_post.train.config import (
@@ -25,14 +26,14 @@ def chain_sum() -> RLConfig:
     return RLConfig(
         run_dir="runs/chain_sum",
         env="reasoning-gym:chain_sum?max_terms=3&max_digits=1",
-        steps=300,
+        steps=800,
         rollout=RolloutConfig(
             prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=0, max_tokens=4
         ),
         update=UpdateConfig(row_tokens=64, microbatch_tokens=1024),
         # The warm start's momentum is not carried over: smaller steps at first.
         optimizer=OptimizerConfig(
-            learning_rate=1e-4, warmup_steps=20, schedule="linear", beta2=0.98
+            learning_rate=2e-4, warmup_steps=20, schedule="linear", beta2=0.98
         ),
         eval=EvalConfig(every=50, num_tasks=200),
         warm_start=WarmStartConfig(steps=220, examples_per_step=64, learning_rate=2e-3),

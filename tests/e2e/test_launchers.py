@@ -224,6 +224,6 @@ def test_a_process_reward_model_finds_wrong_steps(program, inputs, tmp_path):
     tokenizer = Tokenizer.from_directory(run / "model")
     steps = ["1+1=2", "2+1=3", "3+1=5"]
     sequence = judged_tokens(tokenizer, [Message("user", "7:")], steps, [0] * 3, "\n")
-    hidden = models.forward(params, config, jnp.asarray(sequence.tokens[None]))
+    hidden = models.forward(params, config, jnp.asarray(sequence.ids[None]))
     verdicts = models.values(params, hidden)[0][sequence.loss_mask]
     assert (verdicts > 0).tolist() == [True, True, False]

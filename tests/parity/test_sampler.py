@@ -51,18 +51,16 @@ def test_greedy_continuations_and_their_logprobs(name):
         for row in range(2)
     ]
     found = sorted(engine.generate(params, requests), key=lambda c: c.prompt_id)
-    assert [completion.tokens for completion in found] == [
-        tuple(row) for row in greedy.tolist()
-    ]
+    assert [completion.tokens.ids.tolist() for completion in found] == greedy.tolist()
     # What the trainer says about these tokens, both sequences packed into one row.
     sequences = [
-        (Sequence.of(request.prompt, completion.tokens),)
+        (Sequence.of(request.prompt, completion.tokens.ids.tolist()),)
         for request, completion in zip(requests, found, strict=True)
     ]
     batch = pack(sequences, 2 * (length + count), 1)
     on_device = jax.tree.map(jnp.asarray, batch)
     scored = np.asarray(predict(Policy(config), params, on_device).logprobs)
-    expected = np.concatenate([completion.logprobs for completion in found])
+    expected = np.concatenate([completion.tokens.logprobs for completion in found])
     np.testing.assert_allclose(scored[batch.loss_mask], expected, rtol=1e-4, atol=1e-4)
 
 

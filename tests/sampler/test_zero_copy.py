@@ -87,7 +87,7 @@ def test_an_update_between_two_generations_copies_nothing(mesh, learner, engine)
             logprobs = learner.scorer.predict(
                 state.params,
                 pack(
-                    [Sequence.of(request.prompt, c.tokens.ids) for c in done],
+                    [Sequence.of(request.prompt, c.tokens.ids.tolist()) for c in done],
                     length=9,
                     row_multiple=4,
                 ),

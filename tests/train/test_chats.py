@@ -61,7 +61,7 @@ def learned(tokenizer, example):
     def text(tokens):
         return tokenizer.backend.decode(tokens.tolist(), skip_special_tokens=False)
 
-    return text(sequence.tokens[sequence.loss_mask]), text(sequence.tokens)
+    return text(sequence.ids[sequence.loss_mask]), text(sequence.ids)
 
 
 def test_every_turn_of_the_assistant_is_learned():

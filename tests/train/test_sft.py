@@ -75,7 +75,7 @@ def test_demonstrations_that_are_too_long_are_left_out_and_counted(caplog):
         kept = shown.fitting(TOKENIZER)
     assert [kept.size(split) for split in ("train", "eval")] == [2, 2]
     texts = [
-        TOKENIZER.decode(kept.encode(TOKENIZER, "train", i)[0].tokens.tolist())
+        TOKENIZER.decode(kept.encode(TOKENIZER, "train", i)[0].ids.tolist())
         for i in range(2)
     ]
     assert texts == ["0=ab", "2=cde"]
