@@ -3,10 +3,10 @@
 Sums and differences of two or three numbers of one digit, in words: "State the final
 answer to the following arithmetic problem: 5 + 2 - 4 =". With two numbers there are too
 few problems to hold any out that tell whether sums were learned or learned by heart.
-The warm start ends early, when the model gets a quarter of the held-out problems;
-what it learns after that it learns from the library's own scorer: of 200 held-out
-problems from 31 to 58 % with seed 0, from 22 to 50 % with seed 1. For the first 150
-steps the accuracy falls; most of the rise comes as the learning rate decays.
+The warm start ends early, when the model gets a third of the held-out problems right;
+what it learns after that it learns from the library's own scorer: with seeds 0, 1 and 2
+from 31, 22 and 37 % of 200 held-out problems to 58, 50 and 60 %. In the first 150 steps
+the accuracy falls; most of the rise comes as the learning rate decays.
 """
 
 from jaxrl_post.train.config import (

@@ -61,7 +61,8 @@ def run(sampler, request):
     sampler.submit(request)
     done = []
     while sampler.busy:
-        done += sampler.step()
+        sampler.dispatch()
+        done += sampler.collect()
     return done
 
 
