@@ -1,8 +1,12 @@
 """Whole programs in processes of their own, as a person runs them."""
 
+import atexit
+import functools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,12 +31,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@functools.cache
+def _compiled() -> str:
+    """What the programs compile, kept for the next of them."""
+    directory = tempfile.mkdtemp(prefix="compiled-programs-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
 def surroundings(devices: int) -> dict[str, str]:
     """Environment variables of a program with so many CPU devices."""
     return {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": _compiled(),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         # Where `coin` is, for the program and its workers.
         "PYTHONPATH": str(Path(__file__).parent),
     }

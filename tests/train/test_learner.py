@@ -34,7 +34,6 @@ def sequences(count: int = 24, seed: int = 0) -> list[packing.Sequence]:
                 random.integers(0, 96, size).tolist(),
                 behavior_logprobs=(-3 - random.random(size)).tolist(),
                 advantage=float(random.normal()),
-                versions=[0] * int(size),
             )
         )
     return made
