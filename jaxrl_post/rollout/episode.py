@@ -30,7 +30,8 @@ class Turn:
         context: tokens between the turn before and this one: the prompt, or the
             environment's messages. Not sampled, never trained on.
         sampled: the policy's tokens, the stop token included.
-        text: what they say.
+        heard: text of the messages in `context`.
+        text: what the policy says.
         finish_reason: "stop", "stop_string" or "length".
         reward: what the environment gave for this turn; None until it is judged, and
             for ever if the judgement failed.
@@ -41,6 +42,7 @@ class Turn:
 
     context: Tokens
     sampled: Tokens
+    heard: str
     text: str
     finish_reason: str
     reward: float | None = None
@@ -137,6 +139,15 @@ class Episode:
     def response_text(self) -> str:
         """The policy's last turn."""
         return self.turns[-1].text if self.turns else ""
+
+    @property
+    def transcript(self) -> str:
+        """What the policy said, with what it heard between its turns, for people."""
+        said = self.turns[0].text if self.turns else ""
+        for turn in self.turns[1:]:
+            heard = "\n".join(f"> {line}" for line in turn.heard.splitlines())
+            said += f"\n\n{heard}\n\n{turn.text}"
+        return said
 
     @property
     def truncated(self) -> bool:

@@ -67,6 +67,7 @@ class Flight:
             has no reward yet.
         conversation: the messages so far, the task's first.
         context: what stands before the turn that is being sampled.
+        heard: the same as text.
         partial: what was sampled of that turn before it was interrupted.
         awaits: who acts next: the sampler, the environment, or nobody at the end.
     """
@@ -75,6 +76,7 @@ class Flight:
     episode: Episode
     conversation: tuple[Message, ...]
     context: Tokens
+    heard: str
     partial: Tokens
     awaits: Literal["sampler", "environment", "nobody"] = "sampler"
 
@@ -94,6 +96,7 @@ class Flight:
                 for message in self.conversation[len(self.task.messages) :]
             ],
             "context": self.context.to_json(),
+            "heard": self.heard,
             "partial": self.partial.to_json(),
             "awaits": self.awaits,
         }
@@ -116,6 +119,7 @@ class Flight:
             episode=Episode.from_json(value["episode"]),
             conversation=(*task.messages, *map(_message, value["conversation"])),
             context=Tokens.from_json(value["context"]),
+            heard=value["heard"],
             partial=Tokens.from_json(value["partial"]),
             awaits=value["awaits"],
         )
@@ -199,12 +203,13 @@ def begin(
     prompt_id: int, sample_index: int, task: Task, prompt: Sequence[int]
 ) -> Flight:
     """Starts an episode from the tokens of its task's messages."""
-    text = "\n".join(message.content for message in task.messages)
+    text = _text(task.messages)
     return Flight(
         task=task,
         episode=Episode(prompt_id, sample_index, task.id, text),
         conversation=task.messages,
         context=Tokens.context(prompt),
+        heard=text,
         partial=Tokens.context(()),
     )
 
@@ -246,7 +251,7 @@ def has_turns_left(flight: Flight, step: Step, limits: Limits) -> bool:
 
 def _generated(flight: Flight, event: Generated) -> Flight:
     sampled = flight.partial + event.tokens
-    turn = Turn(flight.context, sampled, event.text, event.finish_reason)
+    turn = Turn(flight.context, sampled, flight.heard, event.text, event.finish_reason)
     said = Answer("assistant", event.text, event.finish_reason, len(sampled))
     return dataclasses.replace(
         flight,
@@ -255,6 +260,7 @@ def _generated(flight: Flight, event: Generated) -> Flight:
         ),
         conversation=(*flight.conversation, said),
         context=Tokens.context(()),
+        heard="",
         partial=Tokens.context(()),
         awaits="environment",
     )
@@ -281,6 +287,7 @@ def _judged(flight: Flight, event: Judged, limits: Limits) -> Flight:
         flight,
         conversation=flight.conversation + step.messages,
         context=Tokens.context(event.reply),
+        heard=_text(step.messages),
         awaits="sampler",
     )
 
@@ -288,6 +295,10 @@ def _judged(flight: Flight, event: Judged, limits: Limits) -> Flight:
 def _ended(flight: Flight, reason: EpisodeEnd, error: str = "") -> Flight:
     episode = dataclasses.replace(flight.episode, finish_reason=reason, error=error)
     return dataclasses.replace(flight, episode=episode, awaits="nobody")
+
+
+def _text(messages: Sequence[Message]) -> str:
+    return "\n".join(message.content for message in messages)
 
 
 def _message(value: Mapping[str, Any]) -> Message:

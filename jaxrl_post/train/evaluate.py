@@ -324,11 +324,21 @@ def _row(episode: Episode, config: EvaluateConfig) -> dict[str, Any]:
         "task_id": episode.task_id,
         "sample_index": episode.sample_index,
         "prompt": episode.prompt_text,
-        "completion": episode.response_text,
+        "completion": episode.transcript,
         "reward": episode.reward,
         "solved": solves(episode, config.solved_reward),
         "finish_reason": episode.finish_reason,
         "num_tokens": episode.num_sampled,
+        "turns": [
+            {
+                "heard": turn.heard,
+                "text": turn.text,
+                "reward": turn.reward,
+                "finish_reason": turn.finish_reason,
+                "num_tokens": len(turn.sampled),
+            }
+            for turn in episode.turns
+        ],
         "error": episode.error,
         "metrics": dict(episode.metrics),
     }

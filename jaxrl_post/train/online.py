@@ -333,7 +333,7 @@ def _samples(split: Any, groups: Sequence[Group], count: int) -> list[Sample]:
             task_id=str(episode.task_id),
             sample_index=episode.sample_index,
             prompt=episode.prompt_text,
-            completion=episode.response_text,
+            completion=episode.transcript,
             reward=float("nan") if episode.reward is None else episode.reward,
             finish_reason=episode.finish_reason,
         )

@@ -258,6 +258,12 @@ def _check_turns(config: RLConfig) -> None:
             f"{rollout.max_turns}; it bounds the tokens of the conversation before the "
             "last turn"
         )
+    if rollout.max_turns > 1 and config.reward.model is not None:
+        raise ConfigError(
+            "--reward.model: reads one answer to a task's prompt, not a conversation "
+            f"of up to {rollout.max_turns} turns; drop the option, or take "
+            "--rollout.max-turns 1"
+        )
     if algorithm.turn_credit == "turns":
         if rollout.max_turns == 1:
             raise ConfigError(

@@ -123,6 +123,36 @@ MISTAKES = [
         ("--rollout.samples-per-prompt=1", "--rollout.dynamic-sampling"),
         "--rollout.dynamic-sampling: keeps the prompts whose samples differ",
     ),
+    (grpo, ("--rollout.max-turns=3",), "--rollout.max-prompt-tokens: must be given w"),
+    (grpo, ("--algorithm.turn-credit=turns",), "with --rollout.max-turns 1 there is"),
+    (grpo, ("--algorithm.turn-discount=0.5",), "turn-credit outcome it changes nothi"),
+    (
+        grpo,
+        (
+            *("--rollout.max-turns=3", "--rollout.max-prompt-tokens=99"),
+            *("--algorithm.name=gdpo", "--algorithm.turn-credit=turns"),
+        ),
+        "--algorithm.turn-credit turns: gdpo looks at more of an episode",
+    ),
+    (
+        grpo,
+        ("--algorithm.name=remax", "--rollout.partial=4"),
+        "--rollout.partial: remax compares with a greedy answer",
+    ),
+    (
+        grpo,
+        ("--rollout.partial=4", "--algorithm.correction.kind=none"),
+        "--rollout.partial: samples that were begun by earlier parameters",
+    ),
+    (
+        grpo,
+        (
+            *("--rollout.max-turns=3", "--rollout.max-prompt-tokens=99"),
+            "--reward.model=judge",
+        ),
+        "--reward.model: ",
+    ),
+    (grpo, ("--rollout.partial=-1",), "--rollout.partial: must be at least 0; got -1"),
     (distill, (), "--algorithm.reference: distillation needs the directory"),
     (sft, ("--warm-start.steps", "3"), "--warm-start.steps: fine-tuning is what a wa"),
     (sft, ("--examples-per-step", "0"), "--examples-per-step: must be at least 1; go"),

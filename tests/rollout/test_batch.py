@@ -20,8 +20,8 @@ def make_episode(prompt: int, index: int, reward: float | None, **changes) -> Ep
         ids = [name + first + i for i in range(count)]
         return Tokens.generated(ids, [-float(i) for i in ids], version=prompt)
 
-    first = Turn(Tokens.context([name]), said(1, 1), "", "stop", 0.0)
-    last = Turn(Tokens.context([name + 2]), said(3, index + 1), "", "stop", reward)
+    first = Turn(Tokens.context([name]), said(1, 1), "", "", "stop", 0.0)
+    last = Turn(Tokens.context([name + 2]), said(3, index + 1), "", "", "stop", reward)
     return Episode(
         prompt_id=prompt,
         sample_index=index,
@@ -174,6 +174,7 @@ def turns_of(*rewards: float, index: int = 0) -> Episode:
         Turn(
             Tokens.context([9]),
             Tokens.generated([10 * k, 10 * k + 1], [0.0, 0.0], version=0),
+            "",
             "",
             "stop",
             reward,

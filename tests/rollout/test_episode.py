@@ -14,7 +14,7 @@ CONTEXT = Tokens.context([1])
 
 def answer(reward: float | None, **changes) -> Turn:
     tokens = Tokens.generated([2, 3], [-0.1, -1e-30], version=3, log_masses=[-0.25, 0])
-    turn = Turn(CONTEXT, tokens, "2", "stop", reward, metrics={"correct": 1.0})
+    turn = Turn(CONTEXT, tokens, "1+1=", "2", "stop", reward, metrics={"correct": 1.0})
     return dataclasses.replace(turn, **changes)
 
 
@@ -60,9 +60,14 @@ def test_rewards_and_validity():
 def test_an_episode_is_the_sum_of_its_turns():
     first = answer(0.25, rewards={"a": 1.0}, metrics={"x": 1.0, "y": 1.0})
     last = answer(
-        -1.0, context=Tokens.context([8, 9]), rewards={"a": 0.5, "b": 2.0}, text="end",
-        finish_reason="length", metrics={"y": 2.0},
-    )  # fmt: skip
+        -1.0,
+        context=Tokens.context([8, 9]),
+        heard="and\nmore",
+        rewards={"a": 0.5, "b": 2.0},
+        text="end",
+        finish_reason="length",
+        metrics={"y": 2.0},
+    )
     episode = dataclasses.replace(make_episode(0.0), turns=(first, last))
     assert episode.tokens.ids.tolist() == [1, 2, 3, 8, 9, 2, 3]
     assert episode.turn_ids.tolist() == [0, 1, 1, 0, 0, 2, 2]
@@ -71,6 +76,7 @@ def test_an_episode_is_the_sum_of_its_turns():
     assert episode.rewards == {"a": 1.5, "b": 2.0}
     assert episode.metrics == {"x": 1.0, "y": 2.0}
     assert (episode.response_text, episode.truncated) == ("end", True)
+    assert episode.transcript == "2\n\n> and\n> more\n\nend"
     # Whatever the turns earned, an episode that failed has no reward.
     assert dataclasses.replace(episode, error="boom").reward is None
 

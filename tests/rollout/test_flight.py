@@ -69,6 +69,7 @@ def test_two_turns_token_by_token():
     assert (episode.prompt_id, episode.sample_index, episode.task_id) == (11, 2, 3)
     assert episode.prompt_text == "be brief\nhi"
     assert (episode.response_text, episode.finish_reason) == ("said 6", "length")
+    assert [turn.heard for turn in episode.turns] == ["be brief\nhi", "more"]
 
 
 @pytest.mark.parametrize(

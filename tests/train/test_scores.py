@@ -43,7 +43,7 @@ def test_wilson_interval_refuses_what_is_no_share(share, count):
 def rollout(task: int, sample: int, reward: float | None, *, size=3, finish="stop"):
     said = Tokens.generated([1] * size, [0.0] * size, version=0)
     metrics = {} if reward is None else {"reward": reward}
-    turn = Turn(Tokens.context([1, 1]), said, "!", finish, reward, metrics=metrics)
+    turn = Turn(Tokens.context([1, 1]), said, "?", "!", finish, reward, metrics=metrics)
     error = "" if reward is not None else "timeout: 10 s"
     return Episode(task, sample, task, "?", (turn,), finish, error)
 

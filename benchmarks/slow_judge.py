@@ -1,0 +1,135 @@
+"""What one slow judgement among 64 costs a step, with and without `--rollout.partial`.
+
+    python -m benchmarks.slow_judge --json benchmarks/results/FILE.json
+
+Runs `launch.grpo` on the demo's model with an environment that takes seconds to judge one
+episode of one prompt in eight. Of each run it takes the median time of a step after the
+first two, which compile. Ideal: a synchronous step takes its own time or the judgement's,
+whichever is longer; a partial step takes its own time.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import statistics
+import tempfile
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import machine
+from jaxrl_post.envs import Message, Step, Task, TaskSequence, response
+from jaxrl_post.train.run_directory import read_rows
+from jaxrl_post.train.session import versions
+from launch import grpo
+
+PROMPTS, SAMPLES = 8, 8
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Rewards half of all answers; one answer to every eighth task is slow to judge.
+
+    Attributes:
+        seconds: that it takes.
+        folder: where the workers note which tasks have had their slow judgement.
+    """
+
+    seconds: float
+    folder: str
+    name: str = "slow"
+
+    def tasks(self, split: str) -> TaskSequence:
+        return TaskSequence(
+            4096, lambda i: Task(i, (Message("user", f"{split} {i}="),), "")
+        )
+
+    def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
+        answer = response(conversation)
+        if task.id % PROMPTS == 0 and task.messages[0].content.startswith("train"):
+            with contextlib.suppress(FileExistsError):
+                (Path(self.folder) / str(task.id)).touch(exist_ok=False)
+                time.sleep(self.seconds)
+        pays = zlib.crc32(f"{task.id} {answer}".encode()) % 2
+        return Step(float(pays), done=True)
+
+    def demonstration(self, task: Task) -> str:
+        return f"{task.id}"
+
+
+def slow(seconds: float, folder: str) -> Slow:
+    """A factory for `--env`."""
+    return Slow(seconds, folder)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the benchmark.
+
+    Attributes:
+        seconds: that a slow judgement takes.
+        steps: of each run.
+        json: file for the results; None writes none.
+    """
+
+    seconds: float = 5.0
+    steps: int = 12
+    json: str | None = None
+
+
+def step_seconds(options: Options, seconds: float, partial: int) -> list[float]:
+    """Times of the steps of a run, without the first two."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [
+            "--model=demo",
+            f"--env=benchmarks.slow_judge:slow?seconds={seconds}&folder={folder}",
+            f"--run-dir={folder}/run",
+            f"--steps={options.steps}",
+            "--warm-start.steps=2",
+            "--eval.every=0",
+            "--eval.num-tasks=4",
+            f"--rollout.prompts-per-step={PROMPTS}",
+            f"--rollout.samples-per-prompt={SAMPLES}",
+            "--rollout.max-tokens=16",
+            "--rollout.truncated=reward",
+            f"--rollout.partial={partial}",
+            # Enough that those that sleep hold up no other judgement.
+            "--rollout.reward-workers=12",
+        ]
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = grpo.main(arguments)
+        if code:
+            raise RuntimeError(f"launch.grpo ended with {code}")
+        rows = list(read_rows(Path(folder) / "run" / "metrics.jsonl"))
+    return [row["metrics"]["time/step"] for row in rows if row["step"] > 2]
+
+
+def main(options: Options) -> None:
+    """Runs the benchmark."""
+    console, results = Console(), []
+    table = Table("judge", "partial", "median s/step", "slowest")
+    for seconds, partial in (
+        (0.0, 0),
+        (options.seconds, 0),
+        (0.0, 8),
+        (options.seconds, 8),
+    ):
+        times = step_seconds(options, seconds, partial)
+        median = statistics.median(times)
+        results.append({"seconds": seconds, "partial": partial, "steps": times})
+        judge = f"{seconds:g} s for 1 of {PROMPTS * SAMPLES}" if seconds else "fast"
+        table.add_row(judge, str(partial), f"{median:.2f}", f"{max(times):.2f}")
+    console.print(table)
+    if options.json is not None:
+        content = {"machine": machine(), "versions": versions(), "runs": results}
+        Path(options.json).write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
