@@ -2,15 +2,14 @@
 
     python -m benchmarks.slow_judge --json benchmarks/results/FILE.json
 
-Runs `launch.grpo` on the demo's model with an environment that takes seconds to judge one
-episode of one prompt in eight. Of each run it takes the median time of a step after the
-first two, which compile. Ideal: a synchronous step takes its own time or the judgement's,
-whichever is longer; a partial step takes its own time.
+Runs `launch.grpo` on the demo's model with an environment that takes seconds to judge
+one episode of one prompt in eight. Of each run it takes the median time of a step after
+the first two, which compile. Ideal: a synchronous step takes its own time or the
+judgement's, whichever is longer; a partial step takes its own time.
 """
 
 import contextlib
 import io
-import itertools
 import json
 import statistics
 import tempfile
