@@ -122,6 +122,9 @@ class TokenBatch:
         token_rewards: float32 [rows, length] or None: a reward a token, for algorithms
             that credit tokens by themselves. None means that a segment's reward is its
             advantage, and is earned at its last token.
+        stale: bool [rows, length] or None: True for tokens that earlier parameters
+            sampled than those at the start of this batch's updates. `mismatch/` metrics
+            leave them out: they differ for a reason. None means that there are none.
         truncated: bool [rows, length] or None: True at the last token of a segment
             whose end was cut off.
         reference_point: float32 [rows, length] or None: of KTO (`algorithms.unpaired`),
@@ -141,6 +144,7 @@ class TokenBatch:
     returns: Float[HostOrDevice, "rows length"] | None = None
     raw_advantages: Float[HostOrDevice, "rows length"] | None = None
     token_rewards: Float[HostOrDevice, "rows length"] | None = None
+    stale: Bool[HostOrDevice, "rows length"] | None = None
     truncated: Bool[HostOrDevice, "rows length"] | None = None
     reference_point: Float[HostOrDevice, "rows length"] | None = None
 

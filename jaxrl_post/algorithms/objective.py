@@ -188,9 +188,9 @@ def compose(
 
     Metrics: policy/ratio, policy/clip_fraction_low, policy/clip_fraction_high,
     policy/kl_to_proximal (KL(proximal || policy)), mismatch/token_mult_prob_error and
-    mismatch/kl (KL(behavior || proximal)); those of the correction; and with reference
-    log-probs policy/kl_to_reference (KL(policy || reference)). All KLs are k3, in nats
-    a token.
+    mismatch/kl (KL(behavior || proximal)), both without stale tokens, 0 if all tokens
+    are stale; those of the correction; and with reference log-probs
+    policy/kl_to_reference (KL(policy || reference)). All KLs are k3, in nats a token.
 
     Args:
         advantages: as `Algorithm.advantages`.
@@ -262,7 +262,8 @@ def compose(
             spread = _require_entropy(predictions, "a token_choice")
             chosen = token_choice(jax.lax.stop_gradient(spread), mask)
             per_token = jnp.where(chosen, per_token, 0.0)
-        metrics |= _mismatch_metrics(proximal, behavior, mask)
+        fresh = mask if batch.stale is None else mask & ~batch.stale
+        metrics |= _mismatch_metrics(proximal, behavior, fresh)
         if correction is not None:
             corrected = correction(proximal, behavior, mask, ids)
             per_token = jax.lax.stop_gradient(corrected.weights) * per_token

@@ -225,8 +225,15 @@ class Updater:
             sequences = [sequences[i] for i in order.permutation(len(sequences))]
         length = row_tokens(self.config)
         multiple = self.learner.microbatch_rows
-        return [
+        batches = [
             packing.pack(sequences[i::count], length, multiple) for i in range(count)
+        ]
+        if not self.config.rollout.partial:
+            return batches
+        version = int(self.state.step)
+        return [
+            batch.replace(stale=batch.loss_mask & (batch.versions < version))  # type: ignore[attr-defined]
+            for batch in batches
         ]
 
     def _scored(self, batch: TokenBatch, needs_proximal: bool) -> TokenBatch:
