@@ -177,10 +177,11 @@ class Engine:
                 f"got {own}. Raise max_prompt_tokens or drop the prompt"
             )
         if request.num_sampled + sampling.max_tokens > sizes.max_tokens:
+            before = request.num_sampled
+            beside = f", and {before} sampled before" if before else ""
             raise ValueError(
-                f"{where}: max_tokens, with what was sampled before, must be at most "
-                f"the engine's {sizes.max_tokens}; got "
-                f"{request.num_sampled + sampling.max_tokens}"
+                f"{where}: max_tokens must be at most the engine's {sizes.max_tokens}; "
+                f"got {sampling.max_tokens}{beside}"
             )
         if len(sampling.stop_ids) > sizes.max_stop_ids:
             raise ValueError(

@@ -364,6 +364,16 @@ def test_a_stop_string_may_begin_before_the_interruption(engine, params):
     assert ids(found) == ids(free)[4:5]
 
 
+def test_a_sample_that_goes_on_has_the_same_limit(engine):
+    sampling = SamplingParams(max_tokens=SIZES.max_tokens - 3)
+    engine.submit(Request(7, prompt(9), 1, 0, sampling, num_sampled=3))
+    engine.cancel()
+    with pytest.raises(ValueError, match=r"engine's 24; got 21, and 4 sampled before"):
+        engine.submit(Request(7, prompt(9), 1, 0, sampling, num_sampled=4))
+    with pytest.raises(ValueError, match=r"num_sampled must be .*, 9; got 9"):
+        Request(7, prompt(9), num_sampled=9)
+
+
 def test_some_samples_are_cancelled_and_the_others_go_on(engine, params):
     request = Request(1, prompt(5), 6, sampling=GREEDY)
     expected = engine.generate(params, [request])
