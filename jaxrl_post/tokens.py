@@ -54,8 +54,10 @@ class Tokens:
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
-        shapes = {name: getattr(self, name).shape for name in _DTYPES}
-        if self.ids.ndim != 1 or len(set(shapes.values())) > 1:
+        shape = self.ids.shape
+        others = (self.logprobs, self.log_masses, self.versions, self.sampled)
+        if len(shape) != 1 or any(array.shape != shape for array in others):
+            shapes = {name: getattr(self, name).shape for name in _DTYPES}
             raise ValueError(
                 f"Tokens: the arrays must be 1-D and of equal length; got {shapes}"
             )
@@ -65,9 +67,9 @@ class Tokens:
         """Tokens that the policy did not sample: prompts and environments' messages."""
         array = np.array(list(ids), np.int32)
         size = len(array)
-        return cls(
-            array, np.zeros(size), np.zeros(size), np.full(size, -1), np.zeros(size)
-        )
+        zeros = np.zeros(size, np.float32)
+        nobody = np.full(size, -1, np.int32)
+        return cls(array, zeros, zeros, nobody, np.zeros(size, np.bool_))
 
     @classmethod
     def generated(
@@ -97,7 +99,10 @@ class Tokens:
     @classmethod
     def concatenate(cls, parts: Iterable[Tokens]) -> Tokens:
         """Joins pieces in their order; without any, the result has no tokens."""
-        parts = [_NONE, *parts]
+        # Most turns have one piece; arrays are made anew only where pieces are joined.
+        parts = [part for part in parts if len(part)]
+        if len(parts) < 2:
+            return parts[0] if parts else _NONE
         return cls(
             *(
                 np.concatenate([getattr(part, name) for part in parts])

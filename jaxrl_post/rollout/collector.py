@@ -18,6 +18,7 @@ from jaxrl_post.rollout import flight as flights
 from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.rollout.flight import Flight, Limits
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, SamplingParams
+from jaxrl_post.tokens import Tokens
 
 __all__ = [
     "Codec",
@@ -110,6 +111,11 @@ class _Open:
     def unfinished(self) -> int:
         return sum(each.awaits != "nobody" for each in self.flights.values())
 
+    @property
+    def finished(self) -> bool:
+        # Stops at the first that is not: this is asked in every round.
+        return all(each.awaits == "nobody" for each in self.flights.values())
+
 
 @dataclass
 class Collector:
@@ -197,7 +203,7 @@ class Collector:
                 raise ValueError(
                     f"start: a group has the prompt id {prompt_id} already"
                 )
-            prompt = self.codec.render(task.messages)
+            prompt = Tokens.context(self.codec.render(task.messages))
             begun = {
                 index: flights.begin(prompt_id, index, task, prompt)
                 for index in range(num_samples)
@@ -221,7 +227,8 @@ class Collector:
         self._check(deadline)
         self._submit(sampler)
         begin = time.perf_counter()
-        sampler.dispatch()
+        if sampler.busy:
+            sampler.dispatch()
         dispatched = time.perf_counter()
         self._take_judgements(sampler, deadline)
         judged = time.perf_counter()
@@ -348,15 +355,16 @@ class Collector:
         if due and self.grace_s:
             concurrent.futures.wait(due, timeout=min(self.grace_s, left))
             self._late |= due
-        if self._judging and not sampler.busy:
-            # Nothing decodes: without a judgement nothing goes on.
-            concurrent.futures.wait(
-                self._judging,
-                timeout=left,
-                return_when=concurrent.futures.FIRST_COMPLETED,
-            )
+        if not self._judging:
+            return
+        # If nothing decodes, nothing goes on without a judgement.
+        ready, _ = concurrent.futures.wait(
+            self._judging,
+            timeout=0 if sampler.busy else left,
+            return_when=concurrent.futures.FIRST_COMPLETED,
+        )
         # In the order of submission, so that a replay makes the same requests.
-        for future in [each for each in self._judging if each.done()]:
+        for future in [each for each in self._judging if each in ready]:
             self._late.discard(future)
             sample = self._judging.pop(future)
             self._judged(sample, future.result(timeout=0), sampler)
@@ -388,9 +396,7 @@ class Collector:
         return flights.Judged(step, reply)
 
     def _finished(self) -> list[Group]:
-        done = [
-            prompt_id for prompt_id, group in self._open.items() if not group.unfinished
-        ]
+        done = [prompt_id for prompt_id, group in self._open.items() if group.finished]
         return [
             Group(prompt_id, _episodes(self._open.pop(prompt_id))) for prompt_id in done
         ]

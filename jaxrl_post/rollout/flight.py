@@ -200,15 +200,17 @@ type Effect = Generate | Judge | Finish
 
 
 def begin(
-    prompt_id: int, sample_index: int, task: Task, prompt: Sequence[int]
+    prompt_id: int, sample_index: int, task: Task, prompt: Sequence[int] | Tokens
 ) -> Flight:
     """Starts an episode from the tokens of its task's messages."""
+    if not isinstance(prompt, Tokens):
+        prompt = Tokens.context(prompt)
     text = _text(task.messages)
     return Flight(
         task=task,
         episode=Episode(prompt_id, sample_index, task.id, text),
         conversation=task.messages,
-        context=Tokens.context(prompt),
+        context=prompt,
         heard=text,
         partial=Tokens.context(()),
     )
