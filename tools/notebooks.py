@@ -67,6 +67,8 @@ def executed(path: Path, *, cell_timeout: int) -> nbformat.NotebookNode:
             timeout=cell_timeout,
             startup_timeout=60,
             record_timing=False,
+            # What a cell prints arrives in pieces, cut where the clock has it.
+            coalesce_streams=True,
             resources={"metadata": {"path": folder}},
         )
         # Before matplotlib would say in a cell that it builds its list of fonts.

@@ -121,26 +121,42 @@ def test_runs_afresh(path, tmp_path):
     assert [kinds(cell) for cell in fresh] == [kinds(cell) for cell in committed]
 
 
+def notebook_of(code: str, path: Path) -> None:
+    cell = {
+        "cell_type": "code", "id": "only", "source": code, "metadata": {},
+        "outputs": [], "execution_count": None,
+    }  # fmt: skip
+    notebook = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    path.write_text(json.dumps(notebook))
+
+
+@needs_extra
+@pytest.mark.slow
+def test_what_a_cell_prints_is_one_output_whenever_it_is_printed(tmp_path):
+    path = tmp_path / "slow.ipynb"
+    notebook_of("import time; print(1, flush=True); time.sleep(1); print(2)", path)
+    result = run(path, tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    [cell] = code_cells(path)
+    [output] = cell["outputs"]
+    assert "".join(output["text"]) == "1\n2\n"
+
+
 @needs_extra
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "message"),
     [
         ("assert 1 + 1 == 3, 'not three'", "AssertionError: not three"),
-        ("import warnings; warnings.warn('old')", "cell broken must not write to std"),
+        ("import warnings; warnings.warn('old')", "cell only must not write to std"),
         ("import time; time.sleep(60)", "Cell execution timed out"),
         ("import os; os._exit(3)", "Kernel died"),
     ],
     ids=["fails", "warns", "hangs", "dies"],
 )
 def test_a_broken_notebook_is_named_and_not_written(code, message, tmp_path):
-    cell = {
-        "cell_type": "code", "id": "broken", "source": code, "metadata": {},
-        "outputs": [], "execution_count": None,
-    }  # fmt: skip
-    notebook = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
     path = tmp_path / "bad.ipynb"
-    path.write_text(json.dumps(notebook))
+    notebook_of(code, path)
     into = tmp_path / "out"
     into.mkdir()
     result = run(path, into, "--cell-timeout=5")
