@@ -11,11 +11,11 @@ import numpy as np
 __all__ = ["Tokens"]
 
 _DTYPES = {
-    "ids": np.int32,
-    "logprobs": np.float32,
-    "log_masses": np.float32,
-    "versions": np.int32,
-    "sampled": np.bool_,
+    "ids": np.dtype(np.int32),
+    "logprobs": np.dtype(np.float32),
+    "log_masses": np.dtype(np.float32),
+    "versions": np.dtype(np.int32),
+    "sampled": np.dtype(np.bool_),
 }
 
 
@@ -53,7 +53,10 @@ class Tokens:
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
-            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
+            array = vars(self)[name]
+            # There are thousands of these a step, and nearly all have their dtypes.
+            if type(array) is not np.ndarray or array.dtype != dtype:
+                object.__setattr__(self, name, np.asarray(array, dtype))
         shape = self.ids.shape
         others = (self.logprobs, self.log_masses, self.versions, self.sampled)
         if len(shape) != 1 or any(array.shape != shape for array in others):
@@ -67,6 +70,8 @@ class Tokens:
         """Tokens that the policy did not sample: prompts and environments' messages."""
         array = np.array(list(ids), np.int32)
         size = len(array)
+        if not size:
+            return _NONE
         zeros = np.zeros(size, np.float32)
         nobody = np.full(size, -1, np.int32)
         return cls(array, zeros, zeros, nobody, np.zeros(size, np.bool_))
@@ -90,10 +95,13 @@ class Tokens:
         """
         size = len(ids)
         masses = np.zeros(size) if log_masses is None else log_masses
-        versions, sampled = np.full(size, version), np.ones(size)
         # Copies: a slice of a device transfer would keep the whole transfer alive.
         return cls(
-            np.array(ids), np.array(logprobs), np.array(masses), versions, sampled
+            np.array(ids, np.int32),
+            np.array(logprobs, np.float32),
+            np.array(masses, np.float32),
+            np.full(size, version, np.int32),
+            np.ones(size, np.bool_),
         )
 
     @classmethod
@@ -140,4 +148,4 @@ class Tokens:
         return cls(*(np.array(value[name], dtype) for name, dtype in _DTYPES.items()))
 
 
-_NONE = Tokens.context(())
+_NONE = Tokens(*(np.zeros(0, dtype) for dtype in _DTYPES.values()))

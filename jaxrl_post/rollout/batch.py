@@ -35,6 +35,8 @@ def worthless_if_truncated(groups: Sequence[Group]) -> list[Group]:
         return dataclasses.replace(each, reward=min(0.0, each.reward), rewards=rewards)
 
     def judged(episode: Episode) -> Episode:
+        if not any(each.truncated for each in episode.turns):
+            return episode
         return dataclasses.replace(episode, turns=tuple(map(turn, episode.turns)))
 
     return [
@@ -117,7 +119,7 @@ def _greedy(
 
 
 def _components(groups: Sequence[Group], parts: Sequence[str]) -> np.ndarray:
-    """float32 [groups, samples, parts], 0 where a episode failed."""
+    """float32 [groups, samples, parts], 0 where an episode failed."""
     return np.array(
         [
             [[episode.rewards.get(name, 0.0) for name in parts] for episode in episodes]

@@ -6,7 +6,9 @@ be suspended, written into a checkpoint, and go on under other parameters.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import queue
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,9 @@ __all__ = [
     "Sampler",
     "SeveralTurnsError",
 ]
+
+
+type _Judgement = concurrent.futures.Future[Outcome]
 
 
 class RolloutTimeoutError(RuntimeError):
@@ -104,17 +109,13 @@ class _Open:
 
     sampling: SamplingParams
     flights: dict[int, Flight]
-    # Whether its samples are with the sampler: not after a suspension.
-    submitted: bool = True
+    # Whether its samples are with the sampler: not before the first round, and not
+    # after a suspension.
+    submitted: bool = False
+    unfinished: int = field(init=False)
 
-    @property
-    def unfinished(self) -> int:
-        return sum(each.awaits != "nobody" for each in self.flights.values())
-
-    @property
-    def finished(self) -> bool:
-        # Stops at the first that is not: this is asked in every round.
-        return all(each.awaits == "nobody" for each in self.flights.values())
+    def __post_init__(self) -> None:
+        self.unfinished = sum(f.awaits != "nobody" for f in self.flights.values())
 
 
 @dataclass
@@ -125,7 +126,7 @@ class Collector:
         codec: text and tokens.
         judges: the environment, in worker processes.
         limits: of an episode.
-        deadline_s: seconds that one call of `run` or `gather` may take.
+        deadline_s: seconds that one call of `run` may take.
         grace_s: seconds for which a round waits for the judgements that the round
             before asked for, while the device decodes. With judges that answer within
             it, what happens is a function of the samples and not of the clock. One that
@@ -142,12 +143,14 @@ class Collector:
         default_factory=lambda: {"rollout": 0.0, "reward": 0.0}
     )
     _open: dict[int, _Open] = field(default_factory=dict, init=False)
-    _judging: dict[concurrent.futures.Future[Outcome], SampleId] = field(
-        default_factory=dict, init=False
-    )
-    # Judgements whose time of grace is over.
-    _late: set[concurrent.futures.Future[Outcome]] = field(
-        default_factory=set, init=False
+    # In the order of asking.
+    _judging: dict[int, SampleId] = field(default_factory=dict, init=False)
+    # Those of them whose time of grace is not over.
+    _due: set[int] = field(default_factory=set, init=False)
+    _asked: int = field(default=0, init=False)
+    # Judgements arrive here as they are made, from the threads of the workers.
+    _arrived: queue.SimpleQueue[tuple[int, _Judgement]] = field(
+        default_factory=queue.SimpleQueue, init=False
     )
 
     @property
@@ -208,7 +211,7 @@ class Collector:
                 index: flights.begin(prompt_id, index, task, prompt)
                 for index in range(num_samples)
             }
-            self._open[prompt_id] = _Open(sampling, begun, submitted=False)
+            self._open[prompt_id] = _Open(sampling, begun)
 
     def poll(self, sampler: Sampler, deadline: float) -> list[Group]:
         """Does one round of work.
@@ -278,14 +281,13 @@ class Collector:
         Raises:
             ChangedTaskError: a task is not the one that an episode began with.
         """
-        self._open, self._judging, self._late = {}, {}, set()
+        self._open, self._judging, self._due = {}, {}, set()
         for group in value:
             task = tasks[group["prompt_id"]]
             found = [Flight.from_json(each, task) for each in group["flights"]]
             self._open[group["prompt_id"]] = _Open(
                 SamplingParams(**_tuples(group["sampling"])),
                 {each.episode.sample_index: each for each in found},
-                submitted=False,
             )
         for prompt_id, opened in self._open.items():
             for index, each in opened.flights.items():
@@ -334,40 +336,55 @@ class Collector:
 
     def _advance(self, sample: SampleId, event: flights.Event) -> flights.Effect:
         group = self._open[sample[0]]
-        group.flights[sample[1]], effect = flights.transition(
+        flight, effect = flights.transition(
             group.flights[sample[1]], event, self.limits
         )
+        group.flights[sample[1]] = flight
+        group.unfinished -= flight.awaits == "nobody"
         return effect
 
     def _ask(self, sample: SampleId) -> None:
         """Asks the environment about the last turn."""
         flight = self._open[sample[0]].flights[sample[1]]
+        number, self._asked = self._asked, self._asked + 1
+        self._judging[number] = sample
+        self._due.add(number)
         future = self.judges.submit(flight.task, flight.conversation)
-        self._judging[future] = sample
+        future.add_done_callback(lambda done: self._arrived.put((number, done)))
 
     def _take_judgements(self, sampler: Sampler, deadline: float) -> None:
         """Applies the judgements that are there, and waits for those that are due.
 
         All of them were asked for in earlier rounds.
         """
-        left = max(0.0, deadline - time.monotonic())
-        due = self._judging.keys() - self._late
-        if due and self.grace_s:
-            concurrent.futures.wait(due, timeout=min(self.grace_s, left))
-            self._late |= due
-        if not self._judging:
-            return
-        # If nothing decodes, nothing goes on without a judgement.
-        ready, _ = concurrent.futures.wait(
-            self._judging,
-            timeout=0 if sampler.busy else left,
-            return_when=concurrent.futures.FIRST_COMPLETED,
-        )
-        # In the order of submission, so that a replay makes the same requests.
-        for future in [each for each in self._judging if each in ready]:
-            self._late.discard(future)
-            sample = self._judging.pop(future)
-            self._judged(sample, future.result(timeout=0), sampler)
+        ready = self._arrivals(time.monotonic())
+        if self.grace_s:
+            grace = min(time.monotonic() + self.grace_s, deadline)
+            while not self._due <= ready.keys():
+                if not (more := self._arrivals(grace)):
+                    break
+                ready |= more
+            self._due.clear()
+        if not ready and self._judging and not sampler.busy:
+            # Nothing decodes, so nothing goes on without a judgement.
+            ready = self._arrivals(deadline)
+        # In the order of asking, so that a replay makes the same requests.
+        for number in sorted(ready):
+            self._due.discard(number)
+            sample = self._judging.pop(number)
+            self._judged(sample, ready[number].result(timeout=0), sampler)
+
+    def _arrivals(self, until: float) -> dict[int, _Judgement]:
+        """Judgements that have arrived; waits for one, at most until then."""
+        found: dict[int, _Judgement] = {}
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left = 0.0 if found else max(0.0, until - time.monotonic())
+                number, judgement = self._arrived.get(timeout=left)
+                # One that was asked for before `restore` is nobody's.
+                if number in self._judging:
+                    found[number] = judgement
+        return found
 
     def _judged(self, sample: SampleId, outcome: Outcome, sampler: Sampler) -> None:
         group, step = self._open[sample[0]], outcome.step
@@ -396,10 +413,8 @@ class Collector:
         return flights.Judged(step, reply)
 
     def _finished(self) -> list[Group]:
-        done = [prompt_id for prompt_id, group in self._open.items() if group.finished]
-        return [
-            Group(prompt_id, _episodes(self._open.pop(prompt_id))) for prompt_id in done
-        ]
+        done = [i for i, group in self._open.items() if not group.unfinished]
+        return [Group(i, _episodes(self._open.pop(i))) for i in done]
 
     def _check(self, deadline: float) -> None:
         if time.monotonic() > deadline:

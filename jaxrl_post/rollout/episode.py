@@ -110,6 +110,11 @@ class Episode:
         return np.concatenate(ids)
 
     @property
+    def num_tokens(self) -> int:
+        """All of its tokens."""
+        return sum(len(turn.context) + len(turn.sampled) for turn in self.turns)
+
+    @property
     def num_sampled(self) -> int:
         """Tokens that the policy sampled."""
         return sum(len(turn.sampled) for turn in self.turns)
@@ -218,12 +223,6 @@ class Group:
             tuple(map(Episode.from_json, value["episodes"])),
             None if greedy is None else Episode.from_json(greedy),
         )
-
-
-def with_turn(episode: Episode, **changes: Any) -> Episode:
-    """The episode with another last turn."""
-    last = dataclasses.replace(episode.turns[-1], **changes)
-    return dataclasses.replace(episode, turns=(*episode.turns[:-1], last))
 
 
 def _plain(value: Any) -> Any:

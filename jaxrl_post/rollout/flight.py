@@ -11,13 +11,14 @@ goes on where it was.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxrl_post.envs.env import Answer, Message, Step, Task
-from jaxrl_post.rollout.episode import Episode, EpisodeEnd, Turn, with_turn
+from jaxrl_post.rollout.episode import Episode, EpisodeEnd, Turn
 from jaxrl_post.tokens import Tokens
 
 __all__ = [
@@ -222,8 +223,12 @@ def effect_of(flight: Flight) -> Effect:
         return Finish(flight.episode)
     if flight.awaits == "environment":
         return Judge(flight.conversation)
-    prompt = flight.episode.tokens + flight.context + flight.partial
-    return Generate(tuple(prompt.ids.tolist()), len(flight.partial))
+    said = [
+        ids for turn in flight.episode.turns for ids in (turn.context, turn.sampled)
+    ]
+    pieces = (*said, flight.context, flight.partial)
+    prompt = tuple(token for piece in pieces for token in piece.ids.tolist())
+    return Generate(prompt, len(flight.partial))
 
 
 def transition(flight: Flight, event: Event, limits: Limits) -> tuple[Flight, Effect]:
@@ -236,7 +241,7 @@ def transition(flight: Flight, event: Event, limits: Limits) -> tuple[Flight, Ef
     """
     match event:
         case Failed(error):
-            flight = _ended(flight, "failed", error)
+            flight = _ended(flight, "failed", error, turns=flight.episode.turns)
         case Interrupted(tokens):
             flight = dataclasses.replace(flight, partial=flight.partial + tokens)
         case Generated():
@@ -270,23 +275,25 @@ def _generated(flight: Flight, event: Generated) -> Flight:
 
 def _judged(flight: Flight, event: Judged, limits: Limits) -> Flight:
     step = event.step
-    episode = with_turn(
-        flight.episode, reward=step.reward, rewards=step.rewards, metrics=step.metrics
+    *before, last = flight.episode.turns
+    judged = dataclasses.replace(
+        last, reward=step.reward, rewards=step.rewards, metrics=step.metrics
     )
-    flight = dataclasses.replace(flight, episode=episode)
+    ended = functools.partial(_ended, flight, turns=(*before, judged))
     if step.done:
-        reason: Any = episode.turns[-1].finish_reason
-        return _ended(flight, reason)
+        reason: Any = last.finish_reason
+        return ended(reason)
     if not has_turns_left(flight, step, limits):
-        return _ended(flight, "turn_limit")
-    if len(episode.tokens) + len(event.reply) > limits.max_prompt_tokens:
-        return _ended(flight, "token_limit")
+        return ended("turn_limit")
+    if flight.episode.num_tokens + len(event.reply) > limits.max_prompt_tokens:
+        return ended("token_limit")
     if not step.messages and flight.stop_id is not None:
         error = "the environment is not done, and said nothing to a turn that had ended"
-        return _ended(flight, "failed", error)
+        return ended("failed", error)
     # What the policy did not sample is context: it is never trained on.
     return dataclasses.replace(
         flight,
+        episode=dataclasses.replace(flight.episode, turns=(*before, judged)),
         conversation=flight.conversation + step.messages,
         context=Tokens.context(event.reply),
         heard=_text(step.messages),
@@ -294,8 +301,12 @@ def _judged(flight: Flight, event: Judged, limits: Limits) -> Flight:
     )
 
 
-def _ended(flight: Flight, reason: EpisodeEnd, error: str = "") -> Flight:
-    episode = dataclasses.replace(flight.episode, finish_reason=reason, error=error)
+def _ended(
+    flight: Flight, reason: EpisodeEnd, error: str = "", *, turns: tuple[Turn, ...]
+) -> Flight:
+    episode = dataclasses.replace(
+        flight.episode, turns=turns, finish_reason=reason, error=error
+    )
     return dataclasses.replace(flight, episode=episode, awaits="nobody")
 
 

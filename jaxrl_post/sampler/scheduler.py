@@ -66,10 +66,12 @@ class Scheduler:
 
     def __init__(self, num_slots: int) -> None:
         self.running: dict[int, Running] = {}
-        self._free = list(range(num_slots))
+        self._free = set(range(num_slots))
         self._queue: deque[tuple[Request, int]] = deque()
-        # Slot -> the request whose prompt its cache still holds.
+        # Slot -> the request whose prompt its cache still holds, and the other way.
+        # Requests are told apart by identity: equal ones are prefilled each.
         self._resident: dict[int, Request] = {}
+        self._holders: dict[int, set[int]] = {}
 
     @property
     def busy(self) -> bool:
@@ -95,26 +97,24 @@ class Scheduler:
         admissions: list[Admission] = []
         copies: set[int] = set()
         while self._queue and self._free:
-            request, index = self._queue[0]
+            request, index = self._queue.popleft()
+            holders = self._holders.get(id(request), set())
             # A slot that holds the prompt already needs no copy.
-            own = [s for s in self._free if self._resident.get(s) is request]
-            slot = own[0] if own else self._free[0]
-            holders = [
-                s for s, r in self._resident.items() if r is request and s not in copies
-            ]
-            self._queue.popleft()
-            self._free.remove(slot)
-            source = slot if own or not holders else holders[0]
+            own = holders & self._free
+            slot = min(own or self._free)
+            sources = holders - copies
+            source = slot if own or not sources else min(sources)
             if source != slot:
                 copies.add(slot)
-            admissions.append(Admission(request, index, slot, source, not holders))
-            self._resident[slot] = request
+            admissions.append(Admission(request, index, slot, source, not sources))
+            self._free.remove(slot)
+            self._hold(slot, request)
             self.running[slot] = Running(request, index)
         return admissions
 
     def release(self, slot: int) -> Running:
         """Frees a slot; its prompt stays resident until the slot is used again."""
-        self._free = sorted([*self._free, slot])
+        self._free.add(slot)
         return self.running.pop(slot)
 
     def cancel(self, samples: Set[SampleId] | None = None) -> list[Running]:
@@ -135,3 +135,13 @@ class Scheduler:
             else:
                 self._queue.append((request, index))
         return taken
+
+    def _hold(self, slot: int, request: Request) -> None:
+        """Notes that a slot's cache holds the prompt of a request now."""
+        if (before := self._resident.get(slot)) is not None:
+            slots = self._holders[id(before)]
+            slots.remove(slot)
+            if not slots:
+                del self._holders[id(before)]
+        self._resident[slot] = request
+        self._holders.setdefault(id(request), set()).add(slot)

@@ -23,9 +23,9 @@ def rollout_metrics(
     rewards = [e.reward for e in episodes if e.reward is not None]
     lengths = [e.num_sampled for e in episodes]
     stopped = [not e.truncated for e in episodes]
-    tokens = [e.tokens for e in episodes]
-    ages = [version - int(each.versions.max()) for each in tokens]
-    masses = np.concatenate([each.log_masses[each.sampled] for each in tokens])
+    newest = [max(int(t.sampled.versions.max()) for t in e.turns) for e in episodes]
+    ages = [version - each for each in newest]
+    masses = np.concatenate([t.sampled.log_masses for e in episodes for t in e.turns])
     return {
         "reward/trained_mean": float(np.mean(rewards)),
         "rollout/completion_length": float(np.mean(lengths)),

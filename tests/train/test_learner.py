@@ -77,13 +77,6 @@ def build(
     return learner, training.create(params, learner.optimizer, learner.layout)
 
 
-@pytest.fixture(autouse=True)
-def _restore_mesh():
-    before = jax.sharding.get_mesh()
-    yield
-    jax.set_mesh(before)
-
-
 def train(
     mesh_spec: str, steps: int, *, rows: int = 8, num_devices: int = 8
 ) -> np.ndarray:

@@ -1,11 +1,9 @@
 """Steps that leave episodes under way: which groups they take, and what resumes."""
 
 import dataclasses
-import importlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from types import ModuleType
 
 import jax
 import numpy as np
@@ -14,8 +12,7 @@ import pytest
 from jaxrl_post.envs import Task, WorkerPool
 from jaxrl_post.rollout.flight import ChangedTaskError
 from jaxrl_post.train.config import RLConfig
-from tests.train.test_rl import E2E, assert_same
-from tests.train.trainers import RL, changed, make_trainer
+from tests.train.trainers import RL, assert_same, changed, make_trainer
 
 # Slow machines change nothing: judges have half a minute.
 CONFIG = changed(
@@ -24,23 +21,9 @@ CONFIG = changed(
 
 
 @pytest.fixture(scope="module")
-def coin() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(E2E))
-        yield importlib.import_module("coin")
-
-
-@pytest.fixture(scope="module")
 def judges(coin) -> Iterator[WorkerPool]:
     with WorkerPool(coin.Relay()) as pool:
         yield pool
-
-
-@pytest.fixture(autouse=True)
-def _restore_mesh():
-    before = jax.sharding.get_mesh()
-    yield
-    jax.set_mesh(before)
 
 
 def facts(metrics: dict[str, float]) -> dict[str, float]:

@@ -1,11 +1,8 @@
 """The loop, step by step: what is collected, what is trained on, and what is not."""
 
 import dataclasses
-import importlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
 import jax
 import numpy as np
@@ -15,45 +12,26 @@ from jaxrl_post.envs import WorkerPool
 from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.batch import GroupFacts
-from jaxrl_post.rollout.episode import with_turn
 from jaxrl_post.rollout.queue import GroupQueue
 from jaxrl_post.train.config import AlgorithmConfig, ConfigError, RLConfig
 from jaxrl_post.train.distill_config import DistillConfig
 from jaxrl_post.train.learner import DivergenceError
 from jaxrl_post.train.scores import FailedRolloutsError
 from jaxrl_post.train.updater import row_tokens
-from tests.train.trainers import RL, changed, make_trainer
-
-E2E = Path(__file__).parents[1] / "e2e"
-
-
-@pytest.fixture(scope="module")
-def coin() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(E2E))
-        yield importlib.import_module("coin")
+from tests.train.trainers import (
+    RL,
+    assert_same,
+    changed,
+    host,
+    make_trainer,
+    with_last_turn,
+)
 
 
 @pytest.fixture(scope="module")
 def judges(coin) -> Iterator[WorkerPool]:
     with WorkerPool(coin.Coin()) as pool:
         yield pool
-
-
-@pytest.fixture(autouse=True)
-def _restore_mesh():
-    before = jax.sharding.get_mesh()
-    yield
-    jax.set_mesh(before)
-
-
-def host(tree) -> list[np.ndarray]:
-    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-def assert_same(left, right) -> None:
-    for one, other in zip(host(left), host(right), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_dynamic_sampling_trains_on_spread_and_keeps_the_surplus(coin, judges):
@@ -336,7 +314,7 @@ def test_a_step_of_which_everything_was_cut_says_so(coin, judges):
         dataclasses.replace(
             group,
             episodes=tuple(
-                with_turn(e, finish_reason="length") for e in group.episodes
+                with_last_turn(e, finish_reason="length") for e in group.episodes
             ),
         )
         for group in groups
@@ -609,7 +587,7 @@ def test_gdpo_normalises_each_part_of_the_reward(coin):
         plain = [
             dataclasses.replace(
                 group,
-                episodes=tuple(with_turn(e, rewards={}) for e in group.episodes),
+                episodes=tuple(with_last_turn(e, rewards={}) for e in group.episodes),
             )
             for group in groups
         ]

@@ -25,13 +25,6 @@ CONFIG = ModelConfig(
 SPECS = models.param_specs(CONFIG)
 
 
-@pytest.fixture(autouse=True)
-def _restore_mesh():
-    before = jax.sharding.get_mesh()
-    yield
-    jax.set_mesh(before)
-
-
 def routing(assigned, probability, tokens, squared=0.0):
     layers = len(assigned)
     return Routing(

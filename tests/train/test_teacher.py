@@ -278,13 +278,6 @@ def begin(
     return learner, training.create(params, learner.optimizer, learner.layout)
 
 
-@pytest.fixture(autouse=True)
-def _restore_mesh():
-    before = jax.sharding.get_mesh()
-    yield
-    jax.set_mesh(before)
-
-
 def uneven():
     """Two microbatches; of the first one row counts, so some devices have nothing."""
     packed = packing.pack(sequences(), 8 * 2, 16)

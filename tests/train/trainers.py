@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_post import models
 from jaxrl_post.algorithms import Algorithm
@@ -12,6 +13,7 @@ from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Environment, WorkerPool
 from jaxrl_post.models import ModelConfig
+from jaxrl_post.rollout.episode import Episode
 from jaxrl_post.sampler import Engine
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.train import rl
@@ -143,3 +145,20 @@ def make_trainer(
 def changed(section: str, **values) -> RLConfig:
     """RL with other values in one of its sections."""
     return replace(RL, **{section: replace(getattr(RL, section), **values)})
+
+
+def with_last_turn(episode: Episode, **changes) -> Episode:
+    """The episode with another last turn."""
+    last = replace(episode.turns[-1], **changes)
+    return replace(episode, turns=(*episode.turns[:-1], last))
+
+
+def host(tree) -> list[np.ndarray]:
+    """Copies of the leaves of a tree."""
+    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def assert_same(left, right) -> None:
+    """Two trees are equal to the last bit."""
+    for one, other in zip(host(left), host(right), strict=True):
+        np.testing.assert_array_equal(one, other)
