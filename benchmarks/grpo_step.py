@@ -32,18 +32,18 @@ from rich.table import Table
 
 from benchmarks.machine import machine
 from jaxrl_post import algorithms, models
+from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.data import packing
+from jaxrl_post.learner import state as training
+from jaxrl_post.learner.learner import Learner
+from jaxrl_post.learner.model import versions
+from jaxrl_post.learner.step import Policy
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.models.presets import PRESETS
+from jaxrl_post.pretrained.presets import PRESETS
+from jaxrl_post.rollout.weights import publish
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.tokens import Tokens
-from jaxrl_post.train import state as training
-from jaxrl_post.train.learner import Learner
-from jaxrl_post.train.optimizer_config import OptimizerConfig
-from jaxrl_post.train.publish import publish
-from jaxrl_post.train.session import versions
-from jaxrl_post.train.step import Policy
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 8, 16, 64
 

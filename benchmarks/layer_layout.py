@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl_post import models
+from jaxrl_post.learner.model import versions
 from jaxrl_post.models import KVCache, decoder
 from jaxrl_post.models.cache import LayerCache
-from jaxrl_post.models.presets import PRESETS
 from jaxrl_post.models.rope import rope_tables
+from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.sharding import DEFAULT_RULES
-from jaxrl_post.train.session import versions
 
 SLOTS, CACHE, ROWS, STEPS = 64, 80, 16, 16
 

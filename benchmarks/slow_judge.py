@@ -24,8 +24,8 @@ from rich.table import Table
 
 from benchmarks.machine import machine
 from jaxrl_post.envs import Message, Step, Task, TaskSequence, response
-from jaxrl_post.train.run_directory import read_rows
-from jaxrl_post.train.session import versions
+from jaxrl_post.learner.model import versions
+from jaxrl_post.records.directory import read_rows
 from launch import grpo
 
 PROMPTS, SAMPLES = 8, 8

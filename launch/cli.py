@@ -74,7 +74,7 @@ def main(program: Program[Any], arguments: list[str] | None = None) -> int:
 
     Args:
         program: its function takes `should_stop` too, and returns a
-            `jaxrl_post.train.run.Outcome`.
+            `jaxrl_post.programs.run.Outcome`.
         arguments: default sys.argv.
 
     Returns:

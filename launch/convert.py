@@ -7,7 +7,7 @@ from typing import Any
 
 import tyro
 
-from jaxrl_post.train.convert_config import ConvertConfig
+from jaxrl_post.config.convert import ConvertConfig
 from launch import cli
 
 
@@ -15,8 +15,8 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """What runs the program."""
     # Host memory is enough, and an accelerator may be busy with the run itself.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from jaxrl_post.train.convert import convert
-    from jaxrl_post.train.run import RUN_ERRORS
+    from jaxrl_post.programs.convert import convert
+    from jaxrl_post.programs.run import RUN_ERRORS
 
     return convert, RUN_ERRORS
 

@@ -2,8 +2,8 @@
 
 import sys
 
-from jaxrl_post.train.config import AlgorithmConfig, RLConfig
-from jaxrl_post.train.option_checks import check_options
+from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.run import AlgorithmConfig, RLConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.recipes.demo import distill_demo

@@ -6,14 +6,14 @@ from typing import Any
 
 import tyro
 
-from jaxrl_post.train.evaluate_config import EvaluateConfig, check_evaluation
+from jaxrl_post.config.evaluate import EvaluateConfig, check_evaluation
 from launch import cli
 
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """What runs the program."""
-    from jaxrl_post.train.evaluate import run_evaluation
-    from jaxrl_post.train.run import RUN_ERRORS
+    from jaxrl_post.programs.evaluate import run_evaluation
+    from jaxrl_post.programs.run import RUN_ERRORS
 
     return run_evaluation, RUN_ERRORS
 

@@ -25,8 +25,8 @@ class ReportConfig:
 
 def report(config: ReportConfig, *, console: Console, command: str = "") -> None:
     """Writes report.html and says where it is."""
-    from jaxrl_post.train.report import write_report
-    from jaxrl_post.train.run_directory import RunDirectory
+    from jaxrl_post.records.directory import RunDirectory
+    from jaxrl_post.records.report import write_report
 
     del command
     path = write_report(RunDirectory(Path(config.run_dir)), title=config.title)

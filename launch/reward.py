@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_post.train.option_checks import check_options
-from jaxrl_post.train.reward_config import RewardConfig
+from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.reward import RewardConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.training import beginning
@@ -16,8 +16,8 @@ from launch.training import beginning
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """What runs the program."""
-    from jaxrl_post.train.offline import run_reward
-    from jaxrl_post.train.run import RUN_ERRORS
+    from jaxrl_post.programs.offline import run_reward
+    from jaxrl_post.programs.run import RUN_ERRORS
 
     return run_reward, RUN_ERRORS
 

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_post.train.config import SFTConfig
-from jaxrl_post.train.option_checks import check_options
+from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.run import SFTConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.training import beginning
@@ -13,8 +13,8 @@ from launch.training import beginning
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """What runs the program."""
-    from jaxrl_post.train.offline import run_sft
-    from jaxrl_post.train.run import RUN_ERRORS
+    from jaxrl_post.programs.offline import run_sft
+    from jaxrl_post.programs.run import RUN_ERRORS
 
     return run_sft, RUN_ERRORS
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_post.train.config import RunConfig
+from jaxrl_post.config.run import RunConfig
 from launch.cli import given
 from launch.recipes.beginnings import Rates, begun
 
@@ -43,7 +43,7 @@ def beginning[Config: RunConfig](
 
 def online() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """What runs the programs that sample, as `Program.load`."""
-    from jaxrl_post.train.online import run_rl
-    from jaxrl_post.train.run import RUN_ERRORS
+    from jaxrl_post.programs.online import run_rl
+    from jaxrl_post.programs.run import RUN_ERRORS
 
     return run_rl, RUN_ERRORS

@@ -12,6 +12,7 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 from tests import typecheck
@@ -26,3 +27,11 @@ jax.config.update("jax_compilation_cache_dir", _CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 install_import_hook("jaxrl_post", f"{typecheck.__name__}.checked")
+
+
+@pytest.fixture(autouse=True)
+def _restore_mesh():
+    """What a test sets as the mesh is not there for the next."""
+    before = jax.sharding.get_mesh()
+    yield
+    jax.set_mesh(before)

@@ -11,7 +11,7 @@ from jaxrl_post.envs.env import (
     TaskSequence,
     response,
 )
-from jaxrl_post.envs.workers import Outcome, WorkerPool, WorkerStartError
+from jaxrl_post.envs.workers.pool import Outcome, WorkerPool, WorkerStartError
 
 __all__ = [
     "Answer",

@@ -9,11 +9,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl_post.envs.arithmetic import Arithmetic
 from jaxrl_post.envs.env import Environment
-from jaxrl_post.envs.gsm8k import GSM8K
-from jaxrl_post.envs.prompt_answers import PromptAnswers
-from jaxrl_post.envs.reasoning_gym import ReasoningGym
+from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+from jaxrl_post.envs.tasks.gsm8k import GSM8K
+from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
+from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
 
 __all__ = ["make"]
 

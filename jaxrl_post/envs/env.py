@@ -1,7 +1,7 @@
 """The contract between a policy and what it is trained on: tasks, turns and rewards.
 
 An environment speaks messages, never token ids, and knows nothing of jax: its `step`
-runs in a worker process of `jaxrl_post.envs.workers`, which owns the deadline.
+runs in a worker process of `jaxrl_post.envs.workers.pool`, which owns the deadline.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Rubric:
         ValueError: if there is no criterion, one is named "own", or a weight is not
             finite.
 
-    >>> from jaxrl_post.envs.arithmetic import Arithmetic
+    >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
     >>> def length(task, conversation):
     ...     return float(len(conversation[-1].content))
     >>> environment = Rubric(Arithmetic(), {"length": Criterion(length, weight=-0.01)})

@@ -1,5 +1,12 @@
-"""Decoder-only language models as pure functions, and their checkpoints."""
+"""Decoder-only language models as pure functions."""
 
+from jaxrl_post.models.adapters.lora import (
+    LoRAConfig,
+    adapted,
+    initialize_adapter,
+    merged,
+)
+from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.cache import KVCache
 from jaxrl_post.models.config import (
     Head,
@@ -16,19 +23,11 @@ from jaxrl_post.models.decoder import (
     unembedding,
     values,
 )
-from jaxrl_post.models.errors import CheckpointError, CheckpointWarning
 from jaxrl_post.models.experts import Routing
-from jaxrl_post.models.hf import load_pretrained, save_pretrained
-from jaxrl_post.models.lora import LoRAConfig, adapted, initialize_adapter, merged
-from jaxrl_post.models.orbax_files import save_orbax
 from jaxrl_post.models.params import DecoderParams, param_specs
-from jaxrl_post.models.peft_files import load_adapter, save_adapter
-from jaxrl_post.models.quantized import quantize
 from jaxrl_post.models.spec import ParamSpec, abstract, initialize
 
 __all__ = [
-    "CheckpointError",
-    "CheckpointWarning",
     "DecoderParams",
     "Head",
     "KVCache",
@@ -46,15 +45,10 @@ __all__ = [
     "forward_with_routing",
     "initialize",
     "initialize_adapter",
-    "load_adapter",
-    "load_pretrained",
     "logits",
     "merged",
     "param_specs",
     "quantize",
-    "save_adapter",
-    "save_orbax",
-    "save_pretrained",
     "unembedding",
     "values",
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_post.envs.env import Message, Step, Task
-from jaxrl_post.envs.workers import Outcome
+from jaxrl_post.envs.workers.pool import Outcome
 from jaxrl_post.rollout import flight as flights
 from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.rollout.flight import Flight, Limits

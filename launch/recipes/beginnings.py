@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from jaxrl_post.train.config import CriticConfig, RLConfig, RunConfig, WarmStartConfig
+from jaxrl_post.config.run import CriticConfig, RLConfig, RunConfig, WarmStartConfig
 
 __all__ = ["Rates", "begun"]
 

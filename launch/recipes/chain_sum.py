@@ -9,14 +9,14 @@ from 31, 22 and 37 % of 200 held-out problems to 58, 50 and 60 %. In the first 1
 the accuracy falls; most of the rise comes as the learning rate decays.
 """
 
-from jaxrl_post.train.config import (
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.run import (
     EvalConfig,
     RLConfig,
     RolloutConfig,
     UpdateConfig,
     WarmStartConfig,
 )
-from jaxrl_post.train.optimizer_config import OptimizerConfig
 
 __all__ = ["chain_sum"]
 

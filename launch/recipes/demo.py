@@ -7,7 +7,8 @@ than chance. Nothing but the reward tells it to do better than its teacher.
 
 from dataclasses import replace
 
-from jaxrl_post.train.config import (
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.run import (
     AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
@@ -17,7 +18,6 @@ from jaxrl_post.train.config import (
     UpdateConfig,
     WarmStartConfig,
 )
-from jaxrl_post.train.optimizer_config import OptimizerConfig
 
 __all__ = ["demo", "distill_demo", "ppo_demo"]
 

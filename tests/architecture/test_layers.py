@@ -54,7 +54,7 @@ def test_no_import_has_a_side_effect(package):
 
 def test_environments_never_load_jax():
     program = (
-        "import sys, jaxrl_post.envs, jaxrl_post.envs.worker\n"
+        "import sys, jaxrl_post.envs, jaxrl_post.envs.workers.worker\n"
         "loaded = {name.partition('.')[0] for name in sys.modules}\n"
         "assert not loaded & {'jax', 'jaxlib', 'flax', 'jaxtyping', 'numpy'}, loaded"
     )

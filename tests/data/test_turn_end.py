@@ -11,7 +11,7 @@ from jaxrl_post.data.preferences import Judged, Preference
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.turn_end import find_turn_end
 from jaxrl_post.envs import Message
-from jaxrl_post.train.examples import Judgements, Pairs
+from jaxrl_post.examples.packed import Judgements, Pairs
 
 PARITY = Path(__file__).parents[1] / "parity"
 CHATS = json.loads((PARITY / "fixtures" / "chat.json").read_text(encoding="utf-8"))

@@ -7,18 +7,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl_post.models import (
-    MixtureOfExperts,
-    ModelConfig,
-    initialize,
-    load_pretrained,
-    param_specs,
-    save_pretrained,
-)
-from jaxrl_post.models.lora import merged
+from jaxrl_post import pretrained
+from jaxrl_post.models import MixtureOfExperts, ModelConfig, initialize, param_specs
+from jaxrl_post.models.adapters.lora import merged
+from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.matrix import matrices
-from jaxrl_post.models.peft_files import load_adapter
-from jaxrl_post.models.quantized import quantize
+from jaxrl_post.pretrained.peft.files import load_adapter
 from launch import grpo
 from tests.parity.train_families import character_tokenizer
 
@@ -49,7 +43,7 @@ def _restore_mesh():
 def test_two_steps_the_second_taken_again(tmp_path):
     params, run = initialize(jax.random.key(0), param_specs(CONFIG)), tmp_path / "run"
     source = tmp_path / "source"
-    save_pretrained(source, CONFIG, params, tokenizer=character_tokenizer())
+    pretrained.save(source, CONFIG, params, tokenizer=character_tokenizer())
     command = [f"--run-dir={run}", f"--model={source}", *OPTIONS, "--steps=2"]
     found = []
     for _ in range(2):
@@ -62,7 +56,7 @@ def test_two_steps_the_second_taken_again(tmp_path):
         np.testing.assert_array_equal(value, right[name], err_msg=name)
 
     # What is saved is the quantised base with the change, by itself and merged.
-    config, model = load_pretrained(run / "model")
+    config, model = pretrained.load(run / "model")
     lora, adapter = load_adapter(run / "adapter", config)
     expected = matrices(merged(quantize(params), adapter, config, lora))
     for path, value in matrices(model).items():

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_post.models import load_pretrained
+from jaxrl_post import pretrained
 from tests.parity.train_families import train
 
 FIXTURES = Path(__file__).parents[1] / "parity" / "fixtures"
@@ -29,8 +29,8 @@ def _restore_mesh():
 @pytest.mark.parametrize("name", KINDS)
 def test_two_steps_resumed_and_saved(name, tmp_path):
     model = train(FIXTURES / name, tmp_path)
-    before_config, before = load_pretrained(FIXTURES / name, dtype="float32")
-    config, params = load_pretrained(model)
+    before_config, before = pretrained.load(FIXTURES / name, dtype="float32")
+    config, params = pretrained.load(model)
     assert config == before_config
     moved = jax.tree.map(
         lambda new, old: float(np.abs(new - old).max()), params, before

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl_post import models
+from jaxrl_post import models, pretrained
 from jaxrl_post.conversations import Message
 from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.train.run_directory import read_rows
+from jaxrl_post.records.directory import read_rows
 from tests.e2e.conftest import QUICK
 
 CONFIG = ModelConfig(
@@ -68,7 +68,7 @@ def made(folder: Path, seed: int) -> Path:
     """A Hugging Face directory; all have one tokenizer."""
     params = models.initialize(jax.random.key(seed), models.param_specs(CONFIG))
     tokenizer = Tokenizer.train(["train 12=12 34", "yes no"], vocab_size=320)
-    models.save_pretrained(folder, CONFIG, params, tokenizer=tokenizer)
+    pretrained.save(folder, CONFIG, params, tokenizer=tokenizer)
     return folder
 
 
@@ -220,7 +220,7 @@ def test_a_process_reward_model_finds_wrong_steps(program, inputs, tmp_path):
     config = json.loads((run / "model" / "config.json").read_text())
     [architecture] = config["architectures"]
     assert architecture.endswith("ForTokenClassification")
-    config, params = models.load_pretrained(run / "model")
+    config, params = pretrained.load(run / "model")
     tokenizer = Tokenizer.from_directory(run / "model")
     steps = ["1+1=2", "2+1=3", "3+1=5"]
     sequence = judged_tokens(tokenizer, [Message("user", "7:")], steps, [0] * 3, "\n")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl_post import models
+from jaxrl_post import models, pretrained
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.train.checkpoint import Checkpoints
-from jaxrl_post.train.run_directory import read_rows
+from jaxrl_post.records.directory import read_rows
 from tests.e2e.conftest import QUICK, ROOT, surroundings
 
 # Eight query and four key/value heads, so that tp4 divides both.
@@ -33,7 +33,7 @@ def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf") / "model"
     params = models.initialize(jax.random.key(0), models.param_specs(CONFIG))
     tokenizer = Tokenizer.train([QUESTION] * 3, vocab_size=CONFIG.vocab_size)
-    models.save_pretrained(folder, CONFIG, params, tokenizer=tokenizer)
+    pretrained.save(folder, CONFIG, params, tokenizer=tokenizer)
     return folder
 
 

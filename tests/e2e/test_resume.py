@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl_post.train.run_directory import read_rows
+from jaxrl_post.records.directory import read_rows
 from tests.e2e.conftest import QUICK
 
 STEPS = 24

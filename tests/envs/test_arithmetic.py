@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jaxrl_post.envs import Message
-from jaxrl_post.envs.arithmetic import LEVELS, Arithmetic
+from jaxrl_post.envs.tasks.arithmetic import LEVELS, Arithmetic
 
 
 def prompt(task) -> str:

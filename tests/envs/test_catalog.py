@@ -1,9 +1,9 @@
 import pytest
 
 from jaxrl_post.envs import make
-from jaxrl_post.envs.arithmetic import Arithmetic
-from jaxrl_post.envs.gsm8k import GSM8K
-from jaxrl_post.envs.reasoning_gym import ReasoningGym
+from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+from jaxrl_post.envs.tasks.gsm8k import GSM8K
+from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
 
 
 def test_arithmetic():

@@ -66,10 +66,10 @@ CHOICES = [
 
 
 def test_values_outside_their_type_are_named():
-    program = "from jaxrl_post.envs.arithmetic import Arithmetic\n"
+    program = "from jaxrl_post.envs.tasks.arithmetic import Arithmetic\n"
     program += "from jaxrl_post.envs.env import Message\n"
-    program += "from jaxrl_post.envs.gsm8k import GSM8K\n"
-    program += "from jaxrl_post.envs.math_answers import final_answer\n"
+    program += "from jaxrl_post.envs.tasks.gsm8k import GSM8K\n"
+    program += "from jaxrl_post.envs.tasks.math_answers import final_answer\n"
     program += "from jaxrl_post.jsonl import read_jsonl\n"
     for expression, _ in CHOICES:
         program += f"try:\n  {expression}\n"
@@ -88,10 +88,10 @@ def test_values_outside_their_type_are_named():
 def test_importing_environments_imports_neither_jax_nor_numpy_nor_an_extra():
     program = (
         "import sys, pkgutil, importlib, jaxrl_post.envs as envs\n"
-        "for each in pkgutil.iter_modules(envs.__path__):\n"
-        "    importlib.import_module(f'jaxrl_post.envs.{each.name}')\n"
+        "for each in pkgutil.walk_packages(envs.__path__, 'jaxrl_post.envs.'):\n"
+        "    importlib.import_module(each.name)\n"
         "found = {'jax', 'numpy', 'math_verify', 'reasoning_gym'} & set(sys.modules)\n"
-        "assert 'jaxrl_post.envs.worker' in sys.modules\n"
+        "assert 'jaxrl_post.envs.workers.worker' in sys.modules\n"
         "sys.exit(f'imported {found}' if found else 0)\n"
     )
     ran = subprocess.run(

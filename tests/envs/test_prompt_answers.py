@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from jaxrl_post.envs import Message, WorkerPool, make
-from jaxrl_post.envs.graders import Grader
-from jaxrl_post.envs.prompt_answers import PromptAnswers
+from jaxrl_post.envs.tasks.graders import Grader
+from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(60)]
 

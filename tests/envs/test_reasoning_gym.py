@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from jaxrl_post.envs import Message, WorkerPool, reasoning_gym
-from jaxrl_post.envs.reasoning_gym import ReasoningGym
+from jaxrl_post.envs import Message, WorkerPool
+from jaxrl_post.envs.tasks import reasoning_gym
+from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
 
 
 def small(task: str, options: Mapping[str, Any] | None = None, seed: int = 0):

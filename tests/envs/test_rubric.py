@@ -1,8 +1,8 @@
 import pytest
 
 from jaxrl_post.envs import Message, NeedsPreparation, Step, WorkerPool
-from jaxrl_post.envs.arithmetic import Arithmetic
 from jaxrl_post.envs.rubric import Criterion, Rubric
+from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 
 
 def length(task, conversation) -> float:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from jaxrl_post.envs import Message, Step
-from jaxrl_post.envs.wire import (
+from jaxrl_post.envs.workers.wire import (
     decode_step,
     encode_step,
     receive_frame,

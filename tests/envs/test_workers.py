@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jaxrl_post.envs import Message, Task, WorkerPool, WorkerStartError
-from jaxrl_post.envs.arithmetic import Arithmetic
+from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 
 TASK = Task(0, (Message("user", "do something"),), "")
 # For waits that end at once unless something is broken.

@@ -5,8 +5,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxrl_post import pretrained
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.models import ModelConfig, initialize, param_specs, save_pretrained
+from jaxrl_post.models import ModelConfig, initialize, param_specs
 
 CONFIG = ModelConfig(
     "llama", 264, 16, 24, 1, num_heads=2, num_kv_heads=2, max_length=64
@@ -25,5 +26,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "model"
     params = initialize(jax.random.key(0), param_specs(CONFIG))
     tokenizer = Tokenizer.train(["eval 0: ab", "train 1: ab"] * 3, vocab_size=264)
-    save_pretrained(folder, CONFIG, params, tokenizer=tokenizer)
+    pretrained.save(folder, CONFIG, params, tokenizer=tokenizer)
     return folder

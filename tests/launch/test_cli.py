@@ -9,16 +9,16 @@ import signal
 import pytest
 from rich.console import Console
 
-from jaxrl_post.train.config import (
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.run import (
     AlgorithmConfig,
     DataConfig,
     RLConfig,
     RolloutConfig,
     SFTConfig,
 )
-from jaxrl_post.train.optimizer_config import OptimizerConfig
-from jaxrl_post.train.run import Outcome
-from jaxrl_post.train.run_directory import RunDescription, RunDirectory
+from jaxrl_post.programs.run import Outcome
+from jaxrl_post.records.directory import RunDescription, RunDirectory
 from launch import cli, grpo, sft
 from launch.recipes.chain_sum import chain_sum
 from launch.recipes.demo import demo

@@ -13,25 +13,24 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from jaxrl_post import models
-from jaxrl_post.data.prompts import task_indices
-from jaxrl_post.models import load_pretrained
-from jaxrl_post.models.lora import adapter_specs, initialize_adapter, merged
-from jaxrl_post.models.quantized import quantize
-from jaxrl_post.train.adapters import lora_of
-from jaxrl_post.train.checkpoint import Checkpoints
-from jaxrl_post.train.config import (
+from jaxrl_post import models, pretrained
+from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.reward import RewardConfig
+from jaxrl_post.config.run import (
     CheckpointConfig,
     CriticConfig,
     RLConfig,
     SFTConfig,
 )
-from jaxrl_post.train.lora_config import AdapterConfig
-from jaxrl_post.train.offline import run_sft
-from jaxrl_post.train.optimizer_config import OptimizerConfig
-from jaxrl_post.train.reward_config import RewardConfig
-from jaxrl_post.train.run_directory import RunDescription, RunDirectory
-from jaxrl_post.train.state import create, make_optimizer
+from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.learner.adapters import lora_of
+from jaxrl_post.learner.checkpoint import Checkpoints
+from jaxrl_post.learner.state import create, make_optimizer
+from jaxrl_post.models.adapters.lora import adapter_specs, initialize_adapter, merged
+from jaxrl_post.models.adapters.quantized import quantize
+from jaxrl_post.programs.offline import run_sft
+from jaxrl_post.records.directory import RunDescription, RunDirectory
 from launch import convert
 
 ROOT = Path(__file__).parents[2]
@@ -76,8 +75,8 @@ def test_a_directory_in_another_dtype_and_in_shards(model, tmp_path, capsys):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "made" / name).read_bytes() == (source / name).read_bytes()
     assert (tmp_path / "made" / "merges.txt").read_text() == "a b\n"
-    config, params = load_pretrained(tmp_path / "made")
-    assert config == load_pretrained(source)[0]
+    config, params = pretrained.load(tmp_path / "made")
+    assert config == pretrained.load(source)[0]
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
 
 
@@ -197,7 +196,7 @@ def test_a_reward_model_keeps_its_head(trained, tmp_path, head):
     """The checkpoints of a run that began with a language model, whose head is new."""
     initial = tmp_path / "run" / "initial"
     shutil.copytree(trained / "model", initial)
-    config, backbone = load_pretrained(initial, head=head)
+    config, backbone = pretrained.load(initial, head=head)
     specs = models.param_specs(config)
     params = jax.tree.map(lambda leaf: leaf + 0.25, backbone)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
@@ -209,7 +208,7 @@ def test_a_reward_model_keeps_its_head(trained, tmp_path, head):
         RunDescription("", "demo", 0, "", {}, dataclasses.asdict(settings), head)
     )
     assert run(tmp_path / "run", tmp_path / "made") == 0
-    found_config, found = load_pretrained(tmp_path / "made")
+    found_config, found = pretrained.load(tmp_path / "made")
     assert found_config == config
     assert found_config.head == head
     jax.tree.map(np.testing.assert_array_equal, found, params)
@@ -236,7 +235,7 @@ def test_an_adapter_and_its_head_are_merged(
     shutil.copytree(trained / "model", folder / "initial")
     lora = AdapterConfig(rank=2, alpha=4.0, quantize=kind)
     settings = dataclasses.replace(settings, run_dir=str(folder), lora=lora)
-    config, base = load_pretrained(
+    config, base = pretrained.load(
         folder / "initial", head=None if head == "lm" else head, dtype=settings.dtype
     )
     if kind is not None:
@@ -253,7 +252,7 @@ def test_an_adapter_and_its_head_are_merged(
         RunDescription("", "demo", 0, "", {}, dataclasses.asdict(settings), saved)
     )
     assert run(folder, tmp_path / "made") == 0
-    found_config, found = load_pretrained(tmp_path / "made")
+    found_config, found = pretrained.load(tmp_path / "made")
     assert found_config == dataclasses.replace(config, head=saved)
     expected = merged(base, adapter, config, made)
     assert found.embedding.dtype == jnp.dtype(settings.dtype or "bfloat16")

@@ -7,11 +7,11 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxrl_post.train.config import ConfigError
-from jaxrl_post.train.evaluate import sampling_of
-from jaxrl_post.train.evaluate_config import EvaluateConfig
-from jaxrl_post.train.scores import interval_over_tasks
-from jaxrl_post.train.session import open_model
+from jaxrl_post.config.evaluate import EvaluateConfig
+from jaxrl_post.config.run import ConfigError
+from jaxrl_post.learner.model import open_model
+from jaxrl_post.programs.evaluate import sampling_of
+from jaxrl_post.programs.scores import interval_over_tasks
 from launch import cli, evaluate
 
 

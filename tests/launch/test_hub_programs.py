@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxrl_post import models
+from jaxrl_post import pretrained
+from jaxrl_post.config.plan import PlanConfig, PlanError
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.programs.plan import plan
 from launch import convert, dpo, evaluate, sft
-from launch.plan_compile import plan
-from launch.plan_config import PlanConfig, PlanError
 from tests.hub_server import Hub, commit_of, serving
 
 PAIRS = "".join(
@@ -61,8 +61,8 @@ def test_a_run_from_the_hub_goes_on_from_the_commit_with_which_it_began(
     assert described["hub"] == {"Org/tiny": commit_of("main")}
     # Nothing else names the architecture of its checkpoint.
     assert convert.main([f"--input={run}", "--output=converted"]) == 0
-    _, params = models.load_pretrained("converted")
-    _, trained = models.load_pretrained(run / "model")
+    _, params = pretrained.load("converted")
+    _, trained = pretrained.load(run / "model")
     assert (params.embedding == trained.embedding).all()
     assert Tokenizer.from_directory("converted").stop_ids == (1,)
 
@@ -100,8 +100,8 @@ def test_a_conversion_from_the_hub(served, tmp_path, model):
     target = tmp_path / "converted"
     options = ["--input=Org/tiny", f"--revision={commit_of('main')}"]
     assert convert.main([*options, f"--output={target}", "--format=orbax"]) == 0
-    config, _ = models.load_pretrained(target)
-    assert config == models.load_pretrained(model)[0]
+    config, _ = pretrained.load(target)
+    assert config == pretrained.load(model)[0]
 
 
 def test_a_plan_fetches_the_configuration_alone(served):

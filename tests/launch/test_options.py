@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from jaxrl_post.train.config import RLConfig, SFTConfig
-from jaxrl_post.train.option_checks import check_options
+from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.run import RLConfig, SFTConfig
 from launch import cli, distill, dpo, evaluate, grpo, ppo, reward, sft
 from launch.recipes.demo import demo, distill_demo, ppo_demo
 

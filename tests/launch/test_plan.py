@@ -14,20 +14,23 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post import models
 from jaxrl_post.algorithms import grpo
+from jaxrl_post.config import plan as plan_config
+from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.learner import learner as learning
+from jaxrl_post.learner import state as training
+from jaxrl_post.learner.adapters import with_adapter
+from jaxrl_post.learner.model import Model
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.models.families import write_config
+from jaxrl_post.pretrained.families import write_config
+from jaxrl_post.programs import plan as plan_compile
+from jaxrl_post.programs import plan_programs
+from jaxrl_post.programs.hlo import Collective, collectives
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
-from jaxrl_post.train import learner as learning
-from jaxrl_post.train import state as training
-from jaxrl_post.train.adapters import with_adapter
-from jaxrl_post.train.config import UpdateConfig
-from jaxrl_post.train.lora_config import AdapterConfig
-from jaxrl_post.train.optimizer_config import OptimizerConfig
-from jaxrl_post.train.session import Model
 from jaxrl_post.types import TokenBatch
-from launch import plan, plan_compile, plan_config, plan_programs
-from launch.hlo import Collective, collectives
+from launch import plan
 
 CONFIG = ModelConfig("llama", 128, 64, 128, 1, num_heads=4, num_kv_heads=2)
 # Embedding and unembedding, attention, MLP, norms.
@@ -226,6 +229,7 @@ def test_a_step_that_does_not_fit_ends_with_status_1(tiny, capsys):
 @tpu_compiler
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_memory_is_what_the_compiler_says(name):
+    plan.load()  # What libtpu reads of the process's environment.
     device = plan_compile.slice_devices(name)[0]
     mesh = create_mesh("dp1", [device])
     large = jax.ShapeDtypeStruct(

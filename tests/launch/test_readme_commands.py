@@ -13,10 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxrl_post import models
+from jaxrl_post import models, pretrained
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.train.run_directory import read_rows
+from jaxrl_post.records.directory import read_rows
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def write_inputs(folder: Path) -> None:
         params = models.initialize(jax.random.key(seed), models.param_specs(CONFIG))
         target = folder / "models" / name
         target.parent.mkdir(exist_ok=True)
-        models.save_pretrained(target, CONFIG, params, tokenizer=tokenizer)
+        pretrained.save(target, CONFIG, params, tokenizer=tokenizer)
     problems = [
         {"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(60)
     ]

@@ -1,7 +1,7 @@
 """`launch.report`: the page again, from the files of a run."""
 
-from jaxrl_post.train.run_directory import RunDirectory
-from jaxrl_post.train.sinks import MetricsLog
+from jaxrl_post.records.directory import RunDirectory
+from jaxrl_post.records.sinks import MetricsLog
 from launch import report
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jaxrl_post import pretrained
 from jaxrl_post.data import chat
 from jaxrl_post.data.tokenizer import EOS, Tokenizer
 from jaxrl_post.envs import Message
-from jaxrl_post.models import ModelConfig, initialize, param_specs, save_pretrained
-from jaxrl_post.train.session import open_model
+from jaxrl_post.learner.model import open_model
+from jaxrl_post.models import ModelConfig, initialize, param_specs
 from launch import evaluate, sft
 
 CONFIG = ModelConfig(
@@ -38,7 +39,7 @@ def base(tmp_path_factory):
         special_tokens={"eos_token": EOS},
     )
     params = initialize(jax.random.key(0), param_specs(CONFIG))
-    save_pretrained(folder, CONFIG, params, tokenizer=tokenizer)
+    pretrained.save(folder, CONFIG, params, tokenizer=tokenizer)
     settings = {"eos_token_id": plain.eos_id}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     return folder

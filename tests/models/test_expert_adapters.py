@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.models import MixtureOfExperts, ModelConfig, forward, param_specs
-from jaxrl_post.models.experts import mixture
-from jaxrl_post.models.lora import (
+from jaxrl_post.models.adapters.lora import (
     Adapted,
     LoRAConfig,
     LoRAParams,
@@ -21,8 +20,9 @@ from jaxrl_post.models.lora import (
     initialize_adapter,
     merged,
 )
+from jaxrl_post.models.adapters.quantized import NF4, Int8, quantize
+from jaxrl_post.models.experts import mixture
 from jaxrl_post.models.matrix import grouped, is_matrix, matrices, part_axes
-from jaxrl_post.models.quantized import NF4, Int8, quantize
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sharding import (
     DEFAULT_RULES,

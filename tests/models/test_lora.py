@@ -15,8 +15,8 @@ from jaxrl_post.models import (
     forward,
     logits,
 )
-from jaxrl_post.models.dora import column_norms
-from jaxrl_post.models.lora import (
+from jaxrl_post.models.adapters.dora import column_norms
+from jaxrl_post.models.adapters.lora import (
     Adapted,
     LoRAConfig,
     LoRAParams,

@@ -17,9 +17,14 @@ from jaxrl_post.models import (
     forward,
     param_specs,
 )
-from jaxrl_post.models.lora import LoRAConfig, adapted, initialize_adapter, merged
+from jaxrl_post.models.adapters.lora import (
+    LoRAConfig,
+    adapted,
+    initialize_adapter,
+    merged,
+)
+from jaxrl_post.models.adapters.quantized import NF4, NF4_VALUES, Int8, quantize
 from jaxrl_post.models.matrix import is_matrix, matrices, multiply
-from jaxrl_post.models.quantized import NF4, NF4_VALUES, Int8, quantize
 from jaxrl_post.sharding import create_mesh, named_shardings, per_device_bytes
 from tests import tiny
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from jaxrl_post.models import forward, values
-from jaxrl_post.models.lora import (
+from jaxrl_post.models.adapters.lora import (
     LoRAConfig,
     adapted,
     adapter_specs,
     initialize_adapter,
     merged,
 )
-from jaxrl_post.models.whole import Whole, whole_specs
+from jaxrl_post.models.adapters.whole import Whole, whole_specs
+from jaxrl_post.rollout.weights import buffer_pointers
 from jaxrl_post.sharding import create_mesh, named_shardings
-from jaxrl_post.train.publish import buffer_pointers
 from tests import tiny
 
 VALUE = dataclasses.replace(tiny.CONFIG, num_layers=1, head="value")

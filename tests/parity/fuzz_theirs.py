@@ -1,7 +1,7 @@
 """Compares mutated checkpoints that loaded with what transformers makes of them.
 
-`tests/models/fuzz_configs.py --keep DIRECTORY` writes them. This runs where torch and
-transformers are:
+`tests/pretrained/fuzz_configs.py --keep DIRECTORY` writes them. This runs where torch
+and transformers are:
 
     python tests/parity/fuzz_theirs.py DIRECTORY
 """

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxrl_post.models import load_pretrained, save_pretrained
+from jaxrl_post import pretrained
 
 
 def main(fixtures: Path, saved: Path) -> None:
     """Writes SAVED/as_stored/NAME and SAVED/float32_shards/NAME for every NAME."""
     for folder in sorted(path.parent for path in fixtures.glob("*/expected.npz")):
-        config, params = load_pretrained(folder)
-        save_pretrained(saved / "as_stored" / folder.name, config, params)
-        config, params = load_pretrained(folder, dtype=jnp.float32)
-        save_pretrained(
+        config, params = pretrained.load(folder)
+        pretrained.save(saved / "as_stored" / folder.name, config, params)
+        config, params = pretrained.load(folder, dtype=jnp.float32)
+        pretrained.save(
             saved / "float32_shards" / folder.name,
             config,
             params,

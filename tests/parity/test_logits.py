@@ -12,15 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.models import (
-    DecoderParams,
-    KVCache,
-    ModelConfig,
-    forward,
-    load_pretrained,
-    logits,
-)
-from jaxrl_post.models.families import FAMILIES
+from jaxrl_post import pretrained
+from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward, logits
+from jaxrl_post.pretrained.families import FAMILIES
 from jaxrl_post.sharding import create_mesh
 
 TOLERANCE = 1e-4
@@ -38,7 +32,7 @@ class Loaded:
 
 @functools.cache
 def load(checkpoint: Path) -> Loaded:
-    config, params = load_pretrained(checkpoint, dtype=jnp.float32)
+    config, params = pretrained.load(checkpoint, dtype=jnp.float32)
     with np.load(checkpoint / "expected.npz") as stored:
         return Loaded(config, params, stored["tokens"], stored["logits"])
 
@@ -201,7 +195,7 @@ def test_a_mesh_changes_nothing(folder):
     """Loaded into shards over tensor and data parallel axes, on eight devices."""
     case = load(folder)
     mesh = create_mesh("dp2,fsdp2,tp2")
-    _, params = load_pretrained(folder, mesh=mesh, dtype=jnp.float32)
+    _, params = pretrained.load(folder, mesh=mesh, dtype=jnp.float32)
     assert params.layers[0].mlp.gate.addressable_shards[0].data.shape == (16, 20)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(case.params), strict=True)
     for sharded, whole in pairs:
@@ -215,7 +209,7 @@ def test_a_mesh_changes_nothing(folder):
 def test_bfloat16_is_near(folder):
     """The dtype that the checkpoint names, and no silent float32 in between."""
     case = load(folder)
-    _, params = load_pretrained(folder)
+    _, params = pretrained.load(folder)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     found = compiled_score(case.config, params, case.tokens)
     error = np.abs(found - case.expected).mean()

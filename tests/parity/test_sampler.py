@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_post import pretrained
 from jaxrl_post.data.packing import Sequence, pack
-from jaxrl_post.models import families as registry
-from jaxrl_post.models import load_pretrained
+from jaxrl_post.learner.step import Policy, predict
+from jaxrl_post.pretrained import families as registry
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
-from jaxrl_post.train.step import Policy, predict
 
 FAMILIES = (
     "llama_rope_llama3", "mistral_window", "mixtral", "qwen2_sliding_from_layer_1",
@@ -36,7 +36,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_continuations_and_their_logprobs(name):
-    config, params = load_pretrained(FIXTURES / name, dtype=jnp.float32)
+    config, params = pretrained.load(FIXTURES / name, dtype=jnp.float32)
     with np.load(FIXTURES / name / "expected.npz") as stored:
         tokens, greedy = stored["tokens"], stored["greedy"]
     length, count = tokens.shape[1] - 12, greedy.shape[1]
@@ -65,7 +65,7 @@ def test_greedy_continuations_and_their_logprobs(name):
 
 
 def test_every_family_has_a_case():
-    types = {load_pretrained(FIXTURES / name)[0].model_type for name in FAMILIES}
+    types = {pretrained.load(FIXTURES / name)[0].model_type for name in FAMILIES}
     assert types | ALIKE | SEEING == set(registry.FAMILIES)
     assert types == {
         "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
+from jaxrl_post import pretrained
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.models import forward, load_pretrained, logits
+from jaxrl_post.models import forward, logits
 from launch import grpo
 
 # One of each family, and what could stand in the way of training: fused and quantised
@@ -71,7 +72,7 @@ def main(fixtures: Path, trained: Path) -> None:
     """Trains every family."""
     for name in FAMILIES:
         model = train(fixtures / name, trained / name)
-        config, params = load_pretrained(model, dtype=jnp.float32)
+        config, params = pretrained.load(model, dtype=jnp.float32)
         with np.load(fixtures / name / "expected.npz") as stored:
             tokens = stored["tokens"]
         hidden = forward(params, config, jnp.asarray(tokens))

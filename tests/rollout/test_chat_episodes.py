@@ -17,7 +17,7 @@ from jaxrl_post.data import chat
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Message, Step, Task
-from jaxrl_post.envs.workers import Outcome
+from jaxrl_post.envs.workers.pool import Outcome
 from jaxrl_post.rollout import Collector, Episode, Limits
 from jaxrl_post.sampler.requests import (
     Completion,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.envs import Message, Task, WorkerPool
-from jaxrl_post.envs.workers import Outcome
+from jaxrl_post.envs.workers.pool import Outcome
 from jaxrl_post.rollout import Collector, Group, Limits
 from jaxrl_post.rollout.collector import RolloutTimeoutError, SeveralTurnsError
 from jaxrl_post.sampler.requests import Request, SamplingParams

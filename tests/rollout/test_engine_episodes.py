@@ -7,10 +7,10 @@ import pytest
 
 from jaxrl_post.data import packing
 from jaxrl_post.envs import WorkerPool
+from jaxrl_post.learner.step import Policy, predict
 from jaxrl_post.rollout import Collector, Group, Limits, batch
+from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
-from jaxrl_post.train.publish import Published
-from jaxrl_post.train.step import Policy, predict
 from tests import tiny
 from tests.rollout.scripts import Characters
 

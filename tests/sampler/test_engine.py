@@ -10,11 +10,11 @@ import pytest
 
 from jaxrl_post.data.packing import Sequence, pack
 from jaxrl_post.kernels.token_logprob import from_logits
+from jaxrl_post.learner.step import Policy, predict
 from jaxrl_post.models import RopeScaling, forward, logits
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import MeshError, create_mesh
 from jaxrl_post.tokens import Tokens
-from jaxrl_post.train.step import Policy, predict
 from tests import tiny
 
 SIZES = EngineConfig(

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from jaxrl_post.algorithms.objective import Objective
+from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.data.packing import Sequence, pack
+from jaxrl_post.learner import state as training
+from jaxrl_post.learner.learner import Learner
+from jaxrl_post.learner.step import Policy
 from jaxrl_post.metrics import masked
 from jaxrl_post.models import param_specs
+from jaxrl_post.rollout.weights import buffer_pointers, publish
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh, named_shardings
-from jaxrl_post.train import state as training
-from jaxrl_post.train.learner import Learner
-from jaxrl_post.train.optimizer_config import OptimizerConfig
-from jaxrl_post.train.publish import buffer_pointers, publish
-from jaxrl_post.train.step import Policy
 from tests import tiny
 
 CONFIG = dataclasses.replace(tiny.CONFIG, num_layers=1)

@@ -12,24 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_post.models import (
-    DecoderParams,
-    Head,
-    ModelConfig,
-    forward,
-    load_pretrained,
-    logits,
-    values,
-)
-from jaxrl_post.models.lora import (
+from jaxrl_post import pretrained
+from jaxrl_post.models import DecoderParams, Head, ModelConfig, forward, logits, values
+from jaxrl_post.models.adapters.lora import (
     LoRAConfig,
     LoRAParams,
     adaptable,
     adapted,
     initialize_adapter,
 )
-from jaxrl_post.models.peft_files import save_adapter
-from jaxrl_post.models.whole import Whole
+from jaxrl_post.models.adapters.whole import Whole
+from jaxrl_post.pretrained.peft.files import save_adapter
 
 CHECKPOINTS = (
     "cwm",
@@ -79,7 +72,7 @@ KINDS = {
 def main(fixtures: Path, saved: Path) -> None:
     """Writes SAVED/CHECKPOINT-KIND, with every matrix adapted that PEFT can adapt."""
     for checkpoint in CHECKPOINTS:
-        config, _ = load_pretrained(fixtures / checkpoint)
+        config, _ = pretrained.load(fixtures / checkpoint)
         left_out = MLP if checkpoint in EXPERTS_ALONE else ()
         for name, kind in KINDS.items():
             possible = adaptable(config, dora=kind.dora)
@@ -94,7 +87,7 @@ def main(fixtures: Path, saved: Path) -> None:
 
 def write(base: Path, target: Path, lora: LoRAConfig, head: Head) -> None:
     """Writes one random adapter, and what the model with it says."""
-    config, params = load_pretrained(base, dtype=jnp.float32, head=head)
+    config, params = pretrained.load(base, dtype=jnp.float32, head=head)
     tokens = np.load(base / "expected.npz")["tokens"]
     rng = np.random.default_rng(zlib.crc32(target.name.encode()))
     start = initialize_adapter(jax.random.key(0), params, config, lora)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.models import load_pretrained
-from jaxrl_post.models.lora import adapted, merged
-from jaxrl_post.models.peft_files import load_adapter, save_adapter
+from jaxrl_post import pretrained
+from jaxrl_post.models.adapters.lora import adapted, merged
+from jaxrl_post.pretrained.peft.files import load_adapter, save_adapter
 from tests.parity.adapters.save_ours import output
 
 HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ HEADS = {"CAUSAL_LM": "lm", "SEQ_CLS": "value", "TOKEN_CLS": "process"}
 
 def opened(base, folder):
     options = json.loads((folder / "adapter_config.json").read_text())
-    return load_pretrained(base, dtype=jnp.float32, head=HEADS[options["task_type"]])
+    return pretrained.load(base, dtype=jnp.float32, head=HEADS[options["task_type"]])
 
 
 def gap(params, config, folder):

@@ -6,14 +6,14 @@ python tests/parity/classifiers/save_ours.py DIRECTORY SAVED
 import sys
 from pathlib import Path
 
-from jaxrl_post.models import load_pretrained, save_pretrained
+from jaxrl_post import pretrained
 
 
 def main(directory: Path, saved: Path) -> None:
     """Writes SAVED/NAME for every NAME."""
     for folder in sorted(path.parent for path in directory.glob("*/expected.npz")):
-        config, params = load_pretrained(folder)
-        save_pretrained(saved / folder.name, config, params)
+        config, params = pretrained.load(folder)
+        pretrained.save(saved / folder.name, config, params)
 
 
 if __name__ == "__main__":

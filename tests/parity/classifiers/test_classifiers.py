@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.models import forward, load_pretrained, values
+from jaxrl_post import pretrained
+from jaxrl_post.models import forward, values
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-4
@@ -31,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_verdicts_equal_those_of_transformers(folder):
-    config, params = load_pretrained(folder, dtype=jnp.float32)
+    config, params = pretrained.load(folder, dtype=jnp.float32)
     assert config.head == "process"
     with np.load(folder / "expected.npz") as stored:
         found = values(params, forward(params, config, jnp.asarray(stored["tokens"])))

@@ -1,0 +1,408 @@
+"""What options say about each other, checked before jax is imported.
+
+`check_options` is all of it for the training programs. Checks that need the model or
+the devices stand where these are opened.
+"""
+
+import importlib.util
+import math
+from pathlib import Path
+
+from jaxrl_post.config.bounds import check_numbers
+from jaxrl_post.config.distill import DistillConfig
+from jaxrl_post.config.horizon import check_schedules
+from jaxrl_post.config.paths import check_paths, naming
+from jaxrl_post.config.reward import RewardConfig, check_kind
+from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.run import (
+    AlgorithmConfig,
+    ConfigError,
+    CorrectionConfig,
+    CriticConfig,
+    OfflineConfig,
+    RLConfig,
+    RolloutConfig,
+    RunConfig,
+    SFTConfig,
+)
+from jaxrl_post.mesh_spec import read_mesh
+
+__all__ = [
+    "REWARD_A_TURN",
+    "check_algorithm",
+    "check_correction",
+    "check_options",
+    "reward_weights",
+]
+
+# Algorithms whose penalty is part of the reward, where k1 is the estimator to take.
+KL_IN_REWARD = ("ppo", "reinforce_plus_plus")
+NO_CLIP = ("rloo", "sapo", "opo", "remax", "vespo")
+NO_ENTROPY = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillation")
+# Without a ratio, a second update of a batch would ignore what the first one changed.
+NO_RATIO = ("rloo", "opo", "remax")
+# Their advantages do not compare the samples of a prompt with each other.
+ONE_SAMPLE = ("ppo", "reinforce_plus_plus", "distillation", "remax")
+# Their advantages are of more than a group's rewards, or of other things.
+NO_TURNS = ("gdpo", "opo", "remax", "distillation", "reinforce_plus_plus_baseline")
+# They credit tokens by themselves, from rewards that stand at single tokens.
+REWARD_A_TURN = ("ppo", "reinforce_plus_plus")
+NO_CRITIC = CriticConfig()
+NO_TEACHER = DistillConfig()
+
+# The bounds that each kind of correction has.
+CORRECTION_BOUNDS = {
+    "none": (),
+    "truncated_tokens": ("cap",),
+    "truncated_sequences": ("cap",),
+    "icepop": ("low", "high"),
+    "icepop_sequences": ("low", "high"),
+    "masked_sequences": ("cap", "low", "high"),
+}
+
+# The divergence that an option of --distill is for, where it is for one alone.
+SERVES = {"beta": "jsd", "top_k": "top_k", "tail": "top_k"}
+# Of the rollouts of training alone: an evaluation is greedy.
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "dynamic_sampling", "overlong_buffer",
+)  # fmt: skip
+
+
+def check_options(config: RunConfig) -> None:
+    """Refuses what makes no sense, whatever model and machine there are.
+
+    Args:
+        config: of a training program.
+
+    Raises:
+        ConfigError: naming the option.
+        MeshError: --mesh cannot be read.
+    """
+    check_numbers(config)
+    check_schedules(config)
+    read_mesh(config.mesh)
+    for name in config.log:
+        if name != "tensorboard" and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"--log {name}: there is no module {name!r}: "
+                f"pip install 'jaxrl_post[{name}]'"
+            )
+    if config.run_dir is not None and not config.run_dir.strip():
+        raise ConfigError(
+            "--run-dir: must name a directory; got an empty text. Drop the option to "
+            "have one named after algorithm, environment and model"
+        )
+    with naming("--run-dir"):
+        if config.run_dir is not None and Path(config.run_dir).is_file():
+            raise ConfigError(f"--run-dir: {config.run_dir} is a file, not a directory")
+    check_paths(config)
+    if isinstance(config, RLConfig):
+        _check_rl(config)
+    if isinstance(config, OfflineConfig):
+        _check_offline(config)
+
+
+def check_algorithm(
+    config: AlgorithmConfig, critic: CriticConfig, distill: DistillConfig
+) -> None:
+    """Refuses options of an algorithm that would change nothing, or contradict.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    _check_terms(config)
+    _check_critic(config, critic)
+    _check_distillation(config, distill)
+    check_correction(config.correction)
+
+
+def reward_weights(config: AlgorithmConfig) -> list[tuple[str, float]]:
+    """Names and weights of the parts of the reward, as they were given.
+
+    Raises:
+        ConfigError: one is not NAME=WEIGHT, or names a part twice.
+
+    >>> reward_weights(AlgorithmConfig(reward_weights=("own=1", "length=0.5")))
+    [('own', 1.0), ('length', 0.5)]
+    """
+    found: dict[str, float] = {}
+    for each in config.reward_weights:
+        name, _, number = each.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or name in found or not math.isfinite(weight):
+            raise ConfigError(
+                "--algorithm.reward-weights: must be NAME=WEIGHT, each name once, such "
+                f"as own=1 length=0.5; got {each!r}"
+            )
+        found[name] = weight
+    return list(found.items())
+
+
+def check_correction(config: CorrectionConfig) -> None:
+    """Refuses bounds that a kind of correction does not have, or lacks.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    bounds = {"cap": config.cap, "low": config.low, "high": config.high}
+    given = {name for name, value in bounds.items() if value is not None}
+    for name in sorted(given - set(CORRECTION_BOUNDS[config.kind])):
+        raise ConfigError(
+            f"--algorithm.correction.{name}: {config.kind} has no such bound; drop the "
+            "option"
+        )
+    if config.kind == "masked_sequences" and None in (config.low, config.high):
+        raise ConfigError(
+            "--algorithm.correction.low, .high: masked_sequences needs both, bounds of "
+            "the geometric mean of a sequence's weights; 0.5 and 2, for example"
+        )
+
+
+def _check_offline(config: OfflineConfig) -> None:
+    if isinstance(config, RewardConfig):
+        check_kind(config)
+        if config.warm_start.steps:
+            raise ConfigError(
+                "--warm-start.steps: a reward model has no output for tokens to warm "
+                "up; start from a --model directory"
+            )
+    if isinstance(config, SFTConfig) and config.warm_start.steps:
+        raise ConfigError(
+            "--warm-start.steps: fine-tuning is what a warm start does; use --steps"
+        )
+    if config.update.minibatches != 1 or config.update.epochs != 1:
+        raise ConfigError(
+            "--update.minibatches, --update.epochs: must be 1 where every step reads "
+            "examples of its own"
+        )
+
+
+def _check_rl(config: RLConfig) -> None:
+    check_algorithm(config.algorithm, config.critic, config.distill)
+    _check_rollout(config)
+    _check_turns(config)
+    name, rollout, update = config.algorithm.name, config.rollout, config.update
+    if rollout.samples_per_prompt < 2 and name not in ONE_SAMPLE:
+        raise ConfigError(
+            f"--rollout.samples-per-prompt: {name} compares the samples of a prompt, "
+            f"so it must be at least 2; got {rollout.samples_per_prompt}"
+        )
+    if name in NO_RATIO and update.minibatches * update.epochs > 1:
+        raise ConfigError(
+            f"--update.minibatches, --update.epochs: {name} weighs no token by how far "
+            "the policy has moved since it was sampled, so a batch serves one update; "
+            "got "
+            f"{update.minibatches} and {update.epochs}. Use 1 and 1, or an algorithm "
+            "with a ratio, such as grpo"
+        )
+    if config.reward.model is None and config.reward != RewardModelConfig():
+        raise ConfigError(
+            "--reward.*: there is no reward model; give --reward.model, or drop the "
+            "options"
+        )
+    if name == "ppo" and config.critic.warmup_steps >= config.steps:
+        raise ConfigError(
+            f"--critic.warmup-steps: must be less than --steps, {config.steps}, or the "
+            f"policy never learns; got {config.critic.warmup_steps}"
+        )
+
+
+def _check_rollout(config: RLConfig) -> None:
+    name, rollout = config.algorithm.name, config.rollout
+    if rollout.overlong_buffer > rollout.max_tokens:
+        raise ConfigError(
+            f"--rollout.overlong-buffer: must be at most --rollout.max-tokens, "
+            f"{rollout.max_tokens}; got {rollout.overlong_buffer}"
+        )
+    if config.critic.bootstrap_truncated and rollout.truncated == "mask":
+        raise ConfigError(
+            "--critic.bootstrap-truncated: --rollout.truncated mask leaves the answers "
+            "out that were cut; drop one of the two"
+        )
+    if name == "max_rl" and rollout.overlong_buffer:
+        raise ConfigError(
+            "--rollout.overlong-buffer: max_rl divides by a prompt's mean reward, "
+            "which a penalty brings to 0 and below; drop the option, or use another "
+            "algorithm"
+        )
+    if rollout.dynamic_sampling and rollout.samples_per_prompt < 2:
+        raise ConfigError(
+            "--rollout.dynamic-sampling: keeps the prompts whose samples differ in "
+            "reward, and a single sample differs from none; drop the option, or raise "
+            "--rollout.samples-per-prompt"
+        )
+    if name != "distillation":
+        return
+    unused = ("overlong_buffer",)
+    why = "rewards teach a student nothing"
+    if config.distill.data == "demonstrations":
+        unused, why = SAMPLING, "nothing is sampled but in evaluations, greedily"
+    defaults = RolloutConfig()
+    for option in unused:
+        if getattr(rollout, option) != getattr(defaults, option):
+            raise ConfigError(
+                f"--rollout.{option.replace('_', '-')}: with --distill.data "
+                f"{config.distill.data} {why}; drop the option"
+            )
+
+
+def _check_turns(config: RLConfig) -> None:
+    """Refuses what several turns, or episodes under way, do not go with."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if rollout.max_turns > 1 and not rollout.max_prompt_tokens:
+        raise ConfigError(
+            "--rollout.max-prompt-tokens: must be given with --rollout.max-turns "
+            f"{rollout.max_turns}; it bounds the tokens of the conversation before the "
+            "last turn"
+        )
+    if rollout.max_turns > 1 and config.reward.model is not None:
+        raise ConfigError(
+            "--reward.model: reads one answer to a task's prompt, not a conversation "
+            f"of up to {rollout.max_turns} turns; drop the option, or take "
+            "--rollout.max-turns 1"
+        )
+    if algorithm.turn_credit == "turns":
+        if rollout.max_turns == 1:
+            raise ConfigError(
+                "--algorithm.turn-credit turns: with --rollout.max-turns 1 there is "
+                "one turn to credit; raise it, or drop the option"
+            )
+        if algorithm.name in NO_TURNS:
+            raise ConfigError(
+                f"--algorithm.turn-credit turns: {algorithm.name} looks at more of an "
+                "episode than its rewards, or at less; use outcome, or an algorithm "
+                "such as grpo"
+            )
+    elif algorithm.turn_discount != 1.0:
+        raise ConfigError(
+            "--algorithm.turn-discount: with --algorithm.turn-credit outcome it "
+            "changes nothing; drop the option, or choose turns"
+        )
+    if algorithm.turn_discount != 1.0 and algorithm.name in REWARD_A_TURN:
+        raise ConfigError(
+            f"--algorithm.turn-discount: {algorithm.name} discounts by the token; use "
+            "--critic.gamma for ppo, or drop the option"
+        )
+    if not rollout.partial:
+        return
+    if algorithm.name == "remax":
+        raise ConfigError(
+            "--rollout.partial: remax compares with a greedy answer of the same "
+            "parameters; drop the option, or use another algorithm"
+        )
+    if config.distill.data == "demonstrations":
+        raise ConfigError(
+            "--rollout.partial: nothing is sampled with --distill.data demonstrations; "
+            "drop the option"
+        )
+    if algorithm.correction.kind == "none":
+        raise ConfigError(
+            "--rollout.partial: samples that were begun by earlier parameters need a "
+            "correction; drop --algorithm.correction.kind none"
+        )
+
+
+def _check_terms(config: AlgorithmConfig) -> None:
+    """Refuses coefficients and clips that would change nothing."""
+    name = config.name
+    if config.reward_weights and name != "gdpo":
+        raise ConfigError(
+            f"--algorithm.reward-weights: {name} looks at the whole reward; drop the "
+            "option, or use --algorithm.name gdpo"
+        )
+    reward_weights(config)
+    if name == "vespo" and config.correction != CorrectionConfig():
+        raise ConfigError(
+            "--algorithm.correction.*: vespo weighs by the ratio to the sampler, which "
+            "is a correction already; drop the options"
+        )
+    if name in NO_CLIP and (config.clip_low, config.clip_high) != (None, None):
+        raise ConfigError(f"--algorithm.clip-*: {name} does not clip; drop the option")
+    if name == "distillation":
+        if config.reference is None:
+            raise ConfigError(
+                "--algorithm.reference: distillation needs the directory of a teacher"
+            )
+        if config.kl_coefficient:
+            raise ConfigError(
+                "--algorithm.kl-coefficient: distillation minimises the KL to the "
+                "teacher and has no other; drop the option"
+            )
+    elif config.reference is not None and not config.kl_coefficient:
+        raise ConfigError(
+            "--algorithm.reference: nothing looks at it with a kl-coefficient of 0; "
+            "drop the option, or give --algorithm.kl-coefficient"
+        )
+    if config.entropy_coefficient and name in NO_ENTROPY:
+        raise ConfigError(
+            f"--algorithm.entropy-coefficient: {name} has no such term; drop the option"
+        )
+    if config.kl_estimator == "k1" and name not in KL_IN_REWARD:
+        raise ConfigError(
+            f"--algorithm.kl-estimator: in {name} the KL is part of the loss, where "
+            "k1 has an expected gradient of zero; choose k2, k3 or k3_plus"
+        )
+
+
+def _check_critic(config: AlgorithmConfig, critic: CriticConfig) -> None:
+    """Refuses options of a critic that is not there."""
+    if config.name != "ppo" and critic != NO_CRITIC:
+        raise ConfigError(f"--critic.*: {config.name} has no critic; drop the options")
+    if critic.backbone == "shared":
+        for option, given in (
+            ("model", critic.model is not None),
+            ("warmup-steps", critic.warmup_steps > 0),
+            ("lora.*", critic.lora != NO_CRITIC.lora),
+        ):
+            if given:
+                raise ConfigError(
+                    f"--critic.{option}: a shared backbone has none of its own; drop "
+                    "the option, or use --critic.backbone separate"
+                )
+
+
+def _check_distillation(config: AlgorithmConfig, distill: DistillConfig) -> None:
+    """Refuses options that would change nothing, and those that contradict."""
+    if config.name != "distillation":
+        if distill != NO_TEACHER:
+            raise ConfigError(
+                f"--distill.*: {config.name} has no teacher; drop the options, or use "
+                "--algorithm.name distillation"
+            )
+        return
+    for name, divergence in SERVES.items():
+        if getattr(distill, name) is not None and distill.divergence != divergence:
+            raise ConfigError(
+                f"--distill.{name.replace('_', '-')}: {distill.divergence} has no such "
+                "hyperparameter; drop the option"
+            )
+    if not distill.temperature > 0:
+        raise ConfigError(
+            f"--distill.temperature: must be greater than 0; got {distill.temperature}"
+        )
+    if distill.divergence == "sampled":
+        _check_sampled(distill)
+        return
+    plain = AlgorithmConfig(name=config.name, reference=config.reference)
+    for name in ("clip_low", "clip_high", "correction", "kl_estimator"):
+        if getattr(config, name) != getattr(plain, name):
+            raise ConfigError(
+                f"--algorithm.{name.replace('_', '-')}: {distill.divergence} compares "
+                "whole distributions and has no such term; drop the option"
+            )
+
+
+def _check_sampled(distill: DistillConfig) -> None:
+    if distill.data != "samples":
+        raise ConfigError(
+            "--distill.data: the advantage of a sampled token needs the student's own "
+            "samples; choose another --distill.divergence"
+        )
+    if distill.temperature != 1.0:
+        raise ConfigError(
+            "--distill.temperature: sampled compares at --rollout.temperature; drop "
+            "the option"
+        )

@@ -1,0 +1,105 @@
+"""The options of an evaluation."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from jaxrl_post.config.bounds import check_numbers
+from jaxrl_post.config.paths import check_output, check_paths
+from jaxrl_post.config.run import ConfigError, DataConfig
+from jaxrl_post.mesh_spec import read_mesh
+
+__all__ = ["EvaluateConfig", "check_evaluation", "result_files"]
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What to evaluate, and how.
+
+    Attributes:
+        model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
+            weights: demo, tiny, small, or a published size such as qwen3-0.6b.
+        revision: branch, tag or commit of a model on the hub.
+        env: as for training, such as arithmetic?level=2 or gsm8k.
+        data: files.
+        split: which tasks; "eval" holds those that no training saw.
+        num_tasks: of the split, from its first; equal prompts count once.
+        samples: of each task.
+        sampling_defaults: for those of temperature, top_k, top_p, min_p, max_tokens
+            and stop_strings that are not given. "greedy": 0, no cuts, 256; "model":
+            those of the checkpoint's generation_config.json, and for what it leaves
+            out "greedy".
+        temperature: >= 0; 0 is greedy.
+        top_k: as SamplingParams.
+        top_p: as SamplingParams.
+        min_p: as SamplingParams.
+        stop_strings: as SamplingParams.
+        max_tokens: most tokens of a completion, the stop token included.
+        max_turns: of the model in an episode.
+        max_prompt_tokens: of a conversation before its last turn; 0 for those of the
+            longest first prompt, which leaves room for one turn.
+        solved_reward: a sample with at least this reward solves its task.
+        seed: of the sampling noise.
+        mesh: such as "dp4,tp8"; default: all devices on dp.
+        dtype: of the parameters; None for the checkpoint's own.
+        num_slots: samples that decode at once.
+        reward_workers: processes that judge.
+        reward_deadline_s: seconds for one judgement.
+        deadline_s: seconds for everything.
+        output: JSON file for the results; the completions go beside it, in a file whose
+            name ends in .completions.jsonl. None writes nothing.
+    """
+
+    model: str
+    revision: str | None = None
+    env: str = "arithmetic"
+    data: DataConfig = field(default_factory=DataConfig)
+    split: Literal["eval", "train"] = "eval"
+    num_tasks: int = 200
+    samples: int = 1
+    sampling_defaults: Literal["greedy", "model"] = "greedy"
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    stop_strings: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    max_turns: int = 1
+    max_prompt_tokens: int = 0
+    solved_reward: float = 1.0
+    seed: int = 0
+    mesh: str = ""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    num_slots: int = 64
+    reward_workers: int = 1
+    reward_deadline_s: float = 10.0
+    deadline_s: float = 24 * 3600.0
+    output: str | None = None
+
+
+def check_evaluation(config: EvaluateConfig) -> None:
+    """Refuses options that make no sense, whatever model and machine there are.
+
+    Raises:
+        ConfigError: naming the option.
+        MeshError: --mesh cannot be read.
+    """
+    check_numbers(config)
+    read_mesh(config.mesh)
+    greedy = config.sampling_defaults == "greedy" and not config.temperature
+    if greedy and config.samples > 1:
+        raise ConfigError(
+            f"--samples: {config.samples} greedy samples of a task are all the same; "
+            "give --temperature, or take 1"
+        )
+    check_paths(config)
+    for file in result_files(config):
+        check_output(file, "--output")
+
+
+def result_files(config: EvaluateConfig) -> tuple[Path, ...]:
+    """Where the results and the completions go; nothing where none was asked for."""
+    if config.output is None:
+        return ()
+    results = Path(config.output)
+    return results, results.with_suffix(".completions.jsonl")

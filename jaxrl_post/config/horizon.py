@@ -1,0 +1,128 @@
+"""Where the schedule of a learning rate ends, and that a continuation keeps to it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.run import ConfigError, RLConfig, RunConfig
+
+__all__ = ["check_schedules", "optimizer_steps", "with_horizons"]
+
+POLICY, CRITIC = "optimizer", "critic.optimizer"
+
+
+def check_schedules(config: RunConfig) -> None:
+    """Refuses a schedule's end where it makes no sense.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    for name, optimizer in _optimizers(config).items():
+        option, end = _option(name), optimizer.schedule_steps
+        if end is None:
+            continue
+        if optimizer.schedule == "constant":
+            raise ConfigError(
+                f"{option}: a constant schedule has no end; drop the option, or give "
+                f"--{name}.schedule linear or cosine"
+            )
+        if end < config.steps:
+            raise ConfigError(
+                f"{option}: must be at least --steps, {config.steps}, since a "
+                f"{optimizer.schedule} schedule ends at 0, and further steps train "
+                f"nothing; got {end}"
+            )
+
+
+def with_horizons[Config: RunConfig](
+    config: Config, saved: Mapping[str, Any] | None
+) -> Config:
+    """Fills in where schedules end: at the run's steps when it began.
+
+    A continuation with more `steps` keeps the end that it began with, at which linear
+    and cosine schedules reach 0: it has to say where a longer one ends. From the step
+    at which it goes on its rate is then that of the longer one.
+
+    Args:
+        config: of the run; `schedule_steps` where they were asked for.
+        saved: the configuration with which it began, as config.json holds it; None for
+            a new run.
+
+    Raises:
+        ConfigError: there are steps beyond the end; names the options to give.
+
+    >>> from dataclasses import asdict
+    >>> linear = OptimizerConfig(schedule="linear")
+    >>> began = with_horizons(RunConfig(steps=200, optimizer=linear), None)
+    >>> began.optimizer.schedule_steps
+    200
+    >>> with_horizons(RunConfig(steps=300, optimizer=linear), asdict(began))
+    Traceback (most recent call last):
+    jaxrl_post.config.run.ConfigError: --steps: must be at most 200, where ...
+    """
+    found = {
+        name: replace(optimizer, schedule_steps=_end(name, optimizer, config, saved))
+        for name, optimizer in _optimizers(config).items()
+        if optimizer.schedule != "constant"
+    }
+    ends = {name: optimizer.schedule_steps for name, optimizer in found.items()}
+    short = {name: end for name, end in ends.items() if end and end < config.steps}
+    if short:
+        name, end = min(short.items(), key=lambda item: item[1])
+        options = " ".join(f"{_option(each)} {config.steps}" for each in short)
+        raise ConfigError(
+            f"--steps: must be at most {end}, where the {found[name].schedule} "
+            "schedule with which the run began reaches 0, and further steps train "
+            f"nothing; got {config.steps}. Give {options} to make the schedule longer"
+        )
+    if POLICY in found:
+        config = replace(config, optimizer=found[POLICY])
+    if CRITIC in found and isinstance(config, RLConfig):
+        config = replace(config, critic=replace(config.critic, optimizer=found[CRITIC]))
+    return config
+
+
+def optimizer_steps(config: RunConfig) -> tuple[int, int]:
+    """Optimizer steps to the ends of the policy's schedule and of the critic's.
+
+    The policy takes none while a critic warms up.
+
+    >>> from jaxrl_post.config.run import CriticConfig, UpdateConfig
+    >>> critic = CriticConfig(warmup_steps=20)
+    >>> update = UpdateConfig(minibatches=4)
+    >>> optimizer_steps(RLConfig(steps=100, critic=critic, update=update))
+    (320, 400)
+    """
+    each = config.update.minibatches * config.update.epochs
+    policy = config.optimizer.schedule_steps or config.steps
+    if not isinstance(config, RLConfig):
+        return policy * each, 0
+    critic = config.critic.optimizer.schedule_steps or config.steps
+    return (policy - config.critic.warmup_steps) * each, critic * each
+
+
+def _optimizers(config: RunConfig) -> dict[str, OptimizerConfig]:
+    """The optimizers of a run, by the option that they are."""
+    found = {POLICY: config.optimizer}
+    if isinstance(config, RLConfig):
+        found[CRITIC] = config.critic.optimizer
+    return found
+
+
+def _option(name: str) -> str:
+    return f"--{name}.schedule-steps"
+
+
+def _end(
+    name: str,
+    optimizer: OptimizerConfig,
+    config: RunConfig,
+    saved: Mapping[str, Any] | None,
+) -> int:
+    if optimizer.schedule_steps is not None or saved is None:
+        return optimizer.schedule_steps or config.steps
+    section: Mapping[str, Any] = saved
+    for part in name.split("."):
+        section = section.get(part, {})
+    return section.get("schedule_steps") or saved["steps"]

@@ -1,0 +1,210 @@
+"""Tasks from a file of prompts and answers, graded by name or by a function."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_post.conversations import prompt_of, text_of
+from jaxrl_post.envs.env import Message, Split, Step, Task, response
+from jaxrl_post.envs.tasks.graders import Grader
+from jaxrl_post.envs.tasks.held_out import split_of
+from jaxrl_post.envs.tasks.math_answers import Extraction
+from jaxrl_post.jsonl import BadRowError, OnBadRow
+from jaxrl_post.tables import Layout, listed, read_table
+
+__all__ = ["PromptAnswers"]
+
+_LOGGER = logging.getLogger(__name__)
+
+# The fields of a prompt, where none is named.
+_PROMPTS = ("prompt", "messages")
+
+
+@dataclass(frozen=True)
+class PromptAnswers:
+    r"""Prompts and answers from a file of JSON lines or Parquet.
+
+    Graders:
+
+    - exact: the response is the answer, white space around either aside.
+    - math: math-verify finds the final answers of both equal (extra `math`). That of a
+      response is a number after "####" or what `\boxed{...}` holds, unless `extraction`
+      is "flexible"; that of the file may be marked so, and need not.
+    - regex: the answer is a regular expression (a dot matches a line break too) that
+      the whole response matches, white space around it aside.
+    - module:name: a function (response, answer) -> a finite number, the reward. It gets
+      the response's text, and the field of the file as it is.
+
+    With `extract`, what its last match holds (its first group, where it has one) is
+    graded in place of the response; a response without a match is wrong.
+
+    Args:
+        path: .jsonl or .json with one object a line, or .parquet (extra `parquet`).
+        eval_path: the evaluation rows; without it, one prompt in ten of `path` is held
+            out by a hash of its text.
+        on_bad_row: "fail" at a bad row, or "skip" it and log a warning.
+        prompt: the field of the prompt, a text or a list of {"role", "content"}; by
+            default "prompt", or "messages" where there is none.
+        answer: the field of the answer, a text or a number; for a function any value.
+        solution: the field of a demonstration, a text; by default there is none.
+        grader: as above.
+        extract: a regular expression, for the graders exact, math and regex.
+        extraction: of math: "strict", or "flexible" for the last number of a response
+            that marks none.
+        instruction: put after the prompt, with an empty line between.
+        system: a system message, put before the prompt.
+
+    Raises:
+        ValueError: there is no such grader, or an option does not fit it.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = pathlib.Path(directory, "sums.jsonl")
+    ...     _ = path.write_text('{"prompt": "2+2=", "answer": "4"}')
+    ...     environment = PromptAnswers(str(path))
+    ...     (task,) = environment.tasks("train")
+    >>> turn = (*task.messages, Message("assistant", " 4\n"))
+    >>> task.reference, environment.step(task, turn).reward
+    ('4', 1.0)
+    """
+
+    path: str
+    eval_path: str | None = None
+    on_bad_row: OnBadRow = "fail"
+    prompt: str | None = None
+    answer: str = "answer"
+    solution: str | None = None
+    grader: str = "exact"
+    extract: str | None = None
+    extraction: Extraction = "strict"
+    instruction: str = ""
+    system: str = ""
+
+    def __post_init__(self) -> None:
+        if self.on_bad_row not in ("fail", "skip"):
+            raise ValueError(
+                f"on_bad_row must be 'fail' or 'skip', got {self.on_bad_row!r}"
+            )
+        for name in ("path", "answer", "instruction", "system"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ValueError(f"{name} must be a text, got {value!r}")
+        for name in ("eval_path", "prompt", "solution"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{name} must be a text, got {value!r}")
+        self._grader.check()
+
+    @property
+    def name(self) -> str:
+        """A short name for logs."""
+        return "jsonl"
+
+    def tasks(self, split: Split) -> tuple[Task, ...]:
+        """The tasks of a split, in the file's order.
+
+        Args:
+            split: "train" or "eval".
+
+        Raises:
+            ValueError: at a bad row under "fail", or if the split is empty.
+            ModuleNotFoundError: for .parquet without the extra.
+            OSError: if the file cannot be read.
+        """
+        separate = split == "eval" and self.eval_path is not None
+        path = self.eval_path if separate and self.eval_path else self.path
+        rows, report = read_table(
+            path, [Layout((), self._row)], on_bad_row=self.on_bad_row
+        )
+        if report.num_bad:
+            _LOGGER.warning("%s", report)
+        if self.eval_path is None:
+            rows = [row for row in rows if split_of(row.text) == split]
+        if not rows:
+            raise ValueError(
+                f"{path}: no prompt falls into {split!r} in so small a file; pass "
+                "eval_path with rows of its own"
+            )
+        return tuple(self._task(index, row) for index, row in enumerate(rows))
+
+    def prepare(self) -> None:
+        """Imports what grades.
+
+        Raises:
+            ModuleNotFoundError: it is not installed.
+        """
+        self._grader.prepare()
+
+    def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
+        """Rewards the response as the grader does.
+
+        Args:
+            task: the task that the conversation began with.
+            conversation: the messages so far; ends with the assistant's answer.
+
+        Returns:
+            The last step; of the graders by name with the metrics `correct` and
+            `answered` (whether there was an answer to grade).
+        """
+        grade = self._grader.grade(response(conversation), task.data["answer"])
+        return Step(grade.reward, done=True, metrics=grade.metrics)
+
+    def demonstration(self, task: Task) -> str | None:
+        """The row's solution; where there is none, an answer that is itself right."""
+        solution = task.data["solution"]
+        return self._grader.shown(task.reference) if solution is None else solution
+
+    @property
+    def _grader(self) -> Grader:
+        return Grader(self.grader, self.extract, self.extraction)
+
+    def _task(self, index: int, row: _Row) -> Task:
+        *before, last = row.messages
+        if self.instruction:
+            content = f"{last.content}\n\n{self.instruction}"
+            last = Message(last.role, content)
+        if self.system:
+            before.insert(0, Message("system", self.system))
+        data = {"answer": row.answer, "solution": row.solution}
+        reference = self._grader.reference(row.answer)
+        return Task(index, (*before, last), reference, data)
+
+    def _row(self, row: Mapping[str, Any]) -> list[_Row]:
+        prompt = self.prompt or next((n for n in _PROMPTS if n in row), _PROMPTS[0])
+        needed = [prompt, self.answer, *([self.solution] if self.solution else [])]
+        for name in needed:
+            if name not in row:
+                raise BadRowError(
+                    f"no field {name!r} (fields: {listed(row)}); name the fields, as "
+                    "in --env 'jsonl?prompt=question&answer=answer'"
+                )
+        messages = tuple(
+            Message(each.role, each.content)  # type: ignore[arg-type]
+            for each in prompt_of(row[prompt], prompt)
+        )
+        if self.system and messages[0].role == "system":
+            raise BadRowError(
+                f"field {prompt!r} has a system message of its own, and the option "
+                "'system' gives one; drop the option"
+            )
+        solution = None
+        if self.solution:
+            solution = text_of(row[self.solution], f"field {self.solution!r}")
+        answer = row[self.answer]
+        if (reason := self._grader.wrong_with(answer)) is not None:
+            raise BadRowError(f"field {self.answer!r} {reason}")
+        return [_Row(messages, answer, solution)]
+
+
+@dataclass(frozen=True)
+class _Row:
+    messages: tuple[Message, ...]
+    answer: Any
+    solution: str | None
+
+    @property
+    def text(self) -> str:
+        return "\n\n".join(message.content for message in self.messages)

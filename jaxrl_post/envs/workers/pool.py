@@ -1,0 +1,280 @@
+"""Rewards from worker processes: each has a deadline, and none can end the run."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+
+from jaxrl_post.envs.env import Environment, Message, Task
+from jaxrl_post.envs.workers.process import (
+    Outcome,
+    WorkerProcess,
+    WorkerSettings,
+    WorkerStartError,
+)
+from jaxrl_post.envs.workers.wire import LARGEST_FRAME
+
+__all__ = ["Outcome", "WorkerPool", "WorkerStartError"]
+
+_POLL_S = 0.1
+_KILL_WAIT_S = 10.0
+_CRASH_WINDOW_S = 60.0
+
+
+class WorkerPool:
+    """Processes that run `environment.step`, each on one request at a time.
+
+    `submit` never raises for a bad reward function: the future resolves to an `Outcome`
+    that says what happened. In asyncio, `await asyncio.wrap_future(pool.submit(...))`.
+    A worker that hangs or dies is replaced. If too many die, none is replaced for a
+    while, and once none is left their requests fail at once, with the reason.
+
+    A step runs in its worker's main thread, in a session of its own: a Ctrl-C in the
+    terminal reaches the caller alone. What it prints is kept, the last 8 KiB of it, for
+    error messages. Workers end when the pool is closed or the caller dies.
+
+    Args:
+        environment: what to run; must pickle, and be importable by a worker, which has
+            the same `sys.path`. A class defined in `__main__` is not.
+        num_workers: number of processes, at least 1.
+        deadline_s: seconds that one step may take, from when a worker starts on it.
+        start_timeout_s: seconds that a worker may take to import and prepare.
+        memory_limit_gib: limit on a worker's address space, over which a step raises
+            MemoryError; None for no limit.
+        max_crashes_per_minute: how many workers of the pool may die within a minute,
+            timeouts aside, before none is replaced until that minute is over.
+
+    Raises:
+        ValueError: if an argument is out of range, or the environment does not pickle.
+        WorkerStartError: if a worker does not start, with what it wrote.
+
+    >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+    >>> environment = Arithmetic()
+    >>> task = environment.tasks("train")[0]
+    >>> conversation = (*task.messages, Message("assistant", task.reference))
+    >>> with WorkerPool(environment) as pool:
+    ...     outcome = pool.submit(task, conversation).result(timeout=60)
+    >>> outcome.kind, outcome.step.reward
+    ('ok', 1.0)
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        num_workers: int = 1,
+        *,
+        deadline_s: float = 10.0,
+        start_timeout_s: float = 60.0,
+        memory_limit_gib: float | None = None,
+        max_crashes_per_minute: int = 30,
+    ) -> None:
+        for argument, value in (
+            ("num_workers", num_workers),
+            ("deadline_s", deadline_s),
+            ("start_timeout_s", start_timeout_s),
+            ("memory_limit_gib", memory_limit_gib),
+            ("max_crashes_per_minute", max_crashes_per_minute),
+        ):
+            if value is not None and not value > 0:
+                raise ValueError(f"{argument} must be positive, got {value}")
+        memory_bytes = None
+        if memory_limit_gib is not None:
+            memory_bytes = int(memory_limit_gib * 2**30)
+        settings = WorkerSettings(
+            environment=_pickled(f"environment {environment.name!r}", environment),
+            deadline_s=deadline_s,
+            start_timeout_s=start_timeout_s,
+            memory_bytes=memory_bytes,
+        )
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._crashes = _CrashLog(max_crashes_per_minute)
+        self._closing = threading.Event()
+        self._submitting = threading.Lock()
+        self._workers = [WorkerProcess(settings) for _ in range(num_workers)]
+        self._threads: list[threading.Thread] = []
+        self._start_all(start_timeout_s)
+
+    def submit(self, task: Task, conversation: tuple[Message, ...]) -> Future[Outcome]:
+        """Queues one call of `environment.step`. For any thread.
+
+        Args:
+            task: the task that the conversation began with.
+            conversation: the messages so far; ends with the assistant's turn.
+
+        Returns:
+            A future of the outcome; it can be cancelled until a worker starts on it.
+
+        Raises:
+            ValueError: if the task does not pickle.
+            RuntimeError: if the pool is closed.
+        """
+        job = _Job(_pickled(f"task {task.id}", (task, conversation)), Future())
+        # Under the lock no job can be queued behind those that `close` cancels.
+        with self._submitting:
+            if self._closing.is_set():
+                raise RuntimeError("the worker pool is closed: submit before close()")
+            self._jobs.put(job)
+        return job.future
+
+    def close(self, *, deadline_s: float = 5.0) -> None:
+        """Cancels what is queued, waits for what is running, ends the processes.
+
+        Args:
+            deadline_s: seconds to wait for running steps; those that take longer are
+                killed, and their outcome is "crashed".
+        """
+        with self._submitting:
+            self._closing.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (job := self._jobs.get_nowait()) is not None:
+                    job.future.cancel()
+        for _ in self._threads:
+            self._jobs.put(None)
+        self._join(deadline_s)
+        for worker, thread in zip(self._workers, self._threads, strict=True):
+            if thread.is_alive():
+                worker.kill()
+        self._join(_KILL_WAIT_S)
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start_all(self, timeout_s: float) -> None:
+        starts: list[Future[None]] = [Future() for _ in self._workers]
+        # Daemons: a caller that forgot to close must not hang when it exits.
+        self._threads = [
+            threading.Thread(target=self._serve, args=pair, daemon=True)
+            for pair in zip(self._workers, starts, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            for start in starts:
+                # `WorkerProcess.start` keeps the deadline; this one backs it up.
+                start.result(timeout=timeout_s + _KILL_WAIT_S)
+        except BaseException:
+            self.close(deadline_s=0.0)
+            raise
+
+    def _join(self, timeout_s: float) -> None:
+        expires = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, expires - time.monotonic()))
+
+    def _serve(self, worker: WorkerProcess, started: Future[None]) -> None:
+        """The thread of one worker, the only one to start, ask and end it."""
+        try:
+            worker.start()
+        except WorkerStartError as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        while (job := self._next_job(worker)) is not None:
+            if not job.future.set_running_or_notify_cancel():
+                continue
+            try:
+                outcome = worker.ask(job.request)
+            # The boundary of the thread: whatever happens, somebody awaits the future.
+            except Exception as error:
+                worker.end(grace_s=0.0)
+                job.future.set_exception(error)
+                continue
+            if outcome.kind == "crashed" and outcome.error is not None:
+                self._crashes.record(outcome.error)
+            job.future.set_result(outcome)
+        worker.end()
+
+    def _next_job(self, worker: WorkerProcess) -> _Job | None:
+        """Revives the worker where needed, then waits for a job; None at the end."""
+        while not worker.alive and not self._closing.is_set():
+            if self._crashes.may_restart():
+                try:
+                    worker.start()
+                except WorkerStartError as error:
+                    self._crashes.record(str(error))
+            elif any(other.alive for other in self._workers):
+                # A worker that cannot run jobs leaves them to those that can.
+                self._closing.wait(_POLL_S)
+            else:
+                self._fail_one_job()
+        # No deadline: an idle worker waits for a job, or for the None of `close`.
+        return None if self._closing.is_set() else self._jobs.get()
+
+    def _fail_one_job(self) -> None:
+        try:
+            job = self._jobs.get(timeout=_POLL_S)
+        except queue.Empty:
+            return
+        if job is not None and job.future.set_running_or_notify_cancel():
+            error = self._crashes.describe()
+            job.future.set_result(Outcome(None, error, "crashed", 0.0))
+
+
+@dataclass(frozen=True)
+class _Job:
+    request: bytes
+    future: Future[Outcome]
+
+
+class _CrashLog:
+    """The crashes of the last minute: what keeps a pool from restarting in a loop."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._times: deque[float] = deque()
+        self._last_error = ""
+        self._lock = threading.Lock()
+
+    def record(self, error: str) -> None:
+        """Notes a crash that happened now."""
+        with self._lock:
+            self._times.append(time.monotonic())
+            self._last_error = error
+
+    def may_restart(self) -> bool:
+        """Whether fewer than the limit happened within the last minute."""
+        with self._lock:
+            while self._times and self._times[0] < time.monotonic() - _CRASH_WINDOW_S:
+                self._times.popleft()
+            return len(self._times) < self._limit
+
+    def describe(self) -> str:
+        """Why nothing is restarted now."""
+        with self._lock:
+            return (
+                f"no worker process is left: {len(self._times)} died within a minute "
+                f"(max_crashes_per_minute={self._limit}), and none is started before "
+                f"that minute is over. The last error: {self._last_error}"
+            )
+
+
+def _pickled(name: str, value: object) -> bytes:
+    try:
+        pickled = pickle.dumps(value)
+    # What pickle raises depends on the object: these are its three ways to say no.
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{name} must pickle, to be sent to a worker process, got: {error}. Use "
+            "functions and classes from the top level of a module"
+        ) from error
+    if len(pickled) > LARGEST_FRAME:
+        raise ValueError(
+            f"{name} must pickle to at most {LARGEST_FRAME} bytes, got {len(pickled)}"
+        )
+    return pickled

@@ -1,0 +1,133 @@
+"""The main loop of a worker process, started by `jaxrl_post.envs.workers.pool`.
+
+The protocol runs over a socket that is the process's standard input. Standard output
+and standard error are one pipe that the pool reads for its error messages, so whatever
+an environment prints is harmless.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import pickle
+import signal
+import socket
+import traceback
+from collections.abc import Iterator
+
+from jaxrl_post.envs.env import Environment, NeedsPreparation
+from jaxrl_post.envs.workers.wire import Reply, encode_step, receive_frame, send_frame
+
+__all__ = ["main"]
+
+_STDERR = 2
+_LAST_FRAMES = 8
+_LONGEST_ERROR = 4000
+
+
+def main() -> None:
+    """Answers requests until the pool closes the connection or dies.
+
+    The first frame is a JSON object of settings, the second the pickled environment,
+    each one after it a pickled (task, conversation). All of it happens in the main
+    thread: graders such as math-verify use SIGALRM.
+    """
+    connection = _take_connection()
+    _ignore_stop_signals()
+    faulthandler.enable(_STDERR)
+    settings = json.loads(receive_frame(connection, expires=None))
+    _limit_memory(settings["memory_bytes"])
+    pickled = receive_frame(connection, expires=None)
+    try:
+        with _watchdog(settings["start_timeout_s"]):
+            environment = _load(pickled)
+    # The boundary of the process: the pool raises it again, with this text.
+    except BaseException as error:
+        _send(connection, {"kind": "failed", "error": _described(error)})
+        return
+    _send(connection, {"kind": "ready"})
+    while True:
+        try:
+            # No deadline: an idle worker waits, and the end of its pool is an EOF.
+            request = receive_frame(connection, expires=None)
+        except (EOFError, ConnectionError):
+            return
+        with _watchdog(settings["deadline_s"]):
+            reply = _answer(environment, request)
+        _send(connection, reply)
+
+
+def _load(pickled: bytes) -> Environment:
+    environment: Environment = pickle.loads(pickled)
+    if isinstance(environment, NeedsPreparation):
+        environment.prepare()
+    return environment
+
+
+def _take_connection() -> socket.socket:
+    """Moves the socket away from descriptor 0, where `input()` would read from it."""
+    connection = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return connection
+
+
+def _ignore_stop_signals() -> None:
+    """Leaves the decision to stop to the pool.
+
+    A cluster's SIGTERM may go to every process of a job, while the trainer still needs
+    rewards for its last step. A handler that does nothing, not SIG_IGN: programs that
+    an environment starts would inherit that and could no longer be terminated.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+
+
+def _limit_memory(memory_bytes: int | None) -> None:
+    if memory_bytes is not None:
+        # POSIX only, as is the rest; imported here because it is rarely wanted.
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+@contextlib.contextmanager
+def _watchdog(seconds: float) -> Iterator[None]:
+    """Ends the process after `seconds`, having written where it was to standard error.
+
+    A thread of C that needs no interpreter lock: it works while a regular expression or
+    a power of large integers holds that, and when the pool is dead and cannot kill.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _answer(environment: Environment, request: bytes) -> Reply:
+    try:
+        task, conversation = pickle.loads(request)
+        step = environment.step(task, conversation)
+    # The boundary of the process, SystemExit included: a bad reward function must not
+    # end the run, and the pool hands on its text.
+    except BaseException as error:
+        return {"kind": "raised", "error": _described(error)}
+    try:
+        return {"kind": "ok", "step": encode_step(step)}
+    except ValueError as error:
+        return {"kind": "invalid", "error": f"{environment.name}: {error}"}
+
+
+def _described(error: BaseException) -> str:
+    lines = traceback.format_exception(error, limit=-_LAST_FRAMES)
+    return "".join(lines).strip()[-_LONGEST_ERROR:]
+
+
+def _send(connection: socket.socket, reply: Reply) -> None:
+    # No deadline: the pool waits for the reply, or is gone and the loop sees an EOF.
+    with contextlib.suppress(ConnectionError):
+        send_frame(connection, json.dumps(reply).encode(), expires=None)

@@ -1,0 +1,200 @@
+"""One's own conversations and texts, to fine-tune on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+
+from jaxrl_post.config.run import ConfigError, DataConfig
+from jaxrl_post.data import chat, packing
+from jaxrl_post.data.chats import Chat, Text, read_chats
+from jaxrl_post.data.held_out import is_held_out, one_a_group
+from jaxrl_post.data.lengths import written
+from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+from jaxrl_post.envs.env import Split
+from jaxrl_post.examples.packed import TEXTS, fitting
+from jaxrl_post.examples.tasks import SPLITS, left_out
+from jaxrl_post.examples.texts import shortened
+from jaxrl_post.records.sinks import warnings_shown
+
+__all__ = ["Chats", "open_chats"]
+
+# Of the prompts, where no file is held out.
+EVAL_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Conversations of which the assistant's turns are learned, or texts.
+
+    Attributes:
+        train: to learn from.
+        eval: held out; may be empty.
+    """
+
+    train: Sequence[Chat | Text]
+    eval: Sequence[Chat | Text]
+
+    def size(self, split: Split) -> int:
+        """Number of conversations."""
+        return len(self._of(split))
+
+    def texts(self) -> list[str]:
+        """Of the first conversations."""
+        return shortened(
+            text
+            for each in self.train[:TEXTS]
+            for text in (
+                [each.text]
+                if isinstance(each, Text)
+                else [turn.get("content") or "" for turn in each.messages]
+            )
+        )
+
+    def written(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[str, ...]:
+        """The text of the conversation."""
+        each = self._of(split)[index]
+        if isinstance(each, Text):
+            return (each.text,)
+        try:
+            return (written(tokenizer, each.messages, options=_options(each)),)
+        except TokenizerError as error:
+            raise _unfit(each, error) from error
+
+    def encode(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[packing.Sequence, ...]:
+        """One sequence, up to the last token that is learned.
+
+        Raises:
+            ConfigError: the chat template cannot write the conversation.
+        """
+        each = self._of(split)[index]
+        try:
+            return (_sequence(tokenizer, each),)
+        except TokenizerError as error:
+            raise _unfit(each, error) from error
+
+    def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Chats":
+        """Leaves out the conversations that are too long, and says how many.
+
+        Args:
+            tokenizer: of the model.
+            max_tokens: of a whole conversation.
+
+        Raises:
+            ConfigError: of a split nothing is left.
+        """
+        kept = {
+            split: fitting(self, split, tokenizer, max_tokens, "examples")
+            for split in SPLITS
+        }
+        return Chats(
+            [self.train[i] for i in kept["train"]], [self.eval[i] for i in kept["eval"]]
+        )
+
+    def _of(self, split: Split) -> Sequence[Chat | Text]:
+        return self.train if split == "train" else self.eval
+
+
+def open_chats(config: DataConfig, console: Console) -> Chats:
+    """Reads conversations; a share of the prompts is held out, each of them once.
+
+    Args:
+        config: where they are.
+        console: for what is wrong with the files.
+
+    Raises:
+        ConfigError: no file is named, prompts of one file are in the other, or all
+            fall into the held-out share.
+        ValueError: a file is bad.
+    """
+    if config.path is None:
+        raise ConfigError(
+            "--data.path: needs a .jsonl or .parquet file with messages, prompt and "
+            "completion, or text"
+        )
+    with warnings_shown(console):
+        found = _read(config.path, config, console)
+        if config.eval_path is not None:
+            held_out = one_a_group(_read(config.eval_path, config, console))
+            return Chats(_apart(found, held_out, config), held_out)
+        held_out = [each for each in found if is_held_out(each.group, EVAL_SHARE)]
+        train = [each for each in found if not is_held_out(each.group, EVAL_SHARE)]
+        if not train:
+            raise ConfigError(
+                f"--data.path: all prompts of {config.path} fall into the share that "
+                "is held out; give more of them, or --data.eval-path"
+            )
+        if not held_out:
+            console.print(
+                f"{config.path}: so few prompts that none is held out; "
+                "--data.eval-path names a file to evaluate on",
+                style="yellow",
+                markup=False,
+            )
+        return Chats(train, one_a_group(held_out))
+
+
+def _read(path: str, config: DataConfig, console: Console) -> list[Chat | Text]:
+    found, report = read_chats(path, on_bad_row=config.on_bad_row)
+    if report.num_bad:
+        console.print(str(report), style="yellow", markup=False, highlight=False)
+    return found
+
+
+def _apart(
+    train: list[Chat | Text], held_out: Sequence[Chat | Text], config: DataConfig
+) -> list[Chat | Text]:
+    """What is trained on, as --data.on-overlap says."""
+    groups = {each.group for each in held_out}
+    apart = [each for each in train if each.group not in groups]
+    shared = len(train) - len(apart)
+    if not shared or config.on_overlap == "allow":
+        return train
+    what = f"examples of {config.path}"
+    if config.on_overlap == "fail" or not apart:
+        raise ConfigError(
+            f"--data.on-overlap: {shared} of {len(train)} {what} have a prompt of "
+            f"--data.eval-path {config.eval_path}; choose other files"
+            + (", or leave these out with --data.on-overlap drop" if apart else "")
+        )
+    why = "their prompts are held out (--data.on-overlap drop)"
+    left_out(shared, len(train), what, why)
+    return apart
+
+
+def _sequence(tokenizer: Tokenizer, each: Chat | Text) -> packing.Sequence:
+    if isinstance(each, Text):
+        tokens = tokenizer.encode(each.text, special=True)
+        if tokens[-1:] != (tokenizer.eos_id,):
+            tokens = (*tokens, tokenizer.eos_id)
+        # Nothing precedes the first token, so nothing predicts it.
+        return packing.Sequence.of(tokens[:1], tokens[1:])
+    if each.only_last and each.tools is None:
+        # As the sampler sees prompts: without a template, apart from the answer.
+        *prompt, reply = each.messages
+        return packing.Sequence.of(*chat.answered(tokenizer, prompt, reply["content"]))
+    tokens, learned = chat.conversation(tokenizer, each.messages, _options(each))
+    if not learned.any():
+        raise TokenizerError(
+            "chat: the chat template writes nothing of the assistant's turns"
+        )
+    end = int(np.flatnonzero(learned)[-1]) + 1
+    sequence = packing.Sequence.of((), tokens[:end].tolist())
+    sequence.loss_mask[:] = learned[:end]
+    sequence.loss_mask[0] = False
+    return sequence
+
+
+def _options(each: Chat) -> chat.Options:
+    return chat.Options(tools=each.tools)
+
+
+def _unfit(each: Chat | Text, error: TokenizerError) -> ConfigError:
+    return ConfigError(
+        f"--data.path: the conversation that begins with {each.group!r:.80}: {error}"
+    )

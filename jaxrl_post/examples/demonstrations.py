@@ -1,0 +1,92 @@
+"""Demonstrations of an environment's tasks, to learn from without sampling."""
+
+import functools
+from dataclasses import dataclass, replace
+
+from jaxrl_post.config.run import ConfigError
+from jaxrl_post.data import chat, packing
+from jaxrl_post.data.lengths import written
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.envs import Environment, Task
+from jaxrl_post.envs.env import Split
+from jaxrl_post.examples.packed import fitting
+from jaxrl_post.examples.tasks import SPLITS, TaskSets
+from jaxrl_post.examples.texts import environment_texts
+
+__all__ = ["Demonstrations"]
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Prompts of an environment with their demonstrations.
+
+    Attributes:
+        environment: gives both; it is asked for its tasks once.
+        max_tokens: longest prompt plus demonstration.
+    """
+
+    environment: Environment
+    max_tokens: int
+
+    def size(self, split: Split) -> int:
+        """Number of tasks."""
+        return self._tasks.size(split)
+
+    def texts(self) -> list[str]:
+        """Of the first tasks."""
+        return environment_texts(self._tasks)
+
+    def fitting(
+        self, tokenizer: Tokenizer, option: str = "--max-tokens"
+    ) -> "Demonstrations":
+        """Leaves out the tasks that are too long with their demonstration.
+
+        Args:
+            tokenizer: of the model.
+            option: of `max_tokens`, for messages.
+
+        Raises:
+            ConfigError: of a split nothing is left, or a task has no demonstration.
+        """
+        tasks = self._tasks
+        for split in SPLITS:
+            noun = f"tasks of {self.environment.name}"
+            limit = self.max_tokens
+            kept = fitting(self, split, tokenizer, limit, noun, option)
+            tasks = tasks.only(split, kept)
+        return replace(self, environment=tasks)
+
+    def written(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[str, ...]:
+        """The text of the prompt and its demonstration."""
+        task = self._tasks.tasks(split)[index]
+        return (written(tokenizer, task.messages, self._demonstration(task)),)
+
+    def encode(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[packing.Sequence, ...]:
+        """One sequence: the prompt, and the demonstration to learn.
+
+        Raises:
+            ConfigError: a task without a demonstration.
+        """
+        task = self._tasks.tasks(split)[index]
+        prompt, target = chat.answered(
+            tokenizer, task.messages, self._demonstration(task)
+        )
+        return (packing.Sequence.of(prompt, target),)
+
+    @functools.cached_property
+    def _tasks(self) -> TaskSets:
+        # Once: an environment may read a file each time that it is asked.
+        return TaskSets.of(self.environment)
+
+    def _demonstration(self, task: Task) -> str:
+        answer = self.environment.demonstration(task)
+        if answer is None:
+            raise ConfigError(
+                f"--env: {self.environment.name} has no demonstration of task "
+                f"{task.id}; supervised fine-tuning needs one for every task"
+            )
+        return answer

@@ -1,0 +1,173 @@
+"""From a configuration to a preference loss, and the files that are learned from."""
+
+import inspect
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from jaxrl_post.algorithms import anchored, preference, reference_free, unpaired
+from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
+from jaxrl_post.config.preference import PairsConfig, PreferenceLossConfig
+from jaxrl_post.config.run import ConfigError
+from jaxrl_post.data.held_out import one_a_group, split
+from jaxrl_post.data.preferences import Judged, Preference, read_preferences
+from jaxrl_post.data.steps import read_steps
+from jaxrl_post.data.unpaired import unpaired as taken_apart
+from jaxrl_post.examples.packed import Judgements, Pairs, Solutions
+from jaxrl_post.jsonl import Report
+from jaxrl_post.records.sinks import warnings_shown
+
+__all__ = ["make_preference", "open_judgements", "open_pairs", "open_solutions"]
+
+# What a file should hold, in messages.
+PAIRS = "preference pairs"
+
+
+def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
+    """Builds the algorithm that a configuration names.
+
+    Raises:
+        ConfigError: an option that the algorithm has no use for.
+        ValueError: a hyperparameter is out of its range.
+    """
+    build = {
+        "dpo": preference.dpo,
+        "robust_dpo": preference.robust_dpo,
+        "ln_dpo": preference.ln_dpo,
+        "hinge": preference.hinge,
+        "ipo": preference.ipo,
+        "alpha_divergence_dpo": preference.alpha_divergence_dpo,
+        "jensen_shannon_dpo": preference.jensen_shannon_dpo,
+        "wpo": preference.wpo,
+        "reference_free_dpo": reference_free.reference_free_dpo,
+        "simpo": reference_free.simpo,
+        "cpo": reference_free.cpo,
+        "orpo": reference_free.orpo,
+        "kto": unpaired.kto,
+        "apo_zero": anchored.apo_zero,
+        "apo_down": anchored.apo_down,
+        "bco_pair": anchored.bco_pair,
+        "nca": anchored.nca,
+        "sppo": anchored.sppo,
+        "discopop": anchored.discopop,
+        "exo": anchored.exo,
+    }[config.name]
+    accepted = inspect.signature(build).parameters.keys()
+    options = {
+        "beta": config.beta,
+        "label_smoothing": config.label_smoothing or None,
+        "target_margin": config.margin,
+        "nll_weight": config.nll_weight,
+        "alpha": config.alpha,
+        "tau": config.tau,
+        "desirable_weight": config.desirable_weight,
+        "undesirable_weight": config.undesirable_weight,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given.keys() - accepted:
+        option = name.removeprefix("target_").replace("_", "-")
+        raise ConfigError(
+            f"--loss.{option}: {config.name} has no such hyperparameter; drop the "
+            "option"
+        )
+    made = build(**given)
+    if config.reference is not None and not made.needs_reference:
+        raise ConfigError(
+            f"--loss.reference: {config.name} looks at no reference policy; drop the "
+            "option"
+        )
+    return made
+
+
+def open_pairs(
+    config: PairsConfig, console: Console, *, margin: float = 0.0, remedy: str
+) -> Pairs:
+    """Reads pairs; one a prompt is held out.
+
+    Args:
+        config: where they are.
+        console: for what is wrong with the file.
+        margin: as `Pairs.margin`; other than 0 asks for scores.
+        remedy: what else to do with judged answers, for the error about them.
+
+    Raises:
+        ConfigError: no file is named, it holds judged answers, or no scores.
+        ValueError: the file is bad.
+    """
+    found = _read(config, console, read_preferences, PAIRS)
+    pairs = [each for each in found if isinstance(each, Preference)]
+    if len(pairs) < len(found):
+        raise ConfigError(
+            f"--data.path: {config.path} holds answers with a label each, no pairs; "
+            f"give a file with prompt, chosen and rejected{remedy}"
+        )
+    unscored = sum(pair.margin is None for pair in pairs)
+    if margin and unscored:
+        raise ConfigError(
+            f"--margin: {unscored} of the {len(pairs)} pairs in {config.path} have no "
+            "scores; every row needs the numbers score_chosen and score_rejected, or "
+            "drop the option"
+        )
+    train, held_out = split(pairs, eval_share=config.eval_share)
+    return Pairs(train, one_a_group(held_out), margin)
+
+
+def open_judgements(config: PairsConfig, console: Console) -> Judgements:
+    """Reads judged answers, or takes pairs apart; one a prompt is held out.
+
+    Raises:
+        ConfigError: no file is named, or all answers are judged alike.
+        ValueError: the file is bad.
+    """
+    found = _read(config, console, read_preferences, PAIRS)
+    judged = [each for each in found if isinstance(each, Judged)]
+    judged += taken_apart([each for each in found if isinstance(each, Preference)])
+    train, held_out = split(judged, eval_share=config.eval_share)
+    for label, noun in ((True, "desirable"), (False, "undesirable")):
+        if all(each.desirable == label for each in train):
+            raise ConfigError(
+                f"--data.path: all {len(train)} train answers of {config.path} are "
+                f"{noun}; answers of both kinds are needed to tell them apart"
+            )
+    return Judgements(train, one_a_group(held_out))
+
+
+def open_solutions(
+    config: PairsConfig, console: Console, *, separator: str
+) -> Solutions:
+    """Reads solutions with a label a step; one a prompt is held out.
+
+    Args:
+        config: where they are.
+        console: for what is wrong with the file.
+        separator: as `Solutions.separator`.
+
+    Raises:
+        ConfigError: no file is named, or all steps are judged alike.
+        ValueError: the file is bad.
+    """
+    solutions = _read(config, console, read_steps, "solutions in labelled steps")
+    train, held_out = split(solutions, eval_share=config.eval_share)
+    labels = {label for each in train for label in each.labels}
+    if len(labels) == 1:
+        raise ConfigError(
+            f"--data.path: all steps of the {len(train)} train solutions of "
+            f"{config.path} have the label {labels.pop():g}; right and wrong ones are "
+            "needed to tell them apart"
+        )
+    return Solutions(train, one_a_group(held_out), separator)
+
+
+def _read[Item](
+    config: PairsConfig,
+    console: Console,
+    read: Callable[..., tuple[Sequence[Item], Report]],
+    noun: str,
+) -> Sequence[Item]:
+    if config.path is None:
+        raise ConfigError(f"--data.path: needs a .jsonl or .parquet file of {noun}")
+    with warnings_shown(console):
+        found, report = read(config.path, on_bad_row=config.on_bad_row)
+        if report.num_bad:
+            console.print(str(report), style="yellow", markup=False, highlight=False)
+    return found

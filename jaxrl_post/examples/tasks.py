@@ -1,0 +1,285 @@
+"""The tasks of a run: asked for once, held out for good, and none too long."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from jaxrl_post.config.run import ConfigError, OnOverlap
+from jaxrl_post.data import chat
+from jaxrl_post.data.lengths import Lengths, written
+from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+from jaxrl_post.envs import Environment, Message, Step, Task, TaskSequence
+from jaxrl_post.envs.env import Split
+
+__all__ = [
+    "SPLITS",
+    "TaskSets",
+    "distinct",
+    "fitting_prompts",
+    "left_out",
+    "open_tasks",
+]
+
+logger = logging.getLogger(__name__)
+
+SPLITS: tuple[Split, ...] = ("train", "eval")
+
+# Tasks that are made when they are asked for: so many are made once and kept, and of
+# more than the second number none is looked at.
+KEPT_TASKS, MOST_TASKS = 100_000, 1_000_000
+
+
+@dataclass(frozen=True)
+class TaskSets:
+    """An environment whose tasks are there already: asking for them costs nothing.
+
+    Attributes:
+        environment: gives the tasks, and judges them.
+        train: to learn from.
+        eval: held out.
+    """
+
+    environment: Environment
+    train: Sequence[Task]
+    eval: Sequence[Task]
+
+    @classmethod
+    def of(cls, environment: Environment) -> "TaskSets":
+        """All tasks of an environment.
+
+        Raises:
+            ConfigError: an endless number of tasks.
+        """
+        if isinstance(environment, TaskSets):
+            return environment
+        return cls(environment, *(_listed(environment, split) for split in SPLITS))
+
+    @property
+    def name(self) -> str:
+        """The environment's."""
+        return self.environment.name
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """The tasks of a split."""
+        return self.train if split == "train" else self.eval
+
+    def size(self, split: Split) -> int:
+        """Number of tasks of a split."""
+        return len(self.tasks(split))
+
+    def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
+        """The environment's."""
+        return self.environment.step(task, conversation)
+
+    def demonstration(self, task: Task) -> str | None:
+        """The environment's."""
+        return self.environment.demonstration(task)
+
+    def only(self, split: Split, kept: Sequence[int]) -> "TaskSets":
+        """With some of a split's tasks alone.
+
+        Args:
+            split: of which.
+            kept: their indices, in order.
+        """
+        tasks = self.tasks(split)
+        if len(kept) == len(tasks):
+            return self
+        if isinstance(tasks, TaskSequence):
+            chosen = TaskSequence(len(kept), lambda i: tasks[kept[i]])
+        else:
+            chosen = tuple(tasks[i] for i in kept)
+        if split == "train":
+            return replace(self, train=chosen)
+        return replace(self, eval=chosen)
+
+
+def open_tasks(environment: Environment, on_overlap: OnOverlap) -> TaskSets:
+    """The tasks of an environment, of which no prompt is trained on and held out.
+
+    Equal prompts count once among the held-out tasks: an interval of the accuracy would
+    be too narrow.
+
+    Args:
+        environment: asked for its tasks once.
+        on_overlap: what to do about training tasks whose prompt is held out: "fail",
+            "drop" them, or "allow" them.
+
+    Raises:
+        ConfigError: an empty split, an overlap under "fail", nothing left under "drop",
+            or an endless number of tasks.
+
+    >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+    >>> tasks = open_tasks(Arithmetic.at_level(1), "fail")
+    >>> len(tasks.train), len(tasks.eval)
+    (86, 14)
+    """
+    tasks = TaskSets.of(environment)
+    for split in SPLITS:
+        if not len(tasks.tasks(split)):
+            raise ConfigError(
+                f"--env: {environment.name} has no {split} tasks; the data set is empty"
+            )
+    kept = distinct(tasks.eval)
+    left_out(
+        len(tasks.eval) - len(kept),
+        len(tasks.eval),
+        f"eval tasks of {environment.name}",
+        "an earlier one has the same prompt",
+    )
+    tasks = tasks.only("eval", kept)
+    if on_overlap == "allow":
+        return tasks
+    held_out = {_digest(task) for task in tasks.eval}
+    apart = [i for i, task in enumerate(tasks.train) if _digest(task) not in held_out]
+    shared, total = len(tasks.train) - len(apart), len(tasks.train)
+    if shared and on_overlap == "fail":
+        raise ConfigError(
+            f"--data.on-overlap: {shared} of {total} train tasks of {environment.name} "
+            "have the prompt of a held-out task; choose other files or options of "
+            "--env, or leave these tasks out with --data.on-overlap drop"
+        )
+    if not apart:
+        raise ConfigError(
+            f"--data.on-overlap: all {total} train tasks of {environment.name} have "
+            "the prompt of a held-out task, so that none is left; choose other files "
+            "or options of --env"
+        )
+    left_out(
+        shared,
+        total,
+        f"train tasks of {environment.name}",
+        "their prompts are held out (--data.on-overlap drop)",
+    )
+    return tasks.only("train", apart)
+
+
+def distinct(tasks: Sequence[Task], most: int | None = None) -> list[int]:
+    """Indices of the first task of each prompt.
+
+    Args:
+        tasks: in any order.
+        most: how many indices are enough; None for all.
+    """
+    known, kept = set[bytes](), []
+    for index, task in enumerate(tasks):
+        if most is not None and len(kept) >= most:
+            break
+        digest = _digest(task)
+        if digest not in known:
+            known.add(digest)
+            kept.append(index)
+    return kept
+
+
+def fitting_prompts(
+    tasks: TaskSets,
+    tokenizer: Tokenizer,
+    limit: int,
+    option: str,
+    *,
+    context: int,
+) -> tuple[TaskSets, int]:
+    """Leaves out the tasks whose prompt is too long, and says how many.
+
+    All prompts are measured, most of them by their characters alone. What is left is a
+    function of tasks, tokenizer and limit, so a resumed run draws the same.
+
+    Args:
+        tasks: of both splits.
+        tokenizer: of the model.
+        limit: most tokens of a prompt; 0 for the longest prompt, as far as the
+            model's context allows.
+        option: of the limit, for messages.
+        context: tokens of the longest prompt that the model could continue.
+
+    Returns:
+        The tasks, and the limit; for a limit of 0, tokens of the longest prompt.
+
+    Raises:
+        ConfigError: of a split nothing is left, or a prompt cannot be rendered.
+    """
+    lengths, longest = Lengths.of(tokenizer), 0
+    for split in SPLITS:
+        each = tasks.tasks(split)
+        measure = partial(_prompt, tokenizer, tasks, split)
+        kept: list[int] = []
+        for index, task in enumerate(each):
+            text = measure(task, written)
+            fits = lengths.fits(text, limit or context)
+            most = lengths.at_most(text)
+            # A prompt that cannot be the longest need not be counted.
+            if fits is None or (fits and not limit and (most or 0) > longest):
+                size = len(measure(task, chat.render))
+                fits = size <= (limit or context)
+                longest = max(longest, size if fits else 0)
+            if fits:
+                kept.append(index)
+        if not kept:
+            raise ConfigError(
+                f"{option}: all {len(each)} {split} tasks of {tasks.name} have a "
+                f"prompt of more than {limit or context} tokens; raise the option"
+                + ("" if limit else ", or choose a model with a longer context")
+            )
+        because = f"{option} {limit}" if limit else f"{context}, the model's context"
+        left_out(
+            len(each) - len(kept),
+            len(each),
+            f"{split} tasks of {tasks.name}",
+            f"a prompt of more tokens than {because}",
+        )
+        tasks = tasks.only(split, kept)
+    return tasks, limit or longest
+
+
+def left_out(count: int, total: int, what: str, why: str) -> None:
+    """Logs what a run does not use; nothing where that is nothing.
+
+    Args:
+        count: of what is left out.
+        total: of what there was.
+        what: such as "train tasks of gsm8k".
+        why: after a colon.
+    """
+    if count:
+        logger.warning("%d of %d %s left out: %s", count, total, what, why)
+
+
+def _prompt[Found](
+    tokenizer: Tokenizer,
+    tasks: TaskSets,
+    split: Split,
+    task: Task,
+    render: Callable[..., Found],
+) -> Found:
+    try:
+        return render(tokenizer, task.messages)
+    except TokenizerError as error:
+        raise ConfigError(
+            f"--env: {split} task {task.id} of {tasks.name}: {error}"
+        ) from error
+
+
+def _listed(environment: Environment, split: Split) -> Sequence[Task]:
+    tasks = environment.tasks(split)
+    if isinstance(tasks, list | tuple):
+        return tasks
+    if len(tasks) > MOST_TASKS:
+        raise ConfigError(
+            f"--env: {environment.name} has {len(tasks):,} {split} tasks, of which at "
+            f"most {MOST_TASKS:,} can be looked at before a run; ask it for fewer, as "
+            f"in '?{split}_size={MOST_TASKS}'"
+        )
+    return tuple(tasks) if len(tasks) <= KEPT_TASKS else tasks
+
+
+def _digest(task: Task) -> bytes:
+    """Of what the policy is asked, roles included."""
+    digest = hashlib.blake2b(digest_size=16)
+    for message in task.messages:
+        content = message.content.encode("utf-8", errors="surrogatepass")
+        digest.update(f"{message.role} {len(content)} ".encode())
+        digest.update(content)
+    return digest.digest()

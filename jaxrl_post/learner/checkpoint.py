@@ -1,0 +1,369 @@
+"""Checkpoints through Orbax: asynchronous, atomic, restorable onto another mesh."""
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from grain.checkpoint import CheckpointRestore, CheckpointSave
+
+from jaxrl_post.learner.manifest import find_damage, write_manifest
+from jaxrl_post.learner.state import TrainState
+from jaxrl_post.pretrained.name_map import paths
+from jaxrl_post.types import PyTree
+
+__all__ = ["CheckpointError", "Checkpoints", "abstract_state"]
+
+_log = logging.getLogger(__name__)
+
+# Orbax writes these after the manifest, and restores without them.
+UNREAD = ("_CHECKPOINT_METADATA", "commit_success.txt")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read."""
+
+
+def abstract_state(shapes: TrainState, layout: TrainState) -> TrainState:
+    """Shapes and dtypes with shardings: what `Checkpoints.restore` fills in.
+
+    Args:
+        shapes: from `jax.eval_shape`.
+        layout: of the mesh to restore onto, which may be another than that of the run
+            that saved.
+    """
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        shapes,
+        layout,
+    )
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    A checkpoint is written to a temporary directory, gets a list of its files with
+    their checksums, and is renamed when complete, so that one which is there is whole.
+    What happens to it later is noticed by that list. The last `keep` are kept.
+
+    Args:
+        directory: where; made if missing.
+        keep: how many to keep, >= 1.
+        deadline_s: seconds to wait for one to be written.
+        sole: no other process writes there, so that what killed ones left unfinished
+            is removed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int = 2,
+        deadline_s: float = 600.0,
+        sole: bool = False,
+    ) -> None:
+        self.directory = directory
+        self._saving: int | None = None
+        self._manager = ocp.CheckpointManager(
+            directory.absolute(),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep,
+                enable_async_checkpointing=True,
+                cleanup_tmp_directories=sole,
+                async_options=ocp.options.AsyncOptions(
+                    timeout_secs=int(deadline_s),
+                    post_finalization_callback=self._complete,
+                ),
+            ),
+        )
+
+    def latest(self) -> int | None:
+        """Step of the newest checkpoint, None where there is none."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, the oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def damage(self, step: int, *, sizes_only: bool = False) -> str | None:
+        """What has become of a checkpoint since it was written; None where it is whole.
+
+        Args:
+            step: of the checkpoint.
+            sizes_only: looks for missing and truncated files, and reads none.
+        """
+        folder = self.directory / str(step)
+        return find_damage(folder, ignored=UNREAD, sizes_only=sizes_only)
+
+    def verify(self, step: int) -> None:
+        """Makes sure that a checkpoint is as it was written.
+
+        Raises:
+            CheckpointError: it is damaged; names the file, and the checkpoints that are
+                whole.
+        """
+        damage = self.damage(step)
+        if damage is not None:
+            whole = [str(each) for each in self.steps() if self.damage(each) is None]
+            raise CheckpointError(
+                f"checkpoint: step {step} in {self.directory} is damaged: {damage}. "
+                f"Whole is: {', '.join(whole) or 'none'}"
+            )
+
+    def set_damaged_aside(self) -> None:
+        """Makes the newest whole checkpoint the newest.
+
+        Those after it are renamed to `damaged-STEP`, with a warning that says why.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole; all stay where
+                they are.
+        """
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            damage = self.damage(step)
+            if damage is None:
+                break
+            damaged[step] = damage
+        else:
+            if damaged:
+                told = "; ".join(f"step {step}: {why}" for step, why in damaged.items())
+                raise CheckpointError(
+                    f"checkpoint: none in {self.directory} is whole ({told}). Restore "
+                    "the files from a copy, or use another --run-dir to start over"
+                )
+        for step, why in damaged.items():
+            aside = self._aside(step)
+            (self.directory / str(step)).rename(aside)
+            _log.warning(
+                "checkpoint: step %d in %s is damaged: %s. It is set aside as %s, and "
+                "the run goes on from the one before",
+                step,
+                self.directory,
+                why,
+                aside.name,
+            )
+        if damaged:
+            self._manager.reload()
+
+    def require_space(self, state: TrainState) -> None:
+        """Makes sure that a disk is not so full that the next save is bound to fail.
+
+        Args:
+            state: to be saved.
+
+        Raises:
+            CheckpointError: less is free than the last checkpoint takes, or than half
+                of the parameters where there is none.
+        """
+        latest = self.latest()
+        if latest is None:
+            weights = jax.tree.leaves((state.params, state.master))
+            wanted = sum(leaf.nbytes for leaf in weights) // 2
+        else:
+            files = (self.directory / str(latest)).rglob("*")
+            wanted = sum(file.stat().st_size for file in files if file.is_file())
+        disk = shutil.disk_usage(self.directory)
+        # A file system without a size of its own says 0 of both.
+        if disk.total and disk.free < wanted:
+            raise self._failed(
+                f"one takes about {wanted / 1e6:,.1f} MB, and "
+                f"{disk.free / 1e6:,.1f} MB are free"
+            )
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        iterator: grain.DatasetIterator,
+        meta: Mapping[str, Any],
+    ) -> None:
+        """Starts to write a checkpoint; returns once the arrays are copied.
+
+        Args:
+            step: of the run; greater than that of the last one.
+            state: may be donated as soon as this returns.
+            iterator: of the training tasks.
+            meta: JSON values.
+
+        Raises:
+            CheckpointError: this or the last save failed, on a full disk for example;
+                the checkpoints before are whole.
+        """
+        self.wait()
+        self._saving = step
+        self.require_space(state)
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(paths(state)),
+                    data=CheckpointSave(iterator),
+                    meta=ocp.args.JsonSave(dict(meta)),
+                ),
+            )
+        except Exception as error:  # Orbax raises Exception itself.
+            raise self._failed(_brief(error)) from error
+
+    def wait(self) -> None:
+        """Waits until what `save` started is on the disk.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failed(_brief(error)) from error
+
+    def restore(
+        self, step: int, abstract: TrainState, iterator: grain.DatasetIterator
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Reads a checkpoint onto the shardings of `abstract`; winds the iterator.
+
+        Raises:
+            CheckpointError: it does not fit, or cannot be read.
+        """
+        wanted = paths(abstract)
+        with self._reading(step):
+            stored = self._stored(step)
+        # Orbax would find a misfit halfway, with other arrays still on their way.
+        if misfits := _misfits(stored, wanted):
+            raise CheckpointError(
+                f"checkpoint: step {step} in {self.directory} cannot be restored: "
+                f"{'; '.join(misfits[:4])}. Was it made with another model or "
+                "optimizer? Use another run directory to start over"
+            )
+        with self._reading(step):
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(wanted),
+                    data=CheckpointRestore(iterator),
+                    meta=ocp.args.JsonRestore(),
+                ),
+            )
+        structure = jax.tree.structure(abstract)
+        leaves = jax.tree.leaves(_ordered(restored["state"], wanted))
+        return jax.tree.unflatten(structure, leaves), restored["meta"]
+
+    def restore_params(
+        self, step: int, shapes: PyTree, *, dtype: jnp.dtype | None = None
+    ) -> PyTree:
+        """Reads the parameters alone, onto one device.
+
+        Args:
+            step: of the checkpoint.
+            shapes: tree of arrays or ShapeDtypeStructs; only their shapes count.
+            dtype: of the result; None for that in which the run trained. float32 gives
+                the master weights of a run that has some.
+
+        Raises:
+            CheckpointError: the parameters are others, or cannot be read.
+        """
+        where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        with self._reading(step, hint=". Are they those of another model?"):
+            stored = self._stored(step)
+            masters = any(name.startswith("master.") for name in stored)
+            root = "master" if dtype == jnp.float32 and masters else "params"
+            wanted = {
+                name: jax.ShapeDtypeStruct(
+                    leaf.shape, dtype or stored[name].dtype, sharding=where
+                )
+                for name, leaf in paths({root: shapes}).items()
+            }
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeRestore(
+                        item=wanted,
+                        restore_args=ocp.checkpoint_utils.construct_restore_args(
+                            wanted
+                        ),
+                        partial_restore=True,
+                    )
+                ),
+            )
+        leaves = _ordered(restored["state"], wanted)
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    def close(self) -> None:
+        """Waits for what is being written and releases the threads."""
+        self.wait()
+        self._manager.close()
+
+    @contextlib.contextmanager
+    def _reading(self, step: int, *, hint: str = "") -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Orbax raises Exception itself.
+            raise CheckpointError(
+                f"checkpoint: step {step} in {self.directory} cannot be read: "
+                f"{_brief(error)}{hint}"
+            ) from error
+
+    def _stored(self, step: int) -> Mapping[str, Any]:
+        """Shape and dtype of every array of a checkpoint, by name."""
+        folder = self.directory.absolute() / str(step) / "state"
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            # Typed for etils' Path, which pathlib's is in all that is asked of it.
+            return handler.metadata(folder).tree  # type: ignore[arg-type]
+
+    def _complete(self) -> None:
+        """Lists the files of what is being saved: all there, and not yet renamed."""
+        (folder,) = self.directory.glob(f"{self._saving}.*")
+        write_manifest(folder)
+
+    def _aside(self, step: int) -> Path:
+        """A name for a damaged checkpoint; those of an earlier time keep theirs."""
+        aside = self.directory / f"damaged-{step}"
+        for number in count(2):
+            if not aside.exists():
+                break
+            aside = self.directory / f"damaged-{step}-{number}"
+        return aside
+
+    def _failed(self, why: str) -> CheckpointError:
+        what = "a checkpoint"
+        if self._saving is not None:
+            what = f"the checkpoint of step {self._saving}"
+        # Of the disk: Orbax counts a step from the moment its save begins.
+        whole = [int(p.name) for p in self.directory.iterdir() if p.name.isdigit()]
+        kept = f"Step {max(whole)} is whole; free" if whole else "Free"
+        return CheckpointError(
+            f"checkpoint: {what} could not be written to {self.directory}: {why}. "
+            f"{kept} space there and run again to resume"
+        )
+
+
+def _brief(error: Exception) -> str:
+    """What an error of Orbax says, without the settings that it goes on to list."""
+    first = str(error).strip().partition("\n")[0]
+    return first if len(first) <= 400 else f"{first[:400]} ..."
+
+
+def _misfits(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """What tells the arrays of a checkpoint from those that are asked for."""
+    found = [f"{name} is missing" for name in wanted.keys() - stored.keys()]
+    found += [f"{name} is one too many" for name in stored.keys() - wanted.keys()]
+    for name in wanted.keys() & stored.keys():
+        have, want = stored[name], wanted[name]
+        if (tuple(have.shape), have.dtype) != (want.shape, want.dtype):
+            found.append(
+                f"{name} is {have.dtype}{list(have.shape)}, not "
+                f"{want.dtype}{list(want.shape)}"
+            )
+    return sorted(found)
+
+
+def _ordered(found: Mapping[str, PyTree], wanted: Mapping[str, PyTree]) -> list[PyTree]:
+    return [found[name] for name in wanted]

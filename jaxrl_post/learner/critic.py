@@ -1,0 +1,125 @@
+"""A critic that is not the policy's: where it begins, and what of it trains."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post import models, pretrained
+from jaxrl_post.config.run import ConfigError, CriticConfig, RLConfig
+from jaxrl_post.learner.adapters import lora_of, with_adapter
+from jaxrl_post.learner.model import Model
+from jaxrl_post.models.matrix import is_matrix
+from jaxrl_post.pretrained.families import write_config
+
+__all__ = ["check_critic", "open_critic"]
+
+OPTION = "--critic.lora"
+
+
+def check_critic(config: RLConfig, model: Model) -> None:
+    """Refuses options of a separate critic that contradict others.
+
+    Args:
+        config: of a run.
+        model: the policy, before any adapter.
+
+    Raises:
+        ConfigError: options of an adapter that make no sense, or weights of the policy
+            that the critic cannot begin with.
+        CheckpointError: the family has no value models on disk.
+    """
+    critic, policy = config.critic, config.lora
+    if config.algorithm.name != "ppo" or critic.backbone == "shared":
+        return
+    if critic.model is None:
+        # Refuses a family that has no such model on disk: now, not at the end.
+        write_config(_value_config(model))
+    if critic.model is not None:
+        if critic.lora.rank == 0:
+            lora_of(critic.lora, model.config, option=OPTION)
+        return
+    lora_of(critic.lora, _value_config(model), option=OPTION)
+    if policy.quantize is not None and not critic.lora.rank:
+        raise ConfigError(
+            "--lora.quantize: a critic of its own begins as a copy of the model, in "
+            "which quantised matrices could not learn; drop the option, or give "
+            "--critic.lora.rank or --critic.model"
+        )
+    if policy.rank and critic.lora.quantize not in (None, policy.quantize):
+        raise ConfigError(
+            f"{OPTION}.quantize: the critic's adapter shares the policy's frozen "
+            f"matrices, which are {policy.quantize or 'not quantised'}; got "
+            f"{critic.lora.quantize}. Drop the option, or give --critic.model"
+        )
+
+
+def open_critic(config: CriticConfig, model: Model, *, seed: int) -> Model:
+    """A value model of its own: the policy's weights, or those of a directory.
+
+    An adapter of the critic over an adapter's frozen base stands on the very arrays of
+    that base. A critic or a policy that trains whole needs arrays of its own.
+
+    Args:
+        config: names the directory, if any, and the adapter.
+        model: the policy.
+        seed: of what an adapter draws.
+
+    Raises:
+        CheckpointError: the directory holds no model that can be read.
+        ConfigError: options of an adapter that make no sense for it.
+    """
+    shared = config.model is None and config.lora.rank > 0
+    shared = shared and model.adaptation is not None
+    if config.model is None:
+        critic = _beginning_as(model, shared=shared)
+    else:
+        value_config, params = pretrained.load(
+            config.model,
+            mesh=model.mesh,
+            rules=model.rules,
+            dtype=model.dtype,
+            head="value",
+        )
+        critic = dataclasses.replace(
+            model,
+            name=config.model,
+            config=value_config,
+            specs=models.param_specs(value_config),
+            params=params,
+            preset=False,
+            adaptation=None,
+            published=None,
+        )
+    lora = config.lora
+    if any(map(is_matrix, jax.tree.leaves(critic.params, is_leaf=is_matrix))):
+        lora = dataclasses.replace(lora, quantize=None)
+    return with_adapter(lora, critic, seed=seed, option=OPTION, donate=not shared)
+
+
+def _beginning_as(model: Model, *, shared: bool) -> Model:
+    """The policy with a value head of zeros; its other arrays shared, or copied."""
+    config = _value_config(model)
+    params = model.base.replace(unembedding=None)  # type: ignore[attr-defined]
+    if not shared:
+        # Two optimizers take them, each its own, or one of them does.
+        params = jax.tree.map(jnp.copy, params)
+    specs = models.param_specs(config)
+    fresh = models.initialize(
+        jax.random.key(0),
+        {"head": specs.value_head},
+        model.dtype,
+        model.mesh,
+        model.rules,
+    )
+    return dataclasses.replace(
+        model,
+        config=config,
+        specs=specs,
+        params=params.replace(value_head=fresh["head"]),
+        adaptation=None,
+    )
+
+
+def _value_config(model: Model) -> models.ModelConfig:
+    return dataclasses.replace(model.config, head="value")

@@ -1,0 +1,333 @@
+"""The model that a run trains: opened, laid out over a mesh, and saved."""
+
+import dataclasses
+import importlib.metadata
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_post import models, pretrained
+from jaxrl_post.config.run import ConfigError, UpdateConfig
+from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+from jaxrl_post.models import DecoderParams, Head, ModelConfig
+from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
+from jaxrl_post.models.spec import is_spec
+from jaxrl_post.pretrained.directory import read_config_file
+from jaxrl_post.pretrained.names import nearest_first
+from jaxrl_post.pretrained.orbax_files import is_orbax_directory
+from jaxrl_post.pretrained.peft.files import save_adapter
+from jaxrl_post.pretrained.presets import PRESETS
+from jaxrl_post.sharding import (
+    DEFAULT_RULES,
+    Rules,
+    create_mesh,
+    named_shardings,
+    per_device_bytes,
+    split_size,
+)
+from jaxrl_post.types import PyTree
+
+__all__ = [
+    "Adaptation",
+    "Model",
+    "check_context",
+    "context_of",
+    "layout_table",
+    "open_model",
+    "save_model",
+]
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What an adapter is trained over.
+
+    Attributes:
+        base: the frozen parameters; also the reference policy.
+        lora: of the adapter.
+    """
+
+    base: PyTree
+    lora: LoRAConfig
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its tokenizer, on a mesh.
+
+    Attributes:
+        name: the directory or preset.
+        config: hyperparameters.
+        specs: tree of ParamSpecs, of what is trained.
+        params: sharded arrays, of what is trained: the model's parameters, or an
+            adapter.
+        tokenizer: of the model.
+        mesh: where it is.
+        rules: how it lies there.
+        preset: whether it was initialised rather than loaded.
+        adaptation: where `params` are an adapter, what they adapt.
+        published: its name on the hub, None for a model that is not from there.
+    """
+
+    name: str
+    config: ModelConfig
+    specs: Any
+    params: Any
+    tokenizer: Tokenizer
+    mesh: Mesh
+    rules: Rules
+    preset: bool
+    adaptation: Adaptation | None = None
+    published: str | None = None
+
+    @property
+    def base(self) -> DecoderParams[Any]:
+        """The model's own parameters as they began, without any adapter."""
+        return self.params if self.adaptation is None else self.adaptation.base
+
+    def whole(self, params: PyTree) -> DecoderParams[Any]:
+        """What `forward` reads, given what is trained; nothing is copied."""
+        adaptation = self.adaptation
+        if adaptation is None:
+            return params
+        return adapted(adaptation.base, params, self.config, adaptation.lora)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of the model's own parameters, shared ones once."""
+        specs = models.param_specs(self.config)
+        return sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec))
+
+    @property
+    def source(self) -> Path | None:
+        """The directory that it was loaded from, None for a preset."""
+        return None if self.preset else Path(self.name)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype."""
+        return self.base.embedding.dtype
+
+
+def open_model(
+    name: str,
+    *,
+    mesh: str,
+    dtype: str | None,
+    seed: int,
+    texts: Callable[[], Sequence[str]],
+    head: Head = "lm",
+    rules: Rules = DEFAULT_RULES,
+) -> Model:
+    """Loads a model directory, or initialises a preset with a tokenizer of its own.
+
+    Args:
+        name: a Hugging Face directory or a key of `models.presets.PRESETS`.
+        mesh: such as "dp4,tp8".
+        dtype: of the parameters, None for the checkpoint's own.
+        seed: of a preset's weights.
+        texts: what a preset's tokenizer is learned from.
+        head: of the model; a value head that a directory lacks begins with zeros.
+        rules: logical axis to mesh axes.
+
+    Raises:
+        ConfigError: no such directory or preset, or a reward model where a language
+            model is asked for.
+        MeshError: the mesh fits neither the devices nor the model; before anything is
+            read or compiled.
+    """
+    device_mesh = create_mesh(mesh)
+    stored = Path(name).is_dir()
+    if stored:
+        tokenizer = Tokenizer.from_directory(name)
+        wanted = None if dtype is None else jnp.dtype(dtype)
+        config, params = pretrained.load(
+            name,
+            mesh=device_mesh,
+            rules=rules,
+            dtype=wanted,
+            head=None if head == "lm" else head,
+        )
+        if config.head != head:
+            raise ConfigError(
+                f"--model: {name} is a reward model; it has no output for tokens"
+            )
+        specs = models.param_specs(config)
+    elif name in PRESETS:
+        config = dataclasses.replace(PRESETS[name], head=head)
+        specs = models.param_specs(config)
+        named_shardings(specs, device_mesh, rules)
+        tokenizer = Tokenizer.train(texts(), vocab_size=min(config.vocab_size, 1024))
+        wanted = jnp.dtype(dtype or "float32")
+        params = models.initialize(
+            jax.random.key(seed), specs, wanted, device_mesh, rules
+        )
+    else:
+        raise ConfigError(
+            f"--model: {name!r} is neither a directory nor a preset; presets are "
+            f"{nearest_first(name, PRESETS)}"
+        )
+    try:
+        tokenizer = tokenizer.for_model(config.vocab_size)
+    except TokenizerError as error:
+        raise ConfigError(f"--model: {name}: {error}") from error
+    return Model(
+        name, config, specs, params, tokenizer, device_mesh, rules, preset=not stored
+    )
+
+
+def save_model(
+    target: Path, model: Model, params: PyTree, *, adapter: str = "adapter"
+) -> None:
+    """Writes a model over what an earlier end of a run left, whole or torn.
+
+    A value head beside the vocabulary is left out: what is saved is the policy. An
+    adapter is merged, and saved by itself too, beside the model, as PEFT reads it.
+
+    Args:
+        target: the directory to make.
+        model: whose `params` trained.
+        params: what they have become.
+        adapter: name of the directory of an adapter.
+    """
+    if model.config.head == "lm+value":
+        model, params = _policy_alone(model, params)
+    config, source, adaptation = model.config, model.source, model.adaptation
+    whole = params
+    if adaptation is not None:
+        whole = merged(adaptation.base, params, config, adaptation.lora)
+    _make_room(target)
+    pretrained.save(target, config, whole, tokenizer=model.tokenizer, source=source)
+    if adaptation is not None:
+        beside = target.with_name(adapter)
+        _make_room(beside)
+        save_adapter(beside, config, params, adaptation.lora, _base_for_peft(model))
+
+
+def _base_for_peft(model: Model) -> str | None:
+    """Where PEFT finds what an adapter adapts, None where it finds it nowhere."""
+    source = model.source
+    if source is None or is_orbax_directory(source):
+        return None
+    # In a larger model around this one, modules have other names.
+    if read_config_file(source).get("model_type") != model.config.model_type:
+        return None
+    return model.published or str(source)
+
+
+def _make_room(target: Path) -> None:
+    """Removes a directory, and what a save that was killed left under other names."""
+    for left in (target, *target.parent.glob(f".{target.name}.*")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _policy_alone(model: Model, params: PyTree) -> tuple[Model, PyTree]:
+    """Model and trained parameters without a value head."""
+    config, adaptation = dataclasses.replace(model.config, head="lm"), model.adaptation
+    if adaptation is None:
+        params = params.replace(value_head=None)
+    else:
+        lora = adaptation.lora
+        rest = tuple(name for name in lora.whole if name != "value_head")
+        adaptation = Adaptation(
+            adaptation.base.replace(value_head=None),
+            dataclasses.replace(lora, whole=rest),
+        )
+        params = {path: own for path, own in params.items() if path != "value_head"}
+    return dataclasses.replace(model, config=config, adaptation=adaptation), params
+
+
+def layout_table(
+    model: Model,
+    update: UpdateConfig,
+    *,
+    rows: int,
+    row_tokens: int,
+    optimizer: PyTree,
+    reference: PyTree | None = None,
+    critic: PyTree | None = None,
+    cache: PyTree | None = None,
+) -> list[tuple[str, str, str]]:
+    """(what, how it lies, MiB a device) of everything that takes memory.
+
+    Activations are an estimate; the rest is exact. What several parts share, such as a
+    base under two adapters, counts in the first.
+    """
+    axes = ", ".join(f"{name}={size}" for name, size in model.mesh.shape.items())
+    adaptation = model.adaptation
+    frozen = "" if adaptation is None else ", frozen"
+    parts = [
+        ("parameters", f"{model.num_parameters:,} {model.dtype}{frozen}", model.base),
+        ("adapter", "trained", None if adaptation is None else model.params),
+        ("optimizer", "float32 moments and master weights", optimizer),
+        ("reference", "frozen parameters", reference),
+        ("critic", "parameters and optimizer", critic),
+        ("KV cache", "of all slots", cache),
+    ]
+    table, known = [("mesh", axes, "")], set[int]()
+    for name, what, tree in parts:
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in known]
+        known.update(map(id, leaves))
+        if leaves:
+            table.append((name, what, f"{per_device_bytes(leaves) / 2**20:,.1f}"))
+    estimate = _activation_bytes(model, update, rows, row_tokens)
+    what = f"estimate: {rows} rows of {row_tokens} tokens, remat {update.remat}"
+    table.append(("activations", what, f"{estimate / 2**20:,.1f}"))
+    return table
+
+
+def context_of(config: ModelConfig) -> int:
+    """Tokens of the longest sequence that a model can be trained on."""
+    return min(config.max_length, config.rotation_limit or config.max_length)
+
+
+def check_context(config: ModelConfig, longest: int, option: str) -> None:
+    """Refuses sequences that the model's positions do not reach.
+
+    Args:
+        config: of the model.
+        longest: tokens of a sequence.
+        option: the command line's name of that number.
+
+    Raises:
+        ConfigError: the context is shorter, or its scaling rotates a longer sequence by
+            its own length, which packed rows cannot follow.
+    """
+    limit = context_of(config)
+    if longest > limit:
+        why = "the model's context"
+        if limit < config.max_length:
+            why = "up to which the model's rope_scaling is the same for all sequences"
+        raise ConfigError(f"{option}: must be at most {limit}, {why}; got {longest}")
+
+
+def _activation_bytes(
+    model: Model, update: UpdateConfig, rows: int, row_tokens: int
+) -> int:
+    config, shape = model.config, model.mesh.shape
+    tokens = rows * row_tokens // split_size("batch", model.mesh, model.rules)
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    kept = {
+        "full": config.hidden_size,
+        "dots": 3 * config.hidden_size
+        + (heads + 2 * config.intermediate_size) // shape["tp"],
+        "none": 6 * config.hidden_size
+        + (2 * heads + 4 * config.intermediate_size) // shape["tp"]
+        + 2 * config.num_heads * row_tokens // shape["tp"],
+    }[update.remat]
+    return tokens * kept * config.num_layers * model.dtype.itemsize
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxrl_post")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    device = jax.devices()[0].device_kind
+    return {"python": platform.python_version(), **found, "device": device}

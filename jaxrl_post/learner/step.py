@@ -1,0 +1,302 @@
+"""The pure train step: accumulate over microbatches, then apply.
+
+Sums and counts are accumulated, never means, so the gradient does not depend on how a
+batch is split. `accumulate` and `apply` are two programs of fixed shape; a batch may
+have any number of microbatches.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxrl_post.algorithms.objective import Objective, Predictions
+from jaxrl_post.kernels.token_logprob import token_logprob
+from jaxrl_post.learner.state import TrainState
+from jaxrl_post.metrics import Metric, masked
+from jaxrl_post.models import (
+    ModelConfig,
+    experts,
+    forward,
+    forward_with_routing,
+    unembedding,
+    values,
+)
+from jaxrl_post.models.decoder import Remat
+from jaxrl_post.sharding import DEFAULT_RULES, Rules
+from jaxrl_post.types import Array, Float, PyTree, TokenBatch
+
+__all__ = [
+    "Accumulator",
+    "Policy",
+    "Predictor",
+    "accumulate",
+    "apply",
+    "empty_accumulator",
+    "hidden_states",
+    "measure",
+    "predict",
+    "train_step",
+]
+
+ObjectiveFn = Callable[[Predictions, TokenBatch], Objective]
+
+
+@runtime_checkable
+class Predictor(Protocol):
+    """How predictions come from parameters: a pytree.
+
+    Its arrays, where it has any, are arguments of the programs below, as constants of
+    which they would be compiled in; what else it holds is static.
+    """
+
+    def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
+        """What a model says about the tokens of a batch."""
+        ...
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Policy:
+    """A model alone, as a `Predictor` without arrays.
+
+    Attributes:
+        config: of the model; its head decides what is predicted.
+        temperature: at which the samples were drawn; part of the policy.
+        remat: what the backward pass keeps.
+        rules: sharding of activations.
+        router_balance: weight of the experts' load-balancing loss.
+        router_z: weight of the routers' z-loss.
+        scan: whether layers that repeat are compiled once, as a loop.
+    """
+
+    config: ModelConfig
+    temperature: float = 1.0
+    remat: Remat = "none"
+    rules: Rules = DEFAULT_RULES
+    router_balance: float = 0.0
+    router_z: float = 0.0
+    scan: bool = False
+
+    def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
+        """As the function `predict`."""
+        return predict(self, params, batch)
+
+
+@struct.dataclass
+class Accumulator:
+    """Sums over the microbatches of one optimizer step; all float32."""
+
+    grads: PyTree
+    loss: Metric
+    metrics: dict[str, Metric]
+
+
+def hidden_states(
+    policy: Policy, params: PyTree, batch: TokenBatch
+) -> Float[Array, "rows length hidden"]:
+    """The last hidden states of a packed batch, in the parameters' dtype."""
+    return forward(
+        params,
+        policy.config,
+        batch.tokens,
+        positions=batch.positions,
+        segment_ids=batch.segment_ids,
+        rules=policy.rules,
+        remat=policy.remat,
+        scan=policy.scan,
+    )
+
+
+def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
+    """What a model says about the tokens of a batch.
+
+    Log-probs and entropies are those of the tokens that the loss mask marks, and 0
+    elsewhere; values are there after every token.
+    """
+    if policy.config.experts is None:
+        hidden, own = hidden_states(policy, params, batch), Predictions()
+    else:
+        hidden, own = _routed_states(policy, params, batch)
+    after = None if policy.config.head == "lm" else values(params, hidden)
+    if not policy.config.predicts_tokens:
+        return own._replace(values_after=after)
+    # The state at t predicts the token at t + 1. The mask is False at every segment's
+    # first token, so what wraps around is never asked for.
+    previous = functools.partial(jnp.roll, shift=-1, axis=1)
+    # c tanh(z / (d c)) / T, with d the divisor: one cap and one temperature say it all.
+    cap, divisor = policy.config.logit_softcap, policy.config.logit_divisor
+    predicted = token_logprob(
+        hidden,
+        unembedding(params),
+        previous(batch.tokens),
+        mask=previous(batch.loss_mask),
+        temperature=policy.temperature * divisor,
+        softcap=None if cap is None else cap * divisor,
+        rules=policy.rules,
+    )
+    logprobs, entropy = (jnp.roll(value, 1, axis=1) for value in predicted)
+    return own._replace(logprobs=logprobs, entropy=entropy, values_after=after)
+
+
+def _routed_states(
+    policy: Policy, params: PyTree, batch: TokenBatch
+) -> tuple[Array, Predictions]:
+    """Hidden states of a model with experts, and what its routers add."""
+    mask = batch.segment_ids > 0
+    hidden, routing = forward_with_routing(
+        params,
+        policy.config,
+        batch.tokens,
+        mask=mask,
+        positions=batch.positions,
+        segment_ids=batch.segment_ids,
+        rules=policy.rules,
+        remat=policy.remat,
+        scan=policy.scan,
+    )
+    assert policy.config.experts is not None
+    balance = experts.load_balance(routing, policy.config.experts.experts_per_token)
+    z = experts.router_z(routing)
+    shown = {
+        "router/balance_loss": balance,
+        "router/z_loss": z,
+        "router/busiest_expert": experts.busiest(routing),
+        "router/unused_experts": experts.unused(routing),
+    }
+    # Means over microbatches, each weighted by its tokens.
+    count = routing.tokens
+    metrics = {name: Metric(value * count, count) for name, value in shown.items()}
+    regularizer = policy.router_balance * balance + policy.router_z * z
+    return hidden, Predictions(regularizer=regularizer, metrics=metrics)
+
+
+def _loss(
+    policy: Predictor, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
+) -> tuple[Array, tuple[Metric, dict[str, Metric]]]:
+    predictions = policy.predict(params, batch)
+    result = objective(predictions, batch)
+    metrics, loss = result.metrics, result.loss
+    if predictions.regularizer is not None:
+        # In the mean over all microbatches it is then a mean of its own.
+        added = predictions.regularizer * loss.count
+        loss = Metric(loss.sum + added, loss.count)
+    if predictions.metrics is not None:
+        metrics = {**metrics, **predictions.metrics}
+    if predictions.entropy is not None:
+        entropies = masked(jax.lax.stop_gradient(predictions.entropy), batch.loss_mask)
+        metrics = {**metrics, "policy/entropy": entropies}
+    return loss.sum, (loss, jax.lax.stop_gradient(metrics))
+
+
+def measure(
+    policy: Predictor, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
+) -> tuple[Metric, dict[str, Metric]]:
+    """Loss and metrics of a microbatch, without a gradient."""
+    return _loss(policy, objective, params, batch)[1]
+
+
+def empty_accumulator(
+    policy: Predictor, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
+) -> Accumulator:
+    """Zeros, with the structure that `accumulate` adds to for such a batch."""
+    run = functools.partial(_loss, policy, objective)
+    _, (loss, metrics) = jax.eval_shape(run, params, batch)
+    zeros = lambda leaf: jnp.zeros(leaf.shape, jnp.float32)  # noqa: E731
+    grads = jax.tree.map(lambda leaf: zeros(leaf), params)
+    return Accumulator(grads, *jax.tree.map(zeros, (loss, metrics)))
+
+
+def accumulate(
+    policy: Predictor,
+    objective: ObjectiveFn,
+    params: PyTree,
+    accumulator: Accumulator,
+    batch: TokenBatch,
+) -> Accumulator:
+    """Adds the gradient of the summed loss of one microbatch, and its metrics."""
+    run = functools.partial(_loss, policy, objective)
+    grads, (loss, metrics) = jax.grad(run, has_aux=True)(params, batch)
+    return jax.tree.map(
+        lambda total, new: total + new.astype(jnp.float32),
+        accumulator,
+        Accumulator(grads, loss, metrics),
+    )
+
+
+def grad_norm(accumulator: Accumulator) -> Float[Array, ""]:
+    """Global norm of the mean loss's gradient, before clipping."""
+    return optax.tree.norm(accumulator.grads) / _count(accumulator)
+
+
+def _count(accumulator: Accumulator) -> Array:
+    return jnp.maximum(accumulator.loss.count, 1.0)
+
+
+def apply(
+    optimizer: optax.GradientTransformation,
+    max_grad_norm: float,
+    state: TrainState,
+    accumulator: Accumulator,
+) -> TrainState:
+    """Clips, takes one optimizer step, and casts master weights to the parameters."""
+    factor = 1 / _count(accumulator)
+    if max_grad_norm:
+        norm = grad_norm(accumulator)
+        clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
+        factor = clip / _count(accumulator)
+    grads = jax.tree.map(lambda grad: grad * factor, accumulator.grads)
+    weights = state.params if state.master is None else state.master
+    # optax multiplies floats by its int32 counters, which strict promotion refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer.update(grads, state.opt_state, weights)
+    weights = optax.apply_updates(weights, updates)
+    if state.master is None:
+        params, master = weights, None
+    else:
+        params = jax.tree.map(
+            lambda wide, old: wide.astype(old.dtype), weights, state.params
+        )
+        master = weights
+    return state.replace(  # type: ignore[attr-defined]
+        step=state.step + 1, params=params, master=master, opt_state=opt_state
+    )
+
+
+def train_step(
+    policy: Predictor,
+    objective: ObjectiveFn,
+    optimizer: optax.GradientTransformation,
+    max_grad_norm: float,
+    state: TrainState,
+    microbatches: Iterable[TokenBatch],
+) -> tuple[TrainState, dict[str, Any]]:
+    """One optimizer step as one pure function, for notebooks and other trainers.
+
+    Args:
+        policy: a `Policy`, or another way to predict.
+        objective: an algorithm's `objective`.
+        optimizer: optax.
+        max_grad_norm: gradients are scaled down to this global norm; 0 for no clipping.
+        state: before the step.
+        microbatches: of equal shape, at least one.
+
+    Returns:
+        The state after the step, and scalar float32 metrics.
+    """
+    total: Accumulator | None = None
+    for batch in microbatches:
+        if total is None:
+            total = empty_accumulator(policy, objective, state.params, batch)
+        total = accumulate(policy, objective, state.params, total, batch)
+    if total is None:
+        raise ValueError("train_step: microbatches must hold at least one batch; got 0")
+    metrics = {name: metric.mean() for name, metric in total.metrics.items()}
+    metrics["train/loss"] = total.loss.mean()
+    metrics["train/grad_norm"] = grad_norm(total)
+    return apply(optimizer, max_grad_norm, state, total), metrics

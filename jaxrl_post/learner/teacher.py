@@ -1,0 +1,176 @@
+"""A student beside its teacher: how far apart are their distributions of each token?
+
+Both models run in one program. Logits are in memory for a chunk of tokens at a time, in
+both passes and between them: [chunk, vocabulary], never [tokens, vocabulary].
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post.algorithms import Predictions
+from jaxrl_post.algorithms.objective import Divergence
+from jaxrl_post.learner.step import Policy, hidden_states
+from jaxrl_post.losses.distribution_kl import entropy
+from jaxrl_post.losses.sequences import in_sequence
+from jaxrl_post.models import logits, unembedding
+from jaxrl_post.sharding import Rules, constrain, partition_spec
+from jaxrl_post.types import Array, PyTree, TokenBatch
+
+__all__ = ["CHUNK_BYTES", "Comparison"]
+
+# Bytes of one model's float32 logits of a chunk on one device.
+CHUNK_BYTES = 64 * 2**20
+
+# Of a chunk: the unembeddings, the hidden states and what counts, to what is predicted.
+Compare = Callable[[tuple[Array, Array], tuple[Array, Array], Array], tuple[Array, ...]]
+
+
+@struct.dataclass
+class Comparison:
+    """Predicts how far a student is from a frozen teacher; a `step.Predictor`.
+
+    Attributes:
+        student: how its hidden states come from parameters. Its temperature divides the
+            logits of both.
+        teacher: likewise; of the student's vocabulary.
+        divergence: as `Algorithm.divergence`.
+        params: the teacher's.
+        chunk_bytes: of one model's float32 logits of a chunk on one device.
+    """
+
+    student: Policy = struct.field(pytree_node=False)
+    teacher: Policy = struct.field(pytree_node=False)
+    divergence: Divergence = struct.field(pytree_node=False)
+    params: PyTree
+    chunk_bytes: int = struct.field(pytree_node=False, default=CHUNK_BYTES)
+
+    def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
+        """Divergences and both entropies; differentiable in the student alone.
+
+        Args:
+            params: the student's.
+            batch: packed.
+
+        Returns:
+            Predictions without log-probs, of the tokens that the loss mask marks; 0
+            elsewhere.
+        """
+        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        frozen = jax.lax.stop_gradient(self.params)
+        # In float32, so that its gradient is summed over the chunks in float32.
+        own = self._whole(unembedding(params)).astype(jnp.float32)
+        teachers = self._whole(unembedding(frozen))
+
+        def compare(
+            tables: tuple[Array, Array], states: tuple[Array, Array], on: Array
+        ) -> tuple[Array, ...]:
+            own = self._logits(self.student, params, tables[0], states[0])
+            teachers = self._logits(self.teacher, frozen, tables[1], states[1])
+            divergence = self.divergence(teachers, own, on)
+            own = jax.lax.stop_gradient(own)
+            return divergence, entropy(own, on), entropy(teachers, on)
+
+        found = _in_chunks(
+            compare,
+            (own, teachers),
+            (
+                hidden_states(self.student, params, batch),
+                hidden_states(self.teacher, frozen, batch),
+            ),
+            # The state at t predicts the token at t + 1. The mask is False at every
+            # segment's first token, so what wraps around is never asked for.
+            jnp.roll(mask, -1, axis=1),
+            self.student.rules,
+            self.chunk_bytes,
+        )
+        divergence, entropies, theirs = (jnp.roll(each, 1, axis=1) for each in found)
+        return Predictions(
+            entropy=entropies, divergence=divergence, teacher_entropy=theirs
+        )
+
+    def _whole(self, table: Array) -> Array:
+        """An unembedding with its rows gathered, once and not for every chunk."""
+        return constrain(table, ("vocab", "hidden"), self.student.rules)
+
+    def _logits(
+        self, policy: Policy, params: PyTree, table: Array, hidden: Array
+    ) -> Array:
+        """Logits over the temperature, by an unembedding that is given apart."""
+        params = params.replace(unembedding=table.astype(hidden.dtype))
+        return logits(params, policy.config, hidden) / self.student.temperature
+
+
+def _in_chunks(
+    compare: Compare,
+    tables: tuple[Array, Array],
+    states: tuple[Array, ...],
+    on: Array,
+    rules: Rules,
+    chunk_bytes: int,
+) -> tuple[Array, ...]:
+    """Calls `compare` on chunks of the tokens that count; 0 for the others.
+
+    Each device that has rows of its own goes through those alone.
+
+    Args:
+        compare: gives arrays [tokens], float32.
+        tables: [vocab, hidden] each.
+        states: [rows, length, hidden] each.
+        on: bool [rows, length].
+        rules: how rows and vocabulary are split over the mesh of `jax.set_mesh`.
+        chunk_bytes: of float32 [tokens, vocab] on one device.
+
+    Returns:
+        Arrays [rows, length].
+    """
+    columns = tables[0].shape[0]
+    rows = None
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        rows = partition_spec(on.shape, ("batch", None), mesh, rules, name="batch")[0]
+        split = partition_spec((columns,), ("vocab",), mesh, rules)
+        (columns,) = NamedSharding(mesh, split).shard_shape((columns,))
+    chunk = max(8, chunk_bytes // (4 * columns))
+
+    def local(
+        tables: tuple[Array, Array], states: tuple[Array, ...], on: Array
+    ) -> tuple[Array, ...]:
+        size = on.size
+        states = tuple(each.reshape(size, -1) for each in states)
+        # Those that count come first; what fills up the last chunk is out of range.
+        order = jnp.nonzero(on.reshape(-1), size=size, fill_value=size)[0]
+        tile = min(chunk, size)
+        order = jnp.pad(order, (0, -size % tile), constant_values=size)
+        order = order.reshape(-1, tile)
+
+        def one(ids: Array) -> tuple[Array, ...]:
+            counts = ids < size
+            take = lambda each: each.at[ids].get(mode="fill", fill_value=0)  # noqa: E731
+            live = lambda: compare(tables, tuple(map(take, states)), counts)  # noqa: E731
+            none = jax.tree.map(jnp.zeros_like, jax.eval_shape(live))
+            return jax.lax.cond(counts[0], live, lambda: none)
+
+        # Of a single chunk the backward pass may as well keep the logits.
+        step = one if len(order) == 1 else jax.checkpoint(one, prevent_cse=False)
+        place = jnp.zeros((size,), jnp.float32).at[order.reshape(-1)]
+        return tuple(
+            place.set(each.reshape(-1), mode="drop").reshape(on.shape)
+            for each in jax.lax.map(step, order)
+        )
+
+    if rows is not None:
+        # Over the vocabulary's axes the compiler splits what is inside; over these the
+        # gradients of the unembedding are summed once, at the border.
+        local = jax.shard_map(
+            local,
+            in_specs=(P(), P(rows), P(rows)),
+            out_specs=P(rows),
+            axis_names={rows} if isinstance(rows, str) else set(rows),
+            check_vma=False,
+        )
+    return local(tables, states, on)

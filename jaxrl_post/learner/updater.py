@@ -1,0 +1,274 @@
+"""The updates of a step: batches scored, tokens credited, optimizer steps taken."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_post.algorithms import Algorithm
+from jaxrl_post.config.checks import REWARD_A_TURN, reward_weights
+from jaxrl_post.config.run import ConfigError, RLConfig
+from jaxrl_post.data import packing
+from jaxrl_post.learner.credit import credited
+from jaxrl_post.learner.learner import Learner
+from jaxrl_post.learner.model import Model
+from jaxrl_post.learner.reference import Reference
+from jaxrl_post.learner.state import TrainState
+from jaxrl_post.losses import shaping
+from jaxrl_post.rollout import batch as batching
+from jaxrl_post.rollout.episode import Group
+from jaxrl_post.rollout.metrics import rollout_metrics
+from jaxrl_post.types import TokenBatch
+
+__all__ = ["Critic", "Updater", "row_tokens"]
+
+
+@dataclass
+class Critic:
+    """A value model of its own: its optimizer steps, and where they have led."""
+
+    model: Model
+    learner: Learner
+    state: TrainState
+
+
+@dataclass
+class Updater:
+    """What trains: the policy, and its critic and reference where there are any.
+
+    Attributes:
+        config: of the run.
+        model: as it was opened; the parameters that train are in `state`.
+        algorithm: what is optimised.
+        learner: optimizer steps.
+        state: of training.
+        reference: None if the algorithm needs none.
+        critic: None if the algorithm has none, or one inside the policy's model.
+        phases: seconds by phase, "logprobs" and "train"; the caller may empty it.
+    """
+
+    config: RLConfig
+    model: Model
+    algorithm: Algorithm
+    learner: Learner
+    state: TrainState
+    reference: Reference | None = None
+    critic: Critic | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def sequences(
+        self, groups: Sequence[Group], version: int, reporter: str
+    ) -> tuple[list[packing.Sequence], dict[str, float]]:
+        """Gives the tokens of groups their advantages.
+
+        Args:
+            groups: that were collected.
+            version: of the parameters that train on them.
+            reporter: the environment's name, for messages.
+
+        Returns:
+            What is trained on, and metrics.
+
+        Raises:
+            ConfigError: the environment does not report what the algorithm reads.
+        """
+        rollout, options = self.config.rollout, self.config.algorithm
+        penalty = self._overlong if rollout.overlong_buffer else None
+        rewards = None
+        if options.turn_credit == "outcome":
+            parts = self._parts(groups, reporter)
+            values = batching.advantages(groups, self._estimate, penalty, parts)
+        elif options.name in REWARD_A_TURN:
+            rewards, _ = batching.turn_rewards(groups, penalty)
+            values = rewards
+        else:
+            values = batching.turn_advantages(
+                groups, self._estimate, penalty, discount=options.turn_discount
+            )
+        made = batching.sequences(
+            groups,
+            values,
+            rewards=rewards,
+            skip_truncated=rollout.truncated == "mask",
+            mark_truncated=self.config.critic.bootstrap_truncated,
+        )
+        return made, rollout_metrics(groups, values, version)
+
+    def update(
+        self, sequences: list[packing.Sequence], number: int
+    ) -> dict[str, float]:
+        """Takes the optimizer steps of a batch; metrics are means over them."""
+        update = self.config.update
+        pieces = self._minibatches(sequences, number)
+        # A divergence is of the model as it is: nothing is anchored.
+        anchored = self.algorithm.divergence is None
+        needs_proximal = anchored and update.minibatches * update.epochs > 1
+        with self._phase("logprobs"):
+            pieces = [self._scored(piece, needs_proximal) for piece in pieces]
+            credit_metrics: dict[str, float] = {}
+            if self.algorithm.credit is not None:
+                pieces, credit_metrics = credited(self._credit, pieces)
+        collected: list[dict[str, float]] = []
+        with self._phase("train"):
+            for epoch in range(update.epochs):
+                for index, piece in enumerate(pieces):
+                    where = f"step {number}, epoch {epoch + 1}, minibatch {index + 1}"
+                    collected.append(self._updated(piece, number, where))
+            jax.block_until_ready(self.state.params)
+        return credit_metrics | {
+            name: float(np.mean([metrics[name] for metrics in collected]))
+            for name in collected[0]
+        }
+
+    def snapshot(self) -> TrainState:
+        """All arrays that a checkpoint holds."""
+        critic = None if self.critic is None else self.critic.state
+        return self.state.replace(critic=critic)  # type: ignore[attr-defined]
+
+    @property
+    def layout(self) -> TrainState:
+        """Shardings of `snapshot`."""
+        critic = None if self.critic is None else self.critic.learner.layout
+        return self.learner.layout.replace(critic=critic)  # type: ignore[attr-defined]
+
+    def load_snapshot(self, snapshot: TrainState) -> None:
+        """Takes up what `snapshot` gave."""
+        if self.critic is not None:
+            assert snapshot.critic is not None
+            self.critic.state = snapshot.critic
+        self.state = snapshot.replace(critic=None)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - begin
+            self.phases[name] = self.phases.get(name, 0.0) + spent
+
+    def _estimate(self, facts: batching.GroupFacts) -> np.ndarray:
+        rewards = facts.rewards
+        more: tuple[np.ndarray, ...] = ()
+        match self.algorithm.reads:
+            case "components":
+                assert facts.components is not None
+                rewards = facts.components
+            case "lengths":
+                more = (facts.lengths,)
+            case "greedy":
+                assert facts.greedy is not None
+                more = (facts.greedy,)
+        read = map(jnp.asarray, (rewards, facts.valid, *more))
+        return np.asarray(self.algorithm.advantages(*read))
+
+    def _parts(self, groups: Sequence[Group], reporter: str) -> tuple[str, ...]:
+        """Names of the parts of the rewards, where the algorithm reads them."""
+        if self.algorithm.reads != "components":
+            return ()
+        episodes = [e for group in groups for e in group.episodes]
+        found = sorted({name for e in episodes for name in e.rewards})
+        wanted = tuple(part for part, _ in reward_weights(self.config.algorithm))
+        missing = [name for name in wanted if name not in found]
+        if not found or missing:
+            raise ConfigError(
+                f"--algorithm.reward-weights: {reporter} reports the "
+                f"rewards {', '.join(found) or 'of no parts'}"
+                + (f", not {', '.join(missing)}" if missing else "")
+                + "; gdpo normalises each part by itself: use an environment with a "
+                "rubric (envs.rubric), or --algorithm.name grpo"
+            )
+        return wanted or tuple(found)
+
+    def _overlong(self, lengths: np.ndarray) -> np.ndarray:
+        """The penalty of a completion that comes near the most tokens."""
+        rollout = self.config.rollout
+        return np.asarray(
+            shaping.overlong_penalty(
+                jnp.asarray(lengths),
+                max_length=rollout.max_tokens,
+                buffer=rollout.overlong_buffer,
+                penalty=rollout.overlong_penalty,
+                bound="capped",
+            )
+        )
+
+    def _updated(self, piece: TokenBatch, number: int, where: str) -> dict[str, float]:
+        """One optimizer step of the critic, where there is one, and of the policy."""
+        metrics: dict[str, float] = {}
+        if self.critic is not None:
+            self.critic.state, found = self.critic.learner.update(
+                self.critic.state, piece, where=f"{where}, critic"
+            )
+            metrics = {
+                name.replace("train/", "critic/"): value
+                for name, value in found.items()
+            }
+        if number > self.config.critic.warmup_steps:
+            self.state, found = self.learner.update(self.state, piece, where=where)
+            metrics |= found
+        return metrics
+
+    def _minibatches(
+        self, sequences: list[packing.Sequence], number: int
+    ) -> list[TokenBatch]:
+        """Packs a batch as many times as it gets optimizer steps in a pass."""
+        count = min(self.config.update.minibatches, max(len(sequences), 1))
+        if count > 1:
+            order = np.random.default_rng([self.config.seed, number])
+            sequences = [sequences[i] for i in order.permutation(len(sequences))]
+        length = row_tokens(self.config)
+        multiple = self.learner.microbatch_rows
+        batches = [
+            packing.pack(sequences[i::count], length, multiple) for i in range(count)
+        ]
+        if not self.config.rollout.partial:
+            return batches
+        version = int(self.state.step)
+        return [
+            batch.replace(stale=batch.loss_mask & (batch.versions < version))  # type: ignore[attr-defined]
+            for batch in batches
+        ]
+
+    def _scored(self, batch: TokenBatch, needs_proximal: bool) -> TokenBatch:
+        found: dict[str, Any] = {}
+        values = None
+        if needs_proximal or self.model.config.head == "lm+value":
+            whole = self.model.whole(self.state.params)
+            predicted = self.learner.scorer.predict(whole, batch)
+            values = predicted.values_after
+            if needs_proximal:
+                found["proximal_logprobs"] = predicted.logprobs
+        if self.reference is not None and self.algorithm.needs_reference:
+            predicted = self.reference.scorer.predict(self.reference.params, batch)
+            found["reference_logprobs"] = predicted.logprobs
+        if self.critic is not None:
+            whole = self.critic.model.whole(self.critic.state.params)
+            values = self.critic.learner.scorer.predict(whole, batch).values_after
+        if values is not None:
+            # Before a token: what the critic said after the one in front of it.
+            found["values_before"] = np.roll(values, 1, axis=1)
+        return batch.replace(**found)  # type: ignore[attr-defined]
+
+    @functools.cached_property
+    def _credit(self) -> Callable[[TokenBatch], TokenBatch]:
+        assert self.algorithm.credit is not None
+        return jax.jit(self.algorithm.credit)
+
+
+def row_tokens(config: RLConfig) -> int:
+    """Length of a packed row."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
+    length = config.update.row_tokens or -(-longest // 8) * 8
+    if length < longest:
+        raise ConfigError(
+            f"--update.row-tokens: must be at least the longest prompt plus "
+            f"completion, {longest}; got {length}"
+        )
+    return length

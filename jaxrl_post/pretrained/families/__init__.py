@@ -1,0 +1,422 @@
+"""Which checkpoints can be read: Hugging Face's model_type to its family."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxrl_post.models.config import Head, ModelConfig
+from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.families import (
+    cwm,
+    deepseek,
+    dots,
+    gemma,
+    glm,
+    glm_lite,
+    gpt_oss,
+    granite,
+    llama,
+    llama_alike,
+    ministral,
+    mistral,
+    olmo,
+    phi,
+    qwen,
+    qwen_moe,
+    seed_oss,
+    smollm,
+    solar,
+    vision,
+    youtu,
+)
+from jaxrl_post.pretrained.families.family import Family
+from jaxrl_post.pretrained.names import nearest_first
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "family_of",
+    "read_config",
+    "right_label",
+    "write_config",
+]
+
+
+def _seeing(family: Family) -> Family:
+    """A family whose models are also the text models of larger ones that see."""
+    return replace(family, prefixes=vision.PREFIXES, vision=vision.TENSORS)
+
+
+GEMMA3 = _seeing(
+    Family(
+        "Gemma3",
+        gemma.GEMMA2_WEIGHTS,
+        gemma.gemma3_from_hf,
+        gemma.gemma3_to_hf,
+        classifier="Gemma3Text",
+        judges_tokens=False,
+    )
+)
+MISTRAL = _seeing(
+    Family("Mistral", llama.WEIGHTS, mistral.mistral_from_hf, mistral.mistral_to_hf)
+)
+QWEN2 = _seeing(Family("Qwen2", qwen.WEIGHTS, qwen.qwen2_from_hf, qwen.qwen2_to_hf))
+QWEN3 = _seeing(Family("Qwen3", qwen.WEIGHTS, qwen.qwen3_from_hf, qwen.qwen3_to_hf))
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("Llama", llama.WEIGHTS, llama.config_from_hf, llama.config_to_hf),
+    "mistral": MISTRAL,
+    "mistral3": replace(MISTRAL, config_from_hf=vision.mistral3_from_hf),
+    "mixtral": Family(
+        "Mixtral",
+        mistral.MIXTRAL_WEIGHTS,
+        mistral.mixtral_from_hf,
+        mistral.mixtral_to_hf,
+    ),
+    "qwen2": QWEN2,
+    "qwen2_5_vl": replace(QWEN2, config_from_hf=vision.qwen2_5_vl_from_hf),
+    "qwen2_moe": Family(
+        "Qwen2Moe",
+        qwen_moe.WEIGHTS,
+        qwen_moe.qwen2_moe_from_hf,
+        qwen_moe.qwen2_moe_to_hf,
+    ),
+    "qwen3": QWEN3,
+    "qwen3_vl": replace(QWEN3, config_from_hf=vision.qwen3_vl_from_hf),
+    "qwen3_moe": Family(
+        "Qwen3Moe",
+        qwen_moe.WEIGHTS,
+        qwen_moe.qwen3_moe_from_hf,
+        qwen_moe.qwen3_moe_to_hf,
+    ),
+    "gemma": Family("Gemma", llama.WEIGHTS, gemma.gemma_from_hf, gemma.gemma_to_hf),
+    "gemma2": Family(
+        "Gemma2", gemma.GEMMA2_WEIGHTS, gemma.gemma2_from_hf, gemma.gemma2_to_hf
+    ),
+    "gemma3": GEMMA3,
+    "gemma3_text": GEMMA3,
+    "phi3": Family("Phi3", phi.WEIGHTS, phi.config_from_hf, phi.config_to_hf),
+    "olmo2": Family(
+        "Olmo2",
+        olmo.WEIGHTS,
+        olmo.olmo2_from_hf,
+        olmo.olmo2_to_hf,
+        judges_tokens=False,
+    ),
+    "olmo3": Family(
+        "Olmo3",
+        olmo.WEIGHTS,
+        olmo.olmo3_from_hf,
+        olmo.olmo3_to_hf,
+        judges_tokens=False,
+    ),
+    "olmoe": Family(
+        "Olmoe",
+        olmo.OLMOE_WEIGHTS,
+        olmo.olmoe_from_hf,
+        olmo.olmoe_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "granite": Family(
+        "Granite",
+        llama.WEIGHTS,
+        granite.config_from_hf,
+        granite.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "smollm3": Family(
+        "SmolLM3", llama.WEIGHTS, smollm.config_from_hf, smollm.config_to_hf
+    ),
+    "seed_oss": Family(
+        "SeedOss", llama.WEIGHTS, seed_oss.config_from_hf, seed_oss.config_to_hf
+    ),
+    "glm4_moe": Family(
+        "Glm4Moe",
+        glm.WEIGHTS,
+        glm.config_from_hf,
+        glm.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+        ignored=glm.NEXT_TOKEN_LAYERS,
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2",
+        deepseek.WEIGHTS,
+        deepseek.v2_from_hf,
+        deepseek.v2_to_hf,
+        judges_tokens=False,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3",
+        deepseek.WEIGHTS,
+        deepseek.v3_from_hf,
+        deepseek.v3_to_hf,
+        ignored=glm.NEXT_TOKEN_LAYERS,
+    ),
+    "gpt_oss": Family(
+        "GptOss", gpt_oss.WEIGHTS, gpt_oss.config_from_hf, gpt_oss.config_to_hf
+    ),
+    "ministral": _seeing(
+        Family(
+            "Ministral",
+            llama.WEIGHTS,
+            ministral.ministral_from_hf,
+            ministral.ministral_to_hf,
+        )
+    ),
+    "ministral3": _seeing(
+        Family(
+            "Ministral3",
+            llama.WEIGHTS,
+            ministral.ministral3_from_hf,
+            ministral.ministral3_to_hf,
+        )
+    ),
+    "internlm3": Family(
+        "Llama",
+        llama.WEIGHTS,
+        llama_alike.internlm3_from_hf,
+        llama_alike.internlm3_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "iquestcoder": Family(
+        "Llama",
+        llama.WEIGHTS,
+        llama_alike.iquestcoder_from_hf,
+        llama.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "cwm": Family(
+        "Cwm",
+        llama.WEIGHTS,
+        cwm.config_from_hf,
+        cwm.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "dots1": Family(
+        "Dots1",
+        glm.WEIGHTS,
+        dots.config_from_hf,
+        dots.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "solar_open": Family(
+        "SolarOpen",
+        glm.WEIGHTS,
+        solar.config_from_hf,
+        solar.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLite",
+        deepseek.WEIGHTS,
+        glm_lite.config_from_hf,
+        glm_lite.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+        ignored=glm.NEXT_TOKEN_LAYERS,
+    ),
+    "youtu": Family(
+        "Youtu",
+        deepseek.WEIGHTS,
+        youtu.config_from_hf,
+        youtu.config_to_hf,
+        classifier=None,
+        judges_tokens=False,
+    ),
+}
+
+
+def family_of(model_type: Any) -> Family:
+    """Returns the family of a model_type.
+
+    Raises:
+        CheckpointError: it is not supported.
+    """
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise CheckpointError(
+            f"unknown model_type {model_type!r}; supported: "
+            f"{nearest_first(str(model_type), FAMILIES)}"
+        )
+    return FAMILIES[model_type]
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Turns a parsed config.json into our config.
+
+    Raises:
+        CheckpointError: an unknown family, or a config that the decoder cannot follow.
+
+    >>> qwen = {"model_type": "qwen2", "vocab_size": 256, "hidden_size": 64,
+    ...         "intermediate_size": 128, "num_hidden_layers": 2,
+    ...         "num_attention_heads": 4, "num_key_value_heads": 2}
+    >>> read_config(qwen).qkv_bias
+    True
+    """
+    config = family_of(raw.get("model_type")).config_from_hf(raw)
+    return replace(config, head=_head(raw))
+
+
+# With one label, a sequence classifier of transformers is a value head without bias. A
+# token classifier of two is a process reward model, by TRL's convention.
+LM, VALUE, PROCESS = (
+    "ForCausalLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+)
+LABELS = {"value": ("LABEL_0",), "process": ("wrong", "right")}
+# Names of a step's verdicts in id2label.
+WRONG = (
+    "wrong", "incorrect", "bad", "negative", "false", "invalid", "error", "no", "-",
+    "label_wrong", "label_incorrect", "label_negative",
+)  # fmt: skip
+RIGHT = (
+    "right", "correct", "good", "positive", "true", "valid", "yes", "+",
+    "label_right", "label_correct", "label_positive",
+)  # fmt: skip
+
+
+def _head(raw: Mapping[str, Any]) -> Head:
+    names = raw.get("architectures")
+    names = [LM] if names is None else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"architectures must be a list of names of classes; got {names!r:.80}"
+        )
+    if not any(name.endswith((VALUE, PROCESS)) for name in names):
+        return "lm"
+    labels = len(_names_of_labels(raw))
+    if any(name.endswith(VALUE) for name in names):
+        if labels != 1:
+            raise CheckpointError(
+                f"architectures: {names[0]} must have one label to be a reward model; "
+                f"got {labels} in id2label"
+            )
+        return "value"
+    if labels != 2:
+        raise CheckpointError(
+            f"architectures: {names[0]} must have two labels, wrong and right, to be a "
+            f"process reward model; got {labels} in id2label"
+        )
+    return "process"
+
+
+def right_label(raw: Mapping[str, Any]) -> int:
+    """Which label of a process reward model says that a step is right.
+
+    What id2label calls it; label 1 where the names of both labels say nothing.
+
+    Args:
+        raw: the parsed config.json.
+
+    Raises:
+        CheckpointError: both labels are called right, or both wrong.
+
+    >>> right_label({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}})
+    1
+    >>> right_label({"id2label": {"0": "Correct", "1": "Incorrect"}})
+    0
+    """
+    first, second = (
+        (name in RIGHT) - (name in WRONG)
+        for name in map(str.lower, _names_of_labels(raw))
+    )
+    if first and first == second:
+        raise CheckpointError(
+            "id2label: one of the labels of a process reward model must be called "
+            f"right, the other wrong; got {raw['id2label']}"
+        )
+    return 0 if first > second else 1
+
+
+def _names_of_labels(raw: Mapping[str, Any]) -> list[str]:
+    """By number; transformers leaves them out where there are two."""
+    names = raw.get("id2label")
+    if names is None:
+        return ["LABEL_0", "LABEL_1"]
+    if not isinstance(names, Mapping):
+        raise CheckpointError(
+            f"id2label: must map numbers of labels to their names; got {names!r}"
+        )
+    return [str(names.get(str(number), "")) for number in range(len(names))]
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Turns our config into the contents of a config.json.
+
+    Raises:
+        CheckpointError: the family in transformers has no such model. What was written
+            is read back and compared, so nothing is lost in silence.
+    """
+    family = family_of(config.model_type)
+    if config.head == "lm+value":
+        raise CheckpointError(
+            'transformers has no model with head="lm+value"; save the policy without '
+            "its value head"
+        )
+    raw = {
+        "architectures": [_architecture(config, family)],
+        **family.config_to_hf(config),
+        **_labels(config),
+    }
+    expected, found = _comparable(config), _comparable(read_config(raw))
+    if found != expected:
+        name = next(n for n, v in vars(expected).items() if getattr(found, n) != v)
+        raise CheckpointError(
+            f"{config.model_type} checkpoints cannot express {name}="
+            f"{getattr(expected, name)!r} with the rest of the config; "
+            f"it would be read back as {getattr(found, name)!r}"
+        )
+    return raw
+
+
+def _architecture(config: ModelConfig, family: Family) -> str:
+    """The class in transformers of a model with such a head."""
+    if config.head == "value":
+        if family.classifier is None:
+            raise CheckpointError(
+                f"transformers has no sequence classifier of {config.model_type}, as "
+                "which a reward model is saved; use another family"
+            )
+        return (family.classifier or family.architecture) + VALUE
+    if config.head == "process":
+        if not family.judges_tokens:
+            raise CheckpointError(
+                f"transformers has no token classifier of {config.model_type}, as "
+                "which a process reward model is saved; use another family"
+            )
+        return family.architecture + PROCESS
+    return family.architecture + LM
+
+
+def _labels(config: ModelConfig) -> dict[str, Any]:
+    names = LABELS.get(config.head)
+    if names is None:
+        return {}
+    return {
+        "id2label": {str(label): name for label, name in enumerate(names)},
+        "label2id": {name: label for label, name in enumerate(names)},
+    }
+
+
+def _comparable(config: ModelConfig) -> ModelConfig:
+    """Removes differences that mean nothing.
+
+    What is None because it follows from the rest is spelled out, full attention has two
+    spellings, and `rope_scaling` has fields that its kind does not use; the families
+    write a scaling exactly or raise.
+    """
+    return replace(
+        config,
+        windows=tuple(config.window(layer) for layer in range(config.num_layers)),
+        rope_scaling=None,
+        rotary_dim=config.rotated_dims,
+        attention_scale=config.score_scale,
+    )

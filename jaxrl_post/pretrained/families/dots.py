@@ -1,0 +1,85 @@
+"""dots.llm1 (dots1) in Hugging Face's terms: Qwen3 with DeepSeek-V3's experts."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxrl_post.models.config import MixtureOfExperts, ModelConfig
+from jaxrl_post.pretrained.families import glm
+from jaxrl_post.pretrained.hf_config import (
+    Defaults,
+    decoder_from_hf,
+    decoder_to_hf,
+    layer_types,
+    layer_types_to_hf,
+    required_experts,
+    single_window,
+)
+from jaxrl_post.pretrained.hf_values import (
+    flag,
+    integer,
+    optional_flag,
+    optional_integer,
+)
+
+__all__ = ["config_from_hf", "config_to_hf"]
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads config.json; layers from `max_window_layers` on slide, where it is silent.
+
+    Raises:
+        CheckpointError: as `decoder_from_hf`, or experts or windows that make no sense.
+    """
+    # Of these transformers has no defaults.
+    counts = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+    routed, _, chosen = (integer(raw, key) for key in counts)
+    raw = {
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        **raw,
+        "norm_topk_prob": optional_flag(raw, "norm_topk_prob", False),
+    }
+    config = decoder_from_hf(raw, Defaults(max_length=2048))
+    dense = min(integer(raw, "first_k_dense_replace", 0), config.num_layers)
+    experts = glm.balanced_from_hf(
+        raw,
+        MixtureOfExperts(
+            num_experts=routed,
+            experts_per_token=chosen,
+            expert_size=1408,
+            dense_layers=tuple(range(dense)),
+        ),
+    )
+    width = optional_integer(raw, "sliding_window")
+    first = integer(raw, "max_window_layers", 62)
+    bias = flag(raw, "attention_bias", False)
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+        windows=layer_types(
+            raw,
+            config.num_layers,
+            width,
+            lambda layer: width is not None and layer >= first,
+        ),
+        experts=experts if dense < config.num_layers else None,
+    )
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes config.json.
+
+    Raises:
+        CheckpointError: as `decoder_to_hf`, windows of several widths, or no experts.
+    """
+    return {
+        **decoder_to_hf(config),
+        **glm.balanced_to_hf(required_experts(config)),
+        "attention_bias": config.qkv_bias,
+        "sliding_window": single_window(config),
+        "max_window_layers": config.num_layers,
+        "layer_types": layer_types_to_hf(config),
+    }

@@ -1,0 +1,280 @@
+"""Model directories, tensor by tensor into shards, and Hugging Face's format back."""
+
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxrl_post.models.config import Head, ModelConfig
+from jaxrl_post.models.params import DecoderParams, param_specs
+from jaxrl_post.models.spec import is_spec
+from jaxrl_post.pretrained.directory import (
+    CONFIG_FILE,
+    SavesItself,
+    new_model_directory,
+    read_config_file,
+)
+from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.families import (
+    Family,
+    family_of,
+    read_config,
+    right_label,
+)
+from jaxrl_post.pretrained.hf_config import declared_next_token_layers, dtype_name
+from jaxrl_post.pretrained.name_map import (
+    Entry,
+    entries_of,
+    matches,
+    paths,
+    present,
+    without_prefixes,
+)
+from jaxrl_post.pretrained.orbax_files import (
+    is_orbax_directory,
+    open_arrays,
+    own_weights,
+)
+from jaxrl_post.pretrained.param_files import (
+    check_same,
+    check_tensors,
+    load_parameter,
+    write_parameters,
+)
+from jaxrl_post.pretrained.quantized_files import dequantized
+from jaxrl_post.pretrained.stored_layers import check_counts, next_token_layers
+from jaxrl_post.pretrained.tensor_files import Tensor, open_tensors
+from jaxrl_post.pretrained.weight_health import WeightHealth
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
+from jaxrl_post.types import Array
+
+__all__ = ["load", "save"]
+
+logger = logging.getLogger(__name__)
+
+# Recomputed from the config; old checkpoints carry them all the same.
+HARMLESS = "*rotary_emb.inv_freq"
+# Our paths of what a checkpoint may lack or have for nothing.
+EMBEDDING, UNEMBEDDING = "embedding", "unembedding"
+HEADS = ("value_head", "process_head.weight", "process_head.bias")
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+    dtype: DTypeLike | None = None,
+    head: Head | None = None,
+) -> tuple[ModelConfig, DecoderParams[Array]]:
+    """Reads a model directory, of Hugging Face's format or of `save_orbax`.
+
+    Under a mesh each process reads the regions that its own devices hold and no others.
+    They are read one after the other, so that beside the parameters themselves the host
+    holds about two tensors (one as stored, one converted). Weights in block-wise FP8 or
+    MXFP4 become numbers of the dtype asked for.
+
+    Args:
+        path: a directory with config.json and safetensors files, or with config.json
+            and a folder `params` of Orbax.
+        mesh: where the parameters go; None puts them on JAX's default device.
+        rules: logical axis to mesh axes.
+        dtype: of the parameters; default: what config.json says, else float32.
+        head: of the model; default: the checkpoint's. A language model read with a
+            value or process head gets one of zeros: a critic or reward model before
+            its training.
+
+    Returns:
+        (config, params).
+
+    Raises:
+        CheckpointError: the directory does not hold a model that can be read; the
+            message names the file or the tensor.
+        CheckpointWarning: as a warning; weights hold NaN or infinity, matrices hold
+            nothing but zeros, or a tensor is in two files.
+        MeshError: the mesh does not divide the model; no weight has been read then.
+
+    >>> import tempfile
+    >>> from jaxrl_post.models import initialize
+    >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
+    >>> params = initialize(jax.random.key(0), param_specs(config))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/tiny", config, params)
+    ...     same_config, same_params = load(f"{folder}/tiny")
+    >>> config == same_config
+    True
+    """
+    directory = Path(path)
+    raw = read_config_file(directory)
+    try:
+        config, further = read_config(raw), declared_next_token_layers(raw)
+        wanted = jnp.dtype(dtype_name(raw) if dtype is None else dtype)
+    except ValueError as error:
+        raise CheckpointError(f"{directory / CONFIG_FILE}: {error}") from error
+    lm = config.head == "lm"
+    if head is not None:
+        _check_head(directory, config.head, head)
+        config = replace(config, head=head)
+    # On a language model these are new.
+    new = set(HEADS) if lm else set()
+    with _opened(directory, raw, config) as (family, stored):
+        specs = param_specs(config)
+        wanted_specs = paths(specs)
+        shardings = [None] * len(wanted_specs)
+        if mesh is not None:
+            shardings = jax.tree.leaves(named_shardings(specs, mesh, rules))
+        health = WeightHealth()
+        tensors = health.watched(stored)
+        entries: dict[str, list[Entry]] = {}
+        for entry in present(entries_of(family.weights, specs), tensors):
+            if entry.path not in new:
+                entries.setdefault(entry.path, []).append(entry)
+        further = next_token_layers(tensors, config.num_layers, further)
+        _check(directory, tensors, entries, config, family, lm, further)
+        leaves = [
+            jnp.zeros(spec.shape, wanted, device=sharding)
+            if name in new
+            else load_parameter(
+                tensors, entries[name], sharding, jnp.dtype(spec.dtype(wanted))
+            )
+            for (name, spec), sharding in zip(
+                wanted_specs.items(), shardings, strict=True
+            )
+        ]
+        heads = [entry.name for path in HEADS for entry in entries.get(path, ())]
+        health.warn(tensors, harmless=heads)
+    structure = jax.tree.structure(specs, is_leaf=is_spec)
+    params = jax.tree.unflatten(structure, leaves)
+    if config.head == "process" and right_label(raw) == 0:
+        params = _with_labels_exchanged(params)
+    return config, params
+
+
+def save(
+    path: str | os.PathLike[str],
+    config: ModelConfig,
+    params: DecoderParams[Array],
+    *,
+    tokenizer: SavesItself | None = None,
+    source: str | os.PathLike[str] | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a checkpoint that `load` and transformers 4 and 5 read.
+
+    Shards are laid out for disk on their devices and fetched one after the other, so
+    that the host holds one tensor at a time. The directory appears complete, under its
+    name, or not at all.
+
+    Args:
+        path: the directory to make; what stands there is never overwritten.
+        config: of the model.
+        params: in any sharding that this process can read; stored in their own dtype.
+        tokenizer: written beside the model.
+        source: a model directory whose special-token ids and generation_config.json
+            are carried over. Without it config.json names no token that ends a text.
+        max_file_bytes: tensor bytes in a file; more is split into numbered files.
+
+    Raises:
+        CheckpointError: `path` is taken, the parameters are not those of `config`, or
+            no checkpoint of the family can say what `config` says.
+    """
+    with new_model_directory(path, config, params, tokenizer, source) as made:
+        staging, values = made
+        entries = entries_of(family_of(config.model_type).weights, param_specs(config))
+        write_parameters(staging, entries, values, max_file_bytes)
+
+
+def _check_head(directory: Path, stored: Head, wanted: Head) -> None:
+    # The tensors of other heads tell them apart; these two share a name.
+    if stored not in ("lm", wanted) and "process" in (stored, wanted):
+        raise CheckpointError(
+            f"{directory}: holds a model with head={stored!r}, of which none with "
+            f"head={wanted!r} can be made; give a language model"
+        )
+
+
+def _with_labels_exchanged(params: DecoderParams[Array]) -> DecoderParams[Array]:
+    def flip(leaf: Array) -> Array:
+        return jax.jit(jnp.flipud, out_shardings=leaf.sharding)(leaf)
+
+    return params.replace(process_head=jax.tree.map(flip, params.process_head))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _opened(
+    directory: Path, raw: dict[str, Any], config: ModelConfig
+) -> Iterator[tuple[Family, dict[str, Tensor]]]:
+    """The language model's tensors, unquantised, and a family that names them so.
+
+    The config has no more layers and experts than they have.
+    """
+    family, config_file = family_of(config.model_type), directory / CONFIG_FILE
+    if is_orbax_directory(directory):
+        tensors = open_arrays(directory)
+        check_counts(tensors, config, {}, config_file)
+        weights = own_weights(param_specs(config))
+        yield replace(family, weights=weights, prefixes=(), ignored=()), tensors
+        return
+    with open_tensors(directory) as stored:
+        tensors = dequantized(stored, raw.get("quantization_config"), config_file)
+        tensors = without_prefixes(tensors, family.prefixes)
+        tensors = _without_vision(directory, tensors, family)
+        check_counts(tensors, config, family.weights, config_file)
+        yield family, tensors
+
+
+def _without_vision(
+    directory: Path, tensors: dict[str, Tensor], family: Family
+) -> dict[str, Tensor]:
+    """The text model's tensors, with a word about others."""
+    text = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not matches(family.vision, name, num_layers=0, further_layers=0)
+    }
+    if len(text) < len(tensors):
+        logger.warning(
+            "%s: a model that also sees; its text model alone is read and will be "
+            "saved, %d tensors of its vision part are left out",
+            directory,
+            len(tensors) - len(text),
+        )
+    return text
+
+
+def _check(
+    directory: Path,
+    tensors: dict[str, Tensor],
+    entries: dict[str, list[Entry]],
+    config: ModelConfig,
+    family: Family,
+    lm: bool,
+    further_layers: int,
+) -> None:
+    """Compares the tensors with the config; `lm` says that they have no other head."""
+    spare: set[str] = set()
+    if config.tie_embeddings or (lm and not config.predicts_tokens):
+        head = family.weights[UNEMBEDDING]
+        spare = {head.name, *head.also}
+    ignored = (HARMLESS, *family.ignored)
+
+    def harmless(name: str) -> bool:
+        return name in spare or matches(
+            ignored, name, config.num_layers, further_layers
+        )
+
+    flat = itertools.chain.from_iterable(entries.values())
+    check_tensors(tensors, flat, harmless, directory / CONFIG_FILE)
+    if config.tie_embeddings:
+        [embedding] = entries[EMBEDDING]
+        for tied in spare & tensors.keys():
+            check_same(tensors, embedding.name, tied, directory / CONFIG_FILE)

@@ -1,0 +1,383 @@
+"""What the families' config.json have in common, read and written."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxrl_post.models.config import Activation, MixtureOfExperts, ModelConfig
+from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.hf_rope import (
+    FULL,
+    SLIDING,
+    Rotation,
+    layer_ropes,
+    rope_from_hf,
+    rope_to_hf,
+    rotation_from_hf,
+    scaling_to_hf,
+)
+from jaxrl_post.pretrained.hf_values import (
+    Json,
+    flag,
+    integer,
+    number,
+    optional_integer,
+    optional_number,
+    section,
+    text,
+)
+
+__all__ = [
+    "Defaults",
+    "declared_next_token_layers",
+    "decoder_from_hf",
+    "decoder_to_hf",
+    "dtype_name",
+    "layer_types",
+    "layer_types_to_hf",
+    "required_experts",
+    "ropes_by_layer",
+    "ropes_by_layer_to_hf",
+    "single_window",
+    "uniform_window",
+    "with_window",
+]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What transformers assumes where config.json lacks a key, and how a family reads.
+
+    Attributes:
+        max_length: of `max_position_embeddings`.
+        num_kv_heads: of `num_key_value_heads`; None for the number of query heads.
+        head_dim: 0 for hidden_size / num_heads.
+        rms_norm_eps: of `rms_norm_eps`.
+        rope_theta: of `rope_theta`.
+        rotary_share: of `partial_rotary_factor`.
+        partial: the family has `partial_rotary_factor`; the others must leave it at 1.
+        tie_embeddings: of `tie_word_embeddings`.
+        activation_key: where the activation stands.
+        activation: the default there.
+    """
+
+    max_length: int
+    num_kv_heads: int | None = None
+    head_dim: int = 0
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rotary_share: float = 1.0
+    partial: bool = False
+    tie_embeddings: bool = False
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+
+
+def decoder_from_hf(
+    raw: Json,
+    defaults: Defaults,
+    *,
+    rotation: Rotation | None = None,
+    width_key: str = "intermediate_size",
+) -> ModelConfig:
+    """Reads the keys that all families share.
+
+    Args:
+        raw: the parsed config.json.
+        defaults: the family's.
+        rotation: of layers with full attention, where the family reads it itself.
+        width_key: where the width of the MLP stands.
+
+    Returns:
+        A config without what only some families have: biases, norms of queries and
+        keys, windows.
+
+    Raises:
+        CheckpointError: a key is missing, of the wrong type, or says something that
+            the decoder does not do.
+    """
+    _check_decoder(raw)
+    activation = text(raw, defaults.activation_key, defaults.activation)
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{defaults.activation_key} must be one of {', '.join(ACTIVATIONS)}; "
+            f"got {activation!r}"
+        )
+    num_heads = integer(raw, "num_attention_heads")
+    max_length = integer(raw, "max_position_embeddings", defaults.max_length)
+    if rotation is None:
+        rotation = rope_from_hf(
+            raw, max_length, theta=defaults.rope_theta, share=defaults.rotary_share
+        )
+    if rotation.share != 1.0 and not defaults.partial:
+        raise CheckpointError(
+            f"partial_rotary_factor must be 1; got {rotation.share:g}"
+        )
+    hidden_size = integer(raw, "hidden_size")
+    head_dim = optional_integer(raw, "head_dim", defaults.head_dim or None)
+    head_dim = head_dim or hidden_size // num_heads
+    # Null means the query heads' number, whatever the family's default.
+    num_kv_heads = optional_integer(raw, "num_key_value_heads", defaults.num_kv_heads)
+    return ModelConfig(
+        model_type=raw["model_type"],
+        vocab_size=integer(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=integer(raw, width_key),
+        num_layers=integer(raw, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads or num_heads,
+        head_dim=head_dim,
+        max_length=max_length,
+        rms_norm_eps=number(raw, "rms_norm_eps", defaults.rms_norm_eps),
+        rope_theta=rotation.theta,
+        rope_scaling=rotation.scaling,
+        rotary_dim=None if rotation.share == 1.0 else int(head_dim * rotation.share),
+        activation=ACTIVATIONS[activation],
+        tie_embeddings=flag(raw, "tie_word_embeddings", defaults.tie_embeddings),
+    )
+
+
+def decoder_to_hf(
+    config: ModelConfig,
+    *,
+    partial: bool = False,
+    activation_key: str = "hidden_act",
+) -> dict[str, Any]:
+    """Writes the keys that all families share, in both spellings.
+
+    Args:
+        config: of the model.
+        partial: the family has `partial_rotary_factor`.
+        activation_key: where the family's activation stands.
+
+    Raises:
+        CheckpointError: transformers has no words for the config's rope_scaling.
+    """
+    return {
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        activation_key: ACTIVATION_NAMES.get(config.activation, "silu"),
+        "max_position_embeddings": config.max_length,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        **rope_to_hf(config, partial=partial),
+    }
+
+
+def ropes_by_layer(
+    raw: Json, max_length: int, *, theta: float, local_theta: float, local_key: str = ""
+) -> tuple[Rotation, float]:
+    """Reads a rotation of full layers and the base of sliding ones.
+
+    Args:
+        raw: the parsed config.json.
+        max_length: of the config.
+        theta: default base of full layers.
+        local_theta: default base of sliding layers.
+        local_key: where transformers 4 has that base; without it the layers share one.
+
+    Raises:
+        CheckpointError: sliding layers have a scaling, which no release has.
+    """
+    rope, local_rope = layer_ropes(raw)
+    if local_key:
+        local_theta = number(raw, local_key, local_theta)
+    elif "rope_theta" not in local_rope and raw.get("rope_theta", theta) != theta:
+        raise CheckpointError(
+            f"rope_theta must be {theta:g} where it is the base of all layers; got "
+            f"{raw['rope_theta']!r}, which transformers 4 gives to sliding layers too, "
+            f"and 5 does not; give a rope_theta for {FULL} and one for {SLIDING} in "
+            f"rope_parameters"
+        )
+    share = optional_number(raw, "partial_rotary_factor") or 1.0
+    base = number(raw, "rope_theta", theta)
+    full = rotation_from_hf(rope, {}, max_length, theta=base, share=share)
+    # transformers reads this one option from the outer dictionary, where it never is.
+    if full.scaling is not None and not full.scaling.truncate:
+        raise CheckpointError(
+            f"truncate must be true for {FULL}; got false, which transformers ignores "
+            f"here"
+        )
+    local = rotation_from_hf(local_rope, {}, max_length, theta=local_theta, share=share)
+    if local.scaling is not None or local.share != full.share:
+        raise CheckpointError(
+            f"rope_parameters: {SLIDING} must have rope_type 'default' and no "
+            f"partial_rotary_factor of its own; got {dict(local_rope)}"
+        )
+    return full, local.theta
+
+
+def ropes_by_layer_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes `rope_parameters` by kind of layer.
+
+    Raises:
+        CheckpointError: transformers has no words for the scaling.
+    """
+    local = config.local_rope_theta or config.rope_theta
+    full = scaling_to_hf(config) or {"rope_type": "default"}
+    return {
+        FULL: {**full, "rope_theta": config.rope_theta},
+        SLIDING: {"rope_type": "default", "rope_theta": local},
+    }
+
+
+def layer_types(
+    raw: Json,
+    num_layers: int,
+    width: int | None,
+    default: Callable[[int], bool],
+) -> tuple[int | None, ...]:
+    """The window of every layer from `layer_types`; () where all attention is full.
+
+    Args:
+        raw: the parsed config.json.
+        num_layers: of the config.
+        width: of the windows, in tokens.
+        default: whether a layer slides, where config.json does not say.
+
+    Raises:
+        CheckpointError: other kinds, too few, or sliding layers without a width.
+    """
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = [SLIDING if default(layer) else FULL for layer in range(num_layers)]
+    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+    if not known or len(kinds) != num_layers:
+        raise CheckpointError(
+            f"layer_types must name {FULL} or {SLIDING} for each of {num_layers} "
+            f"layers; got {kinds}"
+        )
+    if SLIDING not in kinds:
+        return ()
+    if width is None:
+        raise CheckpointError(
+            f"layer_types names {SLIDING}, but use_sliding_window is not true or "
+            f"sliding_window is null; set both or make every layer {FULL}"
+        )
+    return tuple(width if kind == SLIDING else None for kind in kinds)
+
+
+def layer_types_to_hf(config: ModelConfig) -> list[str]:
+    """Returns the kind of every layer."""
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    return [FULL if width is None else SLIDING for width in windows]
+
+
+def single_window(config: ModelConfig) -> int | None:
+    """The one width that windows have, None where all attention is full.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    widths: Sequence[int] = sorted({width for width in config.windows if width})
+    if len(widths) > 1:
+        raise CheckpointError(
+            f"windows must all have one width to be written; got {widths}"
+        )
+    return widths[0] if widths else None
+
+
+def uniform_window(config: ModelConfig) -> int | None:
+    """The window that all layers have, None where no layer has one.
+
+    Raises:
+        CheckpointError: some have one and others not, or of another width.
+    """
+    width = single_window(config)
+    if width is not None and None in config.windows:
+        raise CheckpointError(
+            f"{config.model_type} checkpoints have one window for all layers; got "
+            f"windows={config.windows}"
+        )
+    return width
+
+
+def with_window(config: ModelConfig, raw: Json) -> ModelConfig:
+    """Gives all layers the window that `sliding_window` names, none where it is null.
+
+    Raises:
+        CheckpointError: the window is empty.
+    """
+    width = optional_integer(raw, "sliding_window")
+    if width is None:
+        return config
+    return replace(config, windows=(width,) * config.num_layers)
+
+
+def required_experts(config: ModelConfig) -> MixtureOfExperts:
+    """Returns the config's experts.
+
+    Raises:
+        CheckpointError: there are none, so that no checkpoint of the family fits.
+    """
+    if config.experts is None:
+        raise CheckpointError(
+            f"{config.model_type} checkpoints cannot express experts=None"
+        )
+    return config.experts
+
+
+def declared_next_token_layers(raw: Json) -> int:
+    """How many layers config.json says to follow the model's, to predict tokens ahead.
+
+    Raises:
+        CheckpointError: the number makes no sense.
+    """
+    for place in (raw, section(raw, "text_config")):
+        for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+            if key in place:
+                return integer(place, key)
+    return 1
+
+
+def dtype_name(raw: Json) -> str:
+    """Returns the dtype that config.json names, "float32" where it names none.
+
+    >>> dtype_name({"torch_dtype": "bfloat16"})
+    'bfloat16'
+    """
+    places = (raw, section(raw, "text_config"))
+    names = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
+    name = next((name for name in names if name is not None), "float32")
+    known = ("float32", "bfloat16", "float16")
+    if name not in known:
+        raise CheckpointError(
+            f"dtype must be one of {', '.join(known)}; got {name!r}; choose one with "
+            f"the dtype argument"
+        )
+    return name
+
+
+def _check_decoder(raw: Json) -> None:
+    """Refuses what changes the attention or the layers of any family."""
+    # Null is false here: transformers asks whether it is true.
+    if raw.get("is_causal", True) is not True:
+        raise CheckpointError(
+            f"is_causal must be true; got {raw['is_causal']!r}; this decoder's "
+            "attention is causal"
+        )
+    for key in ("is_bidirectional", "use_bidirectional_attention"):
+        if raw.get(key) not in (None, False):
+            raise CheckpointError(
+                f"{key} must be false; got {raw[key]!r}; this decoder's attention is "
+                "causal"
+            )
+    if raw.get("per_layer_config"):
+        raise CheckpointError(
+            "per_layer_config must be absent; layers of different sizes cannot be read"
+        )

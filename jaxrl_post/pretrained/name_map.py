@@ -1,0 +1,234 @@
+"""Which tensors on disk make which parameters: a family's weights, spelled out."""
+
+import functools
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_post.models.spec import ParamSpec, is_spec
+from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.layout import Fetch, Index, Layout, Slot, Weight, slots
+from jaxrl_post.pretrained.tensor_files import Tensor
+from jaxrl_post.types import PyTree
+
+__all__ = [
+    "Entry",
+    "entries_of",
+    "matches",
+    "paths",
+    "present",
+    "some",
+    "without_prefixes",
+]
+
+EXPERTS = "experts"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter, or one expert of it, in its place on disk.
+
+    Attributes:
+        path: of the parameter, such as "layers.0.attention.query".
+        expert: its number, where every expert has a tensor of its own.
+        name: of the tensor.
+        also: other names of the tensor, in the order in which they are tried.
+        layout: between the parameter, without its experts, and its share of the tensor.
+        shape: of the whole tensor.
+        slot: the parameter's share of the tensor.
+    """
+
+    path: str
+    expert: int | None
+    name: str
+    also: tuple[str, ...]
+    layout: Layout
+    shape: tuple[int, ...]
+    slot: Slot
+
+    def read(self, fetch: Fetch, index: Index) -> np.ndarray:
+        """Reads one shard; see `Layout.read`."""
+        return self.layout.read(functools.partial(self.slot.read, fetch), index)
+
+    def write(self, tensor: np.ndarray, shard: np.ndarray, index: Index) -> None:
+        """Copies one shard to its place in the whole tensor; see `Layout.write`."""
+        size = self.layout.stored_shape[self.slot.dim]
+        self.layout.write(self.slot.share(tensor, size), shard, index)
+
+
+def paths(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves by their path, such as "layers.0.attention.query".
+
+    What is stored under such names does not depend on our classes.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)
+    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {keystr(path): leaf for path, leaf in leaves}
+
+
+def entries_of(weights: Mapping[str, Weight], specs: PyTree) -> list[Entry]:
+    """Returns the place of every parameter, in the order of the tree.
+
+    Args:
+        weights: of the family; parameters that `specs` lacks are left out.
+        specs: tree of ParamSpecs.
+
+    Raises:
+        ValueError: the weights do not fit the specs, a mistake in the family.
+
+    >>> weights = {"layers.*.up": Weight("h.*.experts.%.up", "ffn embed")}
+    >>> spec = ParamSpec((2, 8, 4), ("experts", "embed", "ffn"))
+    >>> [entry.name for entry in entries_of(weights, {"layers": [{"up": spec}]})]
+    ['h.0.experts.0.up', 'h.0.experts.1.up']
+    >>> entries_of(weights, {"layers": [{"up": spec}]})[0].shape
+    (4, 8)
+    """
+    entries: list[Entry] = []
+    shared: dict[str, list[tuple[int, Weight]]] = {}
+    for path, spec in paths(specs).items():
+        weight, layer = _weight(weights, path)
+        for entry in _spelled_out(path, spec, weight, layer):
+            shared.setdefault(entry.name, []).append((len(entries), weight))
+            entries.append(entry)
+    for sharers in shared.values():
+        if len(sharers) > 1 or sharers[0][1].part is not None:
+            _join(entries, sharers)
+    return entries
+
+
+def present(entries: Sequence[Entry], found: Collection[str]) -> list[Entry]:
+    """Returns the entries, each with the first of its names that was found."""
+
+    def chosen(entry: Entry) -> str:
+        names = (entry.name, *entry.also)
+        return next((name for name in names if name in found), entry.name)
+
+    return [
+        replace(entry, name=chosen(entry)) if entry.also else entry for entry in entries
+    ]
+
+
+def without_prefixes(
+    tensors: Mapping[str, Tensor], prefixes: Sequence[tuple[str, str]]
+) -> dict[str, Tensor]:
+    """Returns the tensors under the names that they have in the family's own releases.
+
+    Args:
+        tensors: of the checkpoint.
+        prefixes: what a name may start with, as in a model that is a part of a larger
+            one, and what stands for it in the family; the first that fits is replaced.
+
+    Raises:
+        CheckpointError: two tensors get one name.
+    """
+    renamed: dict[str, Tensor] = {}
+    origin: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        fits = ((old, new) for old, new in prefixes if name.startswith(old))
+        old, new = next(fits, ("", ""))
+        ours = new + name.removeprefix(old)
+        if ours in renamed:
+            raise CheckpointError(
+                f"{tensor.file}: tensors {origin[ours]} and {name} both are {ours}; "
+                f"remove the one that is not the language model's"
+            )
+        renamed[ours], origin[ours] = tensor, name
+    return renamed
+
+
+def matches(
+    patterns: Sequence[str], name: str, num_layers: int, further_layers: int
+) -> bool:
+    """Whether a tensor's name fits one of the patterns.
+
+    Args:
+        patterns: `*` stands for any text, `+` for the number of a layer beyond the
+            model's, such as DeepSeek-V3's for multi-token prediction.
+        name: of the tensor.
+        num_layers: of the model.
+        further_layers: how many may follow these.
+
+    >>> matches(["model.layers.+.*"], "model.layers.2.eh_proj.weight", 2, 1)
+    True
+    >>> matches(["model.layers.+.*"], "model.layers.1.eh_proj.weight", 2, 1)
+    False
+    """
+    further = range(num_layers, num_layers + further_layers)
+    for pattern in patterns:
+        text = re.escape(pattern).replace(r"\*", ".*").replace(r"\+", r"([0-9]{1,9})")
+        fit = re.fullmatch(text, name)
+        if fit and all(int(number) in further for number in fit.groups()):
+            return True
+    return False
+
+
+def some(names: Collection[str]) -> str:
+    """Lists a few names, and says how many there are if that is more."""
+    shown = sorted(names)[:4]
+    more = f", ... ({len(names)} in all)" if len(names) > len(shown) else ""
+    return ", ".join(shown) + more
+
+
+def _weight(weights: Mapping[str, Weight], path: str) -> tuple[Weight, str]:
+    """The weight of a parameter, and the number of its layer."""
+    head, *rest = path.split(".")
+    layer = rest[0] if head == "layers" else ""
+    pattern = ".".join(["layers.*", *rest[1:]]) if layer else path
+    if pattern not in weights:
+        raise ValueError(f"weights: no entry for the parameter {pattern}")
+    return weights[pattern], layer
+
+
+def _spelled_out(path: str, spec: ParamSpec, weight: Weight, layer: str) -> list[Entry]:
+    names = [name.replace("*", layer) for name in (weight.name, *weight.also)]
+    one_each = "%" in weight.name
+    if any(("%" in name) != one_each for name in names):
+        raise ValueError(f"weights: all or none of {names} must have a %")
+    axes, shape = spec.axes, spec.shape
+    if one_each:
+        if not axes or axes[0] != EXPERTS:
+            raise ValueError(
+                f"weights: {weight.name} numbers the experts, so the first axis of "
+                f"{path} must be {EXPERTS!r}; got {axes}"
+            )
+        axes, shape = axes[1:], shape[1:]
+    layout = Layout.of(weight.layout, axes, shape)
+    experts = range(spec.shape[0]) if one_each else [None]
+    made = []
+    for expert in experts:
+        name, *also = (name.replace("%", str(expert)) for name in names)
+        made.append(
+            Entry(path, expert, name, tuple(also), layout, layout.stored_shape, Slot())
+        )
+    return made
+
+
+def _join(entries: list[Entry], sharers: list[tuple[int, Weight]]) -> None:
+    """Gives the parameters that share a tensor their slots in it."""
+    weights = [weight for _, weight in sharers]
+    name, numbers = entries[sharers[0][0]].name, [weight.part for weight in weights]
+    if set(numbers) != set(range(len(numbers))):
+        raise ValueError(
+            f"weights: the parts of {name} must be numbered from 0; got {numbers}"
+        )
+    if len({(weight.also, weight.join, weight.dim) for weight in weights}) > 1:
+        raise ValueError(
+            f"weights: the parts of {name} must agree in also, join and dim"
+        )
+    by_part = {weight.part: index for index, weight in sharers}
+    order = [by_part[part] for part in range(len(sharers))]
+    shapes = [entries[index].shape for index in order]
+    dim = range(len(shapes[0]))[weights[0].dim]
+    if len({(shape[:dim], shape[dim + 1 :]) for shape in shapes}) > 1:
+        raise ValueError(
+            f"weights: the parts of {name} may differ in dim {dim} alone; got {shapes}"
+        )
+    sizes = tuple(shape[dim] for shape in shapes)
+    whole = (*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :])
+    places = slots(sizes, weights[0].join, dim)
+    for index, slot in zip(order, places, strict=True):
+        entries[index] = replace(entries[index], shape=whole, slot=slot)

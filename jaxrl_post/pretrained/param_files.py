@@ -1,0 +1,220 @@
+"""Parameters in tensor files: checked, read shard by shard, written tensor by tensor.
+
+At any time the host holds, beside the parameters, about one shard of one parameter and
+the region of the tensor that it comes from; while writing, one tensor and one shard.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.layout import Index
+from jaxrl_post.pretrained.name_map import Entry, some
+from jaxrl_post.pretrained.tensor_files import StoredTensor, Tensor, write_tensors
+from jaxrl_post.types import Array
+
+__all__ = ["check_same", "check_tensors", "load_parameter", "write_parameters"]
+
+READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
+
+# Bytes compared at a time where a tied matrix was stored twice.
+COMPARED_BYTES = 1 << 24
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor],
+    entries: Iterable[Entry],
+    harmless: Callable[[str], bool],
+    config_file: Path,
+) -> None:
+    """Compares what is there with what the config asks for, before anything is read.
+
+    Args:
+        tensors: of the checkpoint.
+        entries: of all parameters that are to be read.
+        harmless: whether a tensor that no entry names may be there.
+        config_file: for messages.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, or of another shape or dtype.
+    """
+    expected = {entry.name: entry for entry in entries}
+    missing = expected.keys() - tensors.keys()
+    surplus = {name for name in tensors.keys() - expected if not harmless(name)}
+    if missing or surplus:
+        parts = [f"missing tensors: {some(missing)}"] if missing else []
+        parts += [f"unknown tensors: {some(surplus)}"] if surplus else []
+        raise CheckpointError(
+            f"{config_file.parent}: the weights do not belong to {config_file.name}; "
+            f"{'; '.join(parts)}"
+        )
+    for name, entry in expected.items():
+        tensor = tensors[name]
+        if tensor.shape != entry.shape:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {name} has shape {tensor.shape}, but "
+                f"{config_file.name} asks for {entry.shape}"
+            )
+        if tensor.dtype not in READABLE_DTYPES:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {name} has dtype {tensor.dtype}; readable are "
+                f"{', '.join(READABLE_DTYPES)}"
+            )
+
+
+def check_same(
+    tensors: Mapping[str, Tensor], used: str, tied: str, config_file: Path
+) -> None:
+    """Refuses an output matrix of its own where the config says that it is tied."""
+    left, right = tensors[used], tensors[tied]
+    same = left.shape == right.shape
+    length, width = left.shape
+    rows = max(1, COMPARED_BYTES // (8 * width))
+    for start in range(0, length if same else 0, rows):
+        region = (slice(start, min(start + rows, length)), slice(0, width))
+        same = same and np.array_equal(left.fetch(region), right.fetch(region))
+    if not same:
+        raise CheckpointError(
+            f"{right.file}: {tied} differs from {used}, but tie_word_embeddings is "
+            f"true; set it to false in {config_file.name} to use both"
+        )
+
+
+def load_parameter(
+    tensors: Mapping[str, Tensor],
+    entries: Sequence[Entry],
+    sharding: NamedSharding | None,
+    dtype: jnp.dtype,
+) -> Array:
+    """Reads one parameter, shard by shard, and waits until it is on its devices.
+
+    Args:
+        tensors: of the checkpoint.
+        entries: of the parameter: one, or one for every expert.
+        sharding: only what this process's devices hold is read, replicas once; None for
+            JAX's default device.
+        dtype: of the parameter.
+    """
+    shape = _shape(entries)
+    if sharding is None:
+        whole = _shard(tensors, entries, tuple(slice(0, n) for n in shape), dtype)
+        return jax.device_put(whole).block_until_ready()
+    holders: dict[Index, list[Any]] = {}
+    indices = sharding.devices_indices_map(shape)
+    for device in sorted(sharding.addressable_devices, key=lambda d: d.id):
+        bounds = (s.indices(n) for s, n in zip(indices[device], shape, strict=True))
+        holders.setdefault(tuple(slice(*b) for b in bounds), []).append(device)
+    arrays = []
+    for index, devices in holders.items():
+        values = _shard(tensors, entries, index, dtype)
+        copies = [jax.device_put(values, device) for device in devices]
+        arrays += jax.block_until_ready(copies)
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, arrays, dtype=dtype
+    )
+
+
+def write_parameters(
+    directory: Path,
+    entries: Sequence[Entry],
+    values: Mapping[str, Array],
+    max_file_bytes: int,
+) -> None:
+    """Writes parameters as the tensors that the entries name.
+
+    Args:
+        directory: where; see `write_tensors`.
+        entries: of all parameters, in the order of writing.
+        values: the parameters by path, in any sharding that this process can read.
+        max_file_bytes: of tensor data in a file.
+
+    Raises:
+        CheckpointError: a dtype that checkpoints do not have, or two in one tensor.
+    """
+    sharers: dict[str, list[Entry]] = {}
+    for entry in entries:
+        sharers.setdefault(entry.name, []).append(entry)
+    tensors = []
+    for name, parts in sharers.items():
+        dtypes = {values[part.path].dtype.name for part in parts}
+        if len(dtypes) > 1:
+            raise CheckpointError(
+                f"params: {', '.join(part.path for part in parts)} make one tensor and "
+                f"must have one dtype; got {', '.join(sorted(dtypes))}"
+            )
+        tensors.append(StoredTensor(name, parts[0].shape, dtypes.pop()))
+
+    def source(name: str) -> np.ndarray:
+        parts = sharers[name]
+        tensor = np.empty(parts[0].shape, values[parts[0].path].dtype)
+        for part in parts:
+            _fill(tensor, part, values[part.path])
+        return tensor
+
+    write_tensors(directory, tensors, source, max_file_bytes)
+
+
+def _shape(entries: Sequence[Entry]) -> tuple[int, ...]:
+    experts = () if entries[0].expert is None else (len(entries),)
+    return (*experts, *entries[0].layout.shape)
+
+
+def _shard(
+    tensors: Mapping[str, Tensor],
+    entries: Sequence[Entry],
+    index: Index,
+    dtype: jnp.dtype,
+) -> np.ndarray:
+    if entries[0].expert is None:
+        values = entries[0].read(tensors[entries[0].name].fetch, index)
+        return np.asarray(values, dtype=dtype, order="C")
+    experts, *rest = index
+    chosen = entries[experts]
+    sizes = [s.stop - s.start for s in rest]
+    shard = np.empty((len(chosen), *sizes), dtype)
+    for place, entry in zip(shard, chosen, strict=True):
+        place[...] = entry.read(tensors[entry.name].fetch, tuple(rest))
+    return shard
+
+
+def _fill(tensor: np.ndarray, entry: Entry, value: Array) -> None:
+    """Copies a parameter, or one expert of it, to its place, shard by shard.
+
+    No device learns of another's shards: laying out the array as a whole would make all
+    devices gather all experts, for every single one of them.
+    """
+    order = entry.layout.order
+    for shard in value.addressable_shards:
+        if shard.replica_id != 0:
+            continue
+        # A mesh that the caller has set names other devices than the shard's one.
+        with jax.set_mesh(Mesh(np.array([shard.device]), ("shard",))):
+            if entry.expert is None:
+                own, index = _turned(order, shard.data), shard.index
+            else:
+                experts, *index = shard.index
+                start, stop, _ = experts.indices(value.shape[0])
+                if not start <= entry.expert < stop:
+                    continue
+                own = _expert(order, shard.data, entry.expert - start)
+        entry.write(tensor, np.asarray(own), tuple(index))
+
+
+# Always new arrays: NumPy's view of a `jax.Array` stays cached on it, and caching the
+# whole model on the host is what this avoids.
+@functools.partial(jax.jit, static_argnums=0)
+def _turned(order: tuple[int, ...], shard: Array) -> Array:
+    return shard.transpose(order)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _expert(order: tuple[int, ...], shard: Array, number: int | Array) -> Array:
+    own = jax.lax.dynamic_index_in_dim(shard, number, keepdims=False)
+    return own.transpose(order)

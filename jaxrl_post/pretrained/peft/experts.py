@@ -1,0 +1,265 @@
+"""Changes of experts' own matrices in PEFT's format: its target_parameters.
+
+In transformers 5 the experts of a layer are one module with two parameters,
+gate_up_proj and down_proj. PEFT wraps the module once for each that it changes, the
+first of them inside, and stores
+
+    lora_A.weight [experts * rank, in], expert after expert, and
+    lora_B.weight [out, rank * experts], for every rank one expert after the other.
+
+Gate and up are one matrix there, with one A, and a rank of its own (rank_pattern).
+"""
+
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.models.adapters.lora import Adapter, LoRAConfig, LoRAParams
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.matrix import EXPERTS, expert_dims, matrices, target_name
+from jaxrl_post.models.params import param_specs
+from jaxrl_post.models.spec import ParamSpec
+from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.layout import Layout, Slot
+from jaxrl_post.pretrained.name_map import Entry
+from jaxrl_post.types import Array
+
+__all__ = [
+    "expert_base",
+    "expert_options",
+    "expert_places",
+    "of_one_rank",
+    "read_expert_options",
+]
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+PARAMETERS = {"expert_gate": GATE_UP, "expert_up": GATE_UP, "expert_down": DOWN}
+# In target_parameters and in patterns; a layer's path goes before it.
+MODULE = "mlp.experts"
+
+
+def expert_base(stored: Entry, spec: ParamSpec, targets: tuple[str, ...]) -> Entry:
+    """The place of experts' own matrix among PEFT's modules.
+
+    Args:
+        stored: its place, or that of one expert, in the family's checkpoints.
+        spec: of the matrix.
+        targets: that the adapter has, on which the name depends.
+    """
+    name, (experts, inputs, outputs) = target_name(stored.path), spec.shape
+    slot = Slot()
+    if name != "expert_down":
+        # One after the other, unless one tensor already holds both.
+        start = 0 if name == "expert_gate" else outputs
+        joined = stored.expert is None
+        slot = (
+            Slot(0, stored.slot.start, stored.slot.step) if joined else Slot(0, start)
+        )
+        outputs *= 2
+    wraps = {PARAMETERS[target] for target in targets if target in EXPERTS}
+    inside = PARAMETERS[name] == GATE_UP and wraps == {GATE_UP, DOWN}
+    module = f"model.layers.{stored.path.split('.')[1]}.{MODULE}"
+    return Entry(
+        stored.path,
+        None,
+        f"{module}.base_layer" if inside else module,
+        (),
+        Layout(spec.shape, ((0,), (1,), (2,))),
+        (experts, inputs, outputs),
+        slot,
+    )
+
+
+def expert_places(
+    base: Entry, rank: int
+) -> dict[str, tuple[Any, tuple[int, ...], Slot]]:
+    """Dims that merge, shape of the tensor and share of it, of A and B.
+
+    Args:
+        base: as `expert_base` returns it.
+        rank: of the change.
+    """
+    experts, inputs, outputs = base.shape
+    return {
+        "down": (((0, 2), (1,)), (experts * rank, inputs), Slot()),
+        "up": (((2,), (1, 0)), (outputs, rank * experts), base.slot),
+    }
+
+
+def expert_options(
+    lora: LoRAConfig, by_target: Mapping[str, LoRAConfig]
+) -> dict[str, Any]:
+    """PEFT's options for experts' own matrices; none without them.
+
+    Args:
+        lora: of the adapter.
+        by_target: of experts' own matrices, where they differ from it.
+    """
+    targets = [name for name in lora.targets if name in EXPERTS]
+    if not targets:
+        return {}
+    own = {
+        f"experts.{PARAMETERS[name]}": by_target[name]
+        for name in targets
+        if name in by_target
+    }
+    return {
+        "target_parameters": sorted({f"{MODULE}.{PARAMETERS[n]}" for n in targets}),
+        "rank_pattern": {name: each.rank for name, each in own.items()},
+        "alpha_pattern": {name: each.alpha for name, each in own.items()},
+    }
+
+
+def read_expert_options(
+    raw: Mapping[str, Any],
+    lora: LoRAConfig,
+    config: ModelConfig,
+    modules: Sequence[str],
+    file: Path,
+) -> dict[str, LoRAConfig]:
+    """Returns what is adapted of experts' own, each with its rank and alpha.
+
+    Args:
+        raw: PEFT's options.
+        lora: with the rank and alpha that hold where no pattern matches.
+        config: of the base model.
+        modules: names of all other modules that may be adapted.
+        file: for messages.
+
+    Raises:
+        CheckpointError: the options adapt other parameters, or experts of some layers
+            alone, or have other ranks or alphas elsewhere.
+    """
+    _check_kinds(raw, file)
+    names = _adapted(raw.get("target_parameters") or [], config, file)
+    values = {}
+    for option, default in (("rank_pattern", lora.rank), ("alpha_pattern", lora.alpha)):
+        pattern = raw.get(option) or {}
+        value = functools.partial(_value, pattern, default=default, file=file)
+        own = {each: set(map(value, where)) for each, where in names.items()}
+        differ = any(len(found) > 1 for found in own.values())
+        if differ or set(map(value, modules)) - {default}:
+            raise CheckpointError(
+                f"{file}: the option {option}={pattern!r} is not supported but for "
+                "experts' own matrices, of all layers alike; merge the adapter into "
+                "its base with PEFT and load the result"
+            )
+        values[option] = {each: only for each, [only] in own.items()}
+    try:
+        return {
+            target: replace(
+                lora,
+                rank=values["rank_pattern"][parameter],
+                alpha=float(values["alpha_pattern"][parameter]),
+            )
+            for target, parameter in PARAMETERS.items()
+            if parameter in names
+        }
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _adapted(
+    wanted: Sequence[str], config: ModelConfig, file: Path
+) -> dict[str, list[str]]:
+    """Names in all layers of the parameters that target_parameters means."""
+    layers = [
+        path.split(".")[1]
+        for path in matrices(param_specs(config))
+        if target_name(path) == "expert_gate"
+    ]
+
+    def meant(name: str) -> list[str]:
+        return [each for each in wanted if f".{name}".endswith(f".{each}")]
+
+    names, known, complete = {}, set(), True
+    for parameter in (GATE_UP, DOWN):
+        where = [f"model.layers.{layer}.{MODULE}.{parameter}" for layer in layers]
+        found = [each for name in where for each in meant(name)]
+        known.update(found)
+        if found:
+            names[parameter] = where
+            complete = complete and all(map(meant, where))
+    if not complete or known != set(wanted):
+        raise CheckpointError(
+            f"{file}: target_parameters must name {MODULE}.{GATE_UP} or "
+            f"{MODULE}.{DOWN} of all layers with experts of this {config.model_type}; "
+            f"got {wanted}"
+        )
+    return names
+
+
+def _check_kinds(raw: Mapping[str, Any], file: Path) -> None:
+    wanted = raw.get("target_parameters") or []
+    ranks, alphas = raw.get("rank_pattern") or {}, raw.get("alpha_pattern") or {}
+    good = isinstance(wanted, list) and isinstance(ranks, dict)
+    if not (
+        good
+        and isinstance(alphas, dict)
+        and all(isinstance(name, str) for name in (*wanted, *ranks, *alphas))
+        and all(type(rank) is int for rank in ranks.values())
+        and all(isinstance(alpha, int | float) for alpha in alphas.values())
+    ):
+        raise CheckpointError(
+            f"{file}: target_parameters must be a list of names, rank_pattern and "
+            "alpha_pattern objects of integers and of numbers; got "
+            f"{wanted!r}, {ranks!r} and {alphas!r}"
+        )
+
+
+def _value(pattern: Mapping[str, Any], name: str, *, default: Any, file: Path) -> Any:
+    """Of the first key that matches, as PEFT looks for it."""
+    for key, value in pattern.items():
+        try:
+            if re.match(rf"(.*\.)?({key})$", name):
+                return value
+        except re.error as error:
+            raise CheckpointError(
+                f"{file}: the pattern {key!r} is no regular expression ({error})"
+            ) from error
+    return default
+
+
+def of_one_rank(
+    lora: LoRAConfig, by_target: Mapping[str, LoRAConfig], adapter: Adapter[Array]
+) -> tuple[LoRAConfig, Adapter[Array]]:
+    """The same change with one rank and scale everywhere, those of the highest rank.
+
+    Others are padded with zeros, and where their scale differs, B is multiplied.
+
+    Args:
+        lora: of all that is not in `by_target`.
+        by_target: of experts' own matrices.
+        adapter: with these ranks.
+    """
+    rest = [lora] if any(name not in by_target for name in lora.targets) else []
+    widest = max((*rest, *by_target.values()), key=lambda each: each.rank)
+    lora = replace(lora, rank=widest.rank, alpha=widest.alpha)
+    made = dict(adapter)
+    for path, own in adapter.items():
+        if not isinstance(own, LoRAParams):
+            continue
+        scale = by_target.get(target_name(path), rest[0] if rest else lora).scale
+        up = own.up
+        if not math.isclose(scale, lora.scale, rel_tol=1e-9):
+            up = up * jnp.asarray(scale / lora.scale, up.dtype)
+        down = _padded(own.down, own.down.ndim - 1, lora.rank)
+        up = _padded(up, expert_dims(path), lora.rank)
+        made[path] = own.replace(down=down, up=up)  # type: ignore[attr-defined]
+    return lora, made
+
+
+def _padded(array: Array, dim: int, size: int) -> Array:
+    """With zeros at the end of a dim, in the sharding that it has."""
+    more = size - array.shape[dim]
+    if not more:
+        return array
+    widths = [(0, more if each == dim else 0) for each in range(array.ndim)]
+    return jax.device_put(jnp.pad(array, widths), array.sharding)

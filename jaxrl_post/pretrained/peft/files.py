@@ -1,0 +1,488 @@
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+PEFT adapts the modules of a transformers model, so the names follow from those of the
+checkpoint: the matrix model.layers.0.self_attn.q_proj.weight [out, in] has the change
+base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight [rank, in] and
+lora_B.weight [out, rank]. Modules that are trained whole (modules_to_save), such as the
+head "score" of a reward model, are there under their own names.
+
+https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+
+from jaxrl_post.models.adapters.lora import (
+    Adapter,
+    LoRAConfig,
+    adaptable,
+    adapter_specs,
+    check_adapter,
+)
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.matrix import expert_dims, matrices, target_name
+from jaxrl_post.models.params import param_specs
+from jaxrl_post.models.spec import abstract, is_spec
+from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.families import family_of
+from jaxrl_post.pretrained.layout import Layout, Slot
+from jaxrl_post.pretrained.name_map import (
+    Entry,
+    entries_of,
+    paths,
+    present,
+    some,
+    without_prefixes,
+)
+from jaxrl_post.pretrained.param_files import (
+    check_tensors,
+    load_parameter,
+    write_parameters,
+)
+from jaxrl_post.pretrained.peft.experts import (
+    expert_base,
+    expert_options,
+    expert_places,
+    of_one_rank,
+    read_expert_options,
+)
+from jaxrl_post.pretrained.peft.joined import joined
+from jaxrl_post.pretrained.peft.modules import whole_entries, whole_of_modules
+from jaxrl_post.pretrained.tensor_files import SINGLE_FILE, Tensor, read_json
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
+from jaxrl_post.types import Array
+
+__all__ = ["check_saves", "load_adapter", "save_adapter"]
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+WEIGHT = ".weight"
+# Our name of a part to PEFT's, after the module's.
+PARTS = {
+    "down": ".lora_A.weight",
+    "up": ".lora_B.weight",
+    "magnitude": ".lora_magnitude_vector",
+}
+
+# PEFT's kind of model for a head, and the module of the heads that classify.
+TASKS = {
+    "lm": "CAUSAL_LM", "lm+value": "CAUSAL_LM", "value": "SEQ_CLS",
+    "process": "TOKEN_CLS",
+}  # fmt: skip
+HEAD = "score"
+
+# Options that name things, or that say how the adapter began or is trained: with any
+# value of theirs its tensors mean the same. Which modules are adapted, the tensors say.
+INERT = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "inference_mode", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "revision", "target_modules", "task_type",
+}  # fmt: skip
+READ = {
+    "alpha_pattern", "lora_alpha", "modules_to_save", "r", "rank_pattern",
+    "target_parameters", "use_dora", "use_rslora",
+}  # fmt: skip
+# Any other option must be off, and these values say so.
+OFF = (None, False, "none", [], {})
+# Ways to begin that leave the base as it is; PiSSA and others change it.
+BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+def load_adapter(
+    path: str | os.PathLike[str],
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+) -> tuple[LoRAConfig, Adapter[Array]]:
+    """Reads a LoRA, rsLoRA or DoRA adapter that PEFT or `save_adapter` wrote.
+
+    Where a checkpoint joins several of our matrices in one, such as Phi-3's qkv_proj,
+    each of them gets the A of the whole and its own rows of B. So do experts' gate and
+    up, and where their rank is another than the rest's, the lower one is padded with
+    zeros. The probability of dropout, which belongs to training, is not read.
+
+    Args:
+        path: a directory with adapter_config.json and adapter_model.safetensors.
+        config: of the base model; the head of a process reward model is taken to say
+            "right" with label 1.
+        dtype: of A and B; what is trained whole is float32.
+        mesh: where the adapter goes; None puts it on JAX's default device.
+        rules: logical axis to mesh axes.
+
+    Returns:
+        (lora, adapter), with the targets that the tensors show.
+
+    Raises:
+        CheckpointError: the directory does not hold an adapter of this model, or one
+            with an option that is not supported; the message names it.
+    """
+    directory = Path(path)
+    config_file = directory / CONFIG_FILE
+    if not config_file.is_file():
+        raise CheckpointError(
+            f"{config_file}: no such file; an adapter is a directory with "
+            f"{CONFIG_FILE} and {TENSOR_FILE}"
+        )
+    lora, modules = _lora_config(config_file)
+    by_target = read_expert_options(
+        read_json(config_file), lora, config, _modules(config), config_file
+    )
+    with _open(directory / TENSOR_FILE) as stored:
+        family = family_of(config.model_type)
+        tensors = without_prefixes(_without_prefix(stored), family.prefixes)
+        lora = replace(
+            lora,
+            targets=_targets(config, lora, by_target, tensors, config_file),
+            whole=whole_of_modules(config, modules, config_file),
+        )
+        specs = adapter_specs(config, lora)
+        entries = _entries(config, lora, by_target)
+        entries += whole_entries(config, lora.whole)
+        entries = present(entries, tensors)
+        check_tensors(tensors, entries, lambda name: False, config_file)
+        by_path = {entry.path: entry for entry in entries}
+        wanted = paths(specs)
+        shardings = [None] * len(wanted)
+        if mesh is not None:
+            shardings = jax.tree.leaves(named_shardings(specs, mesh, rules))
+        leaves = [
+            load_parameter(
+                tensors, [by_path[name]], sharding, jnp.dtype(spec.dtype(dtype))
+            )
+            for (name, spec), sharding in zip(wanted.items(), shardings, strict=True)
+        ]
+    structure = jax.tree.structure(specs, is_leaf=is_spec)
+    return of_one_rank(lora, by_target, jax.tree.unflatten(structure, leaves))
+
+
+def save_adapter(
+    path: str | os.PathLike[str],
+    config: ModelConfig,
+    adapter: Adapter[Array],
+    lora: LoRAConfig,
+    base_model: str | None = None,
+) -> None:
+    """Writes an adapter that PEFT, and what serves its adapters, loads.
+
+    Where a checkpoint joins matrices in one, such as Phi-3's qkv_proj, the file has the
+    same change with a multiple of the rank. So have experts' gate and up, which are one
+    parameter in transformers 5: there the change needs PEFT 0.19.1 or later, which says
+    that it ignores the pattern with that rank, and does not. In some families with
+    experts (DeepSeek, GLM) PEFT 0.21 under transformers 5 takes the names of MLPs in
+    the file for those of the experts, and warns of missing keys: merge there, or adapt
+    attention and experts' own alone.
+
+    The directory appears complete, under its name, or not at all.
+
+    Args:
+        path: the directory to make; what stands there is never overwritten.
+        config: of the base model.
+        adapter: in any sharding that this process can read; stored in its own dtype.
+        lora: of the adapter.
+        base_model: name or directory of the base model, as PEFT is to find it.
+
+    Raises:
+        CheckpointError: `path` is taken, DoRA adapts only a part of what is one matrix
+            in the family's checkpoints, or what is trained whole is no tensor of its
+            own there.
+        ValueError: the adapter is not that of `config` and `lora`.
+
+    >>> import tempfile
+    >>> from jaxrl_post.models import initialize
+    >>> from jaxrl_post.models.adapters.lora import initialize_adapter
+    >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
+    >>> params = initialize(jax.random.key(0), param_specs(config))
+    >>> lora = LoRAConfig(rank=4, targets=("query", "value"))
+    >>> adapter = initialize_adapter(jax.random.key(1), params, config, lora)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_adapter(f"{folder}/tiny", config, adapter, lora)
+    ...     same_lora, same_adapter = load_adapter(f"{folder}/tiny", config)
+    >>> lora == same_lora
+    True
+    """
+    target = Path(path).absolute()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target}: already there; remove it or save elsewhere")
+    check_adapter(adapter, config, lora)
+    if config.head == "lm+value" and "value_head" in adapter:
+        raise CheckpointError(
+            "adapter: PEFT knows no value head beside the vocabulary; save the adapter "
+            "of the policy, without its value head"
+        )
+    # Under these targets every matrix has a name of its own.
+    bases = _bases(config, adaptable(config))
+    lora, by_target, adapter = joined(config, bases, adapter, lora)
+    entries = _entries(config, lora, by_target)
+    whole = whole_entries(config, lora.whole)
+    modules = sorted({entry.name.rpartition(".")[0] for entry in whole})
+    options = _options(config, lora, entries, modules, base_model)
+    options |= expert_options(lora, by_target)
+    text = json.dumps(options, indent=2, sort_keys=True) + "\n"
+    named = [replace(each, name=PREFIX + each.name) for each in (*entries, *whole)]
+    values = paths(adapter)
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    staging.mkdir(parents=True)
+    try:
+        total = sum(value.nbytes for value in values.values())
+        write_parameters(staging, named, values, max_file_bytes=total)
+        (staging / SINGLE_FILE).rename(staging / TENSOR_FILE)
+        (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
+        staging.rename(target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _options(
+    config: ModelConfig,
+    lora: LoRAConfig,
+    entries: Sequence[Entry],
+    modules: Sequence[str],
+    base_model: str | None,
+) -> dict[str, Any]:
+    """What adapter_config.json says, but for experts' own matrices.
+
+    Args:
+        config: of the base model.
+        lora: as the file has it.
+        entries: of what is adapted.
+        modules: that are trained whole.
+        base_model: as in `save_adapter`.
+    """
+    # For a classifier PEFT asks for the head too, whatever modules_to_save says.
+    task = TASKS[config.head] if config.predicts_tokens or HEAD in modules else None
+    alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "use_rslora": lora.rank_stabilized,
+        "use_dora": lora.dora,
+        "target_modules": sorted(
+            {_module(config, entry) for entry in entries if not _of_experts(entry)}
+        ),
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": modules or None,
+    }
+
+
+def check_saves(config: ModelConfig, lora: LoRAConfig) -> None:
+    """Refuses, without any array, what `save_adapter` would.
+
+    A value head beside the vocabulary, which no adapter is saved with, is left out.
+
+    Raises:
+        CheckpointError: as `save_adapter`.
+        ValueError: as `adapter_specs`.
+    """
+    specs = adapter_specs(config, lora)
+    bases = _bases(config, adaptable(config))
+    jax.eval_shape(
+        lambda adapter: joined(config, bases, adapter, lora)[2],
+        abstract(specs, jnp.float32),
+    )
+    if config.head != "lm+value":
+        whole_entries(config, lora.whole)
+
+
+def _lora_config(file: Path) -> tuple[LoRAConfig, list[str]]:
+    """Reads the options, but for the targets, and the names of modules trained whole.
+
+    Options that are not supported are refused.
+    """
+    raw = read_json(file)
+    if raw.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{file}: peft_type must be 'LORA'; got {raw.get('peft_type')!r}"
+        )
+    beginning = raw.pop("init_lora_weights", True)
+    if beginning not in BEGINNINGS:
+        raise CheckpointError(
+            f"{file}: init_lora_weights={beginning!r} changes the base model too; "
+            "convert the adapter to a plain LoRA with PEFT first"
+        )
+    for name in sorted(raw.keys() - INERT - READ):
+        if raw[name] not in OFF:
+            raise CheckpointError(
+                f"{file}: the option {name}={raw[name]!r} is not supported; merge the "
+                "adapter into its base with PEFT and load the result"
+            )
+    rank, alpha = raw.get("r"), raw.get("lora_alpha")
+    if type(rank) is not int or not isinstance(alpha, int | float):
+        raise CheckpointError(
+            f"{file}: r must be an integer and lora_alpha a number; got {rank!r} and "
+            f"{alpha!r}"
+        )
+    modules = raw.get("modules_to_save") or []
+    if not isinstance(modules, list) or not all(isinstance(m, str) for m in modules):
+        raise CheckpointError(
+            f"{file}: modules_to_save must be a list of names; got {modules!r}"
+        )
+    try:
+        lora = LoRAConfig(
+            rank=rank,
+            alpha=float(alpha),
+            rank_stabilized=raw.get("use_rslora") is True,
+            dora=raw.get("use_dora") is True,
+        )
+        return lora, modules
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _targets(
+    config: ModelConfig,
+    lora: LoRAConfig,
+    experts: Collection[str],
+    tensors: Mapping[str, Tensor],
+    config_file: Path,
+) -> tuple[str, ...]:
+    """Targets of which the file has an A; `check_tensors` then asks for the rest.
+
+    Experts' own are those that the options name.
+    """
+    every = replace(lora, targets=adaptable(config, dora=True))
+    found = {
+        target_name(entry.path.rpartition(".")[0])
+        for entry in present(_entries(config, every, {}), tensors)
+        if entry.name in tensors
+    } | set(experts)
+    if not found:
+        raise CheckpointError(
+            f"{config_file.parent}: no tensor changes a matrix that is adapted here "
+            f"({', '.join(every.targets)} of {config.model_type}); got "
+            f"{some(tensors.keys()) or 'an empty file'}"
+        )
+    return tuple(name for name in adaptable(config) if name in found)
+
+
+def _entries(
+    config: ModelConfig, lora: LoRAConfig, by_target: Mapping[str, LoRAConfig]
+) -> list[Entry]:
+    """The place of every part of the matrices' changes, without PEFT's prefix.
+
+    Ranks are those of `by_target`, and of `lora` for all that is not in it.
+    """
+    bases = _bases(config, lora.targets)
+    of_rank = {
+        rank: adapter_specs(config, replace(lora, rank=rank, whole=()))
+        for rank in {each.rank for each in (lora, *by_target.values())}
+    }
+    entries = []
+    for path in of_rank[lora.rank]:
+        base, rank = bases[path], by_target.get(target_name(path), lora).rank
+        for part, (groups, shape, slot) in _places(base, rank).items():
+            spec = getattr(of_rank[rank][path], part)
+            if spec is None:
+                continue
+            names = (base.name, *base.also)
+            name, *also = (n.removesuffix(WEIGHT) + PARTS[part] for n in names)
+            layout = Layout(spec.shape, groups)
+            entries.append(
+                Entry(f"{path}.{part}", None, name, tuple(also), layout, shape, slot)
+            )
+    return entries
+
+
+def _places(base: Entry, rank: int) -> dict[str, tuple[Any, tuple[int, ...], Slot]]:
+    """Dims that merge, shape of the tensor and share of it, of each part of a change.
+
+    They follow from those of the matrix, which is [out, in] in files, while our dims
+    begin with the inputs.
+    """
+    if expert_dims(base.path):
+        return expert_places(base, rank)
+    out, into = base.layout.groups
+    inputs, (rows, columns) = len(into), base.shape
+    outer = tuple(dim - inputs for dim in out)
+    return {
+        "down": (((inputs,), into), (rank, columns), Slot()),
+        "up": ((tuple(dim + 1 for dim in outer), (0,)), (rows, rank), base.slot),
+        "magnitude": ((outer,), (rows,), base.slot),
+    }
+
+
+def _bases(config: ModelConfig, targets: tuple[str, ...]) -> dict[str, Entry]:
+    """The place of every matrix that may be adapted, where `targets` are."""
+    specs = param_specs(config)
+    entries = entries_of(family_of(config.model_type).weights, specs)
+    places, adaptable = {entry.path: entry for entry in entries}, matrices(specs)
+    return {
+        path: expert_base(places[path], spec, targets)
+        if expert_dims(path)
+        else places[path]
+        for path, spec in adaptable.items()
+    }
+
+
+def _modules(config: ModelConfig) -> list[str]:
+    """Names of all modules that may be adapted; experts' own are parameters."""
+    return [
+        name.removesuffix(WEIGHT)
+        for path, base in _bases(config, ()).items()
+        if not expert_dims(path)
+        for name in (base.name, *base.also)
+    ]
+
+
+def _of_experts(entry: Entry) -> bool:
+    return expert_dims(entry.path.rpartition(".")[0]) == 1
+
+
+def _module(config: ModelConfig, entry: Entry) -> str:
+    """A name by which PEFT finds the module, by the end of its path.
+
+    In a model with experts the MLP's own name goes before, because experts too have
+    projections of the same name, in a layer or in the module of each.
+    """
+    module = entry.name.partition(".lora_")[0].split(".")
+    length = 1 if config.experts is None or ".attention." in entry.path else 2
+    return ".".join(module[-length:])
+
+
+def _without_prefix(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[dict[str, Tensor]]:
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: no such file; adapters in pickle files (.bin) can run code and "
+            "are not read: save them again with PEFT, which writes safetensors"
+        )
+    try:
+        handle = safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path}: truncated or damaged ({error}); fetch it again"
+        ) from error
+    with handle as opened:
+        tensors = {}
+        for name in opened.keys():  # noqa: SIM118 (not a mapping)
+            view = opened.get_slice(name)
+            shape = tuple(view.get_shape())
+            tensors[name] = Tensor(path, shape, view.get_dtype(), view.__getitem__)
+        yield tensors

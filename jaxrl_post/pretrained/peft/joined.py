@@ -1,0 +1,111 @@
+"""Changes of the parts of one matrix, side by side: what a joined tensor can say."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from jaxrl_post.models.adapters.lora import Adapter, LoRAConfig, LoRAParams, adaptable
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.matrix import expert_dims, input_dims, target_name
+from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.name_map import Entry
+from jaxrl_post.types import Array
+
+__all__ = ["joined", "widened"]
+
+
+def joined(
+    config: ModelConfig,
+    bases: Mapping[str, Entry],
+    adapter: Adapter[Array],
+    lora: LoRAConfig,
+) -> tuple[LoRAConfig, dict[str, LoRAConfig], Adapter[Array]]:
+    """The same change as a file can say it: parts of one matrix have one A.
+
+    With n parts in a matrix, A holds theirs one above the other, and B the blocks
+    diagonally. Then all ranks are n times as large, padded with zeros elsewhere, since
+    not all that serves adapters knows ranks that differ. Only experts' gate and up have
+    a rank of their own: they are the larger part of a file.
+
+    Args:
+        config: of the base model.
+        bases: the place of every matrix that may be adapted.
+        adapter: of `lora`.
+        lora: with one rank.
+
+    Returns:
+        (lora, by_target, adapter): what is in `by_target` has another rank and alpha.
+
+    Raises:
+        CheckpointError: DoRA adapts only a part of what is one matrix.
+    """
+    low_rank = {p: own for p, own in adapter.items() if isinstance(own, LoRAParams)}
+    parts: dict[str, list[str]] = {}
+    for path, base in sorted(bases.items(), key=lambda item: item[1].slot.start):
+        parts.setdefault(base.name, []).append(path)
+    modules = [group for group in parts.values() if any(p in low_rank for p in group)]
+    if max(map(len, modules)) == 1:
+        return lora, {}, adapter
+    count = max((len(g) for g in modules if not expert_dims(g[0])), default=1)
+    wider, by_target, wide = widened(lora, count), {}, {}
+    for group in modules:
+        owns = {path: low_rank[path] for path in group if path in low_rank}
+        if lora.dora and len(owns) < len(group):
+            raise CheckpointError(
+                f"adapter: {', '.join(group)} are one matrix in {config.model_type} "
+                "checkpoints, all of which DoRA adapts; save the model that `merged` "
+                "returns"
+            )
+        first = expert_dims(group[0])
+        blocks = len(owns) if first else count
+        if first and blocks > 1:
+            own = widened(lora, blocks)
+            by_target |= {target_name(path): own for path in group}
+        wide |= _side_by_side(bases, group, owns, blocks)
+    targets = {target_name(path) for path in wide}
+    wider = replace(
+        wider, targets=tuple(name for name in adaptable(config) if name in targets)
+    )
+    return wider, by_target, adapter | wide
+
+
+def _side_by_side(
+    bases: Mapping[str, Entry],
+    group: Sequence[str],
+    owns: Mapping[str, LoRAParams[Array]],
+    blocks: int,
+) -> dict[str, LoRAParams[Array]]:
+    """The changes of the parts of one matrix, with one A for all."""
+    first = expert_dims(group[0])
+    first_own, *others = owns.values()
+    down = _padded(first_own.down, -1, 0, blocks)
+    for place, own in enumerate(others, start=1):
+        down += _padded(own.down, -1, place, blocks)
+    rank, dtype = down.shape[-1], first_own.up.dtype
+    made = {}
+    for path in group:
+        whole = bases[path].layout.shape
+        shape = (*whole[:first], rank, *whole[first + input_dims(path) :])
+        made[path] = LoRAParams(down, jnp.broadcast_to(jnp.zeros((), dtype), shape))
+    for place, (path, own) in enumerate(owns.items()):
+        up = _padded(own.up, first, place, blocks)
+        made[path] = LoRAParams(down, up, own.magnitude)
+    return made
+
+
+def _padded(array: Array, dim: int, place: int, count: int) -> Array:
+    """Puts an array at a place among `count` along a dim, with zeros in the others."""
+    blocks = [jnp.zeros_like(array)] * count
+    blocks[place] = array
+    return jnp.concatenate(blocks, axis=dim)
+
+
+def widened(lora: LoRAConfig, count: int) -> LoRAConfig:
+    """With `count` times the rank, and the same scale.
+
+    >>> widened(LoRAConfig(rank=4, alpha=8.0), 2).scale
+    2.0
+    """
+    factor = count**0.5 if lora.rank_stabilized else count
+    return replace(lora, rank=count * lora.rank, alpha=factor * lora.alpha)

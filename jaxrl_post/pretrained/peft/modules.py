@@ -1,0 +1,96 @@
+"""Modules that PEFT saves whole beside an adapter: modules_to_save."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from jaxrl_post.models.adapters.whole import whole_specs
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.params import param_specs
+from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.families import family_of
+from jaxrl_post.pretrained.name_map import Entry, entries_of, paths
+
+__all__ = ["whole_entries", "whole_of_modules"]
+
+
+def whole_of_modules(
+    config: ModelConfig, modules: Sequence[str], config_file: Path
+) -> tuple[str, ...]:
+    """What of a model PEFT finds under the names of modules, as `LoRAConfig.whole`.
+
+    It compares the ends of names. For a classifier it also lists modules that the model
+    does not have.
+
+    Args:
+        config: of the model.
+        modules: modules_to_save of adapter_config.json.
+        config_file: for messages.
+
+    Raises:
+        CheckpointError: a module holds a matrix that may be adapted.
+
+    >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1,
+    ...                      head="value")
+    >>> whole_of_modules(config, ["classifier", "score"], Path("adapter_config.json"))
+    ('value_head',)
+    """
+    if not modules:
+        return ()
+
+    def named(entry: Entry) -> bool:
+        names = (entry.name, *entry.also)
+        return any(name.rpartition(".")[0].endswith(tuple(modules)) for name in names)
+
+    every = _every(config)
+    found = {entry.path for entry in every if named(entry)}
+    left = {entry.path for entry in every} - found
+    whole = {}
+    for path in paths(param_specs(config)):
+        if path in found:
+            group = path.rpartition(".")[0]
+            torn = not group or any(other.startswith(f"{group}.") for other in left)
+            whole[path if torn else group] = None
+    try:
+        whole_specs(config, tuple(whole))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{config_file}: modules_to_save={list(modules)} is not supported: {error}"
+        ) from error
+    return tuple(whole)
+
+
+def whole_entries(config: ModelConfig, names: tuple[str, ...]) -> list[Entry]:
+    """The place of every parameter that is trained whole, without PEFT's prefix.
+
+    Args:
+        config: of the model.
+        names: as `LoRAConfig.whole`.
+
+    Raises:
+        CheckpointError: one shares a tensor with others, is spread over several, or
+            is a tied embedding.
+        ValueError: as `whole_specs`.
+    """
+    wanted, found = whole_specs(config, names), []
+    if config.tie_embeddings and "embedding" in wanted:
+        raise CheckpointError(
+            f"adapter: the embedding of this {config.model_type} is its output too, "
+            "and PEFT would train the one apart from the other; save the model that "
+            "`merged` returns"
+        )
+    for entry in _every(config):
+        if entry.path not in wanted:
+            continue
+        if entry.expert is not None or entry.shape != entry.layout.stored_shape:
+            raise CheckpointError(
+                f"adapter: {entry.path} is no tensor of its own in {config.model_type} "
+                f"checkpoints, but shares {entry.name} or is spread over several; save "
+                "the model that `merged` returns"
+            )
+        found.append(replace(entry, path=f"{entry.path}.weight"))
+    return found
+
+
+def _every(config: ModelConfig) -> list[Entry]:
+    return entries_of(family_of(config.model_type).weights, param_specs(config))

@@ -1,0 +1,84 @@
+"""How many layers and experts the names of stored tensors speak of.
+
+config.json is compared with them before anything is built in its size: a count that is
+wrong by orders of magnitude would otherwise cost minutes, and all memory.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.layout import Weight
+from jaxrl_post.pretrained.name_map import some
+
+__all__ = ["check_counts", "next_token_layers"]
+
+LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,9})\.")
+EXPERT = re.compile(r"\.experts\.([0-9]{1,9})\.")
+
+
+def check_counts(
+    names: Collection[str],
+    config: ModelConfig,
+    weights: Mapping[str, Weight],
+    config_file: Path,
+) -> None:
+    """Refuses a config of more layers or experts than any tensor belongs to.
+
+    Args:
+        names: of the tensors.
+        config: of the model.
+        weights: of the family, which says whether experts have tensors of their own.
+        config_file: for messages.
+
+    Raises:
+        CheckpointError: there are fewer.
+    """
+    layers = _count(LAYER, names)
+    if config.num_layers > layers:
+        raise CheckpointError(
+            f"{config_file}: num_hidden_layers is {config.num_layers}, but the weights "
+            f"are those of {layers} layers; tensors: {some(names)}"
+        )
+    numbered = any("%" in weight.name for weight in weights.values())
+    if not numbered or config.experts is None:
+        return
+    experts, wanted = _count(EXPERT, names), config.experts.num_experts
+    sparse = len(set(config.experts.dense_layers)) < config.num_layers
+    if sparse and wanted > experts:
+        raise CheckpointError(
+            f"{config_file}: asks for {wanted} experts a layer, but the weights are "
+            f"those of {experts} experts"
+        )
+
+
+def next_token_layers(names: Collection[str], num_layers: int, most: int) -> int:
+    """How many layers after the model's predict tokens further ahead.
+
+    Each has a projection `eh_proj` of embeddings and hidden states. What lacks it is a
+    layer of the model itself, which must not be dropped.
+
+    Args:
+        names: of the tensors.
+        num_layers: of the model.
+        most: which config.json declares.
+
+    References:
+        DeepSeek-V3, arXiv:2412.19437, 2.2.
+
+    >>> next_token_layers(["model.layers.2.eh_proj.weight"], 2, most=1)
+    1
+    """
+    number = 0
+    while number < most and any(
+        f"layers.{num_layers + number}.eh_proj" in name for name in names
+    ):
+        number += 1
+    return number
+
+
+def _count(pattern: re.Pattern[str], names: Collection[str]) -> int:
+    found = (int(number) for name in names for number in pattern.findall(name))
+    return max(found, default=-1) + 1

@@ -1,0 +1,98 @@
+"""Notices weights that cannot be right, as they are read: NaN, infinity, all zeros.
+
+Neither format of weights has checksums. A download that was cut short often leaves a
+file of the right size that ends in zeros, and a training run that diverged leaves NaN.
+Both load without an error, so there is a warning.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from jaxrl_post.pretrained.errors import CheckpointWarning
+from jaxrl_post.pretrained.layout import Fetch, Index
+from jaxrl_post.pretrained.name_map import some
+from jaxrl_post.pretrained.tensor_files import Tensor
+
+__all__ = ["WeightHealth"]
+
+# Bits of a float but its sign, by size in bytes. They are ordered as the absolute
+# values are: one maximum says whether all are finite, and whether all are zero.
+MAGNITUDE = {
+    2: (np.uint16, 0x7FFF),
+    4: (np.uint32, 0x7FFFFFFF),
+    8: (np.uint64, 0x7FFFFFFFFFFFFFFF),
+}
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+# Elements looked at together, so that their bits take no more than a few megabytes.
+CHUNK = 1 << 20
+
+
+class WeightHealth:
+    """Remembers what was read of tensors, for one warning in the end."""
+
+    def __init__(self) -> None:
+        self._not_finite: set[str] = set()
+        self._zeros: dict[str, bool] = {}
+
+    def watched(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the same tensors, whose regions are looked at as they are fetched."""
+        watched = dict(tensors)
+        for name, tensor in tensors.items():
+            if tensor.dtype in FLOATS and math.prod(tensor.shape):
+                fetch = functools.partial(self._fetch, name, tensor.fetch)
+                watched[name] = replace(tensor, fetch=fetch)
+        return watched
+
+    def warn(self, tensors: Mapping[str, Tensor], harmless: Collection[str]) -> None:
+        """Warns of tensors with NaN or infinity, and of matrices of nothing but zeros.
+
+        Args:
+            tensors: in which files they are.
+            harmless: names of tensors that may be zero, such as a new head.
+        """
+        zeros = {
+            name
+            for name, zero in self._zeros.items()
+            if zero and len(tensors[name].shape) > 1 and name not in harmless
+        }
+        for names, what in (
+            (self._not_finite, "hold NaN or infinity"),
+            (zeros, "hold nothing but zeros"),
+        ):
+            if names:
+                files = {tensors[name].file.name for name in names}
+                folder = tensors[min(names)].file.parent
+                warnings.warn(
+                    f"{folder}: tensors {what}: {some(names)}, in {some(files)}; the "
+                    f"files are damaged or were saved so; fetch them again",
+                    CheckpointWarning,
+                    stacklevel=4,
+                )
+
+    def _fetch(self, name: str, fetch: Fetch, region: Index) -> np.ndarray:
+        values = fetch(region)
+        largest, limit = _magnitude(values)
+        if largest >= limit:
+            self._not_finite.add(name)
+        self._zeros[name] = self._zeros.get(name, True) and largest == 0
+        return values
+
+
+def _magnitude(values: np.ndarray) -> tuple[int, int]:
+    """The largest absolute value of floats, and infinity, both as bits."""
+    dtype, mask = MAGNITUDE[values.dtype.itemsize]
+    infinity = np.array(np.inf, values.dtype).view(dtype)
+    bits = np.ascontiguousarray(values).reshape(-1).view(dtype)
+    starts = range(0, bits.size, CHUNK)
+    largest = max(
+        (int((bits[start : start + CHUNK] & dtype(mask)).max()) for start in starts),
+        default=0,
+    )
+    return largest, int(infinity)

@@ -1,0 +1,200 @@
+"""Model directories, from other model directories and from the checkpoints of runs."""
+
+import math
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from jaxrl_post import models, pretrained
+from jaxrl_post.config.convert import ConvertConfig
+from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.paths import check_output, check_paths, naming
+from jaxrl_post.config.run import ConfigError, RunConfig
+from jaxrl_post.learner.adapters import lora_of
+from jaxrl_post.learner.checkpoint import Checkpoints
+from jaxrl_post.models import DecoderParams, ModelConfig
+from jaxrl_post.models.adapters.lora import Adapter, LoRAConfig, adapter_specs, merged
+from jaxrl_post.models.adapters.quantized import quantize
+from jaxrl_post.pretrained.directory import SavesItself
+from jaxrl_post.pretrained.families import read_config
+from jaxrl_post.pretrained.orbax_files import CHUNK_BYTES
+from jaxrl_post.pretrained.tensor_files import read_json
+from jaxrl_post.programs.hub import fetch
+from jaxrl_post.records.directory import RunDescription, RunDirectory
+from jaxrl_post.types import Array
+
+__all__ = ["convert"]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+)
+# Chat templates beside the default one, such as for the use of tools.
+TEMPLATES = "additional_chat_templates"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The tokenizer of a directory, copied as it is."""
+
+    directory: Path
+
+    def save(self, directory: Path) -> None:
+        """Copies the files that are there."""
+        for name in TOKENIZER_FILES:
+            if (self.directory / name).is_file():
+                shutil.copyfile(self.directory / name, directory / name)
+        templates = self.directory / TEMPLATES
+        if templates.is_dir():
+            shutil.copytree(templates, directory / TEMPLATES)
+
+
+def convert(config: ConvertConfig, *, console: Console, command: str = "") -> None:
+    """Writes a Hugging Face directory or an Orbax model directory.
+
+    Args:
+        config: what to do.
+        console: for people.
+        command: not used.
+
+    Raises:
+        ConfigError: the output exists, or an option does not go with the input.
+        CheckpointError: the input cannot be read.
+    """
+    del command
+    _check_size(config)
+    # Before anything is read; saving looks again before it writes.
+    check_output(Path(config.output), "--output")
+    check_paths(config)
+    config = fetch(config, console=console).config
+    run = RunDirectory(Path(config.input))
+    if (run.path / "checkpoints").is_dir():
+        architecture, params, tokenizer, source = _from_run(run, config, console)
+    else:
+        architecture, params, tokenizer, source = _from_directory(config)
+    save = {"huggingface": pretrained.save, "orbax": pretrained.save_orbax}
+    with naming("--output"):
+        save[config.format](
+            config.output,
+            architecture,
+            params,
+            tokenizer=tokenizer,
+            source=source,
+            max_file_bytes=int(config.max_shard_gb * 1e9),
+        )
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    dtype = params.embedding.dtype
+    line = f"{config.output}: {count:,} parameters in {dtype}"
+    console.print(line, markup=False, highlight=False)
+
+
+def _check_size(config: ConvertConfig) -> None:
+    limit, given = config.max_shard_gb, f"{config.max_shard_gb:g}"
+    if not 0 < limit < math.inf:
+        raise ConfigError(f"--max-shard-gb: must be finite and > 0; got {given}")
+    if config.format == "orbax" and limit * 1e9 < CHUNK_BYTES:
+        raise ConfigError(
+            f"--max-shard-gb: must be at least {CHUNK_BYTES / 1e9:g} with --format "
+            f"orbax, which reads and writes that much at a time; got {given}"
+        )
+
+
+type Parts = tuple[ModelConfig, DecoderParams[Array], SavesItself, Path | None]
+
+
+def _from_directory(config: ConvertConfig) -> Parts:
+    for name in ("step", "base"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"--{name}: is for runs, and {config.input} has no checkpoints folder; "
+                "drop the option"
+            )
+    source = Path(config.input)
+    dtype = None if config.dtype is None else jnp.dtype(config.dtype)
+    architecture, params = pretrained.load(source, dtype=dtype)
+    return architecture, params, TokenizerFiles(source), source
+
+
+def _from_run(run: RunDirectory, config: ConvertConfig, console: Console) -> Parts:
+    saved = run.read_description()
+    if saved is None:
+        raise ConfigError(f"--input: {run.path} has checkpoints but no config.json")
+    folder = _origin(run, saved, config.base, console)
+    architecture = replace(
+        read_config(read_json(folder / "config.json")),
+        head=saved.head,
+    )
+    checkpoints = Checkpoints(run.path / "checkpoints")
+    try:
+        step = checkpoints.latest() if config.step is None else config.step
+        if step is None or step not in checkpoints.steps():
+            known = ", ".join(map(str, checkpoints.steps())) or "none"
+            raise ConfigError(f"--step: {run.path} has checkpoints of {known}")
+        checkpoints.verify(step)
+        dtype = None if config.dtype is None else jnp.dtype(config.dtype)
+        options = dict(saved.config.get("lora", {}))
+        options["targets"] = tuple(options.get("targets", ()))
+        lora = lora_of(AdapterConfig(**options), architecture)
+        if lora is not None:
+            specs = adapter_specs(architecture, lora)
+            adapter = checkpoints.restore_params(step, specs)
+            params = _merged(folder, saved, architecture, lora, adapter, dtype)
+        else:
+            specs = models.param_specs(architecture)
+            params = checkpoints.restore_params(step, specs, dtype=dtype)
+    finally:
+        checkpoints.close()
+    return architecture, params, TokenizerFiles(folder), folder
+
+
+def _merged(
+    folder: Path,
+    saved: RunDescription,
+    architecture: ModelConfig,
+    lora: LoRAConfig,
+    adapter: Adapter[Array],
+    dtype: jnp.dtype | None,
+) -> DecoderParams[Array]:
+    """The model of an adapter's run, of a dtype; None for that of its base."""
+    kind, trained = saved.config["lora"]["quantize"], saved.config.get("dtype")
+    # Quantised as the run did it: from other numbers come other codes.
+    wanted = (dtype if kind is None else None) or (trained and jnp.dtype(trained))
+    _, base = pretrained.load(folder, dtype=wanted, head=architecture.head)
+    if kind is not None:
+        base = quantize(base, kind, donate=True)
+    params = merged(base, adapter, architecture, lora)
+    if dtype is None:
+        return params
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def _origin(
+    run: RunDirectory, saved: RunDescription, base: str | None, console: Console
+) -> Path:
+    """Where architecture and tokenizer of a run are, which no checkpoint holds."""
+    model, revision = saved.config["model"], saved.config.get("revision")
+    folders = [run.path / "initial", Path(model)]
+    if base is not None:
+        folders = [Path(base)]
+    elif model.partition("@")[0] in {name.partition("@")[0] for name in saved.hub}:
+        began = RunConfig(model=model, revision=revision)
+        fetched = fetch(began, console=console, pinned=saved.hub)
+        folders.append(Path(fetched.config.model))
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return folder
+    raise ConfigError(
+        f"--base: there is no config.json in {folders[-1]}, the model from which the "
+        "run started; give the directory where it is now"
+    )

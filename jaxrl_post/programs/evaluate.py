@@ -1,0 +1,340 @@
+"""How well a model does on an environment's tasks, outside of any run."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from jaxrl_post.config.bounds import check_numbers
+from jaxrl_post.config.evaluate import (
+    EvaluateConfig,
+    check_evaluation,
+    result_files,
+)
+from jaxrl_post.config.run import ConfigError, RolloutConfig
+from jaxrl_post.data import chat
+from jaxrl_post.data.generation import GenerationDefaults, read_generation_defaults
+from jaxrl_post.envs import Environment, Task, WorkerPool
+from jaxrl_post.examples.environment import make_environment
+from jaxrl_post.examples.tasks import distinct
+from jaxrl_post.examples.texts import environment_texts
+from jaxrl_post.learner.checkpoint import Checkpoints
+from jaxrl_post.learner.model import Model, open_model, versions
+from jaxrl_post.programs.experience import make_collector
+from jaxrl_post.programs.hub import fetch
+from jaxrl_post.programs.rl import make_engine
+from jaxrl_post.programs.scores import Scores, score, solves
+from jaxrl_post.records.directory import replace_file
+from jaxrl_post.rollout.collector import Sampler
+from jaxrl_post.rollout.episode import Episode, Group
+from jaxrl_post.rollout.weights import publish
+from jaxrl_post.sampler import Completion, Request, SamplingParams
+from jaxrl_post.sampler.requests import SampleId
+
+__all__ = [
+    "evaluate",
+    "run_evaluation",
+    "sampling_of",
+]
+
+# Most tokens of a completion, where nothing says how many.
+MAX_TOKENS = 256
+
+
+def sampling_of(
+    config: EvaluateConfig, model: Model
+) -> tuple[SamplingParams, Mapping[str, Any]]:
+    """What samples are drawn with, and what else generation_config.json asks for.
+
+    Args:
+        config: what was asked; it wins over the file.
+        model: whose file is read, if the configuration says so.
+
+    Returns:
+        Sampling parameters, and the settings of the file that change what is sampled
+        and are not done.
+
+    Raises:
+        ConfigError: top-k, top-p or min-p of greedy decoding; the defaults of a preset,
+            which has no such file.
+        TokenizerError: as `read_generation_defaults`.
+    """
+    defaults = GenerationDefaults()
+    if config.sampling_defaults == "model":
+        if model.source is None:
+            raise ConfigError(
+                f"--sampling-defaults: {model.name} is a preset, without a "
+                "generation_config.json; give --temperature and the like"
+            )
+        defaults = read_generation_defaults(model.source)
+
+    def chosen[Value](
+        given: Value | None, of_model: Value | None, none: Value
+    ) -> Value:
+        return next(v for v in (given, of_model, none) if v is not None)
+
+    greedy = SamplingParams(
+        temperature=0.0,
+        max_tokens=chosen(config.max_tokens, defaults.max_tokens, MAX_TOKENS),
+        stop_ids=model.tokenizer.stop_ids,
+        stop_strings=config.stop_strings or defaults.stop_strings,
+    )
+    temperature = chosen(config.temperature, defaults.temperature, 0.0)
+    if temperature == 0:
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: nothing is cut from greedy decoding; "
+                    f"got {getattr(config, name)}; raise --temperature, or drop it"
+                )
+        return greedy, defaults.unsupported
+    sampling = dataclasses.replace(
+        greedy,
+        temperature=temperature,
+        top_k=chosen(config.top_k, defaults.top_k, greedy.top_k),
+        top_p=chosen(config.top_p, defaults.top_p, greedy.top_p),
+        min_p=chosen(config.min_p, defaults.min_p, greedy.min_p),
+    )
+    return sampling, defaults.unsupported
+
+
+def evaluate(
+    config: EvaluateConfig,
+    model: Model,
+    environment: Environment,
+    *,
+    console: Console | None = None,
+) -> list[Group]:
+    """Samples the tasks and has the samples judged.
+
+    Args:
+        config: how; what it says of model, environment and output is not read.
+        model: on a mesh.
+        environment: gives tasks, judges.
+        console: for a line of progress, None for none.
+
+    Returns:
+        One group a task, in the order of the tasks.
+
+    Raises:
+        ConfigError: no tasks, a count that is not positive, several greedy samples, or
+            as `sampling_of`.
+        RolloutTimeoutError: the deadline passed.
+    """
+    tasks = _tasks(config, environment)
+    sampling, _ = sampling_of(config, model)
+    if config.samples > 1 and sampling.temperature == 0:
+        raise ConfigError(
+            f"--samples: {config.samples} greedy samples of a task are all the same; "
+            "give --temperature, or take 1"
+        )
+    prompts = [len(chat.render(model.tokenizer, task.messages)) for task in tasks]
+    total = len(tasks) * config.samples
+    rollout = RolloutConfig(
+        prompts_per_step=len(tasks),
+        samples_per_prompt=config.samples,
+        max_prompt_tokens=max(*prompts, config.max_prompt_tokens),
+        max_turns=config.max_turns,
+        max_tokens=sampling.max_tokens,
+        num_slots=min(config.num_slots, total),
+        deadline_s=config.deadline_s,
+    )
+    with (
+        jax.set_mesh(model.mesh),
+        WorkerPool(
+            environment, config.reward_workers, deadline_s=config.reward_deadline_s
+        ) as judges,
+        # Its lines are for a terminal; a log file gets the table alone.
+        Progress(
+            console=console,
+            transient=True,
+            disable=console is None or not console.is_terminal,
+        ) as progress,
+    ):
+        engine = make_engine(rollout, model, seed=config.seed)
+        sampler = _Counted(
+            publish(engine, model.params, version=0),
+            progress,
+            progress.add_task("samples", total=total),
+        )
+        collector = make_collector(rollout, model, judges)
+        return collector.run(sampler, list(enumerate(tasks)), config.samples, sampling)
+
+
+def run_evaluation(
+    config: EvaluateConfig, *, console: Console, command: str = ""
+) -> Scores:
+    """Evaluates, prints a table, and writes the files that the configuration names.
+
+    Args:
+        config: what and how.
+        console: for people.
+        command: the command line, for the results.
+
+    Raises:
+        ConfigError: before anything is read or compiled.
+        FailedRolloutsError: not one sample could be judged.
+    """
+    begin = time.perf_counter()
+    check_evaluation(config)
+    if (Path(config.model) / "checkpoints").is_dir():
+        raise ConfigError(
+            f"--model: {config.model} is a run, not a model; once finished it has a "
+            "folder named model, and python -m launch.convert makes one of a "
+            f"checkpoint ({_checkpoints_of(config.model)})"
+        )
+    fetched = fetch(config, console=console)
+    environment = make_environment(config.env, fetched.config.data)
+    model = open_model(
+        fetched.config.model,
+        mesh=config.mesh,
+        dtype=config.dtype,
+        seed=config.seed,
+        texts=partial(environment_texts, environment),
+    )
+    groups = evaluate(config, model, environment, console=console)
+    sampling, not_done = sampling_of(config, model)
+    scores = score(groups, solved_reward=config.solved_reward)
+    seconds = time.perf_counter() - begin
+    console.print(_table(config, sampling, scores, seconds))
+    if not_done:
+        asked = ", ".join(f"{name} {value}" for name, value in not_done.items())
+        console.print(
+            f"not done: generation_config.json asks for {asked}, which the sampler "
+            "does not have",
+            markup=False,
+            style="yellow",
+        )
+    errors = [e.error for group in groups for e in group.episodes if e.error]
+    if errors:
+        console.print(f"the first failure: {errors[0]}", markup=False, style="red")
+    if config.output is not None:
+        results, completions = result_files(config)
+        rows = [_row(e, config) for group in groups for e in group.episodes]
+        replace_file(completions, "".join(json.dumps(row) + "\n" for row in rows))
+        content = {
+            **dataclasses.asdict(scores),
+            "seconds": seconds,
+            "command": command,
+            "versions": versions(),
+            "sampling": dataclasses.asdict(sampling),
+            "not_done": dict(not_done),
+            "config": dataclasses.asdict(config),
+            "hub": dict(fetched.commits),
+        }
+        replace_file(results, json.dumps(content, indent=2) + "\n")
+        console.print(f"results: {results}\ncompletions: {completions}", markup=False)
+    return scores
+
+
+class _Counted:
+    """A sampler that tells how many samples are done."""
+
+    def __init__(self, sampler: Sampler, progress: Progress, task: TaskID) -> None:
+        self._sampler, self._progress, self._task = sampler, progress, task
+
+    @property
+    def busy(self) -> bool:
+        return self._sampler.busy
+
+    def submit(self, request: Request) -> None:
+        self._sampler.submit(request)
+
+    def dispatch(self) -> None:
+        self._sampler.dispatch()
+
+    def collect(self) -> list[Completion]:
+        done = self._sampler.collect()
+        self._progress.advance(self._task, len(done))
+        return done
+
+    def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
+        return self._sampler.cancel(samples)
+
+
+def _checkpoints_of(run: str) -> str:
+    """The checkpoints of a run, and which of them lack something."""
+    checkpoints = Checkpoints(Path(run) / "checkpoints")
+    try:
+        told = [
+            f"step {step}" if damage is None else f"step {step}, damaged: {damage}"
+            for step in checkpoints.steps()
+            for damage in [checkpoints.damage(step, sizes_only=True)]
+        ]
+    finally:
+        checkpoints.close()
+    return "; ".join(told) or "there is none"
+
+
+def _tasks(config: EvaluateConfig, environment: Environment) -> Sequence[Task]:
+    check_numbers(config)
+    tasks = environment.tasks(config.split)
+    if not tasks:
+        raise ConfigError(f"--env: {environment.name} has no {config.split} tasks")
+    return [tasks[i] for i in distinct(tasks, config.num_tasks)]
+
+
+def _drawn(sampling: SamplingParams) -> str:
+    """Sampling parameters, for people."""
+    if sampling.temperature == 0:
+        return f"greedy, {sampling.max_tokens} tokens at most"
+    cuts = {"top-k": sampling.top_k, "min-p": sampling.min_p}
+    cuts |= {"top-p": sampling.top_p} if sampling.top_p < 1 else {}
+    parts = [f"{name} {value:g}" for name, value in cuts.items() if value]
+    parts.append(f"{sampling.max_tokens} tokens at most")
+    return ", ".join([f"temperature {sampling.temperature:g}", *parts])
+
+
+def _table(
+    config: EvaluateConfig, sampling: SamplingParams, scores: Scores, seconds: float
+) -> Table:
+    low, high = (f"{100 * bound:.1f}" for bound in scores.interval)
+    table = Table("", "", title=f"{config.model} on {config.env}", show_header=False)
+    rows = [
+        ("accuracy", f"{100 * scores.accuracy:.1f}% (95%: {low} to {high})"),
+        *((f"pass@{k}", f"{100 * share:.1f}%") for k, share in scores.pass_at.items()),
+        ("mean reward", f"{scores.mean_reward:.4g}"),
+        ("tokens", f"{scores.mean_tokens:.1f} mean, {scores.max_tokens} most"),
+        ("ended by itself", f"{100 * scores.stopped:.1f}%"),
+        *((name, f"{value:.4g}") for name, value in scores.metrics.items()),
+        ("samples", f"{scores.samples} of {scores.tasks} {config.split} tasks"),
+        ("sampling", _drawn(sampling)),
+        ("failed judgements", str(scores.failed)),
+        ("seconds", f"{seconds:.1f}"),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _row(episode: Episode, config: EvaluateConfig) -> dict[str, Any]:
+    return {
+        "task_id": episode.task_id,
+        "sample_index": episode.sample_index,
+        "prompt": episode.prompt_text,
+        "completion": episode.transcript,
+        "reward": episode.reward,
+        "solved": solves(episode, config.solved_reward),
+        "finish_reason": episode.finish_reason,
+        "num_tokens": episode.num_sampled,
+        "turns": [
+            {
+                "heard": turn.heard,
+                "text": turn.text,
+                "reward": turn.reward,
+                "finish_reason": turn.finish_reason,
+                "num_tokens": len(turn.sampled),
+            }
+            for turn in episode.turns
+        ],
+        "error": episode.error,
+        "metrics": dict(episode.metrics),
+    }

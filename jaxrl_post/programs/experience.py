@@ -1,0 +1,339 @@
+"""Where the data of a step comes from: tasks drawn, sampled, judged, and queued."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grain
+import numpy as np
+
+from jaxrl_post.config.run import RLConfig, RolloutConfig
+from jaxrl_post.data.codec import Codec
+from jaxrl_post.envs import Environment, Task, WorkerPool
+from jaxrl_post.envs.env import Split
+from jaxrl_post.learner.model import Model
+from jaxrl_post.programs.judge import RewardJudge
+from jaxrl_post.programs.scores import FailedRolloutsError, Scores, score
+from jaxrl_post.rollout import batch as batching
+from jaxrl_post.rollout.collector import Collector
+from jaxrl_post.rollout.episode import Episode, Group
+from jaxrl_post.rollout.flight import Limits
+from jaxrl_post.rollout.queue import GroupQueue
+from jaxrl_post.rollout.weights import Published
+from jaxrl_post.sampler import SamplingParams
+
+__all__ = ["Evaluation", "Experience", "make_collector"]
+
+# Held-out prompts get ids that training never reaches.
+EVAL_IDS = 2**31
+
+
+@dataclass
+class Evaluation:
+    """Held-out tasks, answered greedily.
+
+    Attributes:
+        scores: share of them that are solved, rewards, and how sure that is.
+        groups: one of one episode a task.
+        seconds: that it took.
+    """
+
+    scores: Scores
+    groups: list[Group]
+    seconds: float
+
+
+@dataclass
+class Experience:
+    """Draws tasks, has them sampled and judged, and hands out groups to train on.
+
+    Attributes:
+        config: of the run.
+        environment: tasks.
+        stop_ids: token ids that end a turn.
+        collector: carries out episodes.
+        indices: iterator over training tasks.
+        greedy: whether each group needs a greedy episode beside its samples.
+        judge: a reward model beside the environment; None for none.
+        queue: finished groups that wait for the next step.
+        drawn: prompts drawn so far; numbers them.
+    """
+
+    config: RLConfig
+    environment: Environment
+    stop_ids: tuple[int, ...]
+    collector: Collector
+    indices: grain.DatasetIterator
+    greedy: bool = False
+    judge: RewardJudge | None = None
+    queue: GroupQueue = field(default_factory=GroupQueue)
+    drawn: int = 0
+    # Prompt id to the place of its task, for the groups under way.
+    _places: dict[int, int] = field(default_factory=dict, init=False)
+
+    def collect(
+        self, sampler: Published, number: int
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Samples until there are enough groups to train on.
+
+        Afterwards the sampler is empty: with `rollout.partial` what is unfinished has
+        been suspended, and goes on in the next call.
+
+        Args:
+            sampler: with the current parameters bound.
+            number: of the step, for messages.
+
+        Returns:
+            At most `prompts_per_step` groups, and scalar metrics.
+
+        Raises:
+            FailedRolloutsError: too many episodes failed, or no group is worth training
+                on.
+            RolloutTimeoutError: the rollouts took too long.
+        """
+        in_parts = self.config.rollout.partial > 0
+        sampled = (self._first if in_parts else self._all)(sampler)
+        metrics = self._sampling_metrics(sampled, number)
+        for name, spent in self.collector.seconds.items():
+            metrics[f"time/{name}"] = spent
+            self.collector.seconds[name] = 0.0
+        if in_parts:
+            metrics["rollout/in_flight"] = float(self.collector.in_flight)
+        groups = self.queue.take(self.config.rollout.prompts_per_step)
+        if not groups:
+            raise FailedRolloutsError(
+                f"step {number}: none of {len(sampled)} groups had rewards that "
+                "differ; turn --rollout.dynamic-sampling off, or choose tasks that the "
+                "model solves sometimes"
+            )
+        return groups, metrics
+
+    def evaluate(self, sampler: Published) -> Evaluation:
+        """Answers the held-out tasks greedily. Leaves no trace in the training.
+
+        Raises:
+            FailedRolloutsError: too many could not be judged.
+            RolloutTimeoutError: they took too long.
+        """
+        begin = time.perf_counter()
+        tasks = self._tasks["eval"]
+        count = min(self.config.eval.num_tasks, len(tasks))
+        numbered = [(EVAL_IDS + i, tasks[i]) for i in range(count)]
+        # A collector of its own: the groups under way, and their times, are untouched.
+        training = self.collector
+        collector = Collector(
+            training.codec, training.judges, training.limits, training.deadline_s
+        )
+        sampling = self.sampling(temperature=0.0)
+        groups = collector.run(sampler, numbered, 1, sampling)
+        spent = dict(training.seconds)
+        groups = self._with_model(groups, dict(numbered))
+        training.seconds.update(spent)
+        self._judged([group.episodes[0] for group in groups], "evaluation")
+        scores = score(groups, solved_reward=self.config.eval.solved_reward)
+        return Evaluation(scores, groups, time.perf_counter() - begin)
+
+    def state(self) -> dict[str, Any]:
+        """A JSON value from which `restore` goes on; the sampler must be empty."""
+        return {
+            "drawn": self.drawn,
+            "queue": self.queue.to_json(),
+            "flights": self.collector.state(),
+            "places": [[i, self._places[i]] for i in self.collector.prompt_ids],
+        }
+
+    def restore(self, value: Mapping[str, Any]) -> None:
+        """Takes up what `state` gave.
+
+        Raises:
+            ChangedTaskError: an episode under way began with another task.
+        """
+        self.drawn = value["drawn"]
+        self.queue = GroupQueue.from_json(value["queue"])
+        self._places = {prompt_id: place for prompt_id, place in value["places"]}
+        tasks = self._tasks["train"]
+        self.collector.restore(
+            value["flights"], {i: tasks[place] for i, place in self._places.items()}
+        )
+
+    def sampling(self, **changes: float) -> SamplingParams:
+        """How training samples are drawn; with changes, what a plain sampler does."""
+        rollout = self.config.rollout
+        options: dict[str, Any] = changes or {
+            "temperature": rollout.temperature,
+            "top_k": rollout.top_k,
+            "top_p": rollout.top_p,
+            "min_p": rollout.min_p,
+        }
+        return SamplingParams(
+            max_tokens=rollout.max_tokens,
+            stop_ids=self.stop_ids,
+            stop_strings=rollout.stop_strings,
+            **options,
+        )
+
+    @functools.cached_property
+    def _tasks(self) -> dict[Split, Sequence[Task]]:
+        # Once: an environment may read a file each time that it is asked.
+        return {split: self.environment.tasks(split) for split in ("train", "eval")}
+
+    def _draw(self, count: int) -> list[tuple[int, Task]]:
+        """The next tasks, each with an id that no other draw of the run has."""
+        tasks = self._tasks["train"]
+        numbered = []
+        for _ in range(count):
+            self._places[self.drawn] = place = int(next(self.indices))
+            numbered.append((self.drawn, tasks[place]))
+            self.drawn += 1
+        return numbered
+
+    def _all(self, sampler: Published) -> list[Group]:
+        """Draws what is missing and waits for all of it; nothing stays under way."""
+        rollout, sampled = self.config.rollout, []
+        wanted = rollout.prompts_per_step
+        for _ in range(rollout.max_draws if rollout.dynamic_sampling else 1):
+            missing = wanted - len(self.queue)
+            if missing <= 0:
+                break
+            # All of a step's slots are filled again, so that a refill costs no more
+            # than its own decoding; what is left over serves the next step.
+            numbered = self._draw(wanted if rollout.dynamic_sampling else missing)
+            new = self.collector.run(
+                sampler, numbered, rollout.samples_per_prompt, self.sampling()
+            )
+            new = self._with_model(new, dict(numbered))
+            if self.greedy:
+                new = self._with_greedy(new, sampler, numbered)
+            sampled += self._queued(new)
+        self._places.clear()
+        return sampled
+
+    def _first(self, sampler: Published) -> list[Group]:
+        """Keeps more groups under way than a step needs, and waits for the first."""
+        rollout, sampled = self.config.rollout, list[Group]()
+        wanted = rollout.prompts_per_step
+        most = rollout.max_draws * wanted if rollout.dynamic_sampling else wanted
+        budget = most + rollout.partial
+        deadline = time.monotonic() + rollout.deadline_s
+        while True:
+            under_way = len(self.queue) + self.collector.in_flight
+            count = min(wanted + rollout.partial - under_way, budget)
+            if count > 0:
+                budget -= count
+                self.collector.start(
+                    self._draw(count), rollout.samples_per_prompt, self.sampling()
+                )
+            if len(self.queue) >= wanted or not self.collector.in_flight:
+                break
+            done = self.collector.poll(sampler, deadline)
+            tasks = self._tasks["train"]
+            places = {g.prompt_id: tasks[self._places.pop(g.prompt_id)] for g in done}
+            sampled += self._queued(self._with_model(done, places))
+        self.collector.suspend(sampler)
+        return sampled
+
+    def _queued(self, groups: list[Group]) -> list[Group]:
+        """Puts the groups that are worth training on into the queue; returns all."""
+        rollout = self.config.rollout
+        if rollout.truncated == "zero":
+            groups = batching.worthless_if_truncated(groups)
+        keep = groups
+        if rollout.dynamic_sampling:
+            keep = [group for group in groups if group.has_spread]
+        self.queue.put(keep)
+        return groups
+
+    def _with_greedy(
+        self,
+        groups: list[Group],
+        sampler: Published,
+        numbered: Sequence[tuple[int, Task]],
+    ) -> list[Group]:
+        greedy = self.collector.run(
+            sampler, numbered, 1, self.sampling(temperature=0.0)
+        )
+        greedy = self._with_model(greedy, dict(numbered))
+        return [
+            dataclasses.replace(group, greedy=each.episodes[0])
+            for group, each in zip(groups, greedy, strict=True)
+        ]
+
+    def _with_model(
+        self, groups: list[Group], tasks: Mapping[int, Task]
+    ) -> list[Group]:
+        """The groups with the reward model's word, where there is a model."""
+        if self.judge is None or not groups:
+            return groups
+        begin = time.perf_counter()
+        judged = self.judge.judged(groups, tasks)
+        self.collector.seconds["reward"] += time.perf_counter() - begin
+        return judged
+
+    def _sampling_metrics(
+        self, sampled: Sequence[Group], number: int
+    ) -> dict[str, float]:
+        """Rewards of everything that was sampled, before any filter."""
+        episodes = [e for group in sampled for e in group.episodes]
+        if not episodes:
+            return {}
+        rewards = self._judged(episodes, f"step {number}")
+        metrics = {
+            "reward/mean": float(np.mean(rewards)),
+            "reward/std": float(np.std(rewards)),
+            "rollout/failed": float(len(episodes) - len(rewards)),
+            "rollout/groups_with_spread": float(
+                np.mean([group.has_spread for group in sampled])
+            ),
+        }
+        if self.config.rollout.max_turns > 1:
+            ends = [episode.finish_reason for episode in episodes]
+            metrics["rollout/turns"] = float(np.mean([len(e.turns) for e in episodes]))
+            for name in ("turn_limit", "token_limit"):
+                metrics[f"rollout/{name}"] = ends.count(name) / len(ends)
+        metrics |= _means("env", [episode.metrics for episode in episodes])
+        metrics |= _means("reward", [episode.rewards for episode in episodes])
+        greedy = [g.greedy.reward for g in sampled if g.greedy is not None]
+        baselines = [reward for reward in greedy if reward is not None]
+        if baselines:
+            metrics["reward/greedy"] = float(np.mean(baselines))
+        return metrics
+
+    def _judged(self, episodes: Sequence[Episode], where: str) -> list[float]:
+        """The rewards of those that did not fail."""
+        failed = [e for e in episodes if e.reward is None]
+        share = len(failed) / len(episodes)
+        allowed = self.config.rollout.max_failed_share
+        # From failed episodes alone nothing is learned, whatever share is allowed.
+        if share > allowed or share == 1:
+            raise FailedRolloutsError(
+                f"{where}: {len(failed)} of {len(episodes)} rollouts failed; "
+                f"--rollout.max-failed-share allows a share of {allowed:g}, and never "
+                f"all of them. The first: {failed[0].error}"
+            )
+        return [e.reward for e in episodes if e.reward is not None]
+
+
+def make_collector(
+    rollout: RolloutConfig, model: Model, judges: WorkerPool
+) -> Collector:
+    """Makes what carries out episodes and has them judged."""
+    return Collector(
+        codec=Codec(model.tokenizer),
+        judges=judges,
+        limits=Limits(rollout.max_turns, rollout.max_prompt_tokens),
+        deadline_s=rollout.deadline_s,
+        grace_s=rollout.reward_grace_s if rollout.partial else 0.0,
+    )
+
+
+def _means(prefix: str, found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means of what several episodes say by name, each over those that say it."""
+    return {
+        f"{prefix}/{name}": float(
+            np.mean([each[name] for each in found if name in each])
+        )
+        for name in sorted({name for each in found for name in each})
+    }

@@ -1,0 +1,278 @@
+"""Models and data files by their names on the Hugging Face hub, fetched before a run.
+
+A model is ORG/NAME or ORG/NAME@REVISION, a file of a data set
+hf://datasets/ORG/NAME/FILE or hf://datasets/ORG/NAME@REVISION/FILE. `fetch` puts the
+paths of what it fetched in the place of these names, once, before anything is read or
+compiled, and keeps which commit each name stood for: a run that goes on goes on with
+the same commit. Where the hub is, where its cache is, and with which token it is asked,
+is huggingface_hub's business (HF_ENDPOINT, HF_HOME, `hf auth login`).
+"""
+
+import dataclasses
+import glob
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from jaxrl_post.config.run import ConfigError, RunConfig
+from jaxrl_post.records.directory import RunDirectory
+from jaxrl_post.records.path import run_path
+
+__all__ = ["Fetched", "fetch", "fetch_run"]
+
+# Options that name a model; the revision of the first ones is an option too.
+MAIN_MODELS = ("model", "input")
+MODELS = (
+    *MAIN_MODELS,
+    "base",
+    "algorithm.reference",
+    "critic.model",
+    "loss.reference",
+    "reward.model",
+)
+FILES = ("data.path", "data.eval_path")
+
+PART = r"[A-Za-z0-9][\w.-]*"
+# Of pull requests and converted files a revision has slashes.
+REVISION = r"refs/(?:convert|pr)/[^/@]+|[^/@]+"
+MODEL = re.compile(rf"({PART}/{PART})(?:@({REVISION}))?")
+FILE = re.compile(rf"hf://datasets/({PART}/{PART})(?:@({REVISION}))?/(.+)")
+
+# What a model directory is read from; not the same weights in other formats.
+WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
+LEFT_OUT = ("*/*.safetensors", "*/*.json", "consolidated*.safetensors")
+CONFIG_ALONE = ("config.json",)
+
+
+class Source(NamedTuple):
+    """What a name stands for: files of a repository."""
+
+    kind: str  # "model" or "dataset"
+    repository: str
+    revision: str | None
+    file: str | None = None
+
+    @property
+    def key(self) -> str:
+        """By which the commit is kept."""
+        prefix = "" if self.kind == "model" else "datasets/"
+        suffix = "" if self.revision is None else f"@{self.revision}"
+        return f"{prefix}{self.repository}{suffix}"
+
+    @property
+    def command(self) -> str:
+        """The command that downloads it."""
+        parts = ["hf", "download", self.repository]
+        parts += [] if self.file is None else [self.file, "--repo-type", self.kind]
+        parts += [] if self.revision is None else ["--revision", self.revision]
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Fetched[Config]:
+    """A configuration with paths in the place of the hub's names.
+
+    Attributes:
+        config: with the paths.
+        commits: of each name, such as {"Qwen/Qwen2.5-0.5B": "060db64..."}.
+        names: what the options were that have paths now, by dotted field.
+    """
+
+    config: Config
+    commits: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, Any] = field(default_factory=dict)
+
+    def named[Other](self, config: Other) -> Other:
+        """A configuration with the names again, as a person typed them."""
+        for path, name in self.names.items():
+            config = _replaced(config, path, name)
+        return config
+
+
+def fetch[Config](
+    config: Config,
+    *,
+    console: Console,
+    pinned: Mapping[str, str] = {},
+    weights: bool = True,
+) -> Fetched[Config]:
+    """Fetches what a configuration names, into the cache of huggingface_hub.
+
+    Directories, files and presets are left as they are.
+
+    Args:
+        config: of a program; its `revision`, if it has one, is that of its model.
+        console: for what is fetched.
+        pinned: commits of an earlier part of the run, by name.
+        weights: without them a model's config.json is all that is fetched.
+
+    Raises:
+        ConfigError: huggingface_hub is not installed, the hub cannot be reached and
+            the cache lacks the files, or there is no such repository, revision or file.
+    """
+    revision = getattr(config, "revision", None)
+    commits: dict[str, str] = {}
+    names: dict[str, str] = {}
+    local = config
+    for path in (*MODELS, *FILES):
+        name = _value(config, path)
+        given = revision if path in MAIN_MODELS else None
+        if name is None:
+            continue
+        source = _source(path, name, given)
+        if source is None:
+            continue
+        known = {**pinned, **commits}.get(source.key)
+        folder = _snapshot(source, _option(path), known, weights=weights)
+        commits[source.key] = folder.name
+        names[path] = name
+        found = folder if source.file is None else folder / source.file
+        local = _replaced(local, path, str(found))
+        line = f"{name}: commit {folder.name[:12]} in {folder.parents[1]}"
+        console.print(line, markup=False, highlight=False)
+    if revision is not None and not names.keys() & set(MAIN_MODELS):
+        raise ConfigError(
+            "--revision: is of a model on the hub, named as ORG/NAME; drop the option"
+        )
+    return Fetched(local, commits, names)
+
+
+def fetch_run[Config: RunConfig](
+    config: Config, *, console: Console
+) -> Fetched[Config]:
+    """Fetches what a run names: where it goes on, of the commits with which it began.
+
+    Args:
+        config: as a person gave it, which says where the run goes.
+        console: for what is fetched.
+
+    Raises:
+        ConfigError: as `fetch`.
+        ValueError: the run's config.json is damaged.
+    """
+    path = run_path(config)
+    saved = RunDirectory(path).read_description() if config.resume else None
+    pinned = {} if saved is None else saved.hub
+    found = fetch(config, console=console, pinned=pinned)
+    # A directory that is named after the model keeps that name.
+    local = dataclasses.replace(found.config, run_dir=str(path))
+    names = {**found.names, "run_dir": config.run_dir}
+    return Fetched(local, found.commits, names)
+
+
+def _source(path: str, name: str, revision: str | None) -> Source | None:
+    """What an option's value names on the hub; None for what is on this machine."""
+    if path in FILES:
+        if not name.startswith("hf://"):
+            return None
+        found = FILE.fullmatch(name)
+        if found is None or ".." in found[3].split("/"):
+            raise ConfigError(
+                f"{_option(path)}: must be hf://datasets/ORG/NAME/FILE, or "
+                f"hf://datasets/ORG/NAME@REVISION/FILE; got {name!r}"
+            )
+        return Source("dataset", *found.groups())
+    found = MODEL.fullmatch(name)
+    if found is None or Path(name).exists():
+        return None
+    if revision is not None and found[2] is not None:
+        raise ConfigError(
+            f"--revision: {name} has a revision of its own; give one of the two"
+        )
+    return Source("model", found[1], found[2] or revision)
+
+
+def _snapshot(
+    source: Source, option: str, commit: str | None, *, weights: bool
+) -> Path:
+    """The folder of a commit in the cache, with the files that are needed."""
+    try:
+        import huggingface_hub
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{option}: there is no {source.repository} on this machine, and to fetch "
+            "it from the hub huggingface_hub is needed; pip install 'jaxrl_post[hub]', "
+            f"or run `{source.command} --local-dir DIRECTORY` elsewhere and give the "
+            "directory"
+        ) from error
+    allowed: Sequence[str] = WANTED if weights else CONFIG_ALONE
+    if source.file is not None:
+        allowed = (glob.escape(source.file),)
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            source.repository,
+            repo_type=source.kind,
+            revision=commit or source.revision,
+            allow_patterns=list(allowed),
+            ignore_patterns=list(LEFT_OUT) if source.file is None else None,
+        )
+    # The client raises errors of its own, of its HTTP library, and of the system.
+    except Exception as error:
+        raise ConfigError(f"{option}: {_failure(source, error)}") from error
+    return _checked(source, Path(folder), option, weights=weights)
+
+
+def _checked(source: Source, folder: Path, option: str, *, weights: bool) -> Path:
+    """The folder, which has what the name promises."""
+    if source.file is not None and not (folder / source.file).is_file():
+        raise ConfigError(
+            f"{option}: the data set {source.repository} has no file {source.file!r} "
+            f"at {source.revision or 'main'}; correct the name"
+        )
+    if source.file is None and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{option}: {source.repository} has no config.json; it is not a model of "
+            "transformers"
+        )
+    if source.file is None and weights and not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{option}: {source.repository} has no weights in safetensors, and no "
+            "others are read; save it anew with transformers' save_pretrained"
+        )
+    return folder
+
+
+def _failure(source: Source, error: Exception) -> str:
+    """What went wrong, and what to do."""
+    from huggingface_hub import errors
+
+    what = "model" if source.kind == "model" else "data set"
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"the {what} {source.repository} is gated; accept its terms on its page, "
+            "then log in with `hf auth login`"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        where = "" if source.kind == "dataset" else "neither a directory nor a preset, "
+        return (
+            f"{source.repository} is {where}no {what} on the hub that can be read; "
+            "correct the name, or log in with `hf auth login` if it is private"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the {what} {source.repository} has no revision {source.revision!r}"
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return (
+        f"there is no {source.repository} on this machine, and the hub cannot be asked "
+        f"for it: {reason[0]}. With a connection, `{source.command}` downloads it"
+    )
+
+
+def _option(path: str) -> str:
+    return "--" + path.replace("_", "-")
+
+
+def _value(config: Any, path: str) -> str | None:
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def _replaced[Config](config: Config, path: str, value: Any) -> Config:
+    name, _, rest = path.partition(".")
+    inner = _replaced(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: inner})  # type: ignore[type-var]

@@ -1,0 +1,213 @@
+"""A reward model as a judge of samples: its values become a part of their rewards.
+
+The reward model has a tokenizer and a chat template of its own: it reads the task's
+messages and the policy's answer as text. It is frozen, lies on the policy's mesh, and
+judges after the environment has.
+
+References:
+    Lightman et al., Let's Verify Step by Step, arXiv:2305.20050 (product and minimum of
+    the steps' probabilities).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_post import pretrained
+from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.run import ConfigError
+from jaxrl_post.conversations import Message
+from jaxrl_post.data import chat, packing
+from jaxrl_post.data.steps import judged_tokens
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.envs import Task
+from jaxrl_post.learner.learner import Scorer
+from jaxrl_post.learner.step import Policy
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.rollout.episode import Episode, Group, Turn
+from jaxrl_post.sharding import Rules, split_size
+from jaxrl_post.types import PyTree
+
+__all__ = ["RewardJudge", "open_judge"]
+
+ENVIRONMENT, MODEL = "environment", "model"
+
+
+@dataclass(frozen=True)
+class RewardJudge:
+    """A frozen reward model, and what its word counts for.
+
+    Attributes:
+        options: of the run.
+        config: of the model; its head is "value" or "process".
+        params: sharded arrays.
+        tokenizer: of the model.
+        mesh: where it lies.
+        rules: how it lies there.
+    """
+
+    options: RewardModelConfig
+    config: ModelConfig
+    params: PyTree
+    tokenizer: Tokenizer
+    mesh: Mesh
+    rules: Rules
+
+    @functools.cached_property
+    def _scorers(self) -> dict[int, Scorer]:
+        """Compiled programs, by the rows of a batch."""
+        return {}
+
+    def judged(self, groups: Sequence[Group], tasks: Mapping[int, Task]) -> list[Group]:
+        """The groups with the model's word on each episode's last answer.
+
+        It is part of the reward of the last turn; the environment's rewards of all
+        turns are multiplied with their weight.
+
+        Args:
+            groups: whose samples the environment has judged.
+            tasks: by prompt id.
+        """
+        found = [
+            (episode, tasks[group.prompt_id])
+            for group in groups
+            for episode in group.episodes
+            if episode.reward is not None
+        ]
+        values = self.values([(task, e.response_text) for e, task in found])
+        by_sample = {
+            (episode.prompt_id, episode.sample_index): value
+            for (episode, _), value in zip(found, values, strict=True)
+        }
+
+        def weighed(turn: Turn, value: float | None) -> Turn:
+            own = turn.reward or 0.0
+            reward = self.options.environment_weight * own
+            parts = dict(turn.rewards) or {ENVIRONMENT: own}
+            if value is not None:
+                reward += self.options.weight * value
+                parts[MODEL] = value
+            return dataclasses.replace(turn, reward=reward, rewards=parts)
+
+        def added(episode: Episode) -> Episode:
+            if episode.reward is None:
+                return episode
+            value = by_sample[episode.prompt_id, episode.sample_index]
+            *before, last = episode.turns
+            turns = (*(weighed(turn, None) for turn in before), weighed(last, value))
+            return dataclasses.replace(episode, turns=turns)
+
+        return [
+            dataclasses.replace(group, episodes=tuple(map(added, group.episodes)))
+            for group in groups
+        ]
+
+    def values(self, answers: Sequence[tuple[Task, str]]) -> list[float]:
+        """What the model thinks of answers, each to its task.
+
+        Args:
+            answers: (task, text of the answer).
+
+        Returns:
+            A float32 value an answer: a reward model's reward, a process reward
+            model's probability in [0, 1].
+
+        Raises:
+            ConfigError: an answer is longer than the model's context.
+        """
+        if not answers:
+            return []
+        encoded = [self._encoded(task, answer) for task, answer in answers]
+        longest = max(len(each.tokens) for each in encoded)
+        if longest > self.config.max_length:
+            raise ConfigError(
+                f"--reward.model: {longest} tokens of prompt and answer are more than "
+                f"the reward model's context, {self.config.max_length}; lower "
+                "--rollout.max-tokens"
+            )
+        # Powers of two: few shapes are compiled, whatever the samples' lengths.
+        length = min(1 << (longest - 1).bit_length(), self.config.max_length)
+        split = split_size("batch", self.mesh, self.rules)
+        rows = -(-max(1, self.options.batch_tokens // length) // split) * split
+        if rows not in self._scorers:
+            policy = Policy(self.config, rules=self.rules)
+            self._scorers[rows] = Scorer(policy, self.mesh, rows)
+        scorer = self._scorers[rows]
+        found: list[float] = []
+        for begin in range(0, len(encoded), rows):
+            # A row each: which row an answer lies in is its index.
+            part = encoded[begin : begin + rows]
+            batch = _rows(part, length, rows)
+            predicted = scorer.predict(self.params, batch).values_after
+            assert predicted is not None
+            for row, sequence in zip(np.asarray(predicted), part, strict=False):
+                found.append(self._value(row[: len(sequence.tokens)], sequence))
+        return found
+
+    def _encoded(self, task: Task, answer: str) -> packing.Sequence:
+        if self.config.head == "process":
+            steps = [s for s in answer.split(self.options.separator) if s.strip()]
+            steps = steps or [answer]
+            return judged_tokens(
+                self.tokenizer,
+                [Message(each.role, each.content) for each in task.messages],
+                steps,
+                [True] * len(steps),
+                self.options.separator,
+            )
+        prompt, target = chat.answered(self.tokenizer, task.messages, answer)
+        return packing.Sequence.of(prompt, target)
+
+    def _value(self, values: np.ndarray, sequence: packing.Sequence) -> float:
+        if self.config.head == "value":
+            return float(values[-1])
+        # The logit of "right" at the last token of each step.
+        logits = values[np.flatnonzero(sequence.loss_mask)].astype(np.float64)
+        right = 1 / (1 + np.exp(-logits))
+        reduce = {"min": np.min, "product": np.prod, "mean": np.mean}
+        last = self.options.steps == "last"
+        return float(right[-1] if last else reduce[self.options.steps](right))
+
+
+def open_judge(
+    options: RewardModelConfig, *, mesh: Mesh, rules: Rules, dtype: jnp.dtype
+) -> RewardJudge | None:
+    """Opens the reward model of a run, None where it has none.
+
+    Args:
+        options: name the directory.
+        mesh: of the run.
+        rules: of the run.
+        dtype: of the parameters.
+
+    Raises:
+        ConfigError: the directory holds no reward model.
+    """
+    if options.model is None:
+        return None
+    config, params = pretrained.load(options.model, mesh=mesh, rules=rules, dtype=dtype)
+    if config.head not in ("value", "process"):
+        raise ConfigError(
+            f"--reward.model: {options.model} is no reward model, its head is "
+            f"{config.head!r}; train one with python -m launch.reward"
+        )
+    tokenizer = Tokenizer.from_directory(options.model).for_model(config.vocab_size)
+    return RewardJudge(options, config, params, tokenizer, mesh, rules)
+
+
+def _rows(sequences: Sequence[packing.Sequence], length: int, rows: int):
+    """A batch with a row for each sequence, and empty ones to make up the number."""
+    batches = [packing.pack([sequence], length, 1) for sequence in sequences]
+    empty = packing.pack([], length, 1)
+    batches += [empty] * (rows - len(batches))
+    fields = {
+        name: np.concatenate([getattr(each, name) for each in batches])
+        for name, value in vars(empty).items()
+        if value is not None
+    }
+    return empty.replace(**fields)  # type: ignore[attr-defined]

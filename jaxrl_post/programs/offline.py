@@ -1,0 +1,392 @@
+"""Runs that learn from a data set: `launch.sft`, `launch.dpo` and `launch.reward`."""
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxrl_post.algorithms import reward_model, supervised
+from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.horizon import optimizer_steps
+from jaxrl_post.config.reward import RewardConfig
+from jaxrl_post.config.run import (
+    DEFAULT_ENV,
+    ConfigError,
+    OfflineConfig,
+    PreferenceConfig,
+    SFTConfig,
+)
+from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.examples.chats import open_chats
+from jaxrl_post.examples.demonstrations import Demonstrations
+from jaxrl_post.examples.environment import make_environment
+from jaxrl_post.examples.packed import Examples
+from jaxrl_post.examples.preferences import (
+    make_preference,
+    open_judgements,
+    open_pairs,
+    open_solutions,
+)
+from jaxrl_post.examples.tasks import open_tasks
+from jaxrl_post.learner.checkpoint import abstract_state
+from jaxrl_post.learner.feed import Drawn, Feed, Measured
+from jaxrl_post.learner.learner import Learner, begin_training
+from jaxrl_post.learner.model import Model, check_context, layout_table
+from jaxrl_post.learner.reference import (
+    Reference,
+    open_reference,
+    require_directory,
+)
+from jaxrl_post.learner.step import ObjectiveFn
+from jaxrl_post.models import Head
+from jaxrl_post.pretrained.families import write_config
+from jaxrl_post.programs.hub import Fetched, fetch_run
+from jaxrl_post.programs.run import (
+    Outcome,
+    Run,
+    finish,
+    open_run,
+    print_table,
+    warm_started,
+)
+from jaxrl_post.programs.scores import wilson_interval
+from jaxrl_post.records import notation
+from jaxrl_post.records.sinks import ACCURACY, Progress, warnings_shown
+from jaxrl_post.types import PyTree
+
+__all__ = ["run_preference", "run_reward", "run_sft"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What tells one such program from another.
+
+    Attributes:
+        objective: on a packed batch.
+        fitting: the data set, given the tokenizer that measures it.
+        imitated: what of the data set a warm start imitates.
+        measured: what of it is measured beside each step; None for nothing.
+        needs_reference: whether the objective reads reference log-probs.
+        reference: directory of the reference policy, None for the model as it began.
+        sequences: of an example, side by side in a row.
+        noun: for examples, in messages.
+        right: the metric of the objective that is the share of examples got right.
+    """
+
+    objective: ObjectiveFn
+    fitting: Callable[[Tokenizer], Examples]
+    imitated: Callable[[Any], Examples] = lambda examples: examples
+    measured: Callable[[Any], Measured | None] = lambda examples: None
+    needs_reference: bool = False
+    reference: str | None = None
+    sequences: int = 1
+    noun: str = "pairs"
+    right: str = "preference/accuracy"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Examples that are never trained on, as one batch, and their number."""
+
+    drawn: Drawn
+    count: int
+
+
+def run_sft(
+    config: SFTConfig,
+    *,
+    console: Console,
+    command: str,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Trains on chats or demonstrations; arguments and errors as `run_rl`."""
+    check_options(config)
+    fetched = fetch_run(config, console=console)
+    config = fetched.config
+    if config.env is None and config.data.path is not None:
+        examples = open_chats(config.data, console)
+        fitting = partial(examples.fitting, max_tokens=config.max_tokens)
+    else:
+        with warnings_shown(console):
+            environment = make_environment(config.env or DEFAULT_ENV, config.data)
+            tasks = open_tasks(environment, config.data.on_overlap)
+        examples = Demonstrations(tasks, config.max_tokens)
+        fitting = examples.fitting
+    job = Job(supervised.next_token, functools.cache(fitting), noun="examples")
+    return _run(fetched, job, examples, console, command, should_stop)
+
+
+def run_preference(
+    config: PreferenceConfig,
+    *,
+    console: Console,
+    command: str,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Trains a policy on preferences; arguments and errors as `run_rl`."""
+    check_options(config)
+    fetched = fetch_run(config, console=console)
+    config = fetched.config
+    algorithm = make_preference(config.loss)
+    require_directory(config.loss.reference, "--loss.reference")
+    mismatched = algorithm.mismatched
+    if mismatched is None:
+        remedy = ", or use --loss.name kto for these"
+        examples = open_pairs(config.data, console, remedy=remedy)
+    else:
+        examples = open_judgements(config.data, console)
+
+    def measured(fitting: Any) -> Measured | None:
+        if mismatched is None:
+            return None
+        return Measured(fitting.mismatched(config.max_tokens), mismatched)
+
+    job = Job(
+        algorithm.objective,
+        functools.cache(partial(examples.fitting, max_tokens=config.max_tokens)),
+        imitated=lambda fitting: fitting.imitated(),
+        measured=measured,
+        needs_reference=algorithm.needs_reference,
+        reference=config.loss.reference,
+        sequences=2 if mismatched is None else 1,
+        noun="pairs" if mismatched is None else "answers",
+    )
+    return _run(fetched, job, examples, console, command, should_stop)
+
+
+def run_reward(
+    config: RewardConfig,
+    *,
+    console: Console,
+    command: str,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Trains a reward model, of either kind; arguments and errors as `run_rl`."""
+    check_options(config)
+    fetched = fetch_run(config, console=console)
+    config = fetched.config
+    if config.kind == "outcome":
+        pairs = open_pairs(config.data, console, margin=config.margin, remedy="")
+        job = Job(
+            reward_model.bradley_terry(centering=config.centering),
+            functools.cache(partial(pairs.fitting, max_tokens=config.max_tokens)),
+            sequences=2,
+        )
+        return _run(fetched, job, pairs, console, command, should_stop, head="value")
+    solutions = open_solutions(config.data, console, separator=config.separator)
+    job = Job(
+        reward_model.process_reward(),
+        functools.cache(partial(solutions.fitting, max_tokens=config.max_tokens)),
+        noun="solutions",
+        right="process/first_error_accuracy",
+    )
+    return _run(fetched, job, solutions, console, command, should_stop, head="process")
+
+
+def _run(
+    fetched: Fetched[Any],
+    job: Job,
+    examples: Examples,
+    console: Console,
+    command: str,
+    should_stop: Callable[[], bool],
+    head: Head = "lm",
+) -> Outcome:
+    config: OfflineConfig = fetched.config
+    longest = job.sequences * config.max_tokens
+    row_tokens = config.update.row_tokens or -(-longest // 8) * 8
+    if row_tokens < longest:
+        raise ConfigError(
+            f"--update.row-tokens: must be at least {longest}, which an example of "
+            f"--max-tokens {config.max_tokens} may take; got {row_tokens}"
+        )
+
+    def warm_start(config: OfflineConfig, model: Model) -> Model:
+        return warm_started(
+            config.warm_start,
+            model,
+            job.imitated(job.fitting(model.tokenizer)),
+            config.update,
+            seed=config.seed,
+            row_tokens=row_tokens,
+            console=console,
+        )
+
+    def checked(config: OfflineConfig, model: Model) -> OfflineConfig:
+        check_context(model.config, config.max_tokens, "--max-tokens")
+        if not model.config.predicts_tokens:
+            # Refuses a family that has no such model on disk: now, not at the end.
+            write_config(model.config)
+        return config
+
+    with open_run(
+        fetched,
+        console=console,
+        command=command,
+        texts=examples.texts,
+        head=head,
+        complete=checked,
+        warm_start=warm_start,
+    ) as run:
+        fitting = job.fitting(run.model.tokenizer)
+        return _loop(run, job, fitting, row_tokens, should_stop)
+
+
+def _loop(
+    run: Run[OfflineConfig],
+    job: Job,
+    examples: Examples,
+    row_tokens: int,
+    should_stop: Callable[[], bool],
+) -> Outcome:
+    config, model, checkpoints = run.config, run.model, run.checkpoints
+    learner, state = begin_training(
+        model,
+        job.objective,
+        config.optimizer,
+        config.update,
+        num_steps=optimizer_steps(config)[0],
+        row_tokens=row_tokens,
+    )
+    reference = None
+    if job.needs_reference:
+        reference = open_reference(model, learner, job.reference, "--loss.reference")
+    _print_layout(run, learner, state, reference, row_tokens)
+    indices = task_indices(examples.size("train"), config.seed)
+    state, latest = _resumed(run, learner, state, indices)
+    step, stopped = latest or 0, False
+    if step < config.steps:
+        run.describe()
+    measured = job.measured(examples)
+    feed = Feed(examples, measured, model.tokenizer, row_tokens, learner, reference)
+    held_out = _held_out(run, feed)
+    metrics: dict[str, float] = {}
+    with (
+        run.open_metrics(latest) as metrics_log,
+        Progress(run.console, total_steps=config.steps) as progress,
+    ):
+        if latest is None:
+            metrics_log.write(0, _evaluated(feed, state.params, held_out, job.right))
+        while step < config.steps and not stopped:
+            step += 1
+            chosen = (int(next(indices)) for _ in range(config.examples_per_step))
+            state, metrics = _step(feed, state, chosen, step)
+            stopped = should_stop()
+            last = step == config.steps or stopped
+            evaluates = not stopped and config.eval.due(step, config.steps)
+            if evaluates:
+                metrics |= _evaluated(feed, state.params, held_out, job.right)
+            # The row first: a run that dies before the checkpoint drops it again.
+            if step % config.log_every == 0 or evaluates or last:
+                metrics_log.write(step, metrics)
+            progress.update(step, metrics)
+            if step % config.checkpoint.every == 0 or last:
+                checkpoints.save(step, state, indices, {"seed": config.seed})
+        checkpoints.wait()
+    _say_accuracy(run, metrics, held_out, job.noun)
+    return finish(run, state, step)
+
+
+def _resumed(
+    run: Run[OfflineConfig],
+    learner: Learner,
+    state: PyTree,
+    indices: grain.DatasetIterator,
+) -> tuple[PyTree, int | None]:
+    """The newest checkpoint's state and step; the state as it is where none is."""
+    latest = run.checkpoints.latest()
+    if latest is None:
+        return state, None
+    shapes = jax.eval_shape(lambda: state)
+    abstract = abstract_state(shapes, learner.layout)
+    state, _ = run.checkpoints.restore(latest, abstract, indices)
+    run.resumed(latest, state)
+    return state, latest
+
+
+def _step(
+    feed: Feed, state: PyTree, chosen: Iterable[int], number: int
+) -> tuple[PyTree, dict[str, float]]:
+    begin = time.perf_counter()
+    drawn = feed.draw("train", chosen)
+    read = time.perf_counter()
+    batch = feed.ready(state.params, feed.scored(drawn))
+    scored = time.perf_counter()
+    state, metrics = feed.learner.update(state, batch, where=f"step {number}")
+    jax.block_until_ready(state.params)
+    end = time.perf_counter()
+    tokens = float(np.sum(batch.segment_ids > 0))
+    return state, metrics | {
+        "train/tokens": float(np.sum(batch.loss_mask)),
+        "throughput/tokens_per_second": tokens / (end - begin),
+        "time/data": read - begin,
+        "time/logprobs": scored - read,
+        "time/train": end - scored,
+        "time/step": end - begin,
+    }
+
+
+def _held_out(run: Run[OfflineConfig], feed: Feed) -> HeldOut | None:
+    """The first held-out examples as one batch; None where there is none."""
+    count = min(run.config.eval.num_tasks, feed.examples.size("eval"))
+    if not count:
+        return None
+    return HeldOut(feed.scored(feed.draw("eval", range(count))), count)
+
+
+def _evaluated(
+    feed: Feed, params: PyTree, held_out: HeldOut | None, right: str
+) -> dict[str, float]:
+    """Loss and metrics on what is held out, by names of their own."""
+    if held_out is None:
+        return {}
+    begin = time.perf_counter()
+    found = feed.learner.evaluate(params, feed.ready(params, held_out.drawn))
+    metrics = {f"eval/{name.rpartition('/')[2]}": each for name, each in found.items()}
+    if right in found:
+        metrics[ACCURACY] = found[right]
+        low, high = wilson_interval(found[right], held_out.count)
+        metrics |= {"eval/accuracy_low": low, "eval/accuracy_high": high}
+    return metrics | {"time/eval": time.perf_counter() - begin}
+
+
+def _say_accuracy(
+    run: Run[OfflineConfig],
+    metrics: Mapping[str, float],
+    held_out: HeldOut | None,
+    noun: str,
+) -> None:
+    if held_out is not None and ACCURACY in metrics:
+        low, high = metrics["eval/accuracy_low"], metrics["eval/accuracy_high"]
+        run.console.print(
+            f"held-out accuracy: {notation.percent(metrics[ACCURACY])} of "
+            f"{held_out.count} {noun}, each of another prompt "
+            f"(95 % interval {notation.percent(low)} to {notation.percent(high)})",
+            highlight=False,
+        )
+
+
+def _print_layout(
+    run: Run[OfflineConfig],
+    learner: Learner,
+    state: PyTree,
+    reference: Reference | None,
+    row_tokens: int,
+) -> None:
+    rows = layout_table(
+        run.model,
+        run.config.update,
+        rows=learner.microbatch_rows,
+        row_tokens=row_tokens,
+        optimizer=(state.opt_state, state.master),
+        reference=None if reference is None else reference.params,
+    )
+    print_table(run.console, rows)

@@ -1,0 +1,337 @@
+"""Runs that sample, to learn or to be evaluated: `launch.grpo`, `.ppo`, `.distill`."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxrl_post.algorithms import Algorithm
+from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.horizon import optimizer_steps
+from jaxrl_post.config.run import RLConfig, RolloutConfig
+from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.envs import WorkerPool
+from jaxrl_post.examples.demonstrations import Demonstrations
+from jaxrl_post.examples.environment import make_environment
+from jaxrl_post.examples.tasks import TaskSets, fitting_prompts, open_tasks
+from jaxrl_post.examples.texts import environment_texts
+from jaxrl_post.learner.algorithm import make_algorithm
+from jaxrl_post.learner.checkpoint import abstract_state
+from jaxrl_post.learner.critic import check_critic, open_critic
+from jaxrl_post.learner.learner import begin_training
+from jaxrl_post.learner.model import Model, context_of, layout_table
+from jaxrl_post.learner.reference import (
+    beside_teacher,
+    open_reference,
+    require_directory,
+)
+from jaxrl_post.learner.updater import Critic, Updater, row_tokens
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.programs.experience import Evaluation, Experience, make_collector
+from jaxrl_post.programs.hub import fetch_run
+from jaxrl_post.programs.judge import open_judge
+from jaxrl_post.programs.rl import Trainer, make_engine
+from jaxrl_post.programs.run import (
+    Outcome,
+    Run,
+    finish,
+    open_run,
+    print_table,
+    warm_started,
+)
+from jaxrl_post.records.sinks import (
+    ACCURACY,
+    Progress,
+    Sample,
+    SampleLog,
+    warnings_shown,
+)
+from jaxrl_post.rollout.episode import Group
+
+__all__ = ["run_rl"]
+
+
+def run_rl(
+    config: RLConfig,
+    *,
+    console: Console,
+    command: str,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Trains on samples of its own, from the beginning or from a checkpoint.
+
+    Args:
+        config: of the run.
+        console: for people.
+        command: the command line, for the report.
+        should_stop: asked after each step; True saves and ends the run.
+
+    Raises:
+        ConfigError: before anything is compiled.
+        MeshError: likewise.
+        DivergenceError, FailedRolloutsError, RolloutTimeoutError, CheckpointError: the
+            last checkpoint is whole.
+    """
+    check_options(config)
+    fetched = fetch_run(config, console=console)
+    config = fetched.config
+    require_directory(config.algorithm.reference, "--algorithm.reference")
+    require_directory(config.critic.model, "--critic.model")
+    require_directory(config.reward.model, "--reward.model")
+    algorithm = make_algorithm(
+        config.algorithm, config.rollout.max_tokens, config.critic, config.distill
+    )
+    with warnings_shown(console):
+        environment = make_environment(config.env, config.data)
+        tasks = open_tasks(environment, config.data.on_overlap)
+    fitting = functools.cache(functools.partial(_fitting, tasks, config.rollout))
+    shared = config.algorithm.name == "ppo" and config.critic.backbone == "shared"
+    with open_run(
+        fetched,
+        console=console,
+        command=command,
+        texts=functools.partial(environment_texts, tasks),
+        head="lm+value" if shared else "lm",
+        complete=functools.partial(_measured, fitting),
+        warm_start=functools.partial(_warm_started, fitting, console),
+    ) as run:
+        rollout = run.config.rollout
+        kept, _ = fitting(run.model.tokenizer, run.model.config)
+        with WorkerPool(
+            environment, rollout.reward_workers, deadline_s=rollout.reward_deadline_s
+        ) as judges:
+            trainer = _trainer(run, kept, judges, algorithm)
+            _print_layout(run, trainer)
+            return _loop(run, trainer, should_stop)
+
+
+# The tasks whose prompts fit a model, and tokens of the longest prompt.
+type Fitting = Callable[[Tokenizer, ModelConfig], tuple[TaskSets, int]]
+
+
+def _fitting(
+    tasks: TaskSets, rollout: RolloutConfig, tokenizer: Tokenizer, config: ModelConfig
+) -> tuple[TaskSets, int]:
+    return fitting_prompts(
+        tasks,
+        tokenizer,
+        rollout.max_prompt_tokens,
+        "--rollout.max-prompt-tokens",
+        context=max(context_of(config) - rollout.max_tokens, 1),
+    )
+
+
+def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
+    """The configuration with what the environment's prompts decide, checked."""
+    check_critic(config, model)
+    _, longest = fitting(model.tokenizer, model.config)
+    rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
+    config = dataclasses.replace(config, rollout=rollout)
+    row_tokens(config)
+    return config
+
+
+def _warm_started(
+    fitting: Fitting, console: Console, config: RLConfig, model: Model
+) -> Model:
+    if not config.warm_start.steps:
+        return model
+    tasks, _ = fitting(model.tokenizer, model.config)
+    return warm_started(
+        config.warm_start,
+        model,
+        _demonstrations(tasks, config, model),
+        config.update,
+        seed=config.seed,
+        row_tokens=row_tokens(config),
+        console=console,
+    )
+
+
+def _demonstrations(tasks: TaskSets, config: RLConfig, model: Model) -> Demonstrations:
+    """Those that fit into a row."""
+    demonstrations = Demonstrations(tasks, row_tokens(config))
+    return demonstrations.fitting(model.tokenizer, "--update.row-tokens")
+
+
+def _trainer(
+    run: Run[RLConfig],
+    tasks: TaskSets,
+    judges: WorkerPool,
+    algorithm: Algorithm,
+) -> Trainer:
+    config, model = run.config, run.model
+    policy_steps, critic_steps = optimizer_steps(config)
+    begin = functools.partial(
+        begin_training,
+        update=config.update,
+        row_tokens=row_tokens(config),
+        temperature=config.rollout.temperature,
+    )
+    critic = None
+    if algorithm.value_objective is not None:
+        value_model = open_critic(config.critic, model, seed=config.seed)
+        learner, state = begin(
+            value_model,
+            algorithm.value_objective,
+            config.critic.optimizer,
+            num_steps=critic_steps,
+        )
+        critic = Critic(value_model, learner, state)
+    learner, state = begin(
+        model, algorithm.objective, config.optimizer, num_steps=policy_steps
+    )
+    reference = None
+    if algorithm.needs_reference or algorithm.divergence is not None:
+        reference = open_reference(
+            model, learner, config.algorithm.reference, "--algorithm.reference"
+        )
+    if reference is not None and algorithm.divergence is not None:
+        learner = beside_teacher(
+            learner,
+            reference,
+            algorithm.divergence,
+            temperature=config.distill.temperature,
+        )
+    demonstrations = None
+    if config.distill.data == "demonstrations":
+        demonstrations = _demonstrations(tasks, config, model)
+    experience = Experience(
+        config=config,
+        environment=tasks,
+        stop_ids=model.tokenizer.stop_ids,
+        collector=make_collector(config.rollout, model, judges),
+        indices=task_indices(
+            (tasks if demonstrations is None else demonstrations).size("train"),
+            config.seed,
+        ),
+        greedy=algorithm.reads == "greedy",
+        judge=open_judge(
+            config.reward, mesh=model.mesh, rules=model.rules, dtype=model.dtype
+        ),
+    )
+    updater = Updater(
+        config=config,
+        model=model,
+        algorithm=algorithm,
+        learner=learner,
+        state=state,
+        reference=reference,
+        critic=critic,
+    )
+    engine = make_engine(config.rollout, model, seed=config.seed)
+    return Trainer(engine, experience, updater, demonstrations)
+
+
+def _loop(
+    run: Run[RLConfig], trainer: Trainer, should_stop: Callable[[], bool]
+) -> Outcome:
+    config, checkpoints = run.config, run.checkpoints
+    latest = checkpoints.latest()
+    if latest is not None:
+        shapes = jax.eval_shape(trainer.snapshot)
+        abstract = abstract_state(shapes, trainer.layout)
+        snapshot, meta = checkpoints.restore(
+            latest, abstract, trainer.experience.indices
+        )
+        trainer.load_snapshot(snapshot)
+        trainer.load_meta(meta)
+        run.resumed(latest, snapshot)
+    step, stopped = latest or 0, False
+    if step < config.steps:
+        run.describe()
+    resume_step = -1 if latest is None else latest
+    with (
+        run.open_metrics(latest) as metrics_log,
+        SampleLog(run.directory, resume_step=resume_step) as sample_log,
+        Progress(run.console, total_steps=config.steps) as progress,
+    ):
+        if latest is None:
+            evaluation = trainer.evaluate()
+            metrics_log.write(0, _evaluated(evaluation))
+            sample_log.write(
+                0, _samples("eval", evaluation.groups, config.log_eval_samples)
+            )
+        saving = 0.0
+        while step < config.steps and not stopped:
+            step += 1
+            metrics, groups = trainer.step(step)
+            metrics["time/checkpoint"] = saving
+            stopped = should_stop()
+            last = step == config.steps or stopped
+            # Whoever sends a signal does not wait for an evaluation.
+            if not stopped and config.eval.due(step, config.steps):
+                evaluation = trainer.evaluate()
+                metrics |= _evaluated(evaluation)
+                shown = _samples("eval", evaluation.groups, config.log_eval_samples)
+                shown += _samples("train", groups, config.log_samples)
+                sample_log.write(step, shown)
+            # The row first: a run that dies before the checkpoint drops it again.
+            metrics_log.write(step, metrics)
+            progress.update(step, metrics)
+            begin = time.perf_counter()
+            if step % config.checkpoint.every == 0 or last:
+                checkpoints.save(
+                    step, trainer.snapshot(), trainer.experience.indices, trainer.meta()
+                )
+            saving = time.perf_counter() - begin
+        checkpoints.wait()
+    critic = None
+    if trainer.updater.critic is not None:
+        found = trainer.updater.critic
+        critic = dataclasses.replace(found.model, params=found.state.params)
+    return finish(run, trainer.updater.state, step, critic=critic)
+
+
+def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
+    updater = trainer.updater
+    critic, reference = updater.critic, updater.reference
+    rows = layout_table(
+        updater.model,
+        updater.config.update,
+        rows=updater.learner.microbatch_rows,
+        row_tokens=row_tokens(updater.config),
+        optimizer=(updater.state.opt_state, updater.state.master),
+        reference=None if reference is None else reference.params,
+        critic=None
+        if critic is None
+        else (critic.state, critic.model.adaptation and critic.model.base),
+        cache=trainer.engine.cache,
+    )
+    print_table(run.console, rows)
+
+
+def _evaluated(evaluation: Evaluation) -> dict[str, float]:
+    scores = evaluation.scores
+    parts = {f"eval/{name}": value for name, value in scores.metrics.items()}
+    low, high = scores.interval
+    return parts | {
+        ACCURACY: scores.accuracy,
+        "eval/accuracy_low": low,
+        "eval/accuracy_high": high,
+        "eval/reward": scores.mean_reward,
+        "eval/failed": float(scores.failed),
+        "eval/stopped_fraction": scores.stopped,
+        "time/eval": evaluation.seconds,
+    }
+
+
+def _samples(split: Any, groups: Sequence[Group], count: int) -> list[Sample]:
+    episodes = [episode for group in groups for episode in group.episodes]
+    return [
+        Sample(
+            split=split,
+            task_id=str(episode.task_id),
+            sample_index=episode.sample_index,
+            prompt=episode.prompt_text,
+            completion=episode.transcript,
+            reward=float("nan") if episode.reward is None else episode.reward,
+            finish_reason=episode.finish_reason,
+        )
+        for episode in episodes[:count]
+    ]

@@ -1,0 +1,174 @@
+"""A step of reinforcement learning: collect, credit, update."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_post.config.run import RLConfig, RolloutConfig
+from jaxrl_post.data import packing
+from jaxrl_post.examples.demonstrations import Demonstrations
+from jaxrl_post.learner.model import Model
+from jaxrl_post.learner.state import TrainState
+from jaxrl_post.learner.updater import Updater
+from jaxrl_post.programs.experience import Evaluation, Experience
+from jaxrl_post.programs.scores import FailedRolloutsError
+from jaxrl_post.rollout.episode import Group
+from jaxrl_post.rollout.weights import Published, publish
+from jaxrl_post.sampler import Engine, EngineConfig
+from jaxrl_post.sharding import split_size
+
+__all__ = ["Trainer", "make_engine"]
+
+
+@dataclass
+class Trainer:
+    """One run's moving parts; each `step` is one batch of episodes and its updates.
+
+    Attributes:
+        engine: the sampler.
+        experience: where episodes come from.
+        updater: what trains on them.
+        demonstrations: learned from in the place of episodes; None for episodes.
+    """
+
+    engine: Engine
+    experience: Experience
+    updater: Updater
+    demonstrations: Demonstrations | None = None
+
+    @property
+    def config(self) -> RLConfig:
+        """Of the run."""
+        return self.updater.config
+
+    def step(self, number: int) -> tuple[dict[str, float], list[Group]]:
+        """Collects one batch and takes its optimizer steps.
+
+        Args:
+            number: of the step, from 1.
+
+        Returns:
+            Scalar metrics, and the groups that were trained on, if any.
+
+        Raises:
+            DivergenceError: a loss or gradient is not finite; nothing was updated by
+                that optimizer step.
+            FailedRolloutsError: too many episodes failed.
+            RolloutTimeoutError: the episodes took too long.
+        """
+        begin = time.perf_counter()
+        self.updater.phases = {}
+        groups: list[Group] = []
+        metrics: dict[str, float] = {}
+        if self.demonstrations is None:
+            sequences, groups, metrics = self._sampled(number)
+            tokens = sum(e.num_sampled for g in groups for e in g.episodes)
+        else:
+            sequences = self._demonstrated(self.demonstrations)
+            tokens = sum(int(s.loss_mask.sum()) for s in sequences)
+        metrics |= self.updater.update(sequences, number)
+        seconds = time.perf_counter() - begin
+        metrics |= {f"time/{name}": s for name, s in self.updater.phases.items()}
+        metrics["time/step"] = seconds
+        metrics["throughput/tokens_per_second"] = tokens / seconds
+        metrics["sampler/compilations"] = float(self.engine.compilations.total())
+        return metrics, groups
+
+    def publish(self) -> Published:
+        """Binds the current parameters to the sampler; on one mesh nothing moves."""
+        updater = self.updater
+        return publish(
+            self.engine,
+            updater.model.whole(updater.state.params),
+            int(updater.state.step),
+        )
+
+    def evaluate(self) -> Evaluation:
+        """Answers the held-out tasks greedily. Leaves no trace in the training.
+
+        Raises:
+            FailedRolloutsError: too many could not be judged.
+            RolloutTimeoutError: they took too long.
+        """
+        return self.experience.evaluate(self.publish())
+
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint holds beside arrays and the iterator: JSON values."""
+        return {"seed": self.config.seed, **self.experience.state()}
+
+    def load_meta(self, meta: dict[str, Any]) -> None:
+        """Takes up what `meta` gave."""
+        self.experience.restore(meta)
+
+    def snapshot(self) -> TrainState:
+        """All arrays that a checkpoint holds."""
+        return self.updater.snapshot()
+
+    @property
+    def layout(self) -> TrainState:
+        """Shardings of `snapshot`."""
+        return self.updater.layout
+
+    def load_snapshot(self, snapshot: TrainState) -> None:
+        """Takes up what `snapshot` gave."""
+        self.updater.load_snapshot(snapshot)
+
+    def _sampled(
+        self, number: int
+    ) -> tuple[list[packing.Sequence], list[Group], dict[str, float]]:
+        """Episodes of the current policy, with their advantages."""
+        begin = time.perf_counter()
+        published = self.publish()
+        publishing = time.perf_counter() - begin
+        groups, metrics = self.experience.collect(published, number)
+        metrics["time/publish"] = publishing
+        metrics["publish/bytes_moved"] = float(published.bytes_moved)
+        sequences, found = self.updater.sequences(
+            groups, published.version, self.experience.environment.name
+        )
+        if not sequences:
+            raise FailedRolloutsError(
+                f"step {number}: every answer was cut at --rollout.max-tokens, "
+                f"{self.config.rollout.max_tokens}, and with --rollout.truncated mask "
+                "none of them is trained on; raise the limit, or choose zero"
+            )
+        return sequences, groups, metrics | found
+
+    def _demonstrated(self, demonstrations: Demonstrations) -> list[packing.Sequence]:
+        """As many demonstrations as a step would have samples."""
+        rollout, found = self.config.rollout, []
+        tokenizer = self.updater.model.tokenizer
+        for _ in range(rollout.prompts_per_step * rollout.samples_per_prompt):
+            index = int(next(self.experience.indices))
+            found += demonstrations.encode(tokenizer, "train", index)
+        return found
+
+
+def make_engine(rollout: RolloutConfig, model: Model, *, seed: int) -> Engine:
+    """Makes a sampler, with sizes that follow from the configuration.
+
+    Args:
+        rollout: how samples are drawn.
+        model: its architecture, mesh and tokenizer; not its parameters.
+        seed: of the sampling noise.
+    """
+    split = split_size("batch", model.mesh, model.rules)
+    prompts = rollout.prompts_per_step + rollout.partial
+    slots = rollout.num_slots or prompts * rollout.samples_per_prompt
+    calls = -(-rollout.max_tokens // 16)
+    sizes = EngineConfig(
+        num_slots=-(-slots // split) * split,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_tokens=rollout.max_tokens,
+        steps_per_call=rollout.steps_per_call or -(-rollout.max_tokens // calls),
+        max_stop_ids=max(4, len(model.tokenizer.stop_ids)),
+    )
+    return Engine(
+        model.config,
+        sizes,
+        seed=seed,
+        dtype=model.dtype,
+        mesh=model.mesh,
+        rules=model.rules,
+        detokenize=model.tokenizer.decode,
+    )

@@ -1,0 +1,343 @@
+"""What every run shares: its files, its checkpoints, how it begins and how it ends."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl_post.algorithms import supervised
+from jaxrl_post.config.horizon import with_horizons
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.run import (
+    ConfigError,
+    RunConfig,
+    UpdateConfig,
+    WarmStartConfig,
+    differences,
+)
+from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.envs import WorkerStartError
+from jaxrl_post.examples.packed import Examples, batches
+from jaxrl_post.learner.adapters import lora_of, with_adapter
+from jaxrl_post.learner.checkpoint import CheckpointError, Checkpoints
+from jaxrl_post.learner.learner import DivergenceError, begin_training
+from jaxrl_post.learner.model import Model, open_model, save_model, versions
+from jaxrl_post.learner.state import TrainState
+from jaxrl_post.models import Head
+from jaxrl_post.programs.hub import Fetched
+from jaxrl_post.programs.scores import FailedRolloutsError
+from jaxrl_post.records.directory import RunDescription, RunDirectory
+from jaxrl_post.records.lock import run_lock
+from jaxrl_post.records.path import run_path
+from jaxrl_post.records.report import write_report
+from jaxrl_post.records.sinks import MetricsLog, warnings_shown
+from jaxrl_post.records.trackers import Tracking
+from jaxrl_post.rollout.collector import RolloutTimeoutError
+
+__all__ = [
+    "RUN_ERRORS",
+    "Outcome",
+    "Run",
+    "finish",
+    "open_run",
+    "print_table",
+    "warm_started",
+]
+
+# What ends a run with a message that says it all. (ValueError covers configuration,
+# mesh, data and checkpoint contents.)
+RUN_ERRORS = (
+    ValueError,
+    OSError,
+    CheckpointError,
+    DivergenceError,
+    FailedRolloutsError,
+    RolloutTimeoutError,
+    WorkerStartError,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step: last step that was finished.
+        completed: False where it was stopped before its last step.
+        model: directory of the trained model, None where it was stopped.
+        report: the page to look at, None where there is none.
+    """
+
+    step: int
+    completed: bool
+    model: Path | None
+    report: Path | None
+
+
+@dataclass(frozen=True)
+class Run[Config: RunConfig]:
+    """A run that may begin or go on.
+
+    Attributes:
+        config: resolved.
+        fetched: what of it names things on the hub.
+        directory: its files.
+        model: as it begins; on resuming, of the right shape.
+        checkpoints: empty at the start.
+        console: for people.
+        command: the command line, for the report.
+    """
+
+    config: Config
+    fetched: Fetched[Config]
+    directory: RunDirectory
+    model: Model
+    checkpoints: Checkpoints
+    console: Console
+    command: str
+
+    def open_metrics(self, latest: int | None) -> MetricsLog:
+        """The log of metrics, cut back to the checkpoint that the run goes on from.
+
+        Args:
+            latest: its step, None where there is none.
+        """
+        config = self.config
+        return MetricsLog(
+            self.directory,
+            resume_step=-1 if latest is None else latest,
+            tracking=Tracking(
+                config.log, config.log_project, dataclasses.asdict(config)
+            ),
+        )
+
+    def describe(self) -> None:
+        """Writes config.json, with which a continuation is compared."""
+        mesh = ",".join(f"{name}{n}" for name, n in self.model.mesh.shape.items())
+        head = self.model.config.head
+        config = self.fetched.named(self.config)
+        self.directory.path.mkdir(parents=True, exist_ok=True)
+        self.directory.describe(
+            RunDescription(
+                command=self.command,
+                model=config.model,
+                num_parameters=self.model.num_parameters,
+                mesh=mesh,
+                versions=versions(),
+                config=dataclasses.asdict(config),
+                # Of a shared backbone the policy alone is saved.
+                head="lm" if head == "lm+value" else head,
+                hub=self.fetched.commits,
+            )
+        )
+
+    def resumed(self, step: int, state: TrainState) -> None:
+        """Says where the run goes on, or that it has nothing left to do.
+
+        Args:
+            step: that was restored.
+            state: likewise.
+
+        Raises:
+            CheckpointError: steps are left, and no room to save them.
+        """
+        steps = self.config.steps
+        if step < steps:
+            self.checkpoints.require_space(state)
+            self.console.print(f"resumed at step {step} of {steps}")
+        else:
+            self.console.print(
+                f"nothing is left to do: the run is at step {step}, and --steps is "
+                f"{steps}; give more to go on"
+            )
+
+
+@contextmanager
+def open_run[Config: RunConfig](
+    fetched: Fetched[Config],
+    *,
+    console: Console,
+    command: str,
+    texts: Callable[[], list[str]],
+    head: Head = "lm",
+    complete: Callable[[Config, Model], Config] = lambda config, model: config,
+    warm_start: Callable[[Config, Model], Model] = lambda config, model: model,
+) -> Iterator[Run[Config]]:
+    """Opens model and checkpoints, and makes sure that they are this run's.
+
+    Args:
+        fetched: the configuration of the run.
+        console: for people.
+        command: the command line.
+        texts: from which a preset's tokenizer is learned.
+        head: of the model.
+        complete: fills in what of the configuration depends on the model.
+        warm_start: what a preset does before its first step. The model that comes out
+            is saved, and is what a continuation begins with.
+
+    Raises:
+        ConfigError: the directory holds another run, or another process holds it, or
+            its schedule has ended.
+        CheckpointError: it has checkpoints, and none is whole.
+        MeshError: before anything is compiled.
+    """
+    config = fetched.config
+    directory = RunDirectory(run_path(config))
+    initial = directory.path / "initial"
+    resumable = config.resume and (initial / "config.json").is_file()
+    with ExitStack() as stack:
+        stack.enter_context(warnings_shown(console))
+        stack.enter_context(run_lock(directory.path, command))
+        saved = directory.read_description() if config.resume else None
+        config = with_horizons(config, None if saved is None else saved.config)
+        model = open_model(
+            str(initial) if resumable else config.model,
+            mesh=config.mesh,
+            dtype=config.dtype,
+            seed=config.seed,
+            texts=texts,
+            head=head,
+        )
+        if "model" in fetched.names:
+            published = fetched.names["model"].partition("@")[0]
+            model = dataclasses.replace(model, published=published)
+        # Before the warm start, which takes minutes.
+        lora_of(config.lora, model.config)
+        config = complete(config, model)
+        stack.enter_context(jax.set_mesh(model.mesh))
+        named = fetched.named(config)
+        checkpoints = stack.enter_context(_checkpoints(directory, named))
+        run = Run(config, fetched, directory, model, checkpoints, console, command)
+        if checkpoints.latest() is None and model.preset:
+            run = dataclasses.replace(run, model=warm_start(config, model))
+            # Before what a continuation begins with, so that no other configuration
+            # can begin with it.
+            run.describe()
+            save_model(initial, run.model, run.model.params)
+        adapted = with_adapter(config.lora, run.model, seed=config.seed, donate=True)
+        yield dataclasses.replace(run, model=adapted)
+
+
+@contextmanager
+def _checkpoints(directory: RunDirectory, config: RunConfig) -> Iterator[Checkpoints]:
+    """Opens a run's checkpoints; checks that they are this run's, and whole."""
+    if not config.resume and directory.config.exists():
+        raise ConfigError(
+            f"--no-resume: {directory.path} holds a run already; choose another "
+            "--run-dir, or remove it"
+        )
+    check_same_run(directory, config)
+    checkpoints = Checkpoints(
+        directory.path / "checkpoints", keep=config.checkpoint.keep, sole=True
+    )
+    try:
+        checkpoints.set_damaged_aside()
+        yield checkpoints
+    finally:
+        checkpoints.close()
+
+
+def check_same_run(directory: RunDirectory, config: RunConfig) -> None:
+    """Refuses to continue a run with another configuration.
+
+    Raises:
+        ConfigError: naming the options that differ.
+    """
+    saved = directory.read_description()
+    changed = [] if saved is None else differences(saved.config, config)
+    if changed:
+        raise ConfigError(
+            f"--run-dir: {directory.path} holds a run with another configuration; "
+            f"{'; '.join(changed[:5])}. Give the same options to resume it, or another "
+            "--run-dir"
+        )
+
+
+def warm_started(
+    warm: WarmStartConfig,
+    model: Model,
+    examples: Examples,
+    update: UpdateConfig,
+    *,
+    seed: int,
+    row_tokens: int,
+    console: Console,
+) -> Model:
+    """Takes the supervised steps with which a preset begins.
+
+    Args:
+        warm: how many; none leaves the model as it is.
+        model: its arrays are taken.
+        examples: to imitate.
+        update: gives the size of a microbatch.
+        seed: of the order of the examples.
+        row_tokens: length of a packed row.
+        console: for people.
+    """
+    if not warm.steps:
+        return model
+    learner, state = begin_training(
+        model,
+        supervised.next_token,
+        OptimizerConfig(
+            learning_rate=warm.learning_rate, warmup_steps=20, schedule="linear"
+        ),
+        update,
+        num_steps=warm.steps,
+        row_tokens=row_tokens,
+    )
+    data = batches(
+        examples,
+        model.tokenizer,
+        task_indices(examples.size("train"), seed),
+        count=warm.examples_per_step,
+        row_tokens=row_tokens,
+        row_multiple=learner.microbatch_rows,
+    )
+    losses: list[float] = []
+    begin = time.perf_counter()
+    for number in range(1, warm.steps + 1):
+        where = f"warm start, step {number}"
+        state, metrics = learner.update(state, next(data), where=where)
+        losses.append(metrics["train/loss"])
+    console.print(
+        f"warm start: {warm.steps} supervised steps in "
+        f"{time.perf_counter() - begin:.0f} s, loss {losses[0]:.2f} to {losses[-1]:.2f}"
+    )
+    return dataclasses.replace(model, params=state.params)
+
+
+def print_table(console: Console, rows: list[tuple[str, str, str]]) -> None:
+    """Prints what `session.layout_table` made."""
+    table = Table("", "", "MiB a device", box=None, pad_edge=False)
+    table.columns[2].justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def finish(
+    run: Run, state: TrainState, step: int, *, critic: Model | None = None
+) -> Outcome:
+    """Writes the model, once training is complete, and the report, always.
+
+    Args:
+        run: whose steps are done, or who was stopped.
+        state: after the last step.
+        step: its number.
+        critic: saved beside the model, where there is one.
+    """
+    completed, saved = step >= run.config.steps, None
+    if completed:
+        saved = run.directory.path / "model"
+        save_model(saved, run.model, state.params)
+        if critic is not None:
+            target = run.directory.path / "critic"
+            save_model(target, critic, critic.params, adapter="critic_adapter")
+    return Outcome(step, completed, saved, write_report(run.directory))

@@ -1,0 +1,264 @@
+"""The directory of one run: the names of its files, and logs that survive a kill.
+
+A log is a file of JSON lines with the step in every row and the steps in order. Going
+back to a checkpoint therefore cuts the end off a file and does nothing else: a resumed
+run has every step exactly once.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "JsonLines",
+    "RunDescription",
+    "RunDirectory",
+    "named",
+    "read_rows",
+    "replace_file",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDescription:
+    """What was run: the part of a report that no metric tells.
+
+    Attributes:
+        command: the command line that repeats the run.
+        model: name of the model, as its publisher writes it.
+        num_parameters: parameters of the model, >= 0.
+        mesh: the mesh as its specification is written, for example "dp4,tp8".
+        versions: package name to version, for example {"jax": "0.12.0"}.
+        config: the resolved configuration, of values that JSON can write.
+        head: of the model that the run makes: "lm", "value" for a reward model, or
+            "process" for one of steps.
+        hub: commits of what the configuration names on the hub, by name.
+    """
+
+    command: str
+    model: str
+    num_parameters: int
+    mesh: str
+    versions: Mapping[str, str]
+    config: Mapping[str, Any]
+    head: str = "lm"
+    hub: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """The names of the files of one run.
+
+    >>> RunDirectory(Path("runs/a")).metrics.as_posix()
+    'runs/a/metrics.jsonl'
+    """
+
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        """A row a step, see `MetricsLog`."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """A row a completion, see `SampleLog`."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def config(self) -> Path:
+        """The `RunDescription` as one JSON object."""
+        return self.path / "config.json"
+
+    @property
+    def report(self) -> Path:
+        """The page that `jaxrl_post.records.report.write_report` makes."""
+        return self.path / "report.html"
+
+    def read_description(self) -> RunDescription | None:
+        """What config.json holds, None where there is no such file.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        if not self.config.exists():
+            return None
+        try:
+            return RunDescription(**json.loads(self.config.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{self.config} is not what a run writes: {error!r}; "
+                "remove it, or use another run directory"
+            ) from error
+
+    def describe(self, description: RunDescription) -> None:
+        """Writes config.json, whole or not at all, over what is there.
+
+        Raises:
+            ValueError: the description holds what JSON cannot write, NaN included.
+        """
+        try:
+            text = json.dumps(
+                dataclasses.asdict(description), indent=2, allow_nan=False
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"description must hold only what JSON can write, got {error}; "
+                "turn paths, dtypes and functions into strings"
+            ) from error
+        replace_file(self.config, text + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a small file so that a reader sees the old text or the new, never a part.
+
+    Args:
+        path: the file; its folder is made when missing.
+        text: written as UTF-8; a lone surrogate becomes `?`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(text.encode("utf-8", "replace"))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise named(error, path, "what was there before is unchanged") from error
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a log, without the torn last line of a killed run.
+
+    Args:
+        path: metrics.jsonl or samples.jsonl, of a finished or a running run.
+
+    Raises:
+        ValueError: a line before the last is no row, or steps go backwards.
+    """
+    for row, _ in _rows(path):
+        yield row
+
+
+def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields each row and the offset at which its text ends, newline included."""
+    end, last = 0, None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            end += len(line)
+            row = _row(line)
+            if row is None:
+                if not line.endswith(b"\n"):
+                    return  # Torn: no proper prefix of a JSON object is one.
+                raise ValueError(
+                    f"{path}:{number}: must be a JSON object with an integer step, "
+                    f"got {line[:80]!r}; the file was damaged after it was written: "
+                    "remove this line or restore the file"
+                )
+            if last is not None and row["step"] < last:
+                raise ValueError(
+                    f"{path}:{number}: steps must not go backwards, got "
+                    f"{row['step']} after {last}; is this the log of one run?"
+                )
+            last = row["step"]
+            yield row, end
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # Not JSON, or not UTF-8.
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def named(error: OSError, path: Path, consequence: str) -> OSError:
+    """Returns the same error with the file, and what is left of it, in the message.
+
+    >>> import errno
+    >>> named(OSError(errno.ENOSPC, "No space left"), Path("a"), "row 1 is whole")
+    OSError(28, 'No space left; row 1 is whole')
+    """
+    message = f"{error.strerror or error}; {consequence}"
+    return OSError(error.errno, message, str(path))
+
+
+class JsonLines:
+    """A file of JSON rows that holds only whole rows after every call.
+
+    A killed process leaves at most one torn last line. Rows go to the disk itself
+    (fsync) before `append` returns, so a checkpoint never outlives the rows before it.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        self._file = os.open(path, flags, 0o644)
+        try:
+            self.last_step = self._rewind(resume_step)
+        except BaseException:
+            self.close()
+            raise
+
+    def _rewind(self, resume_step: int | None) -> int | None:
+        """Drops the rows after a step and a torn last line; returns the last step kept.
+
+        Steps are in order, so what stays is the beginning of the file: cutting the
+        end off is atomic and works on a full disk, which a copy would not.
+        """
+        size = os.fstat(self._file).st_size
+        if resume_step is None:
+            if size:
+                raise FileExistsError(
+                    f"{self._path} already holds a run, and resume_step is None; give "
+                    "the step of its checkpoint to continue it, -1 to start it over, "
+                    "or choose another directory"
+                )
+            return None
+        kept, last = 0, None
+        for row, end in _rows(self._path):
+            if row["step"] > resume_step:
+                break
+            kept, last = end, row["step"]
+        os.ftruncate(self._file, kept)
+        if kept and os.pread(self._file, 1, kept - 1) != b"\n":
+            self._put(b"\n")
+        return last
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes rows, all of them or none."""
+        # ASCII escapes keep a lone surrogate, which model output can hold, writable.
+        lines = (json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        self._put("".join(lines).encode("ascii"))
+        if rows:
+            self.last_step = rows[-1]["step"]
+
+    def _put(self, data: bytes) -> None:
+        start = os.fstat(self._file).st_size
+        remaining = memoryview(data)
+        try:
+            while remaining:
+                remaining = remaining[os.write(self._file, remaining) :]
+            os.fsync(self._file)
+        except OSError as error:
+            os.ftruncate(self._file, start)
+            raise named(error, self._path, "the rows before are whole") from error
+        except BaseException:  # Ctrl-C between two writes must leave no half row.
+            os.ftruncate(self._file, start)
+            raise
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

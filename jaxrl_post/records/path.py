@@ -1,0 +1,64 @@
+"""Where a run goes that was given no directory."""
+
+import re
+from pathlib import Path
+
+from jaxrl_post.config.reward import RewardConfig
+from jaxrl_post.config.run import (
+    DEFAULT_ENV,
+    OfflineConfig,
+    PreferenceConfig,
+    RLConfig,
+    RunConfig,
+    SFTConfig,
+)
+
+__all__ = ["run_path"]
+
+# Names of a model's directory that say nothing: that of the run does.
+UNTOLD = ("model", "initial", "checkpoint", "")
+
+
+def run_path(config: RunConfig) -> Path:
+    """The directory of a run: as given, or named after what is trained on what.
+
+    So a run with another algorithm, environment, data file or model gets another
+    directory, and the same command again finds its own.
+
+    >>> run_path(RLConfig(model="Qwen/Qwen2.5-0.5B", env="gsm8k?extraction=strict"))
+    PosixPath('runs/grpo-gsm8k-Qwen2.5-0.5B')
+    >>> run_path(RLConfig(model="runs/sft/model", run_dir="runs/mine"))
+    PosixPath('runs/mine')
+    """
+    if config.run_dir is not None:
+        return Path(config.run_dir)
+    parts = (_method(config), _data(config), _model(config.model))
+    return Path("runs", "-".join(re.sub(r"[^\w.+]+", "-", part) for part in parts))
+
+
+def _method(config: RunConfig) -> str:
+    if isinstance(config, RLConfig):
+        return config.algorithm.name
+    if isinstance(config, PreferenceConfig):
+        return config.loss.name
+    if isinstance(config, RewardConfig):
+        return "reward" if config.kind == "outcome" else "process-reward"
+    return "sft"
+
+
+def _data(config: RunConfig) -> str:
+    """The environment, or the file that is learned from."""
+    if isinstance(config, RLConfig | SFTConfig):
+        environment, path = (config.env or "").partition("?")[0], config.data.path
+        # What a file holds says more than how it is read.
+        if environment in ("", "jsonl") and path:
+            return Path(path).stem
+        return environment or DEFAULT_ENV
+    if isinstance(config, OfflineConfig) and hasattr(config, "data"):
+        return Path(config.data.path or "").stem or "data"  # type: ignore[attr-defined]
+    return "data"
+
+
+def _model(name: str) -> str:
+    path = Path(name)
+    return path.parent.name if path.name in UNTOLD and path.parent.name else path.name

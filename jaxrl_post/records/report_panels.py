@@ -1,0 +1,121 @@
+"""Which metrics a report charts, under which headings."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxrl_post.records import notation
+from jaxrl_post.records.sinks import ACCURACY, MISMATCH, REWARD, TOKENS_PER_SECOND
+
+__all__ = ["FAILED", "PHASES", "SECTIONS", "SPEED", "STEP_TIME", "Panel"]
+
+STEP_TIME = "time/step"
+FAILED = "rollout/failed"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One metric's chart: its name, what it says, and how its values are written."""
+
+    metric: str
+    title: str
+    unit: str = ""
+    form: Callable[[float], str] = notation.number
+    width: str = ""
+    factor: float = 1.0  # From the metric to what is shown.
+    smoothed: bool = True
+
+
+SECTIONS = (
+    (
+        "Learning",
+        (
+            Panel(REWARD, "Reward", "mean of a step's samples", width="half"),
+            Panel(
+                ACCURACY,
+                "Held-out accuracy",
+                "% of tasks, pairs or solutions",
+                "{:.1f}%".format,
+                width="half",
+                factor=100.0,
+                smoothed=False,
+            ),
+        ),
+    ),
+    (
+        "Policy",
+        (
+            Panel("policy/kl_to_reference", "KL to reference", "nats per token"),
+            Panel("policy/kl_to_proximal", "KL to proximal", "nats per token"),
+            Panel("mismatch/kl", "KL of sampler and trainer", "nats per token"),
+            Panel("policy/entropy", "Entropy", "nats per token"),
+            Panel("rollout/completion_length", "Completion length", "tokens"),
+            Panel(MISMATCH, "Sampler mismatch", "factor, 1 is exact", notation.ratio),
+        ),
+    ),
+    (
+        "Critic",
+        (
+            Panel("critic/explained_variance", "Explained variance", "1 is perfect"),
+            Panel("critic/loss", "Critic's loss"),
+            Panel("critic/value", "Value", "mean over tokens"),
+        ),
+    ),
+    (
+        "Preferences",
+        (
+            Panel("preference/accuracy", "Accuracy", "pairs of the step ranked right"),
+            Panel("preference/margin", "Margin", "chosen minus rejected reward"),
+            Panel("eval/margin", "Held-out margin", "chosen minus rejected reward"),
+        ),
+    ),
+    (
+        "Steps",
+        (
+            Panel("process/first_error_accuracy", "First error", "solutions got right"),
+            Panel("process/step_accuracy", "Steps judged right"),
+            Panel("eval/step_accuracy", "Held-out steps judged right", smoothed=False),
+        ),
+    ),
+    (
+        "Distillation",
+        (
+            Panel(
+                "distill/divergence", "Divergence from the teacher", "nats per token"
+            ),
+            Panel("distill/teacher_entropy", "Teacher's entropy", "nats per token"),
+        ),
+    ),
+    (
+        "Experts",
+        (
+            Panel(
+                "router/busiest_expert",
+                "Busiest expert",
+                "tokens over the mean, 1 is even",
+                notation.ratio,
+            ),
+            Panel("router/unused_experts", "Unused experts", "share of a microbatch"),
+            Panel("router/balance_loss", "Balance loss", "1 is even"),
+            Panel("router/z_loss", "Router z-loss"),
+        ),
+    ),
+    (
+        "Optimization",
+        (
+            Panel("train/loss", "Loss"),
+            Panel("eval/loss", "Held-out loss", smoothed=False),
+            Panel("train/grad_norm", "Gradient norm", "before clipping"),
+            Panel(FAILED, "Failed rollouts", "per step", smoothed=False),
+        ),
+    ),
+)
+PHASES = (
+    ("time/data", "data"),
+    ("time/rollout", "rollout"),
+    ("time/reward", "reward"),
+    ("time/logprobs", "log-probs"),
+    ("time/train", "train"),
+    ("time/publish", "publish"),
+    ("time/checkpoint", "checkpoint"),
+)
+SPEED = Panel(TOKENS_PER_SECOND, "Throughput", "tokens per second", width="tall")

@@ -1,0 +1,375 @@
+"""What a run tells while it goes: metrics, samples, and a line about its progress."""
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import SupportsFloat
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from jaxrl_post.records import notation
+from jaxrl_post.records.directory import JsonLines, RunDirectory
+from jaxrl_post.records.trackers import Tracking, open_trackers
+
+__all__ = [
+    "ACCURACY",
+    "MISMATCH",
+    "REWARD",
+    "TOKENS_PER_SECOND",
+    "MetricsLog",
+    "Progress",
+    "Sample",
+    "SampleLog",
+    "warnings_shown",
+]
+
+# The metrics that a person looks at first; `Progress` and the report show them by name.
+REWARD = "reward/mean"
+ACCURACY = "eval/accuracy"
+MISMATCH = "mismatch/token_mult_prob_error"
+TOKENS_PER_SECOND = "throughput/tokens_per_second"
+
+TENSORBOARD = Tracking()
+
+
+class MetricsLog:
+    """Scalars of every step, as JSON lines and for trackers such as TensorBoard.
+
+    A row is `{"step": 12, "time": 1767225600.0, "metrics": {"reward/mean": 0.4}}`, with
+    `time` in Unix seconds. JSON has no NaN and no infinity: both are written as null
+    (trackers get the value itself), and a metric that was not measured is absent.
+
+    Args:
+        directory: the run's.
+        resume_step: None for a new run. Otherwise the step of the checkpoint that the
+            run goes on from: later rows are dropped, here and in TensorBoard, and so
+            is a torn last line. -1 starts the run over.
+        tracking: who gets the metrics beside metrics.jsonl.
+        clock: Unix time in seconds.
+
+    Raises:
+        FileExistsError: the directory holds a run, and `resume_step` is None.
+        ValueError: metrics.jsonl was damaged.
+        ConfigError: a tracker is not installed, or does not open.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from jaxrl_post.records.directory import read_rows
+    >>> directory = RunDirectory(Path(tempfile.mkdtemp()))
+    >>> with MetricsLog(directory, clock=lambda: 5.0) as log:
+    ...     log.write(1, {"reward/mean": 0.25, "train/loss": float("nan")})
+    >>> list(read_rows(directory.metrics))
+    [{'step': 1, 'time': 5.0, 'metrics': {'reward/mean': 0.25, 'train/loss': None}}]
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        *,
+        resume_step: int | None = None,
+        tracking: Tracking = TENSORBOARD,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._clock = clock
+        self._rows = JsonLines(directory.metrics, resume_step)
+        try:
+            self._trackers = open_trackers(tracking, directory, resume_step)
+        except BaseException:
+            self._rows.close()
+            raise
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Writes all metrics of a step; they are on the disk when this returns.
+
+        Args:
+            step: greater than the last one written.
+            metrics: name to scalar; NumPy and JAX scalars are read as floats.
+
+        Raises:
+            OSError: the disk is full, or fails. The rows before are whole.
+            ValueError: the step was written before.
+        """
+        last = self._rows.last_step
+        if last is not None and step <= last:
+            raise ValueError(
+                f"step must be greater than the last one written, {last}, got {step}; "
+                "hand all metrics of a step to one call"
+            )
+        now = self._clock()
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+        self._rows.append([{"step": step, "time": now, "metrics": finite}])
+        for tracker in self._trackers:
+            tracker.write(step, now, values)
+
+    def close(self) -> None:
+        """Closes the files; closing twice is fine."""
+        self._rows.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion and what it earned.
+
+    Attributes:
+        split: "train", or "eval" for the held-out tasks.
+        task_id: names the task; the same task keeps it through the run.
+        sample_index: 0-based among the samples of this task in this step.
+        prompt: what the model was given, as text.
+        completion: what the model wrote, as text; never trusted.
+        reward: in the environment's units.
+        finish_reason: why generation ended, for example "stop" or "length".
+    """
+
+    split: str
+    task_id: str
+    sample_index: int
+    prompt: str
+    completion: str
+    reward: float
+    finish_reason: str
+
+    def __post_init__(self) -> None:
+        if self.split not in ("train", "eval"):
+            raise ValueError(f"split must be 'train' or 'eval', got {self.split!r}")
+
+
+class SampleLog:
+    """Completions worth reading, one JSON line each: a `Sample` and its step.
+
+    Args:
+        directory: the run's.
+        resume_step: as in `MetricsLog`.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from jaxrl_post.records.directory import read_rows
+    >>> directory = RunDirectory(Path(tempfile.mkdtemp()))
+    >>> with SampleLog(directory) as log:
+    ...     log.write(3, [Sample("eval", "7", 0, "2+2=", "4", 1.0, "stop")])
+    >>> [row["completion"] for row in read_rows(directory.samples)]
+    ['4']
+    """
+
+    def __init__(self, directory: RunDirectory, *, resume_step: int | None = None):
+        self._rows = JsonLines(directory.samples, resume_step)
+
+    def write(self, step: int, samples: Sequence[Sample]) -> None:
+        """Writes samples of a step; they are on the disk when this returns.
+
+        Args:
+            step: at least the last one written, so that a step may take several calls.
+            samples: in the order in which a reader should meet them.
+
+        Raises:
+            OSError: the disk is full, or fails. The rows before are whole.
+            ValueError: a later step was written before.
+        """
+        last = self._rows.last_step
+        if last is not None and step < last:
+            raise ValueError(
+                f"step must be at least the last one written, {last}, got {step}; "
+                "resume at the earlier step to drop the later rows"
+            )
+        rows = [{"step": step, **asdict(sample)} for sample in samples]
+        for row in rows:
+            if not math.isfinite(row["reward"]):
+                row["reward"] = None
+        self._rows.append(rows)
+
+    def close(self) -> None:
+        """Closes the file; closing twice is fine."""
+        self._rows.close()
+
+    def __enter__(self) -> "SampleLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Progress:
+    """One line that says how the run goes.
+
+    A terminal gets a line that rewrites itself and ticks while a step takes its time.
+    Anything else, a log file for example, gets plain lines: the first step, the last,
+    and in between at most one a step and one an interval.
+
+    Args:
+        console: where to; its `is_terminal` decides how.
+        total_steps: step number at which the run ends, >= 1.
+        interval: seconds between plain lines, >= 0.
+        clock: monotonic seconds.
+
+    >>> import io
+    >>> out = io.StringIO()
+    >>> with Progress(Console(file=out), total_steps=2, clock=lambda: 0.0) as progress:
+    ...     progress.update(1, {"reward/mean": 0.25, "eval/accuracy": 0.5})
+    >>> out.getvalue()
+    'step 1/2  reward 0.25  accuracy 50.0% at 1\\n'
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        total_steps: int,
+        interval: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if total_steps < 1:
+            raise ValueError(f"total_steps must be at least 1, got {total_steps}")
+        if interval < 0:
+            raise ValueError(f"interval must be at least 0 seconds, got {interval}")
+        self._console = console
+        self._total_steps = total_steps
+        self._interval = interval
+        self._clock = clock
+        self._live: Live | None = None
+        self._started = clock()
+        self._update: tuple[int, float] | None = None  # Last step, and when.
+        self._printed: tuple[int, float] | None = None
+        self._metrics: dict[str, float] = {}
+        self._accuracy_step = 0
+        # The median of the last steps: a compilation or a checkpoint hardly moves it.
+        self._paces: deque[float] = deque(maxlen=20)
+
+    def __enter__(self) -> "Progress":
+        self._started = self._clock()
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            live = Live(
+                console=self._console,
+                get_renderable=self._live_line,
+                refresh_per_second=2,
+            )
+            live.start()
+            self._live = live
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Also after Ctrl-C: the line stays, the cursor comes back, the error goes on.
+        if self._live is not None:
+            self._live.stop()
+        elif self._update is not None and self._printed != self._update:
+            self._print()
+
+    def update(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Tells that a step is done.
+
+        Args:
+            step: greater than that of the last call.
+            metrics: those of the step; a metric that is absent keeps its last value,
+                since held-out accuracy is not measured at every step.
+        """
+        now = self._clock()
+        if self._update is not None:
+            before, when = self._update
+            if step <= before:
+                raise ValueError(f"step must be greater than {before}, got {step}")
+            self._paces.append((now - when) / (step - before))
+        self._update = (step, now)
+        for name in (REWARD, ACCURACY, TOKENS_PER_SECOND, MISMATCH):
+            if name in metrics:
+                self._metrics[name] = float(metrics[name])
+        if ACCURACY in metrics:
+            self._accuracy_step = step
+        if self._live is not None:
+            self._live.refresh()
+        elif self._due(step, now):
+            self._print()
+
+    def _due(self, step: int, now: float) -> bool:
+        if self._printed is None or step >= self._total_steps:
+            return True
+        return now - self._printed[1] >= self._interval
+
+    def _print(self) -> None:
+        self._printed = self._update
+        self._console.print(self._line(), soft_wrap=True)
+
+    def _line(self) -> Text:
+        if self._update is None:
+            return Text(f"step 0/{self._total_steps}  first step ...")
+        step, _ = self._update
+        parts = [f"step {step}/{self._total_steps}"]
+        if REWARD in self._metrics:
+            parts.append(f"reward {notation.number(self._metrics[REWARD])}")
+        if ACCURACY in self._metrics:
+            accuracy = notation.percent(self._metrics[ACCURACY])
+            parts.append(f"accuracy {accuracy} at {self._accuracy_step}")
+        if TOKENS_PER_SECOND in self._metrics:
+            speed = notation.number(self._metrics[TOKENS_PER_SECOND])
+            parts.append(f"{speed} tokens/s")
+        if MISMATCH in self._metrics:
+            parts.append(f"mismatch {notation.ratio(self._metrics[MISMATCH])}")
+        if self._paces:
+            pace = statistics.median(self._paces)
+            parts.append(f"{notation.duration(pace)}/step")
+            if step < self._total_steps:
+                remaining = (self._total_steps - step) * pace
+                parts.append(f"ETA {notation.duration(remaining)}")
+        return Text("  ".join(parts))
+
+    def _live_line(self) -> Text:
+        line = self._line()
+        line.append(f"  {notation.duration(self._clock() - self._started)} elapsed")
+        line.no_wrap, line.overflow = True, "ellipsis"
+        return line
+
+
+class _Shown(logging.Handler):
+    """Prints a record; one that says the same as an earlier one is dropped."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+        self._seen: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self._seen:
+            self._seen.add(text)
+            self._console.print(text, style="yellow", markup=False, highlight=False)
+
+
+@contextmanager
+def warnings_shown(console: Console) -> Iterator[None]:
+    """Shows what the library warns of, skipped rows of a file for example, once each.
+
+    >>> import io
+    >>> out = io.StringIO()
+    >>> with warnings_shown(Console(file=out)):
+    ...     for _ in range(2):
+    ...         logging.getLogger("jaxrl_post.envs").warning("1 skipped")
+    >>> out.getvalue()
+    '1 skipped\\n'
+    """
+    logger, handler = logging.getLogger("jaxrl_post"), _Shown(console)
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate

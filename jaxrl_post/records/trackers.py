@@ -1,0 +1,253 @@
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, trackio."""
+
+import importlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tensorboardX.proto.event_pb2 import (
+    Event,  # pyright: ignore[reportAttributeAccessIssue]
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboardX.proto.summary_pb2 import (
+    Summary,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboardX.record_writer import RecordWriter
+
+from jaxrl_post.config.run import ConfigError, TrackerName
+from jaxrl_post.records.directory import RunDirectory, named, replace_file
+
+__all__ = ["Tracker", "Tracking", "open_trackers"]
+
+_log = logging.getLogger(__name__)
+
+# Where nothing else names one; wandb has a default of its own (WANDB_PROJECT).
+TRACKIO_PROJECT = "jaxrl_post"
+
+# wandb waits without end for a network that is away.
+FINISH_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Which trackers a run has.
+
+    Attributes:
+        names: each at most once.
+        project: of Weights & Biases and trackio; None for their default.
+        config: of the run, of values that JSON can write; shown beside its metrics.
+    """
+
+    names: Sequence[TrackerName] = ("tensorboard",)
+    project: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EventFile:
+    """TensorBoard scalars, written and flushed in the calling thread.
+
+    tensorboardX's SummaryWriter hands events to a thread through a bounded queue: on a
+    full disk that thread dies and a later put waits for ever. It also names files by
+    the second and overwrites one of the same name. Its RecordWriter has neither fault.
+    """
+
+    def __init__(self, directory: Path, purge_step: int | None):
+        directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files in the order of their names.
+        number = len(list(directory.glob("events.out.tfevents.*")))
+        name = f"events.out.tfevents.{int(time.time()):010d}.{number:04d}"
+        self._path = directory / name
+        self._records = RecordWriter(str(self._path))
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge_step is not None:
+            # Tells TensorBoard to forget what earlier files say from this step on.
+            start = SessionLog(status=SessionLog.START)
+            self._write(
+                Event(wall_time=time.time(), step=purge_step, session_log=start)
+            )
+
+    def write(self, step: int, when: float, values: Mapping[str, float]) -> None:
+        """Writes an event; it is on the disk when this returns.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+        summary = Summary(
+            value=[Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
+        )
+        self._write(Event(wall_time=when, step=step, summary=summary))
+
+    def _write(self, event: Any) -> None:
+        try:
+            self._records.write(event.SerializeToString())
+            self._records.flush()
+        except OSError as error:
+            with suppress(OSError):  # It tries to write what has just failed.
+                self._records.close()
+            raise named(error, self._path, "metrics.jsonl is whole") from error
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._records.close()
+
+
+@dataclass
+class Told:
+    """Which run of a tracker is ours, and how far it knows it.
+
+    Attributes:
+        id: of the tracker's run, made up by us.
+        step: the last that it was told; -1 for none.
+    """
+
+    id: str
+    step: int = -1
+
+    @classmethod
+    def read(cls, file: Path) -> "Told":
+        """What a file of the run directory says, or a new run of the tracker."""
+        if not file.exists():
+            return cls(secrets.token_hex(4))
+        try:
+            return cls(**json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{file} is not what a run writes: {error!r}; remove it to begin "
+                "another run there"
+            ) from error
+
+
+class RemoteRun:
+    """A run of Weights & Biases or trackio, which goes on where ours does.
+
+    It is told each step once: what it knows cannot be taken back, and a resumed run
+    repeats some steps, with the same numbers. A tracker that fails is warned of and
+    left alone; a run does not end by it.
+
+    Args:
+        name: of the tracker, for messages.
+        run: has `log(values, step=)` and `finish()`.
+        told: what it knows.
+        file: where that is kept.
+    """
+
+    def __init__(self, name: str, run: Any, told: Told, file: Path) -> None:
+        self._name, self._run, self._told, self._file = name, run, told, file
+
+    def write(self, step: int, when: float, values: Mapping[str, float]) -> None:
+        """Tells it a step, unless it knows it."""
+        del when
+        if self._run is None or step <= self._told.step:
+            return
+        # Before, so that a run that is killed in between loses a row there, and does
+        # not write it twice.
+        self._told.step = step
+        replace_file(self._file, json.dumps(asdict(self._told)))
+        try:
+            self._run.log(dict(values), step=step)
+        except Exception as error:  # Of a library that is not needed to train.
+            self._fails(error)
+
+    def close(self) -> None:
+        """Waits until it has everything, for ten minutes at most."""
+        run, self._run = self._run, None
+        if run is not None:
+            try:
+                run.finish()
+            except Exception as error:
+                self._fails(error)
+
+    def _fails(self, error: Exception) -> None:
+        self._run = None
+        _log.warning(
+            "--log %s: %s; it is told nothing more, and metrics.jsonl has everything",
+            self._name,
+            str(error) or repr(error),
+        )
+
+
+type Tracker = EventFile | RemoteRun
+
+
+def open_trackers(
+    tracking: Tracking, directory: RunDirectory, resume_step: int | None
+) -> list[Tracker]:
+    """Opens the trackers of a run.
+
+    Args:
+        tracking: which.
+        directory: of the run.
+        resume_step: of the checkpoint that the run goes on from; None for a new run.
+
+    Raises:
+        ConfigError: one is not installed, or does not open.
+    """
+    opened: list[Tracker] = []
+    try:
+        for name in dict.fromkeys(tracking.names):
+            if name == "tensorboard":
+                purge_step = None if resume_step is None else resume_step + 1
+                opened.append(EventFile(directory.tensorboard, purge_step))
+            else:
+                opened.append(_open_remote(name, tracking, directory))
+    except BaseException:
+        for tracker in opened:
+            tracker.close()
+        raise
+    return opened
+
+
+def _open_remote(
+    name: TrackerName, tracking: Tracking, directory: RunDirectory
+) -> RemoteRun:
+    file = directory.path / f"{name}.json"
+    told = Told.read(file)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--log {name}: there is no module {error.name!r}: "
+            f"pip install 'jaxrl_post[{name}]'"
+        ) from error
+    start = _wandb_run if name == "wandb" else _trackio_run
+    try:
+        run = start(module, tracking, directory, told)
+    except Exception as error:
+        raise ConfigError(f"--log {name}: {str(error) or repr(error)}") from error
+    replace_file(file, json.dumps(asdict(told)))
+    return RemoteRun(name, run, told, file)
+
+
+def _wandb_run(
+    wandb: Any, tracking: Tracking, directory: RunDirectory, told: Told
+) -> Any:
+    # Its capture of the console would take the line of progress apart.
+    settings = wandb.Settings(console="off", finish_timeout=FINISH_SECONDS)
+    return wandb.init(
+        project=tracking.project,
+        id=told.id,
+        name=directory.path.name,
+        dir=str(directory.path),
+        config=dict(tracking.config),
+        resume="allow",
+        settings=settings,
+    )
+
+
+def _trackio_run(
+    trackio: Any, tracking: Tracking, directory: RunDirectory, told: Told
+) -> Any:
+    # It resumes by the name, which a project has once.
+    return trackio.init(
+        project=tracking.project or TRACKIO_PROJECT,
+        name=f"{directory.path.name}-{told.id}",
+        config=dict(tracking.config),
+        resume="allow",
+        embed=False,
+    )

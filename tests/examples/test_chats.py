@@ -1,0 +1,183 @@
+"""Fine-tuning on files of one's own: what is held out, and what is learned."""
+
+import io
+import json
+import logging
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxrl_post.config.run import ConfigError, DataConfig, SFTConfig
+from jaxrl_post.data.chats import Chat, Text
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.examples.chats import Chats, open_chats
+from jaxrl_post.programs.offline import run_sft
+from jaxrl_post.records.path import run_path
+
+PLAIN = Tokenizer.train(["user assistant 0123456789+= abc"] * 3)
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CHATTED = Tokenizer(
+    PLAIN.backend,
+    stop_ids=PLAIN.stop_ids,
+    chat_template=TEMPLATE,
+    special_tokens=PLAIN.special_tokens,
+)
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def said(content):
+    return {"role": "assistant", "content": content}
+
+
+TWO_TURNS = Chat((user("1+1="), said("2"), user("+1="), said("3")), "1+1=")
+
+
+@pytest.fixture
+def console():
+    return Console(file=io.StringIO(), width=200)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(rows, name="chats.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def learned(tokenizer, example):
+    """What of an example is learned, and all of it, as texts."""
+    (sequence,) = Chats([example], []).encode(tokenizer, "train", 0)
+
+    def text(tokens):
+        return tokenizer.backend.decode(tokens.tolist(), skip_special_tokens=False)
+
+    return text(sequence.ids[sequence.loss_mask]), text(sequence.ids)
+
+
+def test_every_turn_of_the_assistant_is_learned():
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    assert learned(CHATTED, TWO_TURNS) == (
+        "2<|eos|>3<|eos|>",
+        "[user]1+1=<|eos|>[assistant]2<|eos|>[user]+1=<|eos|>[assistant]3<|eos|>",
+    )
+    assert learned(PLAIN, TWO_TURNS) == ("2<|eos|>3<|eos|>", "1+1=2<|eos|>+1=3<|eos|>")
+
+
+def test_what_follows_the_last_learned_token_is_left_out():
+    chat = Chat((user("1+1="), said("2"), user("thanks")), "1+1=")
+    assert learned(PLAIN, chat) == ("2<|eos|>", "1+1=2<|eos|>")
+
+
+def test_of_a_prompt_and_completion_the_completion_is_learned():
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    chat = Chat((user("1"), said("2"), user("3"), said("4")), "", only_last=True)
+    assert learned(CHATTED, chat)[0] == "4<|eos|>"
+
+
+def test_of_a_text_all_is_learned_but_what_nothing_predicts():
+    assert learned(PLAIN, Text("1+2=3")) == ("+2=3<|eos|>", "1+2=3<|eos|>")
+    assert learned(PLAIN, Text("1+2=3<|eos|>"))[1] == "1+2=3<|eos|>"
+
+
+def test_a_share_of_the_prompts_is_held_out_each_once(file, console):
+    rows = [
+        {"messages": [user(f"{i}+1="), said(answer)]}
+        for i in range(80)
+        for answer in ("a", "b")
+    ]
+    found = open_chats(DataConfig(file(rows)), console)
+    held_out = [each.group for each in found.eval]
+    assert 0 < len(held_out) == len(set(held_out)) < 20
+    assert len(found.train) == 2 * (80 - len(held_out))
+    assert not set(held_out) & {each.group for each in found.train}
+    assert console.file.getvalue() == ""
+
+
+def test_of_a_few_rows_none_need_be_held_out(file, console):
+    found = open_chats(DataConfig(file([{"text": "a"}, {"text": "b"}])), console)
+    assert (found.size("train"), found.size("eval")) == (2, 0)
+    assert "none is held out; --data.eval-path names a file" in console.file.getvalue()
+
+
+ROWS = [{"prompt": f"{i}", "completion": "a"} for i in range(4)]
+
+
+def test_a_prompt_that_is_trained_on_and_held_out_is_refused(file, console):
+    path, eval_path = file(ROWS), file(ROWS[:1], "eval.jsonl")
+
+    def opened(on_overlap, eval_path=eval_path):
+        data = DataConfig(path, eval_path, on_overlap=on_overlap)
+        return open_chats(data, console)
+
+    with pytest.raises(
+        ConfigError,
+        match=r"--data.on-overlap: 1 of 4 examples of .*chats.jsonl have a prompt of "
+        r"--data.eval-path .*eval.jsonl; .*--data.on-overlap drop",
+    ):
+        opened("fail")
+    dropped = opened("drop")
+    assert (dropped.size("train"), dropped.size("eval")) == (3, 1)
+    assert "1 of 4 examples of" in console.file.getvalue()
+    assert opened("allow").size("train") == 4
+    with pytest.raises(ConfigError, match="4 of 4 examples"):
+        opened("drop", path)
+
+
+def test_bad_rows_are_skipped_and_shown(file, console):
+    path = file([*ROWS, {"prompt": "b"}])
+    found = open_chats(DataConfig(path, on_bad_row="skip"), console)
+    assert found.size("train") + found.size("eval") == 4
+    assert "chats.jsonl:5: no field 'completion'" in console.file.getvalue()
+
+
+def test_what_is_too_long_is_left_out_and_counted(caplog):
+    long = Text("7" * 100)
+    with caplog.at_level(logging.WARNING, logger="jaxrl_post"):
+        kept = Chats([long, Text("1"), TWO_TURNS], [TWO_TURNS]).fitting(
+            PLAIN, max_tokens=20
+        )
+    assert kept == Chats([Text("1"), TWO_TURNS], [TWO_TURNS])
+    assert caplog.messages == [
+        "1 of 3 train examples left out: prompt plus answer of more than "
+        "--max-tokens 20"
+    ]
+    (sequence,) = kept.encode(PLAIN, "train", 1)
+    assert len(sequence.tokens) <= 20
+    assert np.count_nonzero(sequence.loss_mask) == 4
+
+
+def test_a_conversation_that_the_template_refuses_is_named():
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    strict = Tokenizer(
+        PLAIN.backend,
+        stop_ids=PLAIN.stop_ids,
+        chat_template="{{ raise_exception('roles must alternate') }}",
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"--data.path: the conversation that begins with '1\+1=': .*alternate",
+    ):
+        Chats([TWO_TURNS], []).fitting(strict, max_tokens=20)
+
+
+def test_texts_for_a_tokenizer_are_what_is_said():
+    assert Chats([TWO_TURNS, Text("a")], []).texts() == ["1+1=", "2", "+1=", "3", "a"]
+
+
+def test_sft_reads_the_file_that_is_named_without_an_environment(file, console):
+    path = file([*ROWS, {"prompt": "b"}])
+    config = SFTConfig(data=DataConfig(path))
+    assert run_path(config).name == "sft-chats-demo"
+    assert run_path(SFTConfig()).name == "sft-arithmetic-demo"
+    with pytest.raises(ValueError, match=r"chats.jsonl:5: no field 'completion'"):
+        run_sft(config, console=console, command="")

@@ -1,0 +1,193 @@
+"""Optimizer steps: exact under any split of the batch and any mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post import algorithms, models
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.data import packing
+from jaxrl_post.learner import state as training
+from jaxrl_post.learner import step as pure
+from jaxrl_post.learner.learner import DivergenceError, Learner
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.types import rows as rows_of
+
+CONFIG = ModelConfig(
+    "qwen2", 96, 32, 64, 1, num_heads=8, num_kv_heads=4, qkv_bias=True,
+    tie_embeddings=True,
+)  # fmt: skip
+SPECS = models.param_specs(CONFIG)
+
+
+def sequences(count: int = 24, seed: int = 0) -> list[packing.Sequence]:
+    random = np.random.default_rng(seed)
+    made = []
+    for size in random.integers(2, 12, count):
+        made.append(
+            packing.Sequence.of(
+                random.integers(0, 96, 4).tolist(),
+                random.integers(0, 96, size).tolist(),
+                behavior_logprobs=(-3 - random.random(size)).tolist(),
+                advantage=float(random.normal()),
+            )
+        )
+    return made
+
+
+# A learner compiles once, whatever the number of tests that use it.
+@functools.cache
+def make_learner(
+    mesh_spec: str, rows: int, dtype, num_devices: int, kl_coefficient: float
+) -> Learner:
+    mesh = create_mesh(mesh_spec, jax.devices()[:num_devices])
+    optimizer = training.make_optimizer(
+        OptimizerConfig(learning_rate=1e-3, weight_decay=0.1), SPECS, 100
+    )
+    layout = training.shardings(
+        SPECS, optimizer, mesh, DEFAULT_RULES, narrow=dtype != jnp.float32
+    )
+    return Learner(
+        policy=pure.Policy(CONFIG, temperature=0.8),
+        objective=algorithms.grpo(kl_coefficient=kl_coefficient).objective,
+        optimizer=optimizer,
+        max_grad_norm=0.5,
+        layout=layout,
+        mesh=mesh,
+        microbatch_rows=rows,
+    )
+
+
+def build(
+    mesh_spec: str = "dp1",
+    *,
+    rows: int = 8,
+    dtype=jnp.float32,
+    num_devices: int = 1,
+    kl_coefficient: float = 0.0,
+) -> tuple[Learner, training.TrainState]:
+    """A learner and a state of its own for it."""
+    learner = make_learner(mesh_spec, rows, dtype, num_devices, kl_coefficient)
+    jax.set_mesh(learner.mesh)
+    params = models.initialize(jax.random.key(0), SPECS, dtype, learner.mesh)
+    return learner, training.create(params, learner.optimizer, learner.layout)
+
+
+def train(
+    mesh_spec: str, steps: int, *, rows: int = 8, num_devices: int = 8
+) -> np.ndarray:
+    learner, state = build(mesh_spec, rows=rows, num_devices=num_devices)
+    batch = packing.pack(sequences(), 16, 8)
+    trace = []
+    for number in range(steps):
+        state, metrics = learner.update(state, batch, where=f"step {number}")
+        trace.append((metrics["train/loss"], metrics["train/grad_norm"]))
+    assert int(state.step) == steps
+    return np.array(trace)
+
+
+@pytest.fixture(scope="module")
+def on_one_device() -> np.ndarray:
+    before = jax.sharding.get_mesh()
+    trace = train("dp1", 20, num_devices=1)
+    jax.set_mesh(before)
+    return trace
+
+
+@pytest.mark.parametrize("mesh_spec", ["dp2,tp4", "fsdp4,tp2", "dp2,fsdp2,tp2"])
+def test_meshes_give_the_losses_and_norms_of_one_device(mesh_spec, on_one_device):
+    trace = train(mesh_spec, 20)
+    np.testing.assert_allclose(trace, on_one_device, rtol=0, atol=1e-4)
+    # The losses move, so equality is not that of a model that stands still.
+    assert np.ptp(on_one_device[:, 0]) > 0.1
+
+
+def test_the_split_into_microbatches_does_not_matter(on_one_device):
+    trace = train("dp1", 3, rows=1, num_devices=1)
+    np.testing.assert_allclose(trace, on_one_device[:3], rtol=0, atol=1e-5)
+
+
+def test_learner_equals_the_pure_step():
+    learner, state = build()
+    batch = packing.pack(sequences(), 16, 8)
+    assert batch.shape[0] > 8, "more than one microbatch"
+    pieces = [
+        jax.tree.map(jnp.asarray, rows_of(batch, first, first + 8))
+        for first in range(0, batch.shape[0], 8)
+    ]
+    step = functools.partial(
+        pure.train_step, learner.policy, learner.objective, learner.optimizer, 0.5
+    )
+    expected, expected_metrics = jax.jit(step)(state, pieces)
+    after, metrics = learner.update(state, batch, where="step")
+    assert metrics["train/loss"] == pytest.approx(
+        float(expected_metrics["train/loss"]), abs=1e-6
+    )
+    for left, right in zip(
+        jax.tree.leaves(after.params), jax.tree.leaves(expected.params), strict=True
+    ):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-6)
+
+
+def test_narrow_parameters_follow_float32_master_weights():
+    learner, state = build(dtype=jnp.bfloat16)
+    batch = packing.pack(sequences(), 16, 8)
+    for _ in range(3):
+        state, _ = learner.update(state, batch, where="step")
+    assert state.params.embedding.dtype == jnp.bfloat16
+    assert state.master.embedding.dtype == jnp.float32
+    cast = jax.tree.map(lambda wide: wide.astype(jnp.bfloat16), state.master)
+    for left, right in zip(
+        jax.tree.leaves(cast), jax.tree.leaves(state.params), strict=True
+    ):
+        np.testing.assert_array_equal(left, right)
+    # Steps of 1e-3 on weights near 1 vanish in bfloat16; the master keeps them.
+    norm = np.asarray(state.master.final_norm)
+    assert np.any(norm != norm.astype(jnp.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize(("field", "metric"), [("advantages", "train/loss")])
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer(field, metric):
+    learner, state = build()
+    batch = packing.pack(sequences(), 16, 8)
+    before = jax.tree.map(np.asarray, state.params)
+    poisoned = getattr(batch, field).copy()
+    poisoned[batch.loss_mask] = np.nan
+    with pytest.raises(DivergenceError, match=rf"step 7: {metric} is nan.*checkpoint"):
+        learner.update(state, batch.replace(**{field: poisoned}), where="step 7")
+    for left, right in zip(
+        jax.tree.leaves(before), jax.tree.leaves(state.params), strict=True
+    ):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_a_batch_in_which_nothing_counts_changes_nothing():
+    learner, state = build()
+    batch = packing.pack(sequences(), 16, 8)
+    empty = batch.replace(loss_mask=np.zeros_like(batch.loss_mask))
+    after, metrics = learner.update(state, empty, where="step")
+    assert int(after.step) == 0
+    assert metrics["train/loss"] == 0
+
+
+def test_rows_must_fill_microbatches():
+    learner, state = build(rows=3)
+    with pytest.raises(ValueError, match=r"multiple of microbatch_rows=3; got 16"):
+        learner.update(state, packing.pack(sequences(4), 16, 16), where="step")
+
+
+def test_proximal_and_reference_are_scored_with_the_given_parameters():
+    learner, state = build(kl_coefficient=0.1)
+    batch = packing.pack(sequences(), 16, 8)
+    proximal = learner.scorer.predict(state.params, batch).logprobs
+    assert np.all(proximal[~batch.loss_mask] == 0)
+    assert np.all(proximal[batch.loss_mask] < 0)
+    batch = batch.replace(proximal_logprobs=proximal, reference_logprobs=proximal)
+    _, metrics = learner.update(state, batch, where="step")
+    # At the parameters that scored it, the ratio is 1 and both divergences are 0.
+    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-6)
+    assert metrics["policy/kl_to_reference"] == pytest.approx(0, abs=1e-6)

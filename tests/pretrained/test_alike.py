@@ -1,0 +1,159 @@
+"""What config.json means to families that are others under new keys.
+
+The expected values are what `AutoConfig` of transformers 5 makes of the same keys.
+"""
+
+import dataclasses
+
+import pytest
+
+from jaxrl_post.models import ModelConfig, QueryScaling, RopeScaling
+from jaxrl_post.pretrained import CheckpointError
+from jaxrl_post.pretrained.families import read_config, write_config
+
+SIZES = {
+    "vocab_size": 72,
+    "hidden_size": 64,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+}
+LLAMA3 = RopeScaling("llama3", 16.0, original_length=8192)
+YARN = RopeScaling("yarn", 16.0, 16384, mscale=1.0, mscale_all_dim=1.0)
+GROWING = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
+
+
+def read(family, **keys):
+    return read_config({"model_type": family, **SIZES, **keys})
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "expected"),
+    [
+        ("ministral", {}, {"windows": (4096,) * 3, "num_kv_heads": 8, "head_dim": 8}),
+        ("ministral", {"sliding_window": None}, {"windows": ()}),
+        (
+            "ministral3",
+            {},
+            {
+                "head_dim": 128,
+                "num_kv_heads": 8,
+                "rope_theta": 1e6,
+                "rope_scaling": YARN,
+                "query_scaling": QueryScaling(0.1, 16384),
+                "windows": (),
+            },
+        ),
+        # The dictionary of the class has a base of its own.
+        (
+            "ministral3",
+            {"rope_theta": 5e5, "rope_scaling": None},
+            {"rope_theta": 1e6, "rope_scaling": YARN},
+        ),
+        (
+            "ministral3",
+            {"rope_parameters": {**GROWING, "llama_4_scaling_beta": 0.0}},
+            {"query_scaling": None, "rope_theta": 1e4},
+        ),
+        (
+            "cwm",
+            {},
+            {
+                "windows": (None, 8192, 8192),
+                "head_dim": 128,
+                "num_kv_heads": 8,
+                "rope_theta": 1e6,
+                "rope_scaling": LLAMA3,
+            },
+        ),
+        (
+            "cwm",
+            {"rope_theta": 5e5, "rope_scaling": None},
+            {"rope_theta": 1e6, "rope_scaling": LLAMA3},
+        ),
+        (
+            "cwm",
+            {"rope_theta": 5e5, "rope_parameters": {}},
+            {"rope_theta": 5e5, "rope_scaling": None},
+        ),
+        (
+            "internlm3",
+            {"qkv_bias": True, "bias": True},
+            {
+                "qkv_bias": True,
+                "output_bias": True,
+                "mlp_bias": True,
+                "num_kv_heads": 2,
+                "head_dim": 128,
+            },
+        ),
+        (
+            "iquestcoder",
+            {"num_key_value_heads": None, "head_dim": None},
+            {"num_kv_heads": 8, "head_dim": 8, "rms_norm_eps": 1e-5},
+        ),
+        ("youtu", {"rope_interleave": None}, {"rope_interleaved": False}),
+        ("youtu", {}, {"rope_interleaved": True, "tie_embeddings": True}),
+    ],
+)
+def test_absent_and_null_keys(family, keys, expected):
+    config = read(family, **keys)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_experts_where_keys_are_absent():
+    solar = read("solar_open")
+    assert (solar.head_dim, solar.num_kv_heads, solar.rope_theta) == (128, 8, 1e6)
+    assert solar.experts.expert_size == solar.intermediate_size == 1280
+    assert (solar.experts.num_experts, solar.experts.dense_layers) == (128, ())
+    flash = read("glm4_moe_lite")
+    assert (flash.latent.nope_dim, flash.latent.value_dim) == (192, 256)
+    assert (flash.experts.num_experts, flash.experts.dense_layers) == (64, (0,))
+    assert (flash.experts.scale, flash.latent.query_rank) == (1.8, 768)
+    counts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+    dots = read(
+        "dots1", **counts, num_key_value_heads=None, norm_topk_prob=None,
+        sliding_window=6, max_window_layers=1,
+    )  # fmt: skip
+    assert (dots.num_kv_heads, dots.windows) == (8, (None, 6, 6))
+    assert not dots.experts.normalize
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("internlm3", {"qkv_bias": True}, r"attention_bias .* must equal mlp_bias"),
+        ("iquestcoder", {"clip_qkv": 8.0}, r"clip_qkv must be null; got 8.0"),
+        ("iquestcoder", {"use_sliding_window": True}, r"use_sliding_window must be f"),
+        ("ministral3", {"rope_scaling": GROWING}, r"llama_4_scaling_beta is missing"),
+        (
+            "ministral3",
+            {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            r"original_max_position_embeddings is missing",
+        ),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, r"mlp_layer_types must name"),
+        ("glm4_moe_lite", {"mlp_layer_types": 3}, r"mlp_layer_types must name"),
+        ("dots1", {}, r"n_routed_experts is missing"),
+        ("solar_open", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor must"),
+        ("cwm", {"layer_types": ["chunked"] * 3}, r"layer_types must name full_att"),
+    ],
+)
+def test_what_the_decoder_cannot_follow_is_refused(family, keys, message):
+    with pytest.raises(CheckpointError, match=message):
+        read(family, **keys)
+
+
+def test_only_ministral3_has_words_for_queries_that_grow():
+    config = read("ministral3")
+    again = read_config(write_config(config))
+    assert again.query_scaling == QueryScaling(0.1, 16384)
+    for other in ("llama", "mistral", "ministral"):
+        with pytest.raises(CheckpointError, match="query_scaling"):
+            write_config(dataclasses.replace(config, model_type=other))
+
+
+def test_latent_attention_has_no_scaling_of_queries():
+    scaled = dataclasses.asdict(read("youtu")) | {"latent": read("youtu").latent}
+    scaled["query_scaling"] = QueryScaling(0.1, 8)
+    with pytest.raises(ValueError, match="query_scaling must be None with latent"):
+        ModelConfig(**scaled)

@@ -1,0 +1,203 @@
+"""Presets: published parameter counts, and configs that are the families' own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_post.models import param_specs
+from jaxrl_post.models.spec import initialize, is_spec
+from jaxrl_post.pretrained.families import read_config, write_config
+from jaxrl_post.pretrained.presets import PRESETS
+
+# Parameters that can be trained: of safetensors' metadata, with what is tied once; by
+# hand for the small ones of our own.
+COUNTS = {
+    "demo": 657_024,
+    "tiny": 3_035_392,
+    "small": 39_600_640,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "phi-3-mini-4k": 3_821_079_552,
+    "olmoe-1b-7b": 6_919_161_856,
+    "smollm3-3b": 3_075_098_624,
+}
+# Known to the digits that a model card or report gives, in billions.
+ROUNDED = {
+    "gemma-3-4b": "3.88",  # 4.30 with the vision tower's 0.42
+    "olmo-2-7b": "7.30",
+    "gpt-oss-20b": "20.91",
+    "gpt-oss-120b": "116.83",
+    "deepseek-v3": "671",  # without the layer that predicts a second token
+    "glm-4.5-air": "107",  # likewise
+}
+
+# What no count of parameters sees: epsilon, rotary base, context, rotary scaling.
+UNCOUNTED = {
+    "demo": (1e-6, 1e4, 1024, None),
+    "tiny": (1e-6, 1e4, 1024, None),
+    "small": (1e-6, 1e4, 4096, None),
+    "llama-3.1-8b": (1e-5, 5e5, 131072, 8.0),
+    "llama-3.1-70b": (1e-5, 5e5, 131072, 8.0),
+    "llama-3.2-1b": (1e-5, 5e5, 131072, 32.0),
+    "llama-3.2-3b": (1e-5, 5e5, 131072, 32.0),
+    "llama-3.3-70b": (1e-5, 5e5, 131072, 8.0),
+    "qwen2.5-0.5b": (1e-6, 1e6, 32768, None),
+    "qwen2.5-1.5b": (1e-6, 1e6, 131072, None),
+    "qwen2.5-3b": (1e-6, 1e6, 32768, None),
+    "qwen2.5-7b": (1e-6, 1e6, 131072, None),
+    "qwen2.5-14b": (1e-5, 1e6, 131072, None),
+    "qwen2.5-32b": (1e-5, 1e6, 131072, None),
+    "qwen2.5-72b": (1e-5, 1e6, 131072, None),
+    "qwen3-0.6b": (1e-6, 1e6, 40960, None),
+    "qwen3-1.7b": (1e-6, 1e6, 40960, None),
+    "qwen3-4b": (1e-6, 1e6, 40960, None),
+    "qwen3-8b": (1e-6, 1e6, 40960, None),
+    "qwen3-14b": (1e-6, 1e6, 40960, None),
+    "qwen3-32b": (1e-6, 1e6, 40960, None),
+    "qwen3-30b-a3b": (1e-6, 1e6, 40960, None),
+    "qwen3-235b-a22b": (1e-6, 1e6, 40960, None),
+    "gemma-2-2b": (1e-6, 1e4, 8192, None),
+    "gemma-2-9b": (1e-6, 1e4, 8192, None),
+    "gemma-2-27b": (1e-6, 1e4, 8192, None),
+    "gemma-3-1b": (1e-6, 1e6, 32768, None),
+    "gemma-3-4b": (1e-6, 1e6, 131072, 8.0),
+    "mistral-7b-v0.3": (1e-5, 1e6, 32768, None),
+    "mixtral-8x7b": (1e-5, 1e6, 32768, None),
+    "phi-3-mini-4k": (1e-5, 1e4, 4096, None),
+    "olmo-2-7b": (1e-6, 5e5, 4096, None),
+    "olmoe-1b-7b": (1e-5, 1e4, 4096, None),
+    "smollm3-3b": (1e-6, 5e6, 65536, None),
+    "gpt-oss-20b": (1e-5, 1.5e5, 131072, 32.0),
+    "gpt-oss-120b": (1e-5, 1.5e5, 131072, 32.0),
+    "deepseek-v3": (1e-6, 1e4, 163840, 40.0),
+    "glm-4.5-air": (1e-5, 1e6, 131072, None),
+}
+
+
+def count(name: str) -> int:
+    specs = jax.tree.leaves(param_specs(PRESETS[name]), is_leaf=is_spec)
+    return sum(spec.size for spec in specs)
+
+
+def active(name: str) -> int:
+    """Parameters that one token meets, with those of the embedding."""
+    config = PRESETS[name]
+    experts = config.experts
+    layers = config.num_layers - len(experts.dense_layers)
+    idle = experts.num_experts - experts.experts_per_token
+    return count(name) - layers * idle * 3 * config.hidden_size * experts.expert_size
+
+
+def test_every_preset_is_counted():
+    assert set(PRESETS) == {*COUNTS, *ROUNDED} == set(UNCOUNTED)
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_constants_as_published(name):
+    config = PRESETS[name]
+    scaling = config.rope_scaling
+    factor = None if scaling is None else scaling.factor
+    found = config.rms_norm_eps, config.rope_theta, config.max_length, factor
+    assert found == UNCOUNTED[name]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameters_as_published(name):
+    assert count(name) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_parameters_to_the_published_digits(name):
+    _, _, digits = ROUNDED[name].partition(".")
+    assert f"{count(name) / 1e9:.{len(digits)}f}" == ROUNDED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen3-235b-a22b", "22"),
+        ("mixtral-8x7b", "12.9"),
+        ("olmoe-1b-7b", "1.3"),
+    ],
+)
+def test_active_parameters_as_published(name, billions):
+    _, _, digits = billions.partition(".")
+    assert f"{active(name) / 1e9:.{len(digits)}f}" == billions
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_survives_its_config_json(name):
+    config = PRESETS[name]
+    again = read_config(write_config(config))
+    # Full attention has two spellings.
+    windows = tuple(config.window(layer) for layer in range(config.num_layers))
+    again_windows = tuple(again.window(layer) for layer in range(again.num_layers))
+    assert windows == again_windows
+    same = {"windows": (), "rotary_dim": None, "attention_scale": None}
+    assert dataclasses.replace(config, **same) == dataclasses.replace(again, **same)
+    assert config.rotated_dims == again.rotated_dims
+    assert config.score_scale == again.score_scale
+
+
+def test_what_families_derive_from_the_sizes():
+    gemma = PRESETS["gemma-2-27b"]
+    assert gemma.score_scale == 144**-0.5
+    assert gemma.embedding_scale == 4608**0.5
+    assert gemma.windows[:3] == (4096, None, 4096)
+    assert PRESETS["gemma-2-2b"].score_scale == 256**-0.5
+    assert PRESETS["gemma-2-9b"].score_scale == 256**-0.5
+    assert (gemma.attention_softcap, gemma.logit_softcap) == (50.0, 30.0)
+    assert PRESETS["gemma-3-1b"].windows[4:7] == (512, None, 512)
+    assert PRESETS["gemma-3-1b"].local_rope_theta == 10000.0
+    assert PRESETS["smollm3-3b"].unrotated_layers == tuple(range(3, 36, 4))
+    assert PRESETS["gpt-oss-20b"].windows[:2] == (128, None)
+    assert PRESETS["gpt-oss-20b"].sinks
+    deepseek = PRESETS["deepseek-v3"]
+    assert deepseek.experts.dense_layers == (0, 1, 2)
+    assert deepseek.cache_shape == (1, 576, 0)
+    glm = PRESETS["glm-4.5-air"]
+    assert glm.rotated_dims == 64
+    assert (glm.experts.scale, deepseek.experts.scale) == (1.0, 2.5)
+    assert glm.experts.dense_layers == (0,)
+    assert PRESETS["gemma-3-4b"].windows[4:7] == (1024, None, 1024)
+    assert PRESETS["qwen2.5-7b"].qkv_bias
+    assert PRESETS["phi-3-mini-4k"].windows == (2047,) * 32
+
+
+def test_initial_values_have_the_published_deviation():
+    config = dataclasses.replace(
+        PRESETS["qwen3-0.6b"], num_layers=1, vocab_size=512, qkv_bias=True
+    )
+    params = initialize(jax.random.key(0), param_specs(config))
+    layer = params.layers[0]
+    for matrix in (params.embedding, layer.attention.query, layer.mlp.down):
+        assert abs(float(jnp.std(matrix)) - 0.02) < 2e-4
+        assert abs(float(jnp.mean(matrix))) < 2e-4
+    assert (layer.mlp_norm == 1.0).all()
+    assert (layer.attention.query_bias == 0.0).all()

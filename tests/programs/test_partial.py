@@ -1,0 +1,212 @@
+"""Steps that leave episodes under way: which groups they take, and what resumes."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_post.config.run import RLConfig
+from jaxrl_post.envs import Task, WorkerPool
+from jaxrl_post.rollout.flight import ChangedTaskError
+from tests.programs.trainers import RL, assert_same, changed, make_trainer
+
+# Slow machines change nothing: judges have half a minute.
+CONFIG = changed(
+    "rollout", partial=8, max_turns=3, max_prompt_tokens=16, reward_grace_s=30.0
+)
+
+
+@pytest.fixture(scope="module")
+def judges(coin) -> Iterator[WorkerPool]:
+    with WorkerPool(coin.Relay()) as pool:
+        yield pool
+
+
+def facts(metrics: dict[str, float]) -> dict[str, float]:
+    clocks = ("time/", "throughput/", "sampler/")
+    return {k: v for k, v in metrics.items() if not k.startswith(clocks)}
+
+
+def with_credit(config: RLConfig, **options) -> RLConfig:
+    algorithm = dataclasses.replace(config.algorithm, **options)
+    return dataclasses.replace(config, algorithm=algorithm)
+
+
+def test_a_step_takes_the_first_groups_and_the_others_go_on(coin, judges):
+    trainer = make_trainer(coin.Relay(), judges, CONFIG)
+    seen: Counter[int] = Counter()
+    ages = set()
+    for number in range(1, 9):
+        metrics, groups = trainer.step(number)
+        assert len(groups) == 4
+        seen.update(group.prompt_id for group in groups)
+        version = number - 1
+        # Of the tokens that the newest parameters sampled, nothing but rounding; 0 if a
+        # step has none of them.
+        newest = [
+            (e.tokens.versions == version).any() for g in groups for e in g.episodes
+        ]
+        error = metrics["mismatch/token_mult_prob_error"]
+        assert error == pytest.approx(float(any(newest)), abs=1e-5)
+        for episode in (e for group in groups for e in group.episodes):
+            tokens = episode.tokens
+            versions = tokens.versions[tokens.sampled]
+            assert versions.max() <= version
+            assert (np.diff(versions) >= 0).all()
+            ages |= set((version - versions).tolist())
+        waiting = len(trainer.experience.queue)
+        # Eight more prompts than a step needs were drawn before it was taken.
+        assert metrics["rollout/in_flight"] + waiting == 8
+        assert trainer.experience.drawn == 4 * number + 8
+        assert not trainer.engine.busy
+    # Every prompt once; those that are missing are still under way, or wait.
+    assert set(seen.values()) == {1}
+    state = trainer.meta()
+    rest = [g["prompt_id"] for g in (*state["flights"], *state["queue"])]
+    assert sorted([*seen, *rest]) == list(range(trainer.experience.drawn))
+    assert 1 in ages, "no sample was under way across an update"
+
+
+def test_what_was_sampled_across_an_update_is_what_the_trainer_scores(coin, judges):
+    """Each token's log-prob is that of its own version, for the whole prefix."""
+    trainer = make_trainer(coin.Relay(), judges, CONFIG)
+    versions = {}
+    checked = 0
+    for number in range(1, 6):
+        versions[number - 1] = jax.tree.map(np.array, trainer.updater.state.params)
+        trainer.updater.learner.seen.clear()
+        trainer.step(number)
+        ((_, batch),) = trainer.updater.learner.seen
+        for version in np.unique(batch.versions[batch.loss_mask]):
+            predicted = trainer.updater.learner.scorer.predict(
+                versions[int(version)], batch
+            )
+            those = batch.loss_mask & (batch.versions == version)
+            np.testing.assert_allclose(
+                batch.behavior_logprobs[those],
+                np.asarray(predicted.logprobs)[those],
+                atol=1e-5,
+            )
+            checked += int(version) < number - 1
+    assert checked > 2, "the test shows nothing"
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_checkpoint_holds_the_episodes_under_way(coin, judges, stop):
+    """A run that went on from it equals, to the last bit, one that never stopped."""
+    whole = make_trainer(coin.Relay(), judges, CONFIG)
+    expected = [whole.step(number) for number in range(1, 6)]
+    first = make_trainer(coin.Relay(), judges, CONFIG)
+    for number in range(1, stop + 1):
+        first.step(number)
+    meta = json.loads(json.dumps(first.meta()))
+    assert meta["flights"], "nothing is under way: the test shows nothing"
+    place = first.experience.indices.get_state()
+    snapshot = jax.tree.map(jax.numpy.array, first.snapshot())
+    # An evaluation between the two leaves no trace.
+    first.evaluate()
+    again = make_trainer(coin.Relay(), judges, CONFIG)
+    again.experience.indices.set_state(place)
+    again.load_snapshot(snapshot)
+    again.load_meta(meta)
+    for number in range(stop + 1, 6):
+        metrics, groups = again.step(number)
+        assert facts(metrics) == facts(expected[number - 1][0])
+        assert groups == expected[number - 1][1]
+    assert_same(again.snapshot(), whole.snapshot())
+
+
+def test_a_flight_does_not_come_back_to_other_tasks(coin, judges):
+    trainer = make_trainer(coin.Relay(), judges, CONFIG)
+    trainer.step(1)
+    meta = trainer.meta()
+
+    class Changed(coin.Relay):
+        def tasks(self, split):
+            tasks = super().tasks(split)
+            change = lambda t: Task(t.id, t.messages, "another reference")  # noqa: E731
+            return dataclasses.replace(tasks, make=lambda i: change(tasks[i]))
+
+    other = make_trainer(Changed(), judges, CONFIG)
+    with pytest.raises(ChangedTaskError, match=r"Resume with the environment and data"):
+        other.load_meta(meta)
+
+
+def test_dynamic_sampling_takes_the_first_groups_with_spread(coin):
+    environment = coin.Coin()
+    config = changed("rollout", partial=2, dynamic_sampling=True, reward_grace_s=30.0)
+    with WorkerPool(environment) as judges:
+        trainer = make_trainer(environment, judges, config)
+        for number in range(1, 5):
+            metrics, groups = trainer.step(number)
+            assert len(groups) == 4
+            assert all(group.has_spread for group in groups)
+            # One task in three has none: these were drawn beside the others.
+            assert metrics["rollout/groups_with_spread"] < 1
+        assert trainer.experience.drawn > 4 * 4 + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "discount"),
+    [("grpo", 1.0), ("grpo", 0.0), ("ppo", 1.0), ("reinforce_plus_plus", 1.0)],
+)
+def test_rewards_stay_with_their_turns(coin, judges, name, discount):
+    credit = {"turn_credit": "turns", "turn_discount": discount}
+    config = with_credit(
+        changed("rollout", max_turns=3, max_prompt_tokens=16), name=name, **credit
+    )
+    trainer = make_trainer(coin.Relay(), judges, config)
+    trainer.updater.learner.seen.clear()
+    metrics, groups = trainer.step(1)
+    assert metrics["rollout/turns"] > 1
+    ((_, batch),) = trainer.updater.learner.seen
+    by_ids = {}
+    for group in groups:
+        for episode in group.episodes:
+            by_ids[tuple(episode.tokens.ids.tolist())] = (group, episode)
+    told_apart = 0
+    for row, segment in {*zip(*np.nonzero(batch.segment_ids), strict=True)}:
+        del segment
+        for number in range(1, batch.segment_ids[row].max() + 1):
+            there = batch.segment_ids[row] == number
+            group, episode = by_ids[tuple(batch.tokens[row][there].tolist())]
+            turns, advantages = episode.turn_ids, batch.advantages[row][there]
+            for turn, found in enumerate(episode.turns, 1):
+                mine = turns == turn
+                if name == "grpo":
+                    # Compared with the same turn of the group's other samples.
+                    others = [e for e in group.episodes if len(e.turns) >= turn]
+                    end = None if discount else turn
+                    returns = np.float32(
+                        [sum(t.reward for t in e.turns[turn - 1 : end]) for e in others]
+                    )
+                    own = sum(t.reward for t in episode.turns[turn - 1 : end])
+                    spread = returns.std(ddof=1) if len(returns) > 1 else 0.0
+                    expected = (own - returns.mean()) / (spread + 1e-4)
+                    np.testing.assert_allclose(
+                        advantages[mine], expected, rtol=2e-3, atol=2e-3
+                    )
+                else:
+                    rewards = batch.token_rewards[row][there]
+                    last = np.flatnonzero(mine)[-1]
+                    assert rewards[last] == found.reward
+                    assert not rewards[mine][:-1].any()
+            told_apart += len(set(advantages[turns > 0].tolist())) > 1
+    assert told_apart, "the test shows nothing"
+
+
+def test_limits_that_end_an_episode_are_counted(coin, judges):
+    config = changed("rollout", max_turns=2, max_prompt_tokens=16)
+    metrics, groups = make_trainer(coin.Relay(), judges, config).step(1)
+    ends = Counter(e.finish_reason for group in groups for e in group.episodes)
+    assert set(ends) <= {"turn_limit", "token_limit", "length"}
+    assert ends["turn_limit"] > 0
+    for name in ("turn_limit", "token_limit"):
+        assert metrics[f"rollout/{name}"] == ends[name] / 16
+    # What the turns earned before is not taken away.
+    assert sum(e.reward for g in groups for e in g.episodes) > 0
+    assert RL.rollout.truncated == "reward"

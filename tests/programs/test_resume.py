@@ -1,0 +1,208 @@
+"""Where a run goes on: what was damaged, what is left to do, what there is room for."""
+
+import dataclasses
+import io
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from safetensors.numpy import load_file
+
+from jaxrl_post import pretrained
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.run import (
+    CheckpointConfig,
+    ConfigError,
+    EvalConfig,
+    SFTConfig,
+    UpdateConfig,
+)
+from jaxrl_post.learner import checkpoint
+from jaxrl_post.learner.checkpoint import CheckpointError
+from jaxrl_post.programs.convert import ConvertConfig, convert
+from jaxrl_post.programs.evaluate import EvaluateConfig, run_evaluation
+from jaxrl_post.programs.offline import run_sft
+from jaxrl_post.programs.run import Outcome
+from jaxrl_post.records.directory import read_rows
+from tests.programs.trainers import CONFIG, make_model
+from tests.records.test_trackers import stand_in
+
+LAST = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _coin():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "e2e"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> SFTConfig:
+    model, folder = make_model(), tmp_path_factory.mktemp("resume")
+    pretrained.save(folder / "model", CONFIG, model.params, tokenizer=model.tokenizer)
+    return SFTConfig(
+        run_dir=str(folder / "run"),
+        model=str(folder / "model"),
+        env="coin:Coin",
+        steps=LAST,
+        examples_per_step=2,
+        max_tokens=24,
+        log_every=1,
+        eval=EvalConfig(num_tasks=1),
+        checkpoint=CheckpointConfig(every=1, keep=2),
+        update=UpdateConfig(microbatch_tokens=24 * 8),
+    )
+
+
+def go_on(config: SFTConfig) -> tuple[Outcome, str]:
+    out = io.StringIO()
+    console = Console(file=out, width=1000)
+    return run_sft(config, console=console, command=""), out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def done(config) -> SFTConfig:
+    """A run of LAST steps, of which the last two have checkpoints."""
+    go_on(config)
+    return config
+
+
+@pytest.fixture
+def copied(done, tmp_path) -> SFTConfig:
+    shutil.copytree(done.run_dir, tmp_path / "run")
+    return dataclasses.replace(done, run_dir=str(tmp_path / "run"))
+
+
+def damage(config: SFTConfig, step: int) -> Path:
+    files = (Path(config.run_dir) / "checkpoints" / str(step) / "state").rglob("*")
+    largest = max((f for f in files if f.is_file()), key=lambda f: f.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:100])
+    return largest
+
+
+def steps_of(config: SFTConfig) -> list[int]:
+    return [row["step"] for row in read_rows(Path(config.run_dir) / "metrics.jsonl")]
+
+
+def weights(config: SFTConfig) -> dict[str, np.ndarray]:
+    return load_file(Path(config.run_dir) / "model" / "model.safetensors")
+
+
+def test_a_damaged_newest_checkpoint_costs_its_steps_alone(copied, tmp_path):
+    undisturbed = dataclasses.replace(copied, run_dir=str(tmp_path / "undisturbed"))
+    shutil.copytree(copied.run_dir, undisturbed.run_dir)
+    go_on(dataclasses.replace(undisturbed, steps=LAST + 1))
+    largest = damage(copied, LAST)
+    outcome, output = go_on(dataclasses.replace(copied, steps=LAST + 1))
+    assert outcome.completed
+    assert f"step {LAST} in {copied.run_dir}/checkpoints is damaged: " in output
+    assert f"{largest.name} has 100 bytes instead of " in output
+    assert f"resumed at step {LAST - 1} of {LAST + 1}" in output
+    assert steps_of(copied) == list(range(LAST + 2))
+    folders = {p.name for p in (Path(copied.run_dir) / "checkpoints").iterdir()}
+    assert folders == {str(LAST), str(LAST + 1), f"damaged-{LAST}"}
+    expected, found = weights(undisturbed), weights(copied)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(value, found[name], err_msg=name)
+
+
+def test_no_run_starts_over_where_its_checkpoints_are_all_damaged(copied):
+    damage(copied, LAST)
+    damage(copied, LAST - 1)
+    with pytest.raises(
+        CheckpointError, match=r"none in .* is whole \(step 3: .*step 2"
+    ):
+        go_on(copied)
+    assert steps_of(copied) == list(range(LAST + 1))
+
+
+@pytest.mark.parametrize("steps", [LAST, LAST - 1])
+def test_a_run_that_is_done_says_so_and_has_its_model(copied, steps):
+    before, model = weights(copied), Path(copied.run_dir) / "model"
+    shutil.rmtree(model)
+    outcome, output = go_on(dataclasses.replace(copied, steps=steps))
+    assert outcome == Outcome(LAST, True, model, Path(copied.run_dir) / "report.html")
+    assert (
+        f"nothing is left to do: the run is at step {LAST}, and --steps is {steps}; "
+        "give more to go on"
+    ) in output
+    assert "resumed" not in output
+    found = weights(copied)
+    for name, value in before.items():
+        np.testing.assert_array_equal(value, found[name], err_msg=name)
+    assert steps_of(copied) == list(range(LAST + 1))
+    saved = json.loads((Path(copied.run_dir) / "config.json").read_text())
+    assert saved["config"]["steps"] == LAST
+
+
+def test_a_run_goes_on_within_the_schedule_with_which_it_began(config, tmp_path):
+    linear = dataclasses.replace(
+        config, optimizer=OptimizerConfig(learning_rate=1e-2, schedule="linear")
+    )
+    whole = dataclasses.replace(linear, steps=3, run_dir=str(tmp_path / "whole"))
+    parts = dataclasses.replace(linear, run_dir=str(tmp_path / "parts"))
+    go_on(whole)
+    horizon = dataclasses.replace(linear.optimizer, schedule_steps=3)
+    go_on(dataclasses.replace(parts, steps=2, optimizer=horizon))
+    _, output = go_on(dataclasses.replace(parts, steps=3))
+    assert "resumed at step 2 of 3" in output
+    expected, found = weights(whole), weights(parts)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(value, found[name], err_msg=name)
+    with pytest.raises(
+        ConfigError, match=r"at most 3, .* --optimizer.schedule-steps 9"
+    ):
+        go_on(dataclasses.replace(parts, steps=9))
+
+
+Disk = namedtuple("Disk", "total used free")
+
+
+def test_a_full_disk_is_found_before_a_step_is_taken(copied, monkeypatch):
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: Disk(9, 9, 0))
+    with pytest.raises(
+        CheckpointError,
+        match=rf"^checkpoint: a checkpoint could not be written to .*: one takes about "
+        rf"0\.\d MB, and 0\.0 MB are free\. Step {LAST} is whole; free space",
+    ):
+        go_on(dataclasses.replace(copied, steps=LAST + 1))
+    assert steps_of(copied) == list(range(LAST + 1))
+    # Where nothing is left to do, nothing is saved but the model.
+    assert go_on(copied)[0].completed
+
+
+def test_a_run_logs_where_it_is_told(copied, monkeypatch):
+    service = stand_in(monkeypatch)
+    events = Path(copied.run_dir) / "tensorboard"
+    before = list(events.iterdir())
+    go_on(dataclasses.replace(copied, log=("wandb", "trackio"), log_project="mine"))
+    assert [options["project"] for options in service.inits] == ["mine", "mine"]
+    assert service.inits[0]["config"]["run_dir"] == copied.run_dir
+    assert service.finished == 2
+    assert list(events.iterdir()) == before
+
+
+def test_convert_and_evaluate_name_the_damaged_step(copied, tmp_path):
+    largest = damage(copied, LAST)
+    console, output = Console(file=io.StringIO()), tmp_path / "made"
+    options = ConvertConfig(input=copied.run_dir, output=str(output))
+    with pytest.raises(
+        CheckpointError, match=rf"step {LAST} in .* is damaged: .*{largest.name} has .*"
+        rf"Whole is: {LAST - 1}$",
+    ):  # fmt: skip
+        convert(options, console=console)
+    assert not output.exists()
+    convert(dataclasses.replace(options, step=LAST - 1), console=console)
+    assert (output / "config.json").is_file()
+    with pytest.raises(
+        ConfigError,
+        match=rf"is a run, not .*\(step {LAST - 1}; step {LAST}, damaged: .*instead",
+    ):
+        run_evaluation(EvaluateConfig(model=copied.run_dir), console=console)
+    assert (Path(copied.run_dir) / "checkpoints" / str(LAST)).is_dir()

@@ -1,0 +1,226 @@
+"""Which runs may begin, and which may be continued."""
+
+import dataclasses
+import importlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.run import (
+    CheckpointConfig,
+    ConfigError,
+    EvalConfig,
+    RLConfig,
+    SFTConfig,
+)
+from jaxrl_post.programs import offline, online, run
+from jaxrl_post.records.directory import RunDescription, RunDirectory
+from jaxrl_post.records.lock import run_lock
+from tests.programs.trainers import RL, changed
+
+
+@pytest.fixture(autouse=True)
+def _coin(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "e2e"))
+    importlib.import_module("coin")
+
+
+def begin(config: RLConfig | SFTConfig) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    start = online.run_rl if isinstance(config, RLConfig) else offline.run_sft
+    start(config, console=console, command="")
+    return out.getvalue()
+
+
+def described(path: Path, config) -> RunDirectory:
+    directory = RunDirectory(path)
+    directory.describe(
+        RunDescription("", "demo", 0, "", {"jax": "0"}, dataclasses.asdict(config))
+    )
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        (dataclasses.replace(RL, seed=1), "seed: 0 then, 1 now"),
+        (changed("rollout", max_tokens=3), r"rollout.max_tokens: 4 then, 3 now"),
+        (
+            changed("rollout", stop_strings=("x",)),
+            r"stop_strings: \[\] then, \['x'\] now",
+        ),
+        (changed("algorithm", name="dapo"), "algorithm.name: 'grpo' then, 'dapo' now"),
+        (
+            changed("optimizer", learning_rate=1.0),
+            "optimizer.learning_rate: 0.003 then",
+        ),
+        (dataclasses.replace(RL, dtype="bfloat16"), "dtype: None then, 'bfloat16' now"),
+        (
+            changed("critic", optimizer=OptimizerConfig(schedule="linear")),
+            "critic.optimizer.schedule: 'constant' then, 'linear' now",
+        ),
+    ],
+)
+def test_what_changes_the_training_is_refused_by_name(tmp_path, now, message):
+    directory = described(tmp_path / "run", RL)
+    with pytest.raises(
+        ConfigError,
+        match=rf"--run-dir: .*run holds a run with another configuration; .*{message}",
+    ):
+        run.check_same_run(directory, now)
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        dataclasses.replace(RL, mesh="fsdp4,tp2", steps=999, run_dir="elsewhere"),
+        changed("eval", every=1, num_tasks=1),
+        changed("checkpoint", every=1, keep=9),
+        changed("update", microbatch_tokens=24, remat="full"),
+        changed("rollout", reward_workers=4, deadline_s=1.0, max_failed_share=0.5),
+    ],
+)
+def test_what_does_not_change_the_training_is_free(tmp_path, now):
+    run.check_same_run(described(tmp_path / "run", RL), now)
+
+
+def test_steps_beyond_a_schedule_are_refused_before_the_model_is_opened(tmp_path):
+    linear = changed("optimizer", schedule="linear")
+    linear = dataclasses.replace(
+        linear, run_dir=str(tmp_path / "run"), model=str(tmp_path), steps=300
+    )
+    described(tmp_path / "run", dataclasses.replace(linear, steps=200))
+    with pytest.raises(
+        ConfigError,
+        match=r"--steps: .* at most 200.*Give --optimizer.schedule-steps 300",
+    ):
+        begin(linear)
+
+
+def test_no_resume_does_not_write_over_a_run(tmp_path):
+    described(tmp_path / "run", RL)
+    config = dataclasses.replace(RL, run_dir=str(tmp_path / "run"), resume=False)
+    with pytest.raises(ConfigError, match=r"--no-resume: .*run holds a run already"):
+        begin(config)
+
+
+@pytest.mark.parametrize("config", [RL, SFTConfig(env="coin:Coin")])
+def test_a_run_directory_in_use_is_refused_before_the_model_is_opened(tmp_path, config):
+    folder = tmp_path / "run"
+    config = dataclasses.replace(config, run_dir=str(folder), model="no/such/place")
+    with (
+        run_lock(folder, "python -m launch.ppo"),
+        pytest.raises(
+            ConfigError, match=r"run is in use by .*\(python -m launch.ppo\)"
+        ),
+    ):
+        begin(config)
+    with pytest.raises(ConfigError, match="--model: 'no/such/place' is neither"):
+        begin(config)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dataclasses.replace(RL, steps=0), "--steps: must be at least 1; got 0"),
+        (changed("update", epochs=0), "--update.epochs: must be at least 1; got 0"),
+        (
+            changed("rollout", samples_per_prompt=1),
+            "--rollout.samples-per-prompt: .* 2",
+        ),
+        (changed("rollout", temperature=0.0), "--rollout.temperature: must be greater"),
+        (dataclasses.replace(RL, eval=EvalConfig(num_tasks=0)), "--eval.num-tasks"),
+        (
+            SFTConfig(checkpoint=CheckpointConfig(every=0)),
+            "--checkpoint.every: must be at least 1; got 0",
+        ),
+        (changed("update", row_tokens=19), "--update.row-tokens: must be at least"),
+        (
+            dataclasses.replace(
+                changed("algorithm", name="rloo", clip_low=0.1), env="none:None"
+            ),
+            "rloo does not clip",
+        ),
+    ],
+)
+def test_numbers_that_make_no_sense_leave_nothing_behind(tmp_path, config, message):
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError, match=message):
+        begin(dataclasses.replace(config, run_dir=str(folder)))
+    assert not folder.exists()
+
+
+def gsm8k(tmp_path: Path, text: str, **data) -> RLConfig:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    return dataclasses.replace(
+        changed("data", path=str(path), **data),
+        env="gsm8k?instruction=",
+        run_dir=str(tmp_path / "run"),
+    )
+
+
+ROWS = "".join(
+    json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(40)
+)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_a_file_without_rows_is_an_empty_data_set(tmp_path, text):
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl: empty data set, the file has no"
+    ):
+        begin(gsm8k(tmp_path, text))
+
+
+def test_a_bad_row_stops_with_its_line(tmp_path):
+    with pytest.raises(ValueError, match=r"rows.jsonl:41: no field 'answer'"):
+        begin(gsm8k(tmp_path, ROWS + '{"question": "2?"}\n'))
+
+
+def test_skipped_rows_are_counted_and_shown_once(tmp_path):
+    config = gsm8k(tmp_path, ROWS + '{"question": "2?"}\nnoise\n', on_bad_row="skip")
+    out = io.StringIO()
+    # It stops at the first check after the file was read, several times even.
+    config = dataclasses.replace(
+        config, rollout=dataclasses.replace(config.rollout, max_prompt_tokens=1)
+    )
+    with pytest.raises(
+        ConfigError, match=r"--rollout.max-prompt-tokens: all \d+ train"
+    ):
+        online.run_rl(config, console=Console(file=out, width=300), command="")
+    text = out.getvalue()
+    assert text.count("rows.jsonl: 40 rows read, 2 skipped") == 1
+    assert "rows.jsonl:41: no field 'answer'" in text
+    assert "rows.jsonl:42: not JSON" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        (
+            {"name": "distillation", "reference": "no/such/place"},
+            "--algorithm.reference",
+        ),
+        ({"name": "ppo"}, "--critic.model"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_before_a_warm_start(
+    tmp_path, changes, option
+):
+    config = changed("algorithm", **changes)
+    if option == "--critic.model":
+        critic = dataclasses.replace(config.critic, model="no/such/place")
+        config = dataclasses.replace(config, critic=critic)
+    config = dataclasses.replace(config, run_dir=str(tmp_path / "run"))
+    with pytest.raises(
+        ConfigError, match=rf"{option}: no such directory: no/such/place"
+    ):
+        begin(config)
+    assert not (tmp_path / "run").exists()

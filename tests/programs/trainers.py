@@ -1,0 +1,164 @@
+"""A trainer around a model of a few thousand parameters, cheap to make again."""
+
+import functools
+from dataclasses import fields, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_post import models
+from jaxrl_post.algorithms import Algorithm
+from jaxrl_post.config.distill import DistillConfig
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.run import (
+    AlgorithmConfig,
+    EvalConfig,
+    RLConfig,
+    RolloutConfig,
+    UpdateConfig,
+)
+from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.envs import Environment, WorkerPool
+from jaxrl_post.examples.demonstrations import Demonstrations
+from jaxrl_post.learner import state as training
+from jaxrl_post.learner.algorithm import make_algorithm
+from jaxrl_post.learner.critic import open_critic
+from jaxrl_post.learner.learner import Learner, begin_training
+from jaxrl_post.learner.model import Model
+from jaxrl_post.learner.reference import beside_teacher, open_reference
+from jaxrl_post.learner.updater import Critic, Updater
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.programs import rl
+from jaxrl_post.programs.experience import Experience, make_collector
+from jaxrl_post.rollout.episode import Episode
+from jaxrl_post.sampler import Engine
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.types import TokenBatch
+
+CONFIG = ModelConfig(
+    "llama", 264, 16, 24, 1, num_heads=2, num_kv_heads=2, max_length=64
+)
+RL = RLConfig(
+    env="coin:Coin",
+    rollout=RolloutConfig(
+        prompts_per_step=4,
+        samples_per_prompt=4,
+        max_prompt_tokens=16,
+        max_tokens=4,
+        truncated="reward",  # Untrained models stop by chance.
+    ),
+    update=UpdateConfig(row_tokens=24, microbatch_tokens=24 * 16),
+    optimizer=OptimizerConfig(learning_rate=3e-3),
+    eval=EvalConfig(num_tasks=6),
+)
+
+
+def make_model() -> Model:
+    mesh = create_mesh("dp1", jax.devices()[:1])
+    specs = models.param_specs(CONFIG)
+    params = models.initialize(
+        jax.random.key(0), specs, jnp.float32, mesh, DEFAULT_RULES
+    )
+    texts = [f"train {i}=" for i in range(9)]
+    tokenizer = Tokenizer.train(texts, vocab_size=CONFIG.vocab_size)
+    return Model(
+        "tiny", CONFIG, specs, params, tokenizer, mesh, DEFAULT_RULES, preset=False
+    )
+
+
+class Watched(Learner):
+    """Remembers the batches of its updates."""
+
+    @functools.cached_property
+    def seen(self) -> list[tuple[str, TokenBatch]]:
+        return []
+
+    def update(
+        self, state: training.TrainState, batch: TokenBatch, *, where: str
+    ) -> tuple[training.TrainState, dict[str, float]]:
+        self.seen.append((where, batch))
+        return super().update(state, batch, where=where)
+
+
+def _begin(model: Model, objective) -> tuple[Learner, training.TrainState]:
+    return begin_training(
+        model, objective, RL.optimizer, RL.update, num_steps=100, row_tokens=24
+    )
+
+
+@functools.cache
+def _parts(
+    algorithm: AlgorithmConfig, distill: DistillConfig
+) -> tuple[Algorithm, Watched, Engine]:
+    """What compiles: made once for every algorithm."""
+    model = make_model()
+    made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill)
+    learner, _ = _begin(model, made.objective)
+    watched = Watched(**{f.name: getattr(learner, f.name) for f in fields(learner)})
+    return made, watched, rl.make_engine(RL.rollout, model, seed=0)
+
+
+def make_trainer(
+    environment: Environment, judges: WorkerPool, config: RLConfig = RL
+) -> rl.Trainer:
+    """A trainer at step 0. Sizes and optimizer must be those of RL."""
+    algorithm, learner, engine = _parts(config.algorithm, config.distill)
+    model = make_model()
+    jax.set_mesh(learner.mesh)
+    critic = None
+    if algorithm.value_objective is not None:
+        value_model = open_critic(config.critic, model, seed=config.seed)
+        learns, state = _begin(value_model, algorithm.value_objective)
+        critic = Critic(value_model, learns, state)
+    reference = None
+    if algorithm.needs_reference or algorithm.divergence is not None:
+        reference = open_reference(model, learner, None, "")
+    if reference is not None and algorithm.divergence is not None:
+        learner = beside_teacher(
+            learner, reference, algorithm.divergence, temperature=1.0
+        )
+    demonstrations = None
+    if config.distill.data == "demonstrations":
+        demonstrations = Demonstrations(environment, 24)
+    experience = Experience(
+        config=config,
+        environment=environment,
+        stop_ids=model.tokenizer.stop_ids,
+        collector=make_collector(config.rollout, model, judges),
+        indices=task_indices(len(environment.tasks("train")), config.seed),
+        greedy=algorithm.reads == "greedy",
+    )
+    updater = Updater(
+        config=config,
+        model=model,
+        algorithm=algorithm,
+        learner=learner,
+        state=training.create(model.params, learner.optimizer, learner.layout),
+        reference=reference,
+        critic=critic,
+    )
+    return rl.Trainer(engine, experience, updater, demonstrations)
+
+
+def changed(section: str, **values) -> RLConfig:
+    """RL with other values in one of its sections."""
+    return replace(RL, **{section: replace(getattr(RL, section), **values)})
+
+
+def with_last_turn(episode: Episode, **changes) -> Episode:
+    """The episode with another last turn."""
+    last = replace(episode.turns[-1], **changes)
+    return replace(episode, turns=(*episode.turns[:-1], last))
+
+
+def host(tree) -> list[np.ndarray]:
+    """Copies of the leaves of a tree."""
+    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def assert_same(left, right) -> None:
+    """Two trees are equal to the last bit."""
+    for one, other in zip(host(left), host(right), strict=True):
+        np.testing.assert_array_equal(one, other)

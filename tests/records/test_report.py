@@ -1,0 +1,422 @@
+"""The page of a run: complete, well-formed, self-contained, and safe to open."""
+
+import errno
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from jaxrl_post.records.directory import RunDescription, RunDirectory
+from jaxrl_post.records.report import write_report
+from jaxrl_post.records.report_page import text
+from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
+
+START = 1_767_600_000.0  # 2026-01-05 08:00 UTC.
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+ATTACK = (
+    "</pre></style></title><script>alert(1)</script><img src=x onerror=alert(2)>"
+    "<a href='javascript:alert(3)'>\" onmouseover=\"alert(4)\" ' x='&lt;&#60;$body "
+)
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and keeps what the page holds."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.words: list[str] = []
+        self.headings: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.note(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        assert tag in {"path", "rect"}, f"{tag} must not close itself"
+        self.note(tag, attrs)
+
+    def note(self, tag, attrs):
+        names = [name for name, _ in attrs]
+        assert len(set(names)) == len(names)
+        self.tags.add(tag)
+        self.attributes.update(names)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] == ["h3"]:
+            self.headings.append(data)
+        if self.open[-1:] != ["style"]:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.words)
+
+
+def read(directory: RunDirectory, **options) -> tuple[str, Page]:
+    path = write_report(directory, **options)
+    assert path == directory.path / "report.html"
+    html = path.read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def describe(directory: RunDirectory, **changes) -> None:
+    fields = {
+        "command": "python -m launch.grpo --steps 3",
+        "model": "org/model-0.6b",
+        "num_parameters": 596_049_920,
+        "mesh": "dp2,tp4",
+        "versions": {"jax": "0.12.0", "flax": "0.12.1"},
+        "config": {"optimizer": {"rate": 1e-6, "betas": [0.9, 0.99]}, "seed": 17},
+    }
+    directory.describe(RunDescription(**{**fields, **changes}))
+
+
+def log_metrics(directory: RunDirectory, rows: dict[int, dict[str, float]]) -> None:
+    times = iter(START + 60.0 * index for index in range(len(rows)))
+    with MetricsLog(directory, clock=lambda: next(times)) as log:
+        for step, metrics in rows.items():
+            log.write(step, metrics)
+
+
+def sample(step: int, task: str, reward: float = 0.0, **changes) -> Sample:
+    fields = {
+        "split": "eval",
+        "task_id": task,
+        "sample_index": 0,
+        "prompt": f"prompt of {task}",
+        "completion": f"completion of {task} at {step}",
+        "reward": reward,
+        "finish_reason": "stop",
+    }
+    return Sample(**{**fields, **changes})
+
+
+def log_samples(directory: RunDirectory, rows: dict[int, list[Sample]]) -> None:
+    with SampleLog(directory) as log:
+        for step, samples in rows.items():
+            log.write(step, samples)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return RunDirectory(tmp_path / "my-run")
+
+
+def test_steps_that_are_not_logged_took_time_too(directory):
+    describe(directory)
+    log_metrics(directory, {0: {}, 10: {"time/step": 3.0}, 20: {"time/step": 5.0}})
+    _, page = read(directory)
+    assert any("steps 0 to 20 · 1 min 20 s in steps" in words for words in page.words)
+
+
+def test_header_tells_what_was_run(directory):
+    describe(directory)
+    log_metrics(directory, {1: {"time/step": 70.0}, 2: {"time/step": 3.0}})
+    _, page = read(directory)
+    for words in (
+        "my-run",
+        "steps 1 to 2 · 1 min 13 s in steps · 2026-01-05 08:00 to 08:01 UTC",
+        "org/model-0.6b",
+        "596M",
+        "dp2,tp4",
+        "jax 0.12.0, flax 0.12.1",
+        "python -m launch.grpo --steps 3",
+        "optimizer.rate",
+        "1e-06",
+        "optimizer.betas",
+        "[0.9, 0.99]",
+        "seed",
+    ):
+        assert words in page.words
+    _, page = read(directory, title="A & B")
+    assert page.words.count("A & B") == 2  # <title> and <h1>.
+
+
+def test_headline_numbers(directory):
+    rows = {
+        step: {
+            "reward/mean": step / 100,
+            "throughput/tokens_per_second": 18_000.0 + step,
+            "time/step": 2.0 if step > 1 else 60.0,
+            "mismatch/token_mult_prob_error": 1.0004,
+            "rollout/failed": float(step == 7),
+        }
+        for step in range(1, 41)
+    }
+    rows[1]["eval/accuracy"] = 0.25
+    rows[40]["eval/accuracy"] = 0.625
+    log_metrics(directory, rows)
+    html, _ = read(directory)
+    tiles = re.findall(
+        r'<dt>(.*?)</dt><dd class="value">(.*?)</dd><dd class="sub">(.*?)</dd>', html
+    )
+    assert tiles == [
+        ("Held-out accuracy", "<i>25.0% →</i> 62.5%", "+37.5 points, step 1 to 40"),
+        ("Reward", "<i>0.015 →</i> 0.395", "first and last 2 steps"),
+        ("Tokens per second", "18k", "median"),
+        ("Time per step", "2.0 s", "median"),
+        ("Sampler mismatch", "1.0004", "median, 1 is exact"),
+        ("Failed rollouts", "1", "in all steps"),
+    ]
+
+
+CHARTS = {
+    "reward/mean": "Reward",
+    "eval/accuracy": "Held-out accuracy",
+    "policy/kl_to_reference": "KL to reference",
+    "policy/kl_to_proximal": "KL to proximal",
+    "mismatch/kl": "KL of sampler and trainer",
+    "policy/entropy": "Entropy",
+    "rollout/completion_length": "Completion length",
+    "mismatch/token_mult_prob_error": "Sampler mismatch",
+    "train/loss": "Loss",
+    "train/grad_norm": "Gradient norm",
+    "rollout/failed": "Failed rollouts",
+    "time/rollout": "Time by phase",
+    "throughput/tokens_per_second": "Throughput",
+    "anything/else": "anything/else",
+}
+
+
+def test_every_metric_has_its_chart(directory):
+    metrics = dict.fromkeys(CHARTS, 0.5)
+    log_metrics(directory, {step: metrics for step in range(30)})
+    html, page = read(directory)
+    assert page.headings == list(CHARTS.values())
+    assert html.count("<svg ") == len(CHARTS)
+
+
+@pytest.mark.parametrize("metric", list(CHARTS))
+def test_a_metric_alone_has_the_only_chart(directory, metric):
+    log_metrics(directory, {1: {metric: 0.5}, 2: {metric: 0.6}})
+    html, page = read(directory)
+    assert page.headings == [CHARTS[metric]]
+    assert html.count("<svg ") == 1
+
+
+@pytest.mark.parametrize("step", [0, 1, 250])
+def test_one_step(directory, step):
+    describe(directory)
+    metrics = {**dict.fromkeys(CHARTS, 0.5), "time/step": 2.0}
+    log_metrics(directory, {step: metrics})
+    log_samples(directory, {step: [sample(step, "a", 1.0)]})
+    html, page = read(directory)
+    assert page.headings == [*CHARTS.values(), "Task a"]
+    assert '<dd class="value">50.0%</dd>' in html  # One value, and no change.
+    assert "Completions" in page.words
+    assert f"step {step} · 2.0 s in steps · 2026-01-05 08:00 UTC" in page.words
+
+
+def test_a_run_without_metrics_has_a_page(directory):
+    log_metrics(directory, {1: {}})
+    html, page = read(directory)
+    assert "<svg" not in html
+    assert "my-run" in page.words
+
+
+def test_a_metric_that_ended_in_nan_says_so(directory):
+    log_metrics(
+        directory,
+        {
+            1: {"train/loss": 0.5, "train/grad_norm": math.inf},
+            2: {"train/loss": math.nan, "train/grad_norm": math.inf},
+        },
+    )
+    html, page = read(directory)
+    assert page.words.count("not finite") == 2
+    assert "No finite value." in page.words
+    assert "step 2: not finite" in page.words
+    assert html.count("<svg ") == 1
+
+
+def test_values_too_large_to_draw_are_drawn_at_the_edge(directory):
+    log_metrics(directory, {1: {"train/loss": -1.7e308}, 2: {"train/loss": 1.7e308}})
+    _, page = read(directory)
+    assert "1.00e+100" in page.words
+
+
+def test_time_of_no_phase_is_other(directory):
+    # An evaluation before training has no times: it is no step of zero seconds.
+    rows = {0: {"eval/accuracy": 0.5}}
+    rows |= {s: {"time/rollout": 3.0, "time/step": 4.0} for s in (1, 2)}
+    log_metrics(directory, rows)
+    html, _ = read(directory)
+    legend = re.findall(r"</i>(\w+) <span>(.*?)</span>", html)
+    assert legend == [("rollout", "75.0%"), ("other", "25.0%")]
+    assert "<h3>Time by phase</h3><b>4.0 s</b>" in html
+    assert "step 0: 0 ms" not in html
+
+
+def test_examples_compare_the_same_tasks(directory):
+    log_metrics(directory, {step: {} for step in range(5)})
+    log_samples(
+        directory,
+        {
+            0: [sample(0, "a", 0.0), sample(0, "gone"), sample(0, "b", 1.0)],
+            2: [sample(2, "a", 0.5), sample(2, "t", split="train")],
+            4: [
+                sample(4, "b", 0.0),
+                sample(4, "new"),
+                sample(4, "a", 9.0, sample_index=1, completion="second sample"),
+                sample(4, "a", 1.0),
+            ],
+        },
+    )
+    html, page = read(directory)
+    assert page.headings == ["Task a", "Task b"]
+    written = [words for words in page.words if words.startswith("completion of")]
+    assert written == [
+        "completion of a at 0",
+        "completion of a at 4",
+        "completion of b at 0",
+        "completion of b at 4",
+    ]
+    assert re.findall(r"--share:(\d+)%.*?reward ([^<]+)<", html) == [
+        ("0", "0"),
+        ("100", "1"),
+        ("100", "1"),
+        ("0", "0"),
+    ]
+
+
+def test_examples_are_the_first_and_not_the_best(directory):
+    log_metrics(directory, {1: {}, 2: {}})
+    tasks = [f"t{index}" for index in range(30)]
+    log_samples(
+        directory,
+        {
+            s: [sample(s, task, float(i)) for i, task in enumerate(tasks)]
+            for s in (1, 2)
+        },
+    )
+    _, page = read(directory)
+    assert page.headings == [f"Task t{index}" for index in range(8)]
+
+
+def test_training_samples_serve_when_nothing_was_held_out(directory):
+    log_metrics(directory, {1: {}, 2: {}})
+    log_samples(
+        directory,
+        {s: [sample(s, "a", math.nan, split="train")] for s in (1, 2)},
+    )
+    _, page = read(directory)
+    assert "completion of a at 2" in page.words
+    assert "completion of a at 1" not in page.words
+    assert "reward not finite" in page.words
+
+
+def test_long_completions_are_cut(directory):
+    log_metrics(directory, {1: {}})
+    log_samples(directory, {1: [sample(1, "a", completion="<" * 100_000)]})
+    html, page = read(directory)
+    assert "<" * 4000 + "\n[96000 more characters in samples.jsonl]" in page.words
+    assert len(html) < 50_000
+
+
+def test_nothing_that_a_model_or_a_user_writes_becomes_markup(directory):
+    describe(
+        directory,
+        command=ATTACK,
+        model=ATTACK,
+        mesh=ATTACK,
+        versions={ATTACK: ATTACK},
+        config={ATTACK: {ATTACK: ATTACK}},
+    )
+    log_metrics(directory, {1: {ATTACK: 0.5}, 2: {ATTACK: math.nan}})
+    attacker = sample(1, ATTACK, prompt=ATTACK, completion=ATTACK, finish_reason=ATTACK)
+    log_samples(directory, {1: [attacker], 2: [attacker]})
+    html, page = read(directory, title=ATTACK)
+    assert "script" not in page.tags
+    assert page.tags <= {
+        *("html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "h3"),
+        *("p", "pre", "dl", "dt", "dd", "div", "span", "b", "i", "figure", "footer"),
+        *("figcaption", "svg", "g", "path", "rect", "article", "details", "summary"),
+        *("table", "tr", "th", "td"),
+    }
+    assert not {name for name in page.attributes if name.startswith("on")}
+    assert not page.attributes & {"href", "src", "srcdoc", "action"}
+    # It is still there to be read, in each place where it was written.
+    assert page.text.count(ATTACK) >= 12
+    assert "default-src 'none'" in html
+
+
+def test_page_asks_nothing_of_the_network(directory):
+    describe(directory)
+    log_metrics(directory, {step: dict.fromkeys(CHARTS, 0.5) for step in range(3)})
+    html, page = read(directory)
+    assert not re.search(r"https?:|//|url\(|@import|@font-face", html)
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+
+
+def test_control_characters_and_lone_surrogates_are_shown(directory):
+    log_metrics(directory, {1: {}})
+    wild = "a\x00b\x1b[31mc\ud800d\te\nf"
+    log_samples(directory, {1: [sample(1, "t", completion=wild)]})
+    _, page = read(directory)
+    assert "a␀b␛[31mc?d\te\nf" in page.words
+
+
+def test_text_escapes_for_attributes_too():
+    assert text("<&>\"'") == "&lt;&amp;&gt;&quot;&#x27;"
+
+
+def test_size_of_a_long_run(directory):
+    names = [*list(CHARTS)[:-1], *(f"other/metric_{index}" for index in range(17))]
+    assert len(names) == 30
+    with MetricsLog(directory) as log:
+        for step in range(1, 1001):
+            values = {n: math.sin(step * (i + 1.3)) for i, n in enumerate(names)}
+            log.write(step, values)
+    html, page = read(directory)
+    assert len(page.headings) == 30
+    assert len(html.encode()) < 1 << 20
+    corners = [path.count("L") + 1 for path in re.findall(r'd="(M[^"]*L[^"]*)"', html)]
+    assert max(corners) <= 400
+
+
+def test_a_run_that_was_killed_has_a_report(directory):
+    log_metrics(directory, {1: {"reward/mean": 0.5}, 2: {"reward/mean": 0.75}})
+    log_samples(directory, {1: [sample(1, "a")], 2: [sample(2, "a")]})
+    for path in (directory.metrics, directory.samples):
+        path.write_bytes(path.read_bytes()[:-5])
+    _, page = read(directory)
+    assert any(words.startswith("step 1 ·") for words in page.words)
+    assert "completion of a at 1" in page.words
+    assert "completion of a at 2" not in page.words
+
+
+def test_errors_name_the_file_and_what_to_do(directory):
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
+        write_report(directory)
+    directory.path.mkdir()
+    directory.metrics.write_text('{"step": 1')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl must hold at least one step"):
+        write_report(directory)
+    directory.metrics.write_text('{"step": 1, "time": 0, "metrics": {}}\n')
+    directory.config.write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json must be the JSON of a RunDesc"):
+        write_report(directory)
+    assert not directory.report.exists()
+
+
+def test_a_full_disk_leaves_the_earlier_report(directory):
+    log_metrics(directory, {1: {"reward/mean": 0.5}})
+    before = write_report(directory).read_bytes()
+    (directory.path / "report.html.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="what was there before is unchanged") as caught:
+        write_report(directory)
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(directory.report)
+    assert directory.report.read_bytes() == before
