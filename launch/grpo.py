@@ -8,6 +8,7 @@ from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.recipes.chain_sum import chain_sum
 from launch.recipes.demo import demo
+from launch.recipes.games import guess, world
 from launch.training import beginning, online
 
 PROGRAM = cli.Program(
@@ -20,7 +21,7 @@ PROGRAM = cli.Program(
     ),
     load=online,
     check=check_options,
-    recipes={"demo": demo, "chain_sum": chain_sum},
+    recipes={"demo": demo, "chain_sum": chain_sum, "guess": guess, "world": world},
 )
 
 

@@ -98,7 +98,8 @@ def render(
     """Token ids of a conversation, up to where the assistant's answer begins.
 
     With a chat template that template decides, on BOS too. Without one the contents
-    follow one another, which is what a base model and the built-in tasks use.
+    follow one another, which is what a base model and the built-in tasks use, and an
+    earlier answer of the assistant ends with EOS, as it does in an episode.
 
     Args:
         tokenizer: with or without a chat template.
@@ -115,7 +116,11 @@ def render(
     '1+2='
     """
     if not tokenizer.chat_templates:
-        text = "".join(_content(_message(message)) for message in messages)
+        text = ""
+        for number, message in enumerate(map(_message, messages), 1):
+            text += _content(message)
+            if message["role"] == "assistant" and number < len(messages):
+                text += tokenizer.eos_token
         return tokenizer.encode(text, special=True)
     text = render_text(
         tokenizer,

@@ -9,15 +9,29 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl_post.envs.env import Environment
+from jaxrl_post.envs.env import (
+    Environment,
+    StatefulEnvironment,
+    StatelessEnvironment,
+)
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.gsm8k import GSM8K
+from jaxrl_post.envs.tasks.guess import Guess
 from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
 from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
+from jaxrl_post.envs.tasks.world import World
 
 __all__ = ["make"]
 
-_FORMS = "arithmetic, gsm8k, jsonl, reasoning-gym:<task>, <module>:<factory>"
+_FORMS = (
+    "arithmetic, gsm8k, guess, jsonl, world, reasoning-gym:<task>, <module>:<factory>"
+)
+_BY_NAME: Mapping[str, Callable[..., Environment]] = {
+    "gsm8k": GSM8K,
+    "guess": Guess,
+    "jsonl": PromptAnswers,
+    "world": World,
+}
 _REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
 
 
@@ -28,6 +42,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
 
         arithmetic?level=2                      arithmetic?operations=+-&terms=3
         gsm8k?path=train.jsonl&eval_path=test.jsonl
+        guess?size=7&guesses=3                  world?turns=8
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
@@ -51,8 +66,8 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     'arithmetic(+-,2x2)'
     >>> make("arithmetics")
     Traceback (most recent call last):
-    ValueError: no environment 'arithmetics'; there are arithmetic, gsm8k, jsonl,
-    reasoning-gym:<task>, <module>:<factory>
+    ValueError: no environment 'arithmetics'; there are arithmetic, gsm8k, guess, jsonl,
+    world, reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = _parse_query(spec, query)
@@ -66,10 +81,8 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         return _call(
             Arithmetic.at_level if "level" in chosen else Arithmetic, chosen, name
         )
-    if name == "gsm8k":
-        return _call(GSM8K, chosen, name)
-    if name == "jsonl":
-        return _call(PromptAnswers, chosen, name)
+    if name in _BY_NAME:
+        return _call(_BY_NAME[name], chosen, name)
     kind, colon, rest = name.partition(":")
     if colon and kind == "reasoning-gym":
         return _make_reasoning_gym(rest, chosen)
@@ -121,10 +134,10 @@ def _make_custom(module: str, factory: str, chosen: Mapping[str, Any]) -> Enviro
             f"no environment {spec!r}: {module!r} has no function or class {factory!r}"
         )
     environment = _call(build, chosen, spec)
-    if not isinstance(environment, Environment):
+    if not isinstance(environment, StatelessEnvironment | StatefulEnvironment):
         raise ValueError(
-            f"{spec!r} must return an Environment (name, tasks, step, demonstration), "
-            f"got {type(environment).__name__}"
+            f"{spec!r} must return an environment (name, tasks, demonstration, and "
+            f"step or open), got {type(environment).__name__}"
         )
     return environment
 

@@ -1,7 +1,9 @@
 """The contract between a policy and what it is trained on: tasks, turns and rewards.
 
-An environment speaks messages, never token ids, and knows nothing of jax: its `step`
-runs in a worker process of `jaxrl_post.envs.workers.pool`, which owns the deadline.
+An environment speaks messages, never token ids, and knows nothing of jax. It answers
+turns in a worker process of `jaxrl_post.envs.workers.pool`, which owns the deadline:
+by a pure function of the whole conversation (`StatelessEnvironment`), or in a session
+that is opened for an episode and keeps state between its turns (`StatefulEnvironment`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ __all__ = [
     "Message",
     "NeedsPreparation",
     "Role",
+    "Session",
     "Split",
+    "StatefulEnvironment",
+    "StatelessEnvironment",
     "Step",
     "Task",
     "TaskSequence",
@@ -121,7 +126,7 @@ class Step:
 
 @runtime_checkable
 class Environment(Protocol):
-    """A source of tasks and the judge of their answers: a small picklable value."""
+    """A source of tasks, a small picklable value; one of the next two answers turns."""
 
     @property
     def name(self) -> str:
@@ -136,6 +141,15 @@ class Environment(Protocol):
         """
         ...
 
+    def demonstration(self, task: Task) -> str | None:
+        """An answer worth imitating, for supervised warm starts; None if unknown."""
+        ...
+
+
+@runtime_checkable
+class StatelessEnvironment(Environment, Protocol):
+    """An environment whose answer is a pure function of the conversation."""
+
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
         """Answers the assistant's turn that ends `conversation`. Pure.
 
@@ -148,8 +162,34 @@ class Environment(Protocol):
         """
         ...
 
-    def demonstration(self, task: Task) -> str | None:
-        """An answer worth imitating, for supervised warm starts; None if unknown."""
+
+@runtime_checkable
+class Session(Protocol):
+    """The environment of one episode. It lives in one worker process to its end.
+
+    What it answers must depend on its task and the turns so far alone: when its worker
+    dies, or a run is resumed, the turns are taken again in a new session, and one that
+    answers otherwise fails its episode.
+    """
+
+    def step(self, turn: Answer) -> Step:
+        """Answers the policy's next turn.
+
+        Runs in the main thread of the worker process, under the pool's deadline.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of what the session holds. Called once, however the episode ended."""
+        ...
+
+
+@runtime_checkable
+class StatefulEnvironment(Environment, Protocol):
+    """An environment with state: a game, a sandbox, a simulated user."""
+
+    def open(self, task: Task) -> Session:
+        """Begins an episode, in the worker process that will take all its turns."""
         ...
 
 

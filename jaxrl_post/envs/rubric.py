@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxrl_post.envs.env import (
-    Environment,
     Message,
     NeedsPreparation,
     Split,
+    StatelessEnvironment,
     Step,
     Task,
 )
@@ -60,8 +60,8 @@ class Rubric:
         own_weight: what the environment's own reward is multiplied by; 0 replaces it.
 
     Raises:
-        ValueError: if there is no criterion, one is named "own", or a weight is not
-            finite.
+        ValueError: if the environment has sessions, there is no criterion, one is named
+            "own", or a weight is not finite.
 
     >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
     >>> def length(task, conversation):
@@ -73,11 +73,16 @@ class Rubric:
     (0.98, {'own': 1.0, 'length': 2.0})
     """
 
-    environment: Environment
+    environment: StatelessEnvironment
     criteria: Mapping[str, Criterion]
     own_weight: float = 1.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.environment, StatelessEnvironment):
+            raise ValueError(
+                "environment must be a StatelessEnvironment (with `step`), got "
+                f"{type(self.environment).__name__}: have its sessions add the criteria"
+            )
         if not self.criteria:
             raise ValueError("criteria must hold at least one criterion, got none")
         if "own" in self.criteria:

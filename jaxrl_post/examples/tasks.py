@@ -10,7 +10,7 @@ from jaxrl_post.config.run import ConfigError, OnOverlap
 from jaxrl_post.data import chat
 from jaxrl_post.data.lengths import Lengths, written
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.envs import Environment, Message, Step, Task, TaskSequence
+from jaxrl_post.envs import Environment, Task, TaskSequence
 from jaxrl_post.envs.env import Split
 
 __all__ = [
@@ -33,10 +33,10 @@ KEPT_TASKS, MOST_TASKS = 100_000, 1_000_000
 
 @dataclass(frozen=True)
 class TaskSets:
-    """An environment whose tasks are there already: asking for them costs nothing.
+    """The tasks of an environment, made already: asking for them costs nothing.
 
     Attributes:
-        environment: gives the tasks, and judges them.
+        environment: gives the tasks.
         train: to learn from.
         eval: held out.
     """
@@ -68,10 +68,6 @@ class TaskSets:
     def size(self, split: Split) -> int:
         """Number of tasks of a split."""
         return len(self.tasks(split))
-
-    def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
-        """The environment's."""
-        return self.environment.step(task, conversation)
 
     def demonstration(self, task: Task) -> str | None:
         """The environment's."""

@@ -14,13 +14,14 @@ from jaxrl_post.config.run import RLConfig, RolloutConfig
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.envs import Environment, Task, WorkerPool
 from jaxrl_post.envs.env import Split
+from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.learner.model import Model
 from jaxrl_post.programs.judge import RewardJudge
 from jaxrl_post.programs.scores import FailedRolloutsError, Scores, score
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.collector import Collector
 from jaxrl_post.rollout.episode import Episode, Group
-from jaxrl_post.rollout.flight import Limits
+from jaxrl_post.rollout.flight import ChangedTaskError, Limits
 from jaxrl_post.rollout.queue import GroupQueue
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import SamplingParams
@@ -142,6 +143,7 @@ class Experience:
             "drawn": self.drawn,
             "queue": self.queue.to_json(),
             "flights": self.collector.state(),
+            "version": self._version,
             "places": [[i, self._places[i]] for i in self.collector.prompt_ids],
         }
 
@@ -149,8 +151,16 @@ class Experience:
         """Takes up what `state` gave.
 
         Raises:
-            ChangedTaskError: an episode under way began with another task.
+            ChangedTaskError: an episode under way began with another task, or with
+                another version of the environment.
         """
+        if value["flights"] and value["version"] != self._version:
+            raise ChangedTaskError(
+                f"{len(value['flights'])} groups of the checkpoint are unfinished, and "
+                f"began with version {value['version']!r} of environment "
+                f"{self.environment.name}, which is version {self._version!r} now. "
+                "Resume with the version of the run's start"
+            )
         self.drawn = value["drawn"]
         self.queue = GroupQueue.from_json(value["queue"])
         self._places = {prompt_id: place for prompt_id, place in value["places"]}
@@ -179,6 +189,14 @@ class Experience:
     def _tasks(self) -> dict[Split, Sequence[Task]]:
         # Once: an environment may read a file each time that it is asked.
         return {split: self.environment.tasks(split) for split in ("train", "eval")}
+
+    @property
+    def _version(self) -> str:
+        """The environment's, if it has one; another may answer a turn otherwise."""
+        environment = self.environment
+        if isinstance(environment, TaskSets):
+            environment = environment.environment
+        return str(getattr(environment, "version", ""))
 
     def _draw(self, count: int) -> list[tuple[int, Task]]:
         """The next tasks, each with an id that no other draw of the run has."""

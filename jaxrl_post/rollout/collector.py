@@ -71,12 +71,16 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class Judges(Protocol):
-    """Worker processes that run an environment's `step` under a deadline."""
+    """Worker processes in which an environment answers turns, under a deadline."""
 
     def submit(
-        self, task: Task, conversation: tuple[Message, ...]
+        self, task: Task, conversation: tuple[Message, ...], session: SampleId
     ) -> concurrent.futures.Future[Outcome]:
-        """Asks for a judgement."""
+        """Asks for the answer to the turn that ends a conversation."""
+        ...
+
+    def end(self, session: SampleId) -> None:
+        """Closes the session of an episode that is over, if it has one."""
         ...
 
 
@@ -340,7 +344,9 @@ class Collector:
             group.flights[sample[1]], event, self.limits
         )
         group.flights[sample[1]] = flight
-        group.unfinished -= flight.awaits == "nobody"
+        if flight.awaits == "nobody":
+            group.unfinished -= 1
+            self.judges.end(sample)
         return effect
 
     def _ask(self, sample: SampleId) -> None:
@@ -349,7 +355,7 @@ class Collector:
         number, self._asked = self._asked, self._asked + 1
         self._judging[number] = sample
         self._due.add(number)
-        future = self.judges.submit(flight.task, flight.conversation)
+        future = self.judges.submit(flight.task, flight.conversation, sample)
         future.add_done_callback(lambda done: self._arrived.put((number, done)))
 
     def _take_judgements(self, sampler: Sampler, deadline: float) -> None:

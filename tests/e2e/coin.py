@@ -3,7 +3,7 @@
 import zlib
 from dataclasses import dataclass
 
-from jaxrl_post.envs import Message, Step, Task, TaskSequence, response
+from jaxrl_post.envs import Answer, Message, Step, Task, TaskSequence, response
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,47 @@ class Relay:
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
         turns = [m.content for m in conversation if m.role == "assistant"]
-        number = zlib.crc32(f"{task.id} {turns}".encode())
-        again = (Message("user", f"{number % 10}="),)
-        done = len(turns) == 3 or number % 4 == 0
-        return Step(float(number % 2), done, () if done else again)
+        return relayed(task, turns)
+
+    def demonstration(self, task: Task) -> str:
+        return f"{task.id}"
+
+
+def relayed(task: Task, turns: list[str]) -> Step:
+    """What Relay answers to the last of an episode's turns."""
+    number = zlib.crc32(f"{task.id} {turns}".encode())
+    again = (Message("user", f"{number % 10}="),)
+    done = len(turns) == 3 or number % 4 == 0
+    return Step(float(number % 2), done, () if done else again)
+
+
+@dataclass
+class RelaySession:
+    """Remembers the turns, which Relay is told again each time."""
+
+    task: Task
+    turns: list[str]
+
+    def step(self, turn: Answer) -> Step:
+        self.turns.append(turn.content)
+        return relayed(self.task, self.turns)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class StatefulRelay:
+    """Relay with a session for every episode."""
+
+    size: int = 40
+    name: str = "relay"
+
+    def tasks(self, split: str) -> TaskSequence:
+        return Coin(self.size).tasks(split)
+
+    def open(self, task: Task) -> RelaySession:
+        return RelaySession(task, [])
 
     def demonstration(self, task: Task) -> str:
         return f"{task.id}"

@@ -1,8 +1,11 @@
 """Environments that do what the assistant's turn tells them, good or bad."""
 
+import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -12,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxrl_post.envs.env import Message, Split, Step, Task
+from jaxrl_post.envs.env import Answer, Message, Split, Step, Task
+from jaxrl_post.envs.workers.wire import encode_step, send_frame
 
 PROMPT = (Message("user", "do something"),)
 
@@ -219,3 +223,80 @@ def brevity(task: Task, conversation: tuple[Message, ...]) -> float:
 def length_share(response: str, answer: dict[str, int]) -> float:
     """A grader: as long as the answer asks for."""
     return len(response) / answer["length"]
+
+
+@dataclass
+class Count:
+    """A session that counts its turns, and can be told to misbehave."""
+
+    environment: "Counter"
+    born: float
+    turns: int = 0
+    stuck: bool = False
+
+    def step(self, turn: Answer) -> Step:
+        self.turns += 1
+        said, content = turn.content, str(self.turns)
+        if said == "hang":
+            return hang()
+        if said == "exit":
+            os._exit(3)
+        if said == "slow":
+            time.sleep(0.6)
+        if said == "stuck":
+            self.stuck = True
+        if said == "allocate":
+            bytearray(2**31)
+        if said == "flood":
+            content = "x" * 100_000_000
+        if said == "two replies":
+            answer_twice({"kind": "ok", "number": 1, "step": encode_step(reply())})
+        if said == "another number":
+            answer_twice({"kind": "ok", "number": 99, "step": encode_step(reply())})
+        metrics = {"pid": float(os.getpid()), "born": self.born}
+        return Step(0.5, said == "done", (Message("user", content),), metrics)
+
+    def close(self) -> None:
+        if self.stuck:
+            innermost_hang(100)
+        if self.environment.directory:
+            name = f"closed-{os.getpid()}-{time.monotonic_ns()}"
+            Path(self.environment.directory, name).touch()
+
+
+def answer_twice(reply: dict) -> None:
+    """Writes a reply of its own into the connection to the pool."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                connection = socket.socket(fileno=os.dup(int(number)))
+                send_frame(connection, json.dumps(reply).encode(), expires=None)
+                connection.close()
+
+
+@dataclass(frozen=True)
+class Counter:
+    """Has a session for every episode."""
+
+    directory: str = ""
+    name: str = "counter"
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return [Task(i, PROMPT, "") for i in range(8)]
+
+    def open(self, task: Task) -> Count:
+        return Count(self, time.perf_counter())
+
+    def demonstration(self, task: Task) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class TasksAlone:
+    name: str = "tasks-alone"
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return []
+
+    def demonstration(self, task: Task) -> str | None:
+        return None

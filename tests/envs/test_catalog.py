@@ -49,7 +49,7 @@ def test_a_factory_of_ones_own(scripted):
         ("jaxrl_post.absent:build", "no module 'jaxrl_post.absent' on sys.path"),
         ("scripted_environments:absent", "has no function or class 'absent'"),
         ("scripted_environments:PROMPT", "has no function or class 'PROMPT'"),
-        ("scripted_environments:build_nothing", r"must return an Env.*, got NoneType"),
+        ("scripted_environments:build_nothing", r"must return an env.*, got NoneType"),
         ("scripted_environments:NoEnvironment", "must return an .*, got NoEnvironment"),
         ("scripted_environments:build", "needs the option 'size'"),
         (

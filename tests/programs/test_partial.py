@@ -120,6 +120,47 @@ def test_a_checkpoint_holds_the_episodes_under_way(coin, judges, stop):
     assert_same(again.snapshot(), whole.snapshot())
 
 
+def test_sessions_do_what_a_pure_step_does_resumed_or_not(coin, judges):
+    """To the last bit: also where a session was lost with its process."""
+    stateless = make_trainer(coin.Relay(), judges, CONFIG)
+    expected = [stateless.step(number) for number in range(1, 5)]
+    with WorkerPool(coin.StatefulRelay(), 2) as pool:
+        first = make_trainer(coin.StatefulRelay(), pool, CONFIG)
+        for number in range(1, 3):
+            metrics, groups = first.step(number)
+            assert facts(metrics) == facts(expected[number - 1][0])
+        meta = json.loads(json.dumps(first.meta()))
+        place = first.experience.indices.get_state()
+        snapshot = jax.tree.map(jax.numpy.array, first.snapshot())
+    turns = [len(e["episode"]["turns"]) for g in meta["flights"] for e in g["flights"]]
+    assert max(turns) > 0, "no session is lost in the middle: the test shows nothing"
+    with WorkerPool(coin.StatefulRelay(), 2) as pool:
+        again = make_trainer(coin.StatefulRelay(), pool, CONFIG)
+        again.experience.indices.set_state(place)
+        again.load_snapshot(snapshot)
+        again.load_meta(meta)
+        for number in range(3, 5):
+            metrics, groups = again.step(number)
+            assert facts(metrics) == facts(expected[number - 1][0])
+            assert groups == expected[number - 1][1]
+    assert_same(again.snapshot(), stateless.snapshot())
+
+
+def test_a_flight_does_not_come_back_to_another_version(coin, judges):
+    trainer = make_trainer(coin.Relay(), judges, CONFIG)
+    trainer.step(1)
+
+    @dataclasses.dataclass(frozen=True)
+    class Newer(coin.Relay):
+        version: str = "2"
+
+    other = make_trainer(Newer(), judges, CONFIG)
+    with pytest.raises(
+        ChangedTaskError, match=r"version '' of environment relay.* is version '2'"
+    ):
+        other.load_meta(trainer.meta())
+
+
 def test_a_flight_does_not_come_back_to_other_tasks(coin, judges):
     trainer = make_trainer(coin.Relay(), judges, CONFIG)
     trainer.step(1)

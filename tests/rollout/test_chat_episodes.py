@@ -23,6 +23,7 @@ from jaxrl_post.sampler.requests import (
     Completion,
     FinishReason,
     Request,
+    SampleId,
     SamplingParams,
 )
 from tests.rollout.scripts import sampled
@@ -102,14 +103,17 @@ class Asking:
     question: Message = AGAIN
 
     def submit(
-        self, task: Task, conversation: tuple[Message, ...]
+        self, task: Task, conversation: tuple[Message, ...], session: SampleId
     ) -> concurrent.futures.Future[Outcome]:
-        del task
+        del task, session
         said = sum(message.role == "assistant" for message in conversation)
         future: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
         step = Step(0.5, done=said == self.turns, messages=(self.question,))
         future.set_result(Outcome(step, None, "ok", 0.0))
         return future
+
+    def end(self, session: SampleId) -> None:
+        del session
 
 
 def turn(tokens: Sequence[int], reason: FinishReason = "stop") -> Completion:

@@ -162,11 +162,15 @@ class Patient:
     def __init__(self, environment) -> None:
         self.environment = environment
         self.asked: list[tuple[concurrent.futures.Future, Task, tuple]] = []
+        self.ended: list[tuple[int, int]] = []
 
-    def submit(self, task, conversation):
+    def submit(self, task, conversation, session):
         future = concurrent.futures.Future()
         self.asked.append((future, task, conversation))
         return future
+
+    def end(self, session) -> None:
+        self.ended.append(session)
 
     def answer(self, *, but: int | None = None) -> None:
         """Answers all questions, or all but those about one task."""
@@ -182,8 +186,8 @@ class Patient:
 class Prompt(Patient):
     """Judges that answer at once."""
 
-    def submit(self, task, conversation):
-        future = super().submit(task, conversation)
+    def submit(self, task, conversation, session):
+        future = super().submit(task, conversation, session)
         self.answer()
         return future
 
@@ -308,8 +312,8 @@ def test_within_its_grace_it_does_not_matter_how_fast_a_judge_is(two_turns):
     environment = two_turns.TwoTurns()
 
     class Delayed(Patient):
-        def submit(self, task, conversation):
-            future = super().submit(task, conversation)
+        def submit(self, task, conversation, session):
+            future = super().submit(task, conversation, session)
             [(_, *asked)] = self.asked
             self.asked = []
             delay = 0.03 * (len(conversation) + task.id) % 0.05

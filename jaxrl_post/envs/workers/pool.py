@@ -1,27 +1,38 @@
-"""Rewards from worker processes: each has a deadline, and none can end the run."""
+"""Worker processes that answer turns: each has a deadline, and none can end the run."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 
-from jaxrl_post.envs.env import Environment, Message, Task
+from jaxrl_post.envs.env import (
+    Environment,
+    Message,
+    StatefulEnvironment,
+    StatelessEnvironment,
+    Task,
+)
 from jaxrl_post.envs.workers.process import (
     Outcome,
     WorkerProcess,
     WorkerSettings,
     WorkerStartError,
 )
-from jaxrl_post.envs.workers.wire import LARGEST_FRAME
+from jaxrl_post.envs.workers.sessions import turns_of
+from jaxrl_post.envs.workers.wire import LARGEST_FRAME, Ask
 
 __all__ = ["Outcome", "WorkerPool", "WorkerStartError"]
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _KILL_WAIT_S = 10.0
@@ -29,12 +40,17 @@ _CRASH_WINDOW_S = 60.0
 
 
 class WorkerPool:
-    """Processes that run `environment.step`, each on one request at a time.
+    """Processes that answer the policy's turns, each one turn at a time.
 
     `submit` never raises for a bad reward function: the future resolves to an `Outcome`
     that says what happened. In asyncio, `await asyncio.wrap_future(pool.submit(...))`.
     A worker that hangs or dies is replaced. If too many die, none is replaced for a
     while, and once none is left their requests fail at once, with the reason.
+
+    The turns of an episode of a `StatefulEnvironment` all go to the worker that took
+    its first. If that worker dies, the turn that it was at fails. The other episodes
+    that had a session there go on in another worker, which takes their earlier turns
+    again.
 
     A step runs in its worker's main thread, in a session of its own: a Ctrl-C in the
     terminal reaches the caller alone. What it prints is kept, the last 8 KiB of it, for
@@ -52,7 +68,8 @@ class WorkerPool:
             timeouts aside, before none is replaced until that minute is over.
 
     Raises:
-        ValueError: if an argument is out of range, or the environment does not pickle.
+        ValueError: if an argument is out of range, or the environment does not pickle
+            or judges nothing.
         WorkerStartError: if a worker does not start, with what it wrote.
 
     >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
@@ -84,6 +101,12 @@ class WorkerPool:
         ):
             if value is not None and not value > 0:
                 raise ValueError(f"{argument} must be positive, got {value}")
+        if not isinstance(environment, StatelessEnvironment | StatefulEnvironment):
+            raise ValueError(
+                f"environment {environment.name!r} must have `step` (stateless) or "
+                "`open` (sessions), got neither"
+            )
+        self._stateful = not isinstance(environment, StatelessEnvironment)
         memory_bytes = None
         if memory_limit_gib is not None:
             memory_bytes = int(memory_limit_gib * 2**30)
@@ -93,35 +116,58 @@ class WorkerPool:
             start_timeout_s=start_timeout_s,
             memory_bytes=memory_bytes,
         )
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs = _Jobs(num_workers)
         self._crashes = _CrashLog(max_crashes_per_minute)
         self._closing = threading.Event()
-        self._submitting = threading.Lock()
         self._workers = [WorkerProcess(settings) for _ in range(num_workers)]
         self._threads: list[threading.Thread] = []
         self._start_all(start_timeout_s)
 
-    def submit(self, task: Task, conversation: tuple[Message, ...]) -> Future[Outcome]:
-        """Queues one call of `environment.step`. For any thread.
+    def submit(
+        self,
+        task: Task,
+        conversation: tuple[Message, ...],
+        session: Hashable = None,
+    ) -> Future[Outcome]:
+        """Has the environment answer the turn that ends a conversation. For any thread.
 
         Args:
             task: the task that the conversation began with.
             conversation: the messages so far; ends with the assistant's turn.
+            session: tells the episode from all others, as (prompt id, sample index)
+                does; a stateful environment needs it. One turn of it at a time.
 
         Returns:
             A future of the outcome; it can be cancelled until a worker starts on it.
 
         Raises:
-            ValueError: if the task does not pickle.
+            ValueError: if the task does not pickle, or a stateful environment gets no
+                session.
             RuntimeError: if the pool is closed.
         """
-        job = _Job(_pickled(f"task {task.id}", (task, conversation)), Future())
-        # Under the lock no job can be queued behind those that `close` cancels.
-        with self._submitting:
-            if self._closing.is_set():
-                raise RuntimeError("the worker pool is closed: submit before close()")
-            self._jobs.put(job)
+        calls = 1
+        if self._stateful:
+            if session is None:
+                raise ValueError(
+                    "session must tell the episode, as the environment keeps state; "
+                    "got None"
+                )
+            # An earlier turn may have to be taken again, and the session be opened.
+            calls = 1 + len(turns_of(task, conversation))
+        else:
+            session = None
+        request = _pickled(f"task {task.id}", Ask(session, task, conversation))
+        job = _Job(request, Future(), session, calls)
+        if not self._jobs.put(job):
+            raise RuntimeError("the worker pool is closed: submit before close()")
         return job.future
+
+    def end(self, session: Hashable) -> None:
+        """Closes the session of an episode, where there is one. Does not wait."""
+        if self._stateful and self._jobs.knows(session):
+            task = Task(0, (), "")
+            request = _pickled("session", Ask(session, task, None))
+            self._jobs.put(_Job(request, Future(), session, 1, ends=True))
 
     def close(self, *, deadline_s: float = 5.0) -> None:
         """Cancels what is queued, waits for what is running, ends the processes.
@@ -130,14 +176,8 @@ class WorkerPool:
             deadline_s: seconds to wait for running steps; those that take longer are
                 killed, and their outcome is "crashed".
         """
-        with self._submitting:
-            self._closing.set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (job := self._jobs.get_nowait()) is not None:
-                    job.future.cancel()
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._closing.set()
+        self._jobs.close()
         self._join(deadline_s)
         for worker, thread in zip(self._workers, self._threads, strict=True):
             if thread.is_alive():
@@ -160,7 +200,7 @@ class WorkerPool:
         # Daemons: a caller that forgot to close must not hang when it exits.
         self._threads = [
             threading.Thread(target=self._serve, args=pair, daemon=True)
-            for pair in zip(self._workers, starts, strict=True)
+            for pair in enumerate(starts)
         ]
         for thread in self._threads:
             thread.start()
@@ -177,31 +217,38 @@ class WorkerPool:
         for thread in self._threads:
             thread.join(max(0.0, expires - time.monotonic()))
 
-    def _serve(self, worker: WorkerProcess, started: Future[None]) -> None:
+    def _serve(self, index: int, started: Future[None]) -> None:
         """The thread of one worker, the only one to start, ask and end it."""
+        worker = self._workers[index]
         try:
             worker.start()
         except WorkerStartError as error:
             started.set_exception(error)
             return
         started.set_result(None)
-        while (job := self._next_job(worker)) is not None:
+        while (job := self._next_job(index)) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
             try:
-                outcome = worker.ask(job.request)
+                outcome = worker.ask(job.request, job.calls)
             # The boundary of the thread: whatever happens, somebody awaits the future.
             except Exception as error:
                 worker.end(grace_s=0.0)
+                self._jobs.leave(index)
                 job.future.set_exception(error)
                 continue
             if outcome.kind == "crashed" and outcome.error is not None:
                 self._crashes.record(outcome.error)
+            if not worker.alive:
+                self._jobs.leave(index)
+            if job.ends and outcome.error is not None:
+                logger.warning("a session did not close: %s", outcome.error)
             job.future.set_result(outcome)
         worker.end()
 
-    def _next_job(self, worker: WorkerProcess) -> _Job | None:
+    def _next_job(self, index: int) -> _Job | None:
         """Revives the worker where needed, then waits for a job; None at the end."""
+        worker = self._workers[index]
         while not worker.alive and not self._closing.is_set():
             if self._crashes.may_restart():
                 try:
@@ -214,14 +261,13 @@ class WorkerPool:
             else:
                 self._fail_one_job()
         # No deadline: an idle worker waits for a job, or for the None of `close`.
-        return None if self._closing.is_set() else self._jobs.get()
+        return None if self._closing.is_set() else self._jobs.take(index)
 
     def _fail_one_job(self) -> None:
-        try:
-            job = self._jobs.get(timeout=_POLL_S)
-        except queue.Empty:
-            return
-        if job is not None and job.future.set_running_or_notify_cancel():
+        job = self._jobs.unassigned()
+        if job is None:
+            self._closing.wait(_POLL_S)
+        elif job.future.set_running_or_notify_cancel():
             error = self._crashes.describe()
             job.future.set_result(Outcome(None, error, "crashed", 0.0))
 
@@ -230,6 +276,104 @@ class WorkerPool:
 class _Job:
     request: bytes
     future: Future[Outcome]
+    session: Hashable
+    # Of the environment, each with its own deadline.
+    calls: int
+    ends: bool = False
+
+
+class _Jobs:
+    """Which worker does what: a session's jobs where it lives, others where one idles.
+
+    Args:
+        workers: how many there are.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._backlog: deque[_Job] = deque()
+        self._inboxes: list[queue.SimpleQueue[_Job | None]] = [
+            queue.SimpleQueue() for _ in range(workers)
+        ]
+        self._idle: set[int] = set()
+        # Session to the worker that it lives in.
+        self._homes: dict[Hashable, int] = {}
+
+    def knows(self, session: Hashable) -> bool:
+        """Whether a session lives in a worker."""
+        return session in self._homes
+
+    def put(self, job: _Job) -> bool:
+        """Queues a job; False once closed."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._assign(job)
+        return True
+
+    def take(self, worker: int) -> _Job | None:
+        """The next job of a worker; waits for one. None when all is over."""
+        inbox = self._inboxes[worker]
+        with self._lock:
+            if inbox.empty() and not self._closed:
+                if self._backlog:
+                    self._give(self._backlog.popleft(), worker)
+                else:
+                    self._idle.add(worker)
+        return inbox.get()
+
+    def unassigned(self) -> _Job | None:
+        """A job that no worker has; None if there is none."""
+        with self._lock:
+            return self._backlog.popleft() if self._backlog else None
+
+    def leave(self, worker: int) -> None:
+        """Leaves the sessions and jobs of a worker that died to the others."""
+        with self._lock:
+            self._idle.discard(worker)
+            self._homes = {k: v for k, v in self._homes.items() if v != worker}
+            for job in self._drained(worker):
+                self._assign(job)
+
+    def close(self) -> None:
+        """Cancels what has not begun; every worker gets None once it is free."""
+        with self._lock:
+            self._closed = True
+            waiting = [*self._backlog]
+            self._backlog.clear()
+            for worker, inbox in enumerate(self._inboxes):
+                waiting += self._drained(worker)
+                inbox.put(None)
+        for job in waiting:
+            job.future.cancel()
+
+    def _assign(self, job: _Job) -> None:
+        home = self._homes.get(job.session)
+        if home is not None:
+            self._give(job, home)
+        elif job.ends:
+            job.future.cancel()  # The session died with its worker.
+        elif self._idle:
+            self._give(job, min(self._idle))
+        else:
+            self._backlog.append(job)
+
+    def _give(self, job: _Job, worker: int) -> None:
+        self._idle.discard(worker)
+        if job.ends:
+            self._homes.pop(job.session, None)
+        elif job.session is not None:
+            self._homes[job.session] = worker
+        self._inboxes[worker].put(job)
+
+    def _drained(self, worker: int) -> list[_Job]:
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (job := self._inboxes[worker].get_nowait()) is not None:
+                    found.append(job)
+        return found
 
 
 class _CrashLog:

@@ -24,7 +24,7 @@ from jaxrl_post.envs.workers.wire import Reply, decode_step, receive_reply, send
 
 __all__ = ["Outcome", "WorkerProcess", "WorkerSettings", "WorkerStartError"]
 
-type OutcomeKind = Literal["ok", "raised", "timeout", "invalid", "crashed"]
+type OutcomeKind = Literal["ok", "raised", "timeout", "invalid", "crashed", "ended"]
 
 # The worker sees the modules that this process sees.
 _BOOTSTRAP = (
@@ -47,14 +47,15 @@ class WorkerStartError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one call of `Environment.step`.
+    """What became of one turn that an environment was to answer.
 
     Args:
         step: the step, if `kind` is "ok".
         error: what went wrong, if it is not.
         kind: "ok"; "raised" (step raised), "invalid" (what it returned is no step, or
             holds a number that is not finite), "timeout" (the deadline passed),
-            "crashed" (the process died, or could not be started again).
+            "crashed" (the process died, or could not be started again); "ended" (no
+            turn: a session was closed).
         seconds: how long the worker had the request.
 
     >>> Outcome(Step(1.0, done=True), None, "ok", 0.01).kind
@@ -99,6 +100,7 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._output: _Tail | None = None
         self._killed = False
+        self._asked = 0
         # Held while the process is started and waited for: a kill from another thread
         # must not reach a process id that has already become another program's.
         self._lock = threading.Lock()
@@ -137,26 +139,33 @@ class WorkerProcess:
                 f"a worker process did not start: {reply.get('error')}"
                 f"{_main_hint(str(reply))}{self._shown_output()}"
             )
-        self._connection = connection
+        self._connection, self._asked = connection, 0
 
-    def ask(self, request: bytes) -> Outcome:
-        """Has the process run one step; it is dead after a "timeout" or a "crashed".
+    def ask(self, request: bytes, calls: int = 1) -> Outcome:
+        """Has the process answer; it is dead after a "timeout" or a "crashed".
 
         Args:
-            request: a pickled (task, conversation).
+            request: a pickled `Ask`.
+            calls: of the environment that it may take, each with its own deadline.
 
         Returns:
             The outcome.
         """
         assert self._connection is not None, "start() comes before ask()"
         began = time.monotonic()
-        expires = began + self._settings.deadline_s + _SELF_END_GRACE_S
+        allowed_s = self._settings.deadline_s * calls
+        expires = began + allowed_s + _SELF_END_GRACE_S
+        self._asked += 1
         try:
             send_frame(self._connection, request, expires=expires)
             reply = receive_reply(self._connection, expires=expires)
+            if reply.get("number") != self._asked:
+                raise ValueError(
+                    f"reply {reply.get('number')} came to request {self._asked}"
+                )
             return _outcome(reply, time.monotonic() - began)
         except (EOFError, OSError):
-            return self._autopsy(began)
+            return self._autopsy(began, allowed_s)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             self.end(grace_s=0.0)
             text = f"the worker process sent what is no reply ({error})"
@@ -216,16 +225,17 @@ class WorkerProcess:
         self._output = _Tail(self._process.stdout)
         return ours
 
-    def _autopsy(self, began: float) -> Outcome:
+    def _autopsy(self, began: float, allowed_s: float) -> Outcome:
         """What became of a process that did not reply."""
         seconds = time.monotonic() - began
         self.end(grace_s=0.0)
-        deadline_s = self._settings.deadline_s
-        if seconds < deadline_s:
+        _, marker, stack = self._written().rpartition("Timeout (")
+        # The watchdog of one call of several leaves its mark before all of their time
+        # is over; a process that is stopped leaves none.
+        if seconds < self._settings.deadline_s or not (marker or seconds >= allowed_s):
             text = f"the worker process {self._exit_reason()}{self._shown_output()}"
             return Outcome(None, text, "crashed", seconds)
-        text = f"step took longer than its deadline of {deadline_s:g} s"
-        _, marker, stack = self._written().rpartition("Timeout (")
+        text = f"step took longer than its deadline of {self._settings.deadline_s:g} s"
         if marker:
             lines = stack.splitlines()[2 : 2 + _SHOWN_LINES]
             text += "; it was in (innermost first):\n" + "\n".join(lines)
@@ -289,6 +299,8 @@ def _outcome(reply: Reply, seconds: float) -> Outcome:
     match reply["kind"]:
         case "ok":
             return Outcome(decode_step(reply["step"]), None, "ok", seconds)
+        case "ended":
+            return Outcome(None, None, "ended", seconds)
         case "raised" | "invalid" as kind:
             return Outcome(None, str(reply["error"]), kind, seconds)
         case kind:

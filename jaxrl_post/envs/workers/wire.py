@@ -12,12 +12,16 @@ import numbers
 import socket
 import struct
 import time
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrl_post.envs.env import Message, Step
+from jaxrl_post.envs.env import Message, Step, Task
 
 __all__ = [
     "LARGEST_FRAME",
+    "LONGEST_MESSAGES",
+    "Ask",
     "Reply",
     "decode_step",
     "encode_step",
@@ -26,11 +30,30 @@ __all__ = [
     "send_frame",
 ]
 
-type Reply = dict[Literal["kind", "error", "step"], Any]
+type Reply = dict[Literal["kind", "error", "step", "number"], Any]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a pool asks of a worker.
+
+    Attributes:
+        session: of which episode; None where the environment has no sessions.
+        task: that the conversation began with.
+        conversation: whose last turn is to be answered; None to end the session.
+    """
+
+    session: Hashable
+    task: Task
+    conversation: tuple[Message, ...] | None
+
 
 _HEADER = struct.Struct("!Q")
 # A worker must not be able to make its parent allocate whatever it says.
 LARGEST_FRAME = 2**28
+# Characters that an environment may answer a turn with. More is no use to a policy, and
+# all of it would be tokenised in the process that trains.
+LONGEST_MESSAGES = 2**20
 
 
 def send_frame(
@@ -115,7 +138,8 @@ def encode_step(step: object) -> dict[str, Any]:
         Its fields, every number a float.
 
     Raises:
-        ValueError: if it is no `Step`, or a number in it is none or is not finite.
+        ValueError: if it is no `Step`, a number in it is none or is not finite, or its
+            messages have more than 2**20 characters.
 
     >>> encode_step(Step(reward=1.0, done=True))
     {'reward': 1.0, 'done': True, 'messages': [], 'metrics': {}, 'rewards': {}}
@@ -132,6 +156,12 @@ def encode_step(step: object) -> dict[str, Any]:
             raise ValueError(
                 f"messages must be Messages of text, got {_shown(message)}"
             )
+    size = sum(len(message.content) for message in step.messages)
+    if size > LONGEST_MESSAGES:
+        raise ValueError(
+            f"messages must have at most {LONGEST_MESSAGES} characters together, got "
+            f"{size}: shorten what a tool returns"
+        )
     return {
         "reward": _finite("reward", step.reward),
         "done": step.done,

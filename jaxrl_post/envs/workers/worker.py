@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import itertools
 import json
 import os
 import pickle
@@ -18,7 +20,14 @@ import traceback
 from collections.abc import Iterator
 
 from jaxrl_post.envs.env import Environment, NeedsPreparation
-from jaxrl_post.envs.workers.wire import Reply, encode_step, receive_frame, send_frame
+from jaxrl_post.envs.workers.sessions import Sessions
+from jaxrl_post.envs.workers.wire import (
+    Ask,
+    Reply,
+    encode_step,
+    receive_frame,
+    send_frame,
+)
 
 __all__ = ["main"]
 
@@ -31,13 +40,14 @@ def main() -> None:
     """Answers requests until the pool closes the connection or dies.
 
     The first frame is a JSON object of settings, the second the pickled environment,
-    each one after it a pickled (task, conversation). All of it happens in the main
-    thread: graders such as math-verify use SIGALRM.
+    each one after it a pickled `Ask`. All of it happens in the main thread: graders
+    such as math-verify use SIGALRM.
     """
     connection = _take_connection()
     _ignore_stop_signals()
     faulthandler.enable(_STDERR)
     settings = json.loads(receive_frame(connection, expires=None))
+    deadline_s = settings["deadline_s"]
     _limit_memory(settings["memory_bytes"])
     pickled = receive_frame(connection, expires=None)
     try:
@@ -48,15 +58,16 @@ def main() -> None:
         _send(connection, {"kind": "failed", "error": _described(error)})
         return
     _send(connection, {"kind": "ready"})
-    while True:
+    sessions = Sessions(environment, functools.partial(_watchdog, deadline_s))
+    for number in itertools.count(1):
         try:
             # No deadline: an idle worker waits, and the end of its pool is an EOF.
             request = receive_frame(connection, expires=None)
         except (EOFError, ConnectionError):
+            sessions.close()
             return
-        with _watchdog(settings["deadline_s"]):
-            reply = _answer(environment, request)
-        _send(connection, reply)
+        reply = _answer(environment.name, sessions, request)
+        _send(connection, {**reply, "number": number})
 
 
 def _load(pickled: bytes) -> Environment:
@@ -108,10 +119,13 @@ def _watchdog(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _answer(environment: Environment, request: bytes) -> Reply:
+def _answer(name: str, sessions: Sessions, request: bytes) -> Reply:
     try:
-        task, conversation = pickle.loads(request)
-        step = environment.step(task, conversation)
+        ask: Ask = pickle.loads(request)
+        if ask.conversation is None:
+            sessions.end(ask.session)
+            return {"kind": "ended"}
+        step = sessions.step(ask.session, ask.task, ask.conversation)
     # The boundary of the process, SystemExit included: a bad reward function must not
     # end the run, and the pool hands on its text.
     except BaseException as error:
@@ -119,7 +133,7 @@ def _answer(environment: Environment, request: bytes) -> Reply:
     try:
         return {"kind": "ok", "step": encode_step(step)}
     except ValueError as error:
-        return {"kind": "invalid", "error": f"{environment.name}: {error}"}
+        return {"kind": "invalid", "error": f"{name}: {error}"}
 
 
 def _described(error: BaseException) -> str:

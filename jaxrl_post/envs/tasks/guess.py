@@ -1,0 +1,135 @@
+"""A number-guessing game, the smallest environment that answers and keeps state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence
+from jaxrl_post.envs.tasks.games import Game, GameSession, game_tasks, open_game
+
+__all__ = ["Guess"]
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Guess a number from 1 to `size`; every wrong guess is answered with a hint.
+
+    The prompt is "14 1-7?": the number of the game, which says nothing about the
+    answer, and the range. A wrong guess is answered with ">" if the number is greater
+    and "<" if it is less, what is no number of the range with "?". The reward is 1 for
+    the turn that guesses the number, and 0 for all others. Who halves what is left
+    needs at most log2(size + 1) guesses; who guesses what is possible, but at random,
+    finds a number from 1 to 7 within three guesses four times in five at best.
+
+    Args:
+        size: the largest number, in [1, 99].
+        guesses: after which the game is over, at least 1.
+        begun: most guesses that a training game has behind it.
+        slips: share of the demonstrations, in [0, 1], that are any number of the range
+            instead of the right one. A model that imitates them knows the rules, and
+            makes little of the hints.
+        seed: chooses the numbers.
+        train_size: number of training games.
+        eval_size: number of held-out games.
+
+    Raises:
+        ValueError: if an argument is outside its range.
+
+    >>> from jaxrl_post.envs import Answer
+    >>> environment = Guess(size=7)
+    >>> task = environment.tasks("eval")[0]
+    >>> task.messages[0].content, task.reference
+    ('1 1-7?', '5')
+    >>> session = environment.open(task)
+    >>> [session.step(Answer("assistant", said)).messages for said in ("4", "6")]
+    [(Message(role='user', content='>'),), (Message(role='user', content='<'),)]
+    >>> session.step(Answer("assistant", "5")).reward
+    1.0
+    """
+
+    size: int = 7
+    guesses: int = 3
+    begun: int = 2
+    slips: float = 0.8
+    seed: int = 0
+    train_size: int = 5000
+    eval_size: int = 200
+
+    def __post_init__(self) -> None:
+        for argument, low, high in (
+            ("size", 1, 99),
+            ("guesses", 1, 99),
+            ("begun", 0, self.guesses - 1),
+            ("train_size", 1, 2**30),
+            ("eval_size", 1, 2**30),
+        ):
+            value = getattr(self, argument)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(
+                    f"{argument} must be an integer in [{low}, {high}], got {value!r}"
+                )
+        if not 0 <= self.slips <= 1:
+            raise ValueError(f"slips must be a share in [0, 1], got {self.slips!r}")
+
+    @property
+    def name(self) -> str:
+        """A short name for logs."""
+        return f"guess({self.size},{self.guesses})"
+
+    def tasks(self, split: Split) -> TaskSequence:
+        """Games; those of "train" may have begun."""
+        size = self.train_size if split == "train" else self.eval_size
+        return game_tasks(self._new, split, seed=self.seed, size=size, begun=self.begun)
+
+    def open(self, task: Task) -> GameSession:
+        """The game of a task."""
+        return GameSession(open_game(self._new, task))
+
+    def demonstration(self, task: Task) -> str:
+        """The number, or a slip."""
+        rng = Random(f"{task.data['game']} slip")
+        if rng.random() < self.slips:
+            return str(rng.randint(1, self.size))
+        return task.reference
+
+    def _new(self, rng: Random) -> Game:
+        return _Round(rng.randint(1, self.size), self.size, self.guesses)
+
+
+@dataclass
+class _Round:
+    number: int
+    size: int
+    left: int
+    # What the hints leave possible.
+    low: int = 1
+    high: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.high = self.size
+
+    def opening(self) -> str:
+        return f"1-{self.size}?"
+
+    def play(self, said: str) -> Step:
+        self.left -= 1
+        guess = int(said) if said.isascii() and said.isdecimal() else 0
+        hint = "?"
+        if 1 <= guess <= self.size:
+            if guess == self.number:
+                return Step(1.0, done=True)
+            hint = ">" if guess < self.number else "<"
+            if guess < self.number:
+                self.low = max(self.low, guess + 1)
+            else:
+                self.high = min(self.high, guess - 1)
+        if self.left == 0:
+            return Step(0.0, done=True)
+        return Step(0.0, done=False, messages=(Message("user", hint),))
+
+    def advice(self) -> str:
+        return str(self.number)
+
+    def whim(self, rng: Random) -> str:
+        return str(rng.randint(self.low, self.high))

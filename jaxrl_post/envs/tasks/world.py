@@ -1,0 +1,156 @@
+"""A text world with an inventory: find the key, find the chest, open it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence
+from jaxrl_post.envs.tasks.games import Game, GameSession, game_tasks, open_game
+
+__all__ = ["World"]
+
+# Two rows of two rooms; a step changes one coordinate.
+_ROOMS = {(0, 0): "attic", (1, 0): "hall", (0, 1): "cellar", (1, 1): "yard"}
+_WAYS = {"n": (0, -1), "s": (0, 1), "w": (-1, 0), "e": (1, 0)}
+_KEY, _CHEST = 0.25, 0.75
+
+
+@dataclass(frozen=True)
+class World:
+    """Four rooms, a key and a chest; the policy sees the room that it is in.
+
+    The prompt is "8 hall: chest; s w": the number of the game, the room, what lies
+    there, and the ways out. The policy says a way ("n", "s", "w", "e"), "take" or
+    "open", and is told what it sees then, with "+key" once it carries the key; what
+    cannot be done is answered with "no" before that. To take the key earns 0.25, to
+    open the chest with it 0.75, and ends the game.
+
+    Args:
+        turns: after which the game is over, at least 1; 6 are enough for every game
+            when one knows where things are.
+        begun: most turns that a training game has behind it.
+        slips: share of the demonstrations, in [0, 1], that are a turn of somebody who
+            plays without much thought.
+        seed: chooses the games.
+        train_size: number of training games.
+        eval_size: number of held-out games.
+
+    Raises:
+        ValueError: if an argument is outside its range.
+
+    >>> from jaxrl_post.envs import Answer
+    >>> environment = World()
+    >>> task = environment.tasks("eval")[1]
+    >>> task.messages[0].content, task.reference
+    ('3 hall: key; s w', 'take')
+    >>> session = environment.open(task)
+    >>> said = "take", "s", "open"
+    >>> [session.step(Answer("assistant", each)).messages[0].content for each in said]
+    ['hall: -; s w +key', 'yard: -; n w +key', 'no; yard: -; n w +key']
+    """
+
+    turns: int = 8
+    begun: int = 6
+    slips: float = 0.5
+    seed: int = 0
+    train_size: int = 5000
+    eval_size: int = 200
+
+    def __post_init__(self) -> None:
+        for argument, low, high in (
+            ("turns", 1, 99),
+            ("begun", 0, self.turns - 1),
+            ("train_size", 1, 2**30),
+            ("eval_size", 1, 2**30),
+        ):
+            value = getattr(self, argument)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(
+                    f"{argument} must be an integer in [{low}, {high}], got {value!r}"
+                )
+        if not 0 <= self.slips <= 1:
+            raise ValueError(f"slips must be a share in [0, 1], got {self.slips!r}")
+
+    @property
+    def name(self) -> str:
+        """A short name for logs."""
+        return f"world({self.turns})"
+
+    def tasks(self, split: Split) -> TaskSequence:
+        """Games; those of "train" may have begun."""
+        size = self.train_size if split == "train" else self.eval_size
+        return game_tasks(self._new, split, seed=self.seed, size=size, begun=self.begun)
+
+    def open(self, task: Task) -> GameSession:
+        """The game of a task."""
+        return GameSession(open_game(self._new, task))
+
+    def demonstration(self, task: Task) -> str:
+        """A turn on the shortest way, or a slip."""
+        rng = Random(f"{task.data['game']} slip")
+        if rng.random() < self.slips:
+            return open_game(self._new, task).whim(rng)
+        return task.reference
+
+    def _new(self, rng: Random) -> Game:
+        rooms = list(_ROOMS)
+        start, key = rng.choice(rooms), rng.choice(rooms)
+        chest = rng.choice([room for room in rooms if room != key])
+        return _Visit(start, key, chest, self.turns)
+
+
+@dataclass
+class _Visit:
+    room: tuple[int, int]
+    key: tuple[int, int]
+    chest: tuple[int, int]
+    left: int
+    carries: bool = False
+
+    def opening(self) -> str:
+        things = []
+        if self.room == self.key and not self.carries:
+            things.append("key")
+        if self.room == self.chest:
+            things.append("chest")
+        ways = " ".join(self._ways())
+        carried = " +key" if self.carries else ""
+        return f"{_ROOMS[self.room]}: {' '.join(things) or '-'}; {ways}{carried}"
+
+    def play(self, said: str) -> Step:
+        self.left -= 1
+        reward, done = 0.0, False
+        if said in self._ways():
+            self.room = self._ways()[said]
+        elif said == "take" and self.room == self.key and not self.carries:
+            self.carries, reward = True, _KEY
+        elif said == "open" and self.room == self.chest and self.carries:
+            reward, done = _CHEST, True
+        else:
+            return self._answer(f"no; {self.opening()}", 0.0, done)
+        return self._answer(self.opening(), reward, done)
+
+    def advice(self) -> str:
+        goal = self.chest if self.carries else self.key
+        if self.room == goal:
+            return "open" if self.carries else "take"
+        ways = self._ways()
+        return min(ways, key=lambda way: (_steps(ways[way], goal), way))
+
+    def whim(self, rng: Random) -> str:
+        return rng.choice([*self._ways(), "take", "open"])
+
+    def _answer(self, text: str, reward: float, done: bool) -> Step:
+        if done or self.left == 0:
+            return Step(reward, done=True)
+        return Step(reward, done=False, messages=(Message("user", text),))
+
+    def _ways(self) -> dict[str, tuple[int, int]]:
+        x, y = self.room
+        found = {way: (x + dx, y + dy) for way, (dx, dy) in _WAYS.items()}
+        return {way: room for way, room in found.items() if room in _ROOMS}
+
+
+def _steps(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return abs(one[0] - other[0]) + abs(one[1] - other[1])

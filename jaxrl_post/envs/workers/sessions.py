@@ -1,0 +1,152 @@
+"""The open sessions of one worker process, by the episodes that they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+
+from jaxrl_post.envs.env import (
+    Answer,
+    Environment,
+    Message,
+    Session,
+    StatefulEnvironment,
+    StatelessEnvironment,
+    Step,
+    Task,
+)
+
+__all__ = ["SessionError", "Sessions"]
+
+
+class SessionError(RuntimeError):
+    """A session does not do again what it did before."""
+
+
+@dataclass
+class _Open:
+    session: Session
+    turns: int = 0
+
+
+class Sessions:
+    """Takes the turns of episodes, each in the session that was opened for it.
+
+    A turn of an episode whose session is not here (its worker died, or the run was
+    resumed) opens one and takes the earlier turns again. What they are answered with
+    must be what stands in the conversation.
+
+    Args:
+        environment: that opens sessions; of a stateless one `step` is called.
+        watched: a context in which every call of a session runs, its deadline.
+
+    >>> from jaxrl_post.envs.tasks.guess import Guess
+    >>> environment = Guess(size=7)
+    >>> task = environment.tasks("eval")[0]
+    >>> sessions = Sessions(environment)
+    >>> said = Answer("assistant", task.reference)
+    >>> sessions.step(("episode", 1), task, (*task.messages, said)).reward
+    1.0
+    >>> sessions.end(("episode", 1))
+    >>> len(sessions)
+    0
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        watched: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._environment = environment
+        self._watched = watched
+        self._open: dict[Hashable, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def step(
+        self, key: Hashable, task: Task, conversation: tuple[Message, ...]
+    ) -> Step:
+        """Answers the turn that ends a conversation.
+
+        Args:
+            key: of the episode.
+            task: that the conversation began with.
+            conversation: the messages so far.
+
+        Raises:
+            SessionError: earlier turns had to be taken again, and were answered
+                otherwise.
+        """
+        environment = self._environment
+        if isinstance(environment, StatelessEnvironment):
+            with self._watched():
+                return environment.step(task, conversation)
+        assert isinstance(environment, StatefulEnvironment), "checked by the pool"
+        *before, last = turns_of(task, conversation)
+        opened = self._open.get(key)
+        if opened is None or opened.turns != len(before):
+            self.end(key)
+            with self._watched():
+                opened = self._open[key] = _Open(environment.open(task))
+            self._replay(opened, conversation, before)
+        opened.turns += 1
+        with self._watched():
+            return opened.session.step(_answer(conversation[last]))
+
+    def end(self, key: Hashable) -> None:
+        """Closes the session of an episode, if it is open."""
+        opened = self._open.pop(key, None)
+        if opened is not None:
+            with self._watched():
+                opened.session.close()
+
+    def close(self) -> None:
+        """Closes all sessions; what they raise is of no use to anybody any more."""
+        for key in list(self._open):
+            with suppress(Exception):
+                self.end(key)
+
+    def _replay(
+        self, opened: _Open, conversation: tuple[Message, ...], turns: Sequence[int]
+    ) -> None:
+        for number, turn in enumerate(turns, 1):
+            with self._watched():
+                step = opened.session.step(_answer(conversation[turn]))
+            opened.turns += 1
+            said = conversation[turn + 1 : turn + 1 + len(step.messages)]
+            follows = turn + 1 + len(step.messages)
+            ends = follows < len(conversation) and conversation[follows]
+            whole = bool(ends) and ends.role == "assistant"
+            if step.done or step.messages != said or not whole:
+                raise SessionError(
+                    f"{self._environment.name}: turn {number} was answered otherwise "
+                    "when it was taken again in a new session (the worker of the first "
+                    "had died, or the run was resumed): what a session does must "
+                    f"depend on its task and turns alone; got {step}, and the "
+                    f"conversation goes on with {said}"
+                )
+
+
+def turns_of(task: Task, conversation: tuple[Message, ...]) -> list[int]:
+    """Indices of the policy's turns in a conversation; the last message is one.
+
+    Raises:
+        ValueError: the conversation does not end with the policy's turn.
+    """
+    first = len(task.messages)
+    turns = [
+        index
+        for index, message in enumerate(conversation[first:], first)
+        if message.role == "assistant"
+    ]
+    if not turns or turns[-1] != len(conversation) - 1:
+        raise ValueError("conversation must end with the policy's turn")
+    return turns
+
+
+def _answer(message: Message) -> Answer:
+    if isinstance(message, Answer):
+        return message
+    return Answer("assistant", message.content)

@@ -1,0 +1,47 @@
+"""Games of several turns, learned by a small model on two CPU cores in minutes.
+
+The warm start imitates somebody who knows the rules and plays without much thought.
+How to win is learned from the reward of whole games.
+"""
+
+from dataclasses import replace
+
+from jaxrl_post.config.run import EvalConfig, RLConfig, RolloutConfig, UpdateConfig
+from launch.recipes.demo import demo
+
+__all__ = ["guess", "world"]
+
+
+def guess() -> RLConfig:
+    """`python -m launch.grpo --recipe guess`: a number from 1 to 7, three guesses."""
+    return replace(
+        demo(),
+        run_dir="runs/guess",
+        env="guess",
+        rollout=RolloutConfig(
+            prompts_per_step=32,
+            samples_per_prompt=8,
+            max_prompt_tokens=24,
+            max_tokens=2,
+            max_turns=3,
+        ),
+        eval=EvalConfig(every=20, num_tasks=200),
+    )
+
+
+def world() -> RLConfig:
+    """`python -m launch.grpo --recipe world`: a key and a chest in four rooms."""
+    return replace(
+        demo(),
+        run_dir="runs/world",
+        env="world",
+        rollout=RolloutConfig(
+            prompts_per_step=32,
+            samples_per_prompt=8,
+            max_prompt_tokens=112,
+            max_tokens=3,
+            max_turns=8,
+        ),
+        update=UpdateConfig(row_tokens=128, microbatch_tokens=4096),
+        eval=EvalConfig(every=20, num_tasks=200),
+    )
