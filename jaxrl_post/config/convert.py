@@ -1,7 +1,9 @@
 """The options of a conversion."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import ANY
 
 __all__ = ["ConvertConfig"]
 
@@ -31,6 +33,6 @@ class ConvertConfig:
     revision: str | None = None
     format: Literal["huggingface", "orbax"] = "huggingface"
     dtype: Literal["float32", "bfloat16"] | None = None
-    step: int | None = None
+    step: Annotated[int | None, ANY] = None
     base: str | None = None
-    max_shard_gb: float = 5.0
+    max_shard_gb: Annotated[float, ANY] = 5.0

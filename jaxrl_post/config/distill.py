@@ -1,7 +1,9 @@
 """The options of distillation."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import ANY, POSITIVE
 
 __all__ = ["DistillConfig", "DivergenceName"]
 
@@ -30,7 +32,7 @@ class DistillConfig:
 
     divergence: DivergenceName = "sampled"
     data: Literal["samples", "demonstrations"] = "samples"
-    temperature: float = 1.0
-    beta: float | None = None
-    top_k: int | None = None
+    temperature: Annotated[float, POSITIVE] = 1.0
+    beta: Annotated[float | None, ANY] = None
+    top_k: Annotated[int | None, ANY] = None
     tail: Literal["bucket", "renormalize"] | None = None

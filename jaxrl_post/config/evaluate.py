@@ -2,11 +2,20 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxrl_post.config.bounds import check_numbers
+from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.fields import (
+    ANY,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Range,
+    check_numbers,
+)
 from jaxrl_post.config.paths import check_output, check_paths
-from jaxrl_post.config.run import ConfigError, DataConfig
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = ["EvaluateConfig", "check_evaluation", "result_files"]
@@ -55,25 +64,25 @@ class EvaluateConfig:
     env: str = "arithmetic"
     data: DataConfig = field(default_factory=DataConfig)
     split: Literal["eval", "train"] = "eval"
-    num_tasks: int = 200
-    samples: int = 1
+    num_tasks: Annotated[int, COUNT] = 200
+    samples: Annotated[int, COUNT] = 1
     sampling_defaults: Literal["greedy", "model"] = "greedy"
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    temperature: Annotated[float | None, NOT_NEGATIVE] = None
+    top_k: Annotated[int | None, NOT_NEGATIVE] = None
+    top_p: Annotated[float | None, Range(0, 1, open_low=True)] = None
+    min_p: Annotated[float | None, SHARE] = None
     stop_strings: tuple[str, ...] = ()
-    max_tokens: int | None = None
-    max_turns: int = 1
-    max_prompt_tokens: int = 0
-    solved_reward: float = 1.0
-    seed: int = 0
+    max_tokens: Annotated[int | None, COUNT] = None
+    max_turns: Annotated[int, COUNT] = 1
+    max_prompt_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    solved_reward: Annotated[float, ANY] = 1.0
+    seed: Annotated[int, NOT_NEGATIVE] = 0
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
-    num_slots: int = 64
-    reward_workers: int = 1
-    reward_deadline_s: float = 10.0
-    deadline_s: float = 24 * 3600.0
+    num_slots: Annotated[int, COUNT] = 64
+    reward_workers: Annotated[int, COUNT] = 1
+    reward_deadline_s: Annotated[float, POSITIVE] = 10.0
+    deadline_s: Annotated[float, POSITIVE] = 24 * 3600.0
     output: str | None = None
 
 

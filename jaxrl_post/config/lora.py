@@ -1,7 +1,9 @@
 """Options of adapters."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import NOT_NEGATIVE, POSITIVE
 
 __all__ = ["AdapterConfig"]
 
@@ -22,8 +24,8 @@ class AdapterConfig:
         quantize: holds the frozen matrices in 8 or 4 bits.
     """
 
-    rank: int = 0
-    alpha: float = 32.0
+    rank: Annotated[int, NOT_NEGATIVE] = 0
+    alpha: Annotated[float, POSITIVE] = 32.0
     targets: tuple[str, ...] = ()
     rank_stabilized: bool = False
     dora: bool = False

@@ -1,7 +1,9 @@
 """The options of an optimizer."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import COUNT, DECAY, FREE, NOT_NEGATIVE, POSITIVE
 
 __all__ = ["OptimizerConfig"]
 
@@ -24,12 +26,12 @@ class OptimizerConfig:
         max_grad_norm: gradients are scaled down to this global norm; 0 for no clipping.
     """
 
-    learning_rate: float = 1e-5
-    warmup_steps: int = 0
+    learning_rate: Annotated[float, POSITIVE] = 1e-5
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    schedule_steps: int | None = None
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    schedule_steps: Annotated[int | None, COUNT, FREE] = None
+    beta1: Annotated[float, DECAY] = 0.9
+    beta2: Annotated[float, DECAY] = 0.95
+    epsilon: Annotated[float, POSITIVE] = 1e-8
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+    max_grad_norm: Annotated[float, NOT_NEGATIVE] = 1.0

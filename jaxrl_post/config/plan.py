@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from jaxrl_post.config.fields import ANY
 from jaxrl_post.config.lora import AdapterConfig
 
 __all__ = ["PlanConfig", "PlanError"]
@@ -43,14 +44,14 @@ class PlanConfig:
     topology: str
     revision: str | None = None
     mesh: str = "fsdp-1"
-    rows: int = 0
-    row_tokens: int = 4096
+    rows: Annotated[int, ANY] = 0
+    row_tokens: Annotated[int, ANY] = 4096
     remat: Literal["none", "dots", "full"] = "full"
     scan_layers: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     lora: AdapterConfig = field(default_factory=AdapterConfig)
-    slots: int = 0
-    slot_tokens: int = 4096
+    slots: Annotated[int, ANY] = 0
+    slot_tokens: Annotated[int, ANY] = 4096
     compiler_options: tuple[str, ...] = ()
     json: Path | None = None
     hlo: Path | None = None

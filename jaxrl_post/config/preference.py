@@ -1,7 +1,9 @@
 """The options of preference losses, and of the files that they learn from."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import ANY, NOT_NEGATIVE, POSITIVE, Range
 
 __all__ = ["PairsConfig", "PreferenceLossConfig", "PreferenceName"]
 
@@ -30,7 +32,7 @@ class PairsConfig:
 
     path: str | None = None
     on_bad_row: Literal["fail", "skip"] = "fail"
-    eval_share: float = 0.1
+    eval_share: Annotated[float, Range(0, 1, open_low=True, open_high=True)] = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,12 @@ class PreferenceLossConfig:
     """
 
     name: PreferenceName = "dpo"
-    beta: float | None = None
-    label_smoothing: float = 0.0
-    margin: float | None = None
-    nll_weight: float | None = None
-    alpha: float | None = None
-    tau: float | None = None
-    desirable_weight: float | None = None
-    undesirable_weight: float | None = None
+    beta: Annotated[float | None, POSITIVE] = None
+    label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0
+    margin: Annotated[float | None, ANY] = None
+    nll_weight: Annotated[float | None, NOT_NEGATIVE] = None
+    alpha: Annotated[float | None, ANY] = None
+    tau: Annotated[float | None, ANY] = None
+    desirable_weight: Annotated[float | None, NOT_NEGATIVE] = None
+    undesirable_weight: Annotated[float | None, NOT_NEGATIVE] = None
     reference: str | None = None

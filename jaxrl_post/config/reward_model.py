@@ -1,7 +1,9 @@
 """The options of a reward model that judges samples."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import ANY, COUNT
 
 __all__ = ["RewardModelConfig"]
 
@@ -25,8 +27,8 @@ class RewardModelConfig:
     """
 
     model: str | None = None
-    weight: float = 1.0
-    environment_weight: float = 1.0
+    weight: Annotated[float, ANY] = 1.0
+    environment_weight: Annotated[float, ANY] = 1.0
     separator: str = "\n"
     steps: Literal["min", "last", "product", "mean"] = "min"
-    batch_tokens: int = 16384
+    batch_tokens: Annotated[int, COUNT] = 16384

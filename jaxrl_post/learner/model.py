@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_post import models, pretrained
-from jaxrl_post.config.run import ConfigError, UpdateConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged

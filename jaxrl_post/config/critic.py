@@ -1,0 +1,45 @@
+"""The critic of PPO."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import NOT_NEGATIVE, SHARE
+from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.optimizer import OptimizerConfig
+
+__all__ = ["CriticConfig"]
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The critic of ppo; other algorithms have none.
+
+    Attributes:
+        backbone: separate: a model of its own; shared: a value head on the policy.
+        model: Hugging Face directory, or ORG/NAME on the hub, in which a separate
+            critic begins, a reward model or a language model; None for the policy's
+            own weights.
+        gamma: discount a token.
+        gae_lambda: of the policy's advantages.
+        value_lambda: of the critic's targets; 1 makes them the returns.
+        clip: how far a value may move in the updates of a batch; 0 for no clip.
+        coefficient: weight of the critic's loss beside the policy's in a shared model.
+        warmup_steps: steps at the beginning in which a separate critic learns alone.
+        bootstrap_truncated: an answer that was cut at the most tokens earns what the
+            critic expects after it, beside its reward; without, the cut is its end.
+        optimizer: AdamW of a separate critic.
+        lora: an adapter to train, with the value head, in place of a separate critic's
+            whole model.
+    """
+
+    backbone: Literal["separate", "shared"] = "separate"
+    model: str | None = None
+    gamma: Annotated[float, SHARE] = 1.0
+    gae_lambda: Annotated[float, SHARE] = 0.95
+    value_lambda: Annotated[float, SHARE] = 1.0
+    clip: Annotated[float, NOT_NEGATIVE] = 0.2
+    coefficient: Annotated[float, NOT_NEGATIVE] = 0.1
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
+    bootstrap_truncated: bool = False
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)

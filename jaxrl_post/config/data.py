@@ -1,0 +1,31 @@
+"""What is learned from: files, or an environment."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["DEFAULT_ENV", "DataConfig", "OnOverlap"]
+
+# The environment of a program that names neither environment nor file.
+DEFAULT_ENV = "arithmetic"
+
+OnOverlap = Literal["fail", "drop", "allow"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Files of environments that read some (jsonl, gsm8k), or of launch.sft's chats.
+
+    Attributes:
+        path: .jsonl or .parquet file to learn from; hf://datasets/ORG/NAME/FILE for one
+            on the hub, ORG/NAME@REVISION for a revision of it.
+        eval_path: likewise, of what is held out; default: a tenth of the prompts of
+            `path`.
+        on_bad_row: stop at a malformed row, or skip, count and report it.
+        on_overlap: what to do about training tasks whose prompt is held out too, of any
+            environment: stop, drop them from training, or allow them.
+    """
+
+    path: str | None = None
+    eval_path: str | None = None
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    on_overlap: OnOverlap = "fail"
