@@ -130,7 +130,7 @@ def open_model(
     """Loads a model directory, or initialises a preset with a tokenizer of its own.
 
     Args:
-        name: a Hugging Face directory or a key of `models.presets.PRESETS`.
+        name: a Hugging Face directory or a key of `presets.PRESETS`.
         mesh: such as "dp4,tp8".
         dtype: of the parameters, None for the checkpoint's own.
         seed: of a preset's weights.
