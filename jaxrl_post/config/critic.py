@@ -19,15 +19,20 @@ class CriticConfig:
         model: Hugging Face directory, or ORG/NAME on the hub, in which a separate
             critic begins, a reward model or a language model; None for the policy's
             own weights.
-        gamma: discount a token.
-        gae_lambda: of the policy's advantages.
-        value_lambda: of the critic's targets; 1 makes them the returns.
-        clip: how far a value may move in the updates of a batch; 0 for no clip.
-        coefficient: weight of the critic's loss beside the policy's in a shared model.
-        warmup_steps: steps at the beginning in which a separate critic learns alone.
-        bootstrap_truncated: an answer that was cut at the most tokens earns what the
-            critic expects after it, beside its reward; without, the cut is its end.
-        optimizer: AdamW of a separate critic.
+        gamma: discount factor per token.
+        gae_lambda: lambda of generalized advantage estimation (GAE), for the policy's
+            advantages.
+        value_lambda: lambda of GAE for the critic's targets; 1 makes them the returns.
+        clip: how far a value may move from its old one in the updates of a batch; 0 for
+            no clipping.
+        coefficient: weight in the loss of the critic's part, where critic and policy
+            share a backbone.
+        warmup_steps: steps of the run, from its beginning, in which a separate critic
+            learns and the policy does not.
+        bootstrap_truncated: whether an answer that was cut at the most tokens earns
+            what the critic expects after it, beside its reward; without, the cut is its
+            end.
+        optimizer: AdamW of a separate critic, and its learning rate.
         lora: an adapter to train, with the value head, in place of a separate critic's
             whole model.
     """

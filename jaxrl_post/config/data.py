@@ -20,9 +20,11 @@ class DataConfig:
             on the hub, ORG/NAME@REVISION for a revision of it.
         eval_path: likewise, of what is held out; default: a tenth of the prompts of
             `path`.
-        on_bad_row: stop at a malformed row, or skip, count and report it.
-        on_overlap: what to do about training tasks whose prompt is held out too, of any
-            environment: stop, drop them from training, or allow them.
+        on_bad_row: what to do about a malformed row: fail, stop with an error; skip,
+            leave it out, and report how many there were.
+        on_overlap: what to do about training tasks whose prompt is held out too, in any
+            environment: fail, stop with an error; drop, leave them out of training;
+            allow, train on them.
     """
 
     path: str | None = None

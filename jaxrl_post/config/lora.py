@@ -15,13 +15,16 @@ class AdapterConfig:
     A value head, or that of a process reward model, is trained whole with it.
 
     Attributes:
-        rank: of the change of a matrix; 0 trains all parameters and no adapter.
-        alpha: the change is multiplied by alpha / rank.
+        rank: rank of the adapter's matrices (LoRA); 0 for no adapter, all parameters
+            are trained.
+        alpha: scale of the adapter: its product of matrices is multiplied by alpha /
+            rank.
         targets: names of the matrices to adapt, such as query and value; none for all
             of attention and of MLPs, but for experts' own.
-        rank_stabilized: alpha / sqrt(rank) instead.
-        dora: adapts magnitude and direction separately.
-        quantize: holds the frozen matrices in 8 or 4 bits.
+        rank_stabilized: scale by alpha / sqrt(rank) instead (rsLoRA).
+        dora: train magnitude and direction of a matrix separately (DoRA).
+        quantize: hold the frozen matrices in 8 bits (int8) or 4 bits (nf4); None holds
+            them as they are.
     """
 
     rank: Annotated[int, NOT_NEGATIVE] = 0

@@ -17,9 +17,10 @@ class OfflineConfig(RunConfig):
     """What programs have that learn from a data set.
 
     Attributes:
-        examples_per_step: demonstrations, pairs or judged answers of a step.
-        max_tokens: longest prompt plus answer.
-        log_every: steps between rows of metrics.
+        examples_per_step: demonstrations, pairs or judged answers in the batch of a
+            step.
+        max_tokens: most tokens of a prompt and its answer together.
+        log_every: steps of the run between rows of metrics.
     """
 
     examples_per_step: Annotated[int, COUNT] = 64
@@ -38,7 +39,7 @@ class SFTConfig(OfflineConfig):
         env: arithmetic, gsm8k, jsonl, reasoning-gym:<task>, or <module>:<factory>, with
             options as in arithmetic?level=2. None for the rows of `data.path`, which
             have messages, prompt and completion, or text; arithmetic without a file.
-        data: files.
+        data: files of chats, texts or tasks.
     """
 
     env: str | None = None
@@ -50,8 +51,8 @@ class PreferenceConfig(OfflineConfig):
     """Optimisation on preference pairs or judged answers.
 
     Attributes:
-        data: of the pairs or answers.
-        loss: on a pair or an answer.
+        data: file of the pairs or judged answers.
+        loss: which preference loss is minimised.
     """
 
     optimizer: OptimizerConfig = field(
@@ -68,13 +69,15 @@ class RewardConfig(OfflineConfig):
     Attributes:
         kind: outcome: one reward an answer, from pairs; process: a verdict on each step
             of a solution.
-        data: of the pairs, or of the solutions.
-        centering: weight of the squared sum of a pair's rewards, which keeps them
-            around 0; of kind outcome.
-        margin: times the difference of a pair's scores in the file, by how much its
-            rewards should differ; 0 asks for no scores; of kind outcome.
-        separator: what follows each step, which is judged at its last token; by default
-            a line break (a shell writes two as $'\\n\\n'); of kind process.
+        data: file of the pairs, or of the solutions.
+        centering: weight in the loss of the squared sum of a pair's rewards, which
+            keeps rewards around 0; of kind outcome.
+        margin: factor of the difference between a pair's scores in the file; the
+            product is the margin by which its rewards should differ. 0 needs no scores.
+            Of kind outcome.
+        separator: text between steps; a step is judged at the separator's last token.
+            The default is a line break (a shell writes two as $'\\n\\n'); of kind
+            process.
     """
 
     kind: Literal["outcome", "process"] = "outcome"

@@ -13,17 +13,20 @@ class OptimizerConfig:
     """AdamW with a learning-rate schedule and gradient clipping.
 
     Attributes:
-        learning_rate: peak.
-        warmup_steps: optimizer steps of linear warm-up from 0.
-        schedule: what follows the warm-up; "linear" and "cosine" end at 0.
-        schedule_steps: steps of the run, as --steps counts them, at which the schedule
+        learning_rate: peak learning rate, which the warm-up reaches.
+        warmup_steps: optimizer steps in which the learning rate rises linearly from 0.
+        schedule: how the learning rate goes on after the warm-up: "constant", or down
+            to 0, in a straight line ("linear") or as a cosine ("cosine").
+        schedule_steps: step of the run, as --steps counts them, at which the schedule
             ends; None for the --steps with which the run begins. A continuation beyond
-            them has to give it.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        epsilon: of Adam.
-        weight_decay: decoupled; matrices only, not norms and biases.
-        max_grad_norm: gradients are scaled down to this global norm; 0 for no clipping.
+            it has to give it.
+        beta1: decay of AdamW's first moment, the mean of the gradients.
+        beta2: decay of AdamW's second moment, the mean of the squared gradients.
+        epsilon: term that is added to the root of the second moment in AdamW.
+        weight_decay: decoupled weight decay of AdamW; of matrices only, not of norms
+            and biases.
+        max_grad_norm: largest global norm of the gradient; a larger gradient is scaled
+            down to it. 0 for no clipping.
     """
 
     learning_rate: Annotated[float, POSITIVE] = 1e-5

@@ -25,9 +25,10 @@ class PairsConfig:
             messages; GSM8K's example solutions of several models; for kto, prompt,
             completion and label; for process reward models, prompt, completions (a list
             of steps) and labels. hf://datasets/ORG/NAME/FILE is one on the hub.
-        on_bad_row: stop at a malformed row, or skip, count and report it.
-        eval_share: of the prompts, held out; one pair, answer or solution of each of
-            these is looked at.
+        on_bad_row: what to do about a malformed row: fail, stop with an error; skip,
+            leave it out, and report how many there were.
+        eval_share: share of the prompts that is held out for evaluation; one pair,
+            answer or solution of each of these is evaluated.
     """
 
     path: str | None = None
@@ -40,18 +41,21 @@ class PreferenceLossConfig:
     """Which preference loss, and what departs from its paper's defaults.
 
     Attributes:
-        name: of `jaxrl_post.algorithms`. kto judges every answer alone: it takes pairs
-            apart, and learns from answers with labels as well.
-        beta: scale of the implicit reward; None keeps the default.
-        label_smoothing: share of the labels that are taken to be wrong.
-        margin: simpo's target margin; None keeps the default.
-        nll_weight: weight of the chosen answer's likelihood in cpo; None keeps the
-            default.
-        alpha: of alpha_divergence_dpo, in (0, 1]; 1 is the forward KL. None keeps the
-            default.
-        tau: of discopop, temperature of its blend; None keeps the default.
-        desirable_weight: of desirable answers in kto; None keeps the default.
-        undesirable_weight: of undesirable answers in kto; None keeps the default.
+        name: preference loss. kto judges every answer alone: it takes pairs apart, and
+            learns from answers with labels as well.
+        beta: scale of the implicit reward, beta * log(policy / reference); None for the
+            default of the loss.
+        label_smoothing: share of the preferences that is assumed to be wrong.
+        margin: target reward margin of simpo; None for the default of the loss.
+        nll_weight: weight in cpo of the chosen answer's negative log-likelihood; None
+            for the default.
+        alpha: order of the divergence of alpha_divergence_dpo, in (0, 1]; 1 is the
+            forward KL. None for the default.
+        tau: temperature at which discopop blends its two losses; None for the default.
+        desirable_weight: weight in kto of answers that are labelled desirable; None for
+            the default.
+        undesirable_weight: weight in kto of answers that are labelled undesirable; None
+            for the default.
         reference: Hugging Face directory of the reference policy, or ORG/NAME on the
             hub; None for the model as it began.
     """

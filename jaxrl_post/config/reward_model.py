@@ -17,13 +17,15 @@ class RewardModelConfig:
     Attributes:
         model: directory of a reward model or a process reward model, as launch.reward
             writes them, or ORG/NAME on the hub; None for none.
-        weight: of what the model says: a reward model's value of the whole answer; a
-            process reward model's probability that the steps are right.
-        environment_weight: of the environment's reward; 0 leaves the model alone.
-        separator: of a process reward model: where an answer is cut into steps.
-        steps: what an answer is worth whose steps have these probabilities: of the
-            worst, of the last, their product or their mean.
-        batch_tokens: tokens that are judged at a time, padding included.
+        weight: factor of what the model says: a reward model's value of the whole
+            answer, or a process reward model's probability that the steps are right.
+        environment_weight: factor of the environment's own reward; 0 leaves the model's
+            alone.
+        separator: text at which an answer is cut into steps, for a process reward
+            model.
+        steps: how a process reward model's probabilities of the steps become one value:
+            the smallest, the last, their product or their mean.
+        batch_tokens: tokens, padding included, that are judged in one forward pass.
     """
 
     model: str | None = None

@@ -23,13 +23,13 @@ class RLConfig(RunConfig):
     Attributes:
         env: arithmetic, gsm8k, jsonl, reasoning-gym:<task>, or <module>:<factory>, with
             options as in arithmetic?level=2 or jsonl?grader=math.
-        data: files.
-        log_samples: training completions logged at each evaluation.
-        log_eval_samples: held-out completions logged at each evaluation.
-        algorithm: what is optimised.
-        critic: of ppo.
-        distill: what distillation takes from the teacher.
-        reward: a reward model that judges beside the environment.
+        data: files of tasks, for environments that read some.
+        log_samples: number of training completions logged at each evaluation.
+        log_eval_samples: number of held-out completions logged at each evaluation.
+        algorithm: what is optimised, and its hyperparameters.
+        critic: value model of ppo.
+        distill: how distillation compares student and teacher.
+        reward: reward model that judges beside the environment.
         rollout: how samples are drawn and judged.
     """
 

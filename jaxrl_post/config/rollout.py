@@ -21,42 +21,48 @@ class RolloutConfig:
     """How samples are drawn and judged.
 
     Attributes:
-        prompts_per_step: groups in a training batch.
-        samples_per_prompt: samples in a group.
-        max_prompt_tokens: longest prompt, 0 for the environment's longest; tasks with a
-            longer one are left out, and counted.
+        prompts_per_step: prompts, each with a group of samples, in the batch of a step.
+        samples_per_prompt: samples of a prompt, which form its group.
+        max_prompt_tokens: most tokens of a prompt; 0 for those of the environment's
+            longest. Tasks with a longer prompt are left out, and counted.
         max_tokens: most tokens of a completion, the stop token included.
-        max_turns: of the policy in an episode; an environment that would go on is
-            ended there. More than one needs `max_prompt_tokens`, which bounds the
+        max_turns: most turns of the policy in an episode; an environment that would go
+            on is ended there. More than one needs `max_prompt_tokens`, which bounds the
             conversation before the last turn.
         partial: groups that may be unfinished when a step is taken. Then so many more
             prompts are under way than a step needs, it takes the first groups that
             finish, and the others go on under the next parameters. 0 waits for all.
-        temperature: > 0; part of the policy; generation_config.json is not read.
-        top_k: as SamplingParams.
-        top_p: as SamplingParams.
-        min_p: as SamplingParams.
-        stop_strings: as SamplingParams.
-        num_slots: samples that decode at once; 0 for a whole step's, with those of
-            `partial`.
-        steps_per_call: decoding steps between two looks of the host; 0 chooses.
+        temperature: sampling temperature, > 0. It is part of the policy that is
+            trained; generation_config.json is not read.
+        top_k: sample from the k most probable tokens alone; 0 for all.
+        top_p: sample from the smallest set of most probable tokens with this
+            probability in total; 1 for all.
+        min_p: sample from the tokens with at least this share of the top token's
+            probability; 0 for all.
+        stop_strings: texts of which any ends a completion, with the token that
+            completes it.
+        num_slots: number of samples that decode at once; 0 for all samples of a step,
+            with those of `partial`.
+        steps_per_call: tokens that each sample decodes between two looks of the host; 0
+            chooses.
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
             differ (DAPO); groups beyond that wait for the next step.
-        truncated: what an answer is worth that was cut at `max_tokens`. zero: nothing,
-            whatever stands in it; reward: what the environment says; mask: it is not
-            trained on, but is compared with in its group (DAPO's overlong filter).
+        truncated: reward of an answer that was cut at `max_tokens`. zero: 0, whatever
+            stands in it; reward: what the environment says; mask: it is not trained on,
+            but its group is still compared with it (DAPO's overlong filter).
         overlong_buffer: tokens before `max_tokens` over which a completion's reward
-            falls by up to `overlong_penalty` (DAPO); 0 for none.
-        overlong_penalty: what a completion of `max_tokens` loses.
-        max_draws: with dynamic sampling, prompts drawn for a step at most, as a
-            multiple of `prompts_per_step`; after that the step makes do.
-        reward_workers: processes that judge.
-        reward_deadline_s: seconds for one judgement.
+            falls linearly, by up to `overlong_penalty` (DAPO); 0 for no penalty.
+        overlong_penalty: reward that a completion of `max_tokens` tokens loses.
+        max_draws: with dynamic sampling, most prompts drawn for a step, as a multiple
+            of `prompts_per_step`; after that the step takes the groups that it has.
+        reward_workers: number of processes that judge answers.
+        reward_deadline_s: most seconds for one judgement.
         reward_grace_s: with `partial`, seconds for which decoding waits for the
             judgements of the turns that have just ended. While judges keep within it, a
             run can be repeated to the last bit; a slower one is not waited for again.
-        max_failed_share: stop the run if more of a step's rollouts fail.
-        deadline_s: seconds for all rollouts of a step.
+        max_failed_share: share of a step's rollouts that may fail; the run stops if
+            more do.
+        deadline_s: most seconds for all rollouts of a step.
     """
 
     prompts_per_step: Annotated[int, COUNT] = 32

@@ -24,15 +24,22 @@ class UpdateConfig:
     """How a batch becomes optimizer steps.
 
     Attributes:
-        minibatches: optimizer steps per pass over the batch.
-        epochs: passes over the batch.
-        row_tokens: length of a packed row; 0 for longest prompt plus completion.
-        microbatch_tokens: tokens of one forward and backward pass, padding included.
-        remat: what the backward pass keeps of a layer; "full" saves the most memory.
+        minibatches: parts of a batch; each serves one optimizer step of a pass.
+        epochs: passes over a batch, so that a step of the run takes minibatches *
+            epochs optimizer steps.
+        row_tokens: length of a packed row in tokens; 0 for the longest prompt plus the
+            longest completion.
+        microbatch_tokens: tokens, padding included, of one forward and backward pass;
+            gradients of the microbatches are summed. Fewer need less memory.
+        remat: what a layer keeps of the forward pass for the backward pass, which
+            computes the rest again: "none", all that it needs; "dots", results of
+            matrix products; "full", nothing, which needs the least memory.
         scan_layers: compile layers that repeat once, as a loop: deep models compile in
             a fraction of the time and memory, and a step copies its weights once.
-        router_balance: weight of the load-balancing loss of a mixture of experts.
-        router_z: weight of its routers' z-loss.
+        router_balance: weight in the loss of the load-balancing loss of a mixture of
+            experts; 0 for none.
+        router_z: weight in the loss of the z-loss of a mixture of experts' routers; 0
+            for none.
     """
 
     minibatches: Annotated[int, COUNT] = 1
@@ -52,8 +59,9 @@ class EvalConfig:
     Sampling programs answer each task once, greedily.
 
     Attributes:
-        every: steps between evaluations; 0 for the first and last step alone.
-        num_tasks: held-out tasks, demonstrations or pairs.
+        every: steps of the run between evaluations; 0 for the first and last step
+            alone.
+        num_tasks: number of held-out tasks, demonstrations or pairs that are evaluated.
         solved_reward: an answer with at least this reward solves its task; accuracy is
             the share of those, eval/reward the mean reward.
     """
@@ -72,8 +80,8 @@ class CheckpointConfig:
     """When to save.
 
     Attributes:
-        every: steps between checkpoints; the last step is always saved.
-        keep: checkpoints kept.
+        every: steps of the run between checkpoints; the last step is always saved.
+        keep: number of checkpoints kept, the newest ones.
     """
 
     every: Annotated[int, COUNT] = 25
@@ -90,8 +98,8 @@ class WarmStartConfig:
 
     Attributes:
         steps: optimizer steps; 0 for none.
-        examples_per_step: demonstrations of a step.
-        learning_rate: peak.
+        examples_per_step: demonstrations in the batch of a step.
+        learning_rate: peak learning rate of these steps.
     """
 
     steps: Annotated[int, NOT_NEGATIVE] = 0
@@ -104,25 +112,30 @@ class RunConfig:
     """What every training program has.
 
     Attributes:
-        run_dir: where everything goes; None for a directory under runs/ that is named
-            after algorithm, environment and model.
+        run_dir: directory of the run: configuration, logs, checkpoints, model and
+            report; None for a directory under runs/ that is named after algorithm,
+            environment and model.
         resume: go on from the newest checkpoint in `run_dir`, if there is one.
-        seed: of initial weights, data order and sampling noise.
-        mesh: such as "dp4,tp8"; default: all devices on dp.
+        seed: seed of the initial weights, the order of the data and the sampling noise.
+        mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
+            fsdp, ep, tp); by default all devices are on dp.
         model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
             weights: demo, tiny, small, or a published size such as qwen3-0.6b
             (jaxrl_post.pretrained.presets).
-        revision: branch, tag or commit of a model on the hub.
-        dtype: of the parameters; None for the checkpoint's own, float32 for a preset.
-        steps: of the run; each is a batch, sampled or read.
+        revision: branch, tag or commit of a --model on the hub.
+        dtype: dtype of the parameters; None for the checkpoint's own, float32 for a
+            preset.
+        steps: length of the run in steps; each step learns from one batch, sampled or
+            read.
         update: how a batch becomes optimizer steps.
-        optimizer: AdamW.
-        eval: on what is held out.
-        checkpoint: when to save.
+        optimizer: AdamW and its learning rate.
+        eval: when and on what the model is evaluated.
+        checkpoint: when the run is saved.
         warm_start: supervised steps of a preset.
         lora: an adapter to train in place of the model.
-        log: who gets the metrics, beside metrics.jsonl: tensorboard, wandb, trackio.
-        log_project: of wandb and trackio; None for their default.
+        log: trackers that get the metrics, beside metrics.jsonl: tensorboard, wandb,
+            trackio.
+        log_project: project in wandb and trackio; None for their default.
     """
 
     run_dir: Annotated[str | None, FREE] = None
