@@ -2,8 +2,9 @@
 
 import sys
 
+from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.checks import check_options
-from jaxrl_post.config.run import AlgorithmConfig, RLConfig
+from jaxrl_post.config.rl import RLConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.recipes.demo import distill_demo

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_post.config.checks import check_options
-from jaxrl_post.config.run import PreferenceConfig
+from jaxrl_post.config.offline import PreferenceConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.training import beginning

@@ -3,7 +3,7 @@
 import sys
 
 from jaxrl_post.config.checks import check_options
-from jaxrl_post.config.run import RLConfig
+from jaxrl_post.config.rl import RLConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.recipes.chain_sum import chain_sum

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_post.config.checks import check_options
-from jaxrl_post.config.reward import RewardConfig
+from jaxrl_post.config.offline import RewardConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.training import beginning

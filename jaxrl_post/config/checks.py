@@ -8,23 +8,18 @@ import importlib.util
 import math
 from pathlib import Path
 
-from jaxrl_post.config.bounds import check_numbers
+from jaxrl_post.config.algorithm import AlgorithmConfig, CorrectionConfig
+from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.distill import DistillConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.horizon import check_schedules
+from jaxrl_post.config.offline import OfflineConfig, RewardConfig, SFTConfig
 from jaxrl_post.config.paths import check_paths, naming
-from jaxrl_post.config.reward import RewardConfig, check_kind
 from jaxrl_post.config.reward_model import RewardModelConfig
-from jaxrl_post.config.run import (
-    AlgorithmConfig,
-    ConfigError,
-    CorrectionConfig,
-    CriticConfig,
-    OfflineConfig,
-    RLConfig,
-    RolloutConfig,
-    RunConfig,
-    SFTConfig,
-)
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.run import RunConfig
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = [
@@ -62,6 +57,8 @@ CORRECTION_BOUNDS = {
 
 # The divergence that an option of --distill is for, where it is for one alone.
 SERVES = {"beta": "jsd", "top_k": "top_k", "tail": "top_k"}
+# The options of launch.reward that are of one kind alone.
+OF_KIND = {"outcome": ("centering", "margin"), "process": ("separator",)}
 # Of the rollouts of training alone: an evaluation is greedy.
 SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "dynamic_sampling", "overlong_buffer",
@@ -163,7 +160,7 @@ def check_correction(config: CorrectionConfig) -> None:
 
 def _check_offline(config: OfflineConfig) -> None:
     if isinstance(config, RewardConfig):
-        check_kind(config)
+        _check_kind(config)
         if config.warm_start.steps:
             raise ConfigError(
                 "--warm-start.steps: a reward model has no output for tokens to warm "
@@ -178,6 +175,23 @@ def _check_offline(config: OfflineConfig) -> None:
             "--update.minibatches, --update.epochs: must be 1 where every step reads "
             "examples of its own"
         )
+
+
+def _check_kind(config: RewardConfig) -> None:
+    """Refuses options of the other kind of reward model."""
+    if not config.separator or "\\n" in config.separator:
+        raise ConfigError(
+            f"--separator: must not be empty, nor have a backslash before an n; got "
+            f"{config.separator!r}. A shell writes a line break as $'\\n'"
+        )
+    for kind, names in OF_KIND.items():
+        for name in names if kind != config.kind else ():
+            value = getattr(config, name)
+            if value != getattr(RewardConfig, name):
+                raise ConfigError(
+                    f"--{name}: is for --kind {kind} alone; got {value!r} with --kind "
+                    f"{config.kind}; drop the option"
+                )
 
 
 def _check_rl(config: RLConfig) -> None:

@@ -2,11 +2,20 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxrl_post.config.bounds import check_numbers
+from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.fields import (
+    ANY,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Range,
+    check_numbers,
+)
 from jaxrl_post.config.paths import check_output, check_paths
-from jaxrl_post.config.run import ConfigError, DataConfig
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = ["EvaluateConfig", "check_evaluation", "result_files"]
@@ -20,32 +29,38 @@ class EvaluateConfig:
         model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
             weights: demo, tiny, small, or a published size such as qwen3-0.6b.
         revision: branch, tag or commit of a model on the hub.
-        env: as for training, such as arithmetic?level=2 or gsm8k.
-        data: files.
-        split: which tasks; "eval" holds those that no training saw.
-        num_tasks: of the split, from its first; equal prompts count once.
-        samples: of each task.
+        env: environment, as for training, such as arithmetic?level=2 or gsm8k.
+        data: files of tasks, for environments that read some.
+        split: which tasks; those of "eval" are held out from training.
+        num_tasks: number of tasks of the split, from its first; equal prompts count
+            once.
+        samples: number of samples of each task.
         sampling_defaults: for those of temperature, top_k, top_p, min_p, max_tokens
             and stop_strings that are not given. "greedy": 0, no cuts, 256; "model":
             those of the checkpoint's generation_config.json, and for what it leaves
             out "greedy".
-        temperature: >= 0; 0 is greedy.
-        top_k: as SamplingParams.
-        top_p: as SamplingParams.
-        min_p: as SamplingParams.
-        stop_strings: as SamplingParams.
+        temperature: sampling temperature, >= 0; 0 takes the most probable token
+            (greedy).
+        top_k: sample from the k most probable tokens alone; 0 for all.
+        top_p: sample from the smallest set of most probable tokens with this
+            probability in total, in (0, 1]; 1 for all.
+        min_p: sample from the tokens with at least this share of the top token's
+            probability, in [0, 1]; 0 for all.
+        stop_strings: texts of which any ends a completion, with the token that
+            completes it.
         max_tokens: most tokens of a completion, the stop token included.
-        max_turns: of the model in an episode.
-        max_prompt_tokens: of a conversation before its last turn; 0 for those of the
-            longest first prompt, which leaves room for one turn.
+        max_turns: most turns of the model in an episode.
+        max_prompt_tokens: most tokens of a conversation before its last turn; 0 for
+            those of the longest first prompt, which leaves room for one turn.
         solved_reward: a sample with at least this reward solves its task.
-        seed: of the sampling noise.
-        mesh: such as "dp4,tp8"; default: all devices on dp.
-        dtype: of the parameters; None for the checkpoint's own.
-        num_slots: samples that decode at once.
-        reward_workers: processes that judge.
-        reward_deadline_s: seconds for one judgement.
-        deadline_s: seconds for everything.
+        seed: seed of the sampling noise.
+        mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
+            fsdp, ep, tp); by default all devices are on dp.
+        dtype: dtype of the parameters; None for the checkpoint's own.
+        num_slots: number of samples that decode at once.
+        reward_workers: number of processes that judge answers.
+        reward_deadline_s: most seconds for one judgement.
+        deadline_s: most seconds for the whole evaluation.
         output: JSON file for the results; the completions go beside it, in a file whose
             name ends in .completions.jsonl. None writes nothing.
     """
@@ -55,25 +70,25 @@ class EvaluateConfig:
     env: str = "arithmetic"
     data: DataConfig = field(default_factory=DataConfig)
     split: Literal["eval", "train"] = "eval"
-    num_tasks: int = 200
-    samples: int = 1
+    num_tasks: Annotated[int, COUNT] = 200
+    samples: Annotated[int, COUNT] = 1
     sampling_defaults: Literal["greedy", "model"] = "greedy"
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    temperature: Annotated[float | None, NOT_NEGATIVE] = None
+    top_k: Annotated[int | None, NOT_NEGATIVE] = None
+    top_p: Annotated[float | None, Range(0, 1, open_low=True)] = None
+    min_p: Annotated[float | None, SHARE] = None
     stop_strings: tuple[str, ...] = ()
-    max_tokens: int | None = None
-    max_turns: int = 1
-    max_prompt_tokens: int = 0
-    solved_reward: float = 1.0
-    seed: int = 0
+    max_tokens: Annotated[int | None, COUNT] = None
+    max_turns: Annotated[int, COUNT] = 1
+    max_prompt_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    solved_reward: Annotated[float, ANY] = 1.0
+    seed: Annotated[int, NOT_NEGATIVE] = 0
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
-    num_slots: int = 64
-    reward_workers: int = 1
-    reward_deadline_s: float = 10.0
-    deadline_s: float = 24 * 3600.0
+    num_slots: Annotated[int, COUNT] = 64
+    reward_workers: Annotated[int, COUNT] = 1
+    reward_deadline_s: Annotated[float, POSITIVE] = 10.0
+    deadline_s: Annotated[float, POSITIVE] = 24 * 3600.0
     output: str | None = None
 
 

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import ConfigError, RLConfig, RunConfig
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.run import RunConfig
 
 __all__ = ["check_schedules", "optimizer_steps", "with_horizons"]
 
@@ -59,7 +61,7 @@ def with_horizons[Config: RunConfig](
     200
     >>> with_horizons(RunConfig(steps=300, optimizer=linear), asdict(began))
     Traceback (most recent call last):
-    jaxrl_post.config.run.ConfigError: --steps: must be at most 200, where ...
+    jaxrl_post.config.errors.ConfigError: --steps: must be at most 200, where ...
     """
     found = {
         name: replace(optimizer, schedule_steps=_end(name, optimizer, config, saved))
@@ -88,7 +90,8 @@ def optimizer_steps(config: RunConfig) -> tuple[int, int]:
 
     The policy takes none while a critic warms up.
 
-    >>> from jaxrl_post.config.run import CriticConfig, UpdateConfig
+    >>> from jaxrl_post.config.critic import CriticConfig
+    >>> from jaxrl_post.config.run import UpdateConfig
     >>> critic = CriticConfig(warmup_steps=20)
     >>> update = UpdateConfig(minibatches=4)
     >>> optimizer_steps(RLConfig(steps=100, critic=critic, update=update))

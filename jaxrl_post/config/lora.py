@@ -1,7 +1,9 @@
 """Options of adapters."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import NOT_NEGATIVE, POSITIVE
 
 __all__ = ["AdapterConfig"]
 
@@ -13,17 +15,20 @@ class AdapterConfig:
     A value head, or that of a process reward model, is trained whole with it.
 
     Attributes:
-        rank: of the change of a matrix; 0 trains all parameters and no adapter.
-        alpha: the change is multiplied by alpha / rank.
+        rank: rank of the adapter's matrices (LoRA); 0 for no adapter, all parameters
+            are trained.
+        alpha: scale of the adapter: its product of matrices is multiplied by alpha /
+            rank.
         targets: names of the matrices to adapt, such as query and value; none for all
             of attention and of MLPs, but for experts' own.
-        rank_stabilized: alpha / sqrt(rank) instead.
-        dora: adapts magnitude and direction separately.
-        quantize: holds the frozen matrices in 8 or 4 bits.
+        rank_stabilized: scale by alpha / sqrt(rank) instead (rsLoRA).
+        dora: train magnitude and direction of a matrix separately (DoRA).
+        quantize: hold the frozen matrices in 8 bits (int8) or 4 bits (nf4); None holds
+            them as they are.
     """
 
-    rank: int = 0
-    alpha: float = 32.0
+    rank: Annotated[int, NOT_NEGATIVE] = 0
+    alpha: Annotated[float, POSITIVE] = 32.0
     targets: tuple[str, ...] = ()
     rank_stabilized: bool = False
     dora: bool = False

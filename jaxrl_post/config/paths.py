@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxrl_post.config.run import ConfigError
+from jaxrl_post.config.errors import ConfigError
 
 __all__ = ["check_output", "check_paths", "naming"]
 
@@ -32,7 +32,7 @@ def naming(option: str) -> Iterator[None]:
     >>> with naming("--config"):
     ...     open("no/such.json")
     Traceback (most recent call last):
-    jaxrl_post.config.run.ConfigError: --config: no/such.json: No such file or ...
+    jaxrl_post.config.errors.ConfigError: --config: no/such.json: No such file or ...
     """
     try:
         yield

@@ -1,7 +1,9 @@
 """The options of a reward model that judges samples."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import ANY, COUNT
 
 __all__ = ["RewardModelConfig"]
 
@@ -15,18 +17,20 @@ class RewardModelConfig:
     Attributes:
         model: directory of a reward model or a process reward model, as launch.reward
             writes them, or ORG/NAME on the hub; None for none.
-        weight: of what the model says: a reward model's value of the whole answer; a
-            process reward model's probability that the steps are right.
-        environment_weight: of the environment's reward; 0 leaves the model alone.
-        separator: of a process reward model: where an answer is cut into steps.
-        steps: what an answer is worth whose steps have these probabilities: of the
-            worst, of the last, their product or their mean.
-        batch_tokens: tokens that are judged at a time, padding included.
+        weight: factor of what the model says: a reward model's value of the whole
+            answer, or a process reward model's probability that the steps are right.
+        environment_weight: factor of the environment's own reward; 0 leaves the model's
+            alone.
+        separator: text at which an answer is cut into steps, for a process reward
+            model.
+        steps: how a process reward model's probabilities of the steps become one value:
+            the smallest, the last, their product or their mean.
+        batch_tokens: tokens, padding included, that are judged in one forward pass.
     """
 
     model: str | None = None
-    weight: float = 1.0
-    environment_weight: float = 1.0
+    weight: Annotated[float, ANY] = 1.0
+    environment_weight: Annotated[float, ANY] = 1.0
     separator: str = "\n"
     steps: Literal["min", "last", "product", "mean"] = "min"
-    batch_tokens: int = 16384
+    batch_tokens: Annotated[int, COUNT] = 16384

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Console
 
-from jaxrl_post.config.run import ConfigError, DataConfig
+from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat, packing
 from jaxrl_post.data.chats import Chat, Text, read_chats
 from jaxrl_post.data.held_out import is_held_out, one_a_group

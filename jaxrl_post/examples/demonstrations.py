@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass, replace
 
-from jaxrl_post.config.run import ConfigError
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat, packing
 from jaxrl_post.data.lengths import written
 from jaxrl_post.data.tokenizer import Tokenizer

@@ -1,7 +1,8 @@
 """The environment that a run's options name."""
 
 from jaxrl_post import envs
-from jaxrl_post.config.run import ConfigError, DataConfig
+from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.envs import Environment
 
 __all__ = ["make_environment"]

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import grain
 
-from jaxrl_post.config.run import ConfigError
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat, packing
 from jaxrl_post.data.lengths import Lengths, written
 from jaxrl_post.data.preferences import Judged, Preference

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from jaxrl_post.config.run import ConfigError, OnOverlap
+from jaxrl_post.config.data import OnOverlap
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat
 from jaxrl_post.data.lengths import Lengths, written
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrl_post.algorithms import Predictions
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
-from jaxrl_post.config.run import ConfigError
 from jaxrl_post.learner.model import Adaptation, Model
 from jaxrl_post.learner.step import Policy, predict
 from jaxrl_post.models import DecoderParams, Head, ModelConfig

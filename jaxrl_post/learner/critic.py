@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post import models, pretrained
-from jaxrl_post.config.run import ConfigError, CriticConfig, RLConfig
+from jaxrl_post.config.critic import CriticConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.model import Model
 from jaxrl_post.models.matrix import is_matrix

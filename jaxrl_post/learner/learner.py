@@ -14,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.algorithms import Predictions
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import ConfigError, UpdateConfig
+from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner import step as pure
 from jaxrl_post.learner.adapters import AdaptedPolicy

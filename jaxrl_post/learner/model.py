@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_post import models, pretrained
-from jaxrl_post.config.run import ConfigError, UpdateConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
@@ -129,7 +130,7 @@ def open_model(
     """Loads a model directory, or initialises a preset with a tokenizer of its own.
 
     Args:
-        name: a Hugging Face directory or a key of `models.presets.PRESETS`.
+        name: a Hugging Face directory or a key of `presets.PRESETS`.
         mesh: such as "dp4,tp8".
         dtype: of the parameters, None for the checkpoint's own.
         seed: of a preset's weights.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post.algorithms.objective import Divergence
-from jaxrl_post.config.run import ConfigError
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.learner.learner import Learner, Scorer
 from jaxrl_post.learner.model import Model, open_model
 from jaxrl_post.learner.step import Policy

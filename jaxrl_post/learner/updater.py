@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.checks import REWARD_A_TURN, reward_weights
-from jaxrl_post.config.run import ConfigError, RLConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
 from jaxrl_post.learner.credit import credited
 from jaxrl_post.learner.learner import Learner

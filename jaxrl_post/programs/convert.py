@@ -11,9 +11,10 @@ from rich.console import Console
 
 from jaxrl_post import models, pretrained
 from jaxrl_post.config.convert import ConvertConfig
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.paths import check_output, check_paths, naming
-from jaxrl_post.config.run import ConfigError, RunConfig
+from jaxrl_post.config.run import RunConfig
 from jaxrl_post.learner.adapters import lora_of
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.models import DecoderParams, ModelConfig

@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from jaxrl_post.config.bounds import check_numbers
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import (
     EvaluateConfig,
     check_evaluation,
     result_files,
 )
-from jaxrl_post.config.run import ConfigError, RolloutConfig
+from jaxrl_post.config.fields import check_numbers
+from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data import chat
 from jaxrl_post.data.generation import GenerationDefaults, read_generation_defaults
 from jaxrl_post.envs import Environment, Task, WorkerPool

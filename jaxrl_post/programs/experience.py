@@ -10,7 +10,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from jaxrl_post.config.run import RLConfig, RolloutConfig
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.envs import Environment, Task, WorkerPool
 from jaxrl_post.envs.env import Split

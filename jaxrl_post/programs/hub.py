@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from jaxrl_post.config.run import ConfigError, RunConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.run import RunConfig
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.path import run_path
 

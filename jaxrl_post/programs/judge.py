@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_post import pretrained
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.reward_model import RewardModelConfig
-from jaxrl_post.config.run import ConfigError
 from jaxrl_post.conversations import Message
 from jaxrl_post.data import chat, packing
 from jaxrl_post.data.steps import judged_tokens

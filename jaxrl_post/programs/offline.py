@@ -14,13 +14,13 @@ from rich.console import Console
 
 from jaxrl_post.algorithms import reward_model, supervised
 from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.data import DEFAULT_ENV
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.horizon import optimizer_steps
-from jaxrl_post.config.reward import RewardConfig
-from jaxrl_post.config.run import (
-    DEFAULT_ENV,
-    ConfigError,
+from jaxrl_post.config.offline import (
     OfflineConfig,
     PreferenceConfig,
+    RewardConfig,
     SFTConfig,
 )
 from jaxrl_post.data.prompts import task_indices

@@ -12,7 +12,8 @@ from rich.console import Console
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.horizon import optimizer_steps
-from jaxrl_post.config.run import RLConfig, RolloutConfig
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import WorkerPool

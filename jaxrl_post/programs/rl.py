@@ -4,7 +4,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_post.config.run import RLConfig, RolloutConfig
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data import packing
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.learner.model import Model

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.paths import naming
-from jaxrl_post.config.run import ConfigError
 
 __all__ = ["run_lock"]
 
@@ -66,7 +66,7 @@ def run_lock(directory: Path, command: str) -> Iterator[None]:
     >>> with run_lock(directory, "python -m launch.sft"), run_lock(directory, ""):
     ...     pass
     Traceback (most recent call last):
-    jaxrl_post.config.run.ConfigError: --run-dir: ... is in use by process ...
+    jaxrl_post.config.errors.ConfigError: --run-dir: ... is in use by process ...
     """
     with naming("--run-dir"):
         made = _make(directory)

@@ -3,15 +3,15 @@
 import re
 from pathlib import Path
 
-from jaxrl_post.config.reward import RewardConfig
-from jaxrl_post.config.run import (
-    DEFAULT_ENV,
+from jaxrl_post.config.data import DEFAULT_ENV
+from jaxrl_post.config.offline import (
     OfflineConfig,
     PreferenceConfig,
-    RLConfig,
-    RunConfig,
+    RewardConfig,
     SFTConfig,
 )
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.run import RunConfig
 
 __all__ = ["run_path"]
 

@@ -20,7 +20,8 @@ from tensorboardX.proto.summary_pb2 import (
 )
 from tensorboardX.record_writer import RecordWriter
 
-from jaxrl_post.config.run import ConfigError, TrackerName
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.run import TrackerName
 from jaxrl_post.records.directory import RunDirectory, named, replace_file
 
 __all__ = ["Tracker", "Tracking", "open_trackers"]

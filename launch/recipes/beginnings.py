@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from jaxrl_post.config.run import CriticConfig, RLConfig, RunConfig, WarmStartConfig
+from jaxrl_post.config.critic import CriticConfig
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.run import RunConfig, WarmStartConfig
 
 __all__ = ["Rates", "begun"]
 

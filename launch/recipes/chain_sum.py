@@ -10,13 +10,9 @@ the accuracy falls; most of the rise comes as the learning rate decays.
 """
 
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import (
-    EvalConfig,
-    RLConfig,
-    RolloutConfig,
-    UpdateConfig,
-    WarmStartConfig,
-)
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.run import EvalConfig, UpdateConfig, WarmStartConfig
 
 __all__ = ["chain_sum"]
 

@@ -7,14 +7,14 @@ than chance. Nothing but the reward tells it to do better than its teacher.
 
 from dataclasses import replace
 
+from jaxrl_post.config.algorithm import AlgorithmConfig
+from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import (
-    AlgorithmConfig,
     CheckpointConfig,
-    CriticConfig,
     EvalConfig,
-    RLConfig,
-    RolloutConfig,
     UpdateConfig,
     WarmStartConfig,
 )

@@ -7,16 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxrl_post.config.critic import CriticConfig
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.horizon import check_schedules, optimizer_steps, with_horizons
+from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import (
-    ConfigError,
-    CriticConfig,
-    RLConfig,
-    RunConfig,
-    SFTConfig,
-    UpdateConfig,
-)
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.run import RunConfig, UpdateConfig
 from jaxrl_post.learner.state import make_optimizer
 from jaxrl_post.models.spec import ParamSpec
 

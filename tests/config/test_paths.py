@@ -7,20 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.convert import ConvertConfig
+from jaxrl_post.config.critic import CriticConfig
+from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import EvaluateConfig, check_evaluation
+from jaxrl_post.config.offline import PreferenceConfig, SFTConfig
 from jaxrl_post.config.paths import check_output, check_paths, naming
 from jaxrl_post.config.preference import PairsConfig, PreferenceLossConfig
-from jaxrl_post.config.run import (
-    AlgorithmConfig,
-    ConfigError,
-    CriticConfig,
-    DataConfig,
-    PreferenceConfig,
-    RLConfig,
-    SFTConfig,
-)
+from jaxrl_post.config.rl import RLConfig
 
 LONG = "x" * 300
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxrl_post.config.run import ConfigError, DataConfig, SFTConfig
+from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.data.chats import Chat, Text
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.chats import Chats, open_chats

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxrl_post.config.run import ConfigError
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data.preferences import Judged, Message, Preference
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.steps import Solution

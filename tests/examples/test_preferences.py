@@ -10,19 +10,15 @@ import pytest
 from rich.console import Console
 
 from jaxrl_post import pretrained
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.offline import PreferenceConfig, RewardConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.preference import (
     PairsConfig,
     PreferenceLossConfig,
     PreferenceName,
 )
-from jaxrl_post.config.reward import RewardConfig
-from jaxrl_post.config.run import (
-    ConfigError,
-    EvalConfig,
-    PreferenceConfig,
-    UpdateConfig,
-)
+from jaxrl_post.config.run import EvalConfig, UpdateConfig
 from jaxrl_post.examples.preferences import make_preference, open_judgements, open_pairs
 from jaxrl_post.programs.offline import run_preference, run_reward
 from jaxrl_post.records.directory import read_rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxrl_post.config.run import ConfigError
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Message, Step, Task, TaskSequence
 from jaxrl_post.examples import tasks as tasks_of_a_run

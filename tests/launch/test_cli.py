@@ -9,14 +9,12 @@ import signal
 import pytest
 from rich.console import Console
 
+from jaxrl_post.config.algorithm import AlgorithmConfig
+from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import (
-    AlgorithmConfig,
-    DataConfig,
-    RLConfig,
-    RolloutConfig,
-    SFTConfig,
-)
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.programs.run import Outcome
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from launch import cli, grpo, sft

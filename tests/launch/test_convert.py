@@ -14,15 +14,12 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from jaxrl_post import models, pretrained
+from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.offline import RewardConfig, SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.reward import RewardConfig
-from jaxrl_post.config.run import (
-    CheckpointConfig,
-    CriticConfig,
-    RLConfig,
-    SFTConfig,
-)
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.run import CheckpointConfig
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.learner.adapters import lora_of
 from jaxrl_post.learner.checkpoint import Checkpoints

@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import EvaluateConfig
-from jaxrl_post.config.run import ConfigError
 from jaxrl_post.learner.model import open_model
 from jaxrl_post.programs.evaluate import sampling_of
 from jaxrl_post.programs.scores import interval_over_tasks

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from jaxrl_post.config.checks import check_options
-from jaxrl_post.config.run import RLConfig, SFTConfig
+from jaxrl_post.config.offline import SFTConfig
+from jaxrl_post.config.rl import RLConfig
 from launch import cli, distill, dpo, evaluate, grpo, ppo, reward, sft
 from launch.recipes.demo import demo, distill_demo, ppo_demo
 

@@ -13,15 +13,13 @@ import pytest
 from jaxrl_post import algorithms, models, pretrained
 from jaxrl_post.algorithms import supervised
 from jaxrl_post.algorithms.reward_model import bradley_terry
+from jaxrl_post.config.algorithm import AlgorithmConfig
+from jaxrl_post.config.critic import CriticConfig
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import (
-    AlgorithmConfig,
-    ConfigError,
-    CriticConfig,
-    RLConfig,
-    UpdateConfig,
-)
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data import packing
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.algorithm import make_algorithm

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from jaxrl_post.algorithms import corrections
-from jaxrl_post.config.checks import check_options
-from jaxrl_post.config.distill import DistillConfig, DivergenceName
-from jaxrl_post.config.lora import AdapterConfig
-from jaxrl_post.config.run import (
+from jaxrl_post.config.algorithm import (
     AlgorithmConfig,
     AlgorithmName,
-    ConfigError,
     CorrectionConfig,
     CorrectionName,
-    CriticConfig,
-    RLConfig,
-    RolloutConfig,
 )
+from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.critic import CriticConfig
+from jaxrl_post.config.distill import DistillConfig, DivergenceName
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.learner.algorithm import make_algorithm, make_correction
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0, 0.0]])

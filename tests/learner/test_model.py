@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_post.config.run import ConfigError, DataConfig
+from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_texts

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl_post import algorithms, models
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import ConfigError, UpdateConfig
+from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data import packing
 from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.step import Policy, predict

@@ -13,8 +13,8 @@ from jaxrl_post.algorithms.whole_distributions import (
     distribution_distillation,
     top_k_forward_kl,
 )
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import ConfigError
 from jaxrl_post.data import packing
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner.learner import Learner, Scorer

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxrl_post import models, pretrained
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.reward_model import RewardModelConfig
-from jaxrl_post.config.run import ConfigError
 from jaxrl_post.conversations import Message as Turn
 from jaxrl_post.data import chat, packing
 from jaxrl_post.data.steps import judged_tokens

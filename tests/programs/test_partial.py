@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_post.config.run import RLConfig
+from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import Task, WorkerPool
 from jaxrl_post.rollout.flight import ChangedTaskError
 from tests.programs.trainers import RL, assert_same, changed, make_trainer

@@ -13,14 +13,10 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from jaxrl_post import pretrained
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import (
-    CheckpointConfig,
-    ConfigError,
-    EvalConfig,
-    SFTConfig,
-    UpdateConfig,
-)
+from jaxrl_post.config.run import CheckpointConfig, EvalConfig, UpdateConfig
 from jaxrl_post.learner import checkpoint
 from jaxrl_post.learner.checkpoint import CheckpointError
 from jaxrl_post.programs.convert import ConvertConfig, convert

@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.distill import DistillConfig
-from jaxrl_post.config.run import AlgorithmConfig, ConfigError, RLConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.learner.learner import DivergenceError

@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import (
-    CheckpointConfig,
-    ConfigError,
-    EvalConfig,
-    RLConfig,
-    SFTConfig,
-)
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.run import CheckpointConfig, EvalConfig
 from jaxrl_post.programs import offline, online, run
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.records.lock import run_lock

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.algorithms import Predictions, supervised
-from jaxrl_post.config.run import ConfigError
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import packing
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer

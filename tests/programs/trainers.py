@@ -9,15 +9,12 @@ import numpy as np
 
 from jaxrl_post import models
 from jaxrl_post.algorithms import Algorithm
+from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.distill import DistillConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import (
-    AlgorithmConfig,
-    EvalConfig,
-    RLConfig,
-    RolloutConfig,
-    UpdateConfig,
-)
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.run import EvalConfig, UpdateConfig
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Environment, WorkerPool

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_post.config.run import ConfigError
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.records import lock as module
 from jaxrl_post.records.lock import run_lock
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from jaxrl_post.config.checks import check_options
-from jaxrl_post.config.run import ConfigError, SFTConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.records.sinks import MetricsLog
 from jaxrl_post.records.trackers import Tracking

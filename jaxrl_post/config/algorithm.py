@@ -1,0 +1,92 @@
+"""Which algorithm, and what corrects for the sampler."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import ANY, NOT_NEGATIVE, SHARE
+
+__all__ = ["AlgorithmConfig", "AlgorithmName", "CorrectionConfig", "CorrectionName"]
+
+AlgorithmName = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "gmpo", "sapo", "max_rl",
+    "gdpo", "opo", "remax", "clipped_rloo", "luspo", "lite_ppo", "vespo", "ppo",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillation",
+]  # fmt: skip
+
+CorrectionName = Literal[
+    "none", "truncated_tokens", "truncated_sequences", "icepop", "icepop_sequences",
+    "masked_sequences",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """How the loss allows for what sampler and trainer disagree on.
+
+    Attributes:
+        kind: how a token's loss is weighted by the ratio of its probability in the
+            trainer to that in the sampler. truncated_*: by the ratio, at most `cap`;
+            icepop*: by the ratio where it is within `low` and `high`, else by 0;
+            masked_sequences: as truncated_tokens, but by 0 in sequences whose geometric
+            mean of ratios is outside `low` and `high`; none: not at all.
+            truncated_sequences and icepop_sequences take the ratio of the whole
+            sequence.
+        cap: largest weight, of truncated_* and masked_sequences; None for the default.
+        low: lower bound of the ratio; None for icepop's default. masked_sequences has
+            none and needs it.
+        high: upper bound of the ratio; None for icepop's default. masked_sequences has
+            none and needs it.
+    """
+
+    kind: CorrectionName = "truncated_tokens"
+    cap: Annotated[float | None, ANY] = None
+    low: Annotated[float | None, ANY] = None
+    high: Annotated[float | None, ANY] = None
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Which algorithm, and what departs from its paper's defaults (None keeps them).
+
+    Attributes:
+        name: algorithm (`jaxrl_post.algorithms`).
+        clip_low: how far below 1 a policy ratio may fall before it is clipped; of gmpo,
+            how far its logarithm may fall below 0, in nats; of cispo, the lower bound
+            of the ratio itself.
+        clip_high: how far above 1 a policy ratio may rise before it is clipped; of
+            gmpo, how far its logarithm may rise above 0, in nats; of cispo, the upper
+            bound of the ratio itself.
+        kl_coefficient: weight of the KL divergence to the reference policy, in nats: in
+            the reward of ppo and reinforce_plus_plus, in the loss of the others; 0
+            needs no reference.
+        kl_estimator: estimator of that KL divergence; k1 only inside the reward. None
+            for k1 there and k3 in a loss.
+        reference: Hugging Face directory of the reference policy, or ORG/NAME on the
+            hub (ORG/NAME@REVISION for a revision); it is the teacher of distillation;
+            None for the model as it began.
+        entropy_coefficient: weight of the policy's entropy, in nats, which the loss
+            rewards.
+        reward_weights: weights that gdpo gives the parts of the reward, as NAME=WEIGHT,
+            such as own=1 length=0.5; parts that are not named do not count. None for
+            all, with 1.
+        turn_credit: rewards that a turn of an episode is credited with. outcome: the
+            sum of the episode's; turns: its own and those of the turns after it. In ppo
+            and reinforce_plus_plus, which discount by the token, a turn's reward then
+            stands at the turn's last token.
+        turn_discount: discount factor per turn, of the rewards of the turns after it; 0
+            credits a turn with its own reward alone.
+        correction: how the loss corrects for log-probs that differ between sampler and
+            trainer.
+    """
+
+    name: AlgorithmName = "grpo"
+    clip_low: Annotated[float | None, NOT_NEGATIVE] = None
+    clip_high: Annotated[float | None, NOT_NEGATIVE] = None
+    kl_coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
+    kl_estimator: Literal["k1", "k2", "k3", "k3_plus"] | None = None
+    reference: str | None = None
+    entropy_coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
+    reward_weights: tuple[str, ...] = ()
+    turn_credit: Literal["outcome", "turns"] = "outcome"
+    turn_discount: Annotated[float, SHARE] = 1.0
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)

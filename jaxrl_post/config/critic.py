@@ -1,0 +1,50 @@
+"""The critic of PPO."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import NOT_NEGATIVE, SHARE
+from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.optimizer import OptimizerConfig
+
+__all__ = ["CriticConfig"]
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The critic of ppo; other algorithms have none.
+
+    Attributes:
+        backbone: separate: a model of its own; shared: a value head on the policy.
+        model: Hugging Face directory, or ORG/NAME on the hub, in which a separate
+            critic begins, a reward model or a language model; None for the policy's
+            own weights.
+        gamma: discount factor per token.
+        gae_lambda: lambda of generalized advantage estimation (GAE), for the policy's
+            advantages.
+        value_lambda: lambda of GAE for the critic's targets; 1 makes them the returns.
+        clip: how far a value may move from its old one in the updates of a batch; 0 for
+            no clipping.
+        coefficient: weight in the loss of the critic's part, where critic and policy
+            share a backbone.
+        warmup_steps: steps of the run, from its beginning, in which a separate critic
+            learns and the policy does not.
+        bootstrap_truncated: whether an answer that was cut at the most tokens earns
+            what the critic expects after it, beside its reward; without, the cut is its
+            end.
+        optimizer: AdamW of a separate critic, and its learning rate.
+        lora: an adapter to train, with the value head, in place of a separate critic's
+            whole model.
+    """
+
+    backbone: Literal["separate", "shared"] = "separate"
+    model: str | None = None
+    gamma: Annotated[float, SHARE] = 1.0
+    gae_lambda: Annotated[float, SHARE] = 0.95
+    value_lambda: Annotated[float, SHARE] = 1.0
+    clip: Annotated[float, NOT_NEGATIVE] = 0.2
+    coefficient: Annotated[float, NOT_NEGATIVE] = 0.1
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
+    bootstrap_truncated: bool = False
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)

@@ -1,0 +1,33 @@
+"""What is learned from: files, or an environment."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["DEFAULT_ENV", "DataConfig", "OnOverlap"]
+
+# The environment of a program that names neither environment nor file.
+DEFAULT_ENV = "arithmetic"
+
+OnOverlap = Literal["fail", "drop", "allow"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Files of environments that read some (jsonl, gsm8k), or of launch.sft's chats.
+
+    Attributes:
+        path: .jsonl or .parquet file to learn from; hf://datasets/ORG/NAME/FILE for one
+            on the hub, ORG/NAME@REVISION for a revision of it.
+        eval_path: likewise, of what is held out; default: a tenth of the prompts of
+            `path`.
+        on_bad_row: what to do about a malformed row: fail, stop with an error; skip,
+            leave it out, and report how many there were.
+        on_overlap: what to do about training tasks whose prompt is held out too, in any
+            environment: fail, stop with an error; drop, leave them out of training;
+            allow, train on them.
+    """
+
+    path: str | None = None
+    eval_path: str | None = None
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    on_overlap: OnOverlap = "fail"

@@ -1,0 +1,101 @@
+"""What an option says of itself beside its type: its range, whether it is free.
+
+    steps: Annotated[int, COUNT, FREE] = 200
+
+A number has a range, or `ANY` where it has none of its own. What is `FREE` may differ
+between a run and its continuation; of a section that is, all options may.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from jaxrl_post.config.errors import ConfigError
+
+__all__ = [
+    "ANY",
+    "COUNT",
+    "DECAY",
+    "FREE",
+    "NOT_NEGATIVE",
+    "POSITIVE",
+    "SHARE",
+    "Range",
+    "check_numbers",
+    "fields_of",
+]
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval; both ends belong to it unless they are open or infinite.
+
+    >>> print(Range(0, 1, open_high=True), Range(0, open_low=True), Range(1), sep="; ")
+    in [0, 1); greater than 0; at least 1
+    """
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        # Infinity and NaN are in no interval.
+        return (
+            math.isfinite(value)
+            and (value > self.low if self.open_low else value >= self.low)
+            and (value < self.high if self.open_high else value <= self.high)
+        )
+
+    def __str__(self) -> str:
+        if math.isinf(self.high):
+            return f"{'greater than' if self.open_low else 'at least'} {self.low:g}"
+        brackets = "(" if self.open_low else "[", ")" if self.open_high else "]"
+        return f"in {brackets[0]}{self.low:g}, {self.high:g}{brackets[1]}"
+
+
+COUNT, NOT_NEGATIVE = Range(1), Range(0)
+POSITIVE = Range(0, open_low=True)
+SHARE = Range(0, 1)
+DECAY = Range(0, 1, open_high=True)
+ANY, FREE = "any number", "free to change"
+
+
+def fields_of(config: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Every option of a configuration, sections and what is in them alike.
+
+    Args:
+        config: a dataclass of options.
+
+    Yields:
+        Its name (`optimizer.beta1`), its value, and what it says of itself.
+    """
+    hints = get_type_hints(type(config), include_extras=True)
+    for name, value in vars(config).items():
+        yield name, value, getattr(hints[name], "__metadata__", ())
+        if dataclasses.is_dataclass(value):
+            for inner, item, notes in fields_of(value):
+                yield f"{name}.{inner}", item, notes
+
+
+def check_numbers(config: Any) -> None:
+    """Checks every number of a configuration by itself.
+
+    Args:
+        config: a dataclass of options, nested ones included.
+
+    Raises:
+        ConfigError: one is out of its range.
+
+    >>> from jaxrl_post.config.run import CheckpointConfig, RunConfig
+    >>> check_numbers(RunConfig(checkpoint=CheckpointConfig(every=0)))
+    Traceback (most recent call last):
+    jaxrl_post.config.errors.ConfigError: --checkpoint.every: must be at least 1; got 0
+    """
+    for name, value, notes in fields_of(config):
+        for note in notes:
+            if value is not None and isinstance(note, Range) and value not in note:
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option}: must be {note}; got {value:g}")

@@ -1,0 +1,47 @@
+"""Whether a run may go on with the options that it is given now."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_post.config.fields import FREE, fields_of
+from jaxrl_post.config.run import RunConfig
+
+__all__ = ["differences"]
+
+
+def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """What would make a continuation another run than the one that was saved.
+
+    Options that are `FREE` may differ. Where a schedule of the learning rate ends it
+    keeps (config/horizon.py), unless it is asked to end elsewhere.
+
+    Args:
+        saved: the configuration of the run, as config.json holds it.
+        config: of the continuation.
+
+    Returns:
+        A line an option; none where the run can go on.
+
+    >>> saved = dataclasses.asdict(RunConfig(seed=3, steps=7))
+    >>> differences(saved, RunConfig())
+    ['seed: 3 then, 0 now']
+    """
+    before, now = _flat(saved), _flat(dataclasses.asdict(config))
+    free = [name for name, _, notes in fields_of(config) if FREE in notes]
+    return [
+        f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+        and not any(name == each or name.startswith(f"{each}.") for each in free)
+    ]
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            flat |= _flat(item, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = list(item) if isinstance(item, tuple) else item
+    return flat

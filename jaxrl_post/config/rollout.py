@@ -1,0 +1,90 @@
+"""How samples are drawn and judged."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from jaxrl_post.config.fields import (
+    ANY,
+    COUNT,
+    FREE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Range,
+)
+
+__all__ = ["RolloutConfig"]
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How samples are drawn and judged.
+
+    Attributes:
+        prompts_per_step: prompts, each with a group of samples, in the batch of a step.
+        samples_per_prompt: samples of a prompt, which form its group.
+        max_prompt_tokens: most tokens of a prompt; 0 for those of the environment's
+            longest. Tasks with a longer prompt are left out, and counted.
+        max_tokens: most tokens of a completion, the stop token included.
+        max_turns: most turns of the policy in an episode; an environment that would go
+            on is ended there. More than one needs `max_prompt_tokens`, which bounds the
+            conversation before the last turn.
+        partial: groups that may be unfinished when a step is taken. Then so many more
+            prompts are under way than a step needs, it takes the first groups that
+            finish, and the others go on under the next parameters. 0 waits for all.
+        temperature: sampling temperature, > 0. It is part of the policy that is
+            trained; generation_config.json is not read.
+        top_k: sample from the k most probable tokens alone; 0 for all.
+        top_p: sample from the smallest set of most probable tokens with this
+            probability in total; 1 for all.
+        min_p: sample from the tokens with at least this share of the top token's
+            probability; 0 for all.
+        stop_strings: texts of which any ends a completion, with the token that
+            completes it.
+        num_slots: number of samples that decode at once; 0 for all samples of a step,
+            with those of `partial`.
+        steps_per_call: tokens that each sample decodes between two looks of the host; 0
+            chooses.
+        dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
+            differ (DAPO); groups beyond that wait for the next step.
+        truncated: reward of an answer that was cut at `max_tokens`. zero: 0, whatever
+            stands in it; reward: what the environment says; mask: it is not trained on,
+            but its group is still compared with it (DAPO's overlong filter).
+        overlong_buffer: tokens before `max_tokens` over which a completion's reward
+            falls linearly, by up to `overlong_penalty` (DAPO); 0 for no penalty.
+        overlong_penalty: reward that a completion of `max_tokens` tokens loses.
+        max_draws: with dynamic sampling, most prompts drawn for a step, as a multiple
+            of `prompts_per_step`; after that the step takes the groups that it has.
+        reward_workers: number of processes that judge answers.
+        reward_deadline_s: most seconds for one judgement.
+        reward_grace_s: with `partial`, seconds for which decoding waits for the
+            judgements of the turns that have just ended. While judges keep within it, a
+            run can be repeated to the last bit; a slower one is not waited for again.
+        max_failed_share: share of a step's rollouts that may fail; the run stops if
+            more do.
+        deadline_s: most seconds for all rollouts of a step.
+    """
+
+    prompts_per_step: Annotated[int, COUNT] = 32
+    samples_per_prompt: Annotated[int, COUNT] = 8
+    max_prompt_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    max_tokens: Annotated[int, ANY] = 256
+    max_turns: Annotated[int, COUNT] = 1
+    partial: Annotated[int, NOT_NEGATIVE] = 0
+    temperature: Annotated[float, POSITIVE] = 1.0
+    top_k: Annotated[int, NOT_NEGATIVE] = 0
+    top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0
+    min_p: Annotated[float, SHARE] = 0.0
+    stop_strings: tuple[str, ...] = ()
+    num_slots: Annotated[int, NOT_NEGATIVE] = 0
+    steps_per_call: Annotated[int, NOT_NEGATIVE] = 0
+    dynamic_sampling: bool = False
+    truncated: Literal["reward", "zero", "mask"] = "zero"
+    overlong_buffer: Annotated[int, NOT_NEGATIVE] = 0
+    overlong_penalty: Annotated[float, NOT_NEGATIVE] = 1.0
+    max_draws: Annotated[int, COUNT] = 4
+    reward_workers: Annotated[int, COUNT, FREE] = 1
+    reward_deadline_s: Annotated[float, POSITIVE, FREE] = 10.0
+    reward_grace_s: Annotated[float, NOT_NEGATIVE, FREE] = 0.25
+    max_failed_share: Annotated[float, SHARE, FREE] = 0.25
+    deadline_s: Annotated[float, POSITIVE, FREE] = 3600.0

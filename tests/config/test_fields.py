@@ -1,0 +1,217 @@
+"""The rules of every option: its range, and whether a continuation may change it."""
+
+from dataclasses import asdict, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from jaxrl_post.config.convert import ConvertConfig
+from jaxrl_post.config.evaluate import EvaluateConfig
+from jaxrl_post.config.fields import ANY, Range, fields_of
+from jaxrl_post.config.offline import PreferenceConfig, RewardConfig, SFTConfig
+from jaxrl_post.config.plan import PlanConfig
+from jaxrl_post.config.resume import differences
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.run import RunConfig
+
+
+def under(section: str, rules: dict[str, str]) -> dict[str, str]:
+    return {f"{section}.{name}": rule for name, rule in rules.items()}
+
+
+# Of every number, and of every option that may change; "any" has no range of its own.
+OPTIMIZER = {
+    "learning_rate": "greater than 0",
+    "warmup_steps": "at least 0",
+    "schedule_steps": "at least 1, free",
+    "beta1": "in [0, 1)",
+    "beta2": "in [0, 1)",
+    "epsilon": "greater than 0",
+    "weight_decay": "at least 0",
+    "max_grad_norm": "at least 0",
+}
+LORA = {
+    "rank": "at least 0",
+    "alpha": "greater than 0",
+}
+TRAINING = {
+    "run_dir": "free",
+    "resume": "free",
+    "seed": "at least 0",
+    "mesh": "free",
+    "steps": "at least 1, free",
+    "update.minibatches": "at least 1",
+    "update.epochs": "at least 1",
+    "update.row_tokens": "at least 0",
+    "update.microbatch_tokens": "at least 1, free",
+    "update.remat": "free",
+    "update.scan_layers": "free",
+    "update.router_balance": "at least 0",
+    "update.router_z": "at least 0",
+    "eval.every": "at least 0, free",
+    "eval.num_tasks": "at least 1, free",
+    "eval.solved_reward": "any, free",
+    "checkpoint.every": "at least 1, free",
+    "checkpoint.keep": "at least 1, free",
+    "warm_start.steps": "at least 0",
+    "warm_start.examples_per_step": "any",
+    "warm_start.learning_rate": "greater than 0",
+    "log": "free",
+    "log_project": "free",
+    **under("optimizer", OPTIMIZER),
+    **under("lora", LORA),
+}
+OFFLINE = {
+    **TRAINING,
+    "examples_per_step": "at least 1",
+    "max_tokens": "at least 1",
+    "log_every": "at least 1, free",
+}
+RULES = {
+    RLConfig: {
+        **TRAINING,
+        "log_samples": "at least 0, free",
+        "log_eval_samples": "at least 0, free",
+        "algorithm.clip_low": "at least 0",
+        "algorithm.clip_high": "at least 0",
+        "algorithm.kl_coefficient": "at least 0",
+        "algorithm.entropy_coefficient": "at least 0",
+        "algorithm.turn_discount": "in [0, 1]",
+        "algorithm.correction.cap": "any",
+        "algorithm.correction.low": "any",
+        "algorithm.correction.high": "any",
+        "critic.gamma": "in [0, 1]",
+        "critic.gae_lambda": "in [0, 1]",
+        "critic.value_lambda": "in [0, 1]",
+        "critic.clip": "at least 0",
+        "critic.coefficient": "at least 0",
+        "critic.warmup_steps": "at least 0",
+        "distill.temperature": "greater than 0",
+        "distill.beta": "any",
+        "distill.top_k": "any",
+        "reward.weight": "any",
+        "reward.environment_weight": "any",
+        "reward.batch_tokens": "at least 1",
+        "rollout.prompts_per_step": "at least 1",
+        "rollout.samples_per_prompt": "at least 1",
+        "rollout.max_prompt_tokens": "at least 0",
+        "rollout.max_tokens": "any",
+        "rollout.max_turns": "at least 1",
+        "rollout.partial": "at least 0",
+        "rollout.temperature": "greater than 0",
+        "rollout.top_k": "at least 0",
+        "rollout.top_p": "in (0, 1]",
+        "rollout.min_p": "in [0, 1]",
+        "rollout.num_slots": "at least 0",
+        "rollout.steps_per_call": "at least 0",
+        "rollout.overlong_buffer": "at least 0",
+        "rollout.overlong_penalty": "at least 0",
+        "rollout.max_draws": "at least 1",
+        "rollout.reward_workers": "at least 1, free",
+        "rollout.reward_deadline_s": "greater than 0, free",
+        "rollout.reward_grace_s": "at least 0, free",
+        "rollout.max_failed_share": "in [0, 1], free",
+        "rollout.deadline_s": "greater than 0, free",
+        **under("critic.optimizer", OPTIMIZER),
+        **under("critic.lora", LORA),
+    },
+    SFTConfig: OFFLINE,
+    PreferenceConfig: {
+        **OFFLINE,
+        "data.eval_share": "in (0, 1)",
+        "loss.beta": "greater than 0",
+        "loss.label_smoothing": "in [0, 0.5)",
+        "loss.margin": "any",
+        "loss.nll_weight": "at least 0",
+        "loss.alpha": "any",
+        "loss.tau": "any",
+        "loss.desirable_weight": "at least 0",
+        "loss.undesirable_weight": "at least 0",
+    },
+    RewardConfig: {
+        **OFFLINE,
+        "data.eval_share": "in (0, 1)",
+        "centering": "at least 0",
+        "margin": "at least 0",
+    },
+    EvaluateConfig: {
+        "num_tasks": "at least 1",
+        "samples": "at least 1",
+        "temperature": "at least 0",
+        "top_k": "at least 0",
+        "top_p": "in (0, 1]",
+        "min_p": "in [0, 1]",
+        "max_tokens": "at least 1",
+        "max_turns": "at least 1",
+        "max_prompt_tokens": "at least 0",
+        "solved_reward": "any",
+        "seed": "at least 0",
+        "num_slots": "at least 1",
+        "reward_workers": "at least 1",
+        "reward_deadline_s": "greater than 0",
+        "deadline_s": "greater than 0",
+    },
+    ConvertConfig: {
+        "step": "any",
+        "max_shard_gb": "any",
+    },
+    PlanConfig: {
+        "rows": "any",
+        "row_tokens": "any",
+        "slots": "any",
+        "slot_tokens": "any",
+        **under("lora", LORA),
+    },
+}
+REQUIRED = {
+    EvaluateConfig: ("model",),
+    ConvertConfig: ("input", "output"),
+    PlanConfig: ("model", "topology"),
+}
+
+
+def configuration(kind: type) -> Any:
+    return kind(**dict.fromkeys(REQUIRED.get(kind, ()), "given"))
+
+
+def may_change(config: Any, name: str) -> bool:
+    """Whether a run goes on in which the option had another value."""
+    if not isinstance(config, RunConfig):
+        return False
+    saved: Any = asdict(config)
+    *sections, last = name.split(".")
+    section = saved
+    for each in sections:
+        section = section[each]
+    section[last] = "another"
+    changed = differences(saved, config)
+    assert not changed or changed[0].startswith(f"{name}: 'another' then, "), changed
+    return not changed
+
+
+@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
+def test_every_option_has_the_rules_that_it_had(kind):
+    config, found = configuration(kind), {}
+    for name, value, notes in fields_of(config):
+        if is_dataclass(value):
+            continue
+        rules = [str(note) for note in notes if isinstance(note, Range)]
+        rules += ["any"] if ANY in notes else []
+        rules += ["free"] if may_change(config, name) else []
+        if rules:
+            found[name] = ", ".join(rules)
+    assert found == RULES[kind]
+
+
+@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
+def test_every_number_states_its_range_or_that_it_has_none(kind):
+    config = configuration(kind)
+    values = (value for _, value, _ in fields_of(config) if is_dataclass(value))
+    for section in (config, *values):
+        hints = get_type_hints(type(section))
+        annotated = get_type_hints(type(section), include_extras=True)
+        for name, hint in hints.items():
+            notes = getattr(annotated[name], "__metadata__", ())
+            ranges = [note for note in notes if note == ANY or isinstance(note, Range)]
+            number = bool({hint, *get_args(hint)} & {int, float})
+            assert len(ranges) == number, f"{type(section).__name__}.{name}"
