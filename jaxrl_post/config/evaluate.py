@@ -60,6 +60,8 @@ class EvaluateConfig:
         num_slots: number of samples that decode at once.
         reward_workers: number of processes that judge answers.
         reward_deadline_s: most seconds for one judgement.
+        reward_memory_gib: most GiB of address space of a process that judges; a step
+            that needs more fails. None for no limit.
         deadline_s: most seconds for the whole evaluation.
         output: JSON file for the results; the completions go beside it, in a file whose
             name ends in .completions.jsonl. None writes nothing.
@@ -88,6 +90,7 @@ class EvaluateConfig:
     num_slots: Annotated[int, COUNT] = 64
     reward_workers: Annotated[int, COUNT] = 1
     reward_deadline_s: Annotated[float, POSITIVE] = 10.0
+    reward_memory_gib: Annotated[float | None, POSITIVE] = None
     deadline_s: Annotated[float, POSITIVE] = 24 * 3600.0
     output: str | None = None
 

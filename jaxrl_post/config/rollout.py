@@ -57,6 +57,8 @@ class RolloutConfig:
             of `prompts_per_step`; after that the step takes the groups that it has.
         reward_workers: number of processes that judge answers.
         reward_deadline_s: most seconds for one judgement.
+        reward_memory_gib: most GiB of address space of a process that judges; a step
+            that needs more fails. None for no limit.
         reward_grace_s: with `partial`, seconds for which decoding waits for the
             judgements of the turns that have just ended. While judges keep within it, a
             run can be repeated to the last bit; a slower one is not waited for again.
@@ -85,6 +87,7 @@ class RolloutConfig:
     max_draws: Annotated[int, COUNT] = 4
     reward_workers: Annotated[int, COUNT, FREE] = 1
     reward_deadline_s: Annotated[float, POSITIVE, FREE] = 10.0
+    reward_memory_gib: Annotated[float | None, POSITIVE, FREE] = None
     reward_grace_s: Annotated[float, NOT_NEGATIVE, FREE] = 0.25
     max_failed_share: Annotated[float, SHARE, FREE] = 0.25
     deadline_s: Annotated[float, POSITIVE, FREE] = 3600.0

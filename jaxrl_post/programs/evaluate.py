@@ -151,7 +151,10 @@ def evaluate(
     with (
         jax.set_mesh(model.mesh),
         WorkerPool(
-            environment, config.reward_workers, deadline_s=config.reward_deadline_s
+            environment,
+            config.reward_workers,
+            deadline_s=config.reward_deadline_s,
+            memory_limit_gib=config.reward_memory_gib,
         ) as judges,
         # Its lines are for a terminal; a log file gets the table alone.
         Progress(

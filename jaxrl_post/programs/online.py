@@ -104,7 +104,10 @@ def run_rl(
         rollout = run.config.rollout
         kept, _ = fitting(run.model.tokenizer, run.model.config)
         with WorkerPool(
-            environment, rollout.reward_workers, deadline_s=rollout.reward_deadline_s
+            environment,
+            rollout.reward_workers,
+            deadline_s=rollout.reward_deadline_s,
+            memory_limit_gib=rollout.reward_memory_gib,
         ) as judges:
             trainer = _trainer(run, kept, judges, algorithm)
             _print_layout(run, trainer)

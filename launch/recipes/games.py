@@ -6,7 +6,9 @@ How to win is learned from the reward of whole games.
 
 from dataclasses import replace
 
-from jaxrl_post.config.run import EvalConfig, RLConfig, RolloutConfig, UpdateConfig
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.run import EvalConfig, UpdateConfig
 from launch.recipes.demo import demo
 
 __all__ = ["guess", "world"]

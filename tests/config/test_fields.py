@@ -109,6 +109,7 @@ RULES = {
         "rollout.max_draws": "at least 1",
         "rollout.reward_workers": "at least 1, free",
         "rollout.reward_deadline_s": "greater than 0, free",
+        "rollout.reward_memory_gib": "greater than 0, free",
         "rollout.reward_grace_s": "at least 0, free",
         "rollout.max_failed_share": "in [0, 1], free",
         "rollout.deadline_s": "greater than 0, free",
@@ -149,6 +150,7 @@ RULES = {
         "num_slots": "at least 1",
         "reward_workers": "at least 1",
         "reward_deadline_s": "greater than 0",
+        "reward_memory_gib": "greater than 0",
         "deadline_s": "greater than 0",
     },
     ConvertConfig: {
