@@ -92,6 +92,7 @@ def test_a_mean_on_a_logarithmic_axis_is_that_of_logarithms():
     figure = line_chart(points, (0, 99))
     _, mean = figure["data"]
     assert figure["layout"]["yaxis"]["type"] == "log"
+    assert figure["layout"]["annotations"][0]["text"] == "log scale"
     assert max(mean["y"]) == pytest.approx(1e4 ** (1 / smoothing_window(100)), 1e-5)
 
 
@@ -193,7 +194,10 @@ def test_many_steps_become_bars_of_means():
 
 def test_a_slow_first_step_is_cut_and_named():
     seconds = [60.0, *[2.0] * 19]
-    layout = stacked_chart(list(range(1, 21)), [("a", seconds)], (1, 20))["layout"]
+    figure = stacked_chart(list(range(1, 21)), [("a", seconds)], (1, 20))
+    layout, (whole, _) = figure["layout"], figure["data"]
+    assert whole["marker"]["size"] == [5] + [0] * 19
+    assert 2.0 < whole["y"][0] < 2.4
     assert layout["annotations"][0]["text"] == "cut: step 1 took 1 min 0 s"
     assert layout["yaxis"]["range"] == [0, 2.4]
     even = stacked_chart(list(range(1, 21)), [("a", [2.0] * 20)], (1, 20))["layout"]

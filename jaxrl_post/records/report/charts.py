@@ -146,6 +146,8 @@ def line_chart(
         _add_line(figure, line, [value for _, value in kept], form)
     if missing:
         _add_missing(figure, missing)
+    if logarithmic:
+        _add_note(figure, "log scale")
     return figure.to_plotly_json()
 
 
@@ -176,11 +178,16 @@ def _figure(steps: tuple[int, int]) -> "go.Figure":
 
     first, last = steps
     font = {"family": "system-ui, sans-serif", "size": 11.5}
-    axis = {"color": "var(--muted)", "zeroline": False, "nticks": 6}
+    axis = {
+        "color": "var(--muted)",
+        "zeroline": False,
+        "nticks": 6,
+        "ticklabelstandoff": 6,
+    }
     return go.Figure(
         layout={
             "template": "none",
-            "margin": {"l": 46, "r": 10, "t": 8, "b": 24},
+            "margin": {"l": 46, "r": 10, "t": 8, "b": 28},
             "font": font,
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
@@ -205,7 +212,6 @@ def _figure(steps: tuple[int, int]) -> "go.Figure":
                 **axis,
                 "gridcolor": "var(--rule)",
                 "automargin": True,
-                "ticklabelstandoff": 6,
             },
         }
     )
@@ -262,6 +268,19 @@ def _add_missing(figure: "go.Figure", missing: Sequence[int]) -> None:
     figure.update_layout(yaxis2={"overlaying": "y", "range": [0, 1], "visible": False})
 
 
+def _add_note(figure: "go.Figure", text: str) -> None:
+    figure.add_annotation(
+        text=text,
+        x=1,
+        y=1,
+        xref="paper",
+        yref="paper",
+        showarrow=False,
+        font={"color": "var(--muted)"},
+        bgcolor="var(--page)",
+    )
+
+
 def _told(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
@@ -276,7 +295,7 @@ def stacked_chart(
     """Draws layers on top of each other, as bars over steps.
 
     More steps than bars are averaged. A few bars far above the others (the first step
-    compiles) are cut, with a note, so that the others can be read.
+    compiles) are cut, with a mark, so that the others can be read.
 
     Args:
         steps: ascending, at least one.
@@ -291,13 +310,22 @@ def stacked_chart(
         "x": [(first + last) / 2 for first, last, _ in bars],
         "hovertemplate": "%{text}<extra></extra>",
     }
-    # A line of no width tells the whole, above its parts.
-    wholes = [
-        f"{_told(first, last)}{', mean' if last > first else ''}: {form(total)}"
-        for (first, last, _), total in zip(bars, totals, strict=True)
-    ]
-    nothing = {"y": [0] * len(bars), "mode": "lines", "line": {"width": 0}}
-    figure.add_scatter(**places, **nothing, text=wholes)
+    usual = sorted(totals)[int(0.9 * (len(totals) - 1))]
+    top = 1.2 * usual if max(totals) > 2.5 * usual > 0 else math.inf
+    # Tells the whole, above its parts, and is a dot where a bar is cut.
+    figure.add_scatter(
+        **places,
+        y=[0.97 * top if total > top else 0 for total in totals],
+        mode="markers",
+        marker={
+            "size": [5 if total > top else 0 for total in totals],
+            "color": "var(--ink)",
+        },
+        text=[
+            f"{_told(first, last)}{', mean' if last > first else ''}: {form(total)}"
+            for (first, last, _), total in zip(bars, totals, strict=True)
+        ],
+    )
     for index, (name, _) in enumerate(layers):
         values = [means[index] for _, _, means in bars]
         figure.add_bar(
@@ -309,21 +337,12 @@ def stacked_chart(
             marker={"color": f"var(--l{index})"},
         )
     figure.update_layout(barmode="stack", xaxis_unifiedhovertitle_text=" ")
-    usual = sorted(totals)[int(0.9 * (len(totals) - 1))]
-    if max(totals) > 2.5 * usual > 0:
+    figure.update_yaxes(rangemode="nonnegative")
+    if top < math.inf:
         seconds = (math.fsum(v) for v in zip(*(v for _, v in layers), strict=True))
         highest, when = max(zip(seconds, steps, strict=True))
-        figure.update_yaxes(range=[0, 1.2 * usual])
-        figure.add_annotation(
-            text=f"cut: step {when} took {form(highest)}",
-            x=1,
-            y=1,
-            xref="paper",
-            yref="paper",
-            showarrow=False,
-            font={"color": "var(--muted)"},
-            bgcolor="var(--page)",
-        )
+        figure.update_yaxes(range=[0, top])
+        _add_note(figure, f"cut: step {when} took {form(highest)}")
     return figure.to_plotly_json()
 
 
