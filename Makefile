@@ -1,7 +1,7 @@
 # `make demo` and `make test` need a Python >= 3.12 and nothing else: both make .venv.
 # ARGS adds options, as in: make demo ARGS="--steps 20", make test ARGS=tests/losses.
 
-EXTRAS := math,envs,chat,parquet,hub,notebooks,dev
+EXTRAS := math,envs,parquet,hub,notebooks,dev
 CHECKS := check-format check-lint check-types check-layers
 
 .PHONY: demo test check $(CHECKS) format notebooks parity lock environment
@@ -45,6 +45,8 @@ parity: environment
 lock:
 	@tools/setup.sh
 	tools/lock.sh $(ARGS)
+	tools/setup.sh
+	tools/plotly.sh
 
 environment:
 	@tools/setup.sh $(EXTRAS)

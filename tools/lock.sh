@@ -11,8 +11,7 @@ fi
 # An explicit interpreter, because uv may trip over one of pyenv's shims. No addresses:
 # where packages come from is the affair of the machine that installs them.
 "$uv" pip compile --quiet --universal --python .venv/bin/python --python-version 3.12 \
-    --extra math --extra envs --extra chat --extra parquet --extra hub --extra notebooks \
-    --extra dev \
+    --extra math --extra envs --extra parquet --extra hub --extra notebooks --extra dev \
     --no-emit-index-url --no-emit-find-links --no-annotate \
     --custom-compile-command "make lock" \
     --output-file requirements.lock "$@" pyproject.toml

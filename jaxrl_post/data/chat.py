@@ -3,16 +3,12 @@
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxrl_post.data import spans
-from jaxrl_post.data.rendering import run_template
+from jaxrl_post.data import spans, templates
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-
-if TYPE_CHECKING:
-    from jaxrl_post.data.templates import Rendered
 
 __all__ = [
     "Options",
@@ -108,7 +104,7 @@ def render(
         continue_final: leaves the last message open, to be continued.
 
     Raises:
-        TokenizerError: the template needs jinja2, which is not installed, or fails.
+        TokenizerError: the template fails.
 
     >>> from jaxrl_post.envs import Message
     >>> tokenizer = Tokenizer.train(["1+2="])
@@ -151,7 +147,7 @@ def render_text(
         continue_final: leaves the last message open instead.
 
     Raises:
-        TokenizerError: no template, jinja2 is not installed, the template fails, or it
+        TokenizerError: no template, the template fails, or it
             does not write the message that is to be continued as it is.
     """
     if continue_final and prompt:
@@ -424,7 +420,7 @@ def _run(
     rows: Sequence[Mapping[str, Any]],
     options: Options,
     prompt: bool,
-) -> "Rendered":
+) -> templates.Rendered:
     tools, documents = options.tools, options.documents
     named = options.template
     if named is None and tools is not None and "tool_use" in tokenizer.chat_templates:
@@ -444,7 +440,7 @@ def _run(
         "documents": _plain_value(documents, "documents"),
         "add_generation_prompt": prompt,
     }
-    return run_template(source, variables, now=options.now)
+    return templates.run(source, variables, now=options.now)
 
 
 def _message(message: Turn | Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_post.data.rendering import run_template
+from jaxrl_post.data import templates
 from jaxrl_post.data.tokenizer_files import TokenizerError
 
 __all__ = ["find_turn_end"]
@@ -58,7 +58,7 @@ def find_turn_end(
         tokens: that are matched whole in a text.
 
     Raises:
-        TokenizerError: jinja2 is not installed, the template writes no answer, or none
+        TokenizerError: the template fails or writes no answer, or none
             of the tokens follows it.
 
     >>> template = "{% for m in messages %}{{ m.content }}<end>\n{% endfor %}"
@@ -141,4 +141,4 @@ def _written(
         "documents": None,
         "add_generation_prompt": False,
     }
-    return run_template(template, variables).text
+    return templates.run(template, variables).text

@@ -151,7 +151,6 @@ def test_the_ids_of_a_step_do_not_depend_on_what_follows(tokenizer):
 
 
 def test_steps_follow_what_makes_the_assistant_answer(tokenizer):
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"

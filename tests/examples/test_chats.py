@@ -67,7 +67,6 @@ def learned(tokenizer, example):
 
 
 def test_every_turn_of_the_assistant_is_learned():
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     assert learned(CHATTED, TWO_TURNS) == (
         "2<|eos|>3<|eos|>",
         "[user]1+1=<|eos|>[assistant]2<|eos|>[user]+1=<|eos|>[assistant]3<|eos|>",
@@ -81,7 +80,6 @@ def test_what_follows_the_last_learned_token_is_left_out():
 
 
 def test_of_a_prompt_and_completion_the_completion_is_learned():
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     chat = Chat((user("1"), said("2"), user("3"), said("4")), "", only_last=True)
     assert learned(CHATTED, chat)[0] == "4<|eos|>"
 
@@ -159,7 +157,6 @@ def test_what_is_too_long_is_left_out_and_counted(caplog):
 
 
 def test_a_conversation_that_the_template_refuses_is_named():
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     strict = Tokenizer(
         PLAIN.backend,
         stop_ids=PLAIN.stop_ids,

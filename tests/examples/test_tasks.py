@@ -171,7 +171,6 @@ def test_more_tasks_than_are_kept_are_made_again(monkeypatch):
 
 
 def test_a_prompt_that_a_template_refuses_is_named():
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     tokenizer = Tokenizer(
         TOKENIZER.backend,
         stop_ids=TOKENIZER.stop_ids,

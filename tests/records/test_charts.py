@@ -1,67 +1,30 @@
-"""Scales, thinning, smoothing, and what the charts draw."""
+"""Thinning, smoothing, and what the charts draw."""
 
 import math
-import re
+from importlib import resources
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_post.records.charts import (
-    Scale,
+from jaxrl_post.records.report.charts import (
     downsample,
     line_chart,
-    linear_scale,
     smooth,
     smoothing_window,
+    spikes,
     stacked_chart,
-    value_scale,
 )
 
 anything = st.floats(min_value=-1e100, max_value=1e100)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "labels"),
-    [
-        (0.0, 1.0, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
-        (0.31, 0.58, ["0.30", "0.35", "0.40", "0.45", "0.50", "0.55", "0.60"]),
-        (-3.0, 41.0, ["-10", "0", "10", "20", "30", "40", "50"]),
-        (1.0002, 1.0009, ["1.0002", "1.0004", "1.0006", "1.0008", "1.0010"]),
-        (2e-6, 9e-6, ["2e-6", "4e-6", "6e-6", "8e-6", "1e-5"]),
-        (12_000.0, 31_000.0, ["10k", "15k", "20k", "25k", "30k", "35k"]),
-        (0.0, 0.0, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
-    ],
-)
-def test_labels(low, high, labels):
-    assert linear_scale(low, high, 4).labels() == labels
-
-
-@given(st.lists(anything, min_size=1, max_size=20))
-def test_scale_holds_every_value_and_tells_ticks_apart(values):
-    scale = value_scale(values)
-    assert scale.low <= min(values) <= max(values) <= scale.high
-    assert 2 <= len(scale.ticks) <= 9
-    places = [scale(tick) for tick in scale.ticks]
-    assert places == sorted(places)
-    assert all(0 <= scale(value) <= 1 for value in values)
-    labels = scale.labels()
-    if max(values) - min(values) > 0.01 * max(map(abs, values)):
-        assert len(set(labels)) == len(labels)
-
-
 def test_only_spikes_of_positive_values_get_a_logarithmic_scale():
-    assert value_scale([1.0, 1.0, 40.0]).logarithmic
-    assert not value_scale([1.0, 1.0, 20.0]).logarithmic
-    assert not value_scale([0.0, 1.0, 40.0]).logarithmic
+    assert spikes([1.0, 1.0, 40.0])
+    assert not spikes([1.0, 1.0, 20.0])
+    assert not spikes([0.0, 1.0, 40.0])
     # Growth over many decades is no spike: most of it is near the top.
-    assert not value_scale([1e-9, 0.5, 0.6, 0.7]).logarithmic
-
-
-def test_logarithmic_scale_places_factors():
-    scale = Scale(1.0, 100.0, (1.0, 10.0, 100.0), logarithmic=True)
-    assert [scale(value) for value in (1.0, 10.0, 100.0)] == [0.0, 0.5, 1.0]
-    assert scale(0.0) == 0.0
+    assert not spikes([1e-9, 0.5, 0.6, 0.7])
 
 
 @given(st.lists(anything, min_size=1, max_size=300), st.integers(4, 40))
@@ -95,106 +58,157 @@ def test_smoothing_window_is_odd_and_grows():
     assert windows == [1, 1, 5, 11, 11, 41]
 
 
-def paths(html: str, kind: str) -> list[list[tuple[int, int]]]:
-    """Returns the corners of each path of a class, in canvas units."""
-    found = re.findall(rf'<path class="{kind}" d="([^"]*)"', html)
-    return [
-        [(int(x), int(y)) for x, y in re.findall(r"(-?\d+) (-?\d+)", path)]
-        for path in found
-    ]
-
-
 def test_a_short_line_goes_through_its_points():
-    html = line_chart([(1, 0.0), (2, 1.0), (4, 0.5)], (1, 4))
-    # Four steps of 500 units each, drawn at their middles; values from 0 to 1.
-    assert paths(html, "line") == [[(250, 1000), (750, 0), (1750, 500)]]
-    assert paths(html, "dots") == paths(html, "line")
-    assert paths(html, "raw") == []
-    assert "<title>step 4\n0.5</title>" in html
+    figure = line_chart([(1, 0.0), (2, 1.0), (4, 0.5)], (1, 4))
+    (line,) = figure["data"]
+    assert line["x"] == [1, 2, 4]
+    assert line["y"] == [0.0, 1.0, 0.5]
+    assert line["text"] == ["0", "1", "0.5"]
+    assert line["mode"] == "lines+markers"
+    assert figure["layout"]["xaxis"]["range"] == [0.5, 4.5]
+    assert figure["layout"]["hovermode"] == "x unified"
 
 
 def test_a_long_line_is_faint_behind_its_mean():
-    html = line_chart([(step, float(step % 2)) for step in range(100)], (0, 99))
-    (raw,), (line,) = paths(html, "raw"), paths(html, "line")
-    assert {y for _, y in raw} == {0, 1000}
-    assert all(300 < y < 700 for _, y in line)
+    figure = line_chart([(step, float(step % 2)) for step in range(100)], (0, 99))
+    raw, mean = figure["data"]
+    assert set(raw["y"]) == {0.0, 1.0}
+    assert all(0.3 < y < 0.7 for y in mean["y"])
+    assert raw["x"] == mean["x"] == list(range(100))
+    assert raw["opacity"] < 0.5 < mean["opacity"]
+    # The box at the pointer tells both, in the notation of the page.
+    assert raw["hovertemplate"] == "%{text}<extra></extra>"
+    assert mean["hovertemplate"] == "mean %{text}<extra></extra>"
+    assert mean["text"][:2] == ["0.333", "0.5"]
+
+
+def test_values_are_told_in_the_notation_of_their_panel():
+    (line,) = line_chart([(1, 50.0)], (1, 1), form="{:.1f}%".format)["data"]
+    assert line["text"] == ["50.0%"]
+
+
+def test_a_mean_on_a_logarithmic_axis_is_that_of_logarithms():
+    points = [(step, 1e4 if step == 50 else 1.0) for step in range(100)]
+    figure = line_chart(points, (0, 99))
+    _, mean = figure["data"]
+    assert figure["layout"]["yaxis"]["type"] == "log"
+    assert figure["layout"]["annotations"][0]["text"] == "log scale"
+    assert max(mean["y"]) == pytest.approx(1e4 ** (1 / smoothing_window(100)), 1e-5)
 
 
 def test_a_spike_is_drawn_however_long_the_line():
     points = [(step, 1.0 + 0.1 * (step % 3)) for step in range(5000)]
     points[3217] = (3217, 9.0)
-    html = line_chart(points, (0, 4999))
-    (raw,) = paths(html, "raw")
-    assert len(raw) <= 400
-    top = linear_scale(1.0, 9.0, 4)
-    assert min(y for _, y in raw) == round(1000 * (1 - top(9.0)))
+    raw, mean = line_chart(points, (0, 4999))["data"]
+    assert len(raw["x"]) == len(mean["x"]) <= 400
+    assert raw["y"][raw["x"].index(3217)] == 9.0
 
 
-def test_hovers_tell_mean_and_range_of_many_steps():
-    html = line_chart([(s, float(s)) for s in range(8)], (0, 7), hovers=2)
-    assert "<title>steps 0 to 3\nmean 1.5\n0 to 3</title>" in html
-    assert "<title>steps 4 to 7\nmean 5.5\n4 to 7</title>" in html
-    assert html.count("<title>") == 2
+@given(st.lists(anything, min_size=1, max_size=20))
+def test_what_is_drawn_is_what_was_measured(values):
+    points = list(enumerate(values))
+    figure = line_chart(points, (0, len(values)), smoothed=False)
+    (line,) = figure["data"]
+    span = max(values) - min(values)
+    for drawn, value in zip(line["y"], values, strict=True):
+        assert abs(drawn - value) <= max(1e-5 * span, 1e-5 * abs(value) * (span == 0))
+    low, high = figure["layout"]["yaxis"].get("range", (-math.inf, math.inf))
+    assert low < high
+    assert all(low <= y <= high for y in line["y"])
 
 
-def test_hover_strips_cover_the_plot_once():
-    points = [(step, 1.0) for step in (0, 1, 5, 90)]
-    strips = re.findall(r'<rect x="(\d+)" width="(\d+)"', line_chart(points, (0, 99)))
-    edge = 0
-    for left, width in strips:
-        assert int(left) == pytest.approx(edge, abs=1)
-        edge = int(left) + int(width)
-    assert edge == pytest.approx(2000, abs=1)
-    assert len(strips) == 4
+def test_a_tiny_change_of_a_large_value_is_drawn():
+    (line,) = line_chart([(1, 1.00000001), (2, 1.00000002)], (1, 2))["data"]
+    assert line["y"] == [1.00000001, 1.00000002]
+
+
+@pytest.mark.parametrize(
+    ("value", "axis"), [(0.0, [0, 1]), (3.0, [2.7, 3.3]), (-2e-8, [-2.2e-8, -1.8e-8])]
+)
+def test_a_flat_line_lies_inside_its_axis(value, axis):
+    figure = line_chart([(1, value), (2, value)], (1, 2))
+    assert figure["layout"]["yaxis"]["range"] == pytest.approx(axis)
+
+
+def test_large_values_have_suffixes_and_small_ones_exponents():
+    large = line_chart([(1, 12_000.0), (2, 31_000.0)], (1, 2))["layout"]["yaxis"]
+    small = line_chart([(1, 2e-6), (2, 9e-6)], (1, 2))["layout"]["yaxis"]
+    assert (large["exponentformat"], small["exponentformat"]) == ("B", "e")
 
 
 def test_steps_without_a_finite_value_are_marked():
-    html = line_chart([(1, 1.0), (9, 2.0)], (0, 9), missing=[3, 4, 5, 8])
-    bands = re.findall(r'class="nan" x="(\d+)" width="(\d+)".*?<title>(.*?)<', html)
-    assert bands == [
-        ("600", "600", "steps 3 to 5: not finite"),
-        ("1600", "200", "step 8: not finite"),
-    ]
+    figure = line_chart([(1, 1.0), (9, 2.0)], (0, 9), missing=[3, 4, 5, 8])
+    line, bands = figure["data"]
+    assert line["x"] == [1, 9]
+    assert bands["x"] == [4, 8]
+    assert bands["width"] == [3, 1]
+    assert bands["text"] == ["steps 3 to 5: not finite", "step 8: not finite"]
+    # From the bottom to the top, whatever the values are.
+    assert bands["y"] == [1, 1]
+    assert bands["yaxis"] == "y2"
+    assert figure["layout"]["yaxis2"]["range"] == [0, 1]
 
 
 def test_many_gaps_are_joined_and_none_is_lost():
     missing = list(range(1, 2000, 2))
-    html = line_chart([(0, 1.0)], (0, 2000), missing=missing)
-    bands = re.findall(r"steps (\d+) to (\d+): not finite", html)
-    assert len(bands) <= 100
-    covered = {s for a, b in bands for s in range(int(a), int(b) + 1)}
+    _, bands = line_chart([(0, 1.0)], (0, 2000), missing=missing)["data"]
+    assert len(bands["x"]) <= 100
+    covered = {
+        step
+        for middle, width in zip(bands["x"], bands["width"], strict=True)
+        for step in range(int(middle - width / 2 + 0.5), int(middle + width / 2 + 0.5))
+    }
     assert set(missing) <= covered
 
 
 @pytest.mark.parametrize("step", [0, 1, 37, 200])
 def test_one_step(step):
-    html = line_chart([(step, 3.0)], (step, step))
-    assert paths(html, "line") == [[(1000, 500)]]
-    assert f'<div class="x"><span style="left:50.0%">{step}</span></div>' in html
+    figure = line_chart([(step, 3.0)], (step, step))
+    (line,) = figure["data"]
+    assert (line["x"], line["y"]) == ([step], [3.0])
+    axis = figure["layout"]["xaxis"]
+    assert axis["range"] == [step - 0.5, step + 0.5]
+    assert axis["dtick"] == 1
 
 
 def test_layers_stand_on_each_other():
-    html = stacked_chart([1, 2], [("a", [1.0, 2.0]), ("b", [3.0, 0.0])], (1, 2))
-    # The axis goes to 4; each bar is 1000 wide, less a tenth at either side.
-    assert '<path class="layer l0" d="M100 1000V750H900V1000z' in html
-    assert '<path class="layer l1" d="M100 750V0H900V750z"/>' in html
-    assert "<title>step 1: 4.0 s\na 1.0 s\nb 3.0 s</title>" in html
-    assert "<title>step 2: 2.0 s\na 2.0 s</title>" in html
+    layers = [("a", [1.0, 2.0]), ("b", [3.0, 0.0])]
+    figure = stacked_chart([1, 2], layers, (1, 2))
+    whole, a, b = figure["data"]
+    assert figure["layout"]["barmode"] == "stack"
+    assert (a["y"], b["y"]) == ([1.0, 2.0], [3.0, 0.0])
+    assert whole["text"] == ["step 1: 4.0 s", "step 2: 2.0 s"]
+    assert a["text"] == ["a 1.0 s", "a 2.0 s"]
+    assert b["text"] == ["b 3.0 s", "b 0 ms"]
+    assert a["marker"]["color"] != b["marker"]["color"]
 
 
 def test_many_steps_become_bars_of_means():
     steps = list(range(1, 1001))
-    html = stacked_chart(steps, [("a", [float(s % 2) for s in steps])], (1, 1000))
-    assert html.count("<title>") == 100
-    assert "<title>steps 1 to 10, mean: 0.5 s\na 0.5 s</title>" in html
+    figure = stacked_chart(steps, [("a", [float(s % 2) for s in steps])], (1, 1000))
+    whole, bars = figure["data"]
+    assert bars["y"] == [0.5] * 100
+    assert bars["x"][:2] == [5.5, 15.5]
+    assert whole["text"][0] == "steps 1 to 10, mean: 0.5 s"
 
 
 def test_a_slow_first_step_is_cut_and_named():
     seconds = [60.0, *[2.0] * 19]
-    html = stacked_chart(list(range(1, 21)), [("a", seconds)], (1, 20))
-    assert "cut: step 1 took 1 min 0 s" in html
-    assert len(paths(html, "cut")[0]) == 1
-    # The others reach most of the height: 2 of 2.5.
-    assert "V200H" in html
-    even = stacked_chart(list(range(1, 21)), [("a", [2.0] * 20)], (1, 20))
-    assert "cut" not in even
+    figure = stacked_chart(list(range(1, 21)), [("a", seconds)], (1, 20))
+    layout, (whole, _) = figure["layout"], figure["data"]
+    assert whole["marker"]["size"] == [5] + [0] * 19
+    assert 2.0 < whole["y"][0] < 2.4
+    assert layout["annotations"][0]["text"] == "cut: step 1 took 1 min 0 s"
+    assert layout["yaxis"]["range"] == [0, 2.4]
+    even = stacked_chart(list(range(1, 21)), [("a", [2.0] * 20)], (1, 20))["layout"]
+    assert "annotations" not in even
+    assert "range" not in even["yaxis"]
+
+
+def test_script_is_that_of_the_library():
+    from plotly.offline import get_plotlyjs_version
+
+    script = resources.files("jaxrl_post.records.report") / "plotly-basic.min.js"
+    head = script.read_text("utf-8")[:200]
+    assert f"plotly.js (basic - minified) v{get_plotlyjs_version()}\n" in head
+    assert "MIT license" in head

@@ -1,22 +1,28 @@
 """The page of a run: complete, well-formed, self-contained, and safe to open."""
 
+import base64
 import errno
+import hashlib
+import json
 import math
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from importlib import resources
 
 import pytest
 
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.records.report import write_report
-from jaxrl_post.records.report_page import text
 from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
 
 START = 1_767_600_000.0  # 2026-01-05 08:00 UTC.
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 ATTACK = (
     "</pre></style></title><script>alert(1)</script><img src=x onerror=alert(2)>"
-    "<a href='javascript:alert(3)'>\" onmouseover=\"alert(4)\" ' x='&lt;&#60;$body "
+    "<a href='javascript:alert(3)'>\" onmouseover=\"alert(4)\" ' x='&lt;&#60;"
+    "{{ 7 * 7 }}{% raw %} "
 )
 
 
@@ -30,24 +36,27 @@ class Page(HTMLParser):
         self.attributes: set[str] = set()
         self.words: list[str] = []
         self.headings: list[str] = []
+        self.scripts: list[tuple[str, list[str]]] = []  # Type, and what is in it.
+        self.policy = ""
         self.feed(html)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
-        self.note(tag, attrs)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        assert tag in {"path", "rect"}, f"{tag} must not close itself"
-        self.note(tag, attrs)
-
-    def note(self, tag, attrs):
         names = [name for name, _ in attrs]
         assert len(set(names)) == len(names)
         self.tags.add(tag)
         self.attributes.update(names)
+        values = dict(attrs)
+        if values.get("http-equiv") == "Content-Security-Policy":
+            self.policy = values["content"]
+        if tag == "script":
+            self.scripts.append((values.get("type", ""), []))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        raise AssertionError(f"{tag} must not close itself")
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -55,8 +64,23 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.open[-1:] == ["h3"]:
             self.headings.append(data)
-        if self.open[-1:] != ["style"]:
+        if self.open[-1:] == ["script"]:
+            self.scripts[-1][1].append(data)
+        elif self.open[-1:] != ["style"]:
             self.words.append(data)
+
+    @property
+    def figures(self) -> list[dict]:
+        """What Plotly draws."""
+        return [
+            json.loads("".join(parts))
+            for kind, parts in self.scripts
+            if kind == "application/json"
+        ]
+
+    @property
+    def programs(self) -> list[str]:
+        return ["".join(parts) for kind, parts in self.scripts if kind == ""]
 
     @property
     def text(self) -> str:
@@ -106,6 +130,10 @@ def log_samples(directory: RunDirectory, rows: dict[int, list[Sample]]) -> None:
     with SampleLog(directory) as log:
         for step, samples in rows.items():
             log.write(step, samples)
+
+
+def packaged(name: str) -> str:
+    return (resources.files("jaxrl_post.records.report") / name).read_text("utf-8")
 
 
 @pytest.fixture
@@ -194,15 +222,15 @@ def test_every_metric_has_its_chart(directory):
     log_metrics(directory, {step: metrics for step in range(30)})
     html, page = read(directory)
     assert page.headings == list(CHARTS.values())
-    assert html.count("<svg ") == len(CHARTS)
+    assert len(page.figures) == html.count('class="plot"') == len(CHARTS)
 
 
 @pytest.mark.parametrize("metric", list(CHARTS))
 def test_a_metric_alone_has_the_only_chart(directory, metric):
     log_metrics(directory, {1: {metric: 0.5}, 2: {metric: 0.6}})
-    html, page = read(directory)
+    _, page = read(directory)
     assert page.headings == [CHARTS[metric]]
-    assert html.count("<svg ") == 1
+    assert len(page.figures) == 1
 
 
 @pytest.mark.parametrize("step", [0, 1, 250])
@@ -220,8 +248,8 @@ def test_one_step(directory, step):
 
 def test_a_run_without_metrics_has_a_page(directory):
     log_metrics(directory, {1: {}})
-    html, page = read(directory)
-    assert "<svg" not in html
+    _, page = read(directory)
+    assert page.figures == []
     assert "my-run" in page.words
 
 
@@ -233,17 +261,20 @@ def test_a_metric_that_ended_in_nan_says_so(directory):
             2: {"train/loss": math.nan, "train/grad_norm": math.inf},
         },
     )
-    html, page = read(directory)
+    _, page = read(directory)
     assert page.words.count("not finite") == 2
     assert "No finite value." in page.words
-    assert "step 2: not finite" in page.words
-    assert html.count("<svg ") == 1
+    (figure,) = page.figures
+    line, band = figure["data"]
+    assert line["y"] == [0.5]
+    assert band["text"] == ["step 2: not finite"]
 
 
 def test_values_too_large_to_draw_are_drawn_at_the_edge(directory):
     log_metrics(directory, {1: {"train/loss": -1.7e308}, 2: {"train/loss": 1.7e308}})
     _, page = read(directory)
     assert "1.00e+100" in page.words
+    assert page.figures[0]["data"][0]["y"] == [-1e100, 1e100]
 
 
 def test_time_of_no_phase_is_other(directory):
@@ -251,11 +282,12 @@ def test_time_of_no_phase_is_other(directory):
     rows = {0: {"eval/accuracy": 0.5}}
     rows |= {s: {"time/rollout": 3.0, "time/step": 4.0} for s in (1, 2)}
     log_metrics(directory, rows)
-    html, _ = read(directory)
+    html, page = read(directory)
     legend = re.findall(r"</i>(\w+) <span>(.*?)</span>", html)
     assert legend == [("rollout", "75.0%"), ("other", "25.0%")]
     assert "<h3>Time by phase</h3><b>4.0 s</b>" in html
-    assert "step 0: 0 ms" not in html
+    times = page.figures[-1]["data"]
+    assert [trace["x"] for trace in times] == [[1, 2]] * 3
 
 
 def test_examples_compare_the_same_tasks(directory):
@@ -321,7 +353,7 @@ def test_long_completions_are_cut(directory):
     log_samples(directory, {1: [sample(1, "a", completion="<" * 100_000)]})
     html, page = read(directory)
     assert "<" * 4000 + "\n[96000 more characters in samples.jsonl]" in page.words
-    assert len(html) < 50_000
+    assert html.count("&lt;") < 5000
 
 
 def test_nothing_that_a_model_or_a_user_writes_becomes_markup(directory):
@@ -336,28 +368,69 @@ def test_nothing_that_a_model_or_a_user_writes_becomes_markup(directory):
     log_metrics(directory, {1: {ATTACK: 0.5}, 2: {ATTACK: math.nan}})
     attacker = sample(1, ATTACK, prompt=ATTACK, completion=ATTACK, finish_reason=ATTACK)
     log_samples(directory, {1: [attacker], 2: [attacker]})
-    html, page = read(directory, title=ATTACK)
-    assert "script" not in page.tags
+    _, page = read(directory, title=ATTACK)
     assert page.tags <= {
         *("html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "h3"),
         *("p", "pre", "dl", "dt", "dd", "div", "span", "b", "i", "figure", "footer"),
-        *("figcaption", "svg", "g", "path", "rect", "article", "details", "summary"),
-        *("table", "tr", "th", "td"),
+        *("figcaption", "ul", "li", "article", "details", "summary"),
+        *("table", "tr", "th", "td", "noscript", "script"),
     }
     assert not {name for name in page.attributes if name.startswith("on")}
     assert not page.attributes & {"href", "src", "srcdoc", "action"}
     # It is still there to be read, in each place where it was written.
     assert page.text.count(ATTACK) >= 12
-    assert "default-src 'none'" in html
+    # No script but the page's own, and no text of the run in what Plotly draws.
+    assert page.programs == [packaged("plotly-basic.min.js"), packaged("draw.js")]
+    assert len(page.figures) == 1
+    assert "alert" not in json.dumps(page.figures)
 
 
 def test_page_asks_nothing_of_the_network(directory):
     describe(directory)
     log_metrics(directory, {step: dict.fromkeys(CHARTS, 0.5) for step in range(3)})
     html, page = read(directory)
-    assert not re.search(r"https?:|//|url\(|@import|@font-face", html)
-    assert "script" not in page.tags
+    # Plotly knows addresses, of XML's names and of buttons that the page does not have.
+    own = html.replace(packaged("plotly-basic.min.js"), "")
+    assert len(own) < len(html)
+    assert not re.search(r"https?:|src=|url\(|@import|@font-face", own)
     assert "link" not in page.tags
+
+
+def test_browser_runs_the_two_scripts_and_loads_nothing(directory):
+    log_metrics(directory, {1: {"train/loss": 0.5}})
+    _, page = read(directory)
+    rules = dict(rule.split(" ", 1) for rule in page.policy.split("; "))
+    hashes = [
+        base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
+        for program in page.programs
+    ]
+    assert len(hashes) == 2
+    assert rules == {
+        "default-src": "'none'",
+        "style-src": "'unsafe-inline'",
+        "script-src": " ".join(f"'sha256-{each}'" for each in hashes),
+    }
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_draws_every_chart_that_is_not_folded_away(directory, tmp_path):
+    rows = {step: dict.fromkeys(CHARTS, 0.5 + step) for step in range(30)}
+    rows[7]["train/loss"] = math.nan
+    log_metrics(directory, rows)
+    path = write_report(directory)
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--dump-dom")
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    drawn = subprocess.run(
+        ["chromium", *options, profile, "--virtual-time-budget=5000", path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    ).stdout
+    assert drawn.count('class="plot"') == 1  # Of the other metrics.
+    assert drawn.count('class="plot js-plotly-plot"') == len(CHARTS) - 1
+    assert "#2a5fc4" in drawn or "rgb(42, 95, 196)" in drawn
+    marks = drawn[drawn.index("<h3>Loss</h3>") : drawn.index("<h3>Gradient norm</h3>")]
+    assert marks.count('class="trace bars"') == 1
 
 
 def test_control_characters_and_lone_surrogates_are_shown(directory):
@@ -366,10 +439,6 @@ def test_control_characters_and_lone_surrogates_are_shown(directory):
     log_samples(directory, {1: [sample(1, "t", completion=wild)]})
     _, page = read(directory)
     assert "a␀b␛[31mc?d\te\nf" in page.words
-
-
-def test_text_escapes_for_attributes_too():
-    assert text("<&>\"'") == "&lt;&amp;&gt;&quot;&#x27;"
 
 
 def test_size_of_a_long_run(directory):
@@ -381,9 +450,9 @@ def test_size_of_a_long_run(directory):
             log.write(step, values)
     html, page = read(directory)
     assert len(page.headings) == 30
-    assert len(html.encode()) < 1 << 20
-    corners = [path.count("L") + 1 for path in re.findall(r'd="(M[^"]*L[^"]*)"', html)]
-    assert max(corners) <= 400
+    assert len(html.encode()) < 2_000_000
+    lengths = [len(trace["x"]) for figure in page.figures for trace in figure["data"]]
+    assert 100 < max(lengths) <= 400
 
 
 def test_a_run_that_was_killed_has_a_report(directory):

@@ -1,0 +1,44 @@
+"""A run as one page: what was run, how it went, and what the model wrote.
+
+The page needs no network, so it can be mailed, kept beside the weights, or opened on a
+phone. It is made from the files of the run directory alone, while the run goes on too.
+"""
+
+from pathlib import Path
+
+from jaxrl_post.records.directory import RunDirectory, replace_file
+from jaxrl_post.records.report.history import read_history
+from jaxrl_post.records.report.page import page
+
+__all__ = ["write_report"]
+
+
+def write_report(run_directory: RunDirectory, *, title: str | None = None) -> Path:
+    """Writes report.html from metrics.jsonl, samples.jsonl and config.json.
+
+    Only metrics.jsonl must exist. A metric that was never measured has no chart; one
+    that the page does not know gets a chart under "Other metrics".
+
+    Args:
+        run_directory: of a finished or a running run.
+        title: heading of the page; the directory's name if None.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        FileNotFoundError: there is no metrics.jsonl.
+        ValueError: metrics.jsonl holds no step yet, or a file was damaged.
+        OSError: the disk is full; an earlier report stays as it was.
+
+    >>> import tempfile
+    >>> from jaxrl_post.records.sinks import MetricsLog
+    >>> directory = RunDirectory(Path(tempfile.mkdtemp()))
+    >>> with MetricsLog(directory) as log:
+    ...     log.write(1, {"reward/mean": 0.25})
+    >>> write_report(directory).name
+    'report.html'
+    """
+    title = run_directory.path.resolve().name if title is None else title
+    replace_file(run_directory.report, page(title, read_history(run_directory)))
+    return run_directory.report

@@ -1,0 +1,360 @@
+"""Charts of a run as figures of Plotly, which a browser draws.
+
+A figure is JSON. Its colours are names of the page's CSS, such as `var(--accent)`, and
+draw.js puts the colours of the reader's theme in their place. No text of a user or a
+model goes into a figure, because Plotly reads some markup in text.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_post.records import notation
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = [
+    "Point",
+    "downsample",
+    "line_chart",
+    "smooth",
+    "smoothing_window",
+    "spikes",
+    "stacked_chart",
+]
+
+MAX_POINTS = 400  # Of a line.
+MAX_BARS = 100
+MAX_DOTS = 60
+
+type Point = tuple[int, float]  # Step and value.
+type Figure = dict[str, Any]  # What Plotly.newPlot takes: data and layout.
+
+
+def spikes(values: Sequence[float]) -> bool:
+    """Tells whether a chart needs a logarithmic axis.
+
+    A largest value more than 30 times the median would press everything else onto a
+    linear axis. Values that are not all positive have no logarithm.
+
+    Args:
+        values: finite, at least one.
+
+    >>> spikes([1.0, 2.0, 1.0, 5000.0]), spikes([1.0, 2.0, 1.0, 20.0])
+    (True, False)
+    """
+    median = sorted(values)[len(values) // 2]
+    return min(values) > 1e-100 and max(values) > 30 * median
+
+
+def downsample(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """Thins a line out without losing an extreme.
+
+    Points are divided into equal runs, and each run keeps its smallest and its largest.
+    The first and the last point stay.
+
+    Args:
+        points: in the order of steps.
+        limit: most points to return, >= 4.
+
+    >>> downsample([(0, 0.0), (1, 9.0), (2, 1.0), (3, 1.0), (4, -5.0), (5, 0.0)], 4)
+    [(0, 0.0), (1, 9.0), (4, -5.0), (5, 0.0)]
+    """
+    if len(points) <= limit:
+        return list(points)
+    runs = (limit - 2) // 2
+    inner = points[1:-1]
+    kept = [points[0]]
+    for index in range(runs):
+        run = inner[index * len(inner) // runs : (index + 1) * len(inner) // runs]
+        smallest = min(run, key=lambda point: point[1])
+        largest = max(run, key=lambda point: point[1])
+        kept += sorted({smallest, largest})
+    return [*kept, points[-1]]
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Returns centred moving means; at the ends the window is what there is of it.
+
+    out[i] = mean(values[max(0, i - h) : i + h + 1]), with h = window // 2. Unlike an
+    exponential mean it does not lag behind.
+
+    Args:
+        values: finite.
+        window: number of values in a mean, odd, >= 1.
+
+    >>> smooth([0.0, 3.0, 0.0, 3.0], 3)
+    [1.5, 1.0, 2.0, 1.5]
+    """
+    half = window // 2
+    parts = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    return [math.fsum(part) / len(part) for part in parts]
+
+
+def smoothing_window(count: int) -> int:
+    """Returns the window for a line of `count` points; 1 (none) for a short line.
+
+    >>> [smoothing_window(n) for n in (10, 20, 1000)]
+    [1, 5, 41]
+    """
+    return 1 if count < 20 else max(5, count // 25 | 1)
+
+
+def line_chart(
+    points: Sequence[Point],
+    steps: tuple[int, int],
+    *,
+    form: Callable[[float], str] = notation.number,
+    missing: Sequence[int] = (),
+    smoothed: bool = True,
+) -> Figure:
+    """Draws a metric over steps; a long one faint, with its moving mean in front.
+
+    Args:
+        points: finite values in the order of steps, at least one.
+        steps: first and last step of the run, so that all charts of a page line up.
+        form: how a value is written where the reader points.
+        missing: steps at which the metric was not finite, ascending.
+        smoothed: whether a long line gets a moving mean.
+    """
+    values = [value for _, value in points]
+    logarithmic = spikes(values)
+    window = smoothing_window(len(points)) if smoothed else 1
+    figure = _figure(steps)
+    figure.update_yaxes(_value_axis(values, logarithmic))
+    kept = downsample(points)
+    line = {
+        "x": [step for step, _ in kept],
+        "mode": "lines+markers" if len(points) <= MAX_DOTS else "lines",
+        "line": {"color": "var(--accent)", "width": 1.75},
+        "marker": {"size": 5},
+    }
+    if window > 1:
+        means = _means(values, window, logarithmic)
+        by_step = dict(zip((step for step, _ in points), means, strict=True))
+        faint = {
+            **line,
+            "line": {"color": "var(--accent)", "width": 1},
+            "mode": "lines",
+        }
+        _add_line(figure, faint, [value for _, value in kept], form, opacity=0.35)
+        mean = [by_step[step] for step, _ in kept]
+        _add_line(figure, line, mean, form, name="mean")
+    else:
+        _add_line(figure, line, [value for _, value in kept], form)
+    if missing:
+        _add_missing(figure, missing)
+    if logarithmic:
+        _add_note(figure, "log scale")
+    return figure.to_plotly_json()
+
+
+def _means(values: Sequence[float], window: int, logarithmic: bool) -> list[float]:
+    """Returns moving means of what is drawn: of logarithms on a logarithmic axis."""
+    if not logarithmic:
+        return smooth(values, window)
+    return [math.exp(mean) for mean in smooth([math.log(v) for v in values], window)]
+
+
+def _value_axis(values: Sequence[float], logarithmic: bool) -> dict[str, Any]:
+    low, high = min(values), max(values)
+    size = max(abs(low), abs(high))
+    axis = {"exponentformat": "B" if size >= 1e4 else "e"}
+    if logarithmic:
+        decades = math.log10(high / low)
+        return {**axis, "type": "log", "dtick": max(1, math.ceil(decades / 5))}
+    if high - low <= 1e-9 * size:
+        # A line that is flat but for rounding is drawn flat, in the middle.
+        spread = 0.1 * size if size > 1e-100 else 1.0
+        return {**axis, "range": [low - spread if low else 0.0, high + spread]}
+    return axis
+
+
+def _figure(steps: tuple[int, int]) -> "go.Figure":
+    # Here, because the import takes a while, and a program's options are read first.
+    import plotly.graph_objects as go
+
+    first, last = steps
+    font = {"family": "system-ui, sans-serif", "size": 11.5}
+    axis = {
+        "color": "var(--muted)",
+        "zeroline": False,
+        "nticks": 6,
+        "ticklabelstandoff": 6,
+    }
+    return go.Figure(
+        layout={
+            "template": "none",
+            "margin": {"l": 46, "r": 10, "t": 8, "b": 28},
+            "font": font,
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "showlegend": False,
+            "hovermode": "x unified",
+            "hoverlabel": {
+                "bgcolor": "var(--page)",
+                "bordercolor": "var(--rule)",
+                "font": {**font, "color": "var(--ink)"},
+            },
+            "xaxis": {
+                **axis,
+                "range": [first - 0.5, last + 0.5],
+                "showgrid": False,
+                "tickformat": "d",
+                "dtick": 1 if last - first < 6 else None,
+                "tickprefix": "step ",
+                "showtickprefix": "first",
+                "unifiedhovertitle": {"text": "step %{x:d}"},
+            },
+            "yaxis": {
+                **axis,
+                "gridcolor": "var(--rule)",
+                "automargin": True,
+            },
+        }
+    )
+
+
+def _add_line(
+    figure: "go.Figure",
+    line: dict[str, Any],
+    values: Sequence[float],
+    form: Callable[[float], str],
+    name: str = "",
+    opacity: float = 1.0,
+) -> None:
+    figure.add_scatter(
+        **line,
+        y=_rounded(values),
+        text=[form(value) for value in values],
+        name=name,
+        opacity=opacity,
+        cliponaxis=False,
+        hovertemplate=f"{name} %{{text}}<extra></extra>".strip(),
+    )
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """Returns values to a millionth of what they span, to keep the page small."""
+    span = max(values) - min(values)
+    common = math.log10(max(map(abs, values)) / span) if span else 0.0
+    digits = 6 + min(11, math.ceil(common))
+    return [float(f"{value:.{digits}g}") for value in values]
+
+
+def _add_missing(figure: "go.Figure", missing: Sequence[int]) -> None:
+    """Draws runs of steps without a finite value as red bands, never as a gap."""
+    runs: list[list[int]] = []
+    for step in missing:
+        if runs and step == runs[-1][1] + 1:
+            runs[-1][1] = step
+        else:
+            runs.append([step, step])
+    while len(runs) > MAX_BARS:  # Join neighbours: a reader cannot tell them apart.
+        runs = [[pair[0][0], pair[-1][1]] for pair in itertools.batched(runs, 2)]
+    figure.add_bar(
+        x=[(first + last) / 2 for first, last in runs],
+        y=[1] * len(runs),
+        width=[last - first + 1 for first, last in runs],
+        text=[f"{_told(first, last)}: not finite" for first, last in runs],
+        textposition="none",
+        yaxis="y2",
+        marker={"color": "var(--bad)", "line": {"color": "var(--bad)", "width": 1}},
+        opacity=0.22,
+        hovertemplate="%{text}<extra></extra>",
+    )
+    figure.update_layout(yaxis2={"overlaying": "y", "range": [0, 1], "visible": False})
+
+
+def _add_note(figure: "go.Figure", text: str) -> None:
+    figure.add_annotation(
+        text=text,
+        x=1,
+        y=1,
+        xref="paper",
+        yref="paper",
+        showarrow=False,
+        font={"color": "var(--muted)"},
+        bgcolor="var(--page)",
+    )
+
+
+def _told(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def stacked_chart(
+    steps: Sequence[int],
+    layers: Sequence[tuple[str, Sequence[float]]],
+    span: tuple[int, int],
+    *,
+    form: Callable[[float], str] = notation.duration,
+) -> Figure:
+    """Draws layers on top of each other, as bars over steps.
+
+    More steps than bars are averaged. A few bars far above the others (the first step
+    compiles) are cut, with a mark, so that the others can be read.
+
+    Args:
+        steps: ascending, at least one.
+        layers: name and values, one value >= 0 a step; the first lies at the bottom.
+        span: first and last step of the run.
+        form: how a value is written where the reader points.
+    """
+    figure = _figure(span)
+    bars = _bars(steps, layers)
+    totals = [math.fsum(means) for _, _, means in bars]
+    places = {
+        "x": [(first + last) / 2 for first, last, _ in bars],
+        "hovertemplate": "%{text}<extra></extra>",
+    }
+    usual = sorted(totals)[int(0.9 * (len(totals) - 1))]
+    top = 1.2 * usual if max(totals) > 2.5 * usual > 0 else math.inf
+    # Tells the whole, above its parts, and is a dot where a bar is cut.
+    figure.add_scatter(
+        **places,
+        y=[0.97 * top if total > top else 0 for total in totals],
+        mode="markers",
+        marker={
+            "size": [5 if total > top else 0 for total in totals],
+            "color": "var(--ink)",
+        },
+        text=[
+            f"{_told(first, last)}{', mean' if last > first else ''}: {form(total)}"
+            for (first, last, _), total in zip(bars, totals, strict=True)
+        ],
+    )
+    for index, (name, _) in enumerate(layers):
+        values = [means[index] for _, _, means in bars]
+        figure.add_bar(
+            **places,
+            y=_rounded(values),
+            width=[0.9 * (last - first + 1) for first, last, _ in bars],
+            text=[f"{name} {form(value)}" for value in values],
+            textposition="none",
+            marker={"color": f"var(--l{index})"},
+        )
+    figure.update_layout(barmode="stack", xaxis_unifiedhovertitle_text=" ")
+    figure.update_yaxes(rangemode="nonnegative")
+    if top < math.inf:
+        seconds = (math.fsum(v) for v in zip(*(v for _, v in layers), strict=True))
+        highest, when = max(zip(seconds, steps, strict=True))
+        figure.update_yaxes(range=[0, top])
+        _add_note(figure, f"cut: step {when} took {form(highest)}")
+    return figure.to_plotly_json()
+
+
+def _bars(
+    steps: Sequence[int], layers: Sequence[tuple[str, Sequence[float]]]
+) -> list[tuple[int, int, list[float]]]:
+    """Returns first step, last step and the mean of each layer, for every bar."""
+    count = min(MAX_BARS, len(steps))
+    bars = []
+    for index in range(count):
+        start = index * len(steps) // count
+        stop = (index + 1) * len(steps) // count
+        means = [math.fsum(v[start:stop]) / (stop - start) for _, v in layers]
+        bars.append((steps[start], steps[stop - 1], means))
+    return bars

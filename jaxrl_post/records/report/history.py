@@ -1,0 +1,117 @@
+"""What a report tells of a run, read from the run's directory."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxrl_post.records.directory import RunDirectory, read_rows
+from jaxrl_post.records.report.charts import Point
+
+__all__ = ["Curve", "History", "read_history"]
+
+MAX_EXAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric over the run: its finite values, and the steps where it was not."""
+
+    points: list[Point] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+
+    def median(self) -> float:
+        return statistics.median(value for _, value in self.points)
+
+
+@dataclass(frozen=True)
+class History:
+    """A run as it was read: its steps, what was measured, what the model wrote."""
+
+    steps: list[int]
+    times: list[float]
+    curves: dict[str, Curve]
+    description: Mapping[str, Any]
+    examples: list[tuple[dict[str, Any], ...]]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.steps[0], self.steps[-1]
+
+    def points(self, metric: str) -> list[Point]:
+        return self.curves[metric].points if metric in self.curves else []
+
+
+def read_history(directory: RunDirectory) -> History:
+    """Reads metrics.jsonl, and config.json and samples.jsonl where they are.
+
+    Raises:
+        FileNotFoundError: there is no metrics.jsonl.
+        ValueError: metrics.jsonl holds no step yet, or a file was damaged.
+    """
+    steps, times, curves = [], [], {}
+    for row in read_rows(directory.metrics):
+        steps.append(row["step"])
+        times.append(row["time"])
+        for name, value in row["metrics"].items():
+            curve = curves.setdefault(name, Curve())
+            if value is None:
+                curve.missing.append(row["step"])
+            else:
+                # Beyond this a chart's arithmetic overflows; the run has diverged.
+                value = max(-1e100, min(1e100, float(value)))
+                curve.points.append((row["step"], value))
+    if not steps:
+        raise ValueError(
+            f"{directory.metrics} must hold at least one step, got none; "
+            "make the report after the first step"
+        )
+    description = _read_description(directory.config)
+    examples = _read_examples(directory.samples) if directory.samples.exists() else []
+    return History(steps, times, curves, description, examples)
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} must be the JSON of a RunDescription, got {error}; "
+            "write it again, or remove it to make the report without it"
+        ) from error
+
+
+def _read_examples(path: Path) -> list[tuple[dict[str, Any], ...]]:
+    """Returns the same task at the first and the last evaluation, for the first tasks.
+
+    With one evaluation, or with none but training samples, each tuple holds one row.
+    """
+    first: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
+    last: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
+    for row in read_rows(path):
+        split = row["split"]
+        if not first[split] or first[split][0]["step"] == row["step"]:
+            first[split].append(row)
+        if last[split] and last[split][0]["step"] != row["step"]:
+            last[split] = []
+        last[split].append(row)
+    if not first["eval"]:
+        return [(row,) for row in last["train"][:MAX_EXAMPLES]]
+    before, after = _one_a_task(first["eval"]), _one_a_task(last["eval"])
+    if first["eval"][0]["step"] == last["eval"][0]["step"]:
+        return [(row,) for row in list(before.values())[:MAX_EXAMPLES]]
+    common = [task for task in before if task in after]
+    return [(before[task], after[task]) for task in common[:MAX_EXAMPLES]]
+
+
+def _one_a_task(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    chosen: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        kept = chosen.setdefault(row["task_id"], row)
+        if row["sample_index"] < kept["sample_index"]:
+            chosen[row["task_id"]] = row
+    return chosen

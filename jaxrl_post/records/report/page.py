@@ -1,0 +1,288 @@
+"""The page of a run: what page.html.jinja shows, and how it is written safely."""
+
+import base64
+import functools
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import jaxrl_post
+from jaxrl_post.records import notation
+from jaxrl_post.records.report import charts
+from jaxrl_post.records.report.history import Curve, History
+from jaxrl_post.records.report.panels import (
+    FAILED,
+    PHASES,
+    SECTIONS,
+    SPEED,
+    STEP_TIME,
+    Panel,
+)
+from jaxrl_post.records.sinks import ACCURACY, MISMATCH, REWARD, TOKENS_PER_SECOND
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+__all__ = ["page"]
+
+MAX_OTHERS = 60  # Further metrics that get a chart.
+MAX_CHARACTERS = 4000  # Of a prompt or completion.
+
+# What a browser would swallow or act on: control characters become their pictures.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+_VISIBLE[0x7F] = 0x2421
+
+type Values = dict[str, Any]  # What a part of the template shows, by name.
+
+
+def page(title: str, history: History) -> str:
+    """Returns the document, with every text of the run escaped.
+
+    The content policy allows the page's own two scripts, by their hashes, and no load.
+    So a completion that slipped through unescaped could still not run or call out.
+
+    Args:
+        title: plain text.
+        history: of the run.
+    """
+    scripts = [_packaged("plotly-basic.min.js"), _packaged("draw.js")]
+    return _template().render(
+        title=title,
+        scripts=scripts,
+        policy=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
+        summary=_summary(history),
+        facts=_facts(history.description),
+        command=history.description.get("command", ""),
+        tiles=list(_tiles(history)),
+        sections=[*_sections(history)],
+        others=_others(history),
+        examples=_examples(history),
+        configuration=list(_flat("", history.description.get("config") or {})),
+        version=jaxrl_post.__version__,
+        num_rows=len(history.steps),
+    )
+
+
+def _packaged(name: str) -> str:
+    return (resources.files(__package__) / name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+@functools.cache
+def _template() -> "Template":
+    # Here, because the import takes a while, and a program's options are read first.
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: (
+            value if hasattr(value, "__html__") else str(value).translate(_VISIBLE)
+        ),
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment.from_string(_packaged("page.html.jinja"))
+
+
+def _summary(history: History) -> str:
+    first, last = history.span
+    told = [f"step {first}" if first == last else f"steps {first} to {last}"]
+    if STEP_TIME in history.curves:
+        points = history.points(STEP_TIME)
+        # A run may log some of its steps alone.
+        steps = max(len(points), last - first)
+        mean = statistics.fmean(value for _, value in points) if points else 0.0
+        told.append(f"{notation.duration(steps * mean)} in steps")
+    told.append(_dates(history.times[0], history.times[-1]))
+    return " · ".join(told)
+
+
+def _dates(first: float, last: float) -> str:
+    start, stop = (datetime.fromtimestamp(when, UTC) for when in (first, last))
+    begin, end = f"{start:%Y-%m-%d %H:%M}", f"{stop:%Y-%m-%d %H:%M}"
+    if begin == end:
+        return f"{begin} UTC"
+    return f"{begin} to {end.removeprefix(f'{start:%Y-%m-%d} ')} UTC"
+
+
+def _facts(description: Mapping[str, Any]) -> dict[str, str]:
+    versions = description.get("versions", {})
+    count = description.get("num_parameters")
+    facts = {
+        "Model": description.get("model"),
+        "Parameters": notation.number(float(count)) if count else None,
+        "Mesh": description.get("mesh"),
+        "Versions": ", ".join(f"{name} {what}" for name, what in versions.items()),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _tiles(history: History) -> Iterator[Values]:
+    accuracy = history.points(ACCURACY)
+    if accuracy:
+        (start, before), (stop, after) = accuracy[0], accuracy[-1]
+        note = f"{100 * (after - before):+.1f} points, step {start} to {stop}"
+        note = note if stop > start else f"step {start}"
+        change = _change(accuracy, 1, notation.percent)
+        yield {"title": "Held-out accuracy", "note": note, **change}
+    reward = history.points(REWARD)
+    if reward:
+        count = max(1, len(reward) // 20)
+        note = "first and last step" if count == 1 else f"first and last {count} steps"
+        note = note if len(reward) > 1 else f"step {reward[0][0]}"
+        change = _change(reward, count, notation.number)
+        yield {"title": "Reward", "note": note, **change}
+    for metric, title, form, note in (
+        (TOKENS_PER_SECOND, "Tokens per second", notation.number, "median"),
+        (STEP_TIME, "Time per step", notation.duration, "median"),
+        (MISMATCH, "Sampler mismatch", notation.ratio, "median, 1 is exact"),
+    ):
+        if history.points(metric):
+            value = form(history.curves[metric].median())
+            yield {"title": title, "note": note, "before": "", "after": value}
+    failed = history.points(FAILED)
+    if failed:
+        total = notation.number(math.fsum(value for _, value in failed))
+        note = "in all steps"
+        yield {"title": "Failed rollouts", "note": note, "before": "", "after": total}
+
+
+def _change(
+    points: Sequence[charts.Point], count: int, form: Callable[[float], str]
+) -> Values:
+    """Writes the means of the first and the last `count` values, or the only value."""
+    values = [value for _, value in points]
+    before = form(statistics.mean(values[:count])) if len(values) > 1 else ""
+    return {"before": before, "after": form(statistics.mean(values[-count:]))}
+
+
+def _sections(history: History) -> Iterator[tuple[str, list[Values]]]:
+    for name, panels in (*SECTIONS, ("Time", (SPEED,))):
+        figures = list(_figures(panels, history))
+        if name == "Time":
+            figures = [*_phases(history), *figures]
+        if figures:
+            yield name, figures
+
+
+def _figures(panels: Sequence[Panel], history: History) -> Iterator[Values]:
+    for panel in panels:
+        curve = history.curves.get(panel.metric, Curve())
+        if not curve.points and not curve.missing:
+            continue
+        now, chart = "not finite", None
+        if curve.points:
+            points = [(step, panel.factor * value) for step, value in curve.points]
+            if not curve.missing or curve.missing[-1] < points[-1][0]:
+                now = panel.form(points[-1][1])
+            chart = charts.line_chart(
+                points,
+                history.span,
+                form=panel.form,
+                missing=curve.missing,
+                smoothed=panel.smoothed,
+            )
+        name = "" if panel.title == panel.metric else panel.metric
+        yield {
+            "title": panel.title,
+            "now": now,
+            "below": ", ".join(part for part in (name, panel.unit) if part),
+            "width": panel.width,
+            "chart": chart,
+            "legend": [],
+        }
+
+
+def _phases(history: History) -> Iterator[Values]:
+    """Draws where the seconds of a step go."""
+    steps, layers = _layers(history)
+    total = math.fsum(value for _, values in layers for value in values)
+    if total > 0:
+        yield {
+            "title": "Time by phase",
+            "now": notation.duration(total / len(steps)),
+            "below": "time/*, mean seconds per step",
+            "width": "most",
+            "chart": charts.stacked_chart(steps, layers, history.span),
+            "legend": [
+                (name, notation.percent(math.fsum(values) / total))
+                for name, values in layers
+            ],
+        }
+
+
+def _layers(history: History) -> tuple[list[int], list[tuple[str, list[float]]]]:
+    """Returns the timed steps and the seconds of each phase; the rest is `other`."""
+    phases = [(name, dict(history.points(metric))) for metric, name in PHASES]
+    phases = [(name, seconds) for name, seconds in phases if seconds]
+    whole = dict(history.points(STEP_TIME))
+    steps = sorted(set(whole).union(*(seconds for _, seconds in phases)))
+    layers = [
+        (name, [max(0.0, seconds.get(step, 0.0)) for step in steps])
+        for name, seconds in phases
+    ]
+    claimed = [math.fsum(values[i] for _, values in layers) for i in range(len(steps))]
+    rest = [
+        max(0.0, whole.get(step, 0.0) - part)
+        for step, part in zip(steps, claimed, strict=True)
+    ]
+    if any(rest):
+        layers.append(("other" if layers else "step", rest))
+    return steps, layers
+
+
+def _others(history: History) -> Values:
+    shown = {panel.metric for _, panels in SECTIONS for panel in panels}
+    shown |= {metric for metric, _ in PHASES} | {STEP_TIME, SPEED.metric}
+    others = sorted(set(history.curves) - shown)
+    panels = [Panel(metric, metric) for metric in others[:MAX_OTHERS]]
+    return {
+        "count": len(others),
+        "figures": list(_figures(panels, history)),
+        "left": max(0, len(others) - MAX_OTHERS),
+    }
+
+
+def _examples(history: History) -> list[list[Values]]:
+    """Returns the samples of each task, with rewards placed between worst and best."""
+    rewards = [row["reward"] for rows in history.examples for row in rows]
+    finite = [reward for reward in rewards if reward is not None]
+    low, high = min([0.0, *finite]), max([1.0, *finite])
+
+    def sample(row: Values) -> Values:
+        reward = row["reward"]
+        share = 0.0 if reward is None else (reward - low) / (high - low)
+        return {
+            **row,
+            "prompt": _excerpt(row["prompt"]),
+            "completion": _excerpt(row["completion"]),
+            "reward": "not finite" if reward is None else notation.number(reward),
+            "share": f"{100 * share:.0f}%",
+        }
+
+    return [[sample(row) for row in rows] for rows in history.examples]
+
+
+def _excerpt(written: str) -> str:
+    left = len(written) - MAX_CHARACTERS
+    more = f"\n[{left} more characters in samples.jsonl]" if left > 0 else ""
+    return written[:MAX_CHARACTERS] + more
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Turns nested mappings into dotted names, in the order of the configuration."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _flat(f"{prefix}.{name}" if prefix else str(name), inner)
+    elif prefix:
+        yield prefix, json.dumps(value, ensure_ascii=False)
