@@ -2,8 +2,6 @@
 
 import atexit
 import os
-import shutil
-import tempfile
 
 # Both must be set before jax starts a backend, hence before any other import.
 os.environ["XLA_FLAGS"] = (
@@ -15,18 +13,23 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-from tests import typecheck
+from tests import compiled, typecheck
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# A program that an earlier test compiled is not compiled again. The directory belongs
-# to this process alone: two writers of a file could disturb each other.
-_CACHE = tempfile.mkdtemp(prefix="compiled-")
-atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
-jax.config.update("jax_compilation_cache_dir", _CACHE)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+# A program that an earlier test or an earlier run compiled is not compiled again.
+_CACHE = compiled.borrow()
+atexit.register(compiled.give_back, _CACHE)
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 install_import_hook("jaxrl_post", f"{typecheck.__name__}.checked")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Once a session, in the process that hands out the tests."""
+    if not hasattr(config, "workerinput"):
+        compiled.make_room()
 
 
 @pytest.fixture(autouse=True)
