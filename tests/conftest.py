@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import sys
 
 # Both must be set before jax starts a backend, hence before any other import.
 os.environ["XLA_FLAGS"] = (
@@ -9,6 +10,7 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import pytest
 from jaxtyping import install_import_hook
@@ -23,6 +25,9 @@ atexit.register(compiled.give_back, _CACHE)
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# How long an example takes is the machine's affair, and the first one compiles.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 install_import_hook("jaxrl_post", f"{typecheck.__name__}.checked")
 
 
@@ -30,6 +35,33 @@ def pytest_configure(config: pytest.Config) -> None:
     """Once a session, in the process that hands out the tests."""
     if not hasattr(config, "workerinput"):
         compiled.make_room()
+
+
+# What the test at work may not do, by the audit events of Python.
+_STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}
+_unmarked: str | None = None
+
+
+def _refuse_processes(event: str, arguments: tuple) -> None:
+    if event in _STARTS and _unmarked is not None:
+        raise AssertionError(
+            f"{_unmarked} starts a process ({event} {arguments[0]}); mark it with "
+            "pytest.mark.processes, so that `make quick` leaves it out"
+        )
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """A test that starts processes is marked so, or fails."""
+    global _unmarked
+    _unmarked = None if item.get_closest_marker("processes") else item.nodeid
+    try:
+        return (yield)
+    finally:
+        _unmarked = None
 
 
 @pytest.fixture(autouse=True)

@@ -237,6 +237,7 @@ def mixed(params, adapter, x):
     return out, gradient
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("kind", [None, "nf4"], ids=["arrays", "nf4"])
 @pytest.mark.parametrize("name", ["ep8", "fsdp2,ep2,tp2", "tp4,dp2"])
 def test_a_mesh_changes_nothing(name, kind):
