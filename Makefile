@@ -4,16 +4,27 @@
 EXTRAS := math,envs,parquet,hub,notebooks,dev
 CHECKS := check-format check-lint check-types check-layers
 
-.PHONY: demo test check $(CHECKS) format notebooks parity lock environment
+# Two processes, a file in one of them: what a file's tests share is computed once.
+PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
+
+.PHONY: demo quick test test-all check $(CHECKS) format notebooks parity lock environment
 
 # A small model learns from reward alone; runs/demo/report.html shows how.
 demo:
 	@tools/setup.sh
 	.venv/bin/python -m launch.grpo --recipe demo $(ARGS)
 
-# Two processes, a file in one of them: what a file's tests share is compiled once.
+# While writing: no processes, no meshes; ARGS names the part, as in ARGS=tests/losses.
+quick: environment
+	$(PYTEST) -m "not all and not processes and not meshes" $(ARGS)
+
+# What CI asks for: something of everything.
 test: environment
-	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(PYTEST) -m "not all" $(ARGS)
+
+# Every kill, every mesh, the notebooks and the commands of the README too.
+test-all: environment
+	$(PYTEST) $(ARGS)
 
 # What CI asks for beside the tests.
 check: $(CHECKS)

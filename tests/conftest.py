@@ -2,8 +2,7 @@
 
 import atexit
 import os
-import shutil
-import tempfile
+import sys
 
 # Both must be set before jax starts a backend, hence before any other import.
 os.environ["XLA_FLAGS"] = (
@@ -11,22 +10,59 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import pytest
 from jaxtyping import install_import_hook
 
-from tests import typecheck
+from tests import compiled, typecheck
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# A program that an earlier test compiled is not compiled again. The directory belongs
-# to this process alone: two writers of a file could disturb each other.
-_CACHE = tempfile.mkdtemp(prefix="compiled-")
-atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
-jax.config.update("jax_compilation_cache_dir", _CACHE)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+# A program that an earlier test or an earlier run compiled is not compiled again.
+_CACHE = compiled.borrow()
+atexit.register(compiled.give_back, _CACHE)
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# How long an example takes is the machine's affair, and the first one compiles.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 install_import_hook("jaxrl_post", f"{typecheck.__name__}.checked")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Once a session, in the process that hands out the tests."""
+    if not hasattr(config, "workerinput"):
+        compiled.make_room()
+
+
+# What the test at work may not do, by the audit events of Python.
+_STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}
+_unmarked: str | None = None
+
+
+def _refuse_processes(event: str, arguments: tuple) -> None:
+    if event in _STARTS and _unmarked is not None:
+        raise AssertionError(
+            f"{_unmarked} starts a process ({event} {arguments[0]}); mark it with "
+            "pytest.mark.processes, so that `make quick` leaves it out"
+        )
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """Where tests that start processes are left out, no other starts one."""
+    global _unmarked
+    left_out = "not processes" in item.config.option.markexpr
+    _unmarked = item.nodeid if left_out else None
+    try:
+        return (yield)
+    finally:
+        _unmarked = None
 
 
 @pytest.fixture(autouse=True)

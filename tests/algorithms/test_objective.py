@@ -200,6 +200,7 @@ def test_traced_once_for_batches_of_one_shape(sequences, lay_out, unpacked):
     assert traces == 1
 
 
+@pytest.mark.meshes
 def test_rows_over_three_devices_equal_one_device(unpacked):
     mesh = jax.make_mesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     by_rows = jax.sharding.NamedSharding(mesh, jax.P("data"))

@@ -17,6 +17,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
 def test_imports_only_point_down():
     finished = run(str(Path(sys.executable).with_name("lint-imports")), "--no-cache")
     assert finished.returncode == 0, finished.stdout
@@ -45,6 +46,7 @@ assert not xla_bridge.backends_are_initialized()
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("package", ["jaxrl_post", "launch"])
 def test_no_import_has_a_side_effect(package):
     finished = run(sys.executable, "-c", NO_SIDE_EFFECTS.format(package=package))
@@ -52,6 +54,7 @@ def test_no_import_has_a_side_effect(package):
     assert (finished.stdout, finished.stderr) == ("", "")
 
 
+@pytest.mark.processes
 def test_environments_never_load_jax():
     program = (
         "import sys, jaxrl_post.envs, jaxrl_post.envs.workers.worker\n"

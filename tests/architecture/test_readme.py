@@ -61,6 +61,7 @@ def run(block: str, folder: Path) -> str:
     return finished.stdout
 
 
+@pytest.mark.processes
 def test_a_model_learns_in_a_notebook(tmp_path):
     found = re.findall(r"token (-?[\d.]+)$", run(BLOCKS[0], tmp_path), re.MULTILINE)
     logprobs = [float(number) for number in found]
@@ -68,6 +69,7 @@ def test_a_model_learns_in_a_notebook(tmp_path):
     assert logprobs[-1] > logprobs[0] + 0.5
 
 
+@pytest.mark.processes
 def test_the_losses_work_in_another_trainer(tmp_path):
     # Two samples of advantages +-a, a = 1/2 over the standard deviation 1/sqrt(2), and
     # five tokens: each has gradient -+a/5 and the masked one none.

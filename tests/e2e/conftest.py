@@ -1,16 +1,17 @@
 """Whole programs in processes of their own, as a person runs them."""
 
-import atexit
-import functools
+import contextlib
+import importlib
 import os
-import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import compiled
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,32 +32,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@functools.cache
-def _compiled() -> str:
-    """What the programs compile, kept for the next of them."""
-    directory = tempfile.mkdtemp(prefix="compiled-programs-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return directory
+def surroundings(devices: int, folder: Path) -> dict[str, str]:
+    """Environment variables of a program with so many CPU devices.
 
-
-def surroundings(devices: int) -> dict[str, str]:
-    """Environment variables of a program with so many CPU devices."""
+    What it compiles is in `folder`, which is nobody else's.
+    """
     return {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": _compiled(),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         # Where `coin` is, for the program and its workers.
         "PYTHONPATH": str(Path(__file__).parent),
     }
 
 
-@pytest.fixture
-def program() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+@contextlib.contextmanager
+def programs() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `python -m MODULE ARGUMENTS`; what still runs at the end is killed."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[tuple[subprocess.Popen[str], Path]] = []
+
+    def keep_what_is_compiled() -> None:
+        """Of those that ended well: a full disk, too, leaves half a file."""
+        for process, folder in started:
+            if process.poll() is not None:
+                compiled.give_back(folder, ended_well=process.returncode == 0)
 
     def start(
         module: str,
@@ -64,26 +66,56 @@ def program() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         devices: int = 1,
         largest_file: int | None = None,
     ) -> subprocess.Popen[str]:
+        keep_what_is_compiled()
         how = ["-m"] if largest_file is None else ["-c", LIMITED, str(largest_file)]
+        folder = compiled.borrow()
         process = subprocess.Popen(
             [sys.executable, *how, module, *arguments],
             cwd=ROOT,
-            env=surroundings(devices),
+            env=surroundings(devices, folder),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
         )
-        started.append(process)
+        started.append((process, folder))
         return process
 
     yield start
-    for process in started:
+    for process, _ in started:
         if process.poll() is None:
             process.kill()
             process.wait(timeout=30)
         if process.stdout is not None:
             process.stdout.close()
+    keep_what_is_compiled()
+
+
+@pytest.fixture
+def program() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """A program in a process of its own: for signals, kills, and numbers of devices."""
+    with programs() as start:
+        yield start
+
+
+@pytest.fixture
+def run_here(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
+    """A program in this process, on its eight devices: what it writes is returned."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def run(module: str, *arguments: str, code: int = 0) -> str:
+        capfd.readouterr()
+        status = importlib.import_module(module).main([*arguments])
+        written = "".join(capfd.readouterr())
+        assert status == code, written
+        return written
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 # Small enough that a step takes a tenth of a second, whole enough to use every part.

@@ -16,6 +16,8 @@ from jaxrl_post.pretrained.peft.files import load_adapter
 from launch import grpo
 from tests.parity.train_families import character_tokenizer
 
+pytestmark = pytest.mark.processes
+
 CONFIG = ModelConfig(
     "qwen3_moe", 72, 64, 64, 1, num_heads=4, num_kv_heads=4, head_dim=16,
     qk_norm="head", experts=MixtureOfExperts(8, 2, 64), max_length=64,

@@ -10,6 +10,8 @@ import pytest
 from jaxrl_post import pretrained
 from tests.parity.train_families import train
 
+pytestmark = pytest.mark.processes
+
 FIXTURES = Path(__file__).parents[1] / "parity" / "fixtures"
 # Of each kind one; `make parity` does all families (tests/parity/train_families.py).
 KINDS = (

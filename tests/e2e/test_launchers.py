@@ -109,7 +109,65 @@ def metrics(run: Path) -> dict[int, dict[str, float]]:
     return {row["step"]: row["metrics"] for row in read_rows(file)}
 
 
-@pytest.mark.slow
+def weights(run: Path) -> dict[str, dict[str, np.ndarray]]:
+    """What is trained, by folder and tensor."""
+    files = {name: run / name / "model.safetensors" for name in ("model", "critic")}
+    return {name: load_file(file) for name, file in files.items() if file.exists()}
+
+
+def assert_same(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for folder, tensors in expected.items():
+        assert found[folder].keys() == tensors.keys()
+        for name, value in tensors.items():
+            np.testing.assert_array_equal(
+                value, found[folder][name], err_msg=f"{folder}: {name}"
+            )
+
+
+def assert_same_metrics(found, expected) -> None:
+    for step, row in expected.items():
+        for metric, value in row.items():
+            if not metric.startswith(("time/", "throughput/", "sampler/")):
+                assert found[step][metric] == value, (step, metric)
+
+
+def assert_folders(run: Path, name: str) -> None:
+    assert (run / "model").exists()
+    assert (run / "critic").exists() == (name in ("ppo", "ppo_lora"))
+    assert (run / "adapter").exists() == name.endswith("lora")
+    assert (run / "critic_adapter").exists() == (name == "ppo_lora")
+
+
+@pytest.mark.meshes
+@pytest.mark.processes
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_last_steps_taken_again_give_the_same(run_here, inputs, tmp_path, name):
+    """Every program takes up its own state from a checkpoint in the middle."""
+    module, *options = PROGRAMS[name]
+    run = tmp_path / "run"
+    command = [
+        f"--run-dir={run}", f"--model={inputs['model']}", "--mesh=dp2,fsdp2,tp2",
+        "--steps=4", "--checkpoint.every=2", "--eval.every=0",
+        *(option.format(**inputs) for option in options),
+    ]  # fmt: skip
+    output = run_here(module, *command)
+    assert f"model:  {run / 'model'}" in output
+    assert (run / "report.html").exists()
+    assert_folders(run, name)
+    expected, rows = weights(run), metrics(run)
+    assert sorted(rows) == list(range(5))
+
+    shutil.rmtree(run / "checkpoints" / "4")
+    for folder in ("model", "critic"):
+        shutil.rmtree(run / folder, ignore_errors=True)
+    assert "resumed at step 2 of 4" in run_here(module, *command)
+    assert_same(weights(run), expected)
+    assert_same_metrics(metrics(run), rows)
+
+
+@pytest.mark.all
+@pytest.mark.processes
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_killed_and_resumed_on_one_device_and_whole_on_eight(
     program, inputs, tmp_path, name
@@ -144,21 +202,10 @@ def test_killed_and_resumed_on_one_device_and_whole_on_eight(
     # A fast machine may have got to the end: then there is nothing to take up.
     shutil.rmtree(broken / "model", ignore_errors=True)
     ends(start(broken, f"--steps={STEPS}"))
-    for folder in ("model", "critic"):
-        if (whole / folder).exists():
-            left, right = (
-                load_file(run / folder / "model.safetensors") for run in (whole, broken)
-            )
-            for tensor, value in left.items():
-                np.testing.assert_array_equal(value, right[tensor], err_msg=tensor)
-    assert (whole / "critic").exists() == (name in ("ppo", "ppo_lora"))
-    assert (whole / "adapter").exists() == name.endswith("lora")
-    assert (whole / "critic_adapter").exists() == (name == "ppo_lora")
+    assert_same(weights(broken), weights(whole))
+    assert_folders(whole, name)
     assert sorted(metrics(broken)) == list(range(STEPS + 1))
-    for step, row in metrics(whole).items():
-        for metric, value in row.items():
-            if not metric.startswith(("time/", "throughput/", "sampler/")):
-                assert metrics(broken)[step][metric] == value, (step, metric)
+    assert_same_metrics(metrics(broken), metrics(whole))
 
     ends(start(spread, "--steps=1", "--mesh=dp2,fsdp2,tp2", devices=8))
     one, eight = metrics(whole)[1], metrics(spread)[1]
@@ -167,41 +214,39 @@ def test_killed_and_resumed_on_one_device_and_whole_on_eight(
             assert eight[metric] == pytest.approx(one[metric], abs=1e-3), metric
 
 
-@pytest.mark.slow
-def test_a_reward_model_serves_as_critic_and_as_a_start(program, inputs, tmp_path):
+@pytest.mark.meshes
+@pytest.mark.processes
+def test_a_reward_model_serves_as_critic_and_as_a_start(run_here, inputs, tmp_path):
     pairs, model = inputs["pairs"], inputs["model"]
     reward, ppo = tmp_path / "reward", tmp_path / "ppo"
-    process = program(
+    run_here(
         "launch.reward", f"--run-dir={reward}", f"--model={model}", *READ,
         f"--data.path={pairs}", "--steps=40",
     )  # fmt: skip
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
     found = metrics(reward)
     # "yes" or "no": there is nothing easier, and held-out prompts say it too.
     assert found[0]["eval/accuracy"] == 0.5
     assert found[40]["eval/accuracy"] > 0.9
     config = json.loads((reward / "model" / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]
-    process = program(
+    run_here(
         "launch.ppo", f"--run-dir={ppo}", f"--model={model}", *SAMPLED, "--steps=1",
         f"--critic.model={reward / 'model'}",
     )  # fmt: skip
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
     left = load_file(reward / "model" / "model.safetensors")
     right = load_file(ppo / "critic" / "model.safetensors")
     moved = np.abs(left["score.weight"] - right["score.weight"]).max()
     assert 0 < moved < 0.01, "it began where the reward model ended"
     # A reward model has no output for tokens.
-    process = program("launch.grpo", f"--run-dir={tmp_path}/no",
-                      f"--model={reward / 'model'}", *QUICK)  # fmt: skip
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 1
+    output = run_here(
+        "launch.grpo", f"--run-dir={tmp_path}/no", f"--model={reward / 'model'}",
+        *QUICK, code=1,
+    )  # fmt: skip
     assert "is a reward model; it has no output for tokens" in output
 
 
-@pytest.mark.slow
+@pytest.mark.all
+@pytest.mark.processes
 def test_a_process_reward_model_finds_wrong_steps(program, inputs, tmp_path):
     run = tmp_path / "run"
     process = program(

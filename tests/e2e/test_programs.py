@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,7 +14,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.records.directory import read_rows
-from tests.e2e.conftest import QUICK, ROOT, surroundings
+from tests.e2e.conftest import QUICK, ROOT, programs
 
 # Eight query and four key/value heads, so that tp4 divides both.
 CONFIG = ModelConfig(
@@ -58,20 +56,23 @@ def options(run: Path, model: Path, *more: str) -> list[str]:
 def one_device(model, tmp_path_factory) -> Path:
     """Two steps on one device; further runs are compared with it or continue it."""
     run = tmp_path_factory.mktemp("one") / "run"
-    subprocess.run(
-        [sys.executable, "-m", "launch.grpo", *options(run, model)],
-        cwd=ROOT, env=surroundings(1), check=True, timeout=400,
-    )  # fmt: skip
+    with programs() as start:
+        ends(start("launch.grpo", *options(run, model)))
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp2,tp4", "fsdp4,tp2", "dp2,fsdp2,tp2"])
-def test_a_mesh_trains_as_one_device_does(program, model, one_device, tmp_path, mesh):
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param("dp2,tp4", marks=pytest.mark.all),
+        pytest.param("fsdp4,tp2", marks=pytest.mark.all),
+        "dp2,fsdp2,tp2",
+    ],
+)
+def test_a_mesh_trains_as_one_device_does(run_here, model, one_device, tmp_path, mesh):
     run = tmp_path / "run"
-    output = ends(
-        program("launch.grpo", *options(run, model, f"--mesh={mesh}"), devices=8)
-    )
+    output = run_here("launch.grpo", *options(run, model, f"--mesh={mesh}"))
     sizes = dict(part for part in [(p[:-1], p[-1]) for p in mesh.split(",")])
     for axis, size in sizes.items():
         assert f"{axis}={size}" in output
@@ -86,13 +87,13 @@ def test_a_mesh_trains_as_one_device_does(program, model, one_device, tmp_path, 
     assert found[2]["publish/bytes_moved"] == 0
 
 
-@pytest.mark.slow
-def test_a_run_of_one_device_goes_on_on_eight(program, model, one_device, tmp_path):
+@pytest.mark.processes
+def test_a_run_of_one_device_goes_on_on_eight(run_here, model, one_device, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(one_device, run)
     before = metrics(one_device)
     arguments = options(run, model, "--steps=3", "--mesh=fsdp4,tp2")
-    output = ends(program("launch.grpo", *arguments, devices=8))
+    output = run_here("launch.grpo", *arguments)
     assert "resumed at step 2 of 3" in output
     found = metrics(run)
     assert sorted(found) == [0, 1, 2, 3]
@@ -102,21 +103,19 @@ def test_a_run_of_one_device_goes_on_on_eight(program, model, one_device, tmp_pa
     assert all(np.isfinite(value).all() for value in saved.values())
 
 
-@pytest.mark.slow
-def test_a_mesh_that_does_not_fit_is_refused_at_once(program, tmp_path):
+@pytest.mark.meshes
+def test_a_mesh_that_does_not_fit_is_refused_at_once(run_here, tmp_path):
     # The demo's model has four heads.
     run = tmp_path / "run"
-    process = program(
-        "launch.grpo", f"--run-dir={run}", "--mesh=tp8", *QUICK, devices=8
-    )
-    output = ends(process, code=1)
+    arguments = (f"--run-dir={run}", "--mesh=tp8", *QUICK)
+    output = run_here("launch.grpo", *arguments, code=1)
     assert "error:" in output
     assert "heads" in output
     assert "Traceback" not in output
     assert not (run / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.skipif(not GSM8K.exists(), reason="needs shared/data/gsm8k, not there")
 def test_gsm8k_with_a_model_directory(program, model, tmp_path):
     rows = GSM8K.read_bytes().splitlines(keepends=True)[:60]
@@ -152,8 +151,8 @@ def test_gsm8k_with_a_model_directory(program, model, tmp_path):
     assert json.loads(saved) == generation
 
 
-@pytest.mark.slow
-def test_sft_goes_on_as_if_it_had_never_stopped(program, model, tmp_path):
+@pytest.mark.meshes
+def test_sft_goes_on_as_if_it_had_never_stopped(run_here, model, tmp_path):
     def arguments(run: Path, steps: int) -> list[str]:
         return [
             f"--run-dir={run}", f"--model={model}", f"--steps={steps}",
@@ -162,9 +161,9 @@ def test_sft_goes_on_as_if_it_had_never_stopped(program, model, tmp_path):
         ]  # fmt: skip
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    ends(program("launch.sft", *arguments(whole, 5)))
-    ends(program("launch.sft", *arguments(broken, 3)))
-    output = ends(program("launch.sft", *arguments(broken, 5)))
+    run_here("launch.sft", *arguments(whole, 5))
+    run_here("launch.sft", *arguments(broken, 3))
+    output = run_here("launch.sft", *arguments(broken, 5))
     assert "resumed at step 3 of 5" in output
     expected, found = metrics(whole), metrics(broken)
     assert sorted(found) == [0, 1, 2, 3, 4, 5]
@@ -177,12 +176,14 @@ def test_sft_goes_on_as_if_it_had_never_stopped(program, model, tmp_path):
     for name, value in left.items():
         np.testing.assert_array_equal(value, right[name], err_msg=name)
     # The command of a run that is complete does nothing, and does it well.
-    ends(program("launch.sft", *arguments(broken, 5)))
+    run_here("launch.sft", *arguments(broken, 5))
     assert metrics(broken) == found
 
 
-@pytest.mark.slow
-def test_a_full_disk_ends_the_run_with_a_message(program, model, one_device, tmp_path):
+@pytest.mark.processes
+def test_a_full_disk_ends_the_run_with_a_message(
+    program, run_here, model, one_device, tmp_path
+):
     run = tmp_path / "run"
     shutil.copytree(one_device, run)
     # How many arrays one file takes is a matter of timing, so the limit is below a
@@ -201,6 +202,6 @@ def test_a_full_disk_ends_the_run_with_a_message(program, model, one_device, tmp
     checkpoints = Checkpoints(run / "checkpoints")
     assert checkpoints.latest() == 2
     checkpoints.close()
-    output = ends(program("launch.grpo", *options(run, model, "--steps=3")))
+    output = run_here("launch.grpo", *options(run, model, "--steps=3"))
     assert "resumed at step 2 of 3" in output
     assert sorted(metrics(run)) == [0, 1, 2, 3]

@@ -55,22 +55,42 @@ def rows(run: Path) -> list[dict]:
     return list(read_rows(file)) if file.exists() else []
 
 
-@pytest.mark.slow
+@pytest.mark.processes
+def test_one_kill_and_resume_is_bit_identical(program, tmp_path, record_property):
+    # In the first third, so that the end is far off.
+    assert_that_kills_change_nothing(
+        program, tmp_path, record_property, EPISODES, steps=12, kill_after=[2]
+    )
+
+
+@pytest.mark.all
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "steps"), [(UPDATES, STEPS), (EPISODES, 12)], ids=["updates", "episodes"]
 )
 def test_kill_and_resume_is_bit_identical(
     program, tmp_path, request, record_property, kind, steps
 ):
+    draw = random.Random(1)
+    kills = request.config.getoption("--kills")
+    kill_after = sorted(draw.randrange(steps) for _ in range(kills))
+    assert_that_kills_change_nothing(
+        program, tmp_path, record_property, kind, steps=steps, kill_after=kill_after
+    )
+
+
+def assert_that_kills_change_nothing(
+    program, tmp_path, record_property, kind, *, steps, kill_after
+):
+    """A run killed after each of these rows ends as one that nobody killed."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = program("launch.grpo", *options(whole, *kind, f"--steps={steps}"))
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
 
     moments = random.Random(0)
-    kills = request.config.getoption("--kills")
     killed_at = []
-    for wanted in sorted(moments.randrange(steps) for _ in range(kills)):
+    for wanted in kill_after:
         process = program("launch.grpo", *options(broken, *kind, f"--steps={steps}"))
         # A row that an earlier process left is there at once: then it is killed while
         # it starts, else anywhere in the step, evaluation or checkpoint that follows.
@@ -107,7 +127,7 @@ def test_kill_and_resume_is_bit_identical(
         assert max(waiting) > 0, "no episode was under way: the test shows nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_sigterm_saves_and_says_so_and_the_same_command_goes_on(program, tmp_path):
     run = tmp_path / "run"
     process = program("launch.grpo", *options(run, "--steps=10000"))

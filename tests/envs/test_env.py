@@ -65,6 +65,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.processes
 def test_values_outside_their_type_are_named():
     program = "from jaxrl_post.envs.tasks.arithmetic import Arithmetic\n"
     program += "from jaxrl_post.envs.env import Message\n"
@@ -85,6 +86,7 @@ def test_values_outside_their_type_are_named():
         assert re.search(expected, message), message
 
 
+@pytest.mark.processes
 def test_importing_environments_imports_neither_jax_nor_numpy_nor_an_extra():
     program = (
         "import sys, pkgutil, importlib, jaxrl_post.envs as envs\n"

@@ -222,6 +222,7 @@ def test_without_the_extra_the_error_names_it(both, monkeypatch):
             call()
 
 
+@pytest.mark.processes
 def test_grading_in_a_worker_outlives_a_hopeless_power(both):
     pytest.importorskip("math_verify", reason="needs the extra 'math'")
     task = both.tasks("train")[0]

@@ -129,6 +129,7 @@ def test_grading_of_mathematics(grader, answer, text, expected):
     assert grader.grade(text, answer).reward == expected
 
 
+@pytest.mark.processes
 def test_a_function_grades_in_a_worker(file, scripted):
     rows = [{"prompt": "Say something long.", "answer": {"length": 4}}]
     environment, task = one(rows, file, grader="scripted_environments:length_share")

@@ -109,6 +109,7 @@ def test_a_task_of_many_right_answers_has_no_demonstration(library):
     assert environment.demonstration(task) is None
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["word_ladder", "countdown"])
 def test_scores_in_a_worker_are_those_here(library, name):
     environment = small(name)

@@ -46,6 +46,7 @@ def test_criteria_wait_for_the_end_of_the_episode(scripted):
     assert step.messages == (Message("user", "hello"),)
 
 
+@pytest.mark.processes
 def test_it_runs_in_a_worker_and_prepares_what_it_holds(scripted):
     criteria = {"brevity": Criterion(scripted.brevity)}
     with WorkerPool(Rubric(Arithmetic.at_level(1), criteria)) as pool:

@@ -19,6 +19,9 @@ from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.envs.workers.sessions import SessionError, Sessions, turns_of
 from jaxrl_post.envs.workers.wire import LONGEST_MESSAGES, encode_step
 
+# Most have workers.
+pytestmark = pytest.mark.processes
+
 TASK = Task(3, (Message("user", "count"),), "")
 # For waits that end at once unless something is broken.
 PATIENCE_S = 30.0

@@ -16,6 +16,8 @@ import pytest
 from jaxrl_post.envs import Message, Task, WorkerPool, WorkerStartError
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 
+pytestmark = pytest.mark.processes
+
 TASK = Task(0, (Message("user", "do something"),), "")
 # For waits that end at once unless something is broken.
 PATIENCE_S = 30.0

@@ -229,6 +229,7 @@ def test_temperature_is_a_scale_of_the_logits():
 
 # 40 columns are split by tp4, 42 are not; a width of 8 is split by fsdp4, 6 is not. The
 # last rows, hence devices, have no work.
+@pytest.mark.meshes
 @pytest.mark.parametrize(
     ("spec", "vocab", "width", "split_vocab", "lies"),
     [

@@ -14,6 +14,8 @@ from jaxrl_post.programs.evaluate import sampling_of
 from jaxrl_post.programs.scores import interval_over_tasks
 from launch import cli, evaluate
 
+pytestmark = pytest.mark.processes
+
 
 def run(model, output, *arguments: str) -> int:
     return evaluate.main(

@@ -14,6 +14,8 @@ from jaxrl_post.programs.plan import plan
 from launch import convert, dpo, evaluate, sft
 from tests.hub_server import Hub, commit_of, serving
 
+pytestmark = pytest.mark.processes
+
 PAIRS = "".join(
     json.dumps({"prompt": f"{i}=", "chosen": "a", "rejected": "b"}) + "\n"
     for i in range(12)

@@ -199,6 +199,7 @@ def test_what_makes_sense_is_accepted(config):
     check_options(config)
 
 
+@pytest.mark.processes
 def test_reading_options_imports_no_jax():
     names = "cli, convert, distill, dpo, evaluate, grpo, plan, ppo, report, reward, sft"
     code = f"import sys; from launch import {names}; print('jax' in sys.modules)"

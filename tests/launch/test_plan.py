@@ -84,6 +84,7 @@ def kinds(tree):
     )
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_programs_are_those_of_a_learner(mesh, dtype):
     """A learner with arrays has the states and accumulators that were planned."""
@@ -124,6 +125,7 @@ def test_the_programs_are_those_of_a_learner(mesh, dtype):
     assert kinds(empty.beside[0]) == kinds(state)
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("kind", [None, "int8", "nf4"])
 def test_an_adapters_programs_are_those_of_its_learner(mesh, kind):
     lora = AdapterConfig(rank=4, quantize=kind)
@@ -146,6 +148,7 @@ def test_an_adapters_programs_are_those_of_its_learner(mesh, kind):
     assert kinds(accumulate.beside[0]) == kinds(state.replace(params=None))
 
 
+@pytest.mark.meshes
 def test_a_sampler_on_the_slice_keeps_its_cache(mesh):
     *_, apply = plan_programs.programs(planned(slots=8, slot_tokens=32), CONFIG, mesh)
     shapes = [

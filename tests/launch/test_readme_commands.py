@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import signal
+from functools import reduce
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from jaxrl_post import models, pretrained
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.records.directory import read_rows
+from launch import cli
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -93,6 +95,37 @@ def write_inputs(folder: Path) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("program", "written"),
+    COMMANDS,
+    ids=[f"{number}-{program}" for number, (program, _) in enumerate(COMMANDS)],
+)
+def test_every_command_has_options_that_its_program_takes(
+    program, written, inputs, monkeypatch
+):
+    monkeypatch.chdir(inputs)
+    module: ModuleType = importlib.import_module(f"launch.{program}")
+    config = cli.read_options(module.PROGRAM, shlex.split(written))
+    module.PROGRAM.check(config)
+    for option, value in re.findall(r"--([\w.-]+) ('[^']*'|\S+)", written):
+        found = value_of(config, option)
+        assert found == type(found)(value.strip("'")), option
+
+
+def value_of(config: object, option: str) -> object:
+    """What a configuration has where an option writes."""
+    return reduce(getattr, option.replace("-", "_").split("."), config)
+
+
+@pytest.mark.all
+@pytest.mark.processes
 def test_every_command_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.chdir(tmp_path)

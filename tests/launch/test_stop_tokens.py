@@ -45,6 +45,7 @@ def base(tmp_path_factory):
     return folder
 
 
+@pytest.mark.processes
 def test_fine_tuning_teaches_a_base_model_to_stop(base, tmp_path, capsys):
     end = Tokenizer.from_directory(base).backend.token_to_id("<|im_end|>")
     run, output = tmp_path / "run", tmp_path / "results.json"

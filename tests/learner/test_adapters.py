@@ -120,6 +120,7 @@ def test_only_the_adapter_moves_and_the_reference_is_the_base(config):
     assert np.abs(change).max() > 1e-3
 
 
+@pytest.mark.meshes
 def test_meshes_agree():
     results = []
     for mesh, count in (("dp1", 1), ("dp2,fsdp2,tp2", 8)):
@@ -233,6 +234,7 @@ def test_a_reward_model_trains_its_head_whole_and_the_rest_by_an_adapter(dtype):
     assert learner.scorer.predict(whole, pairs()).values_after.dtype == np.float32
 
 
+@pytest.mark.meshes
 def test_meshes_agree_on_a_head():
     config = dataclasses.replace(RANK4, quantize="int8")
     found = []

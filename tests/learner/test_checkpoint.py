@@ -37,6 +37,7 @@ def assert_equal(left, right) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.meshes
 def test_state_iterator_and_meta_come_back_on_another_mesh(tmp_path):
     one, eight = create_mesh("", jax.devices()[:1]), create_mesh("fsdp4,tp2")
     state = make_state()

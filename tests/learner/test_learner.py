@@ -98,7 +98,15 @@ def on_one_device() -> np.ndarray:
     return trace
 
 
-@pytest.mark.parametrize("mesh_spec", ["dp2,tp4", "fsdp4,tp2", "dp2,fsdp2,tp2"])
+@pytest.mark.meshes
+@pytest.mark.parametrize(
+    "mesh_spec",
+    [
+        pytest.param("dp2,tp4", marks=pytest.mark.all),
+        pytest.param("fsdp4,tp2", marks=pytest.mark.all),
+        "dp2,fsdp2,tp2",
+    ],
+)
 def test_meshes_give_the_losses_and_norms_of_one_device(mesh_spec, on_one_device):
     trace = train(mesh_spec, 20)
     np.testing.assert_allclose(trace, on_one_device, rtol=0, atol=1e-4)

@@ -298,7 +298,16 @@ def trace(mesh_spec: str, num_devices: int, name: str) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.parametrize("mesh_spec", ["dp2,tp4", "fsdp4,tp2", "dp2,fsdp2,tp2", "dp8"])
+@pytest.mark.meshes
+@pytest.mark.parametrize(
+    "mesh_spec",
+    [
+        pytest.param("dp2,tp4", marks=pytest.mark.all),
+        pytest.param("fsdp4,tp2", marks=pytest.mark.all),
+        "dp2,fsdp2,tp2",
+        pytest.param("dp8", marks=pytest.mark.all),
+    ],
+)
 @pytest.mark.parametrize("name", ["jsd", "top_k"])
 def test_meshes_give_the_losses_and_norms_of_one_device(mesh_spec, name):
     on_one = one_device(name)

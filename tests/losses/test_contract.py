@@ -327,6 +327,7 @@ def test_vmap_over_rows_equals_the_batch(name):
     assert_close(summed(by_row) if case.parts == "sum" else by_row, expected)
 
 
+@pytest.mark.meshes
 @over()
 def test_eight_devices_with_a_row_each_equal_the_batch(name):
     case = CASES[name]

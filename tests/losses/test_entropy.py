@@ -133,6 +133,7 @@ def test_what_is_not_counted_never_ranks_and_nan_ranks_first():
     assert np.flatnonzero(keep).tolist() == [2]
 
 
+@pytest.mark.meshes
 def test_masks_rank_the_shard_that_they_are_given():
     mesh = jax.make_mesh((4,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
     values, mask = jnp.arange(20.0).reshape(4, 5), jnp.ones((4, 5), bool)

@@ -90,6 +90,7 @@ def test_microbatches_add_up_to_the_batch(name, values, mask, prompts, split):
     np.testing.assert_allclose(pooled.count, whole.count, rtol=1e-6)
 
 
+@pytest.mark.meshes
 @every_mode
 def test_eight_devices_add_up_to_the_batch(name):
     rng = np.random.default_rng(1)

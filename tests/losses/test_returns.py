@@ -225,6 +225,7 @@ def test_bootstrapping_equals_the_sequence_that_goes_on():
     np.testing.assert_allclose(cut, whole[:, :3], rtol=1e-6)
 
 
+@pytest.mark.meshes
 @over("pieces", ["shard_map", "moments"])
 def test_reinforce_plus_plus_in_pieces_as_the_whole(pieces):
     rng = np.random.default_rng(1)

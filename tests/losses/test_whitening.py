@@ -87,6 +87,7 @@ def test_moments_are_a_pytree_and_their_sum_has_a_neutral_element():
     assert some.variance(ddof=0).item() == pytest.approx(14 / 3)
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize(
     ("shape", "axes", "axis_name"),
     [((8,), ("data",), "data"), ((4, 2), ("data", "fsdp"), ("data", "fsdp"))],

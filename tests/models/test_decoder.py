@@ -153,6 +153,7 @@ def on_one_device():
     return compiled_gradient(params, ONE_LAYER, tokens(4, 6))
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("spec", ["dp2,tp4", "fsdp4,tp2", "dp2,fsdp2,tp2"])
 def test_every_mesh_equals_one_device(spec, on_one_device):
     mesh = create_mesh(spec)

@@ -237,8 +237,16 @@ def mixed(params, adapter, x):
     return out, gradient
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("kind", [None, "nf4"], ids=["arrays", "nf4"])
-@pytest.mark.parametrize("name", ["ep8", "fsdp2,ep2,tp2", "tp4,dp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("ep8", marks=pytest.mark.all),
+        "fsdp2,ep2,tp2",
+        pytest.param("tp4,dp2", marks=pytest.mark.all),
+    ],
+)
 def test_a_mesh_changes_nothing(name, kind):
     _, expected, expected_gradient = on_one_device(kind)
     assert all(

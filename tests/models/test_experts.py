@@ -179,6 +179,7 @@ def outputs_and_gradients(config, params):
     return hidden, grads
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize(
     ("mesh", "experts"),
     [
@@ -210,6 +211,7 @@ def test_a_mesh_changes_nothing(mesh, experts):
         )
 
 
+@pytest.mark.meshes
 def test_experts_lie_on_their_own_devices():
     config = config_of(EXPERTS)
     grid = create_mesh("ep8")

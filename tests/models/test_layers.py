@@ -42,6 +42,7 @@ def test_the_gradient_of_frequent_tokens_is_whole_in_bfloat16(batch):
     np.testing.assert_allclose(np.float64(found), expected, rtol=2**-8)
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize(
     ("mesh", "lies"),
     [("dp2,fsdp2,tp2", P("tp", "fsdp")), ("fsdp2,ep2,tp2", P("tp", ("fsdp", "ep")))],

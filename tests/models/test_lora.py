@@ -371,6 +371,7 @@ def test_dora_has_no_gradient_through_the_norm():
         np.testing.assert_allclose(getattr(found, name), value, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.meshes
 @each_kind
 @pytest.mark.parametrize("config", [GROUPED, LATENT], ids=["grouped", "latent"])
 def test_a_mesh_changes_nothing(config, dora):
@@ -390,6 +391,7 @@ def test_a_mesh_changes_nothing(config, dora):
     assert output.up.addressable_shards[0].data.shape == (3, config.hidden_size // 2)
 
 
+@pytest.mark.meshes
 def test_initialisation_does_not_depend_on_the_mesh():
     lora = lora_of(GROUPED, dora=True)
     key, mesh = jax.random.key(4), create_mesh("fsdp4,tp2")

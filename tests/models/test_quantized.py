@@ -223,6 +223,7 @@ def test_a_base_of_adapters(kind, dora):
     assert float(jnp.abs(policy - base).max()) > 1e-3
 
 
+@pytest.mark.meshes
 @each_kind
 def test_a_mesh_changes_nothing(kind):
     mesh = create_mesh("dp2,fsdp2,tp2")

@@ -38,6 +38,7 @@ def test_values_depend_on_the_key_and_the_path_alone():
     assert (initialize(jax.random.key(1), SPECS)["matrix"] != base).mean() > 0.99
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("spec", ["dp2,tp4", "fsdp8"])
 def test_a_mesh_places_values_and_does_not_change_them(spec):
     mesh = create_mesh(spec)

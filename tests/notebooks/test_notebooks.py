@@ -110,7 +110,8 @@ def run(path: Path, into: Path, *options: str) -> subprocess.CompletedProcess[st
 
 
 @needs_extra
-@pytest.mark.slow
+@pytest.mark.all
+@pytest.mark.processes
 @each_notebook
 def test_runs_afresh(path, tmp_path):
     result = run(path, tmp_path)
@@ -131,7 +132,8 @@ def notebook_of(code: str, path: Path) -> None:
 
 
 @needs_extra
-@pytest.mark.slow
+@pytest.mark.all
+@pytest.mark.processes
 def test_what_a_cell_prints_is_one_output_whenever_it_is_printed(tmp_path):
     path = tmp_path / "slow.ipynb"
     notebook_of("import time; print(1, flush=True); time.sleep(1); print(2)", path)
@@ -143,7 +145,8 @@ def test_what_a_cell_prints_is_one_output_whenever_it_is_printed(tmp_path):
 
 
 @needs_extra
-@pytest.mark.slow
+@pytest.mark.all
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("code", "message"),
     [

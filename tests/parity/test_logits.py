@@ -190,6 +190,7 @@ def test_every_parameter_shows_in_the_logits(folder):
         assert np.abs(gradient).max() > 1e-2, jax.tree_util.keystr(path)
 
 
+@pytest.mark.meshes
 @committed("llama_shards", "qwen2_tied", "llama_rope_dynamic_beyond")
 def test_a_mesh_changes_nothing(folder):
     """Loaded into shards over tensor and data parallel axes, on eight devices."""

@@ -66,6 +66,7 @@ def test_a_verdict_is_the_logit_of_right_less_that_of_wrong():
     assert found.dtype == jnp.float32
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("mesh", ["tp2,dp4", "fsdp4,dp2", "fsdp2,tp2,dp2"])
 def test_verdicts_on_a_mesh_are_those_of_one_device(tmp_path, mesh):
     config = with_head("process")

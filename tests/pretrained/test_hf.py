@@ -172,6 +172,7 @@ def test_float64_is_read(saved):
     np.testing.assert_allclose(unembedding(params), unembedding(expected), rtol=1e-2)
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("spec", ["dp8", "fsdp4,tp2", "dp2,fsdp2,tp2"])
 @pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=lambda c: c.model_type)
 def test_a_mesh_gets_every_shard_and_the_same_values(tmp_path, config, spec):
@@ -283,6 +284,7 @@ def test_round_trips_are_exact(tmp_path, config, dtype):
         ).read_bytes()
 
 
+@pytest.mark.meshes
 def test_sharded_parameters_are_written_as_whole_ones(tmp_path):
     for name, mesh in [("one", None), ("eight", create_mesh("dp2,fsdp2,tp2"))]:
         params = tiny.params(LLAMA, dtype=BF16, mesh=mesh)

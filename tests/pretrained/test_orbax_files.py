@@ -117,6 +117,7 @@ def test_by_way_of_orbax_a_hugging_face_directory_is_the_same(tmp_path, fixture)
     assert config_file.read_bytes() == (tmp_path / "direct/config.json").read_bytes()
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("spec", ["dp8", "fsdp4,tp2", "dp2,fsdp2,tp2", "ep2,tp4"])
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=lambda c: c.model_type)
 def test_every_array_lands_in_its_sharding(tmp_path, config, spec):
@@ -193,6 +194,7 @@ def test_files_have_about_the_size_that_is_asked_for(tmp_path):
         save_orbax(tmp_path / "n", config, params, max_file_bytes=CHUNK_BYTES - 1)
 
 
+@pytest.mark.processes
 def test_orbax_is_not_imported_with_the_models():
     program = (
         "import sys, jaxrl_post.models\n"
@@ -402,6 +404,7 @@ except CheckpointError as error:
 """
 
 
+@pytest.mark.processes
 def test_a_full_disk_leaves_nothing(tmp_path):
     finished = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path / "m")],

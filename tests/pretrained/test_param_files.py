@@ -83,6 +83,7 @@ def test_what_is_written_is_what_others_would_write(tmp_path):
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("spec", [None, "ep4,tp2", "fsdp4,tp2", "dp2,ep2,tp2", "dp8"])
 @pytest.mark.parametrize("limit", [ALWAYS, 700])
 def test_round_trips_are_exact(tmp_path, spec, limit):
@@ -102,6 +103,7 @@ def test_round_trips_are_exact(tmp_path, spec, limit):
             assert value.sharding == shardings[path]
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("step", [1, -1])
 def test_experts_split_two_ways_are_gathered_whole(tmp_path, step):
     """No device has all of an expert, whichever holds the first of them."""
@@ -118,6 +120,7 @@ def test_experts_split_two_ways_are_gathered_whole(tmp_path, step):
 # Regions.
 
 
+@pytest.mark.meshes
 def test_a_shard_of_experts_reads_their_tensors_alone():
     arrays = toy.values(SPECS)
     stored = Stored(on_disk(arrays))
@@ -297,6 +300,7 @@ def test_saving_holds_about_one_tensor(tmp_path, spec):
 # Several processes.
 
 
+@pytest.mark.processes
 def test_two_processes_read_what_their_devices_hold(tmp_path):
     """Two processes of two devices: ep2 splits between them, tp2 within each."""
     arrays = toy.values(SPECS)

@@ -115,6 +115,7 @@ def test_there_and_back(targets, found_targets, rank, stabilized, tmp_path):
     assert_same_change(adapter, lora, found, found_lora, QWEN)
 
 
+@pytest.mark.meshes
 def test_from_one_mesh_to_another(tmp_path):
     adapter, specs = random_adapter(QWEN, LORA), adapter_specs(QWEN, LORA)
     spread = jax.device_put(adapter, named_shardings(specs, create_mesh("fsdp2,ep4")))

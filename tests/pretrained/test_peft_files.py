@@ -131,6 +131,7 @@ def test_round_trip(config, dtype, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a"}
 
 
+@pytest.mark.meshes
 def test_from_one_mesh_to_another(tmp_path):
     lora = dataclasses.replace(LORA, dora=True)
     adapter = random_adapter(tiny.CONFIG, lora)

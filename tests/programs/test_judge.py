@@ -105,6 +105,7 @@ def test_a_process_reward_model_judges_the_steps(how, tmp_path):
     assert value == pytest.approx(float(expected[how]), abs=1e-5)
 
 
+@pytest.mark.processes
 def test_the_reward_is_the_sum_of_both(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(E2E))
     coin = importlib.import_module("coin")

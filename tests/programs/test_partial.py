@@ -14,6 +14,8 @@ from jaxrl_post.envs import Task, WorkerPool
 from jaxrl_post.rollout.flight import ChangedTaskError
 from tests.programs.trainers import RL, assert_same, changed, make_trainer
 
+pytestmark = pytest.mark.processes
+
 # Slow machines change nothing: judges have half a minute.
 CONFIG = changed(
     "rollout", partial=8, max_turns=3, max_prompt_tokens=16, reward_grace_s=30.0

@@ -29,6 +29,8 @@ from tests.programs.trainers import (
     with_last_turn,
 )
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def judges(coin) -> Iterator[WorkerPool]:

@@ -166,6 +166,7 @@ for step in itertools.count(1):
 """
 
 
+@pytest.mark.processes
 def test_rows_survive_kill_minus_nine(tmp_path):
     path = tmp_path / "log.jsonl"
     child = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])

@@ -67,6 +67,7 @@ def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+@pytest.mark.processes
 def test_the_kernel_takes_the_lock_from_a_process_that_is_killed(tmp_path):
     directory = tmp_path / "run"
     with subprocess.Popen(

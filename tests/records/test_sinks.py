@@ -320,6 +320,7 @@ def test_progress_goes_forward():
         progress.update(2, {})
 
 
+@pytest.mark.processes
 def test_no_import_of_jax_and_of_what_draws():
     code = (
         "import sys, jaxrl_post.records.sinks, jaxrl_post.records.report\n"

@@ -18,6 +18,8 @@ from jaxrl_post.sampler.requests import Request, SamplingParams
 from jaxrl_post.tokens import Tokens
 from tests.rollout.scripts import STOP, Characters, ScriptedSampler
 
+pytestmark = pytest.mark.processes
+
 SAMPLING = SamplingParams(max_tokens=50)
 LIMITS = Limits(max_prompt_tokens=200)
 

@@ -14,6 +14,8 @@ from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
 from tests import tiny
 from tests.rollout.scripts import Characters
 
+pytestmark = pytest.mark.processes
+
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 +=-"
 VERSION = 6
 

@@ -417,6 +417,7 @@ def test_compilations_are_bounded(engine, params):
     assert engine.compilations["decode"] <= 4
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("spec", ["dp2,tp4", "dp2,fsdp2,tp2"])
 def test_a_mesh_gives_the_same_tokens(spec, engine, params):
     requests = [

@@ -66,6 +66,7 @@ def run(sampler, request):
     return done
 
 
+@pytest.mark.meshes
 def test_an_update_between_two_generations_copies_nothing(mesh, learner, engine):
     request = Request(
         1, (1, 2, 3), 4, sampling=SamplingParams(temperature=0.0, max_tokens=6)
@@ -102,6 +103,7 @@ def test_an_update_between_two_generations_copies_nothing(mesh, learner, engine)
             del sampler
 
 
+@pytest.mark.meshes
 def test_publishing_on_another_layout_moves_and_counts_every_byte():
     params = tiny.params(CONFIG, mesh=create_mesh("dp2,fsdp2,tp2"))
     other = create_mesh("tp4,dp2")

@@ -101,6 +101,7 @@ def test_constrain_without_a_mesh_is_the_identity():
         assert constrain(value, ("batch", "hidden")) is value
 
 
+@pytest.mark.meshes
 def test_constrain_splits_what_the_mesh_divides():
     with jax.set_mesh(MESH):
         even = jax.jit(lambda x: constrain(2 * x, ("batch", "ffn")))(jnp.ones((8, 6)))

@@ -1,0 +1,93 @@
+"""What the tests compile, kept on disk from run to run in build/compiled.
+
+JAX writes a file of its cache in place, so two writers of one name could disturb each
+other, and a process killed while it writes leaves half a file. So no process writes
+where another reads. Each has a folder of its own, which begins as hard links to all
+that is kept; when the process ends well, its new files are moved beside the others,
+each by one rename. A reader sees a whole file or none, and what a killed process wrote
+is thrown away with its folder.
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+__all__ = ["borrow", "give_back", "kept", "make_room"]
+
+ROOT = Path(__file__).parents[1] / "build" / "compiled"
+# Programs of earlier versions of the code are never asked for again.
+LARGEST = 2 * 2**30  # bytes
+DAY = 86_400  # seconds
+SUFFIX = "-cache"
+
+
+def _machine() -> str:
+    """What machine code depends on and JAX's own key of a program may leave out."""
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
+    told = {x for x in lines if x.startswith(("model name", "flags", "Features"))}
+    versions = [version(name) for name in ("jax", "jaxlib")]
+    text = "\n".join([platform.machine(), *versions, *sorted(told)])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def kept(root: Path = ROOT) -> Path:
+    """The folder of whole files, of this machine and this version of JAX."""
+    return root / _machine()
+
+
+def borrow(root: Path = ROOT) -> Path:
+    """A folder for one process, with all that is kept."""
+    here = kept(root)
+    here.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="process-", dir=root))
+    for file in _files(here):
+        # Another process may make room at this moment.
+        with contextlib.suppress(FileNotFoundError):
+            os.link(file.path, folder / file.name)
+    return folder
+
+
+def give_back(folder: Path, *, ended_well: bool = True, root: Path = ROOT) -> None:
+    """Keeps the new files of a process that has ended, and removes its folder."""
+    here = kept(root)
+    if ended_well:
+        for file in _files(folder):
+            if not (here / file.name).exists():
+                os.replace(file.path, here / file.name)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_room(root: Path = ROOT, *, largest: int = LARGEST) -> None:
+    """Removes the oldest files above a size, and folders that nobody gave back."""
+    for folder in root.glob("process-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - folder.stat().st_mtime > DAY:
+                shutil.rmtree(folder, ignore_errors=True)
+    files = []
+    for file in _files(kept(root)):
+        with contextlib.suppress(FileNotFoundError):
+            about = file.stat()
+            files.append((about.st_mtime, about.st_size, file.path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= largest:
+            break
+        Path(path).unlink(missing_ok=True)
+        total -= size
+
+
+def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
+    if not folder.is_dir():
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIX):
+                yield entry
