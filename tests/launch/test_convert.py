@@ -30,8 +30,6 @@ from jaxrl_post.programs.offline import run_sft
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from launch import convert
 
-pytestmark = pytest.mark.processes
-
 ROOT = Path(__file__).parents[2]
 
 
