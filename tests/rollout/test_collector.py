@@ -262,6 +262,37 @@ def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns
             assert (np.diff(episode.tokens.versions[episode.tokens.sampled]) >= 0).all()
 
 
+def test_every_session_is_ended_once_however_its_episode_ends(two_turns):
+    """Done, cut by a limit, or failed: when it is over, and not before."""
+    environment = two_turns.TwoTurns()
+    numbered = [(7 + i, environment.tasks("train")[i]) for i in range(3)]
+    everyone = sorted((7 + i, j) for i in range(3) for j in range(2))
+    for limits, ends in (
+        (TURNS, {"stop"}),
+        (Limits(max_turns=2, max_prompt_tokens=9), {"token_limit"}),
+    ):
+        judges = Prompt(environment)
+        groups = Collector(Characters(), judges, limits).run(
+            ScriptedSampler(say, 4), numbered, 2, SAMPLING
+        )
+        assert {e.finish_reason for g in groups for e in g.episodes} == ends
+        assert sorted(judges.ended) == everyone
+    judges = Patient(environment)
+    collector = Collector(Characters(), judges, TURNS)
+    collector.start(numbered, 2, SAMPLING)
+    sampler = ScriptedSampler(say, 6, pieces=3)
+    collector.poll(sampler, time.monotonic() + 60)
+    collector.suspend(sampler)
+    assert judges.ended == [], "a session outlives a suspension"
+    while not judges.asked:
+        collector.poll(sampler, time.monotonic() + 60)
+    for future, *_ in judges.asked:
+        future.set_result(Outcome(None, "it died", "crashed", 0.0))
+    assert judges.ended == []
+    collector.poll(sampler, time.monotonic() + 60)
+    assert sorted(judges.ended) == everyone
+
+
 def test_a_slow_judge_holds_up_its_own_group_alone(two_turns):
     environment = two_turns.TwoTurns()
     judges = Patient(environment)
