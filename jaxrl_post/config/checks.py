@@ -8,9 +8,8 @@ import importlib.util
 import math
 from pathlib import Path
 
-from jaxrl_post.config.algorithm import AlgorithmConfig, CorrectionConfig
+from jaxrl_post.config.algorithm import AlgorithmConfig, CorrectionConfig, DistillConfig
 from jaxrl_post.config.critic import CriticConfig
-from jaxrl_post.config.distill import DistillConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.horizon import check_schedules

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from jaxrl_post.config.algorithm import AlgorithmConfig
+from jaxrl_post.config.algorithm import AlgorithmConfig, DistillConfig
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import DataConfig
-from jaxrl_post.config.distill import DistillConfig
 from jaxrl_post.config.fields import FREE, NOT_NEGATIVE
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.reward_model import RewardModelConfig
@@ -21,8 +20,9 @@ class RLConfig(RunConfig):
     """Policy optimisation on samples of its own.
 
     Attributes:
-        env: arithmetic, gsm8k, jsonl, reasoning-gym:<task>, or <module>:<factory>, with
-            options as in arithmetic?level=2 or jsonl?grader=math.
+        env: arithmetic, gsm8k, guess, jsonl, world, reasoning-gym:<task>, or
+            <module>:<factory>, with options as in arithmetic?level=2 or
+            jsonl?grader=math.
         data: files of tasks, for environments that read some.
         log_samples: number of training completions logged at each evaluation.
         log_eval_samples: number of held-out completions logged at each evaluation.

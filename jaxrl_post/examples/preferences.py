@@ -8,7 +8,7 @@ from rich.console import Console
 from jaxrl_post.algorithms import anchored, preference, reference_free, unpaired
 from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.preference import PairsConfig, PreferenceLossConfig
+from jaxrl_post.config.offline import PairsConfig, PreferenceLossConfig
 from jaxrl_post.data.held_out import one_a_group, split
 from jaxrl_post.data.preferences import Judged, Preference, read_preferences
 from jaxrl_post.data.steps import read_steps

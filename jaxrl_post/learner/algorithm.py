@@ -11,14 +11,13 @@ from jaxrl_post.algorithms.whole_distributions import (
     distribution_distillation,
     top_k_forward_kl,
 )
-from jaxrl_post.config.algorithm import AlgorithmConfig, CorrectionConfig
+from jaxrl_post.config.algorithm import AlgorithmConfig, CorrectionConfig, DistillConfig
 from jaxrl_post.config.checks import (
     check_algorithm,
     check_correction,
     reward_weights,
 )
 from jaxrl_post.config.critic import CriticConfig
-from jaxrl_post.config.distill import DistillConfig
 from jaxrl_post.losses import distill as divergences
 from jaxrl_post.losses import kl
 

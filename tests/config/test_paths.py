@@ -14,9 +14,13 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import EvaluateConfig, check_evaluation
-from jaxrl_post.config.offline import PreferenceConfig, SFTConfig
+from jaxrl_post.config.offline import (
+    PairsConfig,
+    PreferenceConfig,
+    PreferenceLossConfig,
+    SFTConfig,
+)
 from jaxrl_post.config.paths import check_output, check_paths, naming
-from jaxrl_post.config.preference import PairsConfig, PreferenceLossConfig
 from jaxrl_post.config.rl import RLConfig
 
 LONG = "x" * 300

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from jaxrl_post import pretrained
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.offline import PreferenceConfig, RewardConfig
-from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.preference import (
+from jaxrl_post.config.offline import (
     PairsConfig,
+    PreferenceConfig,
     PreferenceLossConfig,
     PreferenceName,
+    RewardConfig,
 )
+from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import EvalConfig, UpdateConfig
 from jaxrl_post.examples.preferences import make_preference, open_judgements, open_pairs
 from jaxrl_post.programs.offline import run_preference, run_reward

@@ -14,10 +14,11 @@ from jaxrl_post.config.algorithm import (
     AlgorithmName,
     CorrectionConfig,
     CorrectionName,
+    DistillConfig,
+    DivergenceName,
 )
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.critic import CriticConfig
-from jaxrl_post.config.distill import DistillConfig, DivergenceName
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.rl import RLConfig

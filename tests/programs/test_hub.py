@@ -13,8 +13,7 @@ from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.offline import PreferenceConfig, SFTConfig
-from jaxrl_post.config.preference import PreferenceLossConfig
+from jaxrl_post.config.offline import PreferenceConfig, PreferenceLossConfig, SFTConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.programs.hub import fetch
 from tests.hub_server import Hub, commit_of, point_client_at, serving

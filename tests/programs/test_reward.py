@@ -13,9 +13,8 @@ from rich.console import Console
 from jaxrl_post import models, pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
-from jaxrl_post.config.offline import RewardConfig
+from jaxrl_post.config.offline import PairsConfig, RewardConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.preference import PairsConfig
 from jaxrl_post.config.run import EvalConfig, UpdateConfig, WarmStartConfig
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.preferences import open_solutions

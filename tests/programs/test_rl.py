@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_post.config.algorithm import AlgorithmConfig
-from jaxrl_post.config.distill import DistillConfig
+from jaxrl_post.config.algorithm import AlgorithmConfig, DistillConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import WorkerPool

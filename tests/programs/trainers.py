@@ -9,8 +9,7 @@ import numpy as np
 
 from jaxrl_post import models
 from jaxrl_post.algorithms import Algorithm
-from jaxrl_post.config.algorithm import AlgorithmConfig
-from jaxrl_post.config.distill import DistillConfig
+from jaxrl_post.config.algorithm import AlgorithmConfig, DistillConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
