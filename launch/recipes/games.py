@@ -38,12 +38,12 @@ def world() -> RLConfig:
         run_dir="runs/world",
         env="world",
         rollout=RolloutConfig(
-            prompts_per_step=32,
+            prompts_per_step=16,
             samples_per_prompt=8,
             max_prompt_tokens=112,
             max_tokens=3,
             max_turns=8,
         ),
-        update=UpdateConfig(row_tokens=128, microbatch_tokens=4096),
-        eval=EvalConfig(every=20, num_tasks=200),
+        update=UpdateConfig(row_tokens=128, microbatch_tokens=2048),
+        eval=EvalConfig(every=40, num_tasks=200),
     )
