@@ -59,9 +59,9 @@ class RolloutConfig:
         reward_deadline_s: most seconds for one judgement.
         reward_memory_gib: most GiB of address space of a process that judges; a step
             that needs more fails. None for no limit.
-        reward_grace_s: with `partial`, seconds for which decoding waits for the
-            judgements of the turns that have just ended. While judges keep within it, a
-            run can be repeated to the last bit; a slower one is not waited for again.
+        reward_grace_s: with `partial`, seconds for which decoding waits for the next of
+            the judgements of the turns that have just ended. While each comes within it
+            a run can be repeated to the last bit; a slower one is not waited for again.
         max_failed_share: share of a step's rollouts that may fail; the run stops if
             more do.
         deadline_s: most seconds for all rollouts of a step.

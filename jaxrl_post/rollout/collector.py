@@ -131,8 +131,8 @@ class Collector:
         judges: the environment, in worker processes.
         limits: of an episode.
         deadline_s: seconds that one call of `run` may take.
-        grace_s: seconds for which a round waits for the judgements that the round
-            before asked for, while the device decodes. With judges that answer within
+        grace_s: seconds for which a round waits for the next judgement of those that
+            the round before asked for, while the device decodes. If each comes within
             it, what happens is a function of the samples and not of the clock. One that
             takes longer is waited for once, and taken when it comes.
         seconds: time spent by phase, "rollout" and "reward"; the caller may reset it.
@@ -365,8 +365,9 @@ class Collector:
         """
         ready = self._arrivals(time.monotonic())
         if self.grace_s:
-            grace = min(time.monotonic() + self.grace_s, deadline)
             while not self._due <= ready.keys():
+                # Anew after each arrival: many quick judgements are not slow ones.
+                grace = min(time.monotonic() + self.grace_s, deadline)
                 if not (more := self._arrivals(grace)):
                     break
                 ready |= more

@@ -262,6 +262,39 @@ def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns
             assert (np.diff(episode.tokens.versions[episode.tokens.sampled]) >= 0).all()
 
 
+def test_a_burst_of_quick_judgements_is_no_slow_one(two_turns):
+    """Each comes within the grace after the one before; together they take longer."""
+    environment = two_turns.TwoTurns()
+
+    class InTurn(Patient):
+        """One worker, which takes 0.05 s for each."""
+
+        def work(self) -> None:
+            while not over.wait(0.05):
+                if self.asked:
+                    future, task, conversation = self.asked.pop(0)
+                    step = self.environment.step(task, conversation)
+                    future.set_result(Outcome(step, None, "ok", 0.05))
+
+    judges, over = InTurn(environment), threading.Event()
+    worker = threading.Thread(target=judges.work)
+    worker.start()
+    try:
+        collector = Collector(Characters(), judges, TURNS, grace_s=2.0)
+        numbered = [(7 + i, environment.tasks("train")[i]) for i in range(4)]
+        collector.start(numbered, 12, SAMPLING)
+        sampler = ScriptedSampler(say, 48)
+        rounds, done = 0, []
+        while len(done) < 4:
+            done += collector.poll(sampler, time.monotonic() + 60)
+            rounds += 1
+    finally:
+        over.set()
+        worker.join()
+    # 48 first turns, their judgements of 2.4 s in one round, 48 second turns, theirs.
+    assert rounds == 3
+
+
 def test_every_session_is_ended_once_however_its_episode_ends(two_turns):
     """Done, cut by a limit, or failed: when it is over, and not before."""
     environment = two_turns.TwoTurns()
