@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
+from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 
 __all__ = ["LEVELS", "Arithmetic"]
 
@@ -99,13 +100,8 @@ class Arithmetic:
             ("train_size", 1, 2**32),
             ("eval_size", 1, 2**32),
         ):
-            value = getattr(self, argument)
-            if not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(
-                    f"{argument} must be an integer in [{low}, {high}], got {value!r}"
-                )
-        if not 0 <= self.slips <= 1:
-            raise ValueError(f"slips must be a share in [0, 1], got {self.slips!r}")
+            require_integer(argument, getattr(self, argument), low, high)
+        require_share("slips", self.slips)
         if not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
 

@@ -7,6 +7,7 @@ from random import Random
 
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence
 from jaxrl_post.envs.tasks.games import Game, GameSession, game_tasks, open_game
+from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 
 __all__ = ["Guess"]
 
@@ -64,13 +65,8 @@ class Guess:
             ("train_size", 1, 2**30),
             ("eval_size", 1, 2**30),
         ):
-            value = getattr(self, argument)
-            if not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(
-                    f"{argument} must be an integer in [{low}, {high}], got {value!r}"
-                )
-        if not 0 <= self.slips <= 1:
-            raise ValueError(f"slips must be a share in [0, 1], got {self.slips!r}")
+            require_integer(argument, getattr(self, argument), low, high)
+        require_share("slips", self.slips)
 
     @property
     def name(self) -> str:
