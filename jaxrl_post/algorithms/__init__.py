@@ -12,6 +12,7 @@ from jaxrl_post.algorithms import (
     terms,
     unpaired,
 )
+from jaxrl_post.algorithms.composition import SharedOptions, compose
 from jaxrl_post.algorithms.objective import (
     Algorithm,
     Corrected,
@@ -19,7 +20,6 @@ from jaxrl_post.algorithms.objective import (
     Objective,
     PolicyTerm,
     Predictions,
-    compose,
 )
 from jaxrl_post.algorithms.policy_gradient import (
     cispo,
@@ -55,6 +55,7 @@ __all__ = [
     "Objective",
     "PolicyTerm",
     "Predictions",
+    "SharedOptions",
     "anchored",
     "cispo",
     "clipped_rloo",

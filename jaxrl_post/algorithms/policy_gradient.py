@@ -13,16 +13,12 @@ more of them, and `dialects` what other frameworks compose under these names:
 """
 
 from functools import partial
+from typing import Unpack
 
 from jaxrl_post.algorithms import terms
-from jaxrl_post.algorithms.corrections import TRUNCATED
-from jaxrl_post.algorithms.objective import (
-    Algorithm,
-    Correction,
-    KlEstimator,
-    compose,
-)
-from jaxrl_post.losses import advantages, kl, reduce
+from jaxrl_post.algorithms.composition import SharedOptions, compose
+from jaxrl_post.algorithms.objective import Algorithm
+from jaxrl_post.losses import advantages, reduce
 
 __all__ = ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "rloo"]
 
@@ -34,10 +30,7 @@ def grpo(
     dual_clip: float | None = None,
     ddof: int = 1,
     epsilon: float = 1e-6,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Group Relative Policy Optimization.
 
@@ -50,10 +43,7 @@ def grpo(
         dual_clip: > 1, or None; see `policy.clipped_surrogate`.
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm.
@@ -73,10 +63,7 @@ def grpo(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
         ),
         reduction=reduce.sequence_mean_of_token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )
 
 
@@ -85,10 +72,7 @@ def dr_grpo(
     denominator: float,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """GRPO done right: without the divisions that bias it.
 
@@ -100,10 +84,7 @@ def dr_grpo(
             the loss, so it has no default.
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm.
@@ -121,10 +102,7 @@ def dr_grpo(
         advantages=advantages.group_centered,
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=partial(reduce.constant_denominator, denominator=denominator),
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )
 
 
@@ -134,10 +112,7 @@ def dapo(
     clip_high: float = 0.28,
     ddof: int = 1,
     epsilon: float = 1e-6,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Decoupled Clip and Dynamic sAmpling Policy Optimization, its loss.
 
@@ -149,10 +124,7 @@ def dapo(
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm.
@@ -170,10 +142,7 @@ def dapo(
         advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )
 
 
@@ -183,10 +152,7 @@ def gspo(
     clip_high: float = 4e-4,
     ddof: int = 1,
     epsilon: float = 1e-6,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Group Sequence Policy Optimization.
 
@@ -198,10 +164,7 @@ def gspo(
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm.
@@ -221,10 +184,7 @@ def gspo(
             clip_low=clip_low, clip_high=clip_high
         ),
         reduction=reduce.sequence_mean_of_token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )
 
 
@@ -234,10 +194,7 @@ def cispo(
     ratio_high: float = 5.0,
     ddof: int = 1,
     epsilon: float = 1e-6,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Clipped Importance-Sampling Policy Optimization.
 
@@ -250,10 +207,7 @@ def cispo(
         ratio_high: >= 1, upper bound of the ratio itself; see `policy.cispo`.
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm.
@@ -273,19 +227,12 @@ def cispo(
             ratio_low=ratio_low, ratio_high=ratio_high
         ),
         reduction=reduce.token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )
 
 
 def rloo(
-    *,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """REINFORCE with a leave-one-out baseline.
 
@@ -294,10 +241,7 @@ def rloo(
     are not corrected for. The paper puts the KL into the reward; here it is a term.
 
     Args:
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm.
@@ -316,8 +260,5 @@ def rloo(
         advantages=advantages.leave_one_out,
         policy_loss=terms.reinforce(),
         reduction=reduce.sequence_mean_of_token_sum,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )

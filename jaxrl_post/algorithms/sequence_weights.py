@@ -11,16 +11,12 @@ remax         over the greedy completion   none               sequences, of toke
 """
 
 from functools import partial
+from typing import Unpack
 
 from jaxrl_post.algorithms import terms
-from jaxrl_post.algorithms.corrections import TRUNCATED
-from jaxrl_post.algorithms.objective import (
-    Algorithm,
-    Correction,
-    KlEstimator,
-    compose,
-)
-from jaxrl_post.losses import advantages, baselines, kl, reduce
+from jaxrl_post.algorithms.composition import SharedOptions, compose
+from jaxrl_post.algorithms.objective import Algorithm
+from jaxrl_post.losses import advantages, baselines, reduce
 from jaxrl_post.losses.arguments import checked
 from jaxrl_post.types import Array, Bool, Float, Int
 
@@ -35,9 +31,7 @@ def vespo(
     lambda_negative: float = 2.0,
     ddof: int = 1,
     epsilon: float = 1e-6,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Variational Sequence-level Soft Policy Optimization.
 
@@ -51,9 +45,7 @@ def vespo(
         lambda_negative: >= 0.
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`, without a correction.
 
     Returns:
         The algorithm.
@@ -77,11 +69,8 @@ def vespo(
             lambda_negative=lambda_negative,
         ),
         reduction=reduce.token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=None,
-        entropy_coefficient=entropy_coefficient,
         anchor="behavior",
+        **{"correction": None, **shared},
     )
 
 
@@ -91,10 +80,7 @@ def luspo(
     clip_high: float = 4e-4,
     ddof: int = 1,
     epsilon: float = 1e-6,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Length-Unbiased Sequence Policy Optimization.
 
@@ -107,10 +93,7 @@ def luspo(
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm.
@@ -130,10 +113,7 @@ def luspo(
             clip_low=clip_low, clip_high=clip_high
         ),
         reduction=reduce.sequence_mean_of_token_sum,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )
 
 
@@ -141,10 +121,7 @@ def clipped_rloo(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """RLOO with PPO's clip of the whole sequence's ratio, for several updates a batch.
 
@@ -153,10 +130,7 @@ def clipped_rloo(
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm.
@@ -175,10 +149,7 @@ def clipped_rloo(
         advantages=advantages.leave_one_out,
         policy_loss=terms.clipped_product_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )
 
 
@@ -188,10 +159,7 @@ def lite_ppo(
     clip_high: float = 0.2,
     ddof: int = 1,
     epsilon: float = 1e-6,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Lite PPO: rewards centred in their group and scaled by the batch's deviation.
 
@@ -203,10 +171,7 @@ def lite_ppo(
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         ddof: 1 or 0; see `baselines.batch_scaled`.
         epsilon: >= 0, added to the batch's standard deviation.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm.
@@ -225,10 +190,7 @@ def lite_ppo(
         advantages=partial(baselines.batch_scaled, ddof=ddof, epsilon=epsilon),
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )
 
 
@@ -240,10 +202,7 @@ def gdpo(
     ddof: int = 1,
     epsilon: float = 1e-6,
     epsilon_inside: bool = True,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Group reward-Decoupled Normalization Policy Optimization, for several rewards.
 
@@ -258,10 +217,7 @@ def gdpo(
         ddof: 1 or 0; see `baselines.gdpo`.
         epsilon: >= 0, added to the standard deviations.
         epsilon_inside: see `baselines.gdpo`.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm, whose `reads` is "components".
@@ -284,21 +240,14 @@ def gdpo(
         advantages=estimate,
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
         reads="components",
+        **shared,
     )
     return composed._replace(advantages=partial(estimate, weights=weights))
 
 
 def opo(
-    *,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """On-Policy RL with Optimal reward baseline.
 
@@ -306,10 +255,7 @@ def opo(
     `advantages` takes (rewards, valid, lengths), all [groups, samples].
 
     Args:
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm, whose `reads` is "lengths".
@@ -327,20 +273,13 @@ def opo(
         advantages=_over_lengths,
         policy_loss=terms.reinforce(),
         reduction=reduce.token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
         reads="lengths",
+        **shared,
     )
 
 
 def remax(
-    *,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """REINFORCE with the reward of the prompt's greedy completion as baseline.
 
@@ -348,10 +287,7 @@ def remax(
     [groups, samples], greedy_rewards [groups]).
 
     Args:
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm, whose `reads` is "greedy".
@@ -369,11 +305,8 @@ def remax(
         advantages=_over_greedy,
         policy_loss=terms.reinforce(),
         reduction=reduce.sequence_mean_of_token_sum,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
         reads="greedy",
+        **shared,
     )
 
 

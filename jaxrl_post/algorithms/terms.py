@@ -6,13 +6,20 @@ write another, or pass one of these to `compose` with other parts.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
 
-from jaxrl_post.algorithms.objective import PolicyLoss, PolicyTerm
+from jaxrl_post.algorithms.objective import (
+    Mask,
+    PerToken,
+    PolicyLoss,
+    PolicyTerm,
+    SegmentIds,
+)
 from jaxrl_post.losses import diagnostics, policy, ratios, trust_region
-from jaxrl_post.metrics import masked
-from jaxrl_post.types import Array, Bool, Float, Int
+from jaxrl_post.metrics import Metric, masked
+from jaxrl_post.types import Array
 
 __all__ = [
     "clipped_product_ratio",
@@ -26,6 +33,8 @@ __all__ = [
     "soft_gated_ratio",
     "weighting_token_ratio",
 ]
+
+type Fractions = tuple[Metric, Metric]
 
 
 def clipped_token_ratio(
@@ -47,27 +56,13 @@ def clipped_token_ratio(
     [[-1.0, -1.0]]
     """
 
-    def policy_loss(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
-    ) -> PolicyTerm:
-        del segment_ids
-        loss = policy.clipped_surrogate(
-            policy_logprobs,
-            proximal_logprobs,
-            advantages,
-            mask,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
-        )
-        ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
-        return _clipped(loss, ratio, advantages, mask, clip_low, clip_high)
-
-    return policy_loss
+    loss = partial(
+        policy.clipped_surrogate,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+    return _policy_loss(_of_tokens(loss), TOKEN, _clipped(clip_low, clip_high))
 
 
 def clipped_sequence_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
@@ -86,26 +81,8 @@ def clipped_sequence_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
     [[-1.0, -1.0]]
     """
 
-    def policy_loss(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
-    ) -> PolicyTerm:
-        arrays = (policy_logprobs, proximal_logprobs)
-        loss = policy.gspo(
-            *arrays,
-            advantages,
-            mask,
-            segment_ids,
-            clip_low=clip_low,
-            clip_high=clip_high,
-        )
-        ratio = ratios.sequence_ratio(*arrays, mask, segment_ids)
-        return _clipped(loss, ratio, advantages, mask, clip_low, clip_high)
-
-    return policy_loss
+    loss = partial(policy.gspo, clip_low=clip_low, clip_high=clip_high)
+    return _policy_loss(loss, ratios.sequence_ratio, _clipped(clip_low, clip_high))
 
 
 def clipped_product_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
@@ -124,22 +101,12 @@ def clipped_product_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
     [[-1.0, -1.0]]
     """
 
-    def policy_loss(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
-    ) -> PolicyTerm:
-        arrays = (policy_logprobs, proximal_logprobs)
-        clip = {"clip_low": clip_low, "clip_high": clip_high}
-        loss = policy.clipped_sequence_surrogate(
-            *arrays, advantages, mask, segment_ids, **clip
-        )
-        ratio = ratios.sequence_product_ratio(*arrays, mask, segment_ids)
-        return _clipped(loss, ratio, advantages, mask, clip_low, clip_high)
-
-    return policy_loss
+    loss = partial(
+        policy.clipped_sequence_surrogate, clip_low=clip_low, clip_high=clip_high
+    )
+    return _policy_loss(
+        loss, ratios.sequence_product_ratio, _clipped(clip_low, clip_high)
+    )
 
 
 def kernel_weighted_ratio(
@@ -168,28 +135,14 @@ def kernel_weighted_ratio(
     [[0.5, 0.5]]
     """
 
-    def policy_loss(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
-    ) -> PolicyTerm:
-        arrays = (policy_logprobs, proximal_logprobs)
-        loss = policy.vespo(
-            *arrays,
-            advantages,
-            mask,
-            segment_ids,
-            k_positive=k_positive,
-            lambda_positive=lambda_positive,
-            k_negative=k_negative,
-            lambda_negative=lambda_negative,
-        )
-        ratio = ratios.sequence_product_ratio(*arrays, mask, segment_ids)
-        return _unclipped(loss, ratio, mask)
-
-    return policy_loss
+    loss = partial(
+        policy.vespo,
+        k_positive=k_positive,
+        lambda_positive=lambda_positive,
+        k_negative=k_negative,
+        lambda_negative=lambda_negative,
+    )
+    return _policy_loss(loss, ratios.sequence_product_ratio, _unclipped)
 
 
 def weighting_token_ratio(*, ratio_low: float, ratio_high: float) -> PolicyLoss:
@@ -210,33 +163,14 @@ def weighting_token_ratio(*, ratio_low: float, ratio_high: float) -> PolicyLoss:
     [[0.5, 0.5]]
     """
 
-    def policy_loss(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
-    ) -> PolicyTerm:
-        del segment_ids
-        loss = policy.cispo(
-            policy_logprobs,
-            proximal_logprobs,
-            advantages,
-            mask,
-            ratio_low=ratio_low,
-            ratio_high=ratio_high,
-        )
-        ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
-        return PolicyTerm(
-            loss=loss,
-            ratio=ratio,
-            clip_fraction_low=diagnostics.outside_fraction(ratio, mask, low=ratio_low),
-            clip_fraction_high=diagnostics.outside_fraction(
-                ratio, mask, high=ratio_high
-            ),
-        )
+    loss = partial(policy.cispo, ratio_low=ratio_low, ratio_high=ratio_high)
 
-    return policy_loss
+    def outside(ratio: PerToken, advantages: PerToken, mask: Mask) -> Fractions:
+        del advantages
+        fraction = partial(diagnostics.outside_fraction, ratio, mask)
+        return fraction(low=ratio_low), fraction(high=ratio_high)
+
+    return _policy_loss(_of_tokens(loss), TOKEN, outside)
 
 
 def geometric_mean_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
@@ -257,27 +191,9 @@ def geometric_mean_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
     [[-1.0, -1.0]]
     """
 
-    def policy_loss(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
-    ) -> PolicyTerm:
-        arrays = (policy_logprobs, proximal_logprobs)
-        loss = policy.gmpo(
-            *arrays,
-            advantages,
-            mask,
-            segment_ids,
-            clip_low=clip_low,
-            clip_high=clip_high,
-        )
-        ratio = ratios.token_ratio(*arrays, mask)
-        low, high = 1 - math.exp(-clip_low), math.exp(clip_high) - 1
-        return _clipped(loss, ratio, advantages, mask, low, high)
-
-    return policy_loss
+    loss = partial(policy.gmpo, clip_low=clip_low, clip_high=clip_high)
+    clip = _clipped(1 - math.exp(-clip_low), math.exp(clip_high) - 1)
+    return _policy_loss(loss, TOKEN, clip)
 
 
 def soft_gated_ratio(*, tau_positive: float, tau_negative: float) -> PolicyLoss:
@@ -296,26 +212,8 @@ def soft_gated_ratio(*, tau_positive: float, tau_negative: float) -> PolicyLoss:
     [[-2.0, -2.0]]
     """
 
-    def policy_loss(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
-    ) -> PolicyTerm:
-        del segment_ids
-        loss = policy.sapo(
-            policy_logprobs,
-            proximal_logprobs,
-            advantages,
-            mask,
-            tau_positive=tau_positive,
-            tau_negative=tau_negative,
-        )
-        ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
-        return _unclipped(loss, ratio, mask)
-
-    return policy_loss
+    loss = partial(policy.sapo, tau_positive=tau_positive, tau_negative=tau_negative)
+    return _policy_loss(_of_tokens(loss), TOKEN, _unclipped)
 
 
 def divergence_masked_ratio(
@@ -345,30 +243,29 @@ def divergence_masked_ratio(
     [[-1.0, -1.0]]
     """
 
+    loss = partial(
+        trust_region.dppo,
+        divergence=divergence,
+        threshold=threshold,
+        ratio_high=ratio_high,
+    )
+
     def policy_loss(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
+        policy_logprobs: PerToken,
+        proximal_logprobs: PerToken,
+        advantages: PerToken,
+        mask: Mask,
+        segment_ids: SegmentIds,
     ) -> PolicyTerm:
         del segment_ids
         arrays = (policy_logprobs, proximal_logprobs)
-        loss = trust_region.dppo(
-            *arrays,
-            advantages,
-            mask,
-            divergence=divergence,
-            threshold=threshold,
-            ratio_high=ratio_high,
-        )
         ratio = ratios.token_ratio(*arrays, mask)
         keep = trust_region.dppo_mask(
             ratio, divergence(*arrays, mask), advantages, mask, threshold=threshold
         )
         left_out = [~keep & (advantages < 0), ~keep & (advantages > 0)]
         low, high = (masked(event.astype(jnp.float32), mask) for event in left_out)
-        return PolicyTerm(loss, ratio, low, high)
+        return PolicyTerm(loss(*arrays, advantages, mask), ratio, low, high)
 
     return policy_loss
 
@@ -399,11 +296,11 @@ def opsm(policy_loss: PolicyLoss, *, threshold: float) -> PolicyLoss:
     """
 
     def masked_policy_loss(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
+        policy_logprobs: PerToken,
+        proximal_logprobs: PerToken,
+        advantages: PerToken,
+        mask: Mask,
+        segment_ids: SegmentIds,
     ) -> PolicyTerm:
         arrays = (policy_logprobs, proximal_logprobs, advantages, mask, segment_ids)
         term = policy_loss(*arrays)
@@ -428,46 +325,74 @@ def reinforce() -> PolicyLoss:
     [[0.5, 0.5]]
     """
 
+    def loss(
+        policy_logprobs: PerToken,
+        proximal_logprobs: PerToken,
+        advantages: PerToken,
+        mask: Mask,
+    ) -> PerToken:
+        del proximal_logprobs
+        return policy.reinforce(policy_logprobs, advantages, mask)
+
+    return _policy_loss(_of_tokens(loss), TOKEN, _unclipped)
+
+
+def _of_tokens(function: Callable[..., PerToken]) -> Callable[..., PerToken]:
+    """A function of arrays of tokens that is also given, last, their segment ids."""
+    return lambda *arrays: function(*arrays[:-1])
+
+
+TOKEN = _of_tokens(ratios.token_ratio)
+
+
+def _policy_loss(
+    loss: Callable[..., PerToken],
+    ratio: Callable[..., PerToken],
+    fractions: Callable[[PerToken, PerToken, Mask], Fractions],
+) -> PolicyLoss:
+    """A policy loss from its parts.
+
+    Args:
+        loss: of (policy_logprobs, proximal_logprobs, advantages, mask, segment_ids).
+        ratio: of (policy_logprobs, proximal_logprobs, mask, segment_ids).
+        fractions: (ratio, advantages, mask) to the fractions of tokens at the lower
+            and at the upper clip.
+    """
+
     def policy_loss(
-        policy_logprobs: Float[Array, "rows length"],
-        proximal_logprobs: Float[Array, "rows length"],
-        advantages: Float[Array, "rows length"],
-        mask: Bool[Array, "rows length"],
-        segment_ids: Int[Array, "rows length"],
+        policy_logprobs: PerToken,
+        proximal_logprobs: PerToken,
+        advantages: PerToken,
+        mask: Mask,
+        segment_ids: SegmentIds,
     ) -> PolicyTerm:
-        del segment_ids
-        loss = policy.reinforce(policy_logprobs, advantages, mask)
-        ratio = ratios.token_ratio(policy_logprobs, proximal_logprobs, mask)
-        return _unclipped(loss, ratio, mask)
+        policies = (policy_logprobs, proximal_logprobs)
+        found = ratio(*policies, mask, segment_ids)
+        low, high = fractions(found, advantages, mask)
+        return PolicyTerm(
+            loss=loss(*policies, advantages, mask, segment_ids),
+            ratio=found,
+            clip_fraction_low=low,
+            clip_fraction_high=high,
+        )
 
     return policy_loss
 
 
 def _clipped(
-    loss: Float[Array, "rows length"],
-    ratio: Float[Array, "rows length"],
-    advantages: Float[Array, "rows length"],
-    mask: Bool[Array, "rows length"],
-    clip_low: float,
-    clip_high: float,
-) -> PolicyTerm:
-    """Adds the fractions of tokens whose gradient each side of the clip removes."""
-    return PolicyTerm(
-        loss=loss,
-        ratio=ratio,
-        clip_fraction_low=diagnostics.clip_fraction_low(
-            ratio, advantages, mask, clip_low=clip_low
-        ),
-        clip_fraction_high=diagnostics.clip_fraction_high(
-            ratio, advantages, mask, clip_high=clip_high
-        ),
-    )
+    clip_low: float, clip_high: float
+) -> Callable[[PerToken, PerToken, Mask], Fractions]:
+    """Fractions of the tokens whose gradient each side of the clip removes."""
+
+    def fractions(ratio: PerToken, advantages: PerToken, mask: Mask) -> Fractions:
+        arrays = (ratio, advantages, mask)
+        low = diagnostics.clip_fraction_low(*arrays, clip_low=clip_low)
+        return low, diagnostics.clip_fraction_high(*arrays, clip_high=clip_high)
+
+    return fractions
 
 
-def _unclipped(
-    loss: Float[Array, "rows length"],
-    ratio: Float[Array, "rows length"],
-    mask: Bool[Array, "rows length"],
-) -> PolicyTerm:
-    none_clipped = diagnostics.outside_fraction(ratio, mask)
-    return PolicyTerm(loss, ratio, none_clipped, none_clipped)
+def _unclipped(ratio: PerToken, advantages: PerToken, mask: Mask) -> Fractions:
+    del advantages
+    none = diagnostics.outside_fraction(ratio, mask)
+    return none, none

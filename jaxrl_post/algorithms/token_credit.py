@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post.algorithms import terms
+from jaxrl_post.algorithms.composition import compose, raise_early
 from jaxrl_post.algorithms.corrections import TRUNCATED
 from jaxrl_post.algorithms.objective import (
     Algorithm,
@@ -17,8 +18,6 @@ from jaxrl_post.algorithms.objective import (
     KlEstimator,
     Objective,
     Predictions,
-    compose,
-    raise_early,
 )
 from jaxrl_post.losses import (
     advantages,
@@ -129,8 +128,6 @@ def ppo(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
         ),
         reduction=reduce.token_mean,
-        kl_coefficient=0.0,
-        kl_estimator=kl.k3,
         correction=correction,
         entropy_coefficient=entropy_coefficient,
     )
@@ -190,8 +187,6 @@ def reinforce_plus_plus(
         advantages=_rewards,
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
-        kl_coefficient=0.0,
-        kl_estimator=kl.k3,
         correction=correction,
     )
     return _credited(composed, credit, kl_coefficient)
@@ -292,8 +287,6 @@ def distillation(
         advantages=_rewards,
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
-        kl_coefficient=0.0,
-        kl_estimator=kl.k3,
         correction=correction,
     )
     return _credited(composed, credit, kl_coefficient=1.0)

@@ -9,16 +9,12 @@ max_rl   group, over mean (the clip)                          all tokens
 
 from collections.abc import Callable
 from functools import partial
+from typing import Unpack
 
 from jaxrl_post.algorithms import terms
-from jaxrl_post.algorithms.corrections import TRUNCATED
-from jaxrl_post.algorithms.objective import (
-    Algorithm,
-    Correction,
-    KlEstimator,
-    compose,
-)
-from jaxrl_post.losses import advantages, baselines, kl, reduce, trust_region
+from jaxrl_post.algorithms.composition import SharedOptions, compose
+from jaxrl_post.algorithms.objective import Algorithm
+from jaxrl_post.losses import advantages, baselines, reduce, trust_region
 from jaxrl_post.types import Array
 
 __all__ = ["dppo", "gmpo", "max_rl", "sapo"]
@@ -30,10 +26,7 @@ def gmpo(
     clip_high: float = 0.4,
     ddof: int = 1,
     epsilon: float = 1e-6,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Geometric-Mean Policy Optimization.
 
@@ -45,10 +38,7 @@ def gmpo(
         clip_high: >= 0, in nats; a token's log-ratio is clipped at clip_high.
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm.
@@ -66,10 +56,7 @@ def gmpo(
         advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
         policy_loss=terms.geometric_mean_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )
 
 
@@ -79,10 +66,7 @@ def sapo(
     tau_negative: float = 1.05,
     ddof: int = 1,
     epsilon: float = 1e-6,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Soft Adaptive Policy Optimization.
 
@@ -95,10 +79,7 @@ def sapo(
         tau_negative: > 0, of negative advantages.
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm.
@@ -118,10 +99,7 @@ def sapo(
             tau_positive=tau_positive, tau_negative=tau_negative
         ),
         reduction=reduce.sequence_mean_of_token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )
 
 
@@ -132,9 +110,7 @@ def dppo(
     ratio_high: float | None = None,
     ddof: int = 1,
     epsilon: float = 1e-6,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Divergence Proximal Policy Optimization.
 
@@ -150,9 +126,7 @@ def dppo(
         ratio_high: > 0, bound of the ratio as a weight (verl has 20); None for none.
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`, without a correction.
 
     Returns:
         The algorithm.
@@ -173,11 +147,8 @@ def dppo(
             divergence=divergence, threshold=threshold, ratio_high=ratio_high
         ),
         reduction=reduce.token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=None,
         anchor="behavior",
-        entropy_coefficient=entropy_coefficient,
+        **{"correction": None, **shared},
     )
 
 
@@ -185,10 +156,7 @@ def max_rl(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    correction: Correction | None = TRUNCATED,
-    entropy_coefficient: float = 0.0,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Maximum Likelihood Reinforcement Learning.
 
@@ -199,10 +167,7 @@ def max_rl(
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        kl_coefficient: >= 0, weight of the KL to the reference policy.
-        kl_estimator: `kl.k2`, `kl.k3` or `kl.k3_plus`.
-        correction: of the sampler's mismatch; None for none.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards.
+        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm, for rewards >= 0.
@@ -220,8 +185,5 @@ def max_rl(
         advantages=baselines.max_rl,
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
-        kl_coefficient=kl_coefficient,
-        kl_estimator=kl_estimator,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        **shared,
     )

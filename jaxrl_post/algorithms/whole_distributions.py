@@ -10,12 +10,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.algorithms.composition import raise_early
 from jaxrl_post.algorithms.objective import (
     Algorithm,
     Divergence,
     Objective,
     Predictions,
-    raise_early,
 )
 from jaxrl_post.losses import distill, reduce
 from jaxrl_post.losses.arguments import checked

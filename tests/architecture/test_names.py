@@ -148,6 +148,14 @@ def test_every_hyperparameter_has_a_name_of_the_glossary():
     assert GLOSSARY.keys().isdisjoint(SYNONYMS)
 
 
+def test_shared_options_are_arguments_of_a_composition():
+    parameters = inspect.signature(algorithms.compose).parameters
+    assert algorithms.SharedOptions.__annotations__.keys() <= parameters.keys()
+    # Without them an algorithm is what `compose` makes of its parts alone.
+    for name in algorithms.SharedOptions.__annotations__:
+        assert parameters[name].default is not inspect.Parameter.empty, name
+
+
 def test_a_loss_and_the_algorithm_of_its_name_have_the_same_defaults():
     defaults = defaultdict(dict)
     for name, function in public_functions():

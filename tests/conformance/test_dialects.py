@@ -100,7 +100,7 @@ def unweighted(q, b):
 # the weight of a sequence.
 DIALECTS = {
     "verl_grpo": (
-        dialects.verl_grpo(kl_coefficient=KL),
+        dialects.grpo(dialects.VERL, kl_coefficient=KL),
         verl,
         dual_clipped,
         verl_k3,
@@ -108,7 +108,8 @@ DIALECTS = {
         unweighted,
     ),
     "verl_grpo, seq-mean-token-mean": (
-        dialects.verl_grpo(
+        dialects.grpo(
+            dialects.VERL,
             kl_coefficient=KL,
             clip_high=0.28,
             reduction=reduce.sequence_mean_of_token_mean,
@@ -120,7 +121,7 @@ DIALECTS = {
         unweighted,
     ),
     "verl_dr_grpo": (
-        dialects.verl_dr_grpo(denominator=float(WIDTH), kl_coefficient=KL),
+        dialects.dr_grpo(dialects.VERL, denominator=float(WIDTH), kl_coefficient=KL),
         lambda rewards: verl(rewards, by_std=False),
         dual_clipped,
         verl_k3,
@@ -128,7 +129,7 @@ DIALECTS = {
         unweighted,
     ),
     "verl_cispo": (
-        dialects.verl_cispo(kl_coefficient=KL, clip_high=0.28),
+        dialects.cispo(dialects.VERL, kl_coefficient=KL, ratio_high=1.28),
         verl,
         lambda p, q, a: -np.clip(np.exp(p - q), 0.8, 1.28) * a * p,
         verl_k3,
@@ -136,7 +137,7 @@ DIALECTS = {
         unweighted,
     ),
     "trl_grpo": (
-        dialects.trl_grpo(kl_coefficient=KL),
+        dialects.grpo(dialects.TRL, kl_coefficient=KL),
         trl,
         clipped,
         k3,
@@ -144,8 +145,10 @@ DIALECTS = {
         sequence_mask,
     ),
     "trl_grpo, loss_type grpo": (
-        dialects.trl_grpo(
-            kl_coefficient=KL, reduction=reduce.sequence_mean_of_token_mean
+        dialects.grpo(
+            dialects.TRL,
+            kl_coefficient=KL,
+            reduction=reduce.sequence_mean_of_token_mean,
         ),
         trl,
         clipped,
@@ -154,7 +157,7 @@ DIALECTS = {
         sequence_mask,
     ),
     "trl_dr_grpo": (
-        dialects.trl_dr_grpo(kl_coefficient=KL, denominator=MAX_COMPLETION),
+        dialects.dr_grpo(dialects.TRL, kl_coefficient=KL, denominator=MAX_COMPLETION),
         lambda rewards: trl(rewards, by_std=False),
         clipped,
         k3,
@@ -162,7 +165,7 @@ DIALECTS = {
         sequence_mask,
     ),
     "trl_cispo": (
-        dialects.trl_cispo(kl_coefficient=KL, ratio_high=1.3),
+        dialects.cispo(dialects.TRL, kl_coefficient=KL, ratio_high=1.3),
         trl,
         lambda p, q, a: -np.minimum(np.exp(p - q), 1.3) * a * p,
         k3,
@@ -170,7 +173,7 @@ DIALECTS = {
         sequence_mask,
     ),
     "nemo_rl_grpo": (
-        dialects.nemo_rl_grpo(kl_coefficient=KL),
+        dialects.grpo(dialects.NEMO_RL, kl_coefficient=KL),
         nemo_rl,
         clipped,
         verl_k3,
@@ -178,7 +181,7 @@ DIALECTS = {
         unweighted,
     ),
     "openrlhf_grpo": (
-        dialects.openrlhf_grpo(kl_coefficient=KL),
+        dialects.grpo(dialects.OPENRLHF, kl_coefficient=KL),
         openrlhf,
         clipped,
         openrlhf_k3,
@@ -360,26 +363,35 @@ def test_overlong_penalty(name, length):
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments", "message"),
+    ("make", "framework", "arguments", "message"),
     [
-        ("verl_grpo", {"dual_clip": 1.0}, r"dual_clip must be > 1 or None, got 1\.0"),
-        ("verl_dr_grpo", {"denominator": 0.0}, r"denominator must be > 0.*got 0\.0"),
-        ("verl_cispo", {"clip_low": 10.0}, r"ratio_low must be in \[0, 1\], got -9"),
         (
-            "trl_grpo",
+            "grpo",
+            "VERL",
+            {"dual_clip": 1.0},
+            r"dual_clip must be > 1 or None, got 1\.0",
+        ),
+        (
+            "grpo",
+            "TRL",
             {"kl_coefficient": -1.0},
-            r"kl_coefficient must be >= 0, got -1\.0",
+            r"kl_coefficient must be >= 0, got -1",
         ),
+        ("grpo", "NEMO_RL", {"clip_low": 2.0}, r"clip_low must be in \[0, 1\]"),
+        ("grpo", "OPENRLHF", {"clip_high": -1.0}, r"clip_high must be >= 0.*got -1\.0"),
+        ("dr_grpo", "VERL", {"denominator": 0.0}, r"denominator must be > 0.*got 0\.0"),
+        ("dr_grpo", "TRL", {"denominator": 0.0}, r"denominator must be > 0.*got 0\.0"),
+        ("dr_grpo", "NEMO_RL", {"denominator": 9.0}, "a Dr. GRPO, got NeMo RL"),
         (
-            "trl_dr_grpo",
-            {"denominator": 0.0},
-            r"denominator must be > 0.*got 0\.0",
+            "cispo",
+            "VERL",
+            {"ratio_low": -9.0},
+            r"ratio_low must be in \[0, 1\], got -9",
         ),
-        ("trl_cispo", {"ratio_high": 0.2}, r"ratio_high .*must be >= 1, got 0\.2"),
-        ("nemo_rl_grpo", {"clip_low": 2.0}, r"clip_low must be in \[0, 1\]"),
-        ("openrlhf_grpo", {"clip_high": -1.0}, r"clip_high must be >= 0.*got -1\.0"),
+        ("cispo", "TRL", {"ratio_high": 0.2}, r"ratio_high .*must be >= 1, got 0\.2"),
+        ("cispo", "OPENRLHF", {}, "a CISPO, got OpenRLHF"),
     ],
 )
-def test_bad_hyperparameters_raise_at_construction(make, arguments, message):
+def test_bad_hyperparameters_raise_at_construction(make, framework, arguments, message):
     with pytest.raises(ValueError, match=message):
-        getattr(dialects, make)(**arguments)
+        getattr(dialects, make)(getattr(dialects, framework), **arguments)

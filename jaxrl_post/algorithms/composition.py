@@ -1,0 +1,308 @@
+"""An algorithm from its parts."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, TypedDict
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.algorithms.corrections import TRUNCATED
+from jaxrl_post.algorithms.objective import (
+    Algorithm,
+    Correction,
+    KlEstimator,
+    Objective,
+    PolicyLoss,
+    PolicyTerm,
+    Predictions,
+    Reduction,
+    TokenChoice,
+    require_logprobs,
+)
+from jaxrl_post.losses import diagnostics, entropy, kl
+from jaxrl_post.losses.arguments import checked
+from jaxrl_post.losses.sequences import in_sequence
+from jaxrl_post.metrics import Metric, masked
+from jaxrl_post.types import Array, Bool, Float, TokenBatch
+
+__all__ = ["SharedOptions", "compose", "raise_early"]
+
+
+class SharedOptions(TypedDict, total=False):
+    """Keyword arguments that every policy-gradient algorithm hands on to `compose`.
+
+    Attributes:
+        kl_coefficient: >= 0, weight of the KL to the reference policy in the loss, 0
+            without it.
+        kl_estimator: `kl.k2`, `kl.k3` (without it) or `kl.k3_plus`.
+        correction: of what sampler and trainer disagree on, one of
+            `algorithms.corrections`; None for none, `truncated_tokens()` without it.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards, 0
+            without it.
+
+    >>> from jaxrl_post.algorithms import dapo
+    >>> shared = SharedOptions(kl_coefficient=0.01, correction=None)
+    >>> dapo(clip_high=0.3, **shared).needs_reference
+    True
+    """
+
+    kl_coefficient: float
+    kl_estimator: KlEstimator
+    correction: Correction | None
+    entropy_coefficient: float
+
+
+def compose(
+    *,
+    advantages: Callable[..., Float[Array, "groups samples"]],
+    policy_loss: PolicyLoss,
+    reduction: Reduction,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = kl.k3,
+    correction: Correction | None = TRUNCATED,
+    anchor: Literal["proximal", "behavior"] = "proximal",
+    entropy_coefficient: float = 0.0,
+    token_choice: TokenChoice | None = None,
+    reads: Literal["rewards", "components", "lengths", "greedy"] = "rewards",
+    accept_k1_loss: bool = False,
+) -> Algorithm:
+    """Builds an algorithm from its parts.
+
+    loss = reduction_t(correction_t policy_loss_t
+                       + kl_coefficient kl_estimator_t
+                       - entropy_coefficient entropy_t)
+
+    All terms pass through one reduction, so they share one denominator. A batch
+    without proximal log-probs gets one update, whose ratio is exactly 1.
+
+    Metrics: policy/ratio, policy/clip_fraction_low, policy/clip_fraction_high,
+    policy/kl_to_proximal (KL(proximal || policy)), mismatch/token_mult_prob_error and
+    mismatch/kl (KL(behavior || proximal)), both without stale tokens, 0 if all tokens
+    are stale; those of the correction; and with reference log-probs
+    policy/kl_to_reference (KL(policy || reference)). All KLs are k3, in nats a token.
+
+    Args:
+        advantages: as `Algorithm.advantages`.
+        policy_loss: (policy_logprobs, proximal_logprobs, advantages, mask, segment_ids)
+            to a `PolicyTerm`; one of `algorithms.terms`.
+        reduction: (values, mask, segment_ids) to a `Metric`; one of `losses.reduce`.
+        kl_coefficient: >= 0, weight of the KL to the reference in the loss.
+        kl_estimator: (policy_logprobs, reference_logprobs, mask) to values per token;
+            `kl.k2`, `kl.k3`, `kl.k3_plus`, or a `functools.partial` of one with clamps.
+        correction: (proximal_logprobs, behavior_logprobs, mask, segment_ids) to a
+            `Corrected`, for what sampler and trainer disagree on; one of
+            `algorithms.corrections`, or None for none.
+        anchor: whose log-probs `policy_loss` gets beside the policy's. "behavior" are
+            the sampler's: the policy loss's ratio then is the correction as well.
+        entropy_coefficient: weight of the policy's entropy, which the loss then rewards
+            (> 0) or punishes (< 0).
+        token_choice: (entropy, mask) to the tokens that keep their policy loss, such as
+            `entropy.entropy_quantile_mask`; the others' is 0, and they still count in
+            the mean. None for all.
+        reads: as `Algorithm.reads`.
+        accept_k1_loss: take `kl.k1` as the loss's estimator although its expected
+            gradient is zero, to reproduce a run that did.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range, `kl_estimator` is `kl.k1` and
+            `accept_k1_loss` False, or there is a correction beside the anchor
+            "behavior".
+            The objective raises it when it needs reference log-probs or an entropy and
+            has none.
+
+    verl's GRPO, for example, is the mean over tokens with clamps in the KL:
+
+    >>> from jaxrl_post.algorithms import terms
+    >>> from jaxrl_post.losses import advantages, reduce
+    >>> algorithm = compose(
+    ...     advantages=advantages.group_normalized,
+    ...     policy_loss=terms.clipped_token_ratio(
+    ...         clip_low=0.2, clip_high=0.2, dual_clip=3.0
+    ...     ),
+    ...     reduction=reduce.token_mean,
+    ...     kl_coefficient=0.001,
+    ...     kl_estimator=partial(kl.k3, max_value=10.0),
+    ...     correction=None,
+    ... )
+    >>> algorithm.needs_reference
+    True
+    """
+    if kl_coefficient < 0:
+        raise ValueError(f"kl_coefficient must be >= 0, got {kl_coefficient}")
+    if not accept_k1_loss:
+        _refuse_k1(kl_estimator)
+    _check_anchor(anchor, correction)
+
+    @checked
+    def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
+        policy_logprobs = require_logprobs(predictions)
+        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        current = jax.lax.stop_gradient(policy_logprobs)
+        proximal = batch.proximal_logprobs
+        proximal = current if proximal is None else proximal
+        behavior, ids = batch.behavior_logprobs, batch.segment_ids
+        old = behavior if anchor == "behavior" else proximal
+        term = policy_loss(policy_logprobs, old, batch.advantages, mask, ids)
+        per_token, metrics = term.loss, _policy_metrics(term, current, proximal, mask)
+        if token_choice is not None:
+            spread = _require_entropy(predictions, "a token_choice")
+            chosen = token_choice(jax.lax.stop_gradient(spread), mask)
+            per_token = jnp.where(chosen, per_token, 0.0)
+        fresh = mask if batch.stale is None else mask & ~batch.stale
+        metrics |= _mismatch_metrics(proximal, behavior, fresh)
+        if correction is not None:
+            corrected = correction(proximal, behavior, mask, ids)
+            per_token = jax.lax.stop_gradient(corrected.weights) * per_token
+            metrics |= corrected.metrics
+        if batch.reference_logprobs is not None:
+            metrics["policy/kl_to_reference"] = diagnostics.approximate_kl(
+                current, batch.reference_logprobs, mask
+            )
+        if kl_coefficient > 0:
+            reference = _require_reference(batch, kl_coefficient)
+            penalty = kl_estimator(policy_logprobs, reference, mask)
+            per_token = per_token + kl_coefficient * penalty
+        if entropy_coefficient:
+            bonus = _entropy_bonus(predictions, mask, entropy_coefficient)
+            per_token = per_token + bonus
+        loss = reduction(per_token, mask, ids)
+        return Objective(loss, jax.tree.map(jax.lax.stop_gradient, metrics))
+
+    algorithm = Algorithm(advantages, objective, kl_coefficient > 0, reads=reads)
+    raise_early(algorithm)
+    return algorithm
+
+
+def _policy_metrics(
+    term: PolicyTerm,
+    current: Float[Array, "rows length"],
+    proximal: Float[Array, "rows length"],
+    mask: Bool[Array, "rows length"],
+) -> dict[str, Metric]:
+    return {
+        "policy/ratio": masked(term.ratio, mask),
+        "policy/clip_fraction_low": term.clip_fraction_low,
+        "policy/clip_fraction_high": term.clip_fraction_high,
+        "policy/kl_to_proximal": diagnostics.approximate_kl(proximal, current, mask),
+        **(term.metrics or {}),
+    }
+
+
+def _mismatch_metrics(
+    proximal: Float[Array, "rows length"],
+    behavior: Float[Array, "rows length"],
+    mask: Bool[Array, "rows length"],
+) -> dict[str, Metric]:
+    return {
+        "mismatch/token_mult_prob_error": diagnostics.token_mult_prob_error(
+            proximal, behavior, mask
+        ),
+        "mismatch/kl": diagnostics.approximate_kl(behavior, proximal, mask),
+    }
+
+
+def _check_anchor(anchor: str, correction: Correction | None) -> None:
+    if anchor not in ("proximal", "behavior"):
+        raise ValueError(f"anchor must be 'proximal' or 'behavior', got {anchor!r}")
+    if anchor == "behavior" and correction is not None:
+        raise ValueError(
+            f"correction must be None where anchor is 'behavior', got {correction}; "
+            "the policy's ratio to the sampler is the whole weight already"
+        )
+
+
+def _refuse_k1(estimator: KlEstimator) -> None:
+    inner = estimator
+    while isinstance(inner, partial):
+        inner = inner.func
+    if inner is kl.k1:
+        raise ValueError(
+            "kl_estimator must be one whose gradient is that of a KL (kl.k2, kl.k3 or "
+            "kl.k3_plus), got kl.k1: as a loss its expected gradient is zero, so it "
+            "would add noise and no pull towards the reference; use kl.k1 as a metric "
+            "or as a penalty inside the reward. accept_k1_loss=True takes it all the "
+            "same"
+        )
+
+
+def _require_reference(
+    batch: TokenBatch, kl_coefficient: float
+) -> Float[Array, "rows length"]:
+    if batch.reference_logprobs is None:
+        raise ValueError(
+            "batch.reference_logprobs must be given when kl_coefficient > 0, got None "
+            f"with kl_coefficient {kl_coefficient}; score the batch with the reference "
+            "policy, or set kl_coefficient to 0"
+        )
+    return batch.reference_logprobs
+
+
+def _entropy_bonus(
+    predictions: Predictions, mask: Bool[Array, "rows length"], coefficient: float
+) -> Float[Array, "rows length"]:
+    found = _require_entropy(predictions, f"entropy_coefficient {coefficient}")
+    return coefficient * entropy.entropy_bonus(found, mask)
+
+
+def _require_entropy(
+    predictions: Predictions, reader: str
+) -> Float[Array, "rows length"]:
+    if predictions.entropy is None:
+        raise ValueError(
+            f"predictions.entropy must be given, got None with {reader}, which reads it"
+        )
+    return predictions.entropy
+
+
+def raise_early(algorithm: Algorithm) -> None:
+    """Traces the algorithm on one token, so that bad hyperparameters raise here.
+
+    Each part checks its own when it is called, which would be at the first train step,
+    after a model was loaded and a batch sampled. Tracing computes nothing.
+    """
+
+    def one_token() -> None:
+        zeros, ids = jnp.zeros((1, 1)), jnp.ones((1, 1), jnp.int32)
+        batch = TokenBatch(
+            tokens=ids,
+            positions=ids,
+            segment_ids=ids,
+            loss_mask=ids > 0,
+            advantages=algorithm.advantages(*_inputs(algorithm, zeros, ids > 0)),
+            behavior_logprobs=zeros,
+            versions=ids,
+            reference_logprobs=zeros,
+            values_before=zeros,
+            truncated=ids > 0,
+        )
+        predictions = Predictions(
+            logprobs=zeros,
+            entropy=zeros,
+            values_after=zeros,
+            divergence=zeros,
+            teacher_entropy=zeros,
+        )
+        if algorithm.credit is not None:
+            batch = algorithm.credit(batch)
+        algorithm.objective(predictions, batch)
+        if algorithm.value_objective is not None:
+            algorithm.value_objective(predictions, batch)
+
+    jax.eval_shape(one_token)
+
+
+def _inputs(algorithm: Algorithm, zeros: Array, valid: Array) -> tuple[Array, ...]:
+    """What `advantages` takes, for one sample of one group."""
+    match algorithm.reads:
+        case "components":
+            return zeros[..., None], valid
+        case "lengths":
+            return zeros, valid, valid.astype(jnp.int32)
+        case "greedy":
+            return zeros, valid, zeros[0]
+        case "rewards":
+            return zeros, valid
