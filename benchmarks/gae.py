@@ -26,8 +26,8 @@ from rich.table import Table
 
 from benchmarks.machine import machine
 from jaxrl_post.learner.model import versions
-from jaxrl_post.losses.recurrence import Method, reverse_linear_recurrence
-from jaxrl_post.losses.returns import gae
+from jaxrl_post.losses.credit.recurrence import Method, reverse_linear_recurrence
+from jaxrl_post.losses.credit.returns import gae
 
 METHODS: tuple[Method, ...] = ("serial", "associative", "chunked")
 GAMMA, LAMBDA = 0.99, 0.95

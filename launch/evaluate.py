@@ -13,9 +13,10 @@ from launch import cli
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """What runs the program."""
     from jaxrl_post.programs.evaluate import run_evaluation
+    from jaxrl_post.programs.experience import SAMPLING_ERRORS
     from jaxrl_post.programs.run import RUN_ERRORS
 
-    return run_evaluation, RUN_ERRORS
+    return run_evaluation, (*RUN_ERRORS, *SAMPLING_ERRORS)
 
 
 PROGRAM = cli.Program(

@@ -43,7 +43,8 @@ def beginning[Config: RunConfig](
 
 def online() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """What runs the programs that sample, as `Program.load`."""
+    from jaxrl_post.programs.experience import SAMPLING_ERRORS
     from jaxrl_post.programs.online import run_rl
     from jaxrl_post.programs.run import RUN_ERRORS
 
-    return run_rl, RUN_ERRORS
+    return run_rl, (*RUN_ERRORS, *SAMPLING_ERRORS)

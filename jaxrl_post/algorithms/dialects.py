@@ -166,7 +166,7 @@ def grpo(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
         ),
         reduction=reduction,
-        **{**framework.shared, **shared},
+        **(framework.shared | shared),
     )
 
 
@@ -249,7 +249,7 @@ def cispo(
             ratio_high=high if ratio_high is None else ratio_high,
         ),
         reduction=reduce.token_mean,
-        **{**framework.shared, **shared},
+        **(framework.shared | shared),
     )
 
 
@@ -306,7 +306,7 @@ def trl_grpo(
         policy_loss=policy_loss,
         reduction=reduction,
         token_choice=choice if quantile else None,
-        **{**TRL.shared, **shared},
+        **(TRL.shared | shared),
     )
 
 

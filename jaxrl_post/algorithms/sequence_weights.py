@@ -70,7 +70,7 @@ def vespo(
         ),
         reduction=reduce.token_mean,
         anchor="behavior",
-        **{"correction": None, **shared},
+        **(SharedOptions(correction=None) | shared),
     )
 
 

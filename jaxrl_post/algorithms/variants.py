@@ -148,7 +148,7 @@ def dppo(
         ),
         reduction=reduce.token_mean,
         anchor="behavior",
-        **{"correction": None, **shared},
+        **(SharedOptions(correction=None) | shared),
     )
 
 

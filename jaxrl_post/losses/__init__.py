@@ -10,10 +10,7 @@ microbatches is exact.
 """
 
 from jaxrl_post.losses import (
-    advantages,
-    anchored,
     arguments,
-    baselines,
     correction,
     diagnostics,
     distill,
@@ -21,23 +18,30 @@ from jaxrl_post.losses import (
     entropy,
     kl,
     logprobs,
-    margins,
     policy,
-    preference,
     ratios,
-    recurrence,
     reduce,
-    reference_free,
     rejection,
-    returns,
-    reward_model,
     sequences,
-    shaping,
     staleness,
     supervised,
     trust_region,
-    unpaired,
     value,
+)
+from jaxrl_post.losses.answers import (
+    anchored,
+    margins,
+    preference,
+    reference_free,
+    reward_model,
+    unpaired,
+)
+from jaxrl_post.losses.credit import (
+    advantages,
+    baselines,
+    recurrence,
+    returns,
+    shaping,
     whitening,
 )
 

@@ -13,21 +13,24 @@ import numpy as np
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data.codec import Codec
-from jaxrl_post.envs import Environment, Task, WorkerPool
+from jaxrl_post.envs import Environment, Task, WorkerPool, WorkerStartError
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.learner.model import Model
 from jaxrl_post.programs.judge import RewardJudge
 from jaxrl_post.programs.scores import FailedRolloutsError, Scores, score
 from jaxrl_post.rollout import batch as batching
-from jaxrl_post.rollout.collector import Collector
+from jaxrl_post.rollout.collector import Collector, RolloutTimeoutError
 from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.rollout.flight import ChangedTaskError, Limits
 from jaxrl_post.rollout.queue import GroupQueue
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import SamplingParams
 
-__all__ = ["Evaluation", "Experience", "make_collector"]
+__all__ = ["SAMPLING_ERRORS", "Evaluation", "Experience", "make_collector"]
+
+# What ends a run that samples with a message that says it all, beside `run.RUN_ERRORS`.
+SAMPLING_ERRORS = (FailedRolloutsError, RolloutTimeoutError, WorkerStartError)
 
 # Held-out prompts get ids that training never reaches.
 EVAL_IDS = 2**31

@@ -36,7 +36,6 @@ from jaxrl_post.examples.preferences import (
     open_solutions,
 )
 from jaxrl_post.examples.tasks import open_tasks
-from jaxrl_post.learner.checkpoint import abstract_state
 from jaxrl_post.learner.feed import Drawn, Feed, Measured
 from jaxrl_post.learner.learner import Learner, begin_training
 from jaxrl_post.learner.model import Model, check_context, layout_table
@@ -45,10 +44,13 @@ from jaxrl_post.learner.reference import (
     open_reference,
     require_directory,
 )
+from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.step import ObjectiveFn
 from jaxrl_post.models import Head
 from jaxrl_post.pretrained.families import write_config
 from jaxrl_post.programs.hub import Fetched, fetch_run
+from jaxrl_post.programs.intervals import wilson_interval
+from jaxrl_post.programs.loop import train
 from jaxrl_post.programs.run import (
     Outcome,
     Run,
@@ -57,9 +59,8 @@ from jaxrl_post.programs.run import (
     print_table,
     warm_started,
 )
-from jaxrl_post.programs.scores import wilson_interval
 from jaxrl_post.records import notation
-from jaxrl_post.records.sinks import ACCURACY, Progress, warnings_shown
+from jaxrl_post.records.sinks import ACCURACY, warnings_shown
 from jaxrl_post.types import PyTree
 
 __all__ = ["run_preference", "run_reward", "run_sft"]
@@ -247,7 +248,7 @@ def _loop(
     row_tokens: int,
     should_stop: Callable[[], bool],
 ) -> Outcome:
-    config, model, checkpoints = run.config, run.model, run.checkpoints
+    config, model = run.config, run.model
     learner, state = begin_training(
         model,
         job.objective,
@@ -260,56 +261,56 @@ def _loop(
     if job.needs_reference:
         reference = open_reference(model, learner, job.reference, "--loss.reference")
     _print_layout(run, learner, state, reference, row_tokens)
-    indices = task_indices(examples.size("train"), config.seed)
-    state, latest = _resumed(run, learner, state, indices)
-    step, stopped = latest or 0, False
-    if step < config.steps:
-        run.describe()
     measured = job.measured(examples)
     feed = Feed(examples, measured, model.tokenizer, row_tokens, learner, reference)
-    held_out = _held_out(run, feed)
-    metrics: dict[str, float] = {}
-    with (
-        run.open_metrics(latest) as metrics_log,
-        Progress(run.console, total_steps=config.steps) as progress,
-    ):
-        if latest is None:
-            metrics_log.write(0, _evaluated(feed, state.params, held_out, job.right))
-        while step < config.steps and not stopped:
-            step += 1
-            chosen = (int(next(indices)) for _ in range(config.examples_per_step))
-            state, metrics = _step(feed, state, chosen, step)
-            stopped = should_stop()
-            last = step == config.steps or stopped
-            evaluates = not stopped and config.eval.due(step, config.steps)
-            if evaluates:
-                metrics |= _evaluated(feed, state.params, held_out, job.right)
-            # The row first: a run that dies before the checkpoint drops it again.
-            if step % config.log_every == 0 or evaluates or last:
-                metrics_log.write(step, metrics)
-            progress.update(step, metrics)
-            if step % config.checkpoint.every == 0 or last:
-                checkpoints.save(step, state, indices, {"seed": config.seed})
-        checkpoints.wait()
-    _say_accuracy(run, metrics, held_out, job.noun)
-    return finish(run, state, step)
+    training = _Training(
+        config,
+        feed,
+        state,
+        task_indices(examples.size("train"), config.seed),
+        _held_out(run, feed),
+        job.right,
+    )
+    step, metrics = train(
+        run, training, should_stop=should_stop, log_every=config.log_every
+    )
+    _say_accuracy(run, metrics, training.held_out, job.noun)
+    return finish(run, training.state, step)
 
 
-def _resumed(
-    run: Run[OfflineConfig],
-    learner: Learner,
-    state: PyTree,
-    indices: grain.DatasetIterator,
-) -> tuple[PyTree, int | None]:
-    """The newest checkpoint's state and step; the state as it is where none is."""
-    latest = run.checkpoints.latest()
-    if latest is None:
-        return state, None
-    shapes = jax.eval_shape(lambda: state)
-    abstract = abstract_state(shapes, learner.layout)
-    state, _ = run.checkpoints.restore(latest, abstract, indices)
-    run.resumed(latest, state)
-    return state, latest
+@dataclass
+class _Training:
+    """What the loop trains: see `loop.Training`."""
+
+    config: OfflineConfig
+    feed: Feed
+    state: TrainState
+    indices: grain.DatasetIterator
+    held_out: HeldOut | None
+    right: str
+
+    @property
+    def layout(self) -> TrainState:
+        return self.feed.learner.layout
+
+    def snapshot(self) -> TrainState:
+        return self.state
+
+    def meta(self) -> dict[str, Any]:
+        return {"seed": self.config.seed}
+
+    def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
+        del meta
+        self.state = snapshot
+
+    def step(self, number: int) -> dict[str, float]:
+        chosen = (int(next(self.indices)) for _ in range(self.config.examples_per_step))
+        self.state, metrics = _step(self.feed, self.state, chosen, number)
+        return metrics
+
+    def evaluate(self, number: int) -> dict[str, float]:
+        del number
+        return _evaluated(self.feed, self.state.params, self.held_out, self.right)
 
 
 def _step(

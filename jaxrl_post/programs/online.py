@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jax
+import grain
 from rich.console import Console
 
 from jaxrl_post.algorithms import Algorithm
@@ -22,7 +22,6 @@ from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import TaskSets, fitting_prompts, open_tasks
 from jaxrl_post.examples.texts import environment_texts
 from jaxrl_post.learner.algorithm import make_algorithm
-from jaxrl_post.learner.checkpoint import abstract_state
 from jaxrl_post.learner.critic import check_critic, open_critic
 from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.model import Model, context_of, layout_table
@@ -31,11 +30,13 @@ from jaxrl_post.learner.reference import (
     open_reference,
     require_directory,
 )
+from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Critic, Updater, row_tokens
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs.experience import Evaluation, Experience, make_collector
 from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.judge import open_judge
+from jaxrl_post.programs.loop import train
 from jaxrl_post.programs.rl import Trainer, make_engine
 from jaxrl_post.programs.run import (
     Outcome,
@@ -47,7 +48,6 @@ from jaxrl_post.programs.run import (
 )
 from jaxrl_post.records.sinks import (
     ACCURACY,
-    Progress,
     Sample,
     SampleLog,
     warnings_shown,
@@ -235,61 +235,55 @@ def _trainer(
 def _loop(
     run: Run[RLConfig], trainer: Trainer, should_stop: Callable[[], bool]
 ) -> Outcome:
-    config, checkpoints = run.config, run.checkpoints
-    latest = checkpoints.latest()
-    if latest is not None:
-        shapes = jax.eval_shape(trainer.snapshot)
-        abstract = abstract_state(shapes, trainer.layout)
-        snapshot, meta = checkpoints.restore(
-            latest, abstract, trainer.experience.indices
-        )
-        trainer.load_snapshot(snapshot)
-        trainer.load_meta(meta)
-        run.resumed(latest, snapshot)
-    step, stopped = latest or 0, False
-    if step < config.steps:
-        run.describe()
-    resume_step = -1 if latest is None else latest
-    with (
-        run.open_metrics(latest) as metrics_log,
-        SampleLog(run.directory, resume_step=resume_step) as sample_log,
-        Progress(run.console, total_steps=config.steps) as progress,
-    ):
-        if latest is None:
-            evaluation = trainer.evaluate()
-            metrics_log.write(0, _evaluated(evaluation))
-            sample_log.write(
-                0, _samples("eval", evaluation.groups, config.log_eval_samples)
-            )
-        saving = 0.0
-        while step < config.steps and not stopped:
-            step += 1
-            metrics, groups = trainer.step(step)
-            metrics["time/checkpoint"] = saving
-            stopped = should_stop()
-            last = step == config.steps or stopped
-            # Whoever sends a signal does not wait for an evaluation.
-            if not stopped and config.eval.due(step, config.steps):
-                evaluation = trainer.evaluate()
-                metrics |= _evaluated(evaluation)
-                shown = _samples("eval", evaluation.groups, config.log_eval_samples)
-                shown += _samples("train", groups, config.log_samples)
-                sample_log.write(step, shown)
-            # The row first: a run that dies before the checkpoint drops it again.
-            metrics_log.write(step, metrics)
-            progress.update(step, metrics)
-            begin = time.perf_counter()
-            if step % config.checkpoint.every == 0 or last:
-                checkpoints.save(
-                    step, trainer.snapshot(), trainer.experience.indices, trainer.meta()
-                )
-            saving = time.perf_counter() - begin
-        checkpoints.wait()
+    latest = run.checkpoints.latest()
+    with SampleLog(
+        run.directory, resume_step=-1 if latest is None else latest
+    ) as sample_log:
+        training = _Training(trainer, sample_log)
+        step, _ = train(run, training, should_stop=should_stop)
     critic = None
     if trainer.updater.critic is not None:
         found = trainer.updater.critic
         critic = dataclasses.replace(found.model, params=found.state.params)
     return finish(run, trainer.updater.state, step, critic=critic)
+
+
+@dataclass
+class _Training:
+    """What the loop trains: see `loop.Training`."""
+
+    trainer: Trainer
+    sample_log: SampleLog
+    trained_on: Sequence[Group] = ()
+
+    @property
+    def indices(self) -> grain.DatasetIterator:
+        return self.trainer.experience.indices
+
+    @property
+    def layout(self) -> TrainState:
+        return self.trainer.layout
+
+    def snapshot(self) -> TrainState:
+        return self.trainer.snapshot()
+
+    def meta(self) -> dict[str, Any]:
+        return self.trainer.meta()
+
+    def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
+        self.trainer.load_snapshot(snapshot)
+        self.trainer.load_meta(meta)
+
+    def step(self, number: int) -> dict[str, float]:
+        metrics, self.trained_on = self.trainer.step(number)
+        return metrics
+
+    def evaluate(self, number: int) -> dict[str, float]:
+        config, evaluation = self.trainer.config, self.trainer.evaluate()
+        shown = _samples("eval", evaluation.groups, config.log_eval_samples)
+        shown += _samples("train", self.trained_on, config.log_samples)
+        self.sample_log.write(number, shown)
+        return _evaluated(evaluation)
 
 
 def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:

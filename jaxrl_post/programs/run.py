@@ -18,7 +18,6 @@ from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.resume import differences
 from jaxrl_post.config.run import RunConfig, UpdateConfig, WarmStartConfig
 from jaxrl_post.data.prompts import task_indices
-from jaxrl_post.envs import WorkerStartError
 from jaxrl_post.examples.packed import Examples, batches
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.checkpoint import CheckpointError, Checkpoints
@@ -27,14 +26,12 @@ from jaxrl_post.learner.model import Model, open_model, save_model, versions
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
 from jaxrl_post.programs.hub import Fetched
-from jaxrl_post.programs.scores import FailedRolloutsError
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.records.lock import run_lock
 from jaxrl_post.records.path import run_path
 from jaxrl_post.records.report import write_report
 from jaxrl_post.records.sinks import MetricsLog, warnings_shown
 from jaxrl_post.records.trackers import Tracking
-from jaxrl_post.rollout.collector import RolloutTimeoutError
 
 __all__ = [
     "RUN_ERRORS",
@@ -46,16 +43,14 @@ __all__ = [
     "warm_started",
 ]
 
-# What ends a run with a message that says it all. (ValueError covers configuration,
-# mesh, data and checkpoint contents.)
+# What ends a run with a message that says it all; of runs that sample, with
+# `experience.SAMPLING_ERRORS`. ValueError covers configuration, mesh, data and
+# checkpoint contents.
 RUN_ERRORS = (
     ValueError,
     OSError,
     CheckpointError,
     DivergenceError,
-    FailedRolloutsError,
-    RolloutTimeoutError,
-    WorkerStartError,
 )
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post.data import packing
-from jaxrl_post.losses.returns import turn_returns
+from jaxrl_post.losses.credit.returns import turn_returns
 from jaxrl_post.rollout.episode import Episode, Group, Turn
 
 __all__ = [

@@ -55,6 +55,33 @@ def test_no_import_has_a_side_effect(package):
 
 
 @pytest.mark.processes
+def test_fine_tuning_loads_neither_sampler_nor_rollout():
+    program = (
+        "import sys, launch.sft\n"
+        "launch.sft.load()\n"
+        "print(*(name for name in sys.modules if name.startswith('jaxrl_post.')))\n"
+    )
+    finished = run(sys.executable, "-c", program)
+    assert finished.returncode == 0, finished.stderr
+    loaded = finished.stdout.split()
+    assert "jaxrl_post.programs.offline" in loaded
+    parts = {name.split(".")[1] for name in loaded}
+    assert parts.isdisjoint({"sampler", "rollout"})
+
+
+def test_no_folder_is_a_bag():
+    """At most 20 files and 16 % of the package's lines."""
+    lines: dict[Path, list[int]] = {}
+    for path in FILES:
+        number = len(path.read_text().splitlines())
+        lines.setdefault(path.parent, []).append(number)
+    total = sum(sum(numbers) for numbers in lines.values())
+    for folder, numbers in lines.items():
+        assert len(numbers) <= 20, folder
+        assert sum(numbers) <= 0.16 * total, folder
+
+
+@pytest.mark.processes
 def test_environments_never_load_jax():
     program = (
         "import sys, jaxrl_post.envs, jaxrl_post.envs.workers.worker\n"

@@ -3,7 +3,7 @@
 import inspect
 from collections import defaultdict
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
 from jaxrl_post import algorithms, losses
 
@@ -124,12 +124,14 @@ SYNONYMS = {
 
 def public_functions():
     for package in (losses, algorithms):
-        for module in iter_modules(package.__path__):
-            loaded = import_module(f"{package.__name__}.{module.name}")
+        for module in walk_packages(package.__path__, f"{package.__name__}."):
+            if module.ispkg:
+                continue
+            loaded = import_module(module.name)
             for name in loaded.__all__:
                 function = getattr(loaded, name)
                 if inspect.isfunction(function):
-                    yield f"{package.__name__}.{module.name}.{name}", function
+                    yield f"{module.name}.{name}", function
 
 
 def hyperparameters(function):

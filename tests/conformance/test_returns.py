@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl_post.losses import advantages, baselines, returns
-from jaxrl_post.losses.recurrence import reverse_linear_recurrence
-from jaxrl_post.losses.whitening import whitened
+from jaxrl_post.losses.credit.recurrence import reverse_linear_recurrence
+from jaxrl_post.losses.credit.whitening import whitened
 
 ALL = jnp.ones((1, 3), bool)
 GAP = jnp.array([[True, True, False, True, True]])

@@ -11,7 +11,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import EvaluateConfig
 from jaxrl_post.learner.model import open_model
 from jaxrl_post.programs.evaluate import sampling_of
-from jaxrl_post.programs.scores import interval_over_tasks
+from jaxrl_post.programs.intervals import interval_over_tasks
 from launch import cli, evaluate
 
 pytestmark = pytest.mark.processes

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxrl_post.losses.recurrence import reverse_linear_recurrence
+from jaxrl_post.losses.credit.recurrence import reverse_linear_recurrence
 
 LAWS = settings(max_examples=25, deadline=None, derandomize=True)
 METHODS = ["serial", "associative", "chunked"]

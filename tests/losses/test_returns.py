@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.losses import advantages, returns
-from jaxrl_post.losses.whitening import Moments, whitened
+from jaxrl_post.losses.credit.whitening import Moments, whitened
 
 LAWS = settings(max_examples=25, deadline=None, derandomize=True)
 FLOATS = hnp.arrays(np.float32, (3, 8), elements=st.floats(-3, 3, width=16))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.losses.whitening import Moments, whitened
+from jaxrl_post.losses.credit.whitening import Moments, whitened
 
 LAWS = settings(max_examples=25, deadline=None, derandomize=True)
 VALUES = hnp.arrays(np.float32, (8, 5), elements=st.floats(-4, 4, width=16))

@@ -5,12 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrl_post.programs.scores import (
-    FailedRolloutsError,
-    interval_over_tasks,
-    score,
-    wilson_interval,
-)
+from jaxrl_post.programs.intervals import interval_over_tasks, wilson_interval
+from jaxrl_post.programs.scores import FailedRolloutsError, score
 from jaxrl_post.rollout import Episode, Group, Turn
 from jaxrl_post.tokens import Tokens
 

@@ -9,15 +9,14 @@ from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import (
     cwm,
     deepseek,
-    dots,
     gemma,
     glm,
+    glm_alike,
     glm_lite,
     gpt_oss,
     granite,
     llama,
     llama_alike,
-    ministral,
     mistral,
     olmo,
     phi,
@@ -25,9 +24,7 @@ from jaxrl_post.pretrained.families import (
     qwen_moe,
     seed_oss,
     smollm,
-    solar,
     vision,
-    youtu,
 )
 from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.names import nearest_first
@@ -162,16 +159,16 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "Ministral",
             llama.WEIGHTS,
-            ministral.ministral_from_hf,
-            ministral.ministral_to_hf,
+            mistral.ministral_from_hf,
+            mistral.ministral_to_hf,
         )
     ),
     "ministral3": _seeing(
         Family(
             "Ministral3",
             llama.WEIGHTS,
-            ministral.ministral3_from_hf,
-            ministral.ministral3_to_hf,
+            mistral.ministral3_from_hf,
+            mistral.ministral3_to_hf,
         )
     ),
     "internlm3": Family(
@@ -201,16 +198,16 @@ FAMILIES: Mapping[str, Family] = {
     "dots1": Family(
         "Dots1",
         glm.WEIGHTS,
-        dots.config_from_hf,
-        dots.config_to_hf,
+        glm_alike.dots_from_hf,
+        glm_alike.dots_to_hf,
         classifier=None,
         judges_tokens=False,
     ),
     "solar_open": Family(
         "SolarOpen",
         glm.WEIGHTS,
-        solar.config_from_hf,
-        solar.config_to_hf,
+        glm_alike.solar_from_hf,
+        glm_alike.solar_to_hf,
         classifier=None,
         judges_tokens=False,
     ),
@@ -226,8 +223,8 @@ FAMILIES: Mapping[str, Family] = {
     "youtu": Family(
         "Youtu",
         deepseek.WEIGHTS,
-        youtu.config_from_hf,
-        youtu.config_to_hf,
+        deepseek.youtu_from_hf,
+        deepseek.youtu_to_hf,
         classifier=None,
         judges_tokens=False,
     ),

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 in Hugging Face's terms: latent attention, grouped experts."""
+"""DeepSeek-V2, V3 and Youtu-LLM in Hugging Face's terms: latent attention."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,6 +33,8 @@ __all__ = [
     "v2_to_hf",
     "v3_from_hf",
     "v3_to_hf",
+    "youtu_from_hf",
+    "youtu_to_hf",
 ]
 
 LATENT = LatentAttention(
@@ -223,4 +225,31 @@ def latent_to_hf(config: ModelConfig) -> dict[str, Any]:
         "qk_rope_head_dim": latent.rope_dim,
         "v_head_dim": latent.value_dim,
         "attention_bias": config.qkv_bias,
+    }
+
+
+def youtu_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads config.json of a dense model; its embeddings are tied, where it is silent.
+
+    Raises:
+        CheckpointError: as `decoder_from_hf`.
+    """
+    # transformers takes null for false here.
+    return latent_from_hf(
+        raw,
+        LATENT,
+        Defaults(max_length=131072, tie_embeddings=True),
+        interleaved=optional_flag(raw, "rope_interleave", True),
+    )
+
+
+def youtu_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes config.json.
+
+    Raises:
+        CheckpointError: as `decoder_to_hf`.
+    """
+    return {
+        **latent_to_hf(config),
+        "rope_interleave": config.rope_interleaved,
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.pretrained.errors import CheckpointError
-from jaxrl_post.pretrained.families import ministral, mistral, qwen
+from jaxrl_post.pretrained.families import mistral, qwen
 from jaxrl_post.pretrained.hf_values import Json, flag
 
 __all__ = [
@@ -48,8 +48,8 @@ QWEN2_5 = {
 }
 MISTRAL: Mapping[str, Callable[[Json], ModelConfig]] = {
     "mistral": mistral.mistral_from_hf,
-    "ministral": ministral.ministral_from_hf,
-    "ministral3": ministral.ministral3_from_hf,
+    "ministral": mistral.ministral_from_hf,
+    "ministral3": mistral.ministral3_from_hf,
 }
 
 

@@ -8,8 +8,8 @@ reaches neither value nor gradient.
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.answers.preference import counted_pairs
 from jaxrl_post.losses.arguments import checked
-from jaxrl_post.losses.preference import counted_pairs
 from jaxrl_post.losses.sequences import counted
 from jaxrl_post.types import Array, Bool, Float, Int
 

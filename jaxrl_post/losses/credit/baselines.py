@@ -8,10 +8,10 @@ of equal rewards gets exactly 0 unless the function says otherwise. None has a g
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.losses import advantages
 from jaxrl_post.losses.arguments import checked
+from jaxrl_post.losses.credit import advantages
+from jaxrl_post.losses.credit.whitening import AxisName, Moments, whitened
 from jaxrl_post.losses.sequences import counted
-from jaxrl_post.losses.whitening import AxisName, Moments, whitened
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [

@@ -7,8 +7,12 @@ their tokens. `valid` is False where a slot holds no response, as in `preference
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.answers.preference import (
+    counted_pairs,
+    implicit_reward,
+    log_ratio,
+)
 from jaxrl_post.losses.arguments import checked
-from jaxrl_post.losses.preference import counted_pairs, implicit_reward, log_ratio
 from jaxrl_post.types import Array, Bool, Float
 
 __all__ = ["kto_loss", "kto_reference_point"]

@@ -9,8 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.answers.preference import counted_pairs, log_ratio, require_beta
 from jaxrl_post.losses.arguments import checked
-from jaxrl_post.losses.preference import counted_pairs, log_ratio, require_beta
 from jaxrl_post.losses.ratios import MAX_LOG_RATIO
 from jaxrl_post.types import Array, Bool, Float
 

@@ -1,4 +1,4 @@
-"""dots.llm1 (dots1) in Hugging Face's terms: Qwen3 with DeepSeek-V3's experts."""
+"""Families with GLM-4.5's experts: dots.llm1 (dots1) and Solar Open (solar_open)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,10 +22,12 @@ from jaxrl_post.pretrained.hf_values import (
     optional_integer,
 )
 
-__all__ = ["config_from_hf", "config_to_hf"]
+__all__ = ["dots_from_hf", "dots_to_hf", "solar_from_hf", "solar_to_hf"]
+
+SOLAR_SIZES = {"head_dim": 128, "moe_intermediate_size": 1280}
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+def dots_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads config.json; layers from `max_window_layers` on slide, where it is silent.
 
     Raises:
@@ -69,7 +71,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+def dots_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
@@ -82,4 +84,39 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": single_window(config),
         "max_window_layers": config.num_layers,
         "layer_types": layer_types_to_hf(config),
+    }
+
+
+def solar_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads config.json; no layer is dense, and the attention's output has no bias.
+
+    Raises:
+        CheckpointError: as `decoder_from_hf`, or experts that make no sense.
+    """
+    raw = {**SOLAR_SIZES, **raw}
+    defaults = Defaults(
+        max_length=131072, num_kv_heads=8, rms_norm_eps=1e-5, rope_theta=1e6
+    )
+    # The width of an MLP, which only dense layers have, is no key of this family.
+    config = decoder_from_hf(raw, defaults, width_key="moe_intermediate_size")
+    experts = MixtureOfExperts(
+        num_experts=128, experts_per_token=8, expert_size=config.intermediate_size
+    )
+    return replace(
+        config,
+        qkv_bias=flag(raw, "attention_bias", False),
+        experts=glm.balanced_from_hf(raw, experts),
+    )
+
+
+def solar_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes config.json.
+
+    Raises:
+        CheckpointError: as `decoder_to_hf`, or the model has no experts.
+    """
+    return {
+        **decoder_to_hf(config),
+        **glm.balanced_to_hf(required_experts(config)),
+        "attention_bias": config.qkv_bias,
     }

@@ -12,8 +12,8 @@ gradients flow through both.
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.answers.preference import counted_pairs, require_beta
 from jaxrl_post.losses.arguments import checked
-from jaxrl_post.losses.preference import counted_pairs, require_beta
 from jaxrl_post.types import Array, Bool, Float
 
 __all__ = [

@@ -11,11 +11,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.losses.advantages import group_normalized
 from jaxrl_post.losses.arguments import checked
-from jaxrl_post.losses.recurrence import Method, reverse_linear_recurrence
+from jaxrl_post.losses.credit.advantages import group_normalized
+from jaxrl_post.losses.credit.recurrence import Method, reverse_linear_recurrence
+from jaxrl_post.losses.credit.whitening import AxisName, Moments, whitened
 from jaxrl_post.losses.sequences import counted, in_sequence, sequence_sum
-from jaxrl_post.losses.whitening import AxisName, Moments, whitened
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [

@@ -7,8 +7,8 @@ act on the mean log-prob a token (`preference.length_normalized`), CPO on the su
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.losses.answers.preference import counted_pairs, sigmoid_loss
 from jaxrl_post.losses.arguments import checked
-from jaxrl_post.losses.preference import counted_pairs, sigmoid_loss
 from jaxrl_post.types import Array, Bool, Float
 
 __all__ = ["cpo_loss", "orpo_loss", "simpo_loss"]

@@ -1,0 +1,1 @@
+"""Losses of whole answers: pairs of them, judged ones, and reward models."""
