@@ -6,14 +6,13 @@ References:
 """
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_post.jsonl import BadRowError, is_unicode
+from jaxrl_post.messages import ROLES, Message, Role
 from jaxrl_post.tables import listed
 
 __all__ = [
-    "Message",
     "answer_of",
     "common_beginning",
     "conversation_of",
@@ -24,22 +23,8 @@ __all__ = [
     "text_of",
 ]
 
-_ROLES = ("system", "user", "assistant", "tool")
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
-_SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn of a conversation.
-
-    Args:
-        role: who speaks: "system", "user", "assistant" or "tool".
-        content: what is said.
-    """
-
-    role: str
-    content: str
+_SPEAKER_ROLES: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
 
 
 def prompt_of(value: Any, name: str = "prompt") -> tuple[Message, ...]:
@@ -194,8 +179,8 @@ def _message(value: Any, where: str) -> Message:
     for key in ("role", "content"):
         if key not in value:
             raise BadRowError(f"{where}: no {key!r}")
-    if value["role"] not in _ROLES:
+    if value["role"] not in ROLES:
         raise BadRowError(
-            f"{where}: 'role' must be one of {listed(_ROLES)}, got {value['role']!r}"
+            f"{where}: 'role' must be one of {listed(ROLES)}, got {value['role']!r}"
         )
     return Message(value["role"], text_of(value["content"], f"{where}: 'content'"))

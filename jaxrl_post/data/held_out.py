@@ -35,7 +35,8 @@ def split[Item: Grouped](
     Raises:
         ValueError: if `eval_share` is outside (0, 1), or a side would be empty.
 
-    >>> from jaxrl_post.data.preferences import Message, Preference
+    >>> from jaxrl_post.data.preferences import Preference
+    >>> from jaxrl_post.messages import Message
     >>> def sums(a):
     ...     return Preference((Message("user", f"{a}+1="),), f"{a + 1}", "0", f"{a}+1=")
     >>> train, held_out = split([sums(a) for a in range(100)])
@@ -78,7 +79,8 @@ def one_a_group[Item: Grouped](examples: Sequence[Item]) -> list[Item]:
     Returns:
         In the order in which the groups first appear.
 
-    >>> from jaxrl_post.data.preferences import Judged, Message
+    >>> from jaxrl_post.data.preferences import Judged
+    >>> from jaxrl_post.messages import Message
     >>> prompt = (Message("user", "2+2="),)
     >>> answers = [Judged(prompt, answer, answer == "4", "2+2=") for answer in "3456"]
     >>> len(one_a_group(answers))

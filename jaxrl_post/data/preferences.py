@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_post.conversations import (
-    Message,
     answer_of,
     common_beginning,
     conversation_of,
@@ -23,9 +22,10 @@ from jaxrl_post.conversations import (
     text_of,
 )
 from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
+from jaxrl_post.messages import Message
 from jaxrl_post.tables import Layout, listed, read_table
 
-__all__ = ["Judged", "Message", "Preference", "read_preferences"]
+__all__ = ["Judged", "Preference", "read_preferences"]
 
 # Names under which data sets keep the scores of the chosen and the rejected answer.
 _SCORES = (

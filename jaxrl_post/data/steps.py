@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_post.conversations import Message, group_of, prompt_of, text_of
+from jaxrl_post.conversations import group_of, prompt_of, text_of
 from jaxrl_post.data import chat, packing
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
+from jaxrl_post.messages import Message
 from jaxrl_post.tables import Layout, read_table
 
 __all__ = ["Solution", "judged_tokens", "read_steps"]

@@ -18,7 +18,7 @@ def unpaired(preferences: Sequence[Preference]) -> list[Judged]:
     Returns:
         The answers in the order in which they first appear.
 
-    >>> from jaxrl_post.data.preferences import Message
+    >>> from jaxrl_post.messages import Message
     >>> prompt = (Message("user", "2+2="),)
     >>> pairs = [Preference(prompt, "4", wrong, "2+2=") for wrong in ("5", "22")]
     >>> [(each.answer, each.desirable) for each in unpaired(pairs)]
@@ -48,7 +48,7 @@ def answers_to_others(judged: Sequence[Judged]) -> list[str]:
     Raises:
         ValueError: a prompt has more than half of the answers.
 
-    >>> from jaxrl_post.data.preferences import Message
+    >>> from jaxrl_post.messages import Message
     >>> def judged(prompt, answer):
     ...     return Judged((Message("user", prompt),), answer, True, prompt)
     >>> answers_to_others([judged("1+1=", "2"), judged("2+2=", "4")])

@@ -11,14 +11,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args, overload, runtime_checkable
+from typing import Any, Literal, Protocol, overload, runtime_checkable
+
+from jaxrl_post.messages import Message
 
 __all__ = [
     "Answer",
     "Environment",
     "Message",
     "NeedsPreparation",
-    "Role",
     "Session",
     "Split",
     "StatefulEnvironment",
@@ -30,31 +31,6 @@ __all__ = [
 ]
 
 type Split = Literal["train", "eval"]
-type Role = Literal["system", "user", "assistant", "tool"]
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn of a conversation.
-
-    Args:
-        role: who speaks: "system", "user", "assistant" or "tool".
-        content: what is said.
-
-    Raises:
-        ValueError: if `role` is none of the four.
-
-    >>> Message("user", "7+15=")
-    Message(role='user', content='7+15=')
-    """
-
-    role: Role
-    content: str
-
-    def __post_init__(self) -> None:
-        roles = get_args(Role.__value__)
-        if self.role not in roles:
-            raise ValueError(f"role must be one of {roles}, got {self.role!r}")
 
 
 @dataclass(frozen=True)

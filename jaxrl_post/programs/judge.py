@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 from jaxrl_post import pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.reward_model import RewardModelConfig
-from jaxrl_post.conversations import Message
 from jaxrl_post.data import chat, packing
 from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
@@ -155,7 +154,7 @@ class RewardJudge:
             steps = steps or [answer]
             return judged_tokens(
                 self.tokenizer,
-                [Message(each.role, each.content) for each in task.messages],
+                task.messages,
                 steps,
                 [True] * len(steps),
                 self.options.separator,

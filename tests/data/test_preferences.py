@@ -9,8 +9,9 @@ import pytest
 
 from jaxrl_post.data.chat import render
 from jaxrl_post.data.held_out import split
-from jaxrl_post.data.preferences import Message, Preference, read_preferences
+from jaxrl_post.data.preferences import Preference, read_preferences
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.messages import Message
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"
 SOLUTIONS = DATA / "example_model_solutions.jsonl"

@@ -10,8 +10,9 @@ import pytest
 from jaxrl_post.data import chat
 from jaxrl_post.data.held_out import one_a_group, split
 from jaxrl_post.data.packing import pack
-from jaxrl_post.data.steps import Message, Solution, judged_tokens, read_steps
+from jaxrl_post.data.steps import Solution, judged_tokens, read_steps
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.messages import Message
 
 USER = {"role": "user", "content": "1+1+1="}
 ROW = {"prompt": "1+1+1=", "completions": ["2+1", "4"], "labels": [True, False]}

@@ -18,9 +18,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_post import models, pretrained
-from jaxrl_post.conversations import Message
 from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.messages import Message
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.records.directory import read_rows
 from tests.e2e.conftest import QUICK

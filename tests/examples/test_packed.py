@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.data.preferences import Judged, Message, Preference
+from jaxrl_post.data.preferences import Judged, Preference
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.steps import Solution
 from jaxrl_post.examples.packed import (
@@ -17,6 +17,7 @@ from jaxrl_post.examples.packed import (
     batches,
     packed,
 )
+from jaxrl_post.messages import Message
 from tests.programs.trainers import make_model
 
 

@@ -10,11 +10,12 @@ from jaxrl_post.algorithms import unpaired
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data import packing
-from jaxrl_post.data.preferences import Judged, Message
+from jaxrl_post.data.preferences import Judged
 from jaxrl_post.examples.packed import Judgements
 from jaxrl_post.learner.feed import Feed, Measured
 from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.reference import Reference
+from jaxrl_post.messages import Message
 from tests.programs.trainers import make_model
 
 ROW, DRAWN = 24, [0, 3, 5, 6, 9, 4]

@@ -12,12 +12,12 @@ import pytest
 from jaxrl_post import models, pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.reward_model import RewardModelConfig
-from jaxrl_post.conversations import Message as Turn
 from jaxrl_post.data import chat, packing
 from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Message, Task, WorkerPool
 from jaxrl_post.learner.step import Policy, predict
+from jaxrl_post.messages import Message as Turn
 from jaxrl_post.programs.judge import open_judge
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from tests.programs.trainers import CONFIG, make_trainer

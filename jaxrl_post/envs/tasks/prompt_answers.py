@@ -181,10 +181,7 @@ class PromptAnswers:
                     f"no field {name!r} (fields: {listed(row)}); name the fields, as "
                     "in --env 'jsonl?prompt=question&answer=answer'"
                 )
-        messages = tuple(
-            Message(each.role, each.content)  # type: ignore[arg-type]
-            for each in prompt_of(row[prompt], prompt)
-        )
+        messages = prompt_of(row[prompt], prompt)
         if self.system and messages[0].role == "system":
             raise BadRowError(
                 f"field {prompt!r} has a system message of its own, and the option "
