@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import jax
@@ -15,6 +15,7 @@ from jaxrl_post.records.sinks import Progress
 __all__ = ["Training", "train"]
 
 
+@runtime_checkable
 class Training(Protocol):
     """What a program trains, as the loop sees it."""
 
