@@ -7,7 +7,7 @@ CHECKS := check-format check-lint check-types check-layers
 # Two processes, a file in one of them: what a file's tests share is computed once.
 PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: demo quick test test-all check $(CHECKS) format notebooks parity lock environment
+.PHONY: demo quick test test-all mutations check $(CHECKS) format notebooks parity lock environment
 
 # A small model learns from reward alone; runs/demo/report.html shows how.
 demo:
@@ -25,6 +25,10 @@ test: environment
 # Every kill, every mesh, the notebooks and the commands of the README too.
 test-all: environment
 	$(PYTEST) $(ARGS)
+
+# Whether the tests notice faults that are put into the package.
+mutations: environment
+	.venv/bin/python -m tests.mutations.check $(ARGS)
 
 # What CI asks for beside the tests.
 check: $(CHECKS)

@@ -1,0 +1,650 @@
+"""Faults that the tests must notice: one changed line each, of the kind that trains
+wrong in silence."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["FAULTS", "ROOT", "Fault"]
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of the package, and where it must be noticed.
+
+    Attributes:
+        name: what goes wrong, unique.
+        file: under jaxrl_post/.
+        before: text that occurs once in the file.
+        after: what takes its place.
+        tests: under tests/, separated by spaces, of the tier of `make test`.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+
+    def source(self) -> str:
+        """The file with the fault.
+
+        Raises:
+            ValueError: `before` does not occur once, so that this is another fault than
+                the one that was meant.
+        """
+        text = (ROOT / "jaxrl_post" / self.file).read_text()
+        if text.count(self.before) != 1:
+            raise ValueError(
+                f"{self.name}: {self.before!r} must occur once in {self.file}, occurs "
+                f"{text.count(self.before)} times; bring the fault up to date"
+            )
+        return text.replace(self.before, self.after)
+
+
+POLICY = "losses/test_policy.py losses/test_policy_variants.py"
+RETURNS = "losses/test_returns.py"
+SEQUENCE = "losses/test_sequences.py losses/test_ratios.py losses/test_reduce.py"
+
+LOSSES = [
+    Fault(
+        "the surrogate takes the better of clipped and plain",
+        "losses/policy.py",
+        "-jnp.minimum(ratio * advantages, clipped_ratio * advantages)",
+        "-jnp.maximum(ratio * advantages, clipped_ratio * advantages)",
+        POLICY,
+    ),
+    Fault(
+        "the clip's bounds are exchanged",
+        "losses/policy.py",
+        "jnp.clip(ratio, 1 - clip_low, 1 + clip_high)",
+        "jnp.clip(ratio, 1 - clip_high, 1 + clip_low)",
+        POLICY,
+    ),
+    Fault(
+        "the dual clip acts on positive advantages",
+        "losses/policy.py",
+        "jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip",
+        "jnp.where(advantages > 0, jnp.minimum(loss, -dual_clip",
+        POLICY,
+    ),
+    Fault(
+        "advantages carry a gradient",
+        "losses/policy.py",
+        "return counted(jax.lax.stop_gradient(values), mask)",
+        "return counted(values, mask)",
+        "losses/test_policy.py losses/test_gradients.py losses/test_contract.py",
+    ),
+    Fault(
+        "CISPO's weight carries a gradient",
+        "losses/policy.py",
+        "weight = jax.lax.stop_gradient(jnp.clip(ratio, ratio_low, ratio_high))",
+        "weight = jnp.clip(ratio, ratio_low, ratio_high)",
+        POLICY,
+    ),
+    Fault(
+        "a masked token's NaN reaches a loss",
+        "losses/sequences.py",
+        "return jnp.where(mask, values.astype(jnp.float32), 0.0)",
+        "return values.astype(jnp.float32) * mask",
+        "losses/test_sequences.py losses/test_contract.py",
+    ),
+    Fault(
+        "padding counts as a sequence",
+        "losses/sequences.py",
+        "return mask if segment_ids is None else mask & (segment_ids > 0)",
+        "return mask if segment_ids is None else mask & (segment_ids >= 0)",
+        SEQUENCE,
+    ),
+    Fault(
+        "the proximal log-probs carry a gradient",
+        "losses/ratios.py",
+        "constant = counted(jax.lax.stop_gradient(proximal_logprobs), mask)",
+        "constant = counted(proximal_logprobs, mask)",
+        "losses/test_ratios.py losses/test_gradients.py losses/test_contract.py",
+    ),
+    Fault(
+        "GSPO's ratio is the product, not the mean",
+        "losses/ratios.py",
+        "log_ratio = sequence_mean(difference, mask, segment_ids)",
+        "log_ratio = sequence_sum(difference, mask, segment_ids)",
+        "losses/test_ratios.py",
+    ),
+    Fault(
+        "k2 lacks its half",
+        "losses/kl.py",
+        "0.5 * jnp.square(d)",
+        "jnp.square(d)",
+        "losses/test_kl.py",
+    ),
+    Fault(
+        "k3 is of the other direction",
+        "losses/kl.py",
+        "jnp.expm1(-d) + d",
+        "jnp.expm1(d) - d",
+        "losses/test_kl.py",
+    ),
+    Fault(
+        "k3+ has k3's gradient",
+        "losses/kl.py",
+        "jax.lax.stop_gradient(value) + (slope - jax.lax.stop_gradient(slope))",
+        "value",
+        "losses/test_kl.py losses/test_kl_terms.py",
+    ),
+    Fault(
+        "groups are divided by the population's deviation",
+        "losses/credit/advantages.py",
+        "freedom = jnp.maximum(mask.sum(axis=-1, keepdims=True) - ddof, 1)",
+        "freedom = jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)",
+        "losses/test_advantages.py",
+    ),
+    Fault(
+        "failed samples count in their group's mean",
+        "losses/credit/advantages.py",
+        "count = jnp.maximum(mask.sum(axis=-1, keepdims=True), 1).astype(jnp.float32)",
+        "count = jnp.full_like(smallest, mask.shape[-1])",
+        "losses/test_advantages.py",
+    ),
+    Fault(
+        "a sample is part of its own leave-one-out baseline",
+        "losses/credit/advantages.py",
+        "valid[..., None, :] & ~jnp.eye(samples, dtype=bool)",
+        "valid[..., None, :] & jnp.ones((samples, samples), bool)",
+        "losses/test_advantages.py",
+    ),
+    Fault(
+        "GAE bootstraps from the sequence behind it in the row",
+        "losses/credit/returns.py",
+        "return (own > 0) & (_at_next_counted(own, mask, method) == own)",
+        "return (own > 0) & (_at_next_counted(own, mask, method) > 0)",
+        RETURNS,
+    ),
+    Fault(
+        "GAE's advantage is off by one",
+        "losses/credit/returns.py",
+        "deltas = rewards + gamma * jnp.where(followed, next_values, end) - values",
+        "deltas = rewards + gamma * jnp.where(followed, next_values, end)",
+        RETURNS,
+    ),
+    Fault(
+        "GAE forgets gamma between tokens",
+        "losses/credit/returns.py",
+        "_over_states(gamma * decay, deltas, states, followed, method)",
+        "_over_states(decay, deltas, states, followed, method)",
+        RETURNS,
+    ),
+    Fault(
+        "the reward stands at every token",
+        "losses/credit/returns.py",
+        "last = mask & ~_followed(mask, segment_ids)",
+        "last = mask",
+        RETURNS,
+    ),
+    Fault(
+        "whitening divides by the variance",
+        "losses/credit/whitening.py",
+        "jnp.where(variance == 0, 1.0, jnp.sqrt(variance + epsilon))",
+        "jnp.where(variance == 0, 1.0, variance + epsilon)",
+        "losses/test_whitening.py",
+    ),
+    Fault(
+        "pooled moments forget the distance of their means",
+        "losses/credit/whitening.py",
+        "self.m2 + other.m2 + jnp.square(delta) * self.count * share",
+        "self.m2 + other.m2",
+        "losses/test_whitening.py",
+    ),
+    Fault(
+        "the mean over sequences counts tokens",
+        "losses/reduce.py",
+        "return Metric.of(shares.sum(), sequence_count(mask, segment_ids))",
+        "return Metric.of(shares.sum(), mask.sum())",
+        "losses/test_reduce.py losses/test_reduce_modes.py",
+    ),
+    Fault(
+        "sequences without a counted token are counted",
+        "losses/sequences.py",
+        "return mask.any(axis=-1).sum().astype(jnp.float32)",
+        "return jnp.float32(mask[..., 0].size)",
+        "losses/test_sequences.py losses/test_reduce.py losses/test_contract.py",
+    ),
+    Fault(
+        "the value clip takes the smaller error",
+        "losses/value.py",
+        "return 0.5 * jnp.maximum(plain, clipped)",
+        "return 0.5 * jnp.minimum(plain, clipped)",
+        "losses/test_value.py",
+    ),
+    Fault(
+        "truncated weights are not bounded",
+        "losses/correction.py",
+        "return jnp.minimum(weights.astype(jnp.float32), cap)",
+        "return weights.astype(jnp.float32)",
+        "losses/test_correction.py",
+    ),
+    Fault(
+        "importance weights carry a gradient",
+        "losses/correction.py",
+        "    return jax.lax.stop_gradient(\n"
+        "        token_ratio(proximal_logprobs, behavior_logprobs, mask)\n    )",
+        "    return token_ratio(proximal_logprobs, behavior_logprobs, mask)",
+        "losses/test_correction.py losses/test_contract.py losses/test_gradients.py",
+    ),
+    Fault(
+        "DPO's reference carries a gradient",
+        "losses/answers/preference.py",
+        "constant = jax.lax.stop_gradient(reference_logprobs)",
+        "constant = reference_logprobs",
+        "losses/test_preference.py losses/test_contract.py",
+    ),
+    Fault(
+        "DPO's label smoothing has the wrong sign",
+        "losses/answers/preference.py",
+        "loss = loss - label_smoothing * jax.nn.log_sigmoid(-scaled)",
+        "loss = loss + label_smoothing * jax.nn.log_sigmoid(-scaled)",
+        "losses/test_preference.py",
+    ),
+    Fault(
+        "IPO's margin is 1 / beta",
+        "losses/answers/preference.py",
+        "- 1 / (2 * beta)",
+        "- 1 / beta",
+        "losses/test_preference.py",
+    ),
+    Fault(
+        "distillation's directions are exchanged",
+        "losses/distill.py",
+        "    teacher, student = _cooled(teacher_logits, student_logits, temperature)\n"
+        "    return kl_divergence(student, teacher, mask)",
+        "    teacher, student = _cooled(teacher_logits, student_logits, temperature)\n"
+        "    return kl_divergence(teacher, student, mask)",
+        "losses/test_distill.py",
+    ),
+    Fault(
+        "the entropy bonus is a penalty",
+        "losses/entropy.py",
+        "return counted(-entropy, mask)",
+        "return counted(entropy, mask)",
+        "losses/test_entropy.py",
+    ),
+    Fault(
+        "the entropy bonus is added twice",
+        "algorithms/composition.py",
+        "per_token = per_token + bonus",
+        "per_token = per_token + 2 * bonus",
+        "algorithms/test_objective.py",
+    ),
+    Fault(
+        "the correction weighs the KL too",
+        "algorithms/composition.py",
+        "penalty = kl_estimator(policy_logprobs, reference, mask)",
+        "penalty = kl_estimator(policy_logprobs, reference, mask)\n"
+        "            if correction is not None:\n"
+        "                penalty = penalty * corrected.weights",
+        "algorithms/test_objective.py algorithms/test_corrections.py",
+    ),
+    Fault(
+        "the ratio is to the sampler, not to the proximal policy",
+        "algorithms/composition.py",
+        'old = behavior if anchor == "behavior" else proximal',
+        "old = behavior",
+        "algorithms/test_objective.py algorithms/test_policy_gradient.py",
+    ),
+    Fault(
+        "PPO's advantages are not whitened",
+        "algorithms/token_credit.py",
+        "per_token = whitening.whitened(raw, mask) if whiten else raw",
+        "per_token = raw",
+        "algorithms/test_token_credit.py",
+    ),
+    Fault(
+        "the critic learns what it says after the token",
+        "algorithms/token_credit.py",
+        "values = jnp.roll(predictions.values_after, 1, axis=-1)",
+        "values = predictions.values_after",
+        "algorithms/test_token_credit.py",
+    ),
+]
+
+SAMPLER = [
+    Fault(
+        "a temperature multiplies the logits",
+        "sampler/sampling.py",
+        "scaled = logits.T / jnp.where(greedy, 1.0, sampling.temperature)",
+        "scaled = logits.T * jnp.where(greedy, 1.0, sampling.temperature)",
+        "sampler/test_sampling.py",
+    ),
+    Fault(
+        "top-p leaves out the token that reaches it",
+        "sampler/sampling.py",
+        "by_mass = (before < sampling.top_p[:, None])",
+        "by_mass = (before + probabilities < sampling.top_p[:, None])",
+        "sampler/test_sampling.py",
+    ),
+    Fault(
+        "top-k keeps one token more",
+        "sampler/sampling.py",
+        "by_rank = jnp.arange(vocab, dtype=jnp.int32) < top_k[:, None]",
+        "by_rank = jnp.arange(vocab, dtype=jnp.int32) <= top_k[:, None]",
+        "sampler/test_sampling.py",
+    ),
+    Fault(
+        "the log-prob is of the truncated distribution",
+        "sampler/sampling.py",
+        "logprobs = jnp.take_along_axis(scaled, tokens[None], axis=0)[0] - normalizer",
+        "logprobs = jnp.take_along_axis(scaled, tokens[None], axis=0)[0] - normalizer\n"
+        "    logprobs = logprobs - jnp.log(kept.sum(axis=0) / weights.sum(axis=0))",
+        "sampler/test_sampling.py",
+    ),
+    Fault(
+        "samples of a prompt share their noise",
+        "sampler/decode.py",
+        "return jax.random.fold_in(jax.random.fold_in(key, prompt_id), sample_index)",
+        "return jax.random.fold_in(jax.random.fold_in(key, prompt_id), 0)",
+        "sampler/test_engine.py",
+    ),
+    Fault(
+        "a sample's noise is the same at every position",
+        "sampler/decode.py",
+        "keys = jax.vmap(jax.random.fold_in)(state.keys, positions)",
+        "keys = jax.vmap(jax.random.fold_in)(state.keys, 0 * positions)",
+        "sampler/test_engine.py",
+    ),
+    Fault(
+        "the token that ends an answer is dropped",
+        "sampler/decode.py",
+        "jnp.where(state.active, drawn.tokens, -1)",
+        "jnp.where(state.active & ~(drawn.tokens[:, None] == state.stop_ids)"
+        ".any(axis=1), drawn.tokens, -1)",
+        "sampler/test_engine.py",
+    ),
+    Fault(
+        "an answer is one token longer than it may be",
+        "sampler/decode.py",
+        "going_on = state.active & ~stopped & (remaining > 0)",
+        "going_on = state.active & ~stopped & (remaining >= 0)",
+        "sampler/test_engine.py",
+    ),
+    Fault(
+        "a prompt's last token gets the position behind it",
+        "sampler/engine.py",
+        "starts.positions[row] = len(request.prompt) - 1",
+        "starts.positions[row] = len(request.prompt)",
+        "sampler/test_engine.py",
+    ),
+    Fault(
+        "the sampler reads too little of the cache",
+        "sampler/engine.py",
+        "view_length=self._bucket(self._view_buckets, longest + steps - 1)",
+        "view_length=self._bucket(self._view_buckets, longest - steps)",
+        "sampler/test_engine.py",
+    ),
+    Fault(
+        "a cancelled sample goes on in its slot",
+        "sampler/engine.py",
+        "                self._keep[slots[running.id]] = False",
+        "                self._keep[slots[running.id]] = True",
+        "sampler/test_engine.py rollout/test_engine_episodes.py",
+    ),
+    Fault(
+        "a stop string leaves a token behind it",
+        "sampler/engine.py",
+        "running.tokens = running.tokens[:cut]",
+        "running.tokens = running.tokens[: cut + 1]",
+        "sampler/test_engine.py",
+    ),
+    Fault(
+        "a sample is prefilled from another prompt's slot",
+        "sampler/scheduler.py",
+        "source = slot if own or not sources else min(sources)",
+        "source = slot if own or not sources else max(set(self.running) | sources)",
+        "sampler/test_scheduler.py sampler/test_engine.py",
+    ),
+    Fault(
+        "a prompt is read from a cache of older parameters",
+        "sampler/scheduler.py",
+        "request = dataclasses.replace(request)",
+        "request = request",
+        "sampler/test_scheduler.py sampler/test_engine.py",
+    ),
+]
+
+PACKING = [
+    Fault(
+        "a segment's first token is trained on",
+        "data/packing.py",
+        "batch.loss_mask[row, start] = False",
+        "pass",
+        "data/test_packing.py",
+    ),
+    Fault(
+        "positions go on over a row's segments",
+        "data/packing.py",
+        "batch.positions[row, span] = np.arange(size)",
+        "batch.positions[row, span] = np.arange(start, start + size)",
+        "data/test_packing.py",
+    ),
+    Fault(
+        "all segments of a row are one",
+        "data/packing.py",
+        "batch.segment_ids[row, span] = number",
+        "batch.segment_ids[row, span] = 1",
+        "data/test_packing.py",
+    ),
+    Fault(
+        "what the policy did not say is trained on",
+        "data/packing.py",
+        "        return self.tokens.sampled",
+        "        return np.ones_like(self.tokens.sampled)",
+        "data/test_packing.py rollout/test_batch.py",
+    ),
+    Fault(
+        "log-probs stand one token to the left",
+        "data/packing.py",
+        "batch.behavior_logprobs[row, span] = sequence.tokens.logprobs",
+        "batch.behavior_logprobs[row, span] = np.roll(sequence.tokens.logprobs, -1)",
+        "data/test_packing.py",
+    ),
+    Fault(
+        "log-probs are of the token behind",
+        "learner/step.py",
+        "logprobs, entropy = (jnp.roll(value, 1, axis=1) for value in predicted)",
+        "logprobs, entropy = predicted",
+        "learner/test_learner.py sampler/test_engine.py",
+    ),
+    Fault(
+        "the mean of a step is the mean of its microbatches",
+        "learner/step.py",
+        "return jnp.maximum(accumulator.loss.count, 1.0)",
+        "return jnp.maximum(accumulator.loss.count / 2, 1.0)",
+        "learner/test_learner.py",
+    ),
+    Fault(
+        "gradients are scaled up to the clip",
+        "learner/step.py",
+        "clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))",
+        "clip = max_grad_norm / jnp.maximum(norm, 1e-12)",
+        "learner/test_learner.py",
+    ),
+    Fault(
+        "a critic's values are those after the token",
+        "learner/updater.py",
+        'found["values_before"] = np.roll(values, 1, axis=1)',
+        'found["values_before"] = values',
+        "programs/test_rl.py",
+    ),
+    Fault(
+        "an advantage goes to another episode",
+        "rollout/batch.py",
+        "by_turn = values[row, column]",
+        "by_turn = values[row, column - 1]",
+        "rollout/test_batch.py",
+    ),
+    Fault(
+        "a failed judgement is a reward of 0",
+        "rollout/episode.py",
+        "return np.array([e.reward is not None for e in self.episodes], np.bool_)",
+        "return np.ones(len(self.episodes), np.bool_)",
+        "rollout/test_batch.py rollout/test_episode.py",
+    ),
+    Fault(
+        "a turn's reward stands at another turn's end",
+        "rollout/batch.py",
+        "placed[np.flatnonzero(turns == number)[-1]] = rewards[number - 1]",
+        "placed[np.flatnonzero(turns == number)[-1]] = rewards[-number]",
+        "rollout/test_batch.py",
+    ),
+]
+
+COLLECTOR = [
+    Fault(
+        "a reply is trained on",
+        "rollout/flight.py",
+        "context=Tokens.context(event.reply),",
+        "context=Tokens.generated(list(event.reply), [0.0] * len(event.reply), "
+        "version=0),",
+        "rollout/test_flight.py rollout/test_batch.py",
+    ),
+    Fault(
+        "a cut answer forgets what it had said",
+        "rollout/flight.py",
+        "flight = dataclasses.replace(flight, partial=flight.partial + tokens)",
+        "flight = dataclasses.replace(flight, partial=tokens)",
+        "rollout/test_flight.py rollout/test_collector.py "
+        "rollout/test_engine_episodes.py",
+    ),
+    Fault(
+        "an episode has a turn too many",
+        "rollout/flight.py",
+        "return not step.done and len(flight.episode.turns) < limits.max_turns",
+        "return not step.done and len(flight.episode.turns) <= limits.max_turns",
+        "rollout/test_flight.py",
+    ),
+    Fault(
+        "the environment sees the stop token",
+        "rollout/collector.py",
+        'said = ids[: -1 if completion.finish_reason == "stop" else None]',
+        "said = ids",
+        "rollout/test_collector.py rollout/test_chat_episodes.py",
+    ),
+    Fault(
+        "a judgement goes to the sample that was asked about last",
+        "rollout/collector.py",
+        "sample = self._judging.pop(number)",
+        "sample = self._judging.pop(max(self._judging))",
+        "rollout/test_collector.py",
+    ),
+    Fault(
+        "a sample that goes on may be longer than the limit",
+        "rollout/collector.py",
+        "sampling, max_tokens=sampling.max_tokens - effect.num_sampled",
+        "sampling, max_tokens=sampling.max_tokens",
+        "rollout/test_collector.py rollout/test_engine_episodes.py",
+    ),
+    Fault(
+        "restored episodes are not judged",
+        "rollout/collector.py",
+        'if each.awaits == "environment":',
+        'if each.awaits == "nobody":',
+        "rollout/test_collector.py programs/test_partial.py",
+    ),
+    Fault(
+        "a suspended group is not taken up again",
+        "rollout/collector.py",
+        "            group.submitted = False",
+        "            group.submitted = True",
+        "rollout/test_collector.py programs/test_partial.py",
+    ),
+    Fault(
+        "a group's episodes are in the order of their end",
+        "rollout/collector.py",
+        "group.flights[index].episode for index in sorted(group.flights)",
+        "group.flights[index].episode for index in sorted(group.flights, "
+        "key=lambda i: group.flights[i].episode.num_sampled)",
+        "rollout/test_collector.py",
+    ),
+    Fault(
+        "the last group waits longest",
+        "rollout/queue.py",
+        "return [self._groups.popleft() for _ in range(min(count, len(self)))]",
+        "return [self._groups.pop() for _ in range(min(count, len(self)))]",
+        "programs/test_rl.py rollout/test_episode.py",
+    ),
+    Fault(
+        "a changed task is taken for the one of the checkpoint",
+        "rollout/flight.py",
+        'if _fingerprint(task) != value["task"]:',
+        'if not value["task"]:',
+        "rollout/test_flight.py rollout/test_collector.py programs/test_partial.py",
+    ),
+]
+
+RESUME = [
+    Fault(
+        "a resumed run counts its prompts from 0",
+        "programs/experience.py",
+        '        self.drawn = value["drawn"]',
+        "        self.drawn = 0",
+        "programs/test_rl.py programs/test_partial.py",
+    ),
+    Fault(
+        "a resumed run forgets the groups that wait",
+        "programs/experience.py",
+        'self.queue = GroupQueue.from_json(value["queue"])',
+        "self.queue = GroupQueue()",
+        "programs/test_rl.py programs/test_partial.py",
+    ),
+    Fault(
+        "a resumed run trains on its first examples again",
+        "learner/checkpoint.py",
+        "data=CheckpointRestore(iterator),",
+        'data=CheckpointRestore(__import__("copy").copy(iterator)),',
+        "learner/test_checkpoint.py",
+    ),
+    Fault(
+        "restored arrays stand in each other's places",
+        "learner/checkpoint.py",
+        "return [found[name] for name in wanted]",
+        "return [found[name] for name in sorted(wanted)]",
+        "learner/test_checkpoint.py",
+    ),
+    Fault(
+        "a checkpoint of other shapes is not refused",
+        "learner/checkpoint.py",
+        "if (tuple(have.shape), have.dtype) != (want.shape, want.dtype):",
+        "if have.dtype != want.dtype:",
+        "learner/test_checkpoint.py",
+    ),
+    Fault(
+        "any option may change on resuming",
+        "config/resume.py",
+        "if before.get(name) != now.get(name)\n        and not",
+        "if before.get(name) != now.get(name)\n        and before == now and not",
+        "config programs/test_run.py programs/test_resume.py",
+    ),
+    Fault(
+        "a damaged checkpoint is taken for whole",
+        "learner/checkpoint.py",
+        "        for step in reversed(self.steps()):\n"
+        "            damage = self.damage(step)",
+        "        for step in reversed(self.steps()):\n            damage = None",
+        "learner/test_checkpoint.py programs/test_damage.py",
+    ),
+    Fault(
+        "the order of the data does not depend on the seed",
+        "data/prompts.py",
+        "grain.MapDataset.range(num_tasks).seed(seed).shuffle()",
+        "grain.MapDataset.range(num_tasks).seed(0).shuffle()",
+        "data/test_prompts.py",
+    ),
+    Fault(
+        "rows of steps that are taken again stay in the log",
+        "records/sinks.py",
+        "self._rows = JsonLines(directory.metrics, resume_step)",
+        "self._rows = JsonLines(directory.metrics, None)",
+        "records/test_sinks.py programs/test_resume.py",
+    ),
+]
+
+FAULTS = [*LOSSES, *SAMPLER, *PACKING, *COLLECTOR, *RESUME]
