@@ -1,4 +1,4 @@
-"""Tasks, rewards, and the processes that compute them. Nothing here imports jax."""
+"""Tasks, rewards, and the worker processes that compute rewards; imports no jax."""
 
 from jaxrl_post.envs.catalog import make
 from jaxrl_post.envs.env import (

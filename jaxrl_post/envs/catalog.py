@@ -1,4 +1,4 @@
-"""From the text of a command line to an environment."""
+"""Builds an environment from a specification on the command line."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
 
 
 def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
-    """The environment that a specification names.
+    """Builds the environment that a specification names.
 
-    A specification is a name, and options after a question mark:
+    A specification is a name, followed by a question mark and options:
 
         arithmetic?level=2                      arithmetic?operations=+-&terms=3
         gsm8k?path=train.jsonl&eval_path=test.jsonl
@@ -47,20 +47,20 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
 
-    A value is read as JSON if it is JSON (2, 0.5, true, null, [1, 2], "2"), otherwise
-    as the text that it is. The last form imports a module and calls a function or class
-    of it with the options.
+    A value that is valid JSON (2, 0.5, true, null, [1, 2], "2") is parsed as JSON; any
+    other value is a string. The last form imports a module and calls one of its
+    functions or classes with the options.
 
     Args:
         spec: the specification.
-        options: more options, for values that text cannot say.
+        options: more options, for values that cannot be written as text.
 
     Returns:
         The environment.
 
     Raises:
-        ValueError: if there is no such environment or option, an option is missing or
-            given twice, or the factory returns no environment.
+        ValueError: if the environment or an option does not exist, an option is missing
+            or given twice, or the factory returns no environment.
 
     >>> make("arithmetic?level=3&seed=7").name
     'arithmetic(+-,2x2)'
@@ -92,7 +92,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
 
 
 def _parse_query(spec: str, query: str) -> dict[str, Any]:
-    # Not urllib: it reads "+" as a space, and "+-" is a value of ours.
+    # urllib would decode "+" as a space, but "+-" is a valid value of `operations`.
     chosen: dict[str, Any] = {}
     for pair in query.split("&") if query else ():
         option, equals, text = pair.partition("=")
@@ -121,7 +121,7 @@ def _make_custom(module: str, factory: str, chosen: Mapping[str, Any]) -> Enviro
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # A module that exists and misses a dependency of its own is another matter.
+        # The module exists, but an import inside it failed: keep that error.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ValueError(

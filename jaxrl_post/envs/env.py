@@ -1,9 +1,9 @@
-"""The contract between a policy and what it is trained on: tasks, turns and rewards.
+"""The interface of environments: tasks, turns and rewards.
 
-An environment speaks messages, never token ids, and knows nothing of jax. It answers
-turns in a worker process of `jaxrl_post.envs.workers.pool`, which owns the deadline:
-by a pure function of the whole conversation (`StatelessEnvironment`), or in a session
-that is opened for an episode and keeps state between its turns (`StatefulEnvironment`).
+An environment handles messages, never token ids, and does not use jax. It runs in a
+worker process of `jaxrl_post.envs.workers.pool`, which enforces the deadline. It
+answers a turn with a pure function of the whole conversation (`StatelessEnvironment`),
+or with a session that keeps state during one episode (`StatefulEnvironment`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ type Split = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """The policy's turn, as it was sampled: what ends a conversation that is judged.
+    """A turn that the policy sampled; the last message of a conversation to be judged.
 
     Args:
         role: "assistant".
         content: the text.
-        finish_reason: "stop" where the policy ended it, "length" where it was cut at
-            the most tokens that it may have.
-        num_tokens: that were sampled, the stop token included.
+        finish_reason: "stop" if the policy ended the turn, "length" if the turn was cut
+            at the maximum number of tokens.
+        num_tokens: number of sampled tokens, including the stop token.
 
     >>> Answer("assistant", "22", finish_reason="length", num_tokens=2).truncated
     True
@@ -53,19 +53,19 @@ class Answer(Message):
 
     @property
     def truncated(self) -> bool:
-        """Whether it was cut: nobody knows how it would have ended."""
+        """Whether the turn was cut at the maximum number of tokens."""
         return self.finish_reason == "length"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One problem.
+    """One problem that the policy is asked to solve.
 
     Args:
-        id: index of the task within its split, in [0, 2**32): it seeds the sampling.
+        id: index of the task within its split, in [0, 2**32); seeds the sampling.
         messages: the conversation that the policy is asked to continue.
-        reference: the expected answer; empty when there is no single one.
-        data: whatever else `step` needs. Must pickle: it travels to a worker process.
+        reference: the expected answer; empty if there is no single expected answer.
+        data: other data that `step` needs; must pickle, to be sent to worker processes.
 
     >>> Task(0, (Message("user", "7+15="),), reference="22").reference
     '22'
@@ -79,15 +79,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers to an assistant's turn.
+    """The environment's answer to one turn of the policy.
 
     Args:
         reward: a finite number, credited to the turn that was just taken.
         done: whether the episode ends here.
-        messages: what is appended to the conversation before the policy's next turn.
+        messages: messages to append to the conversation before the policy's next turn.
         metrics: finite numbers to be averaged over episodes.
-        rewards: the parts of the reward by name, each before its weight; empty where
-            there is only one. GDPO normalises each by itself.
+        rewards: the unweighted parts of the reward by name; empty if the reward has
+            only one part. GDPO normalises each part separately.
 
     >>> Step(reward=1.0, done=True).messages
     ()
@@ -102,7 +102,7 @@ class Step:
 
 @runtime_checkable
 class Environment(Protocol):
-    """A source of tasks, a small picklable value; one of the next two answers turns."""
+    """A source of tasks, small and picklable; its subtypes below answer turns."""
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ class Environment(Protocol):
         ...
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Deterministic, random-access tasks of a split, made when they are asked for.
+        """The tasks of a split: deterministic, random access, generated on access.
 
         Args:
             split: "train" or "eval"; no problem belongs to both.
@@ -118,34 +118,34 @@ class Environment(Protocol):
         ...
 
     def demonstration(self, task: Task) -> str | None:
-        """An answer worth imitating, for supervised warm starts; None if unknown."""
+        """A good answer for a supervised warm start; None if none is known."""
         ...
 
 
 @runtime_checkable
 class StatelessEnvironment(Environment, Protocol):
-    """An environment whose answer is a pure function of the conversation."""
+    """An environment that answers with a pure function of the conversation."""
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
-        """Answers the assistant's turn that ends `conversation`. Pure.
+        """Answers the assistant's turn that ends `conversation`; has no side effects.
 
         Runs in the main thread of a worker process, under the pool's deadline.
 
         Args:
             task: the task that the conversation began with.
-            conversation: `task.messages` and every turn since; ends with the
-                assistant's, which is an `Answer`: it says how it ended.
+            conversation: `task.messages` and all later messages; the last one is the
+                policy's turn, an `Answer`, which tells whether the turn was cut.
         """
         ...
 
 
 @runtime_checkable
 class Session(Protocol):
-    """The environment of one episode. It lives in one worker process to its end.
+    """The state of one episode; a session stays in one worker process until it ends.
 
-    What it answers must depend on its task and the turns so far alone: when its worker
-    dies, or a run is resumed, the turns are taken again in a new session, and one that
-    answers otherwise fails its episode.
+    Its answers must depend only on the task and the turns so far. If its worker dies or
+    the run is resumed, the earlier turns are replayed in a new session; a session that
+    then answers differently fails its episode.
     """
 
     def step(self, turn: Answer) -> Step:
@@ -156,7 +156,7 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of what the session holds. Called once, however the episode ended."""
+        """Releases the session's resources. Called once, even if the episode failed."""
         ...
 
 
@@ -165,7 +165,7 @@ class StatefulEnvironment(Environment, Protocol):
     """An environment with state: a game, a sandbox, a simulated user."""
 
     def open(self, task: Task) -> Session:
-        """Begins an episode, in the worker process that will take all its turns."""
+        """Starts an episode, in the worker process that will answer all its turns."""
         ...
 
 
@@ -173,9 +173,9 @@ class StatefulEnvironment(Environment, Protocol):
 class NeedsPreparation(Protocol):
     """An environment that loads something before its first step.
 
-    Each worker process calls `prepare` once, before the deadline of any step begins to
-    run. So a slow import is not charged to the first answer, and a missing library
-    stops the run at its start instead of failing every reward.
+    Each worker process calls `prepare` once, before its first step. So a slow import
+    does not count against the deadline of the first step, and a missing library stops
+    the run at its start instead of failing every reward.
     """
 
     def prepare(self) -> None:
@@ -185,11 +185,11 @@ class NeedsPreparation(Protocol):
 
 @dataclass(frozen=True)
 class TaskSequence(Sequence[Task]):
-    """Tasks that are made one at a time, when they are asked for.
+    """A sequence of tasks that are generated one at a time, on access.
 
     Args:
         size: number of tasks.
-        make: from an index in [0, size) to its task; deterministic.
+        make: returns the task of an index in [0, size); deterministic.
 
     >>> tasks = TaskSequence(3, lambda i: Task(i, (), reference=str(i)))
     >>> len(tasks), tasks[-1].reference, [task.id for task in tasks[:2]]
@@ -207,7 +207,7 @@ class TaskSequence(Sequence[Task]):
     @overload
     def __getitem__(self, index: slice) -> TaskSequence: ...
     def __getitem__(self, index: int | slice) -> Task | TaskSequence:
-        # `range` has the semantics of indices (negative, slices, errors) already.
+        # `range` already implements negative indices, slices and index errors.
         chosen = range(self.size)[index]
         if isinstance(chosen, range):
             return TaskSequence(len(chosen), lambda i: self.make(chosen[i]))
@@ -215,10 +215,10 @@ class TaskSequence(Sequence[Task]):
 
 
 def response(conversation: Sequence[Message]) -> str:
-    """The assistant's turn that ends a conversation.
+    """The text of the assistant's turn that ends a conversation.
 
     Args:
-        conversation: messages, the last of them the assistant's.
+        conversation: messages; the last one is the assistant's.
 
     Returns:
         The content of the last message.

@@ -1,4 +1,4 @@
-"""A weighted sum of reward functions, each of them reported by its name."""
+"""Adds a weighted sum of named reward functions to the reward of an environment."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jaxrl_post.envs.env import (
 __all__ = ["Criterion", "Rubric", "Score"]
 
 
-# A reward function: a finite number for a conversation. Pure, and it must pickle.
+# A reward function: maps a conversation to a finite number; pure, and must pickle.
 type Score = Callable[[Task, tuple[Message, ...]], float]
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A reward function and what it counts for.
+    """A reward function and its weight.
 
     Args:
         score: the reward function; a function at the top level of a module pickles.
-        weight: what its value is multiplied by; negative for a penalty.
+        weight: factor of the function's value; negative for a penalty.
 
     Raises:
         ValueError: if `weight` is not finite.
@@ -46,21 +46,21 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Rubric:
-    """An environment whose reward is its own plus a weighted sum of criteria.
+    """Wraps an environment and adds a weighted sum of criteria to its reward.
 
         reward = own_weight * own + sum_i weight_i * score_i(task, conversation)
 
-    The criteria judge whole episodes: they are added to the step that ends one. Every
-    term is reported unweighted in `Step.rewards`, under its name, the environment's own
-    reward under "own"; of a turn that ends no episode that is all.
+    The criteria score whole episodes: they are added only at the step that ends an
+    episode. `Step.rewards` holds every term unweighted under its name, and the wrapped
+    environment's reward under "own"; at all other steps it holds "own" alone.
 
     Args:
-        environment: where tasks, turns and the first reward come from.
+        environment: the wrapped environment, with the tasks and the reward "own".
         criteria: name -> criterion.
-        own_weight: what the environment's own reward is multiplied by; 0 replaces it.
+        own_weight: weight of the environment's own reward; 0 drops that reward.
 
     Raises:
-        ValueError: if the environment has sessions, there is no criterion, one is named
+        ValueError: if the environment has sessions, `criteria` is empty or has the name
             "own", or a weight is not finite.
 
     >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
@@ -98,12 +98,12 @@ class Rubric:
         return f"{self.environment.name}+{'+'.join(self.criteria)}"
 
     def prepare(self) -> None:
-        """Prepares the environment underneath, where it needs that."""
+        """Prepares the wrapped environment, if it needs preparation."""
         if isinstance(self.environment, NeedsPreparation):
             self.environment.prepare()
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """The environment's own tasks.
+        """The tasks of the wrapped environment.
 
         Args:
             split: "train" or "eval".
@@ -111,7 +111,7 @@ class Rubric:
         return self.environment.tasks(split)
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
-        """Takes the environment's step and, if it ends the episode, adds the criteria.
+        """Runs the wrapped environment's step; adds the criteria if the episode ends.
 
         Args:
             task: the task that the conversation began with.
@@ -126,7 +126,7 @@ class Rubric:
         return Step(reward, step.done, step.messages, step.metrics, rewards)
 
     def demonstration(self, task: Task) -> str | None:
-        """The environment's own demonstration."""
+        """The demonstration of the wrapped environment."""
         return self.environment.demonstration(task)
 
 

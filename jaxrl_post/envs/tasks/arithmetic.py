@@ -1,7 +1,7 @@
 """Integer arithmetic in as few characters as possible: "7+15=" and "22".
 
-It is small enough for a randomly initialised character-level model to learn in minutes,
-so it shows on a laptop whether a training loop learns at all.
+A randomly initialised character-level model learns this task in minutes, so the task
+shows on a laptop whether a training loop learns at all.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LEVELS: Mapping[int, Mapping[str, Any]] = {
     5: {"operations": "+-*", "terms": 3, "digits": 3},
 }
 
-# One problem in ten is held out, by a hash of its text alone: so a problem that is held
-# out is held out at every level, size and seed, and a curriculum never trains on it.
+# One problem in ten is held out. The hash uses the text alone, so a held-out problem is
+# held out at every level, size and seed, and a curriculum never trains on it.
 _HELD_OUT_ONE_IN = 10
 
-# Spaces up to this many problems are listed and shuffled, so that none repeats; larger
-# ones are drawn from, where repetitions are rare and nothing has to be listed.
+# With at most so many problems, all are listed and shuffled, so that none repeats. With
+# more, problems are drawn at random: a list would be long, and repetitions are rare.
 _LISTED_SPACE = 100_000
 
 
@@ -40,27 +40,26 @@ _LISTED_SPACE = 100_000
 class Arithmetic:
     """Sums, differences, products and maxima of small non-negative integers.
 
-    Operands are uniform in [0, 10**digits), operations uniform in `operations`; a
-    product binds tighter than a sum, and a sum tighter than a maximum, which is written
-    "a>b" and means the larger of the two ("7>83>64=" has the answer 83). The reward is
-    1 if the answer is the canonical decimal integer ("22", "-3", "0"), white space
-    around it aside, and 0 otherwise: "+22", "022" and "22." are wrong, so that a
-    problem has one right string to learn.
+    Operands are uniform in [0, 10**digits), operations uniform in `operations`. The
+    maximum of two numbers is written "a>b" ("7>83>64=" has the answer 83). A product
+    binds tighter than a sum, and a sum tighter than a maximum. The reward is 1 if the
+    answer, stripped of white space, is the canonical decimal integer ("22", "-3", "0"),
+    and 0 otherwise: "+22", "022" and "22." are wrong, so that a problem has exactly one
+    right string to learn.
 
-    A problem belongs to "eval" if a hash of its text says so (one in ten), otherwise to
-    "train". Where at most 100,000 problems exist, each appears once and a split is
-    clipped to the problems that it has (level 1 has 100 in all); where there are more,
-    task i is drawn by a counter-based generator from (seed, split, i) alone, and a
-    problem may recur within its split.
+    A hash of its text assigns one problem in ten to "eval", the others to "train". If
+    at most 100,000 problems exist, each appears once, and a split is clipped to its
+    number of problems (level 1 has 100 in all). Otherwise task i is drawn by a
+    counter-based generator from (seed, split, i) alone, and problems may repeat.
 
     Args:
         operations: distinct characters out of "+-*>".
         terms: number of operands, in [2, 8].
         digits: largest number of digits of an operand, in [1, 9].
         seed: chooses and orders the problems.
-        slips: share of the demonstrations, in [0, 1], that are a teacher's slip: the
-            first number of the problem instead of its value. A model that imitates
-            them is no better than its teacher, until rewards tell it more.
+        slips: share of the demonstrations, in [0, 1], that are wrong: the first number
+            of the problem instead of its value. A model that imitates them makes the
+            same mistakes, so RL has something left to improve.
         train_size: number of training tasks, before clipping.
         eval_size: number of evaluation tasks, before clipping.
 
@@ -115,11 +114,11 @@ class Arithmetic:
         eval_size: int = 200,
         slips: float = 0.0,
     ) -> Arithmetic:
-        """The environment of a named difficulty.
+        """The environment of a numbered difficulty.
 
-        Level 0 is the largest of three numbers up to 99, which a model learns soonest;
-        1 is "+" of two digits (100 problems); 2 adds "-" (200); 3 has numbers up
-        to 99; 4 three of them; 5 three numbers up to 999 and "*".
+        Level 0 is the largest of three numbers up to 99, which a model learns fastest;
+        level 1 is "+" of two one-digit numbers (100 problems); 2 adds "-" (200); 3 has
+        numbers up to 99; 4 has three such numbers; 5 has three up to 999, and "*".
 
         Args:
             level: one of `LEVELS`.
@@ -129,7 +128,7 @@ class Arithmetic:
             slips: as in `Arithmetic`.
 
         Raises:
-            ValueError: if there is no such level.
+            ValueError: if the level does not exist.
 
         >>> Arithmetic.at_level(1).tasks("train")[0].messages[0].content
         '6+5='
@@ -150,7 +149,7 @@ class Arithmetic:
         return f"arithmetic({self.operations},{self.terms}x{self.digits})"
 
     def tasks(self, split: Split) -> TaskSequence:
-        """The problems of a split, no two equal where the whole space can be listed.
+        """The problems of a split; all distinct if at most 100,000 problems exist.
 
         Args:
             split: "train" or "eval".
@@ -162,7 +161,7 @@ class Arithmetic:
         return TaskSequence(min(size, len(listed)), lambda i: self._task(i, listed[i]))
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
-        """Rewards the exact integer with 1, anything else with 0.
+        """Rewards the exact integer with 1 and any other answer with 0.
 
         Args:
             task: the task that the conversation began with.
@@ -170,7 +169,7 @@ class Arithmetic:
 
         Returns:
             The last step, with the metrics `correct` and `well_formed` (whether the
-            answer is a canonical integer at all).
+            answer is a canonical integer).
         """
         answer = response(conversation).strip()
         correct = float(answer == task.reference)
@@ -178,7 +177,7 @@ class Arithmetic:
         return Step(reward=correct, done=True, metrics=metrics)
 
     def demonstration(self, task: Task) -> str:
-        """The answer itself, or one of the teacher's slips."""
+        """The right answer or, for a share `slips` of the problems, a wrong one."""
         text = task.messages[0].content
         if _uniform(10**6, "slip", text) < self.slips * 10**6:
             return re.findall(r"\d+", text)[0]
@@ -219,7 +218,7 @@ def _shuffled(
 
 
 def _uniform(bound: int, *counter: object) -> int:
-    """A number in [0, bound) that depends on the counter alone; bias below 2**-64."""
+    """A hash of the counter as an integer in [0, bound); bias below 2**-64."""
     num_bytes = bound.bit_length() // 8 + 9
     digest = hashlib.shake_256(repr(counter).encode()).digest(num_bytes)
     return int.from_bytes(digest) % bound
@@ -231,7 +230,7 @@ def _split_of(text: str) -> Split:
 
 
 def _text(operations: str, terms: int, digits: int, problem: int) -> str:
-    """Reads a problem's number as mixed-radix digits: operands, then operations."""
+    """The text of a problem, whose number encodes operands, then operations."""
     operands: list[str] = []
     for _ in range(terms):
         problem, operand = divmod(problem, 10**digits)

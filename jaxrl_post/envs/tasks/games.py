@@ -1,4 +1,4 @@
-"""What games have in common: tasks that begin anywhere in a game, and sessions."""
+"""Shared parts of the games: tasks that start in the middle of a game, and sessions."""
 
 from __future__ import annotations
 
@@ -14,63 +14,63 @@ __all__ = ["Game", "GameSession", "game_tasks", "open_game"]
 
 @runtime_checkable
 class Game(Protocol):
-    """One game and how far it has come."""
+    """One game and its current state."""
 
     def opening(self) -> str:
-        """What is said to the player first."""
+        """The first message to the player."""
         ...
 
     def play(self, said: str) -> Step:
-        """Takes the player's turn."""
+        """Plays the player's turn."""
         ...
 
     def advice(self) -> str:
-        """A good turn, as somebody knows who sees everything."""
+        """A good next turn, computed from the full state, hidden parts included."""
         ...
 
     def whim(self, rng: Random) -> str:
-        """A turn of somebody who plays without much thought."""
+        """A random next turn, as a careless player would take it."""
         ...
 
 
-# From a generator of random numbers to a game that has not begun.
+# Makes a new game from a random number generator.
 type NewGame = Callable[[Random], Game]
 
 
 @dataclass
 class GameSession:
-    """A game that the policy plays."""
+    """The session of one game that the policy plays."""
 
     game: Game
 
     def step(self, turn: Answer) -> Step:
-        """Takes the policy's turn."""
+        """Plays the policy's turn."""
         return self.game.play(turn.content)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: a game holds no resources."""
 
 
 def game_tasks(
     new: NewGame, split: Split, *, seed: int, size: int, begun: int
 ) -> TaskSequence:
-    """Games, each with a number of its own in its prompt.
+    """The tasks of a split: games, each with a unique number in its prompt.
 
-    Those of "eval" begin at the beginning. Those of "train" begin after up to `begun`
-    turns of somebody who plays without much thought: so a supervised warm start sees
-    all parts of a game, and a policy that cannot finish a game yet practises its end.
+    Games of "eval" start with the first turn. Games of "train" start after a random
+    number of random turns, at most `begun`: so a supervised warm start sees all parts
+    of a game, and a policy that cannot finish a game yet still practises its end.
 
     Args:
         new: makes a game.
         split: "train" or "eval".
-        seed: chooses the games.
+        seed: seeds the random choice of the games.
         size: number of tasks.
-        begun: most turns that were taken before the task.
+        begun: maximum number of turns that the prompt of a training game holds.
     """
 
     def make(index: int) -> Task:
         name = f"{seed} {split} {index}"
-        # Even numbers are trained on, odd ones held out.
+        # Even numbers belong to "train", odd ones to "eval": the prompts differ.
         number = 2 * index + (split == "eval")
         game, rng = new(Random(name)), Random(f"{name} turns")
         messages = [Message("user", f"{number} {game.opening()}")]
@@ -89,7 +89,7 @@ def game_tasks(
 
 
 def open_game(new: NewGame, task: Task) -> Game:
-    """The game of a task, after the turns that stand in its prompt."""
+    """The game of a task, after the turns that its prompt already holds."""
     game = new(Random(task.data["game"]))
     for message in task.messages:
         if message.role == "assistant":

@@ -1,4 +1,4 @@
-"""What a response is worth beside an answer: graders by name, or a function."""
+"""Graders: compare a response with the answer and compute the reward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRADERS = ("exact", "math", "regex")
 
 @dataclass(frozen=True)
 class Grade:
-    """The reward of a response, and what is reported beside it."""
+    """The reward of a response, and metrics to report."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -34,12 +34,12 @@ class Grade:
 
 @dataclass(frozen=True)
 class Grader:
-    """A way to grade; `envs.prompt_answers.PromptAnswers` says which there are.
+    """One way to grade; `envs.tasks.prompt_answers.PromptAnswers` documents all.
 
     Attributes:
         name: "exact", "math", "regex", or "module:name" of a function.
-        extract: a regular expression for what of a response is graded.
-        extraction: of "math".
+        extract: a regular expression for the part of a response to grade.
+        extraction: "strict" or "flexible", for the grader "math".
 
     >>> Grader("regex").grade("It is 72.", r".*\\b72\\b.*").reward
     1.0
@@ -54,7 +54,7 @@ class Grader:
     extraction: Extraction = "strict"
 
     def check(self) -> None:
-        """Refuses (ValueError) what does not exist or does not go together."""
+        """Raises ValueError for an unknown grader or options that do not fit it."""
         require_extraction(self.extraction)
         if self.extraction != "strict" and self.name != "math":
             raise ValueError(
@@ -78,14 +78,14 @@ class Grader:
                 ) from None
 
     def prepare(self) -> None:
-        """Imports what the first grade would have to wait for."""
+        """Imports the grader's library or function, so that the first grade is fast."""
         if self.name == "math":
             equal("1", "1")
         elif self.name not in GRADERS:
             _function(self.name)
 
     def wrong_with(self, answer: Any) -> str | None:
-        """Why an answer of a file cannot be graded against, None where it can."""
+        """Why an answer of a file cannot be used as a reference; None if it can."""
         if self.name not in GRADERS:
             return None
         if type(answer) not in (str, int, float):
@@ -103,15 +103,15 @@ class Grader:
         return None
 
     def reference(self, answer: Any) -> str:
-        """The answer as a text."""
+        """The answer as text, as responses are compared with it."""
         text = _text(answer).strip()
         if self.name != "math":
             return text
-        # As in GSM8K's files, whose answers end with "#### 72".
+        # In GSM8K's files, an answer is a whole solution that ends with "#### 72".
         return final_answer(text) or text.strip("$")
 
     def shown(self, reference: str) -> str | None:
-        """A response that is right, None where a grader leaves that open."""
+        """A right response for a reference; None if the grader does not define one."""
         if self.extract is not None:
             return None
         return {"exact": reference, "math": f"#### {reference}"}.get(self.name)
@@ -120,11 +120,11 @@ class Grader:
         """Grades a response.
 
         Args:
-            response: of the policy.
-            answer: as the file has it.
+            response: the policy's response.
+            answer: the answer as it is in the file.
 
         Raises:
-            ValueError: a function returned something else than a finite number.
+            ValueError: a grading function returned no finite number.
             ModuleNotFoundError: "math" without the extra.
         """
         if self.name not in GRADERS:
@@ -135,7 +135,7 @@ class Grader:
         return Grade(float(correct), metrics)
 
     def _said(self, response: str) -> str | None:
-        """What of a response is graded."""
+        """The part of a response to grade; None if there is none."""
         if self.extract is not None:
             matches = list(re.finditer(self.extract, response, re.DOTALL))
             if not matches:
@@ -175,7 +175,7 @@ def _function(name: str) -> Callable[[str, Any], Any]:
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
-        # A module that exists and misses a dependency of its own is another matter.
+        # The module exists, but an import inside it failed: keep that error.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ValueError(

@@ -1,4 +1,4 @@
-r"""Grade-school word problems with integer answers, and how a response is graded.
+r"""GSM8K: grade-school word problems with integer answers, graded by math-verify.
 
 References:
     Cobbe et al., "Training Verifiers to Solve Math Word Problems", arXiv:2110.14168.
@@ -39,21 +39,21 @@ class GSM8K:
     r"""Word problems from JSON Lines rows {"question": ..., "answer": "... #### 72"}.
 
     The reward is 1 if math-verify finds the response's final answer equal to the row's,
-    else 0; see `final_answer` for what counts as the final answer. Grading needs the
-    extra `math` and a main thread (math-verify uses SIGALRM), which a `WorkerPool` has.
+    else 0; `final_answer` defines the final answer. Grading needs the extra `math` and
+    must run in a main thread (math-verify uses SIGALRM), as it does in a `WorkerPool`.
 
     Args:
         path: the training rows.
         eval_path: the evaluation rows; without it, one question in ten of `path` is
             held out by a hash of its text.
-        on_bad_row: "fail" at a row that is not as above, or "skip" it and log a
-            warning.
-        extraction: "strict" calls a response wrong that marks no answer; "flexible"
-            takes its last number, which pays for listing numbers until one fits.
-        instruction: put after the question, with an empty line between; may be empty.
+        on_bad_row: "fail" raises at a row of another form, "skip" drops the row and
+            logs a warning.
+        extraction: "strict" grades a response without a marked answer as wrong;
+            "flexible" takes its last number, which rewards guessing many numbers.
+        instruction: text after the question and an empty line; may be empty.
 
     Raises:
-        ValueError: if `extraction` or `on_bad_row` is none of its values.
+        ValueError: if `extraction` or `on_bad_row` is not one of its values.
 
     >>> import pathlib, tempfile
     >>> row = r'{"question": "2*3?", "answer": "2*3 = <<2*3=6>>6\n#### 6"}'
@@ -116,7 +116,7 @@ class GSM8K:
         return tuple(self._task(index, row) for index, row in enumerate(rows))
 
     def prepare(self) -> None:
-        """Imports math-verify, whose first use takes a noticeable part of a second.
+        """Imports math-verify; otherwise the first step would wait for the import.
 
         Raises:
             ModuleNotFoundError: if the extra `math` is not installed.
@@ -124,7 +124,7 @@ class GSM8K:
         equal("1", "1")
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
-        """Rewards a final answer that equals the reference with 1, others with 0.
+        """Rewards a final answer equal to the reference with 1, any other with 0.
 
         Args:
             task: the task that the conversation began with.

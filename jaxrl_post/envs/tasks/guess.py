@@ -1,4 +1,4 @@
-"""A number-guessing game, the smallest environment that answers and keeps state."""
+"""A number-guessing game, the smallest example of a stateful environment."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["Guess"]
 class Guess:
     """Guess a number from 1 to `size`; every wrong guess is answered with a hint.
 
-    The prompt is "14 1-7?": the number of the game, which says nothing about the
-    answer, and the range. A wrong guess is answered with ">" if the number is greater
-    and "<" if it is less, what is no number of the range with "?". The reward is 1 for
-    the turn that guesses the number, and 0 for all others. Who halves what is left
-    needs at most log2(size + 1) guesses; who guesses what is possible, but at random,
-    finds a number from 1 to 7 within three guesses four times in five at best.
+    The prompt is "14 1-7?": the number of the game, which is unrelated to the answer,
+    and the range. The reply to a wrong guess is ">" if the number is greater than the
+    guess and "<" if it is less; the reply to any other text is "?". The reward is 1 for
+    the turn that guesses the number, and 0 for all others. Binary search needs at most
+    log2(size + 1) guesses. Random guesses among the possible numbers find a number from
+    1 to 7 within three guesses with a probability of at most 0.8.
 
     Args:
         size: the largest number, in [1, 99].
-        guesses: after which the game is over, at least 1.
-        begun: most guesses that a training game has behind it.
-        slips: share of the demonstrations, in [0, 1], that are any number of the range
-            instead of the right one. A model that imitates them knows the rules, and
-            makes little of the hints.
-        seed: chooses the numbers.
+        guesses: maximum number of guesses, in [1, 99].
+        begun: maximum number of guesses in a training prompt, in [0, guesses - 1].
+        slips: share of the demonstrations, in [0, 1], that are a random number of the
+            range instead of the right one. A model that imitates them learns the rules,
+            but hardly learns to use the hints.
+        seed: seeds the random choice of the numbers.
         train_size: number of training games.
         eval_size: number of held-out games.
 
@@ -74,16 +74,16 @@ class Guess:
         return f"guess({self.size},{self.guesses})"
 
     def tasks(self, split: Split) -> TaskSequence:
-        """Games; those of "train" may have begun."""
+        """The games of a split; those of "train" may start after some turns."""
         size = self.train_size if split == "train" else self.eval_size
         return game_tasks(self._new, split, seed=self.seed, size=size, begun=self.begun)
 
     def open(self, task: Task) -> GameSession:
-        """The game of a task."""
+        """Opens the session of a task's game."""
         return GameSession(open_game(self._new, task))
 
     def demonstration(self, task: Task) -> str:
-        """The number, or a slip."""
+        """The right number or, for a share `slips` of the games, a random one."""
         rng = Random(f"{task.data['game']} slip")
         if rng.random() < self.slips:
             return str(rng.randint(1, self.size))
@@ -98,7 +98,7 @@ class _Round:
     number: int
     size: int
     left: int
-    # What the hints leave possible.
+    # The range that is still possible after the hints.
     low: int = 1
     high: int = field(init=False)
 

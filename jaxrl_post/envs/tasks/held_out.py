@@ -1,4 +1,4 @@
-"""Which problems are never trained on, by a hash of their text."""
+"""Chooses the problems that are held out for evaluation, by a hash of their text."""
 
 import hashlib
 
@@ -8,13 +8,14 @@ __all__ = ["split_of"]
 
 
 def split_of(text: str, *, one_in: int = 10) -> Split:
-    """The split of a problem, which depends on nothing but its text.
+    """The split of a problem; depends only on the text of the problem.
 
-    So it is stable when rows are added or reordered, and copies fall together.
+    So adding or reordering rows moves no problem to another split, and copies of a
+    problem belong to the same split.
 
     Args:
-        text: of the problem.
-        one_in: one problem in so many is held out.
+        text: text of the problem.
+        one_in: one problem in `one_in` is held out.
 
     >>> split_of("2+2="), split_of("2+2=", one_in=1)
     ('train', 'eval')

@@ -1,4 +1,4 @@
-r"""The final answer of a response to a problem of mathematics, and its grade."""
+r"""Extracts the final answer of a response to a math problem, and compares answers."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ __all__ = ["Extraction", "equal", "final_answer", "is_number", "require_extracti
 
 type Extraction = Literal["flexible", "strict"]
 
-# What may surround or group the digits of a number without changing its value.
+# Characters that surround or group the digits of a number without changing its value.
 _DECORATION = re.compile(
     r"\\[,!;: ]|(?<=\d)\{,\}(?=\d)|(?<=\d),(?=\d{3}(?!\d))"
-    # Between digits these would be a product or two amounts, not to be joined into one.
+    # Kept between two digits: "*" is a product there, "$" or "%" separates two amounts.
     r"|(?<!\d)(?:\\?[$%]|\*+)|(?:\\?[$%]|\*+)(?!\d)",
     re.ASCII,
 )
 _UNSIGNED = r"(?:\d+(?:\.\d+)?|\.\d+)"
-# A minus after a digit, a letter or a closing bracket subtracts: "10-5" ends with 5.
+# A minus after a digit, a letter or a closing bracket subtracts: "10-5" ends with "5".
 _NUMBER = rf"(?:(?<![\w)\]}}])-)?{_UNSIGNED}(?:/{_UNSIGNED})?"
 _PLAIN = re.compile(_NUMBER, re.ASCII)
 _MARKED = re.compile(rf"####\s*({_NUMBER})", re.ASCII)
 _BRACE = re.compile(r"\\boxed\{|[{}]")
 
-# Longer than any answer; keeps the algebra of a degenerate response bounded.
+# Longer than any real answer; bounds the time that math-verify spends on a response.
 _LONGEST_ANSWER = 200
 
 
 def final_answer(text: str, *, extraction: Extraction = "strict") -> str | None:
-    r"""The one answer of a response that is graded.
+    r"""Extracts the one answer of a response that is graded.
 
-    The last marked answer counts: a number after "####", or what `\boxed{...}` holds.
-    So a response may correct itself, but listing candidates gains nothing. Where
-    nothing is marked, "strict" takes none, and "flexible" the last number in the text.
-    Dollar and percent signs, Markdown's asterisks, thousands separators and LaTeX
+    The last marked answer counts: a number after "####", or the content of
+    `\boxed{...}`. So a response may correct itself, but gains nothing from listing
+    candidates. Without a mark, "strict" returns None, "flexible" the last number of the
+    text. Dollar and percent signs, Markdown's asterisks, thousands separators and LaTeX
     spaces are dropped: "$1,080" is "1080", and "50%" is "50", never 0.5.
 
     Args:
@@ -42,11 +42,11 @@ def final_answer(text: str, *, extraction: Extraction = "strict") -> str | None:
         extraction: "strict" or "flexible".
 
     Returns:
-        A number ("1080", "-3.50", "3/4"), or the LaTeX of a box that holds something
-        else; None if there is no answer, or one of over 200 characters.
+        A number ("1080", "-3.50", "3/4") or the LaTeX of a box; None if there is no
+        answer, or if the answer has more than 200 characters.
 
     Raises:
-        ValueError: if `extraction` is neither.
+        ValueError: if `extraction` is neither "strict" nor "flexible".
 
     >>> final_answer("She earns $1,080.\n#### 1,080")
     '1080'
@@ -58,7 +58,7 @@ def final_answer(text: str, *, extraction: Extraction = "strict") -> str | None:
     '50'
     """
     require_extraction(extraction)
-    # A true minus sign (U+2212) is what typeset text has; numbers are written with "-".
+    # Typeset text has the minus sign U+2212, but the patterns expect "-".
     text = _DECORATION.sub("", text.replace("\N{MINUS SIGN}", "-"))
     start, answer = _last_box(text)
     for marked in _MARKED.finditer(text):
@@ -90,7 +90,7 @@ def equal(reference: str, answer: str) -> bool:
 
     Args:
         reference: a number, or LaTeX without dollar signs.
-        answer: likewise.
+        answer: a number, or LaTeX without dollar signs.
 
     Raises:
         ModuleNotFoundError: if the extra `math` is not installed.
@@ -100,18 +100,18 @@ def equal(reference: str, answer: str) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is one number, decoration such as "$1,080" aside."""
+    """Whether a text is one number; signs and separators as in "$1,080" are ignored."""
     return _PLAIN.fullmatch(_DECORATION.sub("", text).strip()) is not None
 
 
 def _expression(text: str) -> str:
-    # Plain numbers skip the LaTeX parser: it is slower, and reads "3/4." differently.
+    # Plain numbers skip the LaTeX parser: it is slower, and parses "3/4." differently.
     return text if _PLAIN.fullmatch(text) else f"${text}$"
 
 
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
     try:
-        # Not at the top: it imports sympy, which listing the tasks does not need.
+        # Not at the top: it imports sympy, which only grading needs.
         import math_verify
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
@@ -124,7 +124,7 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def require_extraction(extraction: str) -> None:
-    """Refuses (ValueError) a way to extract that there is not."""
+    """Raises ValueError unless `extraction` is "flexible" or "strict"."""
     if extraction not in ("flexible", "strict"):
         raise ValueError(
             f"extraction must be 'flexible' or 'strict', got {extraction!r}"

@@ -19,46 +19,46 @@ __all__ = ["PromptAnswers"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# The fields of a prompt, where none is named.
+# The default fields of a prompt; the first one that a row has is used.
 _PROMPTS = ("prompt", "messages")
 
 
 @dataclass(frozen=True)
 class PromptAnswers:
-    r"""Prompts and answers from a file of JSON lines or Parquet.
+    r"""Tasks from a JSON Lines or Parquet file of prompts and answers.
 
-    Graders:
+    The grader computes the reward:
 
-    - exact: the response is the answer, white space around either aside.
-    - math: math-verify finds the final answers of both equal (extra `math`). That of a
-      response is a number after "####" or what `\boxed{...}` holds, unless `extraction`
-      is "flexible"; that of the file may be marked so, and need not.
-    - regex: the answer is a regular expression (a dot matches a line break too) that
-      the whole response matches, white space around it aside.
-    - module:name: a function (response, answer) -> a finite number, the reward. It gets
-      the response's text, and the field of the file as it is.
+    - exact: the response equals the answer; both are stripped of white space.
+    - math: math-verify finds the final answers of both equal (extra `math`). The final
+      answer of a response is a number after "####" or the content of `\boxed{...}`,
+      unless `extraction` is "flexible". In the file, these marks are optional.
+    - regex: the answer is a regular expression (a dot also matches a line break) that
+      must match the whole response, stripped of white space.
+    - module:name: a function (response, answer) -> reward, a finite number. Its
+      arguments are the response's text and the unchanged field of the file.
 
-    With `extract`, what its last match holds (its first group, where it has one) is
-    graded in place of the response; a response without a match is wrong.
+    With `extract`, only its last match in the response is graded (the first group, if
+    the expression has groups); a response without a match is wrong.
 
     Args:
         path: .jsonl or .json with one object a line, or .parquet (extra `parquet`).
         eval_path: the evaluation rows; without it, one prompt in ten of `path` is held
             out by a hash of its text.
-        on_bad_row: "fail" at a bad row, or "skip" it and log a warning.
-        prompt: the field of the prompt, a text or a list of {"role", "content"}; by
-            default "prompt", or "messages" where there is none.
+        on_bad_row: "fail" raises at a bad row, "skip" drops it and logs a warning.
+        prompt: the field of the prompt, a text or a list of {"role", "content"}; the
+            default is "prompt", or "messages" in a row without the field "prompt".
         answer: the field of the answer, a text or a number; for a function any value.
-        solution: the field of a demonstration, a text; by default there is none.
-        grader: as above.
+        solution: the field of a demonstration, a text; None if there is no such field.
+        grader: one of the graders above.
         extract: a regular expression, for the graders exact, math and regex.
-        extraction: of math: "strict", or "flexible" for the last number of a response
-            that marks none.
-        instruction: put after the prompt, with an empty line between.
-        system: a system message, put before the prompt.
+        extraction: for math: "strict", or "flexible", which takes the last number of a
+            response without a marked answer.
+        instruction: text after the prompt and an empty line.
+        system: a system message before the prompt.
 
     Raises:
-        ValueError: there is no such grader, or an option does not fit it.
+        ValueError: the grader does not exist, or an option does not fit the grader.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -131,29 +131,29 @@ class PromptAnswers:
         return tuple(self._task(index, row) for index, row in enumerate(rows))
 
     def prepare(self) -> None:
-        """Imports what grades.
+        """Imports the library or the function that the grader needs.
 
         Raises:
-            ModuleNotFoundError: it is not installed.
+            ModuleNotFoundError: the library is not installed.
         """
         self._grader.prepare()
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
-        """Rewards the response as the grader does.
+        """Grades the response; the grade is the reward.
 
         Args:
             task: the task that the conversation began with.
             conversation: the messages so far; ends with the assistant's answer.
 
         Returns:
-            The last step; of the graders by name with the metrics `correct` and
+            The last step. For exact, math and regex, it has the metrics `correct` and
             `answered` (whether there was an answer to grade).
         """
         grade = self._grader.grade(response(conversation), task.data["answer"])
         return Step(grade.reward, done=True, metrics=grade.metrics)
 
     def demonstration(self, task: Task) -> str | None:
-        """The row's solution; where there is none, an answer that is itself right."""
+        """The row's solution; without one, a response that the grader calls right."""
         solution = task.data["solution"]
         return self._grader.shown(task.reference) if solution is None else solution
 

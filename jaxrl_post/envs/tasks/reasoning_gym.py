@@ -22,20 +22,20 @@ from jaxrl_post.envs.tasks.held_out import split_of
 
 __all__ = ["ReasoningGym"]
 
-# The library seeds problem i of a dataset with seed + i, so seeds next to each other
-# share nearly all problems. Evaluation starts where no training index can reach.
+# The library seeds problem i of a dataset with seed + i, so datasets of neighbouring
+# seeds share nearly all problems. No training index reaches the evaluation seeds.
 _EVAL_OFFSET = 2**30
 
-# One problem in five is held out, by a hash of its text alone: so a problem that is
-# held out is held out at every size and seed. A tenth would leave too few of a task
-# with some hundred problems, and take twice as long to find.
+# One problem in five is held out. The hash uses the text alone, so a held-out problem
+# is held out at every size and seed. One in ten would be too few for tasks with some
+# hundred problems, and the search for held-out problems would take twice as long.
 _HELD_OUT_ONE_IN = 5
 
-# A problem of the other split is replaced so many times before the task counts as one
-# whose problems all belong there.
+# After so many problems of the other split in a row, the task counts as one whose
+# problems all belong to that split.
 _ATTEMPTS = 200
 
-# So many problems in a row that were there before: there are no others.
+# After so many repeated problems in a row, the search assumes that all have been seen.
 _PATIENCE = 100
 
 
@@ -43,34 +43,34 @@ _PATIENCE = 100
 class ReasoningGym:
     """Any task of reasoning-gym, with the library's own `score_answer`.
 
-    The stripped response is what the scorer sees; most scorers give partial credit. A
-    scorer that raises on a response it cannot read (three of the library's did on text
-    that is no number, or JSON of another shape) means reward 0 and the metric
-    `scorer_raised`.
+    The scorer sees the response stripped of white space; most scorers give partial
+    credit. If the scorer raises on a response that it cannot parse (three of the
+    library's scorers did on text that is no number, or JSON of another shape), the
+    reward is 0 and the metric `scorer_raised` is 1.
 
-    A problem belongs to "eval" if a hash of its text says so (one in five), otherwise
-    to "train". Problem i of "train" is the library's of seed `seed + i` or, where that
-    is held out, `seed + train_size + i`, and so on; a problem may recur. Those of
-    "eval" are the first distinct ones that are held out, from the seed `2**30 + seed`
-    on: finding them takes five times as many problems, and a task with few distinct
-    problems gives fewer than `eval_size`.
+    A hash of its text assigns one problem in five to "eval", the others to "train".
+    Problem i of "train" is the library's problem of seed `seed + i`; if that is held
+    out, the one of `seed + train_size + i`, and so on; problems may repeat. The "eval"
+    problems are the first distinct held-out ones from seed `2**30 + seed` on: the
+    search generates about five times as many, and a task with few distinct problems
+    has fewer than `eval_size`.
 
     The problems of a few tasks (isomorphic_strings, ransom_note,
     polynomial_multiplication, word_ladder) depend on Python's string hash: they differ
-    between processes unless PYTHONHASHSEED is set. Each `Task` carries its library
-    entry, so scoring is right regardless. Needs the extra `envs`.
+    between processes unless PYTHONHASHSEED is set. Scoring is still right, because each
+    `Task` carries its library entry. Needs the extra `envs`.
 
     Args:
         task: the library's name of the task, such as "chain_sum".
         options: fields of the task's configuration, such as {"max_terms": 2}.
         seed: in [0, 2**30 - max(train_size, eval_size)].
         train_size: number of training tasks, at least 1.
-        eval_size: most evaluation tasks, at least 1.
+        eval_size: maximum number of evaluation tasks, at least 1.
 
     Raises:
         ModuleNotFoundError: if the extra `envs` is not installed.
-        ValueError: if the library has no such task, the task no such option, or a value
-            is out of range.
+        ValueError: if the library does not have the task, the task does not have an
+            option, or a value is out of range.
 
     >>> ReasoningGym("chain_sum", options={"seed": 1})
     Traceback (most recent call last):
@@ -120,7 +120,7 @@ class ReasoningGym:
         self._dataset("eval")
 
     def tasks(self, split: Split) -> TaskSequence:
-        """The problems of a split, those of "train" generated when they are asked for.
+        """The problems of a split; those of "train" are generated on access.
 
         Args:
             split: "train" or "eval".
@@ -129,7 +129,7 @@ class ReasoningGym:
             ValueError: all problems of the task belong to the other split.
         """
         if split == "train":
-            # The first at once: a split that is empty is not found out in mid-run.
+            # An empty split raises here, before the run starts.
             self._training_task(0)
             return TaskSequence(self.train_size, self._training_task)
         places = _held_out(
@@ -140,7 +140,7 @@ class ReasoningGym:
         )
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
-        """Rewards the stripped response with the library's score, usually in [0, 1].
+        """Rewards the response with the library's score, usually in [0, 1].
 
         Args:
             task: a task of this environment.
@@ -150,14 +150,13 @@ class ReasoningGym:
             The last step, with the metrics `score` and `scorer_raised`.
         """
         answer = response(conversation).strip()
-        # Scorers read the configuration, never the seed: either split's dataset does.
+        # Scorers read the configuration, never the seed: both splits score alike.
         dataset = self._dataset("eval")
         try:
             score = float(dataset.score_answer(answer, task.data["entry"]))
             raised = 0.0
-        # Third-party code on text that a model wrote: scorers convert it without
-        # looking, so what they raise is as open-ended as the text, and says that the
-        # text is no answer.
+        # Third-party scorers convert the model's text without checking it first, so any
+        # exception is possible, and it means that the text is no answer.
         except Exception:
             score, raised = 0.0, 1.0
         metrics = {"score": score, "scorer_raised": raised}
@@ -169,7 +168,7 @@ class ReasoningGym:
 
     def _training_task(self, index: int) -> Task:
         for attempt in range(_ATTEMPTS):
-            # One further each time, for tasks that look at the index, not at the seed.
+            # Another index each time: some tasks depend on the index, not on the seed.
             entry = self._entry("train", attempt, (index + attempt) % self.train_size)
             if not _is_held_out(entry["question"]):
                 return _task(index, entry)
@@ -182,7 +181,7 @@ class ReasoningGym:
         return self._dataset(split, attempt)[index]
 
     def _dataset(self, split: Split, attempt: int = 0) -> Any:
-        """The library's problems of a split, or those after as many attempts."""
+        """The library's dataset of a split; each attempt has seeds of its own."""
         size = self.eval_size if split == "eval" else self.train_size
         begin = self.seed + (_EVAL_OFFSET if split == "eval" else 0)
         options = pickle.dumps(dict(self.options))
@@ -191,7 +190,7 @@ class ReasoningGym:
 
 def _task(index: int, entry: Any) -> Task:
     prompt = (Message("user", entry["question"]),)
-    # Tasks with many right answers have no reference: None in the library.
+    # The library's answer is None for tasks with many right answers.
     reference = "" if entry["answer"] is None else str(entry["answer"])
     return Task(index, prompt, reference, data={"entry": entry})
 
@@ -204,11 +203,11 @@ def _is_held_out(question: str) -> bool:
 def _held_out(
     task: str, pickled_options: bytes, seed: int, size: int
 ) -> tuple[tuple[int, int], ...]:
-    """(attempt, index) of the first distinct problems that are held out."""
+    """The (attempt, index) pairs of the first `size` distinct held-out problems."""
     found: dict[str, tuple[int, int]] = {}
     seen, repeated = set[str](), 0
     begin = seed + _EVAL_OFFSET
-    # Until there are enough, or no other problem has turned up for a while.
+    # Stops when `size` problems are found, or when only known problems come for long.
     for attempt, index in itertools.product(range(_ATTEMPTS), range(size)):
         dataset = _dataset(task, pickled_options, begin + attempt * size, size)
         question = dataset[index]["question"]
@@ -229,7 +228,7 @@ def _held_out(
 
 @functools.lru_cache(maxsize=32)
 def _dataset(task: str, pickled_options: bytes, seed: int, size: int) -> Any:
-    """A dataset of the library; cached, as some load word lists of megabytes."""
+    """A dataset of the library; cached, because some load word lists of megabytes."""
     options = pickle.loads(pickled_options)
     try:
         return _library().create_dataset(task, seed=seed, size=size, **options)

@@ -11,7 +11,7 @@ from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 
 __all__ = ["World"]
 
-# Two rows of two rooms; a step changes one coordinate.
+# Two rows of two rooms; a move changes one coordinate by one.
 _ROOMS = {(0, 0): "attic", (1, 0): "hall", (0, 1): "cellar", (1, 1): "yard"}
 _WAYS = {"n": (0, -1), "s": (0, 1), "w": (-1, 0), "e": (1, 0)}
 _KEY, _CHEST = 0.25, 0.75
@@ -21,19 +21,18 @@ _KEY, _CHEST = 0.25, 0.75
 class World:
     """Four rooms, a key and a chest; the policy sees the room that it is in.
 
-    The prompt is "8 hall: chest; s w": the number of the game, the room, what lies
-    there, and the ways out. The policy says a way ("n", "s", "w", "e"), "take" or
-    "open", and is told what it sees then, with "+key" once it carries the key; what
-    cannot be done is answered with "no" before that. To take the key earns 0.25, to
-    open the chest with it 0.75, and ends the game.
+    The prompt is "8 hall: chest; s w": the number of the game, the room, the things in
+    the room, and the exits. The policy's turn is an exit ("n", "s", "w", "e"), "take"
+    or "open". The reply describes the room after the turn, with "+key" if the policy
+    carries the key; the reply to an impossible turn begins with "no". Taking the key
+    earns 0.25. Opening the chest with the key earns 0.75 and ends the game.
 
     Args:
-        turns: after which the game is over, at least 1; 6 are enough for every game
-            when one knows where things are.
-        begun: most turns that a training game has behind it.
-        slips: share of the demonstrations, in [0, 1], that are a turn of somebody who
-            plays without much thought.
-        seed: chooses the games.
+        turns: maximum number of turns, in [1, 99]; 6 turns are enough for every game if
+            the player knows where the key and the chest are.
+        begun: maximum number of turns in a training prompt, in [0, turns - 1].
+        slips: share of the demonstrations, in [0, 1], that are a random turn.
+        seed: seeds the random choice of the games.
         train_size: number of training games.
         eval_size: number of held-out games.
 
@@ -74,16 +73,16 @@ class World:
         return f"world({self.turns})"
 
     def tasks(self, split: Split) -> TaskSequence:
-        """Games; those of "train" may have begun."""
+        """The games of a split; those of "train" may start after some turns."""
         size = self.train_size if split == "train" else self.eval_size
         return game_tasks(self._new, split, seed=self.seed, size=size, begun=self.begun)
 
     def open(self, task: Task) -> GameSession:
-        """The game of a task."""
+        """Opens the session of a task's game."""
         return GameSession(open_game(self._new, task))
 
     def demonstration(self, task: Task) -> str:
-        """A turn on the shortest way, or a slip."""
+        """The best next turn or, for a share `slips` of the games, a random one."""
         rng = Random(f"{task.data['game']} slip")
         if rng.random() < self.slips:
             return open_game(self._new, task).whim(rng)
