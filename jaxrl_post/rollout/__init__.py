@@ -1,4 +1,4 @@
-"""Episodes: prompts in, rewarded token sequences out."""
+"""Rollouts: samples episodes of tasks and has the environment reward their turns."""
 
 from jaxrl_post.rollout.collector import Collector, Sampler
 from jaxrl_post.rollout.episode import Episode, Group, Turn

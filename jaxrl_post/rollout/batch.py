@@ -1,4 +1,4 @@
-"""Groups to training sequences."""
+"""Turns groups of episodes into advantages and training sequences."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,10 +22,9 @@ __all__ = [
 
 
 def worthless_if_truncated(groups: Sequence[Group]) -> list[Group]:
-    """The groups with the reward of every turn that was cut at 0, or less.
+    """Limits the reward of every truncated turn, and each of its parts, to at most 0.
 
-    A turn that did not end earns nothing, whatever stands in it; what it loses by a
-    penalty it still loses.
+    A truncated turn earns nothing, whatever its text is, but keeps its penalties.
     """
 
     def turn(each: Turn) -> Turn:
@@ -51,16 +50,16 @@ def worthless_if_truncated(groups: Sequence[Group]) -> list[Group]:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What an advantage estimator may read of groups of equal size.
+    """The input of an advantage estimator: facts about groups of equal size.
 
     Attributes:
-        rewards: float32 [groups, samples], shaped; 0 where an episode failed.
-        valid: bool [groups, samples], False where it failed.
-        lengths: int32 [groups, samples], tokens that the policy produced.
-        components: float32 [groups, samples, parts] of the rewards, in the order of
-            their names; None where they have no parts.
-        greedy: float32 [groups], shaped rewards of the greedy completions; None where
-            there are none. A group whose greedy completion failed is not valid.
+        rewards: float32 [groups, samples], shaped; 0 for failed episodes.
+        valid: bool [groups, samples], False for failed episodes.
+        lengths: int32 [groups, samples], number of sampled tokens.
+        components: float32 [groups, samples, parts], the parts of the rewards in the
+            order of their names; None if the estimator reads no parts.
+        greedy: float32 [groups], shaped rewards of the greedy completions; None without
+            them. If a greedy completion failed, its whole group is invalid.
     """
 
     rewards: np.ndarray
@@ -81,13 +80,13 @@ def advantages(
     Args:
         groups: of equal size.
         estimator: `GroupFacts` to advantages [groups, samples].
-        shaping: what is added to a reward, by the number of tokens that were sampled.
-            Here and nowhere before: which groups are worth training on is a matter of
-            the rewards as they were judged (`Group.has_spread`).
+        shaping: maps the number of sampled tokens to a term added to the reward. The
+            term is added only here, so that `Group.has_spread` selects groups by their
+            unshaped rewards.
         parts: names of the components that the estimator reads, if any.
 
     Returns:
-        float32 [groups, samples]; what it says about failed episodes is not used.
+        float32 [groups, samples]; the values of failed episodes are not used.
     """
     rewards = np.stack([group.rewards for group in groups])
     lengths = np.stack([group.lengths for group in groups])
@@ -109,7 +108,7 @@ def advantages(
 def _greedy(
     groups: Sequence[Group], shaping: Callable[[np.ndarray], np.ndarray] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Shaped rewards of the greedy completions, and which of them could be judged."""
+    """Shaped rewards of the greedy completions, and which of them did not fail."""
     found = [group.greedy for group in groups]
     rewards = np.array([(r and r.reward) or 0.0 for r in found], np.float32)
     if shaping is not None:
@@ -119,7 +118,7 @@ def _greedy(
 
 
 def _components(groups: Sequence[Group], parts: Sequence[str]) -> np.ndarray:
-    """float32 [groups, samples, parts], 0 where an episode failed."""
+    """The parts of the rewards, float32 [groups, samples, parts]; 0 if missing."""
     return np.array(
         [
             [[episode.rewards.get(name, 0.0) for name in parts] for episode in episodes]
@@ -133,15 +132,15 @@ def turn_rewards(
     groups: Sequence[Group],
     shaping: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The reward of every turn, with an episode's shaping at its last turn.
+    """The reward of every turn; the shaping of an episode is added to its last turn.
 
     Args:
         groups: of equal size.
         shaping: as for `advantages`.
 
     Returns:
-        Rewards, float32 [groups, samples, turns], 0 where there is no turn; and which
-        turns there are, bool of the same shape, without those of failed episodes.
+        Rewards, float32 [groups, samples, turns], and a mask of the turns that exist,
+        bool of the same shape. Both are 0 for missing turns and for failed episodes.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     most = max((len(episode.turns) for episode in episodes), default=0)
@@ -169,17 +168,17 @@ def turn_advantages(
 ) -> np.ndarray:
     """Applies a group advantage estimator to the return of each turn.
 
-    Turn k of a sample is compared with turn k of the group's other samples that have
-    one, by the discounted sum of the rewards from that turn on.
+    Turn k of a sample is compared with turn k of the group's other samples, as far as
+    they have k turns, by the discounted sum of the rewards from turn k on.
 
     Args:
         groups: of equal size.
         estimator: as for `advantages`.
         shaping: as for `advantages`.
-        discount: in [0, 1], a turn; 0 credits a turn with its own reward alone.
+        discount: in [0, 1], per turn; 0 credits a turn with its own reward alone.
 
     Returns:
-        float32 [groups, samples, turns]; 0 where there is no turn.
+        float32 [groups, samples, turns]; 0 for missing turns.
 
     References:
         Zeng et al., Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level
@@ -210,13 +209,13 @@ def sequences(
 
     Args:
         groups: as for `advantages`.
-        values: float32 [groups, samples], the advantage of each episode, which all its
-            sampled tokens get; or [groups, samples, turns], that of each turn.
-        rewards: float32 [groups, samples, turns] for algorithms that credit tokens by
-            themselves: each turn's stands at its last token. None for the others.
-        skip_truncated: leaves out the episodes whose last turn was cut (DAPO's
-            overlong filter).
-        mark_truncated: has the sequences say which of them were cut.
+        values: advantages, float32 [groups, samples] per episode or [groups, samples,
+            turns] per turn; every sampled token gets that of its episode or turn.
+        rewards: float32 [groups, samples, turns] for algorithms that compute advantages
+            per token; placed at the last token of each turn. None for other algorithms.
+        skip_truncated: drops the episodes whose last turn was cut (DAPO's overlong
+            filter).
+        mark_truncated: sets `truncated` of the sequences; otherwise it is None.
     """
     made = []
     for row, group in enumerate(groups):

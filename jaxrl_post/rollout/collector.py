@@ -1,8 +1,8 @@
-"""Carries out episodes: sampling here, judging in worker processes.
+"""Runs episodes: samples turns in this process, judges them in worker processes.
 
 One round of `Collector.poll` starts a burst of decoding, applies judgements while the
-device works, and collects the burst. Any number of episodes may be under way; they can
-be suspended, written into a checkpoint, and go on under other parameters.
+device decodes, and collects the burst. Unfinished episodes can be suspended, written
+into a checkpoint, and continued under other parameters.
 """
 
 import concurrent.futures
@@ -40,12 +40,12 @@ class RolloutTimeoutError(RuntimeError):
 
 
 class SeveralTurnsError(ValueError):
-    """An environment goes on after the one turn that an episode may have."""
+    """The environment continues an episode that may have only one turn."""
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What the collector needs of a sampler; its parameters are bound already."""
+    """The sampler as the collector uses it, with parameters already bound."""
 
     @property
     def busy(self) -> bool:
@@ -57,15 +57,15 @@ class Sampler(Protocol):
         ...
 
     def dispatch(self) -> None:
-        """Starts a burst of work, if none is under way; does not wait for it."""
+        """Starts a burst of decoding unless one is running; does not wait for it."""
         ...
 
     def collect(self) -> list[Completion]:
-        """Waits for the burst under way, a bounded time; returns what finished."""
+        """Waits for the running burst, a bounded time; returns finished completions."""
         ...
 
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
-        """Ends samples where they are (all for None); returns what they have."""
+        """Stops samples (all for None); returns completions of the tokens so far."""
         ...
 
 
@@ -76,20 +76,20 @@ class Judges(Protocol):
     def submit(
         self, task: Task, conversation: tuple[Message, ...], session: SampleId
     ) -> concurrent.futures.Future[Outcome]:
-        """Asks for the answer to the turn that ends a conversation."""
+        """Requests the answer to the turn that ends a conversation."""
         ...
 
     def end(self, session: SampleId) -> None:
-        """Closes the session of an episode that is over, if it has one."""
+        """Closes the session of a finished episode, if it has one."""
         ...
 
 
 @runtime_checkable
 class Codec(Protocol):
-    """Text and tokens, as the collector needs them."""
+    """Converts between text and tokens, as the collector needs it."""
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Tokens of a conversation up to the assistant's turn."""
+        """Tokens of a conversation up to the start of the assistant's next turn."""
         ...
 
     def reply(
@@ -99,7 +99,7 @@ class Codec(Protocol):
         *,
         stop_id: int | None,
     ) -> tuple[int, ...]:
-        """Tokens from the assistant's turn, which may lack its end, to its next one."""
+        """Tokens between the last sampled token and the assistant's next turn."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -109,11 +109,11 @@ class Codec(Protocol):
 
 @dataclass
 class _Open:
-    """A group whose episodes are not all over."""
+    """A group with unfinished episodes."""
 
     sampling: SamplingParams
     flights: dict[int, Flight]
-    # Whether its samples are with the sampler: not before the first round, and not
+    # Whether the sampler has the group's samples: False before the first round and
     # after a suspension.
     submitted: bool = False
     unfinished: int = field(init=False)
@@ -124,17 +124,17 @@ class _Open:
 
 @dataclass
 class Collector:
-    """Any number of episodes under way.
+    """Runs any number of episodes at the same time.
 
     Attributes:
-        codec: text and tokens.
+        codec: converts between text and tokens.
         judges: the environment, in worker processes.
-        limits: of an episode.
-        deadline_s: seconds that one call of `run` may take.
-        grace_s: seconds for which a round waits for the next judgement of those that
-            the round before asked for, while the device decodes. If each comes within
-            it, what happens is a function of the samples and not of the clock. One that
-            takes longer is waited for once, and taken when it comes.
+        limits: bounds of an episode.
+        deadline_s: maximum seconds of one call of `run`.
+        grace_s: seconds that a round waits for each judgement requested in the previous
+            round, while the device decodes. If no judgement takes longer, the results
+            depend only on the samples, not on the clock. After one that takes longer,
+            the round waits no more; late judgements are applied when they arrive.
         seconds: time spent by phase, "rollout" and "reward"; the caller may reset it.
     """
 
@@ -147,24 +147,24 @@ class Collector:
         default_factory=lambda: {"rollout": 0.0, "reward": 0.0}
     )
     _open: dict[int, _Open] = field(default_factory=dict, init=False)
-    # In the order of asking.
+    # The requested judgements by number, in the order of the requests.
     _judging: dict[int, SampleId] = field(default_factory=dict, init=False)
-    # Those of them whose time of grace is not over.
+    # The requested judgements that a round still waits for, see `grace_s`.
     _due: set[int] = field(default_factory=set, init=False)
     _asked: int = field(default=0, init=False)
-    # Judgements arrive here as they are made, from the threads of the workers.
+    # The threads of the workers put finished judgements here.
     _arrived: queue.SimpleQueue[tuple[int, _Judgement]] = field(
         default_factory=queue.SimpleQueue, init=False
     )
 
     @property
     def in_flight(self) -> int:
-        """Groups that are not finished."""
+        """Number of unfinished groups."""
         return len(self._open)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """Of the groups that are not finished, the oldest first."""
+        """The prompt ids of the unfinished groups, the oldest first."""
         return tuple(self._open)
 
     def run(
@@ -174,21 +174,21 @@ class Collector:
         num_samples: int,
         sampling: SamplingParams,
     ) -> list[Group]:
-        """Carries out every task's episodes to their end.
+        """Runs the episodes of all tasks until they end.
 
         Args:
-            sampler: with its parameters bound.
-            tasks: (prompt id, task); the ids differ.
-            num_samples: episodes of each task.
-            sampling: for every turn.
+            sampler: with parameters bound.
+            tasks: (prompt id, task); the prompt ids must be distinct.
+            num_samples: number of episodes per task.
+            sampling: the sampling parameters of every turn.
 
         Returns:
-            One group a task, in the order of `tasks`. An episode whose judgement failed
-            has reward None.
+            One group per task, in the order of `tasks`. An episode whose judgement
+            failed has reward None.
 
         Raises:
-            RolloutTimeoutError: the deadline passed; says what it waited for.
-            SeveralTurnsError: the limit is one turn, and the environment goes on.
+            RolloutTimeoutError: the deadline passed.
+            SeveralTurnsError: the limit is one turn, but the environment continues.
         """
         self.start(tasks, num_samples, sampling)
         wanted = [prompt_id for prompt_id, _ in tasks]
@@ -204,7 +204,7 @@ class Collector:
         num_samples: int,
         sampling: SamplingParams,
     ) -> None:
-        """Begins episodes; the next `poll` asks the sampler for them."""
+        """Starts episodes; the next `poll` submits them to the sampler."""
         for prompt_id, task in tasks:
             if prompt_id in self._open:
                 raise ValueError(
@@ -218,18 +218,18 @@ class Collector:
             self._open[prompt_id] = _Open(sampling, begun)
 
     def poll(self, sampler: Sampler, deadline: float) -> list[Group]:
-        """Does one round of work.
+        """Runs one round: dispatches a burst, applies judgements, collects the burst.
 
         Args:
-            sampler: with its parameters bound.
-            deadline: value of `time.monotonic` after which nothing is waited for.
+            sampler: with parameters bound.
+            deadline: value of `time.monotonic` at which the round stops waiting.
 
         Returns:
             The groups that finished, in the order of their start.
 
         Raises:
             RolloutTimeoutError: the deadline has passed.
-            SeveralTurnsError: the limit is one turn, and the environment goes on.
+            SeveralTurnsError: the limit is one turn, but the environment continues.
         """
         self._check(deadline)
         self._submit(sampler)
@@ -247,10 +247,10 @@ class Collector:
         return self._finished()
 
     def suspend(self, sampler: Sampler) -> None:
-        """Takes all samples back from the sampler, with the tokens that they have.
+        """Takes all samples back from the sampler, with their tokens so far.
 
-        The next `poll` has them go on, perhaps under other parameters: each token says
-        which sampled it. Judgements that were asked for are not disturbed.
+        The next `poll` continues them, possibly under other parameters: each token
+        records the version that sampled it. Requested judgements are not affected.
         """
         for completion in sampler.cancel():
             self._completed(completion)
@@ -258,9 +258,9 @@ class Collector:
             group.submitted = False
 
     def state(self) -> list[dict[str, Any]]:
-        """A JSON value from which `restore` takes up the groups under way.
+        """The unfinished groups as a JSON value for `restore`.
 
-        Call `suspend` first: tokens that are still with the sampler are not in it.
+        Call `suspend` first: tokens that only the sampler holds are not included.
         """
         return [
             {
@@ -274,16 +274,16 @@ class Collector:
     def restore(
         self, value: Sequence[Mapping[str, Any]], tasks: Mapping[int, Task]
     ) -> None:
-        """Takes up what `state` gave, in the place of what is under way.
+        """Replaces the unfinished groups with those of `state`.
 
-        A judgement that was awaited is asked for again.
+        Judgements that were pending are requested again.
 
         Args:
-            value: of `state`.
-            tasks: of the groups, by prompt id.
+            value: a result of `state`.
+            tasks: the tasks of the groups, by prompt id.
 
         Raises:
-            ChangedTaskError: a task is not the one that an episode began with.
+            ChangedTaskError: a task differs from the one that its episodes began with.
         """
         self._open, self._judging, self._due = {}, {}, set()
         for group in value:
@@ -299,7 +299,7 @@ class Collector:
                     self._ask((prompt_id, index))
 
     def _submit(self, sampler: Sampler) -> None:
-        """Asks for the samples of groups that are new or were suspended."""
+        """Submits the samples of groups that are new or were suspended."""
         for prompt_id, group in self._open.items():
             if group.submitted:
                 continue
@@ -324,12 +324,12 @@ class Collector:
     def _completed(self, completion: Completion) -> None:
         sample = completion.prompt_id, completion.sample_index
         if completion.finish_reason == "cancelled":
-            # It is not asked for again here: that is for the next round.
+            # The next round submits the sample again.
             self._advance(sample, flights.Interrupted(completion.tokens))
             return
         partial = self._open[sample[0]].flights[sample[1]].partial
         ids = (partial + completion.tokens).ids.tolist()
-        # Not every tokenizer takes its stop tokens for special ones.
+        # `decode` drops special tokens, but not every stop token is a special token.
         said = ids[: -1 if completion.finish_reason == "stop" else None]
         text = self.codec.decode(said)
         self._advance(
@@ -350,7 +350,7 @@ class Collector:
         return effect
 
     def _ask(self, sample: SampleId) -> None:
-        """Asks the environment about the last turn."""
+        """Requests the judgement of the last turn."""
         flight = self._open[sample[0]].flights[sample[1]]
         number, self._asked = self._asked, self._asked + 1
         self._judging[number] = sample
@@ -359,36 +359,36 @@ class Collector:
         future.add_done_callback(lambda done: self._arrived.put((number, done)))
 
     def _take_judgements(self, sampler: Sampler, deadline: float) -> None:
-        """Applies the judgements that are there, and waits for those that are due.
+        """Applies the judgements that have arrived, and waits for those in `_due`.
 
-        All of them were asked for in earlier rounds.
+        All of these were requested in earlier rounds.
         """
         ready = self._arrivals(time.monotonic())
         if self.grace_s:
             while not self._due <= ready.keys():
-                # Anew after each arrival: many quick judgements are not slow ones.
+                # The grace restarts at each arrival: it bounds one judgement, not all.
                 grace = min(time.monotonic() + self.grace_s, deadline)
                 if not (more := self._arrivals(grace)):
                     break
                 ready |= more
             self._due.clear()
         if not ready and self._judging and not sampler.busy:
-            # Nothing decodes, so nothing goes on without a judgement.
+            # Nothing decodes, so the round can only wait for a judgement.
             ready = self._arrivals(deadline)
-        # In the order of asking, so that a replay makes the same requests.
+        # In the order of the requests, so that a replayed run submits the same samples.
         for number in sorted(ready):
             self._due.discard(number)
             sample = self._judging.pop(number)
             self._judged(sample, ready[number].result(timeout=0), sampler)
 
     def _arrivals(self, until: float) -> dict[int, _Judgement]:
-        """Judgements that have arrived; waits for one, at most until then."""
+        """Judgements that have arrived; waits for the first one, at most to `until`."""
         found: dict[int, _Judgement] = {}
         with contextlib.suppress(queue.Empty):
             while True:
                 left = 0.0 if found else max(0.0, until - time.monotonic())
                 number, judgement = self._arrived.get(timeout=left)
-                # One that was asked for before `restore` is nobody's.
+                # Judgements requested before `restore` are dropped.
                 if number in self._judging:
                     found[number] = judgement
         return found
@@ -400,7 +400,7 @@ class Collector:
             self._advance(sample, flights.Failed(f"{outcome.kind}: {outcome.error}"))
             return
         if not step.done and self.limits.max_turns == 1:
-            # Cut here, the episode would count as one that earned nothing.
+            # Otherwise the episode would end here and count as one without reward.
             raise SeveralTurnsError(
                 f"--env: task {flight.task.id} goes on after its first turn (Step.done "
                 "is False), and an episode may have one; raise --rollout.max-turns (in "
@@ -411,7 +411,7 @@ class Collector:
             sampler.submit(_request(sample, effect, group.sampling))
 
     def _with_reply(self, flight: Flight, step: Step) -> flights.Judged:
-        """The event of a judgement, with a reply only if a turn follows it."""
+        """The event of a judgement, with a reply only if another turn follows."""
         reply: tuple[int, ...] = ()
         if step.messages and flights.has_turns_left(flight, step, self.limits):
             reply = self.codec.reply(

@@ -1,4 +1,4 @@
-"""Episodes: the turns of one sample of a task, and the groups that they form."""
+"""Data of rollouts: turns, episodes (one sample of a task) and groups of episodes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxrl_post.tokens import Tokens
 
 __all__ = ["Episode", "EpisodeEnd", "Group", "Turn"]
 
-# How an episode ended. As its last turn did, if the environment then was done: "stop",
-# "stop_string", or "length", cut at the most tokens of a turn. "turn_limit" and
-# "token_limit": the environment would have gone on, but --rollout.max-turns or
+# How an episode ended. "stop", "stop_string" and "length" (cut at the maximum tokens of
+# a turn): the environment was done, and its last turn ended so. "turn_limit" and
+# "token_limit": the environment was not done, but --rollout.max-turns or
 # --rollout.max-prompt-tokens ended the episode. "failed": a judgement failed.
 EpisodeEnd = Literal[
     "", "stop", "stop_string", "length", "turn_limit", "token_limit", "failed"
@@ -23,20 +23,19 @@ EpisodeEnd = Literal[
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy, and what the environment said to it.
+    """One turn of the policy with its context and its judgement.
 
     Attributes:
-        context: tokens between the turn before and this one: the prompt, or the
+        context: tokens between the previous turn and this one: the prompt, or the
             environment's messages. Not sampled, never trained on.
-        sampled: the policy's tokens, the stop token included.
+        sampled: the policy's tokens, including the stop token.
         heard: text of the messages in `context`.
-        text: what the policy says.
+        text: the policy's text, decoded from `sampled`.
         finish_reason: "stop", "stop_string" or "length".
-        reward: what the environment gave for this turn; None until it is judged, and
-            for ever if the judgement failed.
-        rewards: parts of the reward by name, each before its weight; empty if there is
-            only one.
-        metrics: the environment's.
+        reward: the environment's reward for this turn; None until the turn is judged,
+            and if the judgement failed.
+        rewards: unweighted parts of the reward by name; empty if there is only one.
+        metrics: metrics from the environment.
     """
 
     context: Tokens
@@ -50,7 +49,7 @@ class Turn:
 
     @property
     def truncated(self) -> bool:
-        """Whether it was cut at the most tokens of a turn."""
+        """Whether the turn was cut at the maximum number of tokens of a turn."""
         return self.finish_reason == "length"
 
     def to_json(self) -> dict[str, Any]:
@@ -63,7 +62,7 @@ class Turn:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Turn:
-        """Restores what `to_json` made."""
+        """Restores a turn from the value of `to_json`."""
         pieces = {
             name: Tokens.from_json(value[name]) for name in ("context", "sampled")
         }
@@ -75,13 +74,13 @@ class Episode:
     """One sample of a task: a sequence of turns.
 
     Attributes:
-        prompt_id: unique in a run; the samples of one group share it.
-        sample_index: within the group.
-        task_id: of the environment's task.
-        prompt_text: the task's messages, as text.
-        turns: of the policy, in order.
-        finish_reason: how the episode ended, see `EpisodeEnd`; "" while it goes on.
-        error: why it failed; "" otherwise.
+        prompt_id: unique in a run; shared by the samples of one group.
+        sample_index: index within the group.
+        task_id: id of the environment's task.
+        prompt_text: the task's messages as text.
+        turns: the policy's turns, in order.
+        finish_reason: how the episode ended, see `EpisodeEnd`; "" until then.
+        error: why the episode failed; "" otherwise.
     """
 
     prompt_id: int
@@ -94,14 +93,14 @@ class Episode:
 
     @property
     def tokens(self) -> Tokens:
-        """All of it, as the sampler saw it; never tokenised again."""
+        """All tokens as the sampler saw them; the text is never tokenised again."""
         return Tokens.concatenate(
             piece for turn in self.turns for piece in (turn.context, turn.sampled)
         )
 
     @property
     def turn_ids(self) -> np.ndarray:
-        """int32 [tokens]: the turn that sampled each token, from 1; 0 for context."""
+        """int32 [tokens]: the turn of each sampled token, from 1; 0 for context."""
         ids = [np.zeros(0, np.int32)]
         for number, turn in enumerate(self.turns, 1):
             ids.append(np.zeros(len(turn.context), np.int32))
@@ -110,17 +109,17 @@ class Episode:
 
     @property
     def num_tokens(self) -> int:
-        """All of its tokens."""
+        """Number of tokens, sampled and context."""
         return sum(len(turn.context) + len(turn.sampled) for turn in self.turns)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(len(turn.sampled) for turn in self.turns)
 
     @property
     def reward(self) -> float | None:
-        """Sum over the turns; None if the episode failed."""
+        """Sum of the turns' rewards; None if the episode failed."""
         if self.error:
             return None
         return sum((turn.reward or 0.0 for turn in self.turns), 0.0)
@@ -136,17 +135,17 @@ class Episode:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The environment's; if several turns report one, the last of them counts."""
+        """The environment's metrics; of equal names, the last turn's value counts."""
         return {k: v for turn in self.turns for k, v in turn.metrics.items()}
 
     @property
     def response_text(self) -> str:
-        """The policy's last turn."""
+        """Text of the policy's last turn."""
         return self.turns[-1].text if self.turns else ""
 
     @property
     def transcript(self) -> str:
-        """What the policy said, with what it heard between its turns, for people."""
+        """The policy's turns with the environment's messages between them, to read."""
         said = self.turns[0].text if self.turns else ""
         for turn in self.turns[1:]:
             heard = "\n".join(f"> {line}" for line in turn.heard.splitlines())
@@ -155,7 +154,7 @@ class Episode:
 
     @property
     def truncated(self) -> bool:
-        """Whether its last turn was cut at the most tokens of a turn."""
+        """Whether the last turn was cut at the maximum number of tokens of a turn."""
         return bool(self.turns) and self.turns[-1].truncated
 
     def to_json(self) -> dict[str, Any]:
@@ -164,7 +163,7 @@ class Episode:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Episode:
-        """Restores what `to_json` made."""
+        """Restores an episode from the value of `to_json`."""
         turns = tuple(map(Turn.from_json, value["turns"]))
         return cls(**{**value, "turns": turns})
 
@@ -174,10 +173,10 @@ class Group:
     """The episodes of one prompt, ordered by sample index.
 
     Attributes:
-        prompt_id: of all of them.
+        prompt_id: the prompt id of all episodes.
         episodes: the samples.
         greedy: the prompt's greedy episode, a baseline that is not trained on; None if
-            the algorithm needs none.
+            the algorithm needs no such baseline.
     """
 
     prompt_id: int
@@ -196,12 +195,12 @@ class Group:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int32 [samples]; tokens that the policy sampled."""
+        """int32 [samples]; number of sampled tokens."""
         return np.array([e.num_sampled for e in self.episodes], np.int32)
 
     @property
     def has_spread(self) -> bool:
-        """Whether its rewards, unshaped, differ: without that it teaches nothing."""
+        """Whether the unshaped rewards differ; if not, group advantages are all 0."""
         rewards = self.rewards[self.valid]
         return rewards.size > 1 and bool(np.ptp(rewards) > 0)
 
@@ -215,7 +214,7 @@ class Group:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Group:
-        """Restores what `to_json` made."""
+        """Restores a group from the value of `to_json`."""
         greedy = value["greedy"]
         return cls(
             value["prompt_id"],

@@ -1,11 +1,11 @@
-"""An episode under way as a pure function: (state, event) to (state, effect).
+"""The state machine of one running episode: (state, event) -> (state, effect).
 
     begin -> Generate -> [Generated] -> Judge -> [Judged] -> Generate ... -> Finish
 
-A single-turn task is the case in which the first judgement is the last. Nothing here
-waits, samples or judges: the collector carries out the effects and reports the events.
-The effect is a function of the state, so a flight that comes back from a checkpoint
-goes on where it was.
+A single-turn task ends after the first judgement. This module is pure and does not
+wait, sample or judge: the collector executes the effects and reports the events. The
+effect is a function of the state, so a flight restored from a checkpoint continues
+where it stopped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class ChangedTaskError(ValueError):
-    """A task is not the one that an episode in a checkpoint began with."""
+    """A task differs from the one that an episode in a checkpoint began with."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Limits:
     """Bounds of an episode.
 
     Attributes:
-        max_turns: of the policy.
-        max_prompt_tokens: longest prompt of any turn.
+        max_turns: maximum number of the policy's turns.
+        max_prompt_tokens: maximum length of a turn's prompt, earlier turns included.
     """
 
     max_turns: int = 1
@@ -60,16 +60,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Flight:
-    """An episode under way.
+    """The state of a running episode.
 
     Attributes:
-        task: that it began with.
-        episode: its turns so far. While the environment is awaited, the last of them
-            has no reward yet.
-        conversation: the messages so far, the task's first.
-        context: what stands before the turn that is being sampled.
-        heard: the same as text.
-        partial: what was sampled of that turn before it was interrupted.
+        task: the task of the episode.
+        episode: the turns so far. While `awaits` is "environment", the last turn has no
+            reward yet.
+        conversation: the messages so far, beginning with the task's.
+        context: tokens between the previous turn and the turn being sampled.
+        heard: text of the messages in `context`.
+        partial: tokens of the turn being sampled, if its sampling was interrupted.
         awaits: who acts next: the sampler, the environment, or nobody at the end.
     """
 
@@ -104,10 +104,10 @@ class Flight:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], task: Task) -> Flight:
-        """Restores what `to_json` made.
+        """Restores a flight from the value of `to_json`.
 
         Raises:
-            ChangedTaskError: the task is another one than at the time.
+            ChangedTaskError: the task has changed since `to_json`.
         """
         if _fingerprint(task) != value["task"]:
             raise ChangedTaskError(
@@ -128,11 +128,11 @@ class Flight:
 
 @dataclass(frozen=True)
 class Generated:
-    """Event: the policy took its turn.
+    """Event: the policy finished a turn.
 
     Attributes:
-        tokens: that were sampled since the last interruption.
-        text: of the whole turn.
+        tokens: tokens sampled since the last interruption.
+        text: text of the whole turn.
         finish_reason: "stop", "stop_string" or "length".
     """
 
@@ -143,7 +143,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Event: the sampler was stopped in the middle of a turn, after these tokens."""
+    """Event: sampling stopped in the middle of a turn, after these new tokens."""
 
     tokens: Tokens
 
@@ -154,8 +154,8 @@ class Judged:
 
     Attributes:
         step: the answer.
-        reply: what stands between the policy's turn and its next one, in tokens: the
-            end of the turn, if that was not sampled, and the environment's messages.
+        reply: token ids between the policy's turn and its next turn: the end of the
+            turn, if it was not sampled, and the environment's messages.
     """
 
     step: Step
@@ -171,11 +171,11 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """Effect: sample a turn that continues these tokens.
+    """Effect: sample a turn that continues `prompt`.
 
     Attributes:
         prompt: token ids.
-        num_sampled: how many of the last of them belong to the turn already.
+        num_sampled: number of tokens at the end of `prompt` that belong to the turn.
     """
 
     prompt: tuple[int, ...]
@@ -184,7 +184,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Judge:
-    """Effect: ask the environment."""
+    """Effect: request the environment's judgement."""
 
     conversation: tuple[Message, ...]
 
@@ -218,7 +218,7 @@ def begin(
 
 
 def effect_of(flight: Flight) -> Effect:
-    """What has to happen next."""
+    """The effect to execute next."""
     if flight.awaits == "nobody":
         return Finish(flight.episode)
     if flight.awaits == "environment":
@@ -252,7 +252,7 @@ def transition(flight: Flight, event: Event, limits: Limits) -> tuple[Flight, Ef
 
 
 def has_turns_left(flight: Flight, step: Step, limits: Limits) -> bool:
-    """Whether the policy goes on after a judgement, if there is room for the prompt."""
+    """Whether another turn follows a judgement, if its prompt is not too long."""
     return not step.done and len(flight.episode.turns) < limits.max_turns
 
 
@@ -290,7 +290,7 @@ def _judged(flight: Flight, event: Judged, limits: Limits) -> Flight:
     if not step.messages and flight.stop_id is not None:
         error = "the environment is not done, and said nothing to a turn that had ended"
         return ended("failed", error)
-    # What the policy did not sample is context: it is never trained on.
+    # The reply was not sampled by the policy, so it is context and never trained on.
     return dataclasses.replace(
         flight,
         episode=dataclasses.replace(flight.episode, turns=(*before, judged)),

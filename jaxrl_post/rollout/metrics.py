@@ -1,4 +1,4 @@
-"""Facts about the rollouts that are trained on."""
+"""Metrics of the rollouts that a step trains on."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ __all__ = ["rollout_metrics"]
 def rollout_metrics(
     groups: Sequence[Group], values: np.ndarray, version: int
 ) -> dict[str, float]:
-    """Rewards, lengths, ages and advantages of a step's rollouts, as means.
+    """Statistics of the rewards, lengths, staleness and advantages of one step.
 
     Args:
-        groups: as they were collected.
-        values: float32 [groups, samples] or [groups, samples, turns], their advantages.
-        version: of the parameters that train on them.
+        groups: the step's groups.
+        values: advantages, float32 [groups, samples] or [groups, samples, turns].
+        version: version of the parameters that train on the groups.
     """
     episodes = [e for group in groups for e in group.episodes if e.reward is not None]
     rewards = [e.reward for e in episodes if e.reward is not None]

@@ -1,4 +1,4 @@
-"""Groups that were sampled and judged but not yet trained on."""
+"""A queue of groups that were sampled and judged but not yet trained on."""
 
 import collections
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ __all__ = ["GroupQueue"]
 
 
 class GroupQueue:
-    """First in, first out; part of every checkpoint.
+    """A first-in, first-out queue of groups; part of every checkpoint.
 
     >>> queue = GroupQueue()
     >>> queue.put([Group(3, ()), Group(4, ())])
@@ -29,7 +29,7 @@ class GroupQueue:
         self._groups.extend(groups)
 
     def take(self, count: int) -> list[Group]:
-        """Removes and returns the oldest groups, `count` or as many as there are."""
+        """Removes and returns the oldest groups, at most `count`."""
         return [self._groups.popleft() for _ in range(min(count, len(self)))]
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -38,5 +38,5 @@ class GroupQueue:
 
     @classmethod
     def from_json(cls, value: Sequence[dict[str, Any]]) -> "GroupQueue":
-        """Restores what `to_json` made."""
+        """Restores a queue from the value of `to_json`."""
         return cls(Group.from_json(group) for group in value)

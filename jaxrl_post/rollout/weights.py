@@ -1,4 +1,4 @@
-"""Handing the trainer's parameters to the sampler."""
+"""Hands the trainer's parameters to the sampler, without a copy if possible."""
 
 from collections.abc import Iterable
 
@@ -13,15 +13,15 @@ __all__ = ["Published", "buffer_pointers", "publish"]
 
 
 class Published:
-    """A sampler with one version of the parameters bound to it.
+    """The engine bound to one version of the parameters; implements `Sampler`.
 
-    Lives for as long as that version does: the next optimizer step takes its arrays.
+    Valid until the next optimizer step, to which the trainer's arrays are donated.
 
     Args:
-        engine: which holds no parameters of its own.
-        params: of the version.
-        version: recorded with every token.
-        bytes_moved: what publishing cost, over all devices.
+        engine: the engine, which holds no parameters of its own.
+        params: the parameters of this version.
+        version: recorded with every sampled token.
+        bytes_moved: bytes that publishing moved, over all devices.
     """
 
     def __init__(
@@ -44,27 +44,27 @@ class Published:
         self.engine.dispatch(self.params, version=self.version)
 
     def collect(self) -> list[Completion]:
-        """Waits for the burst; returns what finished."""
+        """Waits for the burst; returns finished completions."""
         return self.engine.collect()
 
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
-        """Ends samples where they are; returns what they have."""
+        """Stops samples (all for None); returns completions of the tokens so far."""
         return self.engine.cancel(samples)
 
 
 def publish(
     engine: Engine, params: PyTree, version: int, shardings: PyTree | None = None
 ) -> Published:
-    """Binds parameters to the sampler.
+    """Binds the trainer's parameters to the engine.
 
-    On the trainer's own mesh the very arrays are handed over and nothing moves. With
-    `shardings` of another layout each array is resharded, one after the other.
+    With the trainer's shardings, the engine uses the same arrays and nothing moves.
+    Arrays with other `shardings` are resharded one after the other.
 
     Args:
-        engine: the sampler.
+        engine: the engine to bind.
         params: the trainer's arrays.
-        version: optimizer steps taken.
-        shardings: tree of the sampler's shardings; None for the trainer's.
+        version: number of optimizer steps taken.
+        shardings: tree of the sampler's shardings; None for the trainer's shardings.
     """
     if shardings is None:
         return Published(engine, params, version, 0)
@@ -82,7 +82,7 @@ def publish(
 
 
 def buffer_pointers(tree: PyTree) -> list[tuple[int, int]]:
-    """(device id, address) of every shard here, to show that nothing was copied."""
+    """(device id, address) of every local shard; equal addresses mean no copy."""
     return [
         (shard.device.id, shard.data.unsafe_buffer_pointer())
         for leaf in jax.tree.leaves(tree)

@@ -1,4 +1,4 @@
-"""Worker processes that answer turns: each has a deadline, and none can end the run."""
+"""A pool of worker processes that run an environment, with deadlines and restarts."""
 
 from __future__ import annotations
 
@@ -40,37 +40,38 @@ _CRASH_WINDOW_S = 60.0
 
 
 class WorkerPool:
-    """Processes that answer the policy's turns, each one turn at a time.
+    """Worker processes that answer the policy's turns, one turn per worker at a time.
 
-    `submit` never raises for a bad reward function: the future resolves to an `Outcome`
-    that says what happened. In asyncio, `await asyncio.wrap_future(pool.submit(...))`.
-    A worker that hangs or dies is replaced. If too many die, none is replaced for a
-    while, and once none is left their requests fail at once, with the reason.
+    `submit` does not raise if a reward function fails: the future resolves to an
+    `Outcome` with the error. In asyncio, `await asyncio.wrap_future(pool.submit(...))`.
+    A worker that hangs or dies is replaced. After too many crashes no worker is
+    replaced for a while; once no worker is left, requests fail at once with the reason.
 
-    The turns of an episode of a `StatefulEnvironment` all go to the worker that took
-    its first. If that worker dies, the turn that it was at fails. The other episodes
-    that had a session there go on in another worker, which takes their earlier turns
-    again.
+    All turns of an episode of a `StatefulEnvironment` go to the worker that answered
+    the first turn. If that worker dies, the turn that it was answering fails. The other
+    episodes with a session in it continue in another worker, which replays their
+    earlier turns.
 
-    A step runs in its worker's main thread, in a session of its own: a Ctrl-C in the
-    terminal reaches the caller alone. What it prints is kept, the last 8 KiB of it, for
-    error messages. Workers end when the pool is closed or the caller dies.
+    A step runs in the main thread of its worker. Each worker is in a process session of
+    its own, so Ctrl-C in the terminal interrupts only the caller. The last 8 KiB of a
+    worker's output are kept for error messages. Workers end when the pool is closed or
+    the caller dies.
 
     Args:
-        environment: what to run; must pickle, and be importable by a worker, which has
-            the same `sys.path`. A class defined in `__main__` is not.
+        environment: the environment to run; must pickle, and its class must be
+            importable with the caller's `sys.path`, so not be defined in `__main__`.
         num_workers: number of processes, at least 1.
-        deadline_s: seconds that one step may take, from when a worker starts on it.
-        start_timeout_s: seconds that a worker may take to import and prepare.
+        deadline_s: maximum seconds of one step, from when a worker starts it.
+        start_timeout_s: maximum seconds that a worker takes to import and prepare.
         memory_limit_gib: limit on a worker's address space, over which a step raises
             MemoryError; None for no limit.
-        max_crashes_per_minute: how many workers of the pool may die within a minute,
-            timeouts aside, before none is replaced until that minute is over.
+        max_crashes_per_minute: number of crashes of the pool's workers within a minute,
+            timeouts not counted, after which no worker is replaced in that minute.
 
     Raises:
         ValueError: if an argument is out of range, or the environment does not pickle
-            or judges nothing.
-        WorkerStartError: if a worker does not start, with what it wrote.
+            or has neither `step` nor `open`.
+        WorkerStartError: if a worker does not start; with the worker's output.
 
     >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
     >>> environment = Arithmetic()
@@ -129,20 +130,20 @@ class WorkerPool:
         conversation: tuple[Message, ...],
         session: Hashable = None,
     ) -> Future[Outcome]:
-        """Has the environment answer the turn that ends a conversation. For any thread.
+        """Queues the turn that ends a conversation for an answer. Thread-safe.
 
         Args:
             task: the task that the conversation began with.
             conversation: the messages so far; ends with the assistant's turn.
-            session: tells the episode from all others, as (prompt id, sample index)
-                does; a stateful environment needs it. One turn of it at a time.
+            session: identifies the episode, e.g. (prompt id, sample index); required by
+                stateful environments. One turn of a session at a time.
 
         Returns:
             A future of the outcome; it can be cancelled until a worker starts on it.
 
         Raises:
-            ValueError: if the task does not pickle, or a stateful environment gets no
-                session.
+            ValueError: if the task does not pickle, or `session` is None for a stateful
+                environment.
             RuntimeError: if the pool is closed.
         """
         calls = 1
@@ -152,7 +153,7 @@ class WorkerPool:
                     "session must tell the episode, as the environment keeps state; "
                     "got None"
                 )
-            # An earlier turn may have to be taken again, and the session be opened.
+            # The worker may have to open the session and replay the earlier turns.
             calls = 1 + len(turns_of(task, conversation))
         else:
             session = None
@@ -163,18 +164,18 @@ class WorkerPool:
         return job.future
 
     def end(self, session: Hashable) -> None:
-        """Closes the session of an episode, where there is one. Does not wait."""
+        """Closes the session of an episode, if it has one. Does not wait."""
         if self._stateful and self._jobs.knows(session):
             task = Task(0, (), "")
             request = _pickled("session", Ask(session, task, None))
             self._jobs.put(_Job(request, Future(), session, 1, ends=True))
 
     def close(self, *, deadline_s: float = 5.0) -> None:
-        """Cancels what is queued, waits for what is running, ends the processes.
+        """Cancels queued requests, waits for running steps, ends the processes.
 
         Args:
-            deadline_s: seconds to wait for running steps; those that take longer are
-                killed, and their outcome is "crashed".
+            deadline_s: seconds to wait for running steps; workers with longer steps are
+                killed, and the outcome of these steps is "crashed".
         """
         self._closing.set()
         self._jobs.close()
@@ -197,7 +198,7 @@ class WorkerPool:
 
     def _start_all(self, timeout_s: float) -> None:
         starts: list[Future[None]] = [Future() for _ in self._workers]
-        # Daemons: a caller that forgot to close must not hang when it exits.
+        # Daemon threads: a caller that forgot to close the pool can still exit.
         self._threads = [
             threading.Thread(target=self._serve, args=pair, daemon=True)
             for pair in enumerate(starts)
@@ -206,7 +207,7 @@ class WorkerPool:
             thread.start()
         try:
             for start in starts:
-                # `WorkerProcess.start` keeps the deadline; this one backs it up.
+                # `WorkerProcess.start` enforces the deadline; this one is a backup.
                 start.result(timeout=timeout_s + _KILL_WAIT_S)
         except BaseException:
             self.close(deadline_s=0.0)
@@ -218,7 +219,7 @@ class WorkerPool:
             thread.join(max(0.0, expires - time.monotonic()))
 
     def _serve(self, index: int, started: Future[None]) -> None:
-        """The thread of one worker, the only one to start, ask and end it."""
+        """Runs in the thread of one worker, the only thread that starts or asks it."""
         worker = self._workers[index]
         try:
             worker.start()
@@ -231,7 +232,7 @@ class WorkerPool:
                 continue
             try:
                 outcome = worker.ask(job.request, job.calls)
-            # The boundary of the thread: whatever happens, somebody awaits the future.
+            # The boundary of the thread: the caller waits for the future in any case.
             except Exception as error:
                 worker.end(grace_s=0.0)
                 self._jobs.leave(index)
@@ -247,7 +248,7 @@ class WorkerPool:
         worker.end()
 
     def _next_job(self, index: int) -> _Job | None:
-        """Revives the worker where needed, then waits for a job; None at the end."""
+        """Restarts the worker if it is dead, then waits for a job; None at the end."""
         worker = self._workers[index]
         while not worker.alive and not self._closing.is_set():
             if self._crashes.may_restart():
@@ -256,11 +257,11 @@ class WorkerPool:
                 except WorkerStartError as error:
                     self._crashes.record(str(error))
             elif any(other.alive for other in self._workers):
-                # A worker that cannot run jobs leaves them to those that can.
+                # Other workers can run the jobs.
                 self._closing.wait(_POLL_S)
             else:
                 self._fail_one_job()
-        # No deadline: an idle worker waits for a job, or for the None of `close`.
+        # No deadline: an idle worker waits for a job, or for the None from `close`.
         return None if self._closing.is_set() else self._jobs.take(index)
 
     def _fail_one_job(self) -> None:
@@ -277,16 +278,16 @@ class _Job:
     request: bytes
     future: Future[Outcome]
     session: Hashable
-    # Of the environment, each with its own deadline.
+    # Maximum number of calls of the environment, each with its own deadline.
     calls: int
     ends: bool = False
 
 
 class _Jobs:
-    """Which worker does what: a session's jobs where it lives, others where one idles.
+    """Assigns jobs: a session's jobs to its worker, other jobs to any idle worker.
 
     Args:
-        workers: how many there are.
+        workers: number of workers.
     """
 
     def __init__(self, workers: int) -> None:
@@ -297,15 +298,15 @@ class _Jobs:
             queue.SimpleQueue() for _ in range(workers)
         ]
         self._idle: set[int] = set()
-        # Session to the worker that it lives in.
+        # The worker of each open session.
         self._homes: dict[Hashable, int] = {}
 
     def knows(self, session: Hashable) -> bool:
-        """Whether a session lives in a worker."""
+        """Whether a worker has been assigned to a session."""
         return session in self._homes
 
     def put(self, job: _Job) -> bool:
-        """Queues a job; False once closed."""
+        """Queues a job; returns False after `close`."""
         with self._lock:
             if self._closed:
                 return False
@@ -313,7 +314,7 @@ class _Jobs:
         return True
 
     def take(self, worker: int) -> _Job | None:
-        """The next job of a worker; waits for one. None when all is over."""
+        """Waits for the next job of a worker; None after `close`."""
         inbox = self._inboxes[worker]
         with self._lock:
             if inbox.empty() and not self._closed:
@@ -324,12 +325,12 @@ class _Jobs:
         return inbox.get()
 
     def unassigned(self) -> _Job | None:
-        """A job that no worker has; None if there is none."""
+        """Removes and returns a job without a worker; None if there is none."""
         with self._lock:
             return self._backlog.popleft() if self._backlog else None
 
     def leave(self, worker: int) -> None:
-        """Leaves the sessions and jobs of a worker that died to the others."""
+        """Drops the sessions of a worker that died, and assigns its jobs again."""
         with self._lock:
             self._idle.discard(worker)
             self._homes = {k: v for k, v in self._homes.items() if v != worker}
@@ -337,7 +338,7 @@ class _Jobs:
                 self._assign(job)
 
     def close(self) -> None:
-        """Cancels what has not begun; every worker gets None once it is free."""
+        """Cancels waiting jobs; the next `take` of each worker returns None."""
         with self._lock:
             self._closed = True
             waiting = [*self._backlog]
@@ -377,7 +378,7 @@ class _Jobs:
 
 
 class _CrashLog:
-    """The crashes of the last minute: what keeps a pool from restarting in a loop."""
+    """Counts the crashes of the last minute, to stop endless restarts."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -386,20 +387,20 @@ class _CrashLog:
         self._lock = threading.Lock()
 
     def record(self, error: str) -> None:
-        """Notes a crash that happened now."""
+        """Records a crash that happened now."""
         with self._lock:
             self._times.append(time.monotonic())
             self._last_error = error
 
     def may_restart(self) -> bool:
-        """Whether fewer than the limit happened within the last minute."""
+        """Whether the last minute had fewer crashes than the limit."""
         with self._lock:
             while self._times and self._times[0] < time.monotonic() - _CRASH_WINDOW_S:
                 self._times.popleft()
             return len(self._times) < self._limit
 
     def describe(self) -> str:
-        """Why nothing is restarted now."""
+        """The error message while no worker is restarted."""
         with self._lock:
             return (
                 f"no worker process is left: {len(self._times)} died within a minute "
@@ -411,7 +412,7 @@ class _CrashLog:
 def _pickled(name: str, value: object) -> bytes:
     try:
         pickled = pickle.dumps(value)
-    # What pickle raises depends on the object: these are its three ways to say no.
+    # pickle raises one of these three, depending on the object.
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{name} must pickle, to be sent to a worker process, got: {error}. Use "

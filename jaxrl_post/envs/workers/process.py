@@ -1,8 +1,8 @@
-"""One worker process: started, asked, replaced when it hangs or dies.
+"""One worker process, seen from the parent: start it, ask it, end it.
 
-Workers are fresh interpreters, not forks: a fork of a process that runs jax's threads
-may deadlock, and multiprocessing's spawn would import the caller's `__main__`, and jax
-with it, in each of them.
+Workers are new interpreters, not forks: a fork of a process with jax's threads may
+deadlock. multiprocessing's spawn would import the caller's `__main__`, and so jax, in
+each worker.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Outcome", "WorkerProcess", "WorkerSettings", "WorkerStartError"]
 
 type OutcomeKind = Literal["ok", "raised", "timeout", "invalid", "crashed", "ended"]
 
-# The worker sees the modules that this process sees.
+# The worker gets this process's sys.path, so that it can import the same modules.
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
     "from jaxrl_post.envs.workers.worker import main; main()"
 )
-# A worker ends itself at its deadline and says where it hung. One that cannot, being
-# stopped or starved, is killed so much later.
+# A worker ends itself at its deadline and writes where it hung. If it cannot, because
+# it is stopped or gets no CPU time, the parent kills it so many seconds later.
 _SELF_END_GRACE_S = 2.0
 _EXIT_GRACE_S = 1.0
 _KILL_WAIT_S = 5.0
@@ -42,21 +42,21 @@ _SHOWN_LINES = 12
 
 
 class WorkerStartError(RuntimeError):
-    """A worker process did not become ready; the message holds what it wrote."""
+    """A worker process did not become ready; the message holds its output."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one turn that an environment was to answer.
+    """The result of asking an environment for the answer to one turn.
 
     Args:
-        step: the step, if `kind` is "ok".
-        error: what went wrong, if it is not.
-        kind: "ok"; "raised" (step raised), "invalid" (what it returned is no step, or
-            holds a number that is not finite), "timeout" (the deadline passed),
-            "crashed" (the process died, or could not be started again); "ended" (no
-            turn: a session was closed).
-        seconds: how long the worker had the request.
+        step: the step if `kind` is "ok", else None.
+        error: the error message; None if `kind` is "ok" or "ended".
+        kind: "ok"; "raised" (step raised); "invalid" (step returned no `Step`, or a
+            number that is not finite); "timeout" (the deadline passed); "crashed" (the
+            process died, or could not be started again); "ended" (a session was closed,
+            no turn was answered).
+        seconds: time from sending the request to the worker until the result.
 
     >>> Outcome(Step(1.0, done=True), None, "ok", 0.01).kind
     'ok'
@@ -70,12 +70,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker is started with.
+    """The settings of a worker process.
 
     Args:
         environment: the pickled environment.
-        deadline_s: seconds that one step may take.
-        start_timeout_s: seconds that importing and preparing may take.
+        deadline_s: maximum seconds of one step.
+        start_timeout_s: maximum seconds of importing and preparing.
         memory_bytes: limit on the address space, or None.
     """
 
@@ -86,12 +86,12 @@ class WorkerSettings:
 
 
 class WorkerProcess:
-    """A process, the socket to it and the end of what it wrote.
+    """A worker process, its socket and the end of its output.
 
-    One thread at a time starts, asks and ends it; `kill` alone may come from another.
+    Not thread-safe, except `kill`, which any thread may call.
 
     Args:
-        settings: what each process is started with.
+        settings: the settings of each process that `start` starts.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -101,20 +101,20 @@ class WorkerProcess:
         self._output: _Tail | None = None
         self._killed = False
         self._asked = 0
-        # Held while the process is started and waited for: a kill from another thread
-        # must not reach a process id that has already become another program's.
+        # Held while the process is started and waited for: after the wait, its process
+        # id may belong to another program, which `kill` must not hit.
         self._lock = threading.Lock()
 
     @property
     def alive(self) -> bool:
-        """Whether there is a process to ask, as far as the last answer has shown."""
+        """Whether the process can be asked; may be True after an unnoticed death."""
         return self._connection is not None
 
     def start(self) -> None:
         """Starts a process and waits until it is ready.
 
         Raises:
-            WorkerStartError: if it does not become ready in time, with what it wrote.
+            WorkerStartError: if it does not become ready in time; with its output.
         """
         settings = self._settings
         preamble = {
@@ -142,11 +142,13 @@ class WorkerProcess:
         self._connection, self._asked = connection, 0
 
     def ask(self, request: bytes, calls: int = 1) -> Outcome:
-        """Has the process answer; it is dead after a "timeout" or a "crashed".
+        """Sends a request and waits for the answer.
+
+        After the outcomes "timeout" and "crashed" the process is dead.
 
         Args:
             request: a pickled `Ask`.
-            calls: of the environment that it may take, each with its own deadline.
+            calls: maximum calls of the environment, each with its own deadline.
 
         Returns:
             The outcome.
@@ -172,16 +174,16 @@ class WorkerProcess:
             return Outcome(None, text, "crashed", time.monotonic() - began)
 
     def end(self, *, grace_s: float = _EXIT_GRACE_S) -> None:
-        """Ends the process and whatever it has started in its session.
+        """Ends the process and all processes that it started in its process session.
 
         Args:
-            grace_s: seconds in which it may leave by itself, running its exit handlers.
+            grace_s: seconds to wait for a normal exit, which runs exit handlers.
         """
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_WR)
-                # The end of the stream is the end of the process. Unlike `wait`, this
-                # keeps the process id reserved for the kill that follows.
+                # The stream ends when the process exits. Unlike `wait`, reading it
+                # keeps the process id reserved for the kill below.
                 expires = time.monotonic() + grace_s
                 while (left := expires - time.monotonic()) > 0:
                     self._connection.settimeout(left)
@@ -192,7 +194,7 @@ class WorkerProcess:
         self._reap()
 
     def kill(self) -> None:
-        """Kills the process and keeps it from being started again. For any thread."""
+        """Kills the process and prevents another start. Thread-safe."""
         with self._lock:
             self._killed = True
             self._kill_session()
@@ -200,7 +202,7 @@ class WorkerProcess:
     def _launch(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-        # -P: no json.py of the working directory. -u: a crash loses no output.
+        # -P: ignore a json.py in the working directory. -u: a crash loses no output.
         command = [sys.executable, "-P", "-u", "-c", _BOOTSTRAP, path]
         try:
             with self._lock:
@@ -226,12 +228,12 @@ class WorkerProcess:
         return ours
 
     def _autopsy(self, began: float, allowed_s: float) -> Outcome:
-        """What became of a process that did not reply."""
+        """Finds out why a process did not reply: "timeout" or "crashed"."""
         seconds = time.monotonic() - began
         self.end(grace_s=0.0)
         _, marker, stack = self._written().rpartition("Timeout (")
-        # The watchdog of one call of several leaves its mark before all of their time
-        # is over; a process that is stopped leaves none.
+        # With several calls, the watchdog of one call writes its marker before their
+        # total time is over. A process that is stopped writes no marker.
         if seconds < self._settings.deadline_s or not (marker or seconds >= allowed_s):
             text = f"the worker process {self._exit_reason()}{self._shown_output()}"
             return Outcome(None, text, "crashed", seconds)
@@ -245,13 +247,13 @@ class WorkerProcess:
         with self._lock:
             self._kill_session()
             if self._process is not None:
-                # It was sent SIGKILL: what outlasts this is stuck in the kernel.
+                # A process that survives SIGKILL for so long is stuck in the kernel.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=_KILL_WAIT_S)
 
     def _kill_session(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            # It leads its session, so its group has its id; macOS refuses for a zombie.
+            # A group has its leader's id. macOS raises PermissionError for a zombie.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -274,7 +276,7 @@ class WorkerProcess:
 
 
 class _Tail:
-    """The end of what a process writes, read all along so that it never has to wait."""
+    """Keeps the end of a process's output; reads all of it, so the pipe never fills."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._kept = b""
@@ -284,8 +286,8 @@ class _Tail:
         self._thread.start()
 
     def text(self) -> str:
-        """The last 8 KiB, once the process has ended."""
-        # A program that left the session may hold the pipe open: do not wait for it.
+        """The last 8 KiB of the output; call it after the process has ended."""
+        # A child process outside the session may hold the pipe open: limit the wait.
         self._thread.join(_LAST_OUTPUT_WAIT_S)
         return self._kept.decode("utf-8", errors="replace")
 

@@ -1,4 +1,4 @@
-"""The open sessions of one worker process, by the episodes that they serve."""
+"""The open sessions of one worker process, one session per episode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["SessionError", "Sessions"]
 
 
 class SessionError(RuntimeError):
-    """A session does not do again what it did before."""
+    """A session answered a replayed turn differently than the first time."""
 
 
 @dataclass
@@ -31,15 +31,15 @@ class _Open:
 
 
 class Sessions:
-    """Takes the turns of episodes, each in the session that was opened for it.
+    """Answers turns, each in the session of its episode.
 
-    A turn of an episode whose session is not here (its worker died, or the run was
-    resumed) opens one and takes the earlier turns again. What they are answered with
-    must be what stands in the conversation.
+    If the session of an episode is not in this process (its worker died, or the run was
+    resumed), `step` opens a new session and replays the earlier turns. The replayed
+    answers must equal the messages of the conversation.
 
     Args:
-        environment: that opens sessions; of a stateless one `step` is called.
-        watched: a context in which every call of a session runs, its deadline.
+        environment: opens the sessions; if it is stateless, its `step` is called.
+        watched: a context for every call of a session, which enforces the deadline.
 
     >>> from jaxrl_post.envs.tasks.guess import Guess
     >>> environment = Guess(size=7)
@@ -71,13 +71,12 @@ class Sessions:
         """Answers the turn that ends a conversation.
 
         Args:
-            key: of the episode.
-            task: that the conversation began with.
+            key: identifies the episode.
+            task: the task that the conversation began with.
             conversation: the messages so far.
 
         Raises:
-            SessionError: earlier turns had to be taken again, and were answered
-                otherwise.
+            SessionError: earlier turns had to be replayed, and an answer differed.
         """
         environment = self._environment
         if isinstance(environment, StatelessEnvironment):
@@ -103,7 +102,7 @@ class Sessions:
                 opened.session.close()
 
     def close(self) -> None:
-        """Closes all sessions; what they raise is of no use to anybody any more."""
+        """Closes all sessions; ignores exceptions, as the process is about to end."""
         for key in list(self._open):
             with suppress(Exception):
                 self.end(key)
@@ -130,7 +129,7 @@ class Sessions:
 
 
 def turns_of(task: Task, conversation: tuple[Message, ...]) -> list[int]:
-    """Indices of the policy's turns in a conversation; the last message is one.
+    """Indices of the policy's turns in a conversation.
 
     Raises:
         ValueError: the conversation does not end with the policy's turn.

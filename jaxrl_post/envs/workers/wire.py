@@ -1,7 +1,7 @@
-"""What a pool and its worker processes say to each other, one frame at a time.
+"""The protocol between a pool and its worker processes: frames over a socket.
 
-Requests are pickled: they come from the process that owns the run. Replies are JSON:
-a worker has handled what a model wrote, and unpickling a reply could run it here.
+Requests are pickled, because the process that owns the run is trusted. Replies are
+JSON: a worker handles text that a model wrote, and unpickling could execute its code.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ type Reply = dict[Literal["kind", "error", "step", "number"], Any]
 
 @dataclass(frozen=True)
 class Ask:
-    """What a pool asks of a worker.
+    """A request of a pool to a worker.
 
     Attributes:
-        session: of which episode; None where the environment has no sessions.
-        task: that the conversation began with.
-        conversation: whose last turn is to be answered; None to end the session.
+        session: identifies the episode; None if the environment has no sessions.
+        task: the task that the conversation began with.
+        conversation: the messages, the last one to be answered; None ends the session.
     """
 
     session: Hashable
@@ -49,22 +49,22 @@ class Ask:
 
 
 _HEADER = struct.Struct("!Q")
-# A worker must not be able to make its parent allocate whatever it says.
+# Bytes. Limits the memory that a worker can make its parent allocate.
 LARGEST_FRAME = 2**28
-# Characters that an environment may answer a turn with. More is no use to a policy, and
-# all of it would be tokenised in the process that trains.
+# Characters in an environment's answer to one turn. More does not help a policy, and
+# the training process would have to tokenise all of it.
 LONGEST_MESSAGES = 2**20
 
 
 def send_frame(
     connection: socket.socket, payload: bytes, *, expires: float | None
 ) -> None:
-    """Sends a payload after its length.
+    """Sends one frame: the length of the payload and the payload.
 
     Args:
         connection: a stream socket.
         payload: at most 256 MiB.
-        expires: `time.monotonic()` at which to give up; None waits for the other side.
+        expires: `time.monotonic()` at which to give up; None waits without limit.
 
     Raises:
         ValueError: if the payload is too large.
@@ -87,11 +87,11 @@ def send_frame(
 
 
 def receive_frame(connection: socket.socket, *, expires: float | None) -> bytes:
-    """Receives a payload that `send_frame` sent.
+    """Receives a frame that `send_frame` sent.
 
     Args:
         connection: a stream socket.
-        expires: `time.monotonic()` at which to give up; None waits for the other side.
+        expires: `time.monotonic()` at which to give up; None waits without limit.
 
     Returns:
         The payload.
@@ -113,10 +113,10 @@ def receive_reply(connection: socket.socket, *, expires: float | None) -> Reply:
 
     Args:
         connection: a stream socket.
-        expires: `time.monotonic()` at which to give up.
+        expires: `time.monotonic()` at which to give up; None waits without limit.
 
     Raises:
-        ValueError: if the frame is too large or holds something else.
+        ValueError: if the frame is too large, or no JSON object with a "kind".
         EOFError, TimeoutError, OSError: as `receive_frame`.
     """
     try:
@@ -129,17 +129,17 @@ def receive_reply(connection: socket.socket, *, expires: float | None) -> Reply:
 
 
 def encode_step(step: object) -> dict[str, Any]:
-    """The JSON object of a step that an environment returned.
+    """Checks a step that an environment returned, and encodes it as a JSON object.
 
     Args:
-        step: what `Environment.step` returned, whatever it is.
+        step: the value that `step` of the environment or session returned.
 
     Returns:
-        Its fields, every number a float.
+        The fields of the step, with every number as a float.
 
     Raises:
-        ValueError: if it is no `Step`, a number in it is none or is not finite, or its
-            messages have more than 2**20 characters.
+        ValueError: if `step` is no `Step`, one of its numbers is no number or not
+            finite, or its messages have more than 2**20 characters.
 
     >>> encode_step(Step(reward=1.0, done=True))
     {'reward': 1.0, 'done': True, 'messages': [], 'metrics': {}, 'rewards': {}}
@@ -184,7 +184,7 @@ def decode_step(fields: dict[str, Any]) -> Step:
         fields: a JSON object.
 
     Raises:
-        ValueError, TypeError, KeyError: if it is none of a step's.
+        ValueError, TypeError, KeyError: if the object does not encode a step.
 
     >>> decode_step(encode_step(Step(reward=0.5, done=False))).reward
     0.5
@@ -204,7 +204,7 @@ def decode_step(fields: dict[str, Any]) -> Step:
 
 
 def _finite(name: str, value: object) -> float:
-    # Real, so that NumPy's float32 and int64 are numbers too.
+    # Real also accepts NumPy's float32 and int64.
     if isinstance(value, numbers.Real):
         try:
             number = float(value)
@@ -226,7 +226,7 @@ def _remaining(expires: float | None) -> float | None:
     if expires is None:
         return None
     remaining = expires - time.monotonic()
-    # A socket reads a timeout of 0 as "do not block", which is another error.
+    # A timeout of 0 would make the socket non-blocking, with another exception.
     if remaining <= 0:
         raise TimeoutError("timed out")
     return remaining

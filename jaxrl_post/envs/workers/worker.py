@@ -1,8 +1,8 @@
 """The main loop of a worker process, started by `jaxrl_post.envs.workers.pool`.
 
 The protocol runs over a socket that is the process's standard input. Standard output
-and standard error are one pipe that the pool reads for its error messages, so whatever
-an environment prints is harmless.
+and standard error are one pipe that the pool reads for its error messages, so an
+environment may print.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _LONGEST_ERROR = 4000
 def main() -> None:
     """Answers requests until the pool closes the connection or dies.
 
-    The first frame is a JSON object of settings, the second the pickled environment,
-    each one after it a pickled `Ask`. All of it happens in the main thread: graders
-    such as math-verify use SIGALRM.
+    The first frame is a JSON object of settings, the second is the pickled environment,
+    and each later frame is a pickled `Ask`. All steps run in the main thread, because
+    graders such as math-verify use SIGALRM.
     """
     connection = _take_connection()
     _ignore_stop_signals()
@@ -53,7 +53,7 @@ def main() -> None:
     try:
         with _watchdog(settings["start_timeout_s"]):
             environment = _load(pickled)
-    # The boundary of the process: the pool raises it again, with this text.
+    # The boundary of the process: the pool raises WorkerStartError with this text.
     except BaseException as error:
         _send(connection, {"kind": "failed", "error": _described(error)})
         return
@@ -61,7 +61,7 @@ def main() -> None:
     sessions = Sessions(environment, functools.partial(_watchdog, deadline_s))
     for number in itertools.count(1):
         try:
-            # No deadline: an idle worker waits, and the end of its pool is an EOF.
+            # No deadline: an idle worker waits; if the pool ends, it reads EOF.
             request = receive_frame(connection, expires=None)
         except (EOFError, ConnectionError):
             sessions.close()
@@ -78,7 +78,7 @@ def _load(pickled: bytes) -> Environment:
 
 
 def _take_connection() -> socket.socket:
-    """Moves the socket away from descriptor 0, where `input()` would read from it."""
+    """Moves the socket away from descriptor 0, from which `input()` would read."""
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -87,11 +87,11 @@ def _take_connection() -> socket.socket:
 
 
 def _ignore_stop_signals() -> None:
-    """Leaves the decision to stop to the pool.
+    """Makes the process ignore SIGINT and SIGTERM: only the pool stops a worker.
 
-    A cluster's SIGTERM may go to every process of a job, while the trainer still needs
-    rewards for its last step. A handler that does nothing, not SIG_IGN: programs that
-    an environment starts would inherit that and could no longer be terminated.
+    A cluster may send SIGTERM to every process of a job while the trainer still needs
+    rewards for its last step. The handler is an empty function, not SIG_IGN: programs
+    that an environment starts would inherit SIG_IGN and could not be terminated.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -99,7 +99,7 @@ def _ignore_stop_signals() -> None:
 
 def _limit_memory(memory_bytes: int | None) -> None:
     if memory_bytes is not None:
-        # POSIX only, as is the rest; imported here because it is rarely wanted.
+        # Imported here because the limit is rarely used. POSIX only, as the rest is.
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -107,10 +107,10 @@ def _limit_memory(memory_bytes: int | None) -> None:
 
 @contextlib.contextmanager
 def _watchdog(seconds: float) -> Iterator[None]:
-    """Ends the process after `seconds`, having written where it was to standard error.
+    """Ends the process after `seconds` and writes its stack to standard error.
 
-    A thread of C that needs no interpreter lock: it works while a regular expression or
-    a power of large integers holds that, and when the pool is dead and cannot kill.
+    faulthandler uses a C thread without the GIL, so the watchdog works while a regular
+    expression or a power of large integers holds the GIL, and after the pool has died.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
     try:
@@ -126,8 +126,8 @@ def _answer(name: str, sessions: Sessions, request: bytes) -> Reply:
             sessions.end(ask.session)
             return {"kind": "ended"}
         step = sessions.step(ask.session, ask.task, ask.conversation)
-    # The boundary of the process, SystemExit included: a bad reward function must not
-    # end the run, and the pool hands on its text.
+    # The boundary of the process: a bad reward function must not end the run, not even
+    # with SystemExit. The pool reports the text.
     except BaseException as error:
         return {"kind": "raised", "error": _described(error)}
     try:
@@ -142,6 +142,6 @@ def _described(error: BaseException) -> str:
 
 
 def _send(connection: socket.socket, reply: Reply) -> None:
-    # No deadline: the pool waits for the reply, or is gone and the loop sees an EOF.
+    # No deadline: the pool waits for the reply, or is gone and the loop reads EOF.
     with contextlib.suppress(ConnectionError):
         send_frame(connection, json.dumps(reply).encode(), expires=None)
