@@ -1,4 +1,4 @@
-"""Decoding with the trainer's own arrays: continuous batching over fixed slots."""
+"""Samples from the policy with the trainer's arrays: continuous batching over slots."""
 
 from jaxrl_post.sampler.engine import Engine, EngineConfig
 from jaxrl_post.sampler.requests import Completion, Request, SamplingParams

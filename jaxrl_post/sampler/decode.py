@@ -1,9 +1,8 @@
-"""The pure functions of the sampler: prefill, start, decode.
+"""The device functions of the sampler, all pure: prefill, start, decode.
 
-A slot starts with the last token of its prompt still to be fed: the decoding step that
-feeds it samples the first token. So prefill needs no logits, there is one sampling
-path, and a further sample of the same prompt needs nothing but a copy of its keys and
-values.
+The first decoding step of a slot feeds the last token of the prompt and samples the
+first token. So prefill needs no logits, all tokens are sampled by the same code, and
+another sample of the same prompt needs only a copy of the prompt's KV cache.
 """
 
 import dataclasses
@@ -22,17 +21,17 @@ __all__ = ["DecodeState", "Emitted", "Starts", "decode", "prefill", "start"]
 
 @struct.dataclass
 class DecodeState:
-    """What the device holds between calls; one entry a slot.
+    """The device's state between calls, with one entry per slot.
 
     Attributes:
-        cache: keys and values.
+        cache: the KV cache.
         tokens: int32, the token to feed next.
-        positions: int32, its position.
+        positions: int32, the position of that token.
         active: whether the slot is sampling.
-        remaining: int32, tokens that it may still sample.
-        keys: PRNG keys, folded with a token's position for its noise.
-        sampling: per-slot parameters.
-        stop_ids: int32 [slots, stops], -1 where there are fewer.
+        remaining: int32, maximum number of tokens still to sample.
+        keys: PRNG keys; folded with the position of a token, they give its noise.
+        sampling: per-slot sampling parameters.
+        stop_ids: int32 [slots, stops], padded with -1.
     """
 
     cache: KVCache
@@ -48,7 +47,7 @@ class DecodeState:
     def empty(
         cls, config: ModelConfig, slots: int, length: int, stops: int, dtype: jnp.dtype
     ) -> "DecodeState":
-        """All slots idle."""
+        """A state in which all slots are idle."""
         integers = lambda: jnp.zeros((slots,), jnp.int32)  # noqa: E731
         floats = lambda: jnp.ones((slots,), jnp.float32)  # noqa: E731
         return cls(
@@ -65,18 +64,18 @@ class DecodeState:
 
 @struct.dataclass
 class Starts:
-    """Samples that begin, a fixed number of entries; slot = num_slots marks none.
+    """Samples to start; a fixed number of entries, unused ones have slot num_slots.
 
     Attributes:
-        slots: int32, where each begins.
-        sources: int32, the slot that holds its prompt's keys and values.
+        slots: int32, the slot of the sample.
+        sources: int32, the slot that holds the KV cache of the sample's prompt.
         tokens: int32, the prompt's last token.
-        positions: int32, that token's position.
-        remaining: int32, tokens to sample at most.
-        prompt_ids: uint32; with `sample_indices` and the run's key, the noise.
+        positions: int32, the position of that token.
+        remaining: int32, maximum number of tokens to sample.
+        prompt_ids: uint32; determines the noise with `sample_indices` and the key.
         sample_indices: uint32.
-        sampling: per-sample parameters.
-        stop_ids: int32 [starts, stops].
+        sampling: per-sample sampling parameters.
+        stop_ids: int32 [starts, stops], padded with -1.
     """
 
     slots: Int[HostOrDevice, " starts"]
@@ -92,7 +91,7 @@ class Starts:
 
 @struct.dataclass
 class Emitted:
-    """What `decode` sampled, [steps, slots]; token -1 where a slot was idle."""
+    """The tokens that `decode` sampled, [steps, slots]; token -1 for idle slots."""
 
     tokens: Int[HostOrDevice, "*steps slots"]
     logprobs: Float[HostOrDevice, "*steps slots"]
@@ -110,12 +109,12 @@ def prefill(
     """Computes the keys and values of prompts and stores them in slots.
 
     Args:
-        params: the trainer's own arrays.
+        params: the trainer's arrays.
         config: static.
         state: donated by the engine.
-        prompts: int32, padded on the right with any id: later entries of a cache row
-            are overwritten before they are read.
-        slots: int32, where each row goes; num_slots or beyond drops it.
+        prompts: int32, padded on the right with any id: decoding overwrites the cache
+            entries of the padding before it reads them.
+        slots: int32, the slot of each row; rows with num_slots or more are dropped.
         rules: sharding of activations.
     """
     rows, length = prompts.shape
@@ -135,13 +134,13 @@ def prefill(
 def start(
     state: DecodeState, starts: Starts, key: Key[Array, ""], length: int
 ) -> DecodeState:
-    """Begins samples: copies their prompts' keys and values and sets up their slots.
+    """Starts samples: copies their prompts' keys and values and sets up their slots.
 
     Args:
         state: donated by the engine.
-        starts: which samples.
-        key: the run's PRNG key.
-        length: static; no prompt of these is longer.
+        starts: the samples.
+        key: the engine's PRNG key.
+        length: static; number of cache entries to copy, at least the longest prompt.
     """
 
     def copy(cache: Array) -> Array:
@@ -186,14 +185,14 @@ def decode(
     """Samples `num_steps` tokens in every active slot; a slot that stops goes idle.
 
     Args:
-        params: the trainer's own arrays.
+        params: the trainer's arrays.
         config: static.
         state: donated by the engine.
-        keep: False ends a slot now (the host found a stop string).
+        keep: False stops a slot first (stop string found, or the sample cancelled).
         rules: sharding of activations.
         num_steps: static.
-        view_length: static; entries of the cache that are read. No active slot's
-            position gets beyond them during these steps.
+        view_length: static; number of cache entries that are read. Must be greater than
+            every position of an active slot during these steps.
         truncate: static, as in `sampling.sample`.
     """
     whole = state.cache
@@ -207,7 +206,7 @@ def decode(
             kv_view=state.cache,
             rules=rules,
         )
-        # The noise belongs to the position of the token that is drawn.
+        # The noise is keyed by the position of the drawn token, not of the fed one.
         positions = state.positions + 1
         keys = jax.vmap(jax.random.fold_in)(state.keys, positions)
         uniforms = jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(

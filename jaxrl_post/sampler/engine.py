@@ -1,4 +1,4 @@
-"""Binds the scheduler's decisions to the device functions."""
+"""The engine: runs the scheduler's decisions with the jitted device functions."""
 
 import bisect
 import collections
@@ -29,15 +29,15 @@ SMALLEST_BUCKET = 16
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of the sampler; each decides shapes, hence what is compiled.
+    """Sizes of the sampler; each determines shapes, so a change needs recompilation.
 
     Attributes:
-        num_slots: samples that decode at the same time.
-        max_prompt_tokens: longest prompt.
-        max_tokens: most tokens that a request may sample.
-        steps_per_call: decoding steps between two looks of the host.
-        prefill_tokens: prompt tokens, padding included, of one prefill call.
-        max_stop_ids: stop ids that a request may have.
+        num_slots: number of samples that decode at the same time.
+        max_prompt_tokens: maximum length of a prompt.
+        max_tokens: maximum number of tokens that a request may sample.
+        steps_per_call: decoding steps per burst; the host sees tokens only in between.
+        prefill_tokens: prompt tokens per prefill call, padding included.
+        max_stop_ids: maximum number of stop ids of a request.
     """
 
     num_slots: int = 64
@@ -56,12 +56,12 @@ class EngineConfig:
 
     @property
     def max_length(self) -> int:
-        """Tokens that a slot holds, prompt and completion."""
+        """Maximum number of tokens in a slot, prompt and completion."""
         return self.max_prompt_tokens + self.max_tokens
 
 
 def _buckets(largest: int) -> tuple[int, ...]:
-    """Powers of two from SMALLEST_BUCKET, then `largest` itself."""
+    """Padded lengths: powers of two from SMALLEST_BUCKET, then `largest` itself."""
     sizes, size = [], SMALLEST_BUCKET
     while size < largest:
         sizes.append(size)
@@ -70,33 +70,33 @@ def _buckets(largest: int) -> tuple[int, ...]:
 
 
 class _Burst(NamedTuple):
-    """Decoding steps that were dispatched and not yet collected."""
+    """The result of decoding steps that were dispatched and not yet collected."""
 
     emitted: device.Emitted
     version: int
 
 
 class Engine:
-    """Continuous batching over fixed slots, with parameters handed in at each call.
+    """Continuous batching over fixed slots; parameters are an argument of each call.
 
-    The engine keeps no parameters: it decodes with the very arrays that it is given, so
-    a trainer's update needs no copy, and donation cannot invalidate anything here.
+    The engine keeps no parameters and decodes with the caller's arrays. So a trainer's
+    update needs no copy, and donating the old arrays invalidates nothing here.
 
     `dispatch` starts a burst of decoding steps and returns at once; `collect` waits for
-    it. Between the two the host is free. At most one burst is under way.
+    the burst. The host can work in between. At most one burst runs at a time.
 
     Args:
-        config: of the model.
-        sizes: of the engine.
-        seed: of the sampling noise; a sample depends on it, its prompt id, its index
-            and the position alone.
-        dtype: of the KV cache; use the parameters'.
-        mesh: of the parameters, None on one device.
+        config: the model's configuration.
+        sizes: the engine's sizes.
+        seed: seed of the sampling noise; the noise of a token depends only on the seed,
+            the prompt id, the sample index and the position.
+        dtype: dtype of the KV cache; use that of the parameters.
+        mesh: mesh of the parameters; None on one device.
         rules: logical axis to mesh axes.
         detokenize: token ids to text; needed for stop strings only.
 
     Raises:
-        ValueError: sizes that the model's context or the mesh does not allow.
+        ValueError: the model's context or the mesh does not allow the sizes.
     """
 
     def __init__(
@@ -129,15 +129,15 @@ class Engine:
         self.compilations: collections.Counter[str] = collections.Counter()
         self._mesh, self._detokenize = mesh, detokenize
         self._key = jax.random.key(seed)
-        # A sample that goes on after it was cancelled has a longer prompt.
+        # A request that continues a cancelled sample has a longer prompt.
         longer = [
             size
             for size in _buckets(sizes.max_length)
             if size > sizes.max_prompt_tokens
         ]
         self._prompt_buckets = (*_buckets(sizes.max_prompt_tokens), *longer)
-        # Decoding copies the part of the cache that it reads, and its memory is worth
-        # it only where the part is small.
+        # Decoding copies the prefix of the cache that it reads; the copy is worth its
+        # memory only if it is at most half of the cache.
         half = [
             size for size in _buckets(sizes.max_length) if 2 * size <= sizes.max_length
         ]
@@ -148,7 +148,7 @@ class Engine:
 
     @property
     def max_compilations(self) -> int:
-        """Bound on the number of programs that this engine ever compiles."""
+        """Upper bound on the number of programs that this engine compiles."""
         return 3 * len(self._prompt_buckets) + 2 * len(self._view_buckets)
 
     @property
@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def cache(self) -> KVCache:
-        """The KV cache; the next call donates it, so look and let go."""
+        """The KV cache; the next `dispatch` donates it, so keep no reference."""
         return self._state.cache
 
     def submit(self, request: Request) -> None:
@@ -166,7 +166,7 @@ class Engine:
 
         Raises:
             ValueError: an empty or too long prompt, too many tokens or stop ids, an id
-                outside of the vocabulary, or stop strings without `detokenize`.
+                outside the vocabulary, or stop strings without `detokenize`.
         """
         sizes, sampling = self.sizes, request.sampling
         where = f"request {request.prompt_id}"
@@ -205,7 +205,7 @@ class Engine:
         *,
         version: int = 0,
     ) -> list[Completion]:
-        """Samples all requests; completions are ordered as the requests are."""
+        """Samples all requests; the completions are in the order of the requests."""
         order: dict[tuple[int, int], int] = {}
         for request in requests:
             self.submit(request)
@@ -219,20 +219,20 @@ class Engine:
     def step(
         self, params: DecoderParams[Array], *, version: int = 0
     ) -> list[Completion]:
-        """`dispatch` and `collect` in one call."""
+        """Runs `dispatch` and `collect`."""
         self.dispatch(params, version=version)
         return self.collect()
 
     def dispatch(self, params: DecoderParams[Array], *, version: int = 0) -> None:
-        """Admits what fits and starts decoding `steps_per_call` steps.
+        """Admits samples to free slots and starts a burst of `steps_per_call` steps.
 
-        Does not wait for the device. Does nothing while a burst is under way, or if no
+        Does not wait for the device. Does nothing while a burst is running, or if no
         request is waiting or running.
 
         Args:
-            params: any parameters of the config, in the engine's dtype and mesh. They
-                must not be donated before `collect` returns.
-            version: recorded with every token that is sampled in this burst.
+            params: parameters of the config, in the engine's dtype and mesh. They must
+                not be donated before `collect` returns.
+            version: recorded with every token of this burst.
         """
         if self._burst is not None:
             return
@@ -254,25 +254,23 @@ class Engine:
         self._burst = _Burst(emitted, version)
 
     def collect(self) -> list[Completion]:
-        """Waits for the burst under way; returns what finished in it, by slot."""
+        """Waits for the running burst; returns finished completions in slot order."""
         if self._burst is None:
             return []
         burst, self._burst = self._burst, None
         return self._finished(jax.device_get(burst.emitted), burst.version)
 
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
-        """Ends samples where they are, those that wait included.
-
-        Waits for the burst under way.
+        """Waits for the running burst, then cancels running and waiting samples.
 
         Args:
-            samples: which, by prompt id and sample index; None for all. Those that the
-                engine does not have are passed over.
+            samples: (prompt id, sample index) of the samples to cancel; None for all.
+                Unknown samples are ignored.
 
         Returns:
-            What finished in the burst, with its own reason, whether it was named or
-            not; then the samples that were ended, with the reason "cancelled" and
-            the tokens that they have. A request with `num_sampled` goes on from there.
+            All completions that finished in the burst, with their own reasons. Then the
+            cancelled samples with the reason "cancelled" and their tokens so far; a
+            request with `num_sampled` continues such a sample.
         """
         done = self.collect()
         chosen: Set[SampleId] | None = None if samples is None else set(samples)
@@ -299,7 +297,7 @@ class Engine:
                 self._prefill_group(params, group[:rows], rows, length)
                 group = group[rows:]
         self.prefilled_prompts += sum(map(len, by_length.values()))
-        # What ended in these slots is over; what begins must not end with it.
+        # The new samples must not be stopped by the `keep` of earlier ones.
         self._keep[[admission.slot for admission in admissions]] = True
         if admissions:
             longest = max(len(a.request.prompt) for a in admissions)
@@ -311,7 +309,7 @@ class Engine:
             )
 
     def _prefill_rows(self, length: int, prompts: int) -> int:
-        """Rows of the next prefill call: many, or an eighth where few prompts wait."""
+        """Rows of the next prefill call: `many`, or an eighth of it for few prompts."""
         many = max(1, min(self.sizes.prefill_tokens // length, self.sizes.num_slots))
         return many if 2 * prompts > many else -(-many // 8)
 
@@ -395,7 +393,7 @@ class Engine:
         stop_strings = request.sampling.stop_strings
         if not stop_strings or self._detokenize is None:
             return None
-        # What was sampled before may hold the beginning of a stop string.
+        # Tokens sampled before a cancellation may hold the start of a stop string.
         before = request.prompt[len(request.prompt) - request.num_sampled :]
         tokens = [*before, *running.tokens.ids.tolist()]
 
@@ -410,7 +408,7 @@ class Engine:
         return end - len(before)
 
     def _compile(self, dtype: jnp.dtype) -> None:
-        """Makes the empty state and the jitted functions."""
+        """Creates the empty state and the jitted functions."""
         sizes, config, rules, mesh = self.sizes, self.config, self.rules, self._mesh
 
         def empty() -> device.DecodeState:
@@ -425,7 +423,7 @@ class Engine:
             self._key = jax.device_put(self._key, replicated)
         self._state = jax.jit(empty, out_shardings=shardings)()
 
-        # The counters run when a function is traced, that is, once a compilation.
+        # The counters count traces, one per compilation.
         def prefill(params, state, prompts, slots):
             self.compilations["prefill"] += 1
             return device.prefill(params, config, state, prompts, slots, rules)
@@ -460,7 +458,7 @@ class Engine:
 
 
 def _state_shardings(state: PyTree, mesh: Mesh, rules: Rules) -> PyTree:
-    """Slots over the batch axes, key/value heads over theirs."""
+    """Shards slots over the batch axes and key/value heads over the kv_heads axes."""
 
     def one(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         axes = ("batch", "kv_heads", None, None) if leaf.ndim == 4 else ("batch", None)

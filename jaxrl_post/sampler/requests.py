@@ -1,4 +1,4 @@
-"""What is asked of the sampler and what it answers."""
+"""The sampler's input and output: sampling parameters, requests, completions."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,8 +8,8 @@ from jaxrl_post.tokens import Tokens
 __all__ = ["Completion", "FinishReason", "Request", "SampleId", "SamplingParams"]
 
 # "stop": a stop id was sampled (it is the last token); "stop_string": a stop string
-# appeared in the text; "length": max_tokens were sampled; "cancelled": the sampler was
-# told to stop, and a later request may go on.
+# appeared in the text; "length": max_tokens were sampled; "cancelled": the sample was
+# cancelled, and a later request may continue it.
 FinishReason = Literal["stop", "stop_string", "length", "cancelled"]
 
 # (prompt id, sample index).
@@ -18,17 +18,20 @@ type SampleId = tuple[int, int]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens; temperature first, then top-k, top-p and min-p together.
+    """How to sample tokens.
+
+    The temperature is applied first. A token must then pass top-k, top-p and min-p,
+    each of them applied to the same distribution.
 
     Attributes:
-        temperature: >= 0; 0 is greedy, whose log-probs are those at temperature 1.
+        temperature: >= 0; 0 is greedy, with log-probs at temperature 1.
         top_k: keep the k most probable tokens; 0 keeps all.
-        top_p: keep the smallest set of most probable tokens whose mass reaches it;
+        top_p: keep the smallest set of most probable tokens whose mass reaches `top_p`;
             in (0, 1].
-        min_p: keep tokens with at least this share of the top token's probability;
+        min_p: keep tokens with at least `min_p` times the top token's probability;
             in [0, 1].
-        max_tokens: tokens to sample at most, stop token included; >= 1.
-        stop_ids: sampling one of these ends the completion; it is part of it.
+        max_tokens: maximum tokens to sample, including the stop token; >= 1.
+        stop_ids: each of these tokens ends the completion and is its last token.
         stop_strings: the completion ends with the token that completes one of these.
     """
 
@@ -58,24 +61,24 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens can never be chosen."""
+        """Whether top-k, top-p or min-p exclude tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and how many samples of it are wanted; its prefill is shared.
+    """A request for samples of one prompt, which is prefilled once for all of them.
 
     Attributes:
-        prompt_id: unique within a run; with the sample index and the position it
-            determines the noise, whatever else is being sampled; in [0, 2**32).
+        prompt_id: unique within a run, in [0, 2**32). The seed, `prompt_id`, the sample
+            index and the position determine the noise; other requests do not matter.
         prompt: token ids, at least one.
-        num_samples: samples of this prompt, at least one.
-        first_sample: index of the first of them; in [0, 2**32).
-        sampling: how to choose tokens.
-        num_sampled: how many of the last tokens of `prompt` were sampled before, by a
-            request that was cancelled and goes on here. They count as sampled tokens
-            in the sampler's limits.
+        num_samples: number of samples, at least one.
+        first_sample: index of the first sample; in [0, 2**32).
+        sampling: how to sample tokens.
+        num_sampled: number of tokens at the end of `prompt` that a cancelled request
+            has sampled, if this request continues it. They count as sampled tokens in
+            the sampler's limits.
     """
 
     prompt_id: int
@@ -105,16 +108,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample.
+    """One finished or cancelled sample.
 
     Attributes:
-        prompt_id: of the request.
+        prompt_id: prompt id of the request.
         sample_index: first_sample .. first_sample + num_samples - 1.
-        tokens: what was sampled, the stop token included. The log-probabilities are
-            natural, under the full softmax at the request's temperature: what the
-            trainer computes for the same token. `logprobs - log_masses` are those
+        tokens: the sampled tokens, including the stop token. `logprobs` are natural
+            logarithms under the full softmax at the request's temperature, as the
+            trainer computes them. `logprobs - log_masses` are the log-probabilities
             under the truncated distribution.
-        finish_reason: why it ended.
+        finish_reason: why the sample ended.
     """
 
     prompt_id: int

@@ -1,9 +1,9 @@
-"""From logits to a token and its log-probability.
+"""Samples tokens from logits, with their log-probabilities.
 
-Tokens are drawn by inverting the cumulative distribution with one uniform number a row:
-the same distribution as Gumbel noise and argmax, without a random number for every
-entry of the vocabulary. Logits lie [vocab, rows] here: so the CPU multiplies the large
-matrix with the small one, not the other way round, in two thirds of the time.
+Tokens are drawn by inverting the cumulative distribution with one uniform number per
+row: the same distribution as Gumbel noise and argmax, without a random number for every
+entry of the vocabulary. Logits are transposed to [vocab, rows], so that a CPU computes
+the large matrix times the small one instead of the reverse, in two thirds of the time.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ BLOCK = 128
 
 
 class SamplingArrays(NamedTuple):
-    """Sampling parameters, one entry a row; see `SamplingParams`."""
+    """Sampling parameters, one entry per row; see `SamplingParams`."""
 
     temperature: Float[HostOrDevice, " rows"]
     top_k: Int[HostOrDevice, " rows"]
@@ -29,7 +29,7 @@ class SamplingArrays(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Token ids, their log-probs under the full softmax, and the log-mass kept."""
+    """Token ids, log-probs under the full softmax, log of the mass after truncation."""
 
     tokens: Int[Array, " rows"]
     logprobs: Float[Array, " rows"]
@@ -43,13 +43,13 @@ def sample(
     *,
     truncate: bool,
 ) -> Sampled:
-    """Draws one token a row.
+    """Draws one token per row.
 
     Args:
         logits: float32.
-        uniforms: in [0, 1), one a row; all the randomness there is.
+        uniforms: in [0, 1), one per row; the only source of randomness.
         sampling: per-row parameters.
-        truncate: static; False promises that no row uses top-k, top-p or min-p.
+        truncate: static; False requires that no row uses top-k, top-p or min-p.
 
     Returns:
         int32 tokens, float32 log-probs and log-masses.
@@ -68,7 +68,7 @@ def sample(
     kept = weights
     if truncate:
         kept = jnp.where(_kept(scaled.T, sampling).T, weights, 0.0)
-    # The most probable token alone, the first of several: what argmax gives.
+    # Greedy rows keep only their maxima; a uniform of 0 then selects the first of them.
     most_probable = (scaled == scaled.max(axis=0)).astype(jnp.float32)
     tokens = _invert(
         jnp.where(greedy, most_probable, kept), jnp.where(greedy, 0.0, uniforms)
@@ -82,15 +82,15 @@ def sample(
 
 
 def _kept(scaled: Array, sampling: SamplingArrays) -> Array:
-    """What top-k, top-p and min-p keep, [rows, vocab]; ties with the last stay."""
+    """Mask of the tokens kept by top-k, top-p and min-p, [rows, vocab]; keeps ties."""
     vocab = scaled.shape[1]
     descending = -jnp.sort(-scaled, axis=-1)
     probabilities = jax.nn.softmax(descending, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     top_k = jnp.where(sampling.top_k == 0, vocab, sampling.top_k)
     by_rank = jnp.arange(vocab, dtype=jnp.int32) < top_k[:, None]
-    # A token is needed as long as the more probable ones do not reach top_p. At 1 all
-    # are, even where the rounded sum gets there early.
+    # A token is kept if the mass of the more probable ones is below top_p. top_p = 1
+    # keeps all tokens, even if the rounded sum reaches 1 early.
     by_mass = (before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1)
     by_share = probabilities >= sampling.min_p[:, None] * probabilities[:, :1]
     keep = by_rank & by_mass & by_share
@@ -100,11 +100,11 @@ def _kept(scaled: Array, sampling: SamplingArrays) -> Array:
 
 
 def _invert(weights: Array, uniforms: Array) -> Array:
-    """First index at which the running sum of weights exceeds uniform x total.
+    """First index at which the cumulative sum of weights exceeds uniform x total.
 
-    Two levels: sums of 128-wide blocks choose the block, a running sum within it the
-    token. Where rounding lets no entry exceed the target, the largest weight serves: a
-    token of zero weight is never drawn.
+    Sums over blocks of 128 entries select the block, a cumulative sum within the block
+    selects the token. If no entry exceeds the target because of rounding, the index of
+    the largest weight is returned. A token of zero weight is never drawn.
 
     Args:
         weights: [vocab, rows], not negative.
@@ -115,7 +115,7 @@ def _invert(weights: Array, uniforms: Array) -> Array:
     sums = blocks.sum(axis=1)
     running = jnp.cumsum(sums, axis=0)
     target = uniforms * running[-1]
-    # Rounded sums need not grow steadily: one may pass the target at an empty block.
+    # Rounded sums may not be monotone, so one may exceed the target at an empty block.
     block = _first((running > target) & (sums > 0), sums)
     before = jnp.take_along_axis(running - sums, block[None], axis=0)
     inside = jnp.take_along_axis(blocks, block[None, None], axis=0)[0]
@@ -124,7 +124,7 @@ def _invert(weights: Array, uniforms: Array) -> Array:
 
 
 def _first(reached: Array, weights: Array) -> Array:
-    """Index of each column's first True; of its largest weight where there is none."""
+    """Index of each column's first True; without a True, of its largest weight."""
     return jnp.where(
         reached.any(axis=0), jnp.argmax(reached, axis=0), jnp.argmax(weights, axis=0)
     )

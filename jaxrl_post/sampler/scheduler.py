@@ -1,9 +1,8 @@
-"""Which sample goes into which slot: decisions alone, no device.
+"""Assigns samples to slots; runs on the host and does not touch the device.
 
 Samples are admitted in the order of their requests. A prompt is prefilled when its
-first sample is admitted; the others copy it from a slot that has it. As a prompt's
-samples are admitted one after the other, before any of a later prompt, such a slot
-always exists.
+first sample is admitted; the others copy its KV cache from a slot that holds it. Such a
+slot exists, as all samples of a prompt are admitted before those of a later prompt.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ __all__ = ["Admission", "Running", "Scheduler"]
 
 @dataclass(frozen=True)
 class Admission:
-    """One sample that begins: its slot and the slot that holds its prompt."""
+    """A sample to start in `slot`, with its prompt copied from the slot `source`."""
 
     request: Request
     sample_index: int
@@ -30,7 +29,7 @@ class Admission:
 
 @dataclass
 class Running:
-    """A sample in a slot and what it has produced so far."""
+    """A sample in a slot and its tokens so far."""
 
     request: Request
     sample_index: int
@@ -38,12 +37,12 @@ class Running:
 
     @property
     def id(self) -> SampleId:
-        """Of the sample."""
+        """Prompt id and sample index."""
         return self.request.prompt_id, self.sample_index
 
     @property
     def length(self) -> int:
-        """Tokens in its slot."""
+        """Number of tokens in its slot, prompt included."""
         return len(self.request.prompt) + len(self.tokens)
 
     def finished(self, reason: FinishReason) -> Completion:
@@ -68,8 +67,8 @@ class Scheduler:
         self.running: dict[int, Running] = {}
         self._free = set(range(num_slots))
         self._queue: deque[tuple[Request, int]] = deque()
-        # Slot -> the request whose prompt its cache still holds, and the other way.
-        # Requests are told apart by identity: equal ones are prefilled each.
+        # Slot -> the request whose prompt its cache still holds, and the reverse, by
+        # the id() of the request: each of two equal requests is prefilled.
         self._resident: dict[int, Request] = {}
         self._holders: dict[int, set[int]] = {}
 
@@ -80,8 +79,8 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Appends all samples of a request to the queue."""
-        # A slot's prompt is known by the identity of its request: one that is submitted
-        # again, perhaps for other parameters, is prefilled again.
+        # A new object: a request that is submitted again, perhaps for other parameters,
+        # must not reuse the prompts that slots hold.
         request = dataclasses.replace(request)
         first = request.first_sample
         indices = range(first, first + request.num_samples)
@@ -90,16 +89,16 @@ class Scheduler:
     def admit(self) -> list[Admission]:
         """Fills free slots, lowest first.
 
-        A copy's source is always a slot that is running: had a free slot held the
-        prompt, the sample would have gone there. It is never a copy of the same round,
-        as these are all made at once.
+        The source of a copy is always a running slot: a free slot that holds the prompt
+        would be used for the sample itself. The source is never a slot that is copied
+        to in the same round, as all copies are made at once.
         """
         admissions: list[Admission] = []
         copies: set[int] = set()
         while self._queue and self._free:
             request, index = self._queue.popleft()
             holders = self._holders.get(id(request), set())
-            # A slot that holds the prompt already needs no copy.
+            # A free slot that already holds the prompt needs no copy.
             own = holders & self._free
             slot = min(own or self._free)
             sources = holders - copies
@@ -118,10 +117,10 @@ class Scheduler:
         return self.running.pop(slot)
 
     def cancel(self, samples: Set[SampleId] | None = None) -> list[Running]:
-        """Takes samples out of slots and queue; returns what they have so far.
+        """Removes samples from slots and queue; returns them with their tokens so far.
 
         Args:
-            samples: which; None for all.
+            samples: the samples to remove; None for all.
         """
         taken = [
             self.release(slot)
@@ -137,7 +136,7 @@ class Scheduler:
         return taken
 
     def _hold(self, slot: int, request: Request) -> None:
-        """Notes that a slot's cache holds the prompt of a request now."""
+        """Records that a slot's cache now holds the prompt of a request."""
         if (before := self._resident.get(slot)) is not None:
             slots = self._holders[id(before)]
             slots.remove(slot)
