@@ -1,1 +1,1 @@
-"""Text to tokens, tokens to packed rows."""
+"""Data: reads examples, tokenises text and packs sequences into rows."""

@@ -1,4 +1,4 @@
-"""Conversations to token ids."""
+"""Converts conversations to token ids, with or without a chat template."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -20,35 +20,35 @@ __all__ = [
     "render_text",
 ]
 
-# Of a turn that is not a mapping.
+# The attributes to read from a turn that is not a mapping.
 FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
-# Names that a template knows for something else.
+# Variables that `_run` sets itself.
 TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
-# A turn's reasoning has several names in use; templates read the first two.
+# Data sets use several names for a turn's reasoning; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-# Stands at the end of a message that is continued; ends with a space to show whether
-# the template strips what it is given.
+# Marks the end of a message to be continued; the space at its end shows whether the
+# template strips contents.
 MARK = "\ufdd0continued\ufdd0 "
 SHOWN = 30  # characters of a template's text, in errors
 
 
 @runtime_checkable
 class Turn(Protocol):
-    """A message: who speaks, and what.
+    """A message of a conversation, with a role and a content.
 
-    It may also have `reasoning_content`, `tool_calls`, `tool_call_id` and `name`, as a
-    message of a chat API has them. Where a turn is asked for, a mapping with these keys
-    (and whatever else a template reads) serves too.
+    It may also have `reasoning_content`, `tool_calls`, `tool_call_id` and `name`, as
+    messages of a chat API do. Functions that take a turn also accept a mapping with
+    these keys and any other keys that the template reads.
     """
 
     @property
     def role(self) -> str:
-        """Such as "user"."""
+        """The speaker, such as "user"."""
         ...
 
     @property
     def content(self) -> str:
-        """The text."""
+        """The text of the message."""
         ...
 
 
@@ -57,16 +57,16 @@ type Messages = Sequence[Turn | Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Options:
-    """What a template is given beside the conversation.
+    """The inputs of a chat template besides the conversation.
 
     Attributes:
-        tools: JSON schemas of functions, as chat APIs have them.
-        documents: each with what the template reads, such as a title and a text.
-        variables: by name, such as {"enable_thinking": False}.
-        template: name, for a tokenizer with several; None for "tool_use" where there
-            are tools and such a template, for "default" otherwise.
-        now: what a template takes for the present; None for the time that it is, with
-            which the tokens of some templates change from day to day.
+        tools: JSON schemas of functions, as in chat APIs.
+        documents: mappings with the keys that the template reads, such as "title".
+        variables: further variables by name, such as {"enable_thinking": False}.
+        template: name of the template, if the tokenizer has several; None for
+            "tool_use" if it exists and there are tools, else for "default".
+        now: the time that the template sees; None for the current time, with which
+            the tokens of some templates change from day to day.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -91,16 +91,16 @@ def render(
     *,
     continue_final: bool = False,
 ) -> tuple[int, ...]:
-    """Token ids of a conversation, up to where the assistant's answer begins.
+    """Token ids of a conversation, up to the start of the assistant's answer.
 
-    With a chat template that template decides, on BOS too. Without one the contents
-    follow one another, which is what a base model and the built-in tasks use, and an
-    earlier answer of the assistant ends with EOS, as it does in an episode.
+    The chat template writes the whole text, including BOS. Without a chat template, as
+    for base models and the built-in tasks, the contents are concatenated, and EOS
+    follows each earlier answer of the assistant, as in an episode.
 
     Args:
         tokenizer: with or without a chat template.
         messages: the conversation so far, at least one message.
-        options: for the template.
+        options: inputs of the template.
         continue_final: leaves the last message open, to be continued.
 
     Raises:
@@ -137,18 +137,18 @@ def render_text(
     prompt: bool = True,
     continue_final: bool = False,
 ) -> str:
-    """Text of a conversation as its chat template writes it, as transformers does.
+    """Renders a conversation with its chat template, as transformers does.
 
     Args:
         tokenizer: with a chat template.
         messages: at least one message.
-        options: for the template.
-        prompt: ends with what makes the assistant answer.
+        options: inputs of the template.
+        prompt: appends the generation prompt, after which the assistant answers.
         continue_final: leaves the last message open instead.
 
     Raises:
-        TokenizerError: no template, the template fails, or it
-            does not write the message that is to be continued as it is.
+        TokenizerError: no template, the template fails, or it changes the text of the
+            message to be continued.
     """
     if continue_final and prompt:
         raise TokenizerError(
@@ -180,26 +180,26 @@ def render_reply(
     *,
     stop_id: int | None,
 ) -> tuple[int, ...]:
-    r"""Token ids that follow the assistant's turn when others speak.
+    r"""Token ids between the assistant's sampled turn and its next turn.
 
-    The assistant's own tokens are kept as it produced them, so only what is new is
-    tokenised: the text of the longer conversation from where the assistant's answer
-    ended in the shorter one. That begins with what ends a turn, such as ChatML's
-    <|im_end|>; where a template has no such token, with the head of the next turn,
-    which is what the model then stops with. If that very token was sampled it is not
-    repeated. If the turn was cut, or stopped with another token, it is missing and is
-    added: as context, since nobody sampled it. Another stop token that was sampled
-    stays where it is; without it the tokens are those of the template.
+    The sampled tokens stay as they are; only the new text is tokenised: the rendering
+    of the longer conversation from the end of the assistant's answer on. This text
+    begins with the token that ends a turn, such as ChatML's <|im_end|>. If the template
+    has no such token, the text begins with the head of the next turn, at which the
+    model stops. If its first token is `stop_id`, it was sampled and is not repeated. If
+    the turn was cut or stopped with another token, the first token was not sampled and
+    is added as context. Another sampled stop token stays in the episode; apart from it,
+    the tokens equal those of the template.
 
     Args:
         tokenizer: with or without a chat template.
         before: the conversation, the assistant's turn last.
-        messages: what is said next, at least one message.
-        options: for the template.
-        stop_id: the stop token that was sampled, None for a turn that ended without.
+        messages: the new messages, at least one.
+        options: inputs of the template.
+        stop_id: the stop token that was sampled; None if the turn has none.
 
     Raises:
-        TokenizerError: the template renders earlier turns differently once later ones
+        TokenizerError: the template renders earlier turns differently if later turns
             follow.
 
     >>> tokenizer = Tokenizer.train(["1+2=3"])
@@ -229,31 +229,31 @@ def conversation(
     *,
     only_last: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""Tokens of a whole conversation, and which of them the assistant produced.
+    r"""Tokens of a whole conversation, and a mask of those that the assistant produces.
 
-    That is its text, its reasoning, its tool calls and the token that ends its turn. A
-    template with `{% generation %}` blocks says so itself; a stop token that follows a
-    block is produced too. With any other the spans are found from what it writes: a
-    turn begins where the prompt for it ends. Every turn ends with a stop token, or the
-    model would never learn to stop: where the template marks the end of a turn by how
-    the next one begins, the last turn is given that token. The text is
-    tokenised once, as a whole; a token belongs to the assistant if it begins in one of
-    the spans, so one that only reaches into a span does not (transformers' mask has
-    that one too; with special tokens around a turn there is none). Without a template
-    the contents follow one another, the assistant's with the end-of-sequence token.
+    The assistant produces its text, its reasoning, its tool calls and the token that
+    ends its turn. These spans are the `{% generation %}` blocks of the template, each
+    with a stop token that follows it. Without blocks, the spans are found by rendering:
+    a turn begins where its generation prompt ends. Every turn must end with a stop
+    token, or the model would not learn to stop. If the template ends a turn only by the
+    head of the next turn, `Tokenizer.turn_end` is appended to the last turn. The text
+    is tokenised once, as a whole. A token is in the mask if it begins in a span;
+    transformers' mask also has tokens that only reach into a span, but there are none
+    if special tokens surround the turn. Without a template the contents are
+    concatenated, with the end-of-sequence token after each turn of the assistant.
 
     Args:
         tokenizer: with or without a chat template.
         messages: the conversation, with at least one turn of the assistant.
-        options: for the template.
-        only_last: the assistant's last turn alone.
+        options: inputs of the template.
+        only_last: masks only the assistant's last turn.
 
     Returns:
         int32 ids [length] and bool mask [length].
 
     Raises:
         TokenizerError: no turn of the assistant; the template fails, renders a turn
-            differently once later ones follow, or ends one with no stop token.
+            differently if later turns follow, or ends a turn without a stop token.
 
     >>> tokenizer = Tokenizer.train(["1+2=3"])
     >>> question = {"role": "user", "content": "1+2="}
@@ -286,15 +286,15 @@ def conversation(
 def answered(
     tokenizer: Tokenizer, messages: Messages, answer: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A prompt and the answer to learn, with the token that ends a turn.
+    """A prompt and the answer to learn, including the token that ends the turn.
 
-    With a chat template that is the template's own end of a turn, which need not be the
-    end-of-sequence token; what it writes after the turn is left out.
+    With a chat template, this token is the template's end of a turn, which may differ
+    from the end-of-sequence token; text that the template writes after it is dropped.
 
     Args:
         tokenizer: with or without a chat template.
         messages: the conversation so far.
-        answer: what the assistant should say.
+        answer: the text of the assistant's answer.
 
     Returns:
         Token ids of the prompt, and of the answer.
@@ -308,7 +308,7 @@ def answered(
     '3<|eos|>'
     """
     if not tokenizer.chat_templates:
-        # Apart, as the sampler sees the prompt.
+        # Tokenise the prompt apart from the answer, as the sampler sees it.
         target = (*tokenizer.encode(answer), tokenizer.eos_id)
         return render(tokenizer, messages), target
     reply = {"role": "assistant", "content": answer}
@@ -326,7 +326,7 @@ def answered(
 def _following(
     tokenizer: Tokenizer, before: Messages, messages: Messages, options: Options
 ) -> tuple[str, str]:
-    """What follows an answer, from the end of its turn; the white space before that."""
+    """The text from an answer's stop token on, and the template's space before it."""
     shorter = render_text(tokenizer, before, options, prompt=False)
     longer = render_text(tokenizer, [*before, *messages], options)
     kept = spans.closed(shorter, longer, tokenizer.stop_tokens)
@@ -337,17 +337,17 @@ def _following(
             "only"
         )
     prompt = render_text(tokenizer, before[:-1], options) if before[1:] else ""
-    # A prompt may hold more than what is written of the turn later, such as <think>.
+    # The prompt may hold text that a finished turn has not, such as <think>.
     begin = len(prompt) if kept.startswith(prompt) else 0
     end = spans.answer_end(kept, tokenizer.stop_tokens, begin)
     turn, content = kept[begin:end], _message(before[-1]).get("content")
-    # The answer's own, or the template's, as Llama 2 has a space there?
+    # Is the space at the end the answer's own, or the template's, as in Llama 2?
     own = isinstance(content, str) and content[-1:].isspace()
     return longer[end:], "" if own else turn[len(turn.rstrip()) :]
 
 
 def _timed(options: Options) -> Options:
-    """One time for several renderings: what they write is compared."""
+    """Fixes the time, because several renderings are compared."""
     return replace(options, now=options.now or datetime.datetime.now())
 
 
@@ -375,9 +375,9 @@ def _templated(
 def _with_last_end(
     tokenizer: Tokenizer, text: str, found: list[spans.Span]
 ) -> tuple[str, list[spans.Span]]:
-    """The text and its spans, the last of which ends with a stop token.
+    """The text and its spans, with a stop token at the end of the last span.
 
-    That token is added where the template leaves it to the next turn's beginning.
+    The token is appended if the template ends a turn by the head of the next turn.
     """
     if not found or spans.ends_with_stop(text, found[-1], tokenizer.stop_tokens):
         return text, found
@@ -389,7 +389,7 @@ def _with_last_end(
 
 
 def _check_end(tokenizer: Tokenizer, text: str, span: spans.Span) -> None:
-    """Refuses a turn that teaches no stop token."""
+    """Raises TokenizerError if a turn of the assistant has no stop token at its end."""
     if spans.ends_with_stop(text, span, tokenizer.stop_tokens):
         return
     _ = tokenizer.turn_end  # raises where the template has none
@@ -444,7 +444,7 @@ def _run(
 
 
 def _message(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
-    """A message as a template sees it: without what is None, its reasoning by name."""
+    """A message as templates read it: without None, reasoning under both names."""
     if isinstance(message, Mapping):
         entries = dict(message)
     else:
@@ -459,7 +459,7 @@ def _message(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(row: Mapping[str, Any]) -> str:
-    """What is said, for a tokenizer without a template."""
+    """The text of a message, for a tokenizer without a template."""
     if not isinstance(row.get("content"), str):
         raise TokenizerError(
             "chat: without a chat template a message is its text; "
@@ -469,7 +469,7 @@ def _content(row: Mapping[str, Any]) -> str:
 
 
 def _marked(content: Any) -> tuple[str, Any]:
-    """The last text of a content, and the content with the end of that text marked."""
+    """The last text of a content, and the content with `MARK` after that text."""
     if isinstance(content, str):
         return content, content + MARK
     parts = list(content or [])
@@ -483,10 +483,10 @@ def _marked(content: Any) -> tuple[str, Any]:
 
 
 def _plain_value(value: Any, name: str) -> Any:
-    """A copy made of JSON's types alone: nothing else is a template's business."""
+    """A copy of plain JSON types, so that templates get no objects with methods."""
     if value is None or isinstance(value, bool):
         return value
-    # A subclass, such as an enumeration's, may have methods of its own.
+    # A subclass, such as a string enumeration, may have other methods.
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):

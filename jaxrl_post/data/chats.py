@@ -1,4 +1,4 @@
-"""Conversations and texts to fine-tune on, read from files, strictly."""
+"""Reads conversations and texts for supervised fine-tuning from files, strictly."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ __all__ = ["Chat", "Text", "read_chats"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# What of a message a chat template may read; other keys would be lost in silence.
+# The keys of a message that chat templates read; others would be ignored silently.
 _KEYS = (
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content",
     "thinking", "reasoning",
@@ -22,14 +22,14 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation of which the assistant's turns are learned.
+    """A conversation; the assistant's turns are learned.
 
     Args:
         messages: each with "role" and "content", as a chat template reads them.
-        group: the text before the assistant's first turn; what shares it is held out
-            together.
-        only_last: learn the last turn alone, the answer to a prompt.
-        tools: JSON schemas of functions; None for none.
+        group: the text before the assistant's first turn; examples with the same group
+            are held out together.
+        only_last: learn only the last turn, the answer to a prompt.
+        tools: JSON schemas of functions; None without tools.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -40,34 +40,34 @@ class Chat:
 
 @dataclass(frozen=True)
 class Text:
-    """A text of which every token is learned.
+    """A plain text; every token is learned.
 
     Args:
-        text: not empty.
+        text: the text, not empty.
     """
 
     text: str
 
     @property
     def group(self) -> str:
-        """The text itself."""
+        """The text itself: equal texts are held out together."""
         return self.text
 
 
 def read_chats(
     path: str | os.PathLike[str], *, on_bad_row: OnBadRow = "fail"
 ) -> tuple[list[Chat | Text], Report]:
-    r"""Reads what supervised fine-tuning learns from.
+    r"""Reads the examples of supervised fine-tuning.
 
-    The fields of the first good row tell which of three layouts the file has; every row
-    must have it:
+    The fields of the first good row determine which of three layouts the file has;
+    every row must have this layout:
 
     - messages: a list of {"role", "content"}, with at least one turn of the assistant.
       A message may also have name, tool_calls, tool_call_id and reasoning_content, and
-      the row `tools`.
-    - prompt, completion: each a text, or messages; the completion is learned. A prompt
-      that is a text is what the user says.
-    - text: learned as it is.
+      the row may have `tools`.
+    - prompt, completion: each a text, or messages; the completion is learned. A text as
+      the prompt is a message of the user.
+    - text: every token is learned.
 
     Args:
         path: the file; .jsonl and .json hold one JSON object a line, .parquet a row a
@@ -76,8 +76,8 @@ def read_chats(
             lists them in the report.
 
     Returns:
-        The conversations or texts in the file's order, and a report (of a .parquet
-        file, lines are rows, from 1).
+        The conversations or texts in the file's order, and a report (its lines are
+        rows, from 1, for a .parquet file).
 
     Raises:
         ValueError: at a bad row under "fail"; if the file has no row or no good one; if
@@ -131,7 +131,7 @@ def _message(value: Any, number: int) -> Mapping[str, Any]:
             raise BadRowError(
                 f"{where}: the key {key!r} is not known; there are {listed(_KEYS)}"
             )
-    # Who calls a tool need not say anything.
+    # A message that calls a tool may have no content.
     if "content" in message or not message.get("tool_calls"):
         text_of(message.get("content"), f"{where}: 'content'")
     silent = not message.get("content", "").strip()

@@ -1,4 +1,4 @@
-"""A tokenizer as episodes use it."""
+"""The interface of a tokenizer that episodes use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ __all__ = ["Codec"]
 
 @dataclass(frozen=True)
 class Codec:
-    """Messages to tokens, sampled tokens to text."""
+    """Converts messages to tokens, and sampled tokens to text."""
 
     tokenizer: Tokenizer
 
     def render(self, messages: Sequence[chat.Turn]) -> tuple[int, ...]:
-        """Tokens of a conversation, up to the assistant's answer."""
+        """Tokens of a conversation, up to the start of the assistant's answer."""
         return chat.render(self.tokenizer, messages)
 
     def reply(
@@ -26,12 +26,12 @@ class Codec:
         *,
         stop_id: int | None,
     ) -> tuple[int, ...]:
-        """Tokens that further messages add after what the assistant sampled.
+        """Tokens between the assistant's sampled turn and its next turn.
 
         Args:
             before: the conversation, the assistant's turn last.
-            messages: what is said next.
-            stop_id: the stop token that was sampled, None for a turn without.
+            messages: the new messages.
+            stop_id: the stop token that was sampled; None if the turn has none.
         """
         return chat.render_reply(self.tokenizer, before, messages, stop_id=stop_id)
 

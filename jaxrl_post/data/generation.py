@@ -1,4 +1,4 @@
-"""How the authors of a model sample from it: generation_config.json."""
+"""Reads the sampling settings of a model's authors from generation_config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from jaxrl_post.data.tokenizer_files import TokenizerError, read_settings
 
 __all__ = ["GenerationDefaults", "read_generation_defaults"]
 
-# What transformers does where a setting is absent, or present with this value: nothing.
+# Settings that the sampler lacks, with the values that have no effect in transformers.
 NEUTRAL = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -41,16 +41,16 @@ NEUTRAL = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Sampling settings of a model; None where its file says nothing.
+    """Sampling settings of a model; None for those that its file does not set.
 
     Attributes:
         temperature: > 0, or 0 for greedy decoding.
-        top_k: tokens kept, 0 for all.
-        top_p: mass kept, in (0, 1].
-        min_p: share of the top token's probability to be kept, in [0, 1].
-        max_tokens: tokens to sample at most.
+        top_k: number of tokens to keep, 0 for all.
+        top_p: mass to keep, in (0, 1].
+        min_p: minimum share of the top token's probability, in [0, 1].
+        max_tokens: maximum number of tokens to sample.
         stop_strings: texts that end a completion.
-        unsupported: settings that change what is sampled and that the sampler lacks.
+        unsupported: settings that change sampling, but that the sampler lacks.
     """
 
     temperature: float | None = None
@@ -63,15 +63,15 @@ class GenerationDefaults:
 
 
 def read_generation_defaults(directory: str | Path) -> GenerationDefaults:
-    """Reads generation_config.json; without one nothing is known.
+    """Reads generation_config.json; without the file, no setting is known.
 
-    "do_sample": false means greedy decoding, whatever temperature stands beside it;
-    "do_sample": true without a temperature means 1. What else the file leaves out is
-    not done; transformers would then decode greedily without "do_sample", and sample
+    "do_sample": false means greedy decoding at any temperature; "do_sample": true
+    without a temperature means temperature 1. Other missing settings stay None. This
+    differs from transformers, which decodes greedily without "do_sample", and samples
     from the 50 most probable tokens without "top_k".
 
     Args:
-        directory: of a model.
+        directory: the directory of a model.
 
     Raises:
         TokenizerError: the file is no object, or a setting is out of its range.

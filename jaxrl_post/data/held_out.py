@@ -1,4 +1,4 @@
-"""Which examples are never trained on, by the prompts that they have."""
+"""Holds out examples for evaluation, by a hash of their prompts."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ __all__ = ["Grouped", "is_held_out", "one_a_group", "split"]
 
 @runtime_checkable
 class Grouped(Protocol):
-    """Something of a prompt."""
+    """An example that belongs to the group of its prompt."""
 
     @property
     def group(self) -> str:
@@ -20,10 +20,10 @@ class Grouped(Protocol):
 def split[Item: Grouped](
     examples: Sequence[Item], *, eval_share: float = 0.1
 ) -> tuple[list[Item], list[Item]]:
-    """Holds out a share of the groups, by a hash of each.
+    """Holds out a share of the groups, by a hash of their texts.
 
-    A group's side depends on nothing but its text and `eval_share`: it stays when rows
-    are added or reordered, and a larger share holds out what a smaller one did.
+    The split of a group depends only on its text and `eval_share`: it stays the same
+    if rows are added or reordered, and a larger share keeps held-out groups held out.
 
     Args:
         examples: in any order.
@@ -33,7 +33,7 @@ def split[Item: Grouped](
         (train, eval), each in the order of `examples`.
 
     Raises:
-        ValueError: if `eval_share` is outside (0, 1), or a side would be empty.
+        ValueError: if `eval_share` is outside (0, 1), or a split would be empty.
 
     >>> from jaxrl_post.data.preferences import Preference
     >>> from jaxrl_post.messages import Message
@@ -62,22 +62,22 @@ def split[Item: Grouped](
 
 
 def is_held_out(group: str, eval_share: float) -> bool:
-    """Whether a group is in the share that is held out, by a hash of its text."""
+    """Whether a group is held out, by a hash of its text."""
     digest = hashlib.blake2b(group.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < eval_share * 2**64
 
 
 def one_a_group[Item: Grouped](examples: Sequence[Item]) -> list[Item]:
-    """One example of each group, which of them by a hash of the group's text.
+    """Picks one example of each group, by a hash of the group's text.
 
-    Examples that share a prompt are not independent, and an interval of their accuracy
-    would be too narrow. Not the first of each: data sets sort them.
+    Examples of the same prompt are not independent, so a confidence interval over all
+    would be too narrow. The first of each would be biased, as data sets are sorted.
 
     Args:
         examples: in any order.
 
     Returns:
-        In the order in which the groups first appear.
+        One example per group, in the order in which the groups first appear.
 
     >>> from jaxrl_post.data.preferences import Judged
     >>> from jaxrl_post.messages import Message
@@ -93,6 +93,6 @@ def one_a_group[Item: Grouped](examples: Sequence[Item]) -> list[Item]:
 
 
 def _digest(text: str) -> int:
-    # Not the split's hash, which is small for all that is held out.
+    # The hash of the split would be biased: it is small for all held-out groups.
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"held out").digest()
     return int.from_bytes(digest)

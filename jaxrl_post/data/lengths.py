@@ -1,4 +1,4 @@
-"""How many tokens a text has at least and at most, without tokenising it."""
+"""Bounds on the number of tokens of a text, without tokenising it."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,9 +13,8 @@ from jaxrl_post.data.tokenizer import Tokenizer
 
 __all__ = ["Lengths", "written"]
 
-# Normalisers that keep the text: they compose or decompose characters, and write
-# spaces as another character. None makes more than three bytes of one byte, or one
-# character of more than four.
+# Normalisers that only compose or decompose characters, or replace spaces. None turns
+# one byte into more than three bytes, or more than four characters into one.
 _KEEPING = {"NFC", "NFD", "Prepend", "Replace a space", "Sequence"}
 _MOST_BYTES, _MOST_CHARACTERS = 3, 4
 
@@ -25,16 +24,15 @@ _AROUND = 8
 
 @dataclass(frozen=True)
 class Lengths:
-    """Bounds on the tokens of a text, which cost a look at its characters.
+    """Bounds on the number of tokens of a text, computed from its characters.
 
-    A tokenizer that has a token for every byte makes at most one token of each, and no
-    token stands for more characters than the vocabulary's longest. Of a tokenizer
-    without byte tokens, where one unknown token may stand for a whole text, nothing is
-    known.
+    A tokenizer with a token for every byte makes at most one token per byte, and no
+    token covers more characters than the longest one in the vocabulary. There are no
+    bounds for a tokenizer without byte tokens, where one unknown token may cover a
+    whole text.
 
     Attributes:
-        longest: characters of the vocabulary's longest token; None where there is no
-            bound.
+        longest: characters of the longest token in the vocabulary; None without bounds.
         normalized: whether the tokenizer rewrites characters first.
 
     >>> lengths = Lengths.of(Tokenizer.train(["12+30=42"]))
@@ -66,22 +64,22 @@ class Lengths:
         return cls(longest, bool(normalizers))
 
     def at_most(self, text: str) -> int | None:
-        """An upper bound on the tokens of a text; None where nothing is known."""
+        """An upper bound on the number of tokens of a text; None without bounds."""
         if self.longest is None:
             return None
         size = len(text.encode("utf-8", errors="surrogatepass"))
         return size * (_MOST_BYTES if self.normalized else 1) + _AROUND
 
     def fits(self, text: str, limit: int) -> bool | None:
-        """Whether a text has at most `limit` tokens; None where only its tokens tell.
+        """Whether a text has at most `limit` tokens; None if the bounds do not tell.
 
         Args:
-            text: of any length.
-            limit: tokens, at least 0.
+            text: a text of any length.
+            limit: number of tokens, at least 0.
         """
         if self.longest is None:
             return None
-        # White space may be stripped, so it is not counted on.
+        # White space may be stripped, so only the other characters count.
         least = self.longest * (_MOST_CHARACTERS if self.normalized else 1) * limit
         if len(text) > least and sum(map(len, text.split())) > least:
             return False
@@ -96,13 +94,13 @@ def written(
     *,
     options: Options | None = None,
 ) -> str:
-    """The text of a prompt or, with its answer, of a conversation.
+    """The text of a prompt or of a conversation, whose length `Lengths` can bound.
 
     Args:
         tokenizer: with or without a chat template.
-        messages: the prompt, or a conversation that the assistant's turn ends.
-        answer: of the assistant; None for the messages alone.
-        options: for the template; None for the default ones.
+        messages: a prompt, or a conversation that ends with the assistant's turn.
+        answer: the assistant's answer; None for the messages alone.
+        options: inputs of the template; None for the defaults.
 
     Raises:
         TokenizerError: as `chat.render_text`.
@@ -132,7 +130,7 @@ def _role(turn: Turn | Mapping[str, Any]) -> Any:
 
 
 def _kinds(part: Any) -> Iterator[str]:
-    """The types of a tokenizer's part and of the parts within it."""
+    """The types of a part of a tokenizer and of its nested parts."""
     if part is not None:
         yield from _named(json.loads(part.__getstate__()))
 

@@ -1,4 +1,4 @@
-"""Ragged sequences to rows of fixed length."""
+"""Packs sequences of different lengths into rows of fixed length."""
 
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ __all__ = ["Sequence", "pack"]
 
 @dataclass(frozen=True)
 class Sequence:
-    """One token sequence to train on; arrays have one entry a token, at least one.
+    """One sequence to train on; arrays have one entry per token, at least one.
 
     Attributes:
-        tokens: ids, and what the sampler knows of them; `tokens.sampled` is the loss
-            mask.
+        tokens: ids, and the sampler's log-probs and versions; `tokens.sampled` is the
+            loss mask.
         advantages: float32 [tokens].
-        rewards: float32 [tokens], of algorithms that credit tokens by themselves; None
-            for the others.
-        truncated: whether its end was cut off; None where nobody asks.
+        rewards: float32 [tokens], for algorithms that compute advantages per token;
+            None for other algorithms.
+        truncated: whether the end was cut off; None if the algorithm does not need it.
     """
 
     tokens: Tokens
@@ -58,7 +58,7 @@ class Sequence:
         behavior_logprobs: Collection[float] | None = None,
         advantage: float = 0.0,
     ) -> "Sequence":
-        """Makes a prompt that is not trained on and a completion that is."""
+        """Makes a sequence of a masked prompt and a completion to train on."""
         after = len(completion)
         logprobs = [0.0] * after if behavior_logprobs is None else behavior_logprobs
         answer = Tokens.generated(list(completion), list(logprobs), version=0)
@@ -72,21 +72,21 @@ def pack(
     length: int,
     row_multiple: int,
 ) -> TokenBatch:
-    """Lays sequences side by side into as few rows as first-fit-decreasing finds.
+    """Packs sequences into rows with the first-fit-decreasing heuristic.
 
-    Deterministic: what is equally long keeps its order.
+    Deterministic: sequences of equal length keep their order.
 
     Args:
-        sequences: each of 1 .. length tokens; those of a tuple lie side by side in one
-            row, in their order, and have 1 .. length tokens together.
-        length: tokens of a row.
-        row_multiple: empty rows are added up to a multiple of this.
+        sequences: each of 1 .. length tokens; the sequences of a tuple stay in one row,
+            side by side in their order, and have 1 .. length tokens together.
+        length: tokens per row.
+        row_multiple: empty rows pad the number of rows to a multiple of this.
 
     Returns:
         NumPy arrays [rows, length], at least `row_multiple` rows.
 
     Raises:
-        ValueError: a sequence, or a tuple of some, is longer than a row.
+        ValueError: a sequence, or a tuple of sequences, is longer than a row.
 
     >>> one = Sequence.of([5], [6, 7])
     >>> pack([one, one], length=8, row_multiple=1).segment_ids

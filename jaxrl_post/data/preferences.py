@@ -1,4 +1,4 @@
-"""Answers that are preferred to others or judged alone, read from files, strictly.
+"""Reads preference pairs and single judged answers from files, strictly.
 
 References:
     Cobbe et al., "Training Verifiers to Solve Math Word Problems", arXiv:2110.14168
@@ -27,7 +27,7 @@ from jaxrl_post.tables import Layout, listed, read_table
 
 __all__ = ["Judged", "Preference", "read_preferences"]
 
-# Names under which data sets keep the scores of the chosen and the rejected answer.
+# Field names that data sets use for the scores of the chosen and the rejected answer.
 _SCORES = (
     ("score_chosen", "score_rejected"),
     ("chosen_score", "rejected_score"),
@@ -44,9 +44,9 @@ class Preference:
         messages: the prompt, at least one message; the last is not the assistant's.
         chosen: the better answer, not empty.
         rejected: the worse answer, not empty, another text than `chosen`.
-        group: the prompt's text; `held_out.split` keeps what shares it together.
+        group: the prompt's text; `held_out.split` keeps examples of a group together.
         margin: score of `chosen` minus score of `rejected`, in the file's unit; None
-            where the file has no scores.
+            without scores.
     """
 
     messages: tuple[Message, ...]
@@ -58,13 +58,13 @@ class Preference:
 
 @dataclass(frozen=True)
 class Judged:
-    """One answer to a prompt, and whether it is one to give.
+    """One answer to a prompt, and whether the answer is desirable.
 
     Args:
         messages: the prompt, at least one message; the last is not the assistant's.
-        answer: not empty.
-        desirable: the judgement.
-        group: the prompt's text; `held_out.split` keeps what shares it together.
+        answer: the answer, not empty.
+        desirable: whether the answer is desirable.
+        group: the prompt's text; `held_out.split` keeps examples of a group together.
     """
 
     messages: tuple[Message, ...]
@@ -78,8 +78,8 @@ def read_preferences(
 ) -> tuple[list[Preference] | list[Judged], Report]:
     r"""Reads pairs of a preferred and a less preferred answer, or judged answers.
 
-    The fields of the first good row tell which of four layouts the file has; every row
-    must have it:
+    The fields of the first good row determine which of four layouts the file has; every
+    row must have this layout:
 
     - prompt, chosen, rejected: each a text, or a list of {"role", "content"}; an answer
       as a list is the assistant's message, alone or after the prompt's messages.
@@ -87,12 +87,13 @@ def read_preferences(
       assistant's. Lists, or texts such as "\n\nHuman: Hi!\n\nAssistant: Hello.".
     - question, ground_truth, and any number of fields {"is_correct", "solution"}: each
       correct solution is preferred to each incorrect one; equal texts count once. The
-      ground truth is no solution. A row without such a pair is unused, not bad.
-    - prompt, completion, label: an answer, written as in the first layout, and whether
-      it is desirable (a bool).
+      ground truth is not used as a solution. A row without such a pair is not bad, but
+      unused.
+    - prompt, completion, label: an answer in a form of the first layout, and a bool,
+      true for a desirable answer.
 
-    The first two may have numbers score_chosen and score_rejected (or chosen_score,
-    chosen_rating, chosen-rating), whose difference is the margin.
+    The first two layouts may have numbers score_chosen and score_rejected (or
+    chosen_score, chosen_rating, chosen-rating), whose difference is the margin.
 
     Args:
         path: the file; .jsonl and .json hold one JSON object a line, .parquet a row a
@@ -101,8 +102,8 @@ def read_preferences(
             lists them in the report.
 
     Returns:
-        The preferences in the file's order, or of the fourth layout the judged answers,
-        and a report (of a .parquet file, lines are rows, from 1).
+        The preferences (judged answers for the fourth layout) in the file's order, and
+        a report (its lines are rows, from 1, for a .parquet file).
 
     Raises:
         ValueError: at a bad row under "fail"; if the file has no row, no good one or no
@@ -156,7 +157,7 @@ def _solutions(row: Mapping[str, Any]) -> list[Preference]:
     messages = (Message("user", text_of(row["question"], "field 'question'")),)
     require_prompt(messages)
     text_of(row["ground_truth"], "field 'ground_truth'")
-    # Dictionaries as ordered sets, from the solution to the field that has it.
+    # Ordered: solution -> the first field that has it.
     correct: dict[str, str] = {}
     incorrect: dict[str, str] = {}
     for name, value in row.items():
@@ -197,7 +198,7 @@ def _judged(row: Mapping[str, Any]) -> list[Judged]:
     return [Judged(messages, answer, desirable, group_of(messages))]
 
 
-# The file's rows have one layout, so what is read is of one kind.
+# Any: all rows of a file have one layout, so its examples have one type.
 _LAYOUTS: Sequence[Layout[Any]] = (
     Layout(("prompt", "chosen", "rejected"), _with_prompt),
     Layout(("chosen", "rejected"), _conversations),

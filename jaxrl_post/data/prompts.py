@@ -1,4 +1,4 @@
-"""The order in which tasks are drawn, as a grain iterator that checkpoints."""
+"""The random order of the tasks, as a grain iterator that can be checkpointed."""
 
 import grain
 
@@ -6,14 +6,14 @@ __all__ = ["task_indices"]
 
 
 def task_indices(num_tasks: int, seed: int) -> grain.DatasetIterator:
-    """Iterates over task indices for ever, each epoch in an order of its own.
+    """Iterates over task indices without end, each epoch in another random order.
 
-    The iterator's position is part of a checkpoint: a resumed run draws what the run
-    that was never stopped would have drawn.
+    The iterator's position is part of a checkpoint: a resumed run draws the same tasks
+    as an uninterrupted run.
 
     Args:
-        num_tasks: at least 1.
-        seed: of the order.
+        num_tasks: number of tasks, at least 1.
+        seed: seed of the random order.
 
     >>> indices = task_indices(3, seed=0)
     >>> sorted(next(indices) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Where in a rendered conversation the assistant speaks."""
+"""Finds the assistant's turns in the text of a rendered conversation."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,15 +26,15 @@ SNIPPET = 30  # characters on either side of a difference
 
 
 def turn_end(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    r"""Index after the stop token of the turn that ends a text.
+    r"""Index after the stop token of the last turn of a text.
 
-    White space and further stop tokens may follow it; where there is none, the turn
+    White space and further stop tokens may follow it. Without a stop token, the turn
     ends with the text.
 
     Args:
-        text: ends with a turn.
+        text: a text that ends with a turn.
         stops: the stop tokens.
-        begin: where the turn begins at the earliest.
+        begin: a lower bound of the turn's begin.
 
     >>> text = "user: 1+1<|end|> assistant: 2<|end|>\n<eos>"
     >>> text[turn_end(text, ["<|end|>", "<eos>"]):]
@@ -44,12 +44,12 @@ def turn_end(text: str, stops: Sequence[str], begin: int = 0) -> int:
 
 
 def answer_end(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    """Index before the stop token of the turn that ends a text.
+    """Index before the stop token of the last turn of a text.
 
     Args:
         text: as for `turn_end`.
         stops: the stop tokens.
-        begin: where the turn begins at the earliest.
+        begin: a lower bound of the turn's begin.
 
     >>> answer_end("user: 1+1<|end|> assistant: 2<|end|>\\n<eos>", ["<|end|>", "<eos>"])
     29
@@ -58,7 +58,7 @@ def answer_end(text: str, stops: Sequence[str], begin: int = 0) -> int:
 
 
 def _ending(text: str, stops: Sequence[str], begin: int) -> Span:
-    """The stop token of the turn that ends a text."""
+    """The span of the stop token of the last turn of a text."""
     if not stops:
         return len(text), len(text)
     stop = "|".join(map(re.escape, stops))
@@ -67,14 +67,14 @@ def _ending(text: str, stops: Sequence[str], begin: int) -> Span:
 
 
 def closed(shorter: str, longer: str, stops: Sequence[str]) -> str | None:
-    """The part of a conversation that a longer one begins with, None if there is none.
+    """`shorter` if it is a prefix of `longer`, else None.
 
-    That is all of it, without the end-of-sequence token that some templates put after
-    the last turn, which ends with a stop token of its own.
+    Some templates write an end-of-sequence token after the stop token of the last turn;
+    it is removed from `shorter` if `longer` does not have it.
 
     Args:
         shorter: a rendered conversation.
-        longer: the same conversation, rendered with what follows.
+        longer: the same conversation, rendered with later turns.
         stops: the stop tokens.
     """
     candidates = [shorter]
@@ -92,21 +92,21 @@ def assistant_spans(
     *,
     only_last: bool = False,
 ) -> list[Span]:
-    """Finds what the assistant produces by rendering beginnings of the conversation.
+    """Finds the spans that the assistant produces, by rendering prefixes of `messages`.
 
-    A turn begins where the prompt for it ends and reaches to its stop token. Where a
-    template marks the end of a turn by how the next one begins, that token is the stop
-    token: it is what the model has to say.
+    A span begins where the generation prompt of its turn ends, and includes the stop
+    token. If a template ends a turn only by the head of the next turn, the first token
+    of that head is the stop token, because the model has to produce it.
 
     Args:
-        render: of messages, with or without the prompt for an answer at the end.
+        render: renders messages, with or without the generation prompt.
         messages: the conversation.
         stops: the stop tokens.
-        only_last: looks at the last turn of the assistant alone.
+        only_last: finds only the assistant's last turn.
 
     Raises:
-        TokenizerError: the template renders a turn differently once later ones follow,
-            or not as it prompts for it.
+        TokenizerError: the template renders a turn differently if later turns follow,
+            or does not begin it with the generation prompt.
     """
     whole = render(messages, False)
     spans = []
@@ -134,11 +134,11 @@ def assistant_spans(
 
 
 def ends_with_stop(text: str, span: Span, stops: Sequence[str]) -> bool:
-    """Whether a span's last token, but for white space, is a stop token.
+    """Whether a span ends with a stop token, ignoring white space after it.
 
     Args:
         text: a rendered conversation.
-        span: of it.
+        span: a span of the text.
         stops: the stop tokens.
     """
     begin, end = span
@@ -146,11 +146,11 @@ def ends_with_stop(text: str, span: Span, stops: Sequence[str]) -> bool:
 
 
 def through_stops(text: str, spans: Sequence[Span], stops: Sequence[str]) -> list[Span]:
-    """The spans, each with the stop token that follows it where it has none.
+    """Extends each span without a stop token by the stop token that follows it.
 
     Args:
         text: a rendered conversation.
-        spans: of turns in it, or of parts of turns.
+        spans: spans of turns, or of parts of turns.
         stops: the stop tokens.
 
     >>> through_stops("a: 4 <end>", [(3, 4)], ["<end>"])
@@ -171,15 +171,15 @@ def through_stops(text: str, spans: Sequence[Span], stops: Sequence[str]) -> lis
 def last_turn(
     render: Render, messages: Sequence[Mapping[str, Any]], spans: Sequence[Span]
 ) -> list[Span]:
-    """Those of the spans that lie in the assistant's last turn.
+    """The spans that lie in the assistant's last turn.
 
     Args:
         render: as for `assistant_spans`.
         messages: the conversation.
-        spans: of all turns.
+        spans: the spans of all turns.
 
     Raises:
-        TokenizerError: where that turn begins cannot be told.
+        TokenizerError: the beginning of that turn cannot be found.
     """
     (index,) = _turns(messages, only_last=True)
     before, whole = render(messages[:index], False), render(messages, False)
@@ -198,7 +198,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], only_last: bool) -> list[int]:
 
 
 def _difference(first: str, second: str) -> str:
-    """Both texts around where they begin to differ."""
+    """Excerpts of both texts around their first difference."""
     at = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
         min(len(first), len(second)),

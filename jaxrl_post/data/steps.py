@@ -1,4 +1,4 @@
-"""Solutions in steps with a verdict on each, read from files, strictly.
+"""Reads solutions with a label for each step from files, strictly.
 
 References:
     Lightman et al., "Let's Verify Step by Step", arXiv:2305.20050.
@@ -24,13 +24,13 @@ __all__ = ["Solution", "judged_tokens", "read_steps"]
 
 @dataclass(frozen=True)
 class Solution:
-    """Steps of an answer, in order, and how right each is.
+    """An answer as a sequence of steps, with a label for each step.
 
     Args:
         messages: the prompt, at least one message; the last is not the assistant's.
         steps: at least one, none empty.
-        labels: of each step, in [0, 1]: 0 is wrong, 1 is right.
-        group: the prompt's text; `held_out.split` keeps what shares it together.
+        labels: one per step, in [0, 1]: 0 is wrong, 1 is right.
+        group: the prompt's text; `held_out.split` keeps examples of a group together.
     """
 
     messages: tuple[Message, ...]
@@ -54,8 +54,8 @@ def read_steps(
             lists them in the report.
 
     Returns:
-        The solutions in the file's order, and a report (of a .parquet file, lines are
-        rows, from 1).
+        The solutions in the file's order, and a report (its lines are rows, from 1, for
+        a .parquet file).
 
     Raises:
         ValueError: at a bad row under "fail"; if the file has no row or no good one; if
@@ -83,25 +83,25 @@ def judged_tokens(
     labels: Sequence[float],
     separator: str,
 ) -> packing.Sequence:
-    r"""The tokens of a prompt and of steps, of which the last of each is judged.
+    r"""Tokens of a prompt and its steps, with each step judged at its last token.
 
-    A separator follows every step. Prompt, steps and separator are tokenised apart from
-    one another, as TRL does: so the judged token always is the separator's last, and
-    the ids of a step do not depend on what follows it, as they must not where a
-    solution is judged while it is written. The ids of the whole text may differ, as
-    where a tokenizer has a token for a full stop before a line break; whoever asks the
-    model tokenises as it is done here.
+    A separator follows every step. Prompt, steps and separator are tokenised
+    separately, as TRL does. So the judged token is always the last one of a separator,
+    and the ids of a step do not depend on later steps, which do not exist yet if a
+    solution is judged while it is written. Tokenising the whole text could give other
+    ids, e.g. one token for a full stop and a line break; so tokenise in the same way to
+    score steps with the trained model.
 
     Args:
         tokenizer: with or without a chat template.
         messages: the prompt.
         steps: at least one.
-        labels: of the steps, in [0, 1].
-        separator: after each step, such as a line break.
+        labels: one per step, in [0, 1].
+        separator: the text after each step, such as a line break.
 
     Returns:
-        A sequence whose loss mask marks the judged tokens and whose advantages there
-        are the labels.
+        A sequence whose loss mask marks the judged tokens; the advantages at these
+        tokens are the labels.
 
     Raises:
         ValueError: the separator has no token.

@@ -1,10 +1,10 @@
-"""Chat templates: Jinja programs that write a conversation as text.
+"""Runs chat templates: Jinja programs that render a conversation as text.
 
-A template comes with a model: it is somebody else's program, run as transformers runs
-it. It runs in jinja's sandbox, which keeps it from Python's internals and from changing
-what it is given. The steps of loops and the calls of a rendering are counted, and a
-`range` is short: a template that does not end is refused within a second or so. What a
-single expression does, such as repeating a string a billion times, is not bounded.
+A template comes with a model and is untrusted code. As in transformers, it runs in
+jinja's sandbox, so it cannot access Python's internals or change its variables. Loop
+steps and calls are counted, and the length of `range` is limited, so an endless
+template raises within about a second. The cost of a single expression, such as
+repeating a string a billion times, is not bounded.
 """
 
 import datetime
@@ -27,18 +27,18 @@ from jaxrl_post.data.tokenizer_files import TokenizerError
 
 __all__ = ["MAX_STEPS", "Rendered", "run"]
 
-MAX_STEPS = 200_000  # steps of loops and calls, of a rendering
+MAX_STEPS = 200_000  # loop steps and calls per rendering
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a template wrote.
+    """The output of a template.
 
     Attributes:
-        text: all of it.
-        generated: (begin, end) of what stands in `{% generation %}` blocks, in the
-            order of the text; None for a template without such blocks, or with one
-            whose place cannot be told because a macro or a filter has its text.
+        text: the whole text.
+        generated: (begin, end) of the `{% generation %}` blocks, in the order of the
+            text; None if there are no blocks, or if the place of a block is unknown
+            because its text went through a macro or a filter.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Rendered:
 
 @dataclass
 class _Run:
-    """One rendering while it goes on."""
+    """The state of one rendering."""
 
     now: datetime.datetime
     written: int = 0
@@ -55,7 +55,7 @@ class _Run:
     generated: list[tuple[int, str]] = field(default_factory=list)
 
 
-# Compiled templates are shared; what belongs to one rendering is found here.
+# Compiled templates are shared, so the state of a rendering is kept here.
 _current: ContextVar[_Run] = ContextVar("rendering")
 
 
@@ -65,12 +65,12 @@ def run(
     """Runs a template.
 
     Args:
-        source: Jinja.
-        variables: by name; values as in JSON. The template cannot change them.
-        now: what `strftime_now` says; None for the time that it is.
+        source: the Jinja source.
+        variables: JSON values by name. The template cannot change them.
+        now: the time that `strftime_now` formats; None for the current time.
 
     Raises:
-        TokenizerError: it does not compile, raises, or loops for too long.
+        TokenizerError: the template does not compile, raises, or takes too many steps.
 
     >>> run("{% for x in xs %}{{ x | tojson }} {% endfor %}", {"xs": ["<ü>", 1]}).text
     '"<ü>" 1 '
@@ -83,7 +83,7 @@ def run(
         for part in template.generate(variables):
             parts.append(part)
             state.written += len(part)
-    # A template is a foreign program: what it raises can be anything.
+    # A template may raise any exception.
     except Exception as error:
         raise TokenizerError(f"chat: the chat template {_failure(error)}") from error
     finally:
@@ -110,7 +110,7 @@ def _failure(error: Exception) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: what the assistant produces stands between the tags."""
+    """The tag `{% generation %}`, whose block is text that the assistant produces."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -124,13 +124,13 @@ class _Generation(Extension):
     def _record(self, caller: Any) -> str:
         text = caller()
         state = _current.get()
-        # What was written before has been handed over already, unless it is captured.
+        # `written` counts all text before the block, unless a macro or filter holds it.
         state.generated.append((state.written, text))
         return text
 
 
 class _Counting(CodeGenerator):
-    """Compiles loops so that their steps are counted."""
+    """Compiles loops so that `_Environment.counted` counts their steps."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
         counted = nodes.EnvironmentAttribute("counted").set_lineno(node.lineno)
@@ -140,18 +140,18 @@ class _Counting(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Of one template, with what transformers offers to it."""
+    """The environment of one template, with the functions that transformers offers."""
 
     code_generator_class = _Counting
 
     def counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items, each of them a step."""
+        """Yields the items, and counts each as a step."""
         for item in items:
             _step()
             yield item
 
-    def call(*args: Any, **named: Any) -> Any:  # as jinja's: the template names them
-        """A call, which is a step."""
+    def call(*args: Any, **named: Any) -> Any:  # a template may pass any argument name
+        """Calls a function, and counts the call as a step."""
         _step()
         return ImmutableSandboxedEnvironment.call(*args, **named)
 
@@ -168,7 +168,7 @@ def _compiled(source: str) -> tuple[jinja2.Template, bool]:
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    # jinja's own escapes HTML.
+    # jinja's own tojson escapes HTML.
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

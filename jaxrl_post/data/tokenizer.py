@@ -1,4 +1,4 @@
-"""A tokenizer.json, its special tokens and its chat template."""
+"""The tokenizer of a model: its tokenizer.json, special tokens and chat template."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from jaxrl_post.data.turn_end import find_turn_end
 __all__ = ["Tokenizer", "TokenizerError"]
 
 PAD, EOS = "<|pad|>", "<|eos|>"
-# A trainer numbers them first, in this order.
+# `BpeTrainer` gives special tokens the first ids, in this order.
 SPECIAL = [PAD, EOS]
 
 
@@ -27,12 +27,12 @@ class Tokenizer:
     """Encodes and decodes text, and knows which ids end a completion.
 
     Args:
-        backend: of the tokenizers library.
-        stop_ids: ids that end a completion, the end-of-sequence id first; the end of
-            the chat template's turn need not be among them.
+        backend: a tokenizer of the tokenizers library.
+        stop_ids: ids that end a completion, the end-of-sequence id first; the token
+            that ends a turn of the chat template may be missing.
         chat_template: Jinja source, several by name, or None for a plain text format.
-        special_tokens: names that a chat template may use, such as "bos_token".
-        num_embeddings: ids that the model knows; None for all.
+        special_tokens: variables of chat templates, such as "bos_token", to tokens.
+        num_embeddings: number of the model's embeddings; None for no limit on the ids.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json and, where present, the files that go with it.
+        """Reads tokenizer.json and, if present, the other files of the tokenizer.
 
-        As transformers 5 does: what stands around a text (BOS) is the post-processor's
-        business, and add_bos_token of tokenizer_config.json is not looked at; named
-        special tokens are matched whole; truncation and padding of tokenizer.json are
-        not used. A special token that the vocabulary lacks is not added to it.
+        As in transformers 5, the post-processor adds tokens around a text (BOS), and
+        add_bos_token of tokenizer_config.json is ignored; named special tokens are
+        matched whole; truncation and padding of tokenizer.json are disabled. Special
+        tokens that are missing in the vocabulary are not added to it.
 
-        Stop ids are those of generation_config.json, config.json and the eos_token of
-        tokenizer_config.json together, and the end of the chat template's turn.
+        The stop ids are those of generation_config.json and config.json, the eos_token
+        of tokenizer_config.json, and the token that ends a turn of the chat template.
 
         Raises:
             TokenizerError: a missing or unreadable file, or no end-of-sequence token.
@@ -82,11 +82,11 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int = 512) -> "Tokenizer":
-        """Learns a byte-level BPE in which every digit is a token of its own.
+        """Trains a byte-level BPE in which every digit is a token of its own.
 
         Args:
-            texts: what to learn from.
-            vocab_size: at least 258, the bytes and two special tokens.
+            texts: the training texts.
+            vocab_size: at least 258, for the bytes and two special tokens.
 
         >>> tokenizer = Tokenizer.train(["12+30=42"] * 3)
         >>> tokenizer.decode(tokenizer.encode("12+3=ü"))
@@ -115,16 +115,16 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
+        """Number of ids, including added tokens."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """The ids that end a completion, the end-of-sequence id first.
 
-        The end of the chat template's turn is one of them: a model that is trained on
-        the template's turns learns to say that token, which the checkpoint's files do
-        not name where they belong to a base model.
+        They include the token that ends a turn of the chat template: a model trained on
+        the template's turns learns to produce it, but the files of a base model do not
+        name it as a stop token.
         """
         if not self.chat_templates:
             return self._named_stops
@@ -138,13 +138,13 @@ class Tokenizer:
 
     @cached_property
     def turn_end(self) -> str:
-        """The token with which the assistant ends its turn.
+        """The token that ends a turn of the assistant.
 
-        Without a chat template that is the end-of-sequence token. Of several templates
-        the one named "default" says it, or the first.
+        Without a chat template this is the end-of-sequence token. Of several templates,
+        the one named "default" is used, or else the first.
 
         Raises:
-            TokenizerError: the template ends a turn with no token, or fails.
+            TokenizerError: the template ends a turn without a token, or fails.
         """
         if not self.chat_templates:
             return self.eos_token
@@ -174,27 +174,27 @@ class Tokenizer:
 
     @property
     def stop_tokens(self) -> tuple[str, ...]:
-        """The tokens of the stop ids, as far as the vocabulary has them."""
+        """The tokens of the stop ids, except ids outside the vocabulary."""
         tokens = map(self.backend.id_to_token, self.stop_ids)
         return tuple(token for token in tokens if token)
 
     @property
     def chat_template(self) -> str | None:
-        """The template named "default", None where there is none."""
+        """The template named "default"; None if there is none."""
         return self.chat_templates.get("default")
 
     def same_ids(self, other: "Tokenizer") -> bool:
-        """Whether every token has the same id in both."""
+        """Whether every token has the same id in both tokenizers."""
         return self.backend.get_vocab() == other.backend.get_vocab()
 
     def for_model(self, num_embeddings: int) -> "Tokenizer":
-        """This tokenizer beside a model, to which it gives no id that the model lacks.
+        """This tokenizer, restricted to ids that a model has embeddings for.
 
-        Added tokens may lie beyond the embeddings, as Gemma 3's image token does in its
-        text models: then no text may have them.
+        Added tokens may lie beyond the embeddings, e.g. Gemma 3's image token in its
+        text models; `encode` then raises for texts with such tokens.
 
         Args:
-            num_embeddings: ids of the model.
+            num_embeddings: number of the model's embeddings.
 
         Raises:
             TokenizerError: the vocabulary, or a stop id, lies beyond the embeddings.
@@ -221,7 +221,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
-        """Token ids of a text; `special` adds what belongs around it (BOS).
+        """Token ids of a text; `special` adds the special tokens around it (BOS).
 
         Raises:
             TokenizerError: a token of the text lies beyond the model's embeddings.
@@ -232,11 +232,11 @@ class Tokenizer:
     def encode_with_begins(
         self, text: str, *, special: bool = False
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids of a text, and where in it each token begins.
+        """Token ids of a text, and the index in the text at which each token begins.
 
         Args:
-            text: to encode.
-            special: adds what belongs around it, which begins at -1.
+            text: the text to encode.
+            special: adds the special tokens around the text, which begin at -1.
 
         Raises:
             TokenizerError: as `encode`.
@@ -256,7 +256,7 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and the chat templates.
 
-        The stop ids go into generation_config.json, beside what it says already.
+        The stop ids are added to generation_config.json, which keeps its other entries.
         """
         directory = Path(directory)
         self.backend.save(str(directory / "tokenizer.json"))
@@ -297,7 +297,7 @@ class Tokenizer:
 
     @cached_property
     def _with_offsets(self) -> tokenizers.Tokenizer:
-        """The backend, or a copy in which a token's place has its white space too."""
+        """The backend, with offsets that include the white space of a token."""
         if b'"trim_offsets":true' not in _state(self.backend.post_processor):
             return self.backend
         whole = json.loads(self.backend.to_str())

@@ -1,4 +1,4 @@
-"""What the files of a model directory say about its tokenizer."""
+"""Reads the tokenizer files of a model directory."""
 
 import json
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ __all__ = ["TokenizerError", "TokenizerFiles", "read_files", "read_settings"]
 
 
 class TokenizerError(ValueError):
-    """A tokenizer directory that cannot be used."""
+    """A tokenizer, its files or its chat template cannot be used."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a `Tokenizer` is made of.
+    """The contents of the tokenizer files, from which a `Tokenizer` is made.
 
     Attributes:
-        backend: of the tokenizers library.
-        stop_ids: ids that end a completion; none where no file names one.
-        chat_templates: Jinja by name.
-        special_tokens: by name.
+        backend: a tokenizer of the tokenizers library.
+        stop_ids: ids that end a completion; empty if no file names one.
+        chat_templates: Jinja sources by name.
+        special_tokens: special tokens by name.
     """
 
     backend: tokenizers.Tokenizer
@@ -33,7 +33,7 @@ class TokenizerFiles:
 
 
 def read_files(path: Path) -> TokenizerFiles:
-    """Reads tokenizer.json and, where present, the files that go with it.
+    """Reads tokenizer.json and, if present, the other files of the tokenizer.
 
     Args:
         path: the directory.
@@ -44,7 +44,7 @@ def read_files(path: Path) -> TokenizerFiles:
     backend = _read_backend(path / "tokenizer.json")
     settings = read_settings(path / "tokenizer_config.json")
     named, unnamed = _special_tokens(path, settings)
-    # What the vocabulary lacks is not added to it: the model has no embedding for it.
+    # Tokens outside the vocabulary are not added: the model has no embedding for them.
     known = [
         token
         for token in (*named.values(), *unnamed)
@@ -61,13 +61,13 @@ def read_files(path: Path) -> TokenizerFiles:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; an empty one where there is no file.
+    """The object in a JSON file; empty if the file does not exist.
 
     Args:
-        file: such as generation_config.json.
+        file: a JSON file, such as generation_config.json.
 
     Raises:
-        TokenizerError: it holds something else.
+        TokenizerError: the file does not hold a JSON object.
     """
     if not file.is_file():
         return {}
@@ -93,7 +93,7 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(f"tokenizer: cannot read {file}: {error}") from error
-    # Some files still have what the run that made them needed.
+    # Some files still have the truncation and padding of the run that wrote them.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -105,9 +105,9 @@ type Token = tokenizers.AddedToken
 def _special_tokens(
     path: Path, settings: dict[str, Any]
 ) -> tuple[dict[str, Token], list[Token]]:
-    """Special tokens by name, and those without one."""
+    """Special tokens by name, and special tokens without a name."""
     if "added_tokens_decoder" not in settings:
-        # As older versions of transformers wrote it, and newer ones read it.
+        # Older versions of transformers wrote this file; newer ones still read it.
         settings = settings | read_settings(path / "special_tokens_map.json")
     named = {
         name: _token(name, value)
@@ -149,9 +149,9 @@ def _token(name: str, value: Any) -> Token:
 
 
 def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Files of their own; without any, what tokenizer_config.json says.
+    """Chat templates by name, from the first place that has any.
 
-    A processor's chat_template.json serves where there is nothing else.
+    The places: files *.jinja, tokenizer_config.json, a processor's chat_template.json.
     """
     found = {}
     default = path / "chat_template.jinja"

@@ -1,8 +1,8 @@
-"""The token with which the assistant ends its turn: what its chat template writes.
+"""Finds the token that ends a turn of the assistant in a chat template.
 
-The end-of-sequence token of a checkpoint need not be it. A base model ends documents
-with one token, as Qwen 2.5 does with <|endoftext|>, while the template beside it ends
-turns with another, such as ChatML's <|im_end|>.
+It may differ from the checkpoint's end-of-sequence token. A base model ends documents
+with one token (Qwen 2.5 with <|endoftext|>), while its chat template ends turns with
+another, such as ChatML's <|im_end|>.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from jaxrl_post.data.tokenizer_files import TokenizerError
 
 __all__ = ["find_turn_end"]
 
-# Contents that no template writes by itself.
+# Contents that cannot be part of a template's own text.
 QUESTION, ANSWER, NEXT = "\ufdd0ask\ufdd0", "\ufdd0answer\ufdd0", "\ufdd0next\ufdd0"
 
 TOOL = {
@@ -29,9 +29,9 @@ TOOL = {
 
 
 class Kind(NamedTuple):
-    """What a short conversation has that some templates insist on."""
+    """Features of the test conversation that some templates require."""
 
-    system: bool  # a message of the system
+    system: bool  # a system message
     parts: bool  # contents that are lists
     tools: bool
 
@@ -42,24 +42,24 @@ KINDS = [Kind(*chosen) for chosen in itertools.product((False, True), repeat=3)]
 def find_turn_end(
     template: str, special_tokens: Mapping[str, str], tokens: Collection[str]
 ) -> str:
-    r"""The token that the assistant has to say when its answer is over.
+    r"""Finds the token that the assistant has to produce at the end of its answer.
 
     Renders a short conversation twice, with and without a question after the answer.
-    Of what follows the answer the first of these is the end of the turn:
+    The result is the first of these that exists:
 
-    1. the last token that follows an answer in either case, as ChatML's <|im_end|>;
-    2. the first token after the last answer, as <|return|> of GPT-OSS, whose earlier
-       turns end with <|end|>, which also stands inside of a turn;
-    3. the first token of the next turn, as GLM's <|user|>, where nothing closes a turn.
+    1. the last of the tokens with which the text after the answer begins in both
+       renderings, e.g. ChatML's <|im_end|>;
+    2. the first token after the last answer, e.g. <|return|> of GPT-OSS, whose earlier
+       turns end with <|end|>, a token that also occurs inside a turn;
+    3. the first token of the next turn, e.g. GLM's <|user|>, if no token ends a turn.
 
     Args:
-        template: Jinja.
-        special_tokens: names that the template may use, such as "eos_token".
-        tokens: that are matched whole in a text.
+        template: the Jinja source.
+        special_tokens: variables of the template, such as "eos_token".
+        tokens: the tokens that are matched whole in a text.
 
     Raises:
-        TokenizerError: the template fails or writes no answer, or none
-            of the tokens follows it.
+        TokenizerError: the template fails or writes no answer, or no token follows it.
 
     >>> template = "{% for m in messages %}{{ m.content }}<end>\n{% endfor %}"
     >>> find_turn_end(template, {}, ["<begin>", "<end>"])
@@ -88,9 +88,9 @@ def find_turn_end(
 
 
 def _what_follows(template: str, special_tokens: Mapping[str, str]) -> tuple[str, str]:
-    """What a template writes after the last answer, and between one and a question.
+    """The text after the last answer, and the text between an answer and a question.
 
-    The latter is empty where the template takes no further question.
+    The latter is empty if the template does not allow another question.
     """
     failure: TokenizerError | None = None
     asked = (("user", QUESTION), ("assistant", ANSWER))

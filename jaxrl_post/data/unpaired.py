@@ -1,4 +1,4 @@
-"""Judged answers from pairs, and the answers of others beside them."""
+"""Makes judged answers from pairs, and exchanges answers between prompts."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ __all__ = ["answers_to_others", "unpaired"]
 
 
 def unpaired(preferences: Sequence[Preference]) -> list[Judged]:
-    """Takes pairs apart: the chosen answers are desirable, the rejected ones are not.
+    """Splits pairs: the chosen answers are desirable, the rejected ones are not.
 
-    An answer that is in several pairs on the same side counts once.
+    An answer that is chosen in several pairs, or rejected in several, counts once.
 
     Args:
         preferences: in any order.
@@ -33,17 +33,17 @@ def unpaired(preferences: Sequence[Preference]) -> list[Judged]:
 
 
 def answers_to_others(judged: Sequence[Judged]) -> list[str]:
-    """Gives every answer's prompt the answer to another prompt.
+    """Pairs the prompt of every judged answer with the answer to another prompt.
 
-    With the answers in the order of their prompts, each prompt gets the answer that is
-    as many places further as the most frequent prompt has answers. So every answer is
-    given once, and what is given is distributed as the answers are.
+    The answers are grouped by prompt. Each is replaced by the answer `most` places
+    further on, cyclically, where `most` is the number of answers to the most frequent
+    prompt. So every answer is used exactly once.
 
     Args:
-        judged: in any order; no prompt has more than half of them.
+        judged: in any order; no prompt has more than half of the answers.
 
     Returns:
-        An answer for each of `judged`.
+        One answer for each of `judged`.
 
     Raises:
         ValueError: a prompt has more than half of the answers.
