@@ -1,4 +1,4 @@
-r"""Conversations as rows of data sets hold them, checked field by field.
+r"""Reads conversations from the fields of a data set's rows, and checks them.
 
 References:
     Bai et al., "Training a Helpful and Harmless Assistant with Reinforcement Learning
@@ -28,14 +28,14 @@ _SPEAKER_ROLES: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
 
 
 def prompt_of(value: Any, name: str = "prompt") -> tuple[Message, ...]:
-    """The prompt that a field holds, as a text or as messages.
+    """The messages of a prompt; a text becomes one message of the user.
 
     Args:
         value: a text, or a list of {"role", "content"}.
-        name: of the field, for messages.
+        name: name of the field, for error messages.
 
     Raises:
-        BadRowError: it is something else, empty, or ends with the assistant.
+        BadRowError: the value is something else, empty, or ends with the assistant.
 
     >>> prompt_of("2+2=")
     (Message(role='user', content='2+2='),)
@@ -49,16 +49,16 @@ def prompt_of(value: Any, name: str = "prompt") -> tuple[Message, ...]:
 
 
 def answer_of(value: Any, name: str, prompt: tuple[Message, ...]) -> str:
-    """The assistant's answer that a field holds.
+    """The text of the assistant's answer in a field.
 
     Args:
         value: a text, or a list of {"role", "content"}: the assistant's message, alone
             or after the prompt's messages.
-        name: of the field, for messages.
-        prompt: what is answered.
+        name: name of the field, for error messages.
+        prompt: the prompt of the answer.
 
     Raises:
-        BadRowError: it is something else.
+        BadRowError: the value is something else.
 
     >>> answer_of([{"role": "assistant", "content": "4"}], "chosen", prompt_of("2+2="))
     '4'
@@ -84,15 +84,15 @@ def answer_of(value: Any, name: str, prompt: tuple[Message, ...]) -> str:
 
 
 def conversation_of(value: Any, name: str) -> tuple[Message, ...]:
-    r"""The messages that a field holds, the answer included.
+    r"""The messages of a conversation in a field, including the answer.
 
     Args:
         value: a list of {"role", "content"}, or a text such as
             "\n\nHuman: Hi!\n\nAssistant: Hello.".
-        name: of the field, for messages.
+        name: name of the field, for error messages.
 
     Raises:
-        BadRowError: it is something else.
+        BadRowError: the value is something else.
 
     >>> [turn.role for turn in conversation_of("\n\nHuman: Hi!\n\nAssistant: A", "x")]
     ['user', 'assistant']
@@ -105,7 +105,7 @@ def conversation_of(value: Any, name: str) -> tuple[Message, ...]:
             f"field {name!r} without a 'prompt' must be a list of messages or begin "
             f"with '\\n\\nHuman:', got {value[:20]!r}"
         )
-    # The blanks around a turn belong to the form: "\n\nHuman: " and "\n\nAssistant: ".
+    # The white space around a turn belongs to the format "\n\nHuman: ".
     return tuple(
         Message(_SPEAKER_ROLES[speaker], content.strip())
         for speaker, content in zip(turns[::2], turns[1::2], strict=True)
@@ -113,7 +113,7 @@ def conversation_of(value: Any, name: str) -> tuple[Message, ...]:
 
 
 def group_of(prompt: tuple[Message, ...]) -> str:
-    """The text of a prompt: what is said to equal prompts is held out together.
+    """The text of a prompt; examples with equal prompts are held out together.
 
     >>> group_of(prompt_of("2+2="))
     '2+2='
@@ -122,10 +122,10 @@ def group_of(prompt: tuple[Message, ...]) -> str:
 
 
 def text_of(value: Any, what: str) -> str:
-    """A text that can be written as UTF-8.
+    """Returns `value` if it is a text that can be encoded as UTF-8.
 
     Raises:
-        BadRowError: it is something else.
+        BadRowError: the value is something else.
 
     >>> text_of("Hi!", "field 'prompt'")
     'Hi!'
@@ -138,13 +138,13 @@ def text_of(value: Any, what: str) -> str:
 
 
 def common_beginning(a: tuple[Message, ...], b: tuple[Message, ...]) -> int:
-    """How many messages two conversations have in common at their beginning."""
+    """Number of messages in the common prefix of two conversations."""
     shorter = min(len(a), len(b))
     return next((i for i in range(shorter) if a[i] != b[i]), shorter)
 
 
 def require_prompt(messages: tuple[Message, ...]) -> None:
-    """Refuses a prompt (BadRowError) in which there is nothing to answer."""
+    """Raises BadRowError if a prompt is empty or ends with the assistant's turn."""
     if not any(message.content.strip() for message in messages):
         raise BadRowError("the prompt is empty")
     if messages[-1].role == "assistant":
@@ -154,7 +154,7 @@ def require_prompt(messages: tuple[Message, ...]) -> None:
 
 
 def require_assistant(message: Message, name: str) -> None:
-    """Refuses the last message of a field (BadRowError) if it is no answer."""
+    """Raises BadRowError if the last message of a field is not the assistant's."""
     if message.role != "assistant":
         raise BadRowError(
             f"field {name!r} must end with role 'assistant', got {message.role!r}"

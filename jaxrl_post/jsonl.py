@@ -1,4 +1,4 @@
-"""JSON Lines, read strictly: a row is right, or reported with its line and reason."""
+"""Reads JSON Lines strictly: bad rows are reported with their line and a reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 type OnBadRow = Literal["fail", "skip"]
 
-# A report lists so many bad rows, then only counts.
+# A report lists so many bad rows; it only counts the others.
 _LISTED_BAD_ROWS = 5
 
 
@@ -34,7 +34,7 @@ class Row:
 
     Args:
         line: 1-based line of the file.
-        fields: the row's JSON object, fields that nobody asked for included.
+        fields: the row's JSON object, with all its fields.
     """
 
     line: int
@@ -50,19 +50,19 @@ class BadRow:
 
 
 class BadRowError(Exception):
-    """What is wrong with a row; `gather` adds the file and the line."""
+    """A row is bad; `gather` adds the file and the line to the message."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was read from a file.
+    """A summary of reading a file.
 
     Args:
         path: the file.
-        num_rows: rows that passed every check.
-        num_bad: rows that were skipped.
-        first_bad: the first few of them.
-        num_unused: of the `num_rows`, those that had nothing to give.
+        num_rows: number of rows that passed every check.
+        num_bad: number of rows that were skipped.
+        first_bad: the first few skipped rows.
+        num_unused: number of rows among `num_rows` that gave no items.
 
     >>> print(Report("a.jsonl", 7, 1, (BadRow(3, "no field 'answer'"),)))
     a.jsonl: 7 rows read, 1 skipped
@@ -94,16 +94,16 @@ def read_jsonl(
     check: Callable[[Mapping[str, Any]], str | None] | None = None,
     on_bad_row: OnBadRow = "fail",
 ) -> tuple[list[Row], Report]:
-    r"""Reads one JSON object a line.
+    r"""Reads a file with one JSON object per line.
 
     Lines end with "\n" or "\r\n". Empty lines and a UTF-8 byte order mark at the start
-    are ignored. A row is bad if it is not UTF-8, not a JSON object, repeats a key, says
-    NaN or Infinity, lacks a field, or has a field of another type (a bool is no int).
+    are ignored. A row is bad if it is not UTF-8, is not a JSON object, repeats a key,
+    has NaN or Infinity, lacks a field, or has a field of another type (bool is no int).
 
     Args:
         path: the file.
         fields: name -> type, or types, of each field that a row must have.
-        check: says what is wrong with a row whose fields are right, or None.
+        check: returns why a row with the right fields is bad, or None if it is good.
         on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
             lists them in the report.
 
@@ -137,10 +137,10 @@ def gather[Raw, Item](
     *,
     on_bad_row: OnBadRow = "fail",
 ) -> tuple[list[Item], Report]:
-    """What the rows of a file hold, in order; bad rows fail, or are left out.
+    """Collects the items of a file's rows in order; bad rows raise or are left out.
 
     Args:
-        name: the file, for messages.
+        name: the file, for error messages.
         rows: (1-based line, row) of every row.
         parse: (line, row) -> the items of the row, which may be none. Raises
             `BadRowError` at a bad row; no other exception is caught.
@@ -186,10 +186,10 @@ def gather[Raw, Item](
 
 
 def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
-    """(1-based line, its bytes) of every line that is not empty.
+    """Yields (1-based line number, bytes) of every line that is not empty.
 
     Args:
-        path: the file. A UTF-8 byte order mark at its start is left out.
+        path: the file. A UTF-8 byte order mark at its start is skipped.
 
     Raises:
         OSError: if the file cannot be read.
@@ -197,20 +197,20 @@ def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
     with open(path, "rb") as file:
         for line, raw in enumerate(file, start=1):
             text = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
-            # Its end off, or an error at the end of the line would be at the next one.
+            # With a line end, JSON errors at the end would be on the following line.
             if text := text.rstrip():
                 yield line, text
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object that a line holds.
+    """Parses the JSON object of a line.
 
     Args:
         raw: the line, UTF-8.
 
     Raises:
-        BadRowError: it is not UTF-8, not one JSON object, repeats a key, or says NaN or
-            Infinity.
+        BadRowError: the line is not UTF-8 or not one JSON object, repeats a key, or has
+            NaN or Infinity.
 
     >>> json_object(b'{"a": 1}')
     {'a': 1}
@@ -227,7 +227,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
         )
     except json.JSONDecodeError as error:
         raise BadRowError(f"not JSON: {error.msg} at column {error.colno}") from None
-    # An integer of thousands of digits, or brackets nested as deep.
+    # Raised for an integer of thousands of digits, and for brackets nested as deep.
     except (ValueError, RecursionError) as error:
         raise BadRowError(f"not JSON that can be read: {error}") from None
     if not isinstance(value, dict):
@@ -236,9 +236,9 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 def is_unicode(text: str) -> bool:
-    r"""Whether a text can be encoded, which half of a surrogate pair cannot.
+    r"""Whether a text can be encoded as UTF-8; half of a surrogate pair cannot.
 
-    JSON can escape such a half, and a tokenizer fails on it much later.
+    JSON allows the escape of such a half, on which a tokenizer would fail much later.
 
     >>> is_unicode("\N{PARTY POPPER}"), is_unicode("\ud83c")
     (True, False)

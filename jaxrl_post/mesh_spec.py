@@ -1,4 +1,4 @@
-"""Reads the text of a mesh, `dp4,tp8`; without jax, so that it is checked early."""
+"""Parses a mesh option such as `dp4,tp8`; imports no jax, so that checks come early."""
 
 import math
 import re
@@ -9,18 +9,18 @@ AXES = ("dp", "fsdp", "ep", "tp")
 
 
 class MeshError(ValueError):
-    """A mesh that cannot be read, or that does not fit the devices or the model."""
+    """A mesh cannot be parsed, or does not fit the devices or the model."""
 
 
 def read_mesh(spec: str) -> dict[str, int]:
-    """Reads a mesh such as `dp4,tp8`, whatever devices there are.
+    """Parses a mesh such as `dp4,tp8`, without checking the number of devices.
 
     Args:
-        spec: comma-separated axis and size; a size of -1, allowed once, takes all the
-            devices that remain. The empty string means `dp-1`.
+        spec: comma-separated axis and size; a size of -1, allowed once, takes all
+            remaining devices. The empty string means `dp-1`.
 
     Returns:
-        The sizes of the axes that are named.
+        The sizes of the named axes.
 
     Raises:
         MeshError: an unknown or repeated axis, or a bad size.
@@ -55,14 +55,14 @@ def read_mesh(spec: str) -> dict[str, int]:
 
 
 def parse_mesh(spec: str, num_devices: int) -> dict[str, int]:
-    """Reads a mesh such as `dp4,tp8` for so many devices.
+    """Parses a mesh such as `dp4,tp8` for a number of devices.
 
     Args:
         spec: as for `read_mesh`.
-        num_devices: number of devices that the mesh has to use up.
+        num_devices: number of devices; the mesh must use all of them.
 
     Returns:
-        The size of every axis of `AXES`, in that order, 1 where it was not named.
+        The size of every axis of `AXES`, in that order; 1 for axes without a size.
 
     Raises:
         MeshError: as `read_mesh`, or the product is not `num_devices`.

@@ -14,8 +14,8 @@ class Message:
     """One message of a conversation.
 
     Args:
-        role: who speaks: "system", "user", "assistant" or "tool".
-        content: what is said.
+        role: the speaker: "system", "user", "assistant" or "tool".
+        content: the text of the message.
 
     Raises:
         ValueError: if `role` is none of the four.

@@ -1,4 +1,4 @@
-"""Files of rows, JSON lines or Parquet, whose fields tell how to read them."""
+"""Reads JSON Lines and Parquet files; the fields of a row determine its layout."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ from jaxrl_post.jsonl import (
 
 __all__ = ["Layout", "listed", "read_table"]
 
-# Enough that a batch's overhead does not count, little enough for long conversations.
+# Large enough for a small overhead per batch, small enough for long conversations.
 _PARQUET_BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Layout[Item]:
-    """One way in which data sets keep something.
+    """One layout of rows: its fields and a function that reads a row.
 
     Attributes:
-        fields: by which a row of this layout is known.
-        items: what such a row holds, perhaps nothing. Raises BadRowError.
+        fields: the fields that every row of this layout has.
+        items: returns the items of a row, perhaps none. Raises BadRowError.
     """
 
     fields: tuple[str, ...]
@@ -41,20 +41,20 @@ def read_table[Item](
     *,
     on_bad_row: OnBadRow = "fail",
 ) -> tuple[list[Item], Report]:
-    """Reads what the rows of a file hold.
+    """Reads the items of all rows of a file.
 
-    The fields of the first good row tell the layout; every row must have it.
+    The fields of the first good row determine the layout; every row must have it.
 
     Args:
         path: .jsonl and .json hold one JSON object a line; .parquet needs the extra
             `parquet`, and a null there is an absent field.
-        layouts: a row has the first of which it has all fields.
+        layouts: a row has the first layout whose fields it has.
         on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
             lists them in the report.
 
     Returns:
-        The items in the file's order, and a report (of a .parquet file, lines are rows,
-        from 1).
+        The items in the file's order, and a report (its lines are rows, from 1, for a
+        .parquet file).
 
     Raises:
         ValueError: at a bad row under "fail"; if the file has no row or no good one; if
@@ -102,7 +102,7 @@ def read_table[Item](
 
 
 def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Names for a message.
+    """Joins names for an error message.
 
     >>> listed(["prompt", "chosen"])
     "'prompt', 'chosen'"
@@ -141,7 +141,7 @@ def _mixed(
     )
 
 
-# Rows as (line, what loads the row): a row that cannot be loaded is one bad row.
+# (line, function that loads the row): a row that cannot be loaded is one bad row.
 type _Rows = Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]
 
 
@@ -152,7 +152,7 @@ def _json_rows(path: str) -> _Rows:
 
 def _parquet_rows(path: str) -> _Rows:
     try:
-        # Not at the top: files of JSON lines do not need it.
+        # Not at the top: JSON Lines files do not need it.
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError as error:
@@ -173,7 +173,7 @@ def _parquet_rows(path: str) -> _Rows:
                 for index in range(batch.num_rows):
                     line += 1
                     yield line, partial(_parquet_row, columns, index)
-        # A damaged page is an OSError to pyarrow; neither names the file.
+        # pyarrow raises OSError for a damaged page; neither error names the file.
         except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"{path}: not Parquet that can be read: {error}") from None
 

@@ -1,4 +1,4 @@
-"""One's own conversations and texts, to fine-tune on."""
+"""The user's own conversations and texts for supervised fine-tuning."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,28 +21,28 @@ from jaxrl_post.records.sinks import warnings_shown
 
 __all__ = ["Chats", "open_chats"]
 
-# Of the prompts, where no file is held out.
+# Share of the prompts that is held out without --data.eval-path.
 EVAL_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Chats:
-    """Conversations of which the assistant's turns are learned, or texts.
+    """Conversations, whose assistant's turns are learned, or plain texts.
 
     Attributes:
-        train: to learn from.
-        eval: held out; may be empty.
+        train: training examples.
+        eval: held-out examples; may be empty.
     """
 
     train: Sequence[Chat | Text]
     eval: Sequence[Chat | Text]
 
     def size(self, split: Split) -> int:
-        """Number of conversations."""
+        """Number of conversations or texts."""
         return len(self._of(split))
 
     def texts(self) -> list[str]:
-        """Of the first conversations."""
+        """Texts of the first conversations, to train a preset's tokenizer."""
         return shortened(
             text
             for each in self.train[:TEXTS]
@@ -56,7 +56,7 @@ class Chats:
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:
-        """The text of the conversation."""
+        """The text of a conversation."""
         each = self._of(split)[index]
         if isinstance(each, Text):
             return (each.text,)
@@ -68,10 +68,10 @@ class Chats:
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[packing.Sequence, ...]:
-        """One sequence, up to the last token that is learned.
+        """One sequence, up to the last learned token.
 
         Raises:
-            ConfigError: the chat template cannot write the conversation.
+            ConfigError: the chat template cannot render the conversation.
         """
         each = self._of(split)[index]
         try:
@@ -80,14 +80,14 @@ class Chats:
             raise _unfit(each, error) from error
 
     def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Chats":
-        """Leaves out the conversations that are too long, and says how many.
+        """Drops conversations that are too long, and logs their number.
 
         Args:
-            tokenizer: of the model.
-            max_tokens: of a whole conversation.
+            tokenizer: the model's tokenizer.
+            max_tokens: maximum tokens of a whole conversation.
 
         Raises:
-            ConfigError: of a split nothing is left.
+            ConfigError: a split would be empty.
         """
         kept = {
             split: fitting(self, split, tokenizer, max_tokens, "examples")
@@ -102,14 +102,14 @@ class Chats:
 
 
 def open_chats(config: DataConfig, console: Console) -> Chats:
-    """Reads conversations; a share of the prompts is held out, each of them once.
+    """Reads conversations, and holds out one example of each of a share of the prompts.
 
     Args:
-        config: where they are.
-        console: for what is wrong with the files.
+        config: names the files.
+        console: shows warnings about bad rows.
 
     Raises:
-        ConfigError: no file is named, prompts of one file are in the other, or all
+        ConfigError: no file is named, both files have common prompts, or all prompts
             fall into the held-out share.
         ValueError: a file is bad.
     """
@@ -150,7 +150,7 @@ def _read(path: str, config: DataConfig, console: Console) -> list[Chat | Text]:
 def _apart(
     train: list[Chat | Text], held_out: Sequence[Chat | Text], config: DataConfig
 ) -> list[Chat | Text]:
-    """What is trained on, as --data.on-overlap says."""
+    """The training examples after --data.on-overlap is applied."""
     groups = {each.group for each in held_out}
     apart = [each for each in train if each.group not in groups]
     shared = len(train) - len(apart)
@@ -173,10 +173,10 @@ def _sequence(tokenizer: Tokenizer, each: Chat | Text) -> packing.Sequence:
         tokens = tokenizer.encode(each.text, special=True)
         if tokens[-1:] != (tokenizer.eos_id,):
             tokens = (*tokens, tokenizer.eos_id)
-        # Nothing precedes the first token, so nothing predicts it.
+        # The first token has no predecessor to be predicted from.
         return packing.Sequence.of(tokens[:1], tokens[1:])
     if each.only_last and each.tools is None:
-        # As the sampler sees prompts: without a template, apart from the answer.
+        # Without a template, the prompt is tokenised apart, as the sampler sees it.
         *prompt, reply = each.messages
         return packing.Sequence.of(*chat.answered(tokenizer, prompt, reply["content"]))
     tokens, learned = chat.conversation(tokenizer, each.messages, _options(each))

@@ -1,4 +1,4 @@
-"""Demonstrations of an environment's tasks, to learn from without sampling."""
+"""Demonstrations of an environment's tasks, for supervised fine-tuning."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ class Demonstrations:
     """Prompts of an environment with their demonstrations.
 
     Attributes:
-        environment: gives both; it is asked for its tasks once.
-        max_tokens: longest prompt plus demonstration.
+        environment: provides tasks and demonstrations; its tasks are read once.
+        max_tokens: maximum tokens of prompt plus demonstration.
     """
 
     environment: Environment
@@ -33,20 +33,20 @@ class Demonstrations:
         return self._tasks.size(split)
 
     def texts(self) -> list[str]:
-        """Of the first tasks."""
+        """Texts of the first tasks, to train a preset's tokenizer."""
         return environment_texts(self._tasks)
 
     def fitting(
         self, tokenizer: Tokenizer, option: str = "--max-tokens"
     ) -> "Demonstrations":
-        """Leaves out the tasks that are too long with their demonstration.
+        """Drops tasks whose prompt plus demonstration is too long.
 
         Args:
-            tokenizer: of the model.
-            option: of `max_tokens`, for messages.
+            tokenizer: the model's tokenizer.
+            option: the option that sets `max_tokens`, for messages.
 
         Raises:
-            ConfigError: of a split nothing is left, or a task has no demonstration.
+            ConfigError: a split would be empty, or a task has no demonstration.
         """
         tasks = self._tasks
         for split in SPLITS:
@@ -69,7 +69,7 @@ class Demonstrations:
         """One sequence: the prompt, and the demonstration to learn.
 
         Raises:
-            ConfigError: a task without a demonstration.
+            ConfigError: the task has no demonstration.
         """
         task = self._tasks.tasks(split)[index]
         prompt, target = chat.answered(
@@ -79,7 +79,7 @@ class Demonstrations:
 
     @functools.cached_property
     def _tasks(self) -> TaskSets:
-        # Once: an environment may read a file each time that it is asked.
+        # Cached: `Environment.tasks` may read a file at each call.
         return TaskSets.of(self.environment)
 
     def _demonstration(self, task: Task) -> str:

@@ -1,4 +1,4 @@
-"""The environment that a run's options name."""
+"""Makes the environment that a run's options name."""
 
 from jaxrl_post import envs
 from jaxrl_post.config.data import DataConfig
@@ -7,7 +7,7 @@ from jaxrl_post.envs import Environment
 
 __all__ = ["make_environment"]
 
-# Environments whose tasks are in files, and what a file has to be.
+# Environments that read their tasks from files, and the kind of file.
 FROM_FILES = {
     "gsm8k": "a JSONL file with the fields question and answer",
     "jsonl": "a .jsonl or .parquet file of prompts and answers",
@@ -15,11 +15,11 @@ FROM_FILES = {
 
 
 def make_environment(spec: str, data: DataConfig) -> Environment:
-    """Makes an environment; `data` gives files to those that read some.
+    """Makes an environment; `data` names the files of gsm8k and jsonl.
 
     Raises:
-        ConfigError: `data.path` for an environment without files, or none for gsm8k; a
-            module that the environment needs is not installed.
+        ConfigError: a path for an environment without files, or no path for one with
+            files; a module that the environment needs is not installed.
         ValueError: as `envs.make`.
     """
     options = _file_options(spec, data)

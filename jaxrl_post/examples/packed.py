@@ -1,4 +1,4 @@
-"""Examples to learn from without sampling: preferences, judged answers, steps."""
+"""Data sets for training without sampling: preferences, judged answers, steps."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,13 +29,13 @@ __all__ = [
     "packed",
 ]
 
-# Pairs, answers or solutions from whose texts a preset's tokenizer is learned.
+# Number of examples whose texts train a preset's tokenizer.
 TEXTS = 2000
 
 
 @runtime_checkable
 class Examples(Protocol):
-    """A data set of token sequences; those of one example share a packed row."""
+    """A data set of token sequences; all sequences of an example share a packed row."""
 
     def size(self, split: Split) -> int:
         """Number of examples."""
@@ -44,7 +44,7 @@ class Examples(Protocol):
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:
-        """The text of each sequence of an example, which bounds its tokens."""
+        """The text of each sequence of an example, to bound its number of tokens."""
         ...
 
     def encode(
@@ -54,7 +54,7 @@ class Examples(Protocol):
         ...
 
     def texts(self) -> list[str]:
-        """Texts from which a preset's tokenizer is learned."""
+        """Texts to train a preset's tokenizer."""
         ...
 
 
@@ -62,13 +62,13 @@ class Examples(Protocol):
 class Pairs:
     """Preference pairs: a prompt with its chosen answer, then with its rejected one.
 
-    What tells them apart in a packed row is their order, chosen first. The advantages
-    of a chosen answer are the pair's margin, those of a rejected one 0.
+    The order in a packed row, chosen first, tells them apart. The advantages of a
+    chosen answer hold the pair's margin, those of a rejected answer 0.
 
     Attributes:
-        train: to learn from.
-        eval: held out.
-        margin: times the difference of a pair's scores, its margin.
+        train: training pairs.
+        eval: held-out pairs.
+        margin: factor; times the difference of a pair's scores, it gives the margin.
     """
 
     train: Sequence[Preference]
@@ -80,7 +80,7 @@ class Pairs:
         return len(_of(self, split))
 
     def texts(self) -> list[str]:
-        """Of the first pairs."""
+        """Texts of the first pairs, to train a preset's tokenizer."""
         return shortened(
             text
             for pair in self.train[:TEXTS]
@@ -113,14 +113,14 @@ class Pairs:
         return sequence(pair.chosen, margin), sequence(pair.rejected, 0.0)
 
     def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Pairs":
-        """Leaves out the pairs with an answer that is too long, and says how many.
+        """Drops pairs with a prompt plus answer that is too long; logs their number.
 
         Args:
-            tokenizer: of the model.
-            max_tokens: longest prompt plus answer.
+            tokenizer: the model's tokenizer.
+            max_tokens: maximum tokens of prompt plus answer.
 
         Raises:
-            ConfigError: of a split nothing is left.
+            ConfigError: a split would be empty.
         """
         train, held_out = (
             _kept(self, _of(self, split), split, tokenizer, max_tokens, "pairs")
@@ -139,11 +139,11 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Judgements:
-    """Judged answers: the advantages of one are 1 if it is desirable, else -1.
+    """Judged answers, with the advantages 1 for desirable answers and -1 for others.
 
     Attributes:
-        train: to learn from.
-        eval: held out.
+        train: training answers.
+        eval: held-out answers.
     """
 
     train: Sequence[Judged]
@@ -154,7 +154,7 @@ class Judgements:
         return len(_of(self, split))
 
     def texts(self) -> list[str]:
-        """Of the first answers."""
+        """Texts of the first answers, to train a preset's tokenizer."""
         return shortened(
             text
             for each in self.train[:TEXTS]
@@ -178,7 +178,7 @@ class Judgements:
         return (packing.Sequence.of(prompt, target, advantage=label),)
 
     def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Judgements":
-        """Leaves out the answers that are too long; as `Pairs.fitting`."""
+        """Drops answers that are too long, like `Pairs.fitting`."""
         train, held_out = (
             _kept(self, _of(self, split), split, tokenizer, max_tokens, "answers")
             for split in SPLITS
@@ -193,10 +193,10 @@ class Judgements:
         return Judgements(train, held_out)
 
     def mismatched(self, max_tokens: int) -> "Mismatched":
-        """The same prompts, each with an answer to another one.
+        """The same prompts, each with an answer to another prompt.
 
         Args:
-            max_tokens: of prompt plus answer; what is beyond is cut off.
+            max_tokens: maximum tokens of prompt plus answer; longer answers are cut.
 
         Raises:
             ConfigError: a prompt has more than half of a split's answers.
@@ -213,12 +213,12 @@ class Judgements:
 
 @dataclass(frozen=True)
 class Mismatched:
-    """The prompts of judged answers, each with an answer to another one.
+    """The prompts of judged answers, each with an answer to another prompt.
 
     Attributes:
-        judgements: give the prompts.
-        answers: of each split, in the order of its prompts.
-        max_tokens: of prompt plus answer; what is beyond is cut off.
+        judgements: the judged answers, whose prompts are used.
+        answers: the answers of each split, in the order of its prompts.
+        max_tokens: maximum tokens of prompt plus answer; longer answers are cut.
     """
 
     judgements: Judgements
@@ -230,20 +230,20 @@ class Mismatched:
         return self.judgements.size(split)
 
     def texts(self) -> list[str]:
-        """As the judged answers."""
+        """The texts of the judged answers."""
         return self.judgements.texts()
 
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:
-        """The text of the prompt and the whole of the other answer."""
+        """The text of the prompt and the uncut other answer."""
         messages = _of(self.judgements, split)[index].messages
         return (written(tokenizer, messages, self.answers[split][index]),)
 
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[packing.Sequence, ...]:
-        """One sequence: the prompt and as much of the other answer as fits."""
+        """One sequence: the prompt and the other answer, cut to `max_tokens`."""
         messages = _of(self.judgements, split)[index].messages
         answer = self.answers[split][index]
         prompt, target = chat.answered(tokenizer, messages, answer)
@@ -252,12 +252,12 @@ class Mismatched:
 
 @dataclass(frozen=True)
 class Solutions:
-    """Solutions in steps: the advantage at the last token of each is its label.
+    """Solutions in steps; the advantage at the last token of a step is its label.
 
     Attributes:
-        train: to learn from.
-        eval: held out.
-        separator: after each step; at its last token the step is judged.
+        train: training solutions.
+        eval: held-out solutions.
+        separator: text after each step; the step is judged at its last token.
     """
 
     train: Sequence[Solution]
@@ -269,7 +269,7 @@ class Solutions:
         return len(_of(self, split))
 
     def texts(self) -> list[str]:
-        """Of the first solutions."""
+        """Texts of the first solutions, to train a preset's tokenizer."""
         return shortened(
             text
             for each in self.train[:TEXTS]
@@ -290,7 +290,7 @@ class Solutions:
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[packing.Sequence, ...]:
-        """One sequence: the prompt and the steps, of which the ends are judged."""
+        """One sequence: the prompt and the steps, each judged at its last token."""
         each = _of(self, split)[index]
         sequence = judged_tokens(
             tokenizer, each.messages, each.steps, each.labels, self.separator
@@ -298,7 +298,7 @@ class Solutions:
         return (sequence,)
 
     def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Solutions":
-        """Leaves out the solutions that are too long; as `Pairs.fitting`."""
+        """Drops solutions that are too long, like `Pairs.fitting`."""
         train, held_out = (
             _kept(self, _of(self, split), split, tokenizer, max_tokens, "solutions")
             for split in SPLITS
@@ -315,15 +315,15 @@ def packed(
     row_tokens: int,
     row_multiple: int,
 ) -> TokenBatch:
-    """Packs some of the examples.
+    """Packs examples of a split into one batch.
 
     Args:
         examples: the data set.
-        tokenizer: of the model; its end-of-sequence id ends an answer.
-        split: of which.
-        indices: which.
-        row_tokens: length of a row.
-        row_multiple: the batch's rows are a multiple of this.
+        tokenizer: the model's tokenizer; a stop token of it ends an answer.
+        split: "train" or "eval".
+        indices: indices of the examples within the split.
+        row_tokens: tokens per row.
+        row_multiple: the number of rows is a multiple of this.
 
     Raises:
         ConfigError: as the data set's `encode`.
@@ -341,15 +341,15 @@ def batches(
     row_tokens: int,
     row_multiple: int,
 ) -> Iterator[TokenBatch]:
-    """Packs training examples, for ever; arguments and errors as `packed`.
+    """Yields batches of training examples without end; raises as `packed` does.
 
     Args:
         examples: the data set.
-        tokenizer: of the model.
-        indices: iterator over training examples.
-        count: examples of a batch.
-        row_tokens: length of a row.
-        row_multiple: the batch's rows are a multiple of this.
+        tokenizer: the model's tokenizer.
+        indices: iterator over the indices of training examples.
+        count: number of examples per batch.
+        row_tokens: tokens per row.
+        row_multiple: the number of rows is a multiple of this.
     """
     while True:
         yield packed(
@@ -364,7 +364,7 @@ def batches(
 
 @runtime_checkable
 class _InTwo[Item](Protocol):
-    """What is learned from, and what is held out."""
+    """A data set with training and held-out items."""
 
     @property
     def train(self) -> Sequence[Item]: ...
@@ -385,7 +385,7 @@ def _kept[Item](
     max_tokens: int,
     noun: str,
 ) -> list[Item]:
-    """Those of a split that are not too long."""
+    """The items of a split that are not too long."""
     kept = fitting(examples, split, tokenizer, max_tokens, noun)
     return [items[index] for index in kept]
 
@@ -398,21 +398,20 @@ def fitting(
     noun: str,
     option: str = "--max-tokens",
 ) -> list[int]:
-    """Indices of the examples of a split that are not too long.
+    """Indices of the examples of a split that are not too long; logs how many are.
 
-    All are measured, most of them by their characters alone. What is left out is
-    logged.
+    All examples are measured, most of them by their characters, without tokenising.
 
     Args:
         examples: the data set.
-        split: of which.
-        tokenizer: of the model.
-        max_tokens: of each sequence of an example.
-        noun: for examples, in messages.
-        option: of `max_tokens`, for messages.
+        split: "train" or "eval".
+        tokenizer: the model's tokenizer.
+        max_tokens: maximum tokens of each sequence of an example.
+        noun: word for the examples, for messages.
+        option: the option that sets `max_tokens`, for messages.
 
     Raises:
-        ConfigError: nothing is left.
+        ConfigError: no example is left.
     """
     lengths, total = Lengths.of(tokenizer), examples.size(split)
 

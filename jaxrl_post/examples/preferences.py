@@ -1,4 +1,4 @@
-"""From a configuration to a preference loss, and the files that are learned from."""
+"""Makes the preference loss of a configuration, and reads its data files."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from jaxrl_post.records.sinks import warnings_shown
 
 __all__ = ["make_preference", "open_judgements", "open_pairs", "open_solutions"]
 
-# What a file should hold, in messages.
+# The expected contents of a file, for messages.
 PAIRS = "preference pairs"
 
 
@@ -27,7 +27,7 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
     """Builds the algorithm that a configuration names.
 
     Raises:
-        ConfigError: an option that the algorithm has no use for.
+        ConfigError: the algorithm does not have an option.
         ValueError: a hyperparameter is out of its range.
     """
     build = {
@@ -82,16 +82,16 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
 def open_pairs(
     config: PairsConfig, console: Console, *, margin: float = 0.0, remedy: str
 ) -> Pairs:
-    """Reads pairs; one a prompt is held out.
+    """Reads pairs, and holds out one pair of each of a share of the prompts.
 
     Args:
-        config: where they are.
-        console: for what is wrong with the file.
-        margin: as `Pairs.margin`; other than 0 asks for scores.
-        remedy: what else to do with judged answers, for the error about them.
+        config: names the file.
+        console: shows warnings about bad rows.
+        margin: as `Pairs.margin`; a value other than 0 requires scores.
+        remedy: an alternative for judged answers, for the error about them.
 
     Raises:
-        ConfigError: no file is named, it holds judged answers, or no scores.
+        ConfigError: no file is named, it holds judged answers, or pairs lack scores.
         ValueError: the file is bad.
     """
     found = _read(config, console, read_preferences, PAIRS)
@@ -113,10 +113,10 @@ def open_pairs(
 
 
 def open_judgements(config: PairsConfig, console: Console) -> Judgements:
-    """Reads judged answers, or takes pairs apart; one a prompt is held out.
+    """Reads judged answers, or splits pairs; holds out one answer per held-out prompt.
 
     Raises:
-        ConfigError: no file is named, or all answers are judged alike.
+        ConfigError: no file is named, or all training answers have the same label.
         ValueError: the file is bad.
     """
     found = _read(config, console, read_preferences, PAIRS)
@@ -135,15 +135,15 @@ def open_judgements(config: PairsConfig, console: Console) -> Judgements:
 def open_solutions(
     config: PairsConfig, console: Console, *, separator: str
 ) -> Solutions:
-    """Reads solutions with a label a step; one a prompt is held out.
+    """Reads solutions with labelled steps; holds out one solution per held-out prompt.
 
     Args:
-        config: where they are.
-        console: for what is wrong with the file.
+        config: names the file.
+        console: shows warnings about bad rows.
         separator: as `Solutions.separator`.
 
     Raises:
-        ConfigError: no file is named, or all steps are judged alike.
+        ConfigError: no file is named, or all training steps have the same label.
         ValueError: the file is bad.
     """
     solutions = _read(config, console, read_steps, "solutions in labelled steps")

@@ -1,4 +1,4 @@
-"""The tasks of a run: asked for once, held out for good, and none too long."""
+"""The tasks of a run: reads them once, separates the splits, drops long prompts."""
 
 import hashlib
 import logging
@@ -27,19 +27,19 @@ logger = logging.getLogger(__name__)
 
 SPLITS: tuple[Split, ...] = ("train", "eval")
 
-# Tasks that are made when they are asked for: so many are made once and kept, and of
-# more than the second number none is looked at.
+# For tasks that are generated on access: up to KEPT_TASKS are generated once and kept
+# in memory; more than MOST_TASKS are an error.
 KEPT_TASKS, MOST_TASKS = 100_000, 1_000_000
 
 
 @dataclass(frozen=True)
 class TaskSets:
-    """The tasks of an environment, made already: asking for them costs nothing.
+    """The tasks of an environment, read once and kept.
 
     Attributes:
-        environment: gives the tasks.
-        train: to learn from.
-        eval: held out.
+        environment: the environment of the tasks.
+        train: training tasks.
+        eval: held-out tasks.
     """
 
     environment: Environment
@@ -48,10 +48,10 @@ class TaskSets:
 
     @classmethod
     def of(cls, environment: Environment) -> "TaskSets":
-        """All tasks of an environment.
+        """Reads all tasks of an environment.
 
         Raises:
-            ConfigError: an endless number of tasks.
+            ConfigError: a split generates more than 1,000,000 tasks on access.
         """
         if isinstance(environment, TaskSets):
             return environment
@@ -59,7 +59,7 @@ class TaskSets:
 
     @property
     def name(self) -> str:
-        """The environment's."""
+        """The name of the environment."""
         return self.environment.name
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -71,15 +71,15 @@ class TaskSets:
         return len(self.tasks(split))
 
     def demonstration(self, task: Task) -> str | None:
-        """The environment's."""
+        """The environment's demonstration of a task."""
         return self.environment.demonstration(task)
 
     def only(self, split: Split, kept: Sequence[int]) -> "TaskSets":
-        """With some of a split's tasks alone.
+        """A copy with only some tasks of a split.
 
         Args:
-            split: of which.
-            kept: their indices, in order.
+            split: "train" or "eval".
+            kept: indices of the tasks to keep, in order.
         """
         tasks = self.tasks(split)
         if len(kept) == len(tasks):
@@ -94,19 +94,19 @@ class TaskSets:
 
 
 def open_tasks(environment: Environment, on_overlap: OnOverlap) -> TaskSets:
-    """The tasks of an environment, of which no prompt is trained on and held out.
+    """Reads the tasks of an environment; no prompt is both trained on and held out.
 
-    Equal prompts count once among the held-out tasks: an interval of the accuracy would
-    be too narrow.
+    Of equal held-out prompts only the first is kept: with copies, a confidence interval
+    of the accuracy would be too narrow.
 
     Args:
-        environment: asked for its tasks once.
-        on_overlap: what to do about training tasks whose prompt is held out: "fail",
+        environment: the environment; its tasks are read once.
+        on_overlap: what to do with training tasks whose prompt is held out: "fail",
             "drop" them, or "allow" them.
 
     Raises:
         ConfigError: an empty split, an overlap under "fail", nothing left under "drop",
-            or an endless number of tasks.
+            or too many tasks.
 
     >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
     >>> tasks = open_tasks(Arithmetic.at_level(1), "fail")
@@ -158,7 +158,7 @@ def distinct(tasks: Sequence[Task], most: int | None = None) -> list[int]:
 
     Args:
         tasks: in any order.
-        most: how many indices are enough; None for all.
+        most: maximum number of indices; None for all.
     """
     known, kept = set[bytes](), []
     for index, task in enumerate(tasks):
@@ -179,24 +179,23 @@ def fitting_prompts(
     *,
     context: int,
 ) -> tuple[TaskSets, int]:
-    """Leaves out the tasks whose prompt is too long, and says how many.
+    """Drops tasks whose prompt is too long, and logs their number.
 
-    All prompts are measured, most of them by their characters alone. What is left is a
-    function of tasks, tokenizer and limit, so a resumed run draws the same.
+    All prompts are measured, most of them by their characters, without tokenising. The
+    result depends only on the arguments, so a resumed run draws the same tasks.
 
     Args:
-        tasks: of both splits.
-        tokenizer: of the model.
-        limit: most tokens of a prompt; 0 for the longest prompt, as far as the
-            model's context allows.
-        option: of the limit, for messages.
+        tasks: the tasks of both splits.
+        tokenizer: the model's tokenizer.
+        limit: maximum tokens of a prompt; 0 for no limit other than `context`.
+        option: the option that sets the limit, for messages.
         context: tokens of the longest prompt that the model could continue.
 
     Returns:
-        The tasks, and the limit; for a limit of 0, tokens of the longest prompt.
+        The tasks, and the limit; for a limit of 0, the tokens of the longest prompt.
 
     Raises:
-        ConfigError: of a split nothing is left, or a prompt cannot be rendered.
+        ConfigError: a split would be empty, or a prompt cannot be rendered.
     """
     lengths, longest = Lengths.of(tokenizer), 0
     for split in SPLITS:
@@ -207,7 +206,7 @@ def fitting_prompts(
             text = measure(task, written)
             fits = lengths.fits(text, limit or context)
             most = lengths.at_most(text)
-            # A prompt that cannot be the longest need not be counted.
+            # Tokenise a prompt only if its length is unclear or may be the longest.
             if fits is None or (fits and not limit and (most or 0) > longest):
                 size = len(measure(task, chat.render))
                 fits = size <= (limit or context)
@@ -232,13 +231,13 @@ def fitting_prompts(
 
 
 def left_out(count: int, total: int, what: str, why: str) -> None:
-    """Logs what a run does not use; nothing where that is nothing.
+    """Logs how many examples a run leaves out; logs nothing if `count` is 0.
 
     Args:
-        count: of what is left out.
-        total: of what there was.
-        what: such as "train tasks of gsm8k".
-        why: after a colon.
+        count: number of examples that are left out.
+        total: number of all examples.
+        what: name of the examples, such as "train tasks of gsm8k".
+        why: the reason, written after a colon.
     """
     if count:
         logger.warning("%d of %d %s left out: %s", count, total, what, why)
@@ -273,7 +272,7 @@ def _listed(environment: Environment, split: Split) -> Sequence[Task]:
 
 
 def _digest(task: Task) -> bytes:
-    """Of what the policy is asked, roles included."""
+    """A hash of the prompt, roles included."""
     digest = hashlib.blake2b(digest_size=16)
     for message in task.messages:
         content = message.content.encode("utf-8", errors="surrogatepass")

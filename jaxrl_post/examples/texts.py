@@ -1,4 +1,4 @@
-"""Texts that a preset's tokenizer is learned from."""
+"""Texts to train the tokenizer of a preset."""
 
 from collections.abc import Iterable
 
@@ -6,13 +6,13 @@ from jaxrl_post.envs import Environment
 
 __all__ = ["environment_texts", "shortened"]
 
-# So many tasks, and of each text so many characters: more teach a tokenizer nothing.
+# Limits on tasks, and on characters per text: more would not improve a tokenizer.
 TOKENIZER_TEXTS = 2000
 TEXT_CHARACTERS = 10_000
 
 
 def environment_texts(environment: Environment) -> list[str]:
-    """Texts for a preset's tokenizer: of the same environment the same each time."""
+    """Texts to train a preset's tokenizer; deterministic for an environment."""
     tasks = environment.tasks("train")
     texts = []
     for task in tasks[: min(len(tasks), TOKENIZER_TEXTS)]:
@@ -22,5 +22,5 @@ def environment_texts(environment: Environment) -> list[str]:
 
 
 def shortened(texts: Iterable[str]) -> list[str]:
-    """As much of each text as a preset's tokenizer is learned from."""
+    """Cuts each text to the length that is used to train a preset's tokenizer."""
     return [text[:TEXT_CHARACTERS] for text in texts]
