@@ -200,7 +200,7 @@ class Group:
 
     @property
     def has_spread(self) -> bool:
-        """Whether the unshaped rewards differ; if not, group advantages are all 0."""
+        """Whether the unshaped rewards differ; otherwise the group teaches nothing."""
         rewards = self.rewards[self.valid]
         return rewards.size > 1 and bool(np.ptp(rewards) > 0)
 

@@ -1,7 +1,7 @@
 """The protocol between a pool and its worker processes: frames over a socket.
 
 Requests are pickled, because the process that owns the run is trusted. Replies are
-JSON: a worker handles text that a model wrote, and unpickling could execute its code.
+JSON: a worker handles text of a model, so unpickling its replies could run code here.
 """
 
 from __future__ import annotations
