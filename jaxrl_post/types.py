@@ -129,6 +129,11 @@ class TokenBatch:
             whose end was cut off.
         reference_point: float32 [rows, length] or None: of KTO (`algorithms.unpaired`),
             the same at every token, in nats.
+        labels: float32 [rows, length] or None: what an example says of its answer at
+            each of its tokens, 1 for desirable and -1 for undesirable (KTO); or of a
+            step at its judged token, from 0 for wrong to 1 for right (process rewards).
+        margins: float32 [rows, length] or None: how far the reward of a chosen answer
+            should be above that of the rejected one, at the chosen answer's tokens.
     """
 
     tokens: Int[HostOrDevice, "rows length"]
@@ -147,6 +152,8 @@ class TokenBatch:
     stale: Bool[HostOrDevice, "rows length"] | None = None
     truncated: Bool[HostOrDevice, "rows length"] | None = None
     reference_point: Float[HostOrDevice, "rows length"] | None = None
+    labels: Float[HostOrDevice, "rows length"] | None = None
+    margins: Float[HostOrDevice, "rows length"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

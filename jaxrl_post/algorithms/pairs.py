@@ -179,6 +179,7 @@ def raise_early(algorithm: PreferenceAlgorithm) -> None:
             versions=ids,
             reference_logprobs=zeros,
             reference_point=zeros,
+            labels=zeros,
         )
         algorithm.objective(Predictions(zeros), batch)
 

@@ -54,7 +54,9 @@ def bradley_terry(
         ones = jnp.ones(values.shape, jnp.float32)
         last = returns.at_last_token(ones, mask, batch.segment_ids) > 0
         chosen, rejected = sides(counted(values, last), batch)
-        margin, _ = sides(counted(batch.advantages, last), batch)
+        margin = jnp.zeros_like(chosen)
+        if batch.margins is not None:
+            margin, _ = sides(counted(batch.margins, last), batch)
         valid = valid_pairs(batch)
         losses = reward_model.bradley_terry(
             chosen, rejected, valid, target_margin=margin, centering=centering
@@ -68,8 +70,8 @@ def bradley_terry(
 def process_reward() -> Callable[[Predictions, TokenBatch], Objective]:
     """A process reward model: the value at a step's last token is the logit of right.
 
-    The loss mask marks the last tokens of the steps that are judged, and the advantages
-    there are the labels, in [0, 1]. A segment is a solution; its steps are in order.
+    The loss mask marks the last tokens of the steps that are judged, and `batch.labels`
+    holds their labels, in [0, 1]. A segment is a solution; its steps are in order.
 
     Metrics: process/step_accuracy, verdicts on steps that agree with their labels, both
     cut at a probability of 1/2; process/first_error_accuracy, solutions whose first
@@ -90,7 +92,7 @@ def process_reward() -> Callable[[Predictions, TokenBatch], Objective]:
 
     @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
-        logits, labels = _require_values(predictions), batch.advantages
+        logits, labels = _require_values(predictions), _require_labels(batch)
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         losses = reward_model.process_reward_loss(logits, labels, mask)
         metrics = _verdicts(logits > 0, labels >= 0.5, mask, batch.segment_ids)
@@ -106,6 +108,15 @@ def _require_values(predictions: Predictions) -> Float[Array, "rows length"]:
             "value head"
         )
     return predictions.values_after
+
+
+def _require_labels(batch: TokenBatch) -> Float[Array, "rows length"]:
+    if batch.labels is None:
+        raise ValueError(
+            "batch.labels must be given, got None; they hold 1 at the last token of a "
+            "right step and 0 at that of a wrong one"
+        )
+    return batch.labels
 
 
 def _verdicts(

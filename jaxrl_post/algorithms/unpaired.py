@@ -52,7 +52,7 @@ def kto(
 
     Raises:
         ValueError: a hyperparameter is out of its range. The objective raises it for a
-            batch without `reference_point`.
+            batch without `labels` or `reference_point`.
 
     References:
         Ethayarajh et al., KTO, arXiv:2402.01306.
@@ -119,9 +119,18 @@ def _answers(predictions: Predictions, batch: TokenBatch) -> _Answers:
     return _Answers(
         total(require_logprobs(predictions)),
         total(require_reference(batch)),
-        total(batch.advantages) > 0,
+        total(_require_labels(batch)) > 0,
         total(mask.astype(jnp.float32)) > 0,
     )
+
+
+def _require_labels(batch: TokenBatch) -> Float[Array, "rows length"]:
+    if batch.labels is None:
+        raise ValueError(
+            "batch.labels must be given, got None; they hold 1 at the tokens of "
+            "desirable answers and -1 at those of undesirable ones"
+        )
+    return batch.labels
 
 
 @checked

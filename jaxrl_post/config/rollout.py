@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxrl_post.config.fields import (
-    ANY,
     COUNT,
     FREE,
     NOT_NEGATIVE,
@@ -70,7 +69,7 @@ class RolloutConfig:
     prompts_per_step: Annotated[int, COUNT] = 32
     samples_per_prompt: Annotated[int, COUNT] = 8
     max_prompt_tokens: Annotated[int, NOT_NEGATIVE] = 0
-    max_tokens: Annotated[int, ANY] = 256
+    max_tokens: Annotated[int, COUNT] = 256
     max_turns: Annotated[int, COUNT] = 1
     partial: Annotated[int, NOT_NEGATIVE] = 0
     temperature: Annotated[float, POSITIVE] = 1.0

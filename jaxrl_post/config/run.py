@@ -103,7 +103,7 @@ class WarmStartConfig:
     """
 
     steps: Annotated[int, NOT_NEGATIVE] = 0
-    examples_per_step: Annotated[int, ANY] = 64
+    examples_per_step: Annotated[int, COUNT] = 64
     learning_rate: Annotated[float, POSITIVE] = 2e-3
 
 

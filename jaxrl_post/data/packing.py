@@ -10,6 +10,9 @@ from jaxrl_post.types import TokenBatch
 
 __all__ = ["Sequence", "pack"]
 
+# Arrays of a sequence that may be missing, and their names in a batch.
+_OPTIONAL = {"rewards": "token_rewards", "labels": "labels", "margins": "margins"}
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -21,18 +24,23 @@ class Sequence:
         advantages: float32 [tokens].
         rewards: float32 [tokens], for algorithms that compute advantages per token;
             None for other algorithms.
+        labels: float32 [tokens], as `TokenBatch.labels`; None without labels.
+        margins: float32 [tokens], as `TokenBatch.margins`; None without margins.
         truncated: whether the end was cut off; None if the algorithm does not need it.
     """
 
     tokens: Tokens
     advantages: np.ndarray
     rewards: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    margins: np.ndarray | None = None
     truncated: bool | None = None
 
     def __post_init__(self) -> None:
         sizes = {"tokens": len(self.tokens), "advantages": len(self.advantages)}
-        if self.rewards is not None:
-            sizes["rewards"] = len(self.rewards)
+        for name in _OPTIONAL:
+            if (array := getattr(self, name)) is not None:
+                sizes[name] = len(array)
         if len(set(sizes.values())) > 1 or not len(self.tokens):
             raise ValueError(
                 f"Sequence: all arrays must have one entry a token, at least one; "
@@ -113,12 +121,17 @@ def pack(
         free[row] -= size
     height = max(1, -(-len(rows) // row_multiple)) * row_multiple
     batch = _empty(height, length)
-    if any(each.truncated is not None for unit in units for each in unit):
-        batch = batch.replace(truncated=np.zeros((height, length), np.bool_))  # type: ignore[attr-defined]
-    if any(each.rewards is not None for unit in units for each in unit):
-        batch = batch.replace(token_rewards=np.zeros((height, length), np.float32))  # type: ignore[attr-defined]
-    for row, members in enumerate(rows):
-        _fill(batch, row, [sequence for index in members for sequence in units[index]])
+    members = [sequence for unit in units for sequence in unit]
+    given = {
+        field: np.zeros((height, length), np.float32)
+        for name, field in _OPTIONAL.items()
+        if any(getattr(each, name) is not None for each in members)
+    }
+    if any(each.truncated is not None for each in members):
+        given["truncated"] = np.zeros((height, length), np.bool_)
+    batch = batch.replace(**given)  # type: ignore[attr-defined]
+    for row, chosen in enumerate(rows):
+        _fill(batch, row, [sequence for index in chosen for sequence in units[index]])
     return batch
 
 
@@ -150,8 +163,9 @@ def _fill(batch: TokenBatch, row: int, members: list[Sequence]) -> None:
         batch.advantages[row, span] = sequence.advantages
         batch.behavior_logprobs[row, span] = sequence.tokens.logprobs
         batch.versions[row, span] = sequence.tokens.versions
-        if batch.token_rewards is not None and sequence.rewards is not None:
-            batch.token_rewards[row, span] = sequence.rewards
+        for name, field in _OPTIONAL.items():
+            if (array := getattr(sequence, name)) is not None:
+                getattr(batch, field)[row, span] = array
         if batch.truncated is not None:
             batch.truncated[row, start + size - 1] = bool(sequence.truncated)
         start += size

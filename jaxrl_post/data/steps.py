@@ -5,6 +5,7 @@ References:
     Wang et al., "Math-Shepherd", arXiv:2312.08935 (labels by continuations).
 """
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,8 +101,7 @@ def judged_tokens(
         separator: the text after each step, such as a line break.
 
     Returns:
-        A sequence whose loss mask marks the judged tokens; the advantages at these
-        tokens are the labels.
+        A sequence whose loss mask marks the judged tokens, with its `labels` there.
 
     Raises:
         ValueError: the separator has no token.
@@ -112,7 +112,7 @@ def judged_tokens(
     >>> sequence = judged_tokens(tokenizer, prompt, ["2", "3"], [1, 0], "\n")
     >>> tokenizer.decode(sequence.ids.tolist())
     '1+1=2\n3\n'
-    >>> sequence.loss_mask.nonzero()[0].tolist(), sequence.advantages.tolist()
+    >>> sequence.loss_mask.nonzero()[0].tolist(), sequence.labels.tolist()
     ([5, 7], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
     """
     mark = tokenizer.encode(separator)
@@ -126,8 +126,9 @@ def judged_tokens(
     ends = len(prompt) + np.cumsum([len(part) for part in parts]) - 1
     sequence.loss_mask[:] = False
     sequence.loss_mask[ends] = True
-    sequence.advantages[ends] = np.asarray(labels, np.float32)
-    return sequence
+    placed = np.zeros(len(sequence.tokens), np.float32)
+    placed[ends] = labels
+    return dataclasses.replace(sequence, labels=placed)
 
 
 def _solution(row: Mapping[str, Any]) -> list[Solution]:

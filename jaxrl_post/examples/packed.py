@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import grain
+import numpy as np
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat, packing
@@ -62,8 +63,7 @@ class Examples(Protocol):
 class Pairs:
     """Preference pairs: a prompt with its chosen answer, then with its rejected one.
 
-    The order in a packed row, chosen first, tells them apart. The advantages of a
-    chosen answer hold the pair's margin, those of a rejected answer 0.
+    The order in a packed row, chosen first, tells them apart.
 
     Attributes:
         train: training pairs.
@@ -104,13 +104,14 @@ class Pairs:
     ) -> tuple[packing.Sequence, ...]:
         """Two sequences, chosen and rejected."""
         pair = _of(self, split)[index]
-        margin = self.margin * (pair.margin or 0.0)
-
-        def sequence(answer: str, advantage: float) -> packing.Sequence:
-            prompt, target = chat.answered(tokenizer, pair.messages, answer)
-            return packing.Sequence.of(prompt, target, advantage=advantage)
-
-        return sequence(pair.chosen, margin), sequence(pair.rejected, 0.0)
+        chosen, rejected = (
+            packing.Sequence.of(*chat.answered(tokenizer, pair.messages, answer))
+            for answer in (pair.chosen, pair.rejected)
+        )
+        if self.margin:
+            margin = self.margin * (pair.margin or 0.0)
+            chosen = replace(chosen, margins=_everywhere(margin, chosen))
+        return chosen, rejected
 
     def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Pairs":
         """Drops pairs with a prompt plus answer that is too long; logs their number.
@@ -139,7 +140,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Judgements:
-    """Judged answers, with the advantages 1 for desirable answers and -1 for others.
+    """Judged answers, with the labels 1 for desirable answers and -1 for others.
 
     Attributes:
         train: training answers.
@@ -174,8 +175,9 @@ class Judgements:
         """One sequence: the prompt and the answer."""
         each = _of(self, split)[index]
         prompt, target = chat.answered(tokenizer, each.messages, each.answer)
-        label = 1.0 if each.desirable else -1.0
-        return (packing.Sequence.of(prompt, target, advantage=label),)
+        made = packing.Sequence.of(prompt, target)
+        labels = _everywhere(1.0 if each.desirable else -1.0, made)
+        return (replace(made, labels=labels),)
 
     def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Judgements":
         """Drops answers that are too long, like `Pairs.fitting`."""
@@ -252,7 +254,7 @@ class Mismatched:
 
 @dataclass(frozen=True)
 class Solutions:
-    """Solutions in steps; the advantage at the last token of a step is its label.
+    """Solutions in steps; each step has its label at its last token.
 
     Attributes:
         train: training solutions.
@@ -371,6 +373,10 @@ class _InTwo[Item](Protocol):
 
     @property
     def eval(self) -> Sequence[Item]: ...
+
+
+def _everywhere(value: float, sequence: packing.Sequence) -> np.ndarray:
+    return np.full(len(sequence.tokens), value, np.float32)
 
 
 def _of[Item](examples: _InTwo[Item], split: Split) -> Sequence[Item]:

@@ -410,10 +410,10 @@ ENDS = [(0, 4), (0, 7), (0, 10), (0, 15), (1, 3), (1, 8), (2, 5), (2, 9)]
 
 def with_margins(batch, margins):
     """The margins where they are read, and NaN elsewhere but at the rejected ends."""
-    advantages = np.full(batch.shape, np.nan)
-    advantages[tuple(np.transpose(ENDS[::2]))] = margins
-    advantages[tuple(np.transpose(ENDS[1::2]))] = 9.0
-    return batch.replace(advantages=jnp.array(advantages, jnp.float32))
+    placed = np.full(batch.shape, np.nan)
+    placed[tuple(np.transpose(ENDS[::2]))] = margins
+    placed[tuple(np.transpose(ENDS[1::2]))] = 9.0
+    return batch.replace(margins=jnp.array(placed, jnp.float32))
 
 
 @pytest.mark.parametrize("margins", [(0.0,) * 4, (0.5, 2.0, 0.0, -1.0)])

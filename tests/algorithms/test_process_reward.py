@@ -1,5 +1,7 @@
 """The objective of process reward models against a loop over solutions in NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +20,11 @@ def solution(prompt, steps):
     tokens = prompt + sum(size for size, _ in steps)
     sequence = Sequence.of([7] * prompt, [8] * (tokens - prompt))
     sequence.loss_mask[:] = False
-    end = prompt - 1
+    labels, end = np.zeros(tokens, np.float32), prompt - 1
     for size, label in steps:
         end += size
-        sequence.loss_mask[end], sequence.advantages[end] = True, label
-    return sequence
+        sequence.loss_mask[end], labels[end] = True, label
+    return dataclasses.replace(sequence, labels=labels)
 
 
 SOLUTIONS = [
@@ -58,7 +60,7 @@ def by_hand(values, batch):
             ]
             found, right = [], []
             for t in places:
-                x, y = np.float64(values[row, t]), np.float64(batch.advantages[row, t])
+                x, y = np.float64(values[row, t]), np.float64(batch.labels[row, t])
                 p = 1 / (1 + np.exp(-x))
                 losses.append(-y * np.log(p) - (1 - y) * np.log(1 - p))
                 found.append(p > 0.5)
@@ -97,7 +99,7 @@ def test_packed_solutions_equal_a_loop(seed):
 
 def test_a_verdict_is_read_at_the_judged_token_alone():
     batch = packed(SOLUTIONS)
-    right = np.where(batch.advantages >= 0.5, 30.0, -30.0).astype(np.float32)
+    right = np.where(batch.labels >= 0.5, 30.0, -30.0).astype(np.float32)
     elsewhere = np.where(batch.loss_mask, right, np.nan)
 
     def loss(values):
@@ -136,10 +138,10 @@ def test_nothing_learns_through_a_label():
 
     def loss(labels):
         return OBJECTIVE(
-            Predictions(values_after=values), batch.replace(advantages=labels)
+            Predictions(values_after=values), batch.replace(labels=labels)
         ).loss.sum
 
-    assert not jax.grad(loss)(jnp.array(batch.advantages)).any()
+    assert not jax.grad(loss)(jnp.array(batch.labels)).any()
 
 
 def test_a_model_without_a_head_is_refused():

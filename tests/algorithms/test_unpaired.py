@@ -30,7 +30,7 @@ def answers(sequences):
         sequence
         | {
             "reference_point": np.full(len(sequence["tokens"]), POINT),
-            "advantages": np.full(len(sequence["tokens"]), 1.0 - 2.0 * (i % 2)),
+            "labels": np.full(len(sequence["tokens"]), 1.0 - 2.0 * (i % 2)),
         }
         for i, sequence in enumerate(sequences)
     ]
@@ -174,13 +174,11 @@ def test_a_negative_mean_puts_the_reference_point_at_zero(answers, packed, mean)
 def test_the_reference_and_the_labels_get_no_gradient(packed):
     policy, batch = packed(LAYOUTS[1])
 
-    def total(reference, advantages):
-        moved = batch.replace(reference_logprobs=reference, advantages=advantages)
+    def total(reference, labels):
+        moved = batch.replace(reference_logprobs=reference, labels=labels)
         return KTO.objective(Predictions(policy), moved).loss.sum
 
-    gradients = jax.grad(total, argnums=(0, 1))(
-        batch.reference_logprobs, batch.advantages
-    )
+    gradients = jax.grad(total, argnums=(0, 1))(batch.reference_logprobs, batch.labels)
     assert all((gradient == 0).all() for gradient in gradients)
 
 

@@ -131,12 +131,12 @@ def test_the_judged_token_is_the_last_of_the_separator(tokenizer):
     first = len(prompt) + 2 + len(mark) - 1
     second = len(expected) - 1
     assert np.flatnonzero(sequence.loss_mask).tolist() == [first, second]
-    assert sequence.advantages[[first, second]].tolist() == [0.25, 1.0]
-    assert np.count_nonzero(sequence.advantages) == 2
+    assert sequence.labels[[first, second]].tolist() == [0.25, 1.0]
+    assert np.count_nonzero(sequence.labels) == 2
     # Nothing is cut from it where it is packed.
     batch = pack([sequence], length=len(expected), row_multiple=1)
     np.testing.assert_array_equal(batch.loss_mask[0], sequence.loss_mask)
-    np.testing.assert_array_equal(batch.advantages[0], sequence.advantages)
+    np.testing.assert_array_equal(batch.labels[0], sequence.labels)
 
 
 def test_the_ids_of_a_step_do_not_depend_on_what_follows(tokenizer):

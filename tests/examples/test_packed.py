@@ -60,7 +60,7 @@ def test_a_pair_is_two_segments_side_by_side_the_chosen_first():
                 tokens = batch.tokens[row][inside]
                 mask = batch.loss_mask[row][inside]
                 assert tokens[mask][-1] == tokenizer.eos_id
-                assert (batch.advantages[row][inside] == 0).all()
+                assert batch.margins is None
                 texts.append(
                     tuple(
                         tokenizer.decode(part.tolist())
@@ -80,8 +80,8 @@ def test_a_margin_is_a_multiple_of_the_difference_of_scores():
     pairs = Pairs(scored, scored, margin=0.5)
     for index, margin in enumerate((1.5, -0.5)):
         chosen, rejected = pairs.encode(tokenizer, "train", index)
-        assert set(chosen.advantages[chosen.loss_mask]) == {margin}
-        assert not rejected.advantages.any()
+        assert set(chosen.margins[chosen.loss_mask]) == {margin}
+        assert rejected.margins is None
 
 
 def test_a_warm_start_sees_the_chosen_answers_alone():
@@ -104,7 +104,7 @@ def test_a_judged_answer_is_one_segment_with_its_label():
         assert sequence.ids[counted][-1] == tokenizer.eos_id
         assert tokenizer.decode(sequence.ids[counted].tolist()) == each.answer
         label = 1 if each.desirable else -1
-        assert (sequence.advantages[counted] == label).all()
+        assert (sequence.labels[counted] == label).all()
 
 
 def test_mismatched_prompts_are_the_same_and_the_answers_those_of_others():
@@ -151,7 +151,7 @@ def test_a_solution_is_one_segment_whose_steps_are_judged_at_their_ends():
     ):
         tokens, mask = batch.tokens[0][inside], batch.loss_mask[0][inside]
         assert tokenizer.decode(tokens.tolist()) == text
-        assert batch.advantages[0][inside][mask].tolist() == labels
+        assert batch.labels[0][inside][mask].tolist() == labels
         # What precedes a judged token, that one included, ends with a separator.
         ends = [tokenizer.decode(tokens[: i + 1].tolist()) for i in mask.nonzero()[0]]
         assert all(end.endswith(";\n") for end in ends)

@@ -21,7 +21,7 @@ class Guess:
     guess and "<" if it is less; the reply to any other text is "?". The reward is 1 for
     the turn that guesses the number, and 0 for all others. Binary search needs at most
     log2(size + 1) guesses. Random guesses among the possible numbers find a number from
-    1 to 7 within three guesses with a probability of at most 0.8.
+    1 to 7 within three guesses with a probability of 0.68.
 
     Args:
         size: the largest number, in [1, 99].
