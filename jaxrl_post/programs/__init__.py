@@ -1,1 +1,1 @@
-"""Training: the pure step, the loops around it, checkpoints, and what a person sees."""
+"""What `launch` runs: training, evaluation, conversion and memory plans."""

@@ -1,4 +1,4 @@
-"""Model directories, from other model directories and from the checkpoints of runs."""
+"""Converts model directories and checkpoints of runs to model directories."""
 
 import math
 import shutil
@@ -41,18 +41,18 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-# Chat templates beside the default one, such as for the use of tools.
+# Folder of further chat templates, such as one for tool use.
 TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The tokenizer of a directory, copied as it is."""
+    """A tokenizer that is saved by copying its files."""
 
     directory: Path
 
     def save(self, directory: Path) -> None:
-        """Copies the files that are there."""
+        """Copies the tokenizer files that exist."""
         for name in TOKENIZER_FILES:
             if (self.directory / name).is_file():
                 shutil.copyfile(self.directory / name, directory / name)
@@ -65,8 +65,8 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
     """Writes a Hugging Face directory or an Orbax model directory.
 
     Args:
-        config: what to do.
-        console: for people.
+        config: the options.
+        console: for messages to the user.
         command: not used.
 
     Raises:
@@ -75,7 +75,7 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
     """
     del command
     _check_size(config)
-    # Before anything is read; saving looks again before it writes.
+    # Fail before anything is read; saving checks again before it writes.
     check_output(Path(config.output), "--output")
     check_paths(config)
     config = fetch(config, console=console).config
@@ -167,9 +167,9 @@ def _merged(
     adapter: Adapter[Array],
     dtype: jnp.dtype | None,
 ) -> DecoderParams[Array]:
-    """The model of an adapter's run, of a dtype; None for that of its base."""
+    """Base and adapter of a LoRA run, merged; dtype None keeps the base's dtype."""
     kind, trained = saved.config["lora"]["quantize"], saved.config.get("dtype")
-    # Quantised as the run did it: from other numbers come other codes.
+    # Quantise from the run's dtype: another dtype would give other codes.
     wanted = (dtype if kind is None else None) or (trained and jnp.dtype(trained))
     _, base = pretrained.load(folder, dtype=wanted, head=architecture.head)
     if kind is not None:
@@ -183,7 +183,7 @@ def _merged(
 def _origin(
     run: RunDirectory, saved: RunDescription, base: str | None, console: Console
 ) -> Path:
-    """Where architecture and tokenizer of a run are, which no checkpoint holds."""
+    """The folder with config.json and tokenizer of a run; checkpoints lack both."""
     model, revision = saved.config["model"], saved.config.get("revision")
     folders = [run.path / "initial", Path(model)]
     if base is not None:

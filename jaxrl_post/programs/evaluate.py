@@ -1,4 +1,4 @@
-"""How well a model does on an environment's tasks, outside of any run."""
+"""Evaluates a model on an environment's tasks, for `launch.evaluate`."""
 
 import dataclasses
 import json
@@ -46,26 +46,26 @@ __all__ = [
     "sampling_of",
 ]
 
-# Most tokens of a completion, where nothing says how many.
+# Default limit on the tokens of a completion.
 MAX_TOKENS = 256
 
 
 def sampling_of(
     config: EvaluateConfig, model: Model
 ) -> tuple[SamplingParams, Mapping[str, Any]]:
-    """What samples are drawn with, and what else generation_config.json asks for.
+    """Sampling parameters from the options and, on request, generation_config.json.
 
     Args:
-        config: what was asked; it wins over the file.
-        model: whose file is read, if the configuration says so.
+        config: the options; they override the file.
+        model: its file is read with `sampling_defaults` "model".
 
     Returns:
-        Sampling parameters, and the settings of the file that change what is sampled
-        and are not done.
+        Sampling parameters, and the settings of the file that would change the samples
+        but are not supported.
 
     Raises:
-        ConfigError: top-k, top-p or min-p of greedy decoding; the defaults of a preset,
-            which has no such file.
+        ConfigError: top-k, top-p or min-p with greedy decoding; `sampling_defaults`
+            "model" for a preset, which has no such file.
         TokenizerError: as `read_generation_defaults`.
     """
     defaults = GenerationDefaults()
@@ -114,16 +114,16 @@ def evaluate(
     *,
     console: Console | None = None,
 ) -> list[Group]:
-    """Samples the tasks and has the samples judged.
+    """Samples answers to the tasks and has them judged.
 
     Args:
-        config: how; what it says of model, environment and output is not read.
+        config: the options; those of model, environment and output are not read.
         model: on a mesh.
-        environment: gives tasks, judges.
-        console: for a line of progress, None for none.
+        environment: has the tasks and judges the answers.
+        console: for a progress line; None for none.
 
     Returns:
-        One group a task, in the order of the tasks.
+        One group per task, in the order of the tasks.
 
     Raises:
         ConfigError: no tasks, a count that is not positive, several greedy samples, or
@@ -156,7 +156,7 @@ def evaluate(
             deadline_s=config.reward_deadline_s,
             memory_limit_gib=config.reward_memory_gib,
         ) as judges,
-        # Its lines are for a terminal; a log file gets the table alone.
+        # Progress lines are for a terminal; a log file gets only the table.
         Progress(
             console=console,
             transient=True,
@@ -179,12 +179,12 @@ def run_evaluation(
     """Evaluates, prints a table, and writes the files that the configuration names.
 
     Args:
-        config: what and how.
-        console: for people.
+        config: the options.
+        console: for messages to the user.
         command: the command line, for the results.
 
     Raises:
-        ConfigError: before anything is read or compiled.
+        ConfigError: an option makes no sense, or the output exists.
         FailedRolloutsError: not one sample could be judged.
     """
     begin = time.perf_counter()
@@ -240,7 +240,7 @@ def run_evaluation(
 
 
 class _Counted:
-    """A sampler that tells how many samples are done."""
+    """A sampler that advances a progress bar as samples finish."""
 
     def __init__(self, sampler: Sampler, progress: Progress, task: TaskID) -> None:
         self._sampler, self._progress, self._task = sampler, progress, task
@@ -265,7 +265,7 @@ class _Counted:
 
 
 def _checkpoints_of(run: str) -> str:
-    """The checkpoints of a run, and which of them lack something."""
+    """The checkpoints of a run and their damage, for an error message."""
     checkpoints = Checkpoints(Path(run) / "checkpoints")
     try:
         told = [
@@ -287,7 +287,7 @@ def _tasks(config: EvaluateConfig, environment: Environment) -> Sequence[Task]:
 
 
 def _drawn(sampling: SamplingParams) -> str:
-    """Sampling parameters, for people."""
+    """Sampling parameters as text."""
     if sampling.temperature == 0:
         return f"greedy, {sampling.max_tokens} tokens at most"
     cuts = {"top-k": sampling.top_k, "min-p": sampling.min_p}

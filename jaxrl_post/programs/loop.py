@@ -1,4 +1,4 @@
-"""The loop of every run: steps, evaluations, rows of metrics, checkpoints."""
+"""The training loop of every run: steps, evaluations, metrics, checkpoints."""
 
 import time
 from collections.abc import Callable
@@ -17,11 +17,11 @@ __all__ = ["Training", "train"]
 
 @runtime_checkable
 class Training(Protocol):
-    """What a program trains, as the loop sees it."""
+    """What a program implements so that `train` can run its steps."""
 
     @property
     def indices(self) -> grain.DatasetIterator:
-        """Of the training examples; a checkpoint holds its place."""
+        """Iterator over the training examples; a checkpoint holds its position."""
         ...
 
     @property
@@ -34,19 +34,19 @@ class Training(Protocol):
         ...
 
     def meta(self) -> dict[str, Any]:
-        """What else a checkpoint holds: JSON values."""
+        """Everything else that a checkpoint holds, as JSON values."""
         ...
 
     def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
-        """Takes up what `snapshot` and `meta` gave; `indices` is in its place."""
+        """Restores `snapshot` and `meta`; `train` restores `indices` itself."""
         ...
 
     def step(self, number: int) -> dict[str, float]:
-        """Takes one step, from 1; returns its metrics."""
+        """Takes step `number`, counted from 1; returns its metrics."""
         ...
 
     def evaluate(self, number: int) -> dict[str, float]:
-        """Metrics on held-out data after a step, 0 before the first."""
+        """Held-out metrics after step `number`; 0 is before the first step."""
         ...
 
 
@@ -57,17 +57,17 @@ def train(
     should_stop: Callable[[], bool],
     log_every: int = 1,
 ) -> tuple[int, dict[str, float]]:
-    """Takes a run's steps, from its newest checkpoint where it has one.
+    """Trains until a run's last step, from its newest checkpoint if there is one.
 
     Args:
-        run: opened.
-        training: likewise; its state is that of the last step afterwards.
-        should_stop: asked after each step; True saves and ends the loop.
+        run: from `open_run`.
+        training: what is trained; afterwards its state is that of the last step.
+        should_stop: called after each step; True saves and ends the loop.
         log_every: steps between rows of metrics; an evaluation and the last step have
             rows of their own.
 
     Returns:
-        The last step's number and metrics; no metrics where no step was left to take.
+        The last step's number and metrics; no metrics if no step was left.
     """
     config, checkpoints = run.config, run.checkpoints
     latest = checkpoints.latest()
@@ -92,11 +92,11 @@ def train(
             metrics = training.step(step) | {"time/checkpoint": saving}
             stopped = should_stop()
             last = step == config.steps or stopped
-            # Whoever sends a signal does not wait for an evaluation.
+            # A signal ends the run soon, so skip the evaluation.
             evaluates = not stopped and config.eval.due(step, config.steps)
             if evaluates:
                 metrics |= training.evaluate(step)
-            # The row first: a run that dies before the checkpoint drops it again.
+            # Row before checkpoint: if the run dies in between, resuming cuts it off.
             if step % log_every == 0 or evaluates or last:
                 metrics_log.write(step, metrics)
             progress.update(step, metrics)

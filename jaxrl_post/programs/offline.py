@@ -1,4 +1,4 @@
-"""Runs that learn from a data set: `launch.sft`, `launch.dpo` and `launch.reward`."""
+"""Training runs on a data set: `launch.sft`, `launch.dpo` and `launch.reward`."""
 
 import functools
 import time
@@ -68,18 +68,18 @@ __all__ = ["run_preference", "run_reward", "run_sft"]
 
 @dataclass(frozen=True)
 class Job:
-    """What tells one such program from another.
+    """Everything in which the programs of this module differ.
 
     Attributes:
-        objective: on a packed batch.
-        fitting: the data set, given the tokenizer that measures it.
-        imitated: what of the data set a warm start imitates.
-        measured: what of it is measured beside each step; None for nothing.
+        objective: loss of a packed batch.
+        fitting: returns the examples that are short enough, given the tokenizer.
+        imitated: returns the examples of a warm start, given the data set.
+        measured: returns a second batch per step, forward only (KTO); None for none.
         needs_reference: whether the objective reads reference log-probs.
-        reference: directory of the reference policy, None for the model as it began.
-        sequences: of an example, side by side in a row.
+        reference: directory of the reference policy; None for the initial model.
+        sequences: number of sequences per example, side by side in a row.
         noun: for examples, in messages.
-        right: the metric of the objective that is the share of examples got right.
+        right: name of the objective's accuracy metric.
     """
 
     objective: ObjectiveFn
@@ -95,7 +95,7 @@ class Job:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Examples that are never trained on, as one batch, and their number."""
+    """Held-out examples as one batch, and their number."""
 
     drawn: Drawn
     count: int
@@ -224,7 +224,7 @@ def _run(
     def checked(config: OfflineConfig, model: Model) -> OfflineConfig:
         check_context(model.config, config.max_tokens, "--max-tokens")
         if not model.config.predicts_tokens:
-            # Refuses a family that has no such model on disk: now, not at the end.
+            # Fail now, not when saving, if the family cannot save this head.
             write_config(model.config)
         return config
 
@@ -280,7 +280,7 @@ def _loop(
 
 @dataclass
 class _Training:
-    """What the loop trains: see `loop.Training`."""
+    """The `loop.Training` of a run on a data set."""
 
     config: OfflineConfig
     feed: Feed
@@ -336,7 +336,7 @@ def _step(
 
 
 def _held_out(run: Run[OfflineConfig], feed: Feed) -> HeldOut | None:
-    """The first held-out examples as one batch; None where there is none."""
+    """The first held-out examples as one batch; None if there are none."""
     count = min(run.config.eval.num_tasks, feed.examples.size("eval"))
     if not count:
         return None
@@ -346,7 +346,7 @@ def _held_out(run: Run[OfflineConfig], feed: Feed) -> HeldOut | None:
 def _evaluated(
     feed: Feed, params: PyTree, held_out: HeldOut | None, right: str
 ) -> dict[str, float]:
-    """Loss and metrics on what is held out, by names of their own."""
+    """Loss and metrics of the held-out examples, under names in `eval/`."""
     if held_out is None:
         return {}
     begin = time.perf_counter()

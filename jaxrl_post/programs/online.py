@@ -1,4 +1,4 @@
-"""Runs that sample, to learn or to be evaluated: `launch.grpo`, `.ppo`, `.distill`."""
+"""Training runs that sample: `launch.grpo`, `launch.ppo` and `launch.distill`."""
 
 import dataclasses
 import functools
@@ -64,19 +64,19 @@ def run_rl(
     command: str,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Trains on samples of its own, from the beginning or from a checkpoint.
+    """Trains a model on its own samples, in a new or a resumed run.
 
     Args:
         config: of the run.
-        console: for people.
+        console: for messages to the user.
         command: the command line, for the report.
-        should_stop: asked after each step; True saves and ends the run.
+        should_stop: called after each step; True saves and ends the run.
 
     Raises:
-        ConfigError: before anything is compiled.
-        MeshError: likewise.
+        ConfigError: options contradict each other or the model.
+        MeshError: the mesh does not fit; raised before anything is compiled.
         DivergenceError, FailedRolloutsError, RolloutTimeoutError, CheckpointError: the
-            last checkpoint is whole.
+            last checkpoint stays whole.
     """
     check_options(config)
     fetched = fetch_run(config, console=console)
@@ -114,7 +114,7 @@ def run_rl(
             return _loop(run, trainer, should_stop)
 
 
-# The tasks whose prompts fit a model, and tokens of the longest prompt.
+# Returns the tasks whose prompts fit a model, and the longest prompt's tokens.
 type Fitting = Callable[[Tokenizer, ModelConfig], tuple[TaskSets, int]]
 
 
@@ -131,7 +131,7 @@ def _fitting(
 
 
 def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
-    """The configuration with what the environment's prompts decide, checked."""
+    """Sets `max_prompt_tokens` from the prompts; checks critic and row length."""
     check_critic(config, model)
     _, longest = fitting(model.tokenizer, model.config)
     rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
@@ -158,7 +158,7 @@ def _warm_started(
 
 
 def _demonstrations(tasks: TaskSets, config: RLConfig, model: Model) -> Demonstrations:
-    """Those that fit into a row."""
+    """The demonstrations that fit into a packed row."""
     demonstrations = Demonstrations(tasks, row_tokens(config))
     return demonstrations.fitting(model.tokenizer, "--update.row-tokens")
 
@@ -250,7 +250,7 @@ def _loop(
 
 @dataclass
 class _Training:
-    """What the loop trains: see `loop.Training`."""
+    """The `loop.Training` of a run that samples."""
 
     trainer: Trainer
     sample_log: SampleLog

@@ -96,7 +96,7 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
 
     Args:
         config: what to plan.
-        console: for people.
+        console: for messages to the user.
         command: written to the JSON file.
 
     Raises:

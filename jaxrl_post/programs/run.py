@@ -1,4 +1,4 @@
-"""What every run shares: its files, its checkpoints, how it begins and how it ends."""
+"""Opens and ends a training run: directory, model, checkpoints, warm start."""
 
 import dataclasses
 import time
@@ -43,7 +43,7 @@ __all__ = [
     "warm_started",
 ]
 
-# What ends a run with a message that says it all; of runs that sample, with
+# Errors that a program prints without a traceback. Programs that sample add
 # `experience.SAMPLING_ERRORS`. ValueError covers configuration, mesh, data and
 # checkpoint contents.
 RUN_ERRORS = (
@@ -59,10 +59,10 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        step: last step that was finished.
-        completed: False where it was stopped before its last step.
-        model: directory of the trained model, None where it was stopped.
-        report: the page to look at, None where there is none.
+        step: last finished step.
+        completed: False if the run was stopped before its last step.
+        model: directory of the trained model; None if the run was stopped.
+        report: path of report.html; None for no report.
     """
 
     step: int
@@ -73,15 +73,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run[Config: RunConfig]:
-    """A run that may begin or go on.
+    """An opened run, new or resumed.
 
     Attributes:
-        config: resolved.
-        fetched: what of it names things on the hub.
-        directory: its files.
-        model: as it begins; on resuming, of the right shape.
-        checkpoints: empty at the start.
-        console: for people.
+        config: the resolved configuration.
+        fetched: names and commits of what was fetched from the hub.
+        directory: the run directory.
+        model: the initial model; a resumed run restores its parameters afterwards.
+        checkpoints: of the run; none yet in a new run.
+        console: for messages to the user.
         command: the command line, for the report.
     """
 
@@ -94,10 +94,10 @@ class Run[Config: RunConfig]:
     command: str
 
     def open_metrics(self, latest: int | None) -> MetricsLog:
-        """The log of metrics, cut back to the checkpoint that the run goes on from.
+        """Opens the metrics log, cut back to the checkpoint that the run resumes.
 
         Args:
-            latest: its step, None where there is none.
+            latest: step of that checkpoint; None for a new run.
         """
         config = self.config
         return MetricsLog(
@@ -109,7 +109,7 @@ class Run[Config: RunConfig]:
         )
 
     def describe(self) -> None:
-        """Writes config.json, with which a continuation is compared."""
+        """Writes config.json, which a resumed run is compared with."""
         mesh = ",".join(f"{name}{n}" for name, n in self.model.mesh.shape.items())
         head = self.model.config.head
         config = self.fetched.named(self.config)
@@ -122,21 +122,21 @@ class Run[Config: RunConfig]:
                 mesh=mesh,
                 versions=versions(),
                 config=dataclasses.asdict(config),
-                # Of a shared backbone the policy alone is saved.
+                # A shared backbone is saved as the policy, without the value head.
                 head="lm" if head == "lm+value" else head,
                 hub=self.fetched.commits,
             )
         )
 
     def resumed(self, step: int, state: TrainState) -> None:
-        """Says where the run goes on, or that it has nothing left to do.
+        """Prints the step at which the run resumes, or that no step is left.
 
         Args:
-            step: that was restored.
-            state: likewise.
+            step: of the restored checkpoint.
+            state: the restored state.
 
         Raises:
-            CheckpointError: steps are left, and no room to save them.
+            CheckpointError: steps are left, but the disk has no space for a checkpoint.
         """
         steps = self.config.steps
         if step < steps:
@@ -160,23 +160,23 @@ def open_run[Config: RunConfig](
     complete: Callable[[Config, Model], Config] = lambda config, model: config,
     warm_start: Callable[[Config, Model], Model] = lambda config, model: model,
 ) -> Iterator[Run[Config]]:
-    """Opens model and checkpoints, and makes sure that they are this run's.
+    """Opens a run: locks its directory, checks its options, opens its model.
 
     Args:
         fetched: the configuration of the run.
-        console: for people.
+        console: for messages to the user.
         command: the command line.
-        texts: from which a preset's tokenizer is learned.
+        texts: returns the texts on which a preset's tokenizer is trained.
         head: of the model.
-        complete: fills in what of the configuration depends on the model.
-        warm_start: what a preset does before its first step. The model that comes out
-            is saved, and is what a continuation begins with.
+        complete: fills in options that depend on the model, and checks them.
+        warm_start: trains a preset before the first step. The returned model is saved
+            in the folder `initial`, from which a resumed run starts.
 
     Raises:
-        ConfigError: the directory holds another run, or another process holds it, or
-            its schedule has ended.
-        CheckpointError: it has checkpoints, and none is whole.
-        MeshError: before anything is compiled.
+        ConfigError: the directory holds another run, another process holds it, or the
+            run's learning-rate schedule has ended.
+        CheckpointError: the run has checkpoints, and none is whole.
+        MeshError: the mesh does not fit; raised before anything is compiled.
     """
     config = fetched.config
     directory = RunDirectory(run_path(config))
@@ -198,7 +198,7 @@ def open_run[Config: RunConfig](
         if "model" in fetched.names:
             published = fetched.names["model"].partition("@")[0]
             model = dataclasses.replace(model, published=published)
-        # Before the warm start, which takes minutes.
+        # Fail before the warm start, which takes minutes.
         lora_of(config.lora, model.config)
         config = complete(config, model)
         stack.enter_context(jax.set_mesh(model.mesh))
@@ -207,8 +207,8 @@ def open_run[Config: RunConfig](
         run = Run(config, fetched, directory, model, checkpoints, console, command)
         if checkpoints.latest() is None and model.preset:
             run = dataclasses.replace(run, model=warm_start(config, model))
-            # Before what a continuation begins with, so that no other configuration
-            # can begin with it.
+            # Write config.json first: a run with other options could resume from an
+            # `initial` that stands alone.
             run.describe()
             save_model(initial, run.model, run.model.params)
         adapted = with_adapter(config.lora, run.model, seed=config.seed, donate=True)
@@ -217,7 +217,7 @@ def open_run[Config: RunConfig](
 
 @contextmanager
 def _checkpoints(directory: RunDirectory, config: RunConfig) -> Iterator[Checkpoints]:
-    """Opens a run's checkpoints; checks that they are this run's, and whole."""
+    """Opens the checkpoints of a run whose options match; sets damaged ones aside."""
     if not config.resume and directory.config.exists():
         raise ConfigError(
             f"--no-resume: {directory.path} holds a run already; choose another "
@@ -235,10 +235,10 @@ def _checkpoints(directory: RunDirectory, config: RunConfig) -> Iterator[Checkpo
 
 
 def check_same_run(directory: RunDirectory, config: RunConfig) -> None:
-    """Refuses to continue a run with another configuration.
+    """Refuses to resume a run with another configuration.
 
     Raises:
-        ConfigError: naming the options that differ.
+        ConfigError: options differ; the message names them.
     """
     saved = directory.read_description()
     changed = [] if saved is None else differences(saved.config, config)
@@ -260,16 +260,16 @@ def warm_started(
     row_tokens: int,
     console: Console,
 ) -> Model:
-    """Takes the supervised steps with which a preset begins.
+    """Trains a preset on examples by supervised steps, before the run's first step.
 
     Args:
-        warm: how many; none leaves the model as it is.
-        model: its arrays are taken.
+        warm: number of steps and learning rate; 0 steps return the model unchanged.
+        model: the preset; its arrays are donated.
         examples: to imitate.
-        update: gives the size of a microbatch.
+        update: sets the size of a microbatch.
         seed: of the order of the examples.
         row_tokens: length of a packed row.
-        console: for people.
+        console: for messages to the user.
     """
     if not warm.steps:
         return model
@@ -305,7 +305,7 @@ def warm_started(
 
 
 def print_table(console: Console, rows: list[tuple[str, str, str]]) -> None:
-    """Prints what `session.layout_table` made."""
+    """Prints the memory table of `learner.model.layout_table`."""
     table = Table("", "", "MiB a device", box=None, pad_edge=False)
     table.columns[2].justify = "right"
     for row in rows:
@@ -316,13 +316,13 @@ def print_table(console: Console, rows: list[tuple[str, str, str]]) -> None:
 def finish(
     run: Run, state: TrainState, step: int, *, critic: Model | None = None
 ) -> Outcome:
-    """Writes the model, once training is complete, and the report, always.
+    """Saves the model if training is complete; writes the report in any case.
 
     Args:
-        run: whose steps are done, or who was stopped.
-        state: after the last step.
-        step: its number.
-        critic: saved beside the model, where there is one.
+        run: complete or stopped.
+        state: after the last step taken.
+        step: number of that step.
+        critic: saved beside the model; None for no critic.
     """
     completed, saved = step >= run.config.steps, None
     if completed:
