@@ -1,4 +1,4 @@
-"""Where the data of a step comes from: tasks drawn, sampled, judged, and queued."""
+"""Collects the groups of a step: draws tasks, samples, judges and queues."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from jaxrl_post.sampler import SamplingParams
 
 __all__ = ["SAMPLING_ERRORS", "Evaluation", "Experience", "make_collector"]
 
-# What ends a run that samples with a message that says it all, beside `run.RUN_ERRORS`.
+# Errors of sampling that a program prints without a traceback, as `run.RUN_ERRORS`.
 SAMPLING_ERRORS = (FailedRolloutsError, RolloutTimeoutError, WorkerStartError)
 
 # Held-out prompts get ids that training never reaches.
@@ -38,12 +38,12 @@ EVAL_IDS = 2**31
 
 @dataclass
 class Evaluation:
-    """Held-out tasks, answered greedily.
+    """Result of answering the held-out tasks greedily.
 
     Attributes:
-        scores: share of them that are solved, rewards, and how sure that is.
-        groups: one of one episode a task.
-        seconds: that it took.
+        scores: accuracy with its confidence interval, and rewards.
+        groups: one per task, of one episode each.
+        seconds: duration.
     """
 
     scores: Scores
@@ -57,14 +57,14 @@ class Experience:
 
     Attributes:
         config: of the run.
-        environment: tasks.
+        environment: has the tasks.
         stop_ids: token ids that end a turn.
-        collector: carries out episodes.
+        collector: runs episodes.
         indices: iterator over training tasks.
         greedy: whether each group needs a greedy episode beside its samples.
-        judge: a reward model beside the environment; None for none.
+        judge: reward model that judges after the environment; None for none.
         queue: finished groups that wait for the next step.
-        drawn: prompts drawn so far; numbers them.
+        drawn: prompts drawn so far, which is the id of the next prompt.
     """
 
     config: RLConfig
@@ -76,7 +76,7 @@ class Experience:
     judge: RewardJudge | None = None
     queue: GroupQueue = field(default_factory=GroupQueue)
     drawn: int = 0
-    # Prompt id to the place of its task, for the groups under way.
+    # Prompt id to the index of its task, for unfinished groups.
     _places: dict[int, int] = field(default_factory=dict, init=False)
 
     def collect(
@@ -84,8 +84,8 @@ class Experience:
     ) -> tuple[list[Group], dict[str, float]]:
         """Samples until there are enough groups to train on.
 
-        Afterwards the sampler is empty: with `rollout.partial` what is unfinished has
-        been suspended, and goes on in the next call.
+        Afterwards the sampler is empty: with `rollout.partial`, unfinished groups are
+        suspended, and the next call continues them.
 
         Args:
             sampler: with the current parameters bound.
@@ -117,17 +117,17 @@ class Experience:
         return groups, metrics
 
     def evaluate(self, sampler: Published) -> Evaluation:
-        """Answers the held-out tasks greedily. Leaves no trace in the training.
+        """Answers the held-out tasks greedily, without effect on training.
 
         Raises:
-            FailedRolloutsError: too many could not be judged.
-            RolloutTimeoutError: they took too long.
+            FailedRolloutsError: too many answers could not be judged.
+            RolloutTimeoutError: sampling or judging took too long.
         """
         begin = time.perf_counter()
         tasks = self._tasks["eval"]
         count = min(self.config.eval.num_tasks, len(tasks))
         numbered = [(EVAL_IDS + i, tasks[i]) for i in range(count)]
-        # A collector of its own: the groups under way, and their times, are untouched.
+        # A second collector, so that training's unfinished groups stay untouched.
         training = self.collector
         collector = Collector(
             training.codec, training.judges, training.limits, training.deadline_s
@@ -142,7 +142,7 @@ class Experience:
         return Evaluation(scores, groups, time.perf_counter() - begin)
 
     def state(self) -> dict[str, Any]:
-        """A JSON value from which `restore` goes on; the sampler must be empty."""
+        """The state for a checkpoint, as JSON; the sampler must be empty."""
         return {
             "drawn": self.drawn,
             "queue": self.queue.to_json(),
@@ -152,10 +152,10 @@ class Experience:
         }
 
     def restore(self, value: Mapping[str, Any]) -> None:
-        """Takes up what `state` gave.
+        """Restores a value of `state`.
 
         Raises:
-            ChangedTaskError: an episode under way began with another task, or with
+            ChangedTaskError: an unfinished episode began with another task, or with
                 another version of the environment.
         """
         if value["flights"] and value["version"] != self._version:
@@ -174,7 +174,7 @@ class Experience:
         )
 
     def sampling(self, **changes: float) -> SamplingParams:
-        """How training samples are drawn; with changes, what a plain sampler does."""
+        """The rollout's sampling parameters; `changes` apply to plain ones instead."""
         rollout = self.config.rollout
         options: dict[str, Any] = changes or {
             "temperature": rollout.temperature,
@@ -191,19 +191,19 @@ class Experience:
 
     @functools.cached_property
     def _tasks(self) -> dict[Split, Sequence[Task]]:
-        # Once: an environment may read a file each time that it is asked.
+        # Cached, because an environment may read a file at every call.
         return {split: self.environment.tasks(split) for split in ("train", "eval")}
 
     @property
     def _version(self) -> str:
-        """The environment's, if it has one; another may answer a turn otherwise."""
+        """The environment's version, "" if it has none; another may judge otherwise."""
         environment = self.environment
         if isinstance(environment, TaskSets):
             environment = environment.environment
         return str(getattr(environment, "version", ""))
 
     def _draw(self, count: int) -> list[tuple[int, Task]]:
-        """The next tasks, each with an id that no other draw of the run has."""
+        """The next `count` tasks, each with a prompt id that is unique in the run."""
         tasks = self._tasks["train"]
         numbered = []
         for _ in range(count):
@@ -213,15 +213,15 @@ class Experience:
         return numbered
 
     def _all(self, sampler: Published) -> list[Group]:
-        """Draws what is missing and waits for all of it; nothing stays under way."""
+        """Samples the missing groups and waits for all of them."""
         rollout, sampled = self.config.rollout, []
         wanted = rollout.prompts_per_step
         for _ in range(rollout.max_draws if rollout.dynamic_sampling else 1):
             missing = wanted - len(self.queue)
             if missing <= 0:
                 break
-            # All of a step's slots are filled again, so that a refill costs no more
-            # than its own decoding; what is left over serves the next step.
+            # Dynamic sampling draws a whole step's prompts again, since idle slots cost
+            # as much as busy ones; surplus groups stay queued for the next step.
             numbered = self._draw(wanted if rollout.dynamic_sampling else missing)
             new = self.collector.run(
                 sampler, numbered, rollout.samples_per_prompt, self.sampling()
@@ -234,7 +234,7 @@ class Experience:
         return sampled
 
     def _first(self, sampler: Published) -> list[Group]:
-        """Keeps more groups under way than a step needs, and waits for the first."""
+        """Samples more groups than a step needs, and takes the first that finish."""
         rollout, sampled = self.config.rollout, list[Group]()
         wanted = rollout.prompts_per_step
         most = rollout.max_draws * wanted if rollout.dynamic_sampling else wanted
@@ -258,7 +258,7 @@ class Experience:
         return sampled
 
     def _queued(self, groups: list[Group]) -> list[Group]:
-        """Puts the groups that are worth training on into the queue; returns all."""
+        """Queues the groups to train on; returns all groups."""
         rollout = self.config.rollout
         if rollout.truncated == "zero":
             groups = batching.worthless_if_truncated(groups)
@@ -286,7 +286,7 @@ class Experience:
     def _with_model(
         self, groups: list[Group], tasks: Mapping[int, Task]
     ) -> list[Group]:
-        """The groups with the reward model's word, where there is a model."""
+        """Adds the reward model's values to the groups, if there is a reward model."""
         if self.judge is None or not groups:
             return groups
         begin = time.perf_counter()
@@ -297,7 +297,7 @@ class Experience:
     def _sampling_metrics(
         self, sampled: Sequence[Group], number: int
     ) -> dict[str, float]:
-        """Rewards of everything that was sampled, before any filter."""
+        """Metrics of all sampled groups, also of those that are not trained on."""
         episodes = [e for group in sampled for e in group.episodes]
         if not episodes:
             return {}
@@ -324,11 +324,11 @@ class Experience:
         return metrics
 
     def _judged(self, episodes: Sequence[Episode], where: str) -> list[float]:
-        """The rewards of those that did not fail."""
+        """The rewards of the episodes that did not fail."""
         failed = [e for e in episodes if e.reward is None]
         share = len(failed) / len(episodes)
         allowed = self.config.rollout.max_failed_share
-        # From failed episodes alone nothing is learned, whatever share is allowed.
+        # If all failed there is nothing to train on, whatever share is allowed.
         if share > allowed or share == 1:
             raise FailedRolloutsError(
                 f"{where}: {len(failed)} of {len(episodes)} rollouts failed; "
@@ -341,7 +341,7 @@ class Experience:
 def make_collector(
     rollout: RolloutConfig, model: Model, judges: WorkerPool
 ) -> Collector:
-    """Makes what carries out episodes and has them judged."""
+    """Makes the collector, which runs episodes and has them judged."""
     return Collector(
         codec=Codec(model.tokenizer),
         judges=judges,
@@ -352,7 +352,7 @@ def make_collector(
 
 
 def _means(prefix: str, found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means of what several episodes say by name, each over those that say it."""
+    """Mean of each named value, over the episodes that have it."""
     return {
         f"{prefix}/{name}": float(
             np.mean([each[name] for each in found if name in each])

@@ -1,4 +1,4 @@
-"""What a compiled program's text says about its communication."""
+"""Finds the collectives in the text of a compiled program."""
 
 import math
 import re
@@ -17,14 +17,14 @@ ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<dims>[\d,]*)\
 
 @dataclass(frozen=True)
 class Collective:
-    """Equal collectives of a program.
+    """Collectives of a program with the same kind, shape and size.
 
     Attributes:
         kind: such as "all-gather".
-        shape: of one device's result, such as "bf16[4096,14336]"; of several, the
-            largest.
-        count: how often it stands in the program; in a loop once.
-        bytes: of one device's results.
+        shape: of the result on one device, such as "bf16[4096,14336]"; the largest of
+            several results.
+        count: occurrences in the text; one in a loop counts once.
+        bytes: of the results on one device.
     """
 
     kind: str
@@ -37,7 +37,7 @@ def collectives(hlo: str) -> tuple[Collective, ...]:
     """The collectives of a compiled program's text, largest bytes times count first.
 
     Args:
-        hlo: of a partitioned program, so that shapes are one device's.
+        hlo: text of a partitioned program, whose shapes are those of one device.
 
     >>> collectives("%a = bf16[8,4]{1,0} all-gather(%b), dimensions={0}")
     (Collective(kind='all-gather', shape='bf16[8,4]', count=1, bytes=64),)
@@ -48,15 +48,15 @@ def collectives(hlo: str) -> tuple[Collective, ...]:
         match, channel = INSTRUCTION.search(line), CHANNEL.search(line)
         if match is None:
             continue
-        # One that overlaps with computation stands in each part of it again.
+        # The text repeats a collective that overlaps with computation: count it once.
         if channel is not None and channel[0] in channels:
             continue
         if channel is not None:
             channels.add(channel[0])
         arrays = [_array(array) for array in ARRAY.finditer(match["type"])]
         largest, shape = max(arrays)
-        # What starts an asynchronous one has operands and flags beside its result,
-        # which is no smaller; but for an all-reduce, which has results alone.
+        # The type of a -start also holds operands and flags, none larger than the
+        # result; only that of all-reduce-start holds nothing but results.
         alone = match["start"] is None or match["kind"] == "all-reduce"
         size = sum(size for size, _ in arrays) if alone else largest
         found[match["kind"], shape, size] += 1
@@ -68,7 +68,7 @@ def collectives(hlo: str) -> tuple[Collective, ...]:
 
 
 def _array(match: re.Match[str]) -> tuple[int, str]:
-    """Bytes, and the type without its layout."""
+    """Bytes of an array type, and the type without its layout."""
     bits = 8 if match["bits"] is None else int(match["bits"])
     count = math.prod(int(dim) for dim in match["dims"].split(",") if dim)
     return count * bits // 8, f"{match['dtype']}[{match['dims']}]"

@@ -1,11 +1,10 @@
 """Models and data files by their names on the Hugging Face hub, fetched before a run.
 
 A model is ORG/NAME or ORG/NAME@REVISION, a file of a data set
-hf://datasets/ORG/NAME/FILE or hf://datasets/ORG/NAME@REVISION/FILE. `fetch` puts the
-paths of what it fetched in the place of these names, once, before anything is read or
-compiled, and keeps which commit each name stood for: a run that goes on goes on with
-the same commit. Where the hub is, where its cache is, and with which token it is asked,
-is huggingface_hub's business (HF_ENDPOINT, HF_HOME, `hf auth login`).
+hf://datasets/ORG/NAME/FILE or hf://datasets/ORG/NAME@REVISION/FILE. `fetch` downloads
+them and replaces the names by local paths, before anything is read or compiled. It also
+returns the commit of each name, so that a resumed run uses the same commits. Address,
+cache and token are those of huggingface_hub (HF_ENDPOINT, HF_HOME, `hf auth login`).
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from jaxrl_post.records.path import run_path
 
 __all__ = ["Fetched", "fetch", "fetch_run"]
 
-# Options that name a model; the revision of the first ones is an option too.
+# Options that name a model; --revision applies to the first two.
 MAIN_MODELS = ("model", "input")
 MODELS = (
     *MAIN_MODELS,
@@ -38,19 +37,19 @@ MODELS = (
 FILES = ("data.path", "data.eval_path")
 
 PART = r"[A-Za-z0-9][\w.-]*"
-# Of pull requests and converted files a revision has slashes.
+# Revisions of pull requests and of converted files contain slashes.
 REVISION = r"refs/(?:convert|pr)/[^/@]+|[^/@]+"
 MODEL = re.compile(rf"({PART}/{PART})(?:@({REVISION}))?")
 FILE = re.compile(rf"hf://datasets/({PART}/{PART})(?:@({REVISION}))?/(.+)")
 
-# What a model directory is read from; not the same weights in other formats.
+# Files that are downloaded: not the same weights in other formats.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 LEFT_OUT = ("*/*.safetensors", "*/*.json", "consolidated*.safetensors")
 CONFIG_ALONE = ("config.json",)
 
 
 class Source(NamedTuple):
-    """What a name stands for: files of a repository."""
+    """A model repository, or a file of a data set, on the hub."""
 
     kind: str  # "model" or "dataset"
     repository: str
@@ -59,14 +58,14 @@ class Source(NamedTuple):
 
     @property
     def key(self) -> str:
-        """By which the commit is kept."""
+        """The key of its commit in `Fetched.commits`."""
         prefix = "" if self.kind == "model" else "datasets/"
         suffix = "" if self.revision is None else f"@{self.revision}"
         return f"{prefix}{self.repository}{suffix}"
 
     @property
     def command(self) -> str:
-        """The command that downloads it."""
+        """The shell command that downloads the source."""
         parts = ["hf", "download", self.repository]
         parts += [] if self.file is None else [self.file, "--repo-type", self.kind]
         parts += [] if self.revision is None else ["--revision", self.revision]
@@ -75,12 +74,12 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Fetched[Config]:
-    """A configuration with paths in the place of the hub's names.
+    """A configuration with local paths instead of the hub's names.
 
     Attributes:
         config: with the paths.
-        commits: of each name, such as {"Qwen/Qwen2.5-0.5B": "060db64..."}.
-        names: what the options were that have paths now, by dotted field.
+        commits: commit of each name, such as {"Qwen/Qwen2.5-0.5B": "060db64..."}.
+        names: the options that were replaced, by dotted field, as the user gave them.
     """
 
     config: Config
@@ -88,7 +87,7 @@ class Fetched[Config]:
     names: Mapping[str, Any] = field(default_factory=dict)
 
     def named[Other](self, config: Other) -> Other:
-        """A configuration with the names again, as a person typed them."""
+        """Puts the names back into a configuration."""
         for path, name in self.names.items():
             config = _replaced(config, path, name)
         return config
@@ -101,15 +100,15 @@ def fetch[Config](
     pinned: Mapping[str, str] = {},
     weights: bool = True,
 ) -> Fetched[Config]:
-    """Fetches what a configuration names, into the cache of huggingface_hub.
+    """Downloads what a configuration names to the cache of huggingface_hub.
 
     Directories, files and presets are left as they are.
 
     Args:
         config: of a program; its `revision`, if it has one, is that of its model.
-        console: for what is fetched.
-        pinned: commits of an earlier part of the run, by name.
-        weights: without them a model's config.json is all that is fetched.
+        console: for a line per download.
+        pinned: commits to use, by name: those of the run that is resumed.
+        weights: False downloads only a model's config.json.
 
     Raises:
         ConfigError: huggingface_hub is not installed, the hub cannot be reached and
@@ -145,11 +144,11 @@ def fetch[Config](
 def fetch_run[Config: RunConfig](
     config: Config, *, console: Console
 ) -> Fetched[Config]:
-    """Fetches what a run names: where it goes on, of the commits with which it began.
+    """`fetch` for a training run: a resumed run gets the commits of its beginning.
 
     Args:
-        config: as a person gave it, which says where the run goes.
-        console: for what is fetched.
+        config: as the user gave it.
+        console: for a line per download.
 
     Raises:
         ConfigError: as `fetch`.
@@ -159,14 +158,14 @@ def fetch_run[Config: RunConfig](
     saved = RunDirectory(path).read_description() if config.resume else None
     pinned = {} if saved is None else saved.hub
     found = fetch(config, console=console, pinned=pinned)
-    # A directory that is named after the model keeps that name.
+    # A default run_dir is named after the model on the hub, not after its path.
     local = dataclasses.replace(found.config, run_dir=str(path))
     names = {**found.names, "run_dir": config.run_dir}
     return Fetched(local, found.commits, names)
 
 
 def _source(path: str, name: str, revision: str | None) -> Source | None:
-    """What an option's value names on the hub; None for what is on this machine."""
+    """The source that an option names on the hub; None for a local value."""
     if path in FILES:
         if not name.startswith("hf://"):
             return None
@@ -190,7 +189,7 @@ def _source(path: str, name: str, revision: str | None) -> Source | None:
 def _snapshot(
     source: Source, option: str, commit: str | None, *, weights: bool
 ) -> Path:
-    """The folder of a commit in the cache, with the files that are needed."""
+    """Downloads the needed files; returns the commit's folder in the cache."""
     try:
         import huggingface_hub
     except ModuleNotFoundError as error:
@@ -219,7 +218,7 @@ def _snapshot(
 
 
 def _checked(source: Source, folder: Path, option: str, *, weights: bool) -> Path:
-    """The folder, which has what the name promises."""
+    """Returns the folder if it has the expected files."""
     if source.file is not None and not (folder / source.file).is_file():
         raise ConfigError(
             f"{option}: the data set {source.repository} has no file {source.file!r} "
@@ -239,7 +238,7 @@ def _checked(source: Source, folder: Path, option: str, *, weights: bool) -> Pat
 
 
 def _failure(source: Source, error: Exception) -> str:
-    """What went wrong, and what to do."""
+    """The message for a failed download, with a remedy."""
     from huggingface_hub import errors
 
     what = "model" if source.kind == "model" else "data set"

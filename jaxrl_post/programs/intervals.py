@@ -1,4 +1,4 @@
-"""How sure a share is that was measured on some tasks."""
+"""Confidence intervals of a share, such as the accuracy on some tasks."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ def wilson_interval(share: float, count: float, *, z: float = Z) -> tuple[float,
 
     Args:
         share: p, in [0, 1].
-        count: n, >= 1 independent observations; need not be whole.
-        z: quantile of the normal distribution; the default is that of 95 %.
+        count: n, >= 1 independent observations; need not be an integer.
+        z: quantile of the normal distribution; the default is for 95 %.
 
     Returns:
         (lower, upper), in [0, 1].
@@ -49,19 +49,19 @@ def wilson_interval(share: float, count: float, *, z: float = Z) -> tuple[float,
 def interval_over_tasks(
     shares: Sequence[float], samples: int, *, z: float = Z
 ) -> tuple[float, float]:
-    r"""95 % interval of the mean over tasks of the share of samples that solve them.
+    r"""95 % confidence interval of accuracy: the mean over tasks of the solved share.
 
-    Samples of a task are alike, so N samples of n tasks are not N observations.
-    Wilson's interval serves with as many as the spread over the tasks is worth,
+    Samples of a task are correlated, so N samples of n tasks are not N independent
+    observations. This is Wilson's interval for the effective number of observations
 
         n_e = p (1 - p) / (s^2 / n),    n <= n_e <= N
 
-    s^2 the variance of the shares. With one sample a task that is Wilson's interval of
-    n. Where all tasks are solved, or none, s = 0 says nothing, and n_e = n. From about
-    20 tasks on; of fewer, s is too uncertain and the interval too narrow.
+    with p the mean and s^2 the variance of the shares; n_e = n with one sample per
+    task, and if all tasks or none are solved (s = 0). With fewer than about 20 tasks,
+    s is too uncertain and the interval too narrow.
 
     Args:
-        shares: in [0, 1], one a task, at least one.
+        shares: solved share of each task's samples, in [0, 1], at least one.
         samples: N, of all tasks together.
         z: as for `wilson_interval`.
 

@@ -1,8 +1,8 @@
 """A reward model as a judge of samples: its values become a part of their rewards.
 
-The reward model has a tokenizer and a chat template of its own: it reads the task's
-messages and the policy's answer as text. It is frozen, lies on the policy's mesh, and
-judges after the environment has.
+The reward model has its own tokenizer and chat template: it reads the task's messages
+and the policy's answer as text. It is frozen, is sharded over the policy's mesh, and
+judges after the environment.
 
 References:
     Lightman et al., Let's Verify Step by Step, arXiv:2305.20050 (product and minimum of
@@ -39,15 +39,15 @@ ENVIRONMENT, MODEL = "environment", "model"
 
 @dataclass(frozen=True)
 class RewardJudge:
-    """A frozen reward model, and what its word counts for.
+    """A frozen reward model, and the weight of its values in the reward.
 
     Attributes:
         options: of the run.
         config: of the model; its head is "value" or "process".
         params: sharded arrays.
         tokenizer: of the model.
-        mesh: where it lies.
-        rules: how it lies there.
+        mesh: of the run.
+        rules: sharding rules of the parameters.
     """
 
     options: RewardModelConfig
@@ -59,17 +59,17 @@ class RewardJudge:
 
     @functools.cached_property
     def _scorers(self) -> dict[int, Scorer]:
-        """Compiled programs, by the rows of a batch."""
+        """Jitted forward passes, by the rows of a batch."""
         return {}
 
     def judged(self, groups: Sequence[Group], tasks: Mapping[int, Task]) -> list[Group]:
-        """The groups with the model's word on each episode's last answer.
+        """Adds the model's value of each episode's last answer to its reward.
 
-        It is part of the reward of the last turn; the environment's rewards of all
-        turns are multiplied with their weight.
+        The value becomes part of the last turn's reward. The environment's rewards of
+        all turns are multiplied by `environment_weight`.
 
         Args:
-            groups: whose samples the environment has judged.
+            groups: judged by the environment.
             tasks: by prompt id.
         """
         found = [
@@ -107,13 +107,13 @@ class RewardJudge:
         ]
 
     def values(self, answers: Sequence[tuple[Task, str]]) -> list[float]:
-        """What the model thinks of answers, each to its task.
+        """The model's value of each answer.
 
         Args:
             answers: (task, text of the answer).
 
         Returns:
-            A float32 value an answer: a reward model's reward, a process reward
+            One value per answer: a reward model's reward, or a process reward
             model's probability in [0, 1].
 
         Raises:
@@ -129,7 +129,7 @@ class RewardJudge:
                 f"the reward model's context, {self.config.max_length}; lower "
                 "--rollout.max-tokens"
             )
-        # Powers of two: few shapes are compiled, whatever the samples' lengths.
+        # Round up to a power of two, so that few shapes are compiled.
         length = min(1 << (longest - 1).bit_length(), self.config.max_length)
         split = split_size("batch", self.mesh, self.rules)
         rows = -(-max(1, self.options.batch_tokens // length) // split) * split
@@ -139,7 +139,7 @@ class RewardJudge:
         scorer = self._scorers[rows]
         found: list[float] = []
         for begin in range(0, len(encoded), rows):
-            # A row each: which row an answer lies in is its index.
+            # One answer per row, so that the row's index identifies the answer.
             part = encoded[begin : begin + rows]
             batch = _rows(part, length, rows)
             predicted = scorer.predict(self.params, batch).values_after
@@ -176,12 +176,12 @@ class RewardJudge:
 def open_judge(
     options: RewardModelConfig, *, mesh: Mesh, rules: Rules, dtype: jnp.dtype
 ) -> RewardJudge | None:
-    """Opens the reward model of a run, None where it has none.
+    """Opens the reward model of a run; returns None if the run has none.
 
     Args:
-        options: name the directory.
+        options: of the run.
         mesh: of the run.
-        rules: of the run.
+        rules: sharding rules of the run.
         dtype: of the parameters.
 
     Raises:
@@ -200,7 +200,7 @@ def open_judge(
 
 
 def _rows(sequences: Sequence[packing.Sequence], length: int, rows: int):
-    """A batch with a row for each sequence, and empty ones to make up the number."""
+    """A batch with one row per sequence, filled up with empty rows to `rows`."""
     batches = [packing.pack([sequence], length, 1) for sequence in sequences]
     empty = packing.pack([], length, 1)
     batches += [empty] * (rows - len(batches))

@@ -1,8 +1,8 @@
 """Compiles the programs of a train step for a TPU slice and adds up their memory.
 
 `libtpu`, which `pip` installs on any Linux machine, holds the compiler for TPUs. The
-programs that a run of GRPO compiles are lowered for the slice from shapes alone and
-compiled: what the compiler says about memory is what a run will need.
+programs of a GRPO run are lowered for the slice from shapes alone and compiled; the
+compiler reports the memory that a run will need.
 """
 
 import dataclasses
@@ -39,38 +39,37 @@ __all__ = [
 
 GIB = 2**30
 
-# What a program may use of a device's memory, by `device_kind`: "available HBM" in the
-# error of libtpu 0.0.50's compiler for a program that is too large. Of the 16, 95 and
-# 32 GB that https://cloud.google.com/tpu/docs lists for v5e, v5p and v6e, the runtime
-# keeps some.
+# Memory of a device that a program may use, by `device_kind`: the "available HBM" in
+# libtpu 0.0.50's error for a program that is too large. The runtime keeps a part of the
+# 16, 95 and 32 GB that https://cloud.google.com/tpu/docs lists for v5e, v5p and v6e.
 HBM_GIB = {
     "TPU v5 lite": 15.75,
     "TPU v5": 95.73,
     "TPU v6 lite": 31.24,
-    "TPU7x": 94.74,  # Of one of the chip's two devices.
+    "TPU7x": 94.74,  # For one of the chip's two devices.
 }
 
-# Collectives of the HLO that are shown.
+# Number of collectives that are reported per program.
 SHOWN = 8
 
 
 class DoesNotFitError(PlanError):
-    """A plan that was made, of a step that needs more memory than there is."""
+    """The planned step needs more memory than a device has."""
 
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """Bytes of one device, and what the compiler did.
+    """Memory of one compiled program on one device.
 
     Attributes:
         name: of the program.
         arguments: bytes of the inputs.
         outputs: bytes of the results.
-        aliased: bytes of results that take the place of donated inputs.
-        temporaries: bytes in between.
-        code: bytes of the program itself, which lies in HBM too.
-        beside: bytes of what else stays in memory.
-        compile_seconds: that the compiler took.
+        aliased: bytes of results that reuse the memory of donated inputs.
+        temporaries: bytes of intermediate values.
+        code: bytes of the program itself, which is in HBM too.
+        beside: bytes of arrays that stay in memory but are no inputs.
+        compile_seconds: time of compilation.
         collectives: the largest, by bytes times count.
     """
 
@@ -86,7 +85,7 @@ class ProgramPlan:
 
     @property
     def total(self) -> int:
-        """Bytes in use while the program runs, at most."""
+        """Most bytes in use while the program runs."""
         results = self.outputs - self.aliased
         return self.beside + self.arguments + results + self.temporaries + self.code
 
@@ -95,7 +94,7 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
     """Compiles the programs of a train step and prints what they need.
 
     Args:
-        config: what to plan.
+        config: the options.
         console: for messages to the user.
         command: written to the JSON file.
 
@@ -159,7 +158,7 @@ def _architecture(name: str) -> ModelConfig:
 
 
 def slice_devices(topology: str) -> list[Any]:
-    """The devices of a slice that need not exist."""
+    """Descriptions of a TPU slice's devices; the slice need not exist."""
     if importlib.util.find_spec("libtpu") is None:
         raise PlanError(
             "libtpu is not installed. It holds the compiler for TPUs and needs none: "
@@ -176,7 +175,7 @@ def slice_devices(topology: str) -> list[Any]:
 
 
 def _libtpu() -> str:
-    """The libtpu that the installed jax goes with, as `pip` takes it."""
+    """The installed jax's requirement of libtpu, in the syntax of `pip`."""
     for line in importlib.metadata.requires("jax") or ():
         requirement, _, marker = line.partition(";")
         if requirement.startswith("libtpu") and "tpu" in marker:
@@ -197,7 +196,7 @@ def _compiler_options(pairs: tuple[str, ...]) -> dict[str, str]:
 def compile_program(
     program: Program, options: dict[str, str], directory: Path | None
 ) -> ProgramPlan:
-    """Compiles one program for its TPU slice, and says what it needs on a device.
+    """Compiles one program for its TPU slice, and returns its memory on a device.
 
     Args:
         program: a function and the shapes of its arguments.
@@ -255,7 +254,7 @@ def _print(entry: ProgramPlan, console: Console) -> None:
 
 
 def _judge(made: list[ProgramPlan], hbm: float, console: Console) -> None:
-    """Prints GiB of a device and raises where they are too many."""
+    """Prints the memory of each program, and raises if one does not fit."""
     parts = ("beside", "arguments", "outputs", "aliased", "temporaries", "code")
     table = Table(title="GiB of a device", title_justify="left")
     # Short enough for the 80 columns of a log.

@@ -27,13 +27,13 @@ __all__ = ["Program", "counts", "programs"]
 
 
 class Program(NamedTuple):
-    """A jitted function of a run, and what is on the device when it runs.
+    """A jitted function of a run, and the arrays on the device while it runs.
 
     Attributes:
         name: of the function.
-        function: jitted as a run jits it.
+        function: jitted as in a run.
         arguments: ShapeDtypeStructs with shardings.
-        beside: those that are not arguments but stay in memory.
+        beside: ShapeDtypeStructs of other arrays that stay in memory.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Program(NamedTuple):
 def programs(
     config: PlanConfig, architecture: ModelConfig, mesh: Mesh
 ) -> Iterator[Program]:
-    """The programs of an optimizer step, with arguments as the learner has them.
+    """The programs of an optimizer step, with the learner's argument shapes.
 
     Args:
-        config: what to plan.
+        config: the options.
         architecture: of the model.
         mesh: of the slice; its devices are not used.
 
     Raises:
         PlanError: the rows do not go with the mesh.
-        MeshError: the model does not.
+        MeshError: the model does not go with the mesh.
     """
     rules, dtype = DEFAULT_RULES, jnp.dtype(config.dtype)
     split = split_size("batch", mesh, rules)
@@ -95,14 +95,14 @@ def programs(
     )
     batch = _batch(rows, config.row_tokens, learner.scorer.batch_sharding)
     cache = _cache(config, architecture, mesh)
-    # Without its parameters, which are always an argument.
+    # The parameters are left out, because they are always an argument.
     rest = state.replace(params=None)  # type: ignore[attr-defined]
     predicts = policy if predictor is None else predictor
     inputs = (predicts, params, batch)
     with jax.set_mesh(mesh):
         zeros = jax.eval_shape(learner.empty, *inputs)
     accumulator: Accumulator = _placed(zeros, learner.accumulator_layout)
-    # `empty` reads shapes alone: nothing is its argument.
+    # `empty` reads only shapes, so its arguments take no memory: all is `beside`.
     yield Program("empty", learner.empty, inputs, (state, base, cache))
     inputs = (predicts, params, accumulator, batch)
     yield Program("accumulate", learner.accumulate, inputs, (rest, cache))
@@ -110,7 +110,7 @@ def programs(
 
 
 def counts(config: PlanConfig, architecture: ModelConfig) -> tuple[int, int]:
-    """Numbers of parameters: of the model, and of those that are trained."""
+    """Number of the model's parameters, and of those that are trained."""
     specs = models.param_specs(architecture)
     lora = lora_of(config.lora, architecture)
     trained = specs if lora is None else adapter_specs(architecture, lora)
@@ -122,7 +122,7 @@ def counts(config: PlanConfig, architecture: ModelConfig) -> tuple[int, int]:
 
 
 def _placed(shapes: PyTree, layout: PyTree) -> PyTree:
-    """Gives shapes their shardings; one may stand for a whole subtree."""
+    """Adds shardings to shapes; one sharding may cover a whole subtree."""
 
     def place(sharding: Any, below: PyTree) -> PyTree:
         return jax.tree.map(
@@ -139,7 +139,7 @@ def _batch(rows: int, length: int, sharding: Any) -> TokenBatch:
     def array(dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, length), dtype, sharding=sharding)
 
-    # As `rollout.batch` and `data.packing` make it for one update a batch.
+    # The fields that `rollout.batch` and `data.packing` set for one update per batch.
     return TokenBatch(
         tokens=array(jnp.int32),
         positions=array(jnp.int32),
@@ -152,7 +152,7 @@ def _batch(rows: int, length: int, sharding: Any) -> TokenBatch:
 
 
 def _cache(config: PlanConfig, architecture: ModelConfig, mesh: Mesh) -> PyTree:
-    """Keys and values of the sampler, split as its engine splits them."""
+    """Shapes of the sampler's KV cache, with the shardings of its engine."""
     if not config.slots:
         return ()
 

@@ -23,13 +23,13 @@ __all__ = ["Trainer", "make_engine"]
 
 @dataclass
 class Trainer:
-    """One run's moving parts; each `step` is one batch of episodes and its updates.
+    """The state of an RL run; each `step` collects a batch and trains on it.
 
     Attributes:
         engine: the sampler.
-        experience: where episodes come from.
-        updater: what trains on them.
-        demonstrations: learned from in the place of episodes; None for episodes.
+        experience: collects episodes.
+        updater: trains on them.
+        demonstrations: to train on instead of episodes; None for episodes.
     """
 
     engine: Engine
@@ -39,7 +39,7 @@ class Trainer:
 
     @property
     def config(self) -> RLConfig:
-        """Of the run."""
+        """The configuration of the run."""
         return self.updater.config
 
     def step(self, number: int) -> tuple[dict[str, float], list[Group]]:
@@ -52,8 +52,8 @@ class Trainer:
             Scalar metrics, and the groups that were trained on, if any.
 
         Raises:
-            DivergenceError: a loss or gradient is not finite; nothing was updated by
-                that optimizer step.
+            DivergenceError: a loss or gradient is not finite; that optimizer step
+                changed nothing.
             FailedRolloutsError: too many episodes failed.
             RolloutTimeoutError: the episodes took too long.
         """
@@ -76,7 +76,7 @@ class Trainer:
         return metrics, groups
 
     def publish(self) -> Published:
-        """Binds the current parameters to the sampler; on one mesh nothing moves."""
+        """Hands the current parameters to the sampler, without a copy on one mesh."""
         updater = self.updater
         return publish(
             self.engine,
@@ -85,20 +85,20 @@ class Trainer:
         )
 
     def evaluate(self) -> Evaluation:
-        """Answers the held-out tasks greedily. Leaves no trace in the training.
+        """Answers the held-out tasks greedily, without effect on training.
 
         Raises:
-            FailedRolloutsError: too many could not be judged.
-            RolloutTimeoutError: they took too long.
+            FailedRolloutsError: too many answers could not be judged.
+            RolloutTimeoutError: sampling or judging took too long.
         """
         return self.experience.evaluate(self.publish())
 
     def meta(self) -> dict[str, Any]:
-        """What a checkpoint holds beside arrays and the iterator: JSON values."""
+        """Everything in a checkpoint but arrays and the iterator, as JSON values."""
         return {"seed": self.config.seed, **self.experience.state()}
 
     def load_meta(self, meta: dict[str, Any]) -> None:
-        """Takes up what `meta` gave."""
+        """Restores a value of `meta`."""
         self.experience.restore(meta)
 
     def snapshot(self) -> TrainState:
@@ -111,13 +111,13 @@ class Trainer:
         return self.updater.layout
 
     def load_snapshot(self, snapshot: TrainState) -> None:
-        """Takes up what `snapshot` gave."""
+        """Restores a value of `snapshot`."""
         self.updater.load_snapshot(snapshot)
 
     def _sampled(
         self, number: int
     ) -> tuple[list[packing.Sequence], list[Group], dict[str, float]]:
-        """Episodes of the current policy, with their advantages."""
+        """Samples a batch: sequences with advantages, their groups, and metrics."""
         begin = time.perf_counter()
         published = self.publish()
         publishing = time.perf_counter() - begin
@@ -136,7 +136,7 @@ class Trainer:
         return sequences, groups, metrics | found
 
     def _demonstrated(self, demonstrations: Demonstrations) -> list[packing.Sequence]:
-        """As many demonstrations as a step would have samples."""
+        """A batch of demonstrations, as many as a step would have samples."""
         rollout, found = self.config.rollout, []
         tokenizer = self.updater.model.tokenizer
         for _ in range(rollout.prompts_per_step * rollout.samples_per_prompt):
@@ -146,11 +146,11 @@ class Trainer:
 
 
 def make_engine(rollout: RolloutConfig, model: Model, *, seed: int) -> Engine:
-    """Makes a sampler, with sizes that follow from the configuration.
+    """Makes a sampler with sizes from the configuration.
 
     Args:
         rollout: how samples are drawn.
-        model: its architecture, mesh and tokenizer; not its parameters.
+        model: architecture, mesh and tokenizer; its parameters are not used.
         seed: of the sampling noise.
     """
     split = split_size("batch", model.mesh, model.rules)

@@ -1,4 +1,4 @@
-"""How well samples did on their tasks, and how sure that is."""
+"""Scores of an evaluation: accuracy with confidence interval, pass@k, rewards."""
 
 import collections
 from collections.abc import Sequence
@@ -25,22 +25,22 @@ class FailedRolloutsError(RuntimeError):
 
 @dataclass(frozen=True)
 class Scores:
-    """What a set of groups says about the model.
+    """Accuracy, rewards and lengths of the samples of some tasks.
 
-    A sample whose judgement failed does not solve its task. It has no reward, so that
-    it is not in `mean_reward`, nor in anything after that.
+    A sample whose judgement failed does not solve its task. It has no reward, so
+    `mean_reward` and the attributes below it leave it out.
 
     Attributes:
-        tasks: groups.
-        samples: of all tasks.
-        failed: samples whose judgement failed.
+        tasks: number of tasks.
+        samples: number of samples of all tasks.
+        failed: number of samples whose judgement failed.
         accuracy: share of a task's samples that solve it, mean over the tasks.
-        interval: 95 % interval of `accuracy`, see `interval_over_tasks`.
-        pass_at: k to pass@k, the probability that one of k samples solves a task: its
-            unbiased estimate, mean over the tasks with at least k samples. Of
-            k = 2, 4, 8 ... and the number of samples of a task.
+        interval: 95 % confidence interval of `accuracy`, see `interval_over_tasks`.
+        pass_at: k to pass@k, the probability that at least one of k samples solves a
+            task: the unbiased estimate, mean over the tasks with at least k samples,
+            for k = 2, 4, 8 ... and the number of samples of a task.
         mean_reward: in the environment's units.
-        mean_tokens: of a completion.
+        mean_tokens: mean length of a completion.
         max_tokens: of the longest completion.
         stopped: share of samples that ended before the limit of tokens.
         metrics: means of the environment's own metrics, and of the parts of the reward.
@@ -60,10 +60,10 @@ class Scores:
 
 
 def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
-    """Sums up what the samples of all tasks earned.
+    """Computes the scores of the samples of all tasks.
 
     Args:
-        groups: one a task.
+        groups: one per task.
         solved_reward: a sample with at least this reward solves its task.
 
     Raises:
@@ -103,12 +103,12 @@ def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
 
 
 def solves(episode: Episode, solved_reward: float) -> bool:
-    """Whether an episode was judged and its reward is at least what solving takes."""
+    """Whether an episode was judged, with a reward of at least `solved_reward`."""
     return episode.reward is not None and episode.reward >= solved_reward
 
 
 def _pass_at(solved: Sequence[Sequence[bool]]) -> dict[int, float]:
-    """pass@k by k, of the samples of all tasks."""
+    """pass@k of all tasks, by k."""
     most = max(map(len, solved))
     found = {}
     for k in sorted({most, *(2**i for i in range(1, most.bit_length()))} - {1}):
@@ -118,7 +118,7 @@ def _pass_at(solved: Sequence[Sequence[bool]]) -> dict[int, float]:
             rewards[row, : len(task)] = task
             valid[row, : len(task)] = True
         estimates = pass_at_k_estimate(jnp.asarray(rewards), jnp.asarray(valid), k=k)
-        # Of fewer than k samples there is no unbiased estimate.
+        # With fewer than k samples there is no unbiased estimate.
         enough = np.asarray(estimates, np.float64)[valid.sum(axis=1) >= k]
         found[k] = float(enough.mean())
     return found
