@@ -76,7 +76,7 @@ class Trainer:
         return metrics, groups
 
     def publish(self) -> Published:
-        """Hands the current parameters to the sampler, without a copy on one mesh."""
+        """Hands the current parameters to the sampler, without a copy."""
         updater = self.updater
         return publish(
             self.engine,

@@ -1,8 +1,8 @@
 """The directory of one run: the names of its files, and logs that survive a kill.
 
-A log is a file of JSON lines with the step in every row and the steps in order. Going
-back to a checkpoint therefore cuts the end off a file and does nothing else: a resumed
-run has every step exactly once.
+A log is a file of JSON lines, each with its step, in the order of steps. Resuming from
+a checkpoint therefore only cuts off the end of the file, and the log of a resumed run
+has every step exactly once.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class RunDescription:
-    """What was run: the part of a report that no metric tells.
+    """What was run: the content of config.json.
 
     Attributes:
         command: the command line that repeats the run.
@@ -35,7 +35,7 @@ class RunDescription:
         config: the resolved configuration, of values that JSON can write.
         head: of the model that the run makes: "lm", "value" for a reward model, or
             "process" for one of steps.
-        hub: commits of what the configuration names on the hub, by name.
+        hub: commit of each name on the hub in the configuration, by name.
     """
 
     command: str
@@ -60,12 +60,12 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """A row a step, see `MetricsLog`."""
+        """One row per step, see `MetricsLog`."""
         return self.path / "metrics.jsonl"
 
     @property
     def samples(self) -> Path:
-        """A row a completion, see `SampleLog`."""
+        """One row per completion, see `SampleLog`."""
         return self.path / "samples.jsonl"
 
     @property
@@ -84,7 +84,7 @@ class RunDirectory:
         return self.path / "report.html"
 
     def read_description(self) -> RunDescription | None:
-        """What config.json holds, None where there is no such file.
+        """Reads config.json; returns None if there is no such file.
 
         Raises:
             ValueError: the file is damaged.
@@ -100,10 +100,10 @@ class RunDirectory:
             ) from error
 
     def describe(self, description: RunDescription) -> None:
-        """Writes config.json, whole or not at all, over what is there.
+        """Writes config.json atomically, over an older one.
 
         Raises:
-            ValueError: the description holds what JSON cannot write, NaN included.
+            ValueError: the description holds a value that is not JSON, such as NaN.
         """
         try:
             text = json.dumps(
@@ -118,7 +118,7 @@ class RunDirectory:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a small file so that a reader sees the old text or the new, never a part.
+    """Writes a small file atomically: a reader sees the old text or the new one.
 
     Args:
         path: the file; its folder is made when missing.
@@ -159,7 +159,7 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             row = _row(line)
             if row is None:
                 if not line.endswith(b"\n"):
-                    return  # Torn: no proper prefix of a JSON object is one.
+                    return  # Torn: a proper prefix of a JSON object is never valid.
                 raise ValueError(
                     f"{path}:{number}: must be a JSON object with an integer step, "
                     f"got {line[:80]!r}; the file was damaged after it was written: "
@@ -183,7 +183,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def named(error: OSError, path: Path, consequence: str) -> OSError:
-    """Returns the same error with the file, and what is left of it, in the message.
+    """Returns an error again, with the path and a consequence in its message.
 
     >>> import errno
     >>> named(OSError(errno.ENOSPC, "No space left"), Path("a"), "row 1 is whole")
@@ -197,7 +197,7 @@ class JsonLines:
     """A file of JSON rows that holds only whole rows after every call.
 
     A killed process leaves at most one torn last line. Rows go to the disk itself
-    (fsync) before `append` returns, so a checkpoint never outlives the rows before it.
+    (fsync) before `append` returns, so no checkpoint exists without its earlier rows.
     """
 
     def __init__(self, path: Path, resume_step: int | None):

@@ -1,4 +1,4 @@
-"""One process at a time in a run directory: two would write into each other's logs."""
+"""The lock of a run directory: two processes would mix up their logs."""
 
 import errno
 import fcntl
@@ -21,13 +21,13 @@ _log = logging.getLogger(__name__)
 
 NAME = "lock"
 
-# What a file system without locks answers.
+# Errors of a file system that has no locks.
 UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock, as the lock's file says it to others.
+    """The process that holds a lock, as the lock file names it.
 
     Attributes:
         pid: of the process, on `host`.
@@ -48,18 +48,18 @@ class Holder:
 
 @contextmanager
 def run_lock(directory: Path, command: str) -> Iterator[None]:
-    """Holds a run directory; makes it, and removes it if nothing came into it.
+    """Locks a run directory; makes it, and removes it if it stays empty.
 
-    The lock is the kernel's (flock), on the file `lock` of the directory, so a process
-    that is killed leaves none behind. What the file says is for people alone. A file
-    system without locks is warned of, and nothing is held there.
+    The lock is an flock on the file `lock` of the directory: the kernel releases it
+    when the process ends, even if killed. The file's content is only for messages. On a
+    file system without locks a warning is logged, and the directory is not locked.
 
     Args:
         directory: of the run.
-        command: the command line, for the process that is refused.
+        command: the command line, shown to a process that is refused.
 
     Raises:
-        ConfigError: another process holds it, or it can be no directory.
+        ConfigError: another process holds the lock, or the directory cannot be made.
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp()) / "run"
@@ -77,17 +77,17 @@ def run_lock(directory: Path, command: str) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            # While the lock is held: whoever opened this file sees that it is gone.
+            # Unlink before unlocking: `_take` of another process then sees it is gone.
             (directory / NAME).unlink()
         if file is not None:
             os.close(file)
-        with suppress(OSError):  # Not empty: there is a run now.
+        with suppress(OSError):  # Not empty: it holds a run.
             for folder in made:
                 folder.rmdir()
 
 
 def _make(directory: Path) -> list[Path]:
-    """Makes a directory; returns those that were missing, the innermost first."""
+    """Makes a directory and its parents; returns the new ones, innermost first."""
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     if not made and not directory.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(directory))
@@ -124,7 +124,7 @@ def _take(path: Path) -> int | None:
 
 
 def _is_still(path: Path, file: int) -> bool:
-    """Whether a path names an open file: its last holder may have removed it."""
+    """Whether a path still names an open file, which its holder may have removed."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file))
     except FileNotFoundError:
@@ -134,7 +134,7 @@ def _is_still(path: Path, file: int) -> bool:
 def _tell(file: int, command: str) -> None:
     since = datetime.now().astimezone().isoformat(timespec="seconds")
     holder = Holder(os.getpid(), socket.gethostname(), since, command)
-    with suppress(OSError):  # On a full disk the lock holds, without a name.
+    with suppress(OSError):  # On a full disk the lock holds, but its file is empty.
         os.ftruncate(file, 0)
         os.write(file, json.dumps(asdict(holder)).encode())
 
@@ -142,5 +142,5 @@ def _tell(file: int, command: str) -> None:
 def _holder(path: Path) -> str:
     try:
         return str(Holder(**json.loads(path.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, TypeError):  # It is only just taking the lock.
+    except (OSError, ValueError, TypeError):  # The holder has not written it yet.
         return "another process"

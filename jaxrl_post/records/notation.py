@@ -1,4 +1,4 @@
-"""How numbers and durations read in a terminal and in a report."""
+"""Formats numbers and durations for the terminal and the report."""
 
 import math
 
@@ -8,7 +8,7 @@ _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def number(value: float) -> str:
-    """Writes a number in three significant digits, with k, M, B or T from 10,000 on.
+    """Writes a number with three significant digits, with k, M, B or T from 10,000 on.
 
     Args:
         value: any float; `nan`, `inf` and `-inf` are written as such.

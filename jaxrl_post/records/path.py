@@ -1,4 +1,4 @@
-"""Where a run goes that was given no directory."""
+"""The default name of a run directory."""
 
 import re
 from pathlib import Path
@@ -15,15 +15,15 @@ from jaxrl_post.config.run import RunConfig
 
 __all__ = ["run_path"]
 
-# Names of a model's directory that say nothing: that of the run does.
+# Directory names that do not identify a model; its parent folder's name does.
 UNTOLD = ("model", "initial", "checkpoint", "")
 
 
 def run_path(config: RunConfig) -> Path:
-    """The directory of a run: as given, or named after what is trained on what.
+    """The directory of a run: as given, or named after algorithm, data and model.
 
     So a run with another algorithm, environment, data file or model gets another
-    directory, and the same command again finds its own.
+    directory, and the same command resumes its own run.
 
     >>> run_path(RLConfig(model="Qwen/Qwen2.5-0.5B", env="gsm8k?extraction=strict"))
     PosixPath('runs/grpo-gsm8k-Qwen2.5-0.5B')
@@ -47,10 +47,10 @@ def _method(config: RunConfig) -> str:
 
 
 def _data(config: RunConfig) -> str:
-    """The environment, or the file that is learned from."""
+    """The name of the environment or of the data file."""
     if isinstance(config, RLConfig | SFTConfig):
         environment, path = (config.env or "").partition("?")[0], config.data.path
-        # What a file holds says more than how it is read.
+        # A file's name says more than the name of the reader, jsonl.
         if environment in ("", "jsonl") and path:
             return Path(path).stem
         return environment or DEFAULT_ENV

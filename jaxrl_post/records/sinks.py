@@ -1,4 +1,4 @@
-"""What a run tells while it goes: metrics, samples, and a line about its progress."""
+"""The logs of a run: metrics, samples, progress line and warnings."""
 
 import logging
 import math
@@ -41,18 +41,18 @@ TENSORBOARD = Tracking()
 
 
 class MetricsLog:
-    """Scalars of every step, as JSON lines and for trackers such as TensorBoard.
+    """Writes the metrics of every step to metrics.jsonl and to trackers.
 
     A row is `{"step": 12, "time": 1767225600.0, "metrics": {"reward/mean": 0.4}}`, with
     `time` in Unix seconds. JSON has no NaN and no infinity: both are written as null
     (trackers get the value itself), and a metric that was not measured is absent.
 
     Args:
-        directory: the run's.
-        resume_step: None for a new run. Otherwise the step of the checkpoint that the
-            run goes on from: later rows are dropped, here and in TensorBoard, and so
-            is a torn last line. -1 starts the run over.
-        tracking: who gets the metrics beside metrics.jsonl.
+        directory: of the run.
+        resume_step: None for a new run. Otherwise the step of the checkpoint from which
+            the run resumes: later rows and a torn last line are dropped, the rows in
+            TensorBoard too. -1 starts the run over.
+        tracking: trackers that get the metrics beside metrics.jsonl.
         clock: Unix time in seconds.
 
     Raises:
@@ -125,14 +125,14 @@ class MetricsLog:
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion and what it earned.
+    """One completion and its reward.
 
     Attributes:
         split: "train", or "eval" for the held-out tasks.
         task_id: names the task; the same task keeps it through the run.
         sample_index: 0-based among the samples of this task in this step.
-        prompt: what the model was given, as text.
-        completion: what the model wrote, as text; never trusted.
+        prompt: text that the model was given.
+        completion: text that the model wrote; untrusted.
         reward: in the environment's units.
         finish_reason: why generation ended, for example "stop" or "length".
     """
@@ -151,10 +151,10 @@ class Sample:
 
 
 class SampleLog:
-    """Completions worth reading, one JSON line each: a `Sample` and its step.
+    """Writes completions to samples.jsonl, one `Sample` and its step per line.
 
     Args:
-        directory: the run's.
+        directory: of the run.
         resume_step: as in `MetricsLog`.
 
     >>> import tempfile
@@ -205,14 +205,14 @@ class SampleLog:
 
 
 class Progress:
-    """One line that says how the run goes.
+    """The progress line of a run: step, reward, accuracy, speed and remaining time.
 
-    A terminal gets a line that rewrites itself and ticks while a step takes its time.
-    Anything else, a log file for example, gets plain lines: the first step, the last,
-    and in between at most one a step and one an interval.
+    A terminal gets one line that is redrawn, also during a step. Any other output, such
+    as a log file, gets plain lines: for the first step, for the last, and in between at
+    most one per step and one per interval.
 
     Args:
-        console: where to; its `is_terminal` decides how.
+        console: the output; its `is_terminal` selects the kind of line.
         total_steps: step number at which the run ends, >= 1.
         interval: seconds between plain lines, >= 0.
         clock: monotonic seconds.
@@ -243,7 +243,7 @@ class Progress:
         self._clock = clock
         self._live: Live | None = None
         self._started = clock()
-        self._update: tuple[int, float] | None = None  # Last step, and when.
+        self._update: tuple[int, float] | None = None  # Last step, and its time.
         self._printed: tuple[int, float] | None = None
         self._metrics: dict[str, float] = {}
         self._accuracy_step = 0
@@ -268,14 +268,14 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Also after Ctrl-C: the line stays, the cursor comes back, the error goes on.
+        # Also after Ctrl-C: this restores the cursor, and the error propagates.
         if self._live is not None:
             self._live.stop()
         elif self._update is not None and self._printed != self._update:
             self._print()
 
     def update(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Tells that a step is done.
+        """Shows that a step is done.
 
         Args:
             step: greater than that of the last call.
@@ -339,7 +339,7 @@ class Progress:
 
 
 class _Shown(logging.Handler):
-    """Prints a record; one that says the same as an earlier one is dropped."""
+    """Prints log records, each text once."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -355,7 +355,7 @@ class _Shown(logging.Handler):
 
 @contextmanager
 def warnings_shown(console: Console) -> Iterator[None]:
-    """Shows what the library warns of, skipped rows of a file for example, once each.
+    """Prints the library's warnings, such as skipped rows of a file, once each.
 
     >>> import io
     >>> out = io.StringIO()

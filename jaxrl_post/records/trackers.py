@@ -28,16 +28,16 @@ __all__ = ["Tracker", "Tracking", "open_trackers"]
 
 _log = logging.getLogger(__name__)
 
-# Where nothing else names one; wandb has a default of its own (WANDB_PROJECT).
+# Default for trackio; wandb has a default of its own (WANDB_PROJECT).
 TRACKIO_PROJECT = "jaxrl_post"
 
-# wandb waits without end for a network that is away.
+# Without a limit, wandb waits for ever if there is no network.
 FINISH_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """Which trackers a run has.
+    """The trackers of a run, and their options.
 
     Attributes:
         names: each at most once.
@@ -67,7 +67,7 @@ class EventFile:
         self._records = RecordWriter(str(self._path))
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_step is not None:
-            # Tells TensorBoard to forget what earlier files say from this step on.
+            # Makes TensorBoard drop the values of earlier files from this step on.
             start = SessionLog(status=SessionLog.START)
             self._write(
                 Event(wall_time=time.time(), step=purge_step, session_log=start)
@@ -89,7 +89,7 @@ class EventFile:
             self._records.write(event.SerializeToString())
             self._records.flush()
         except OSError as error:
-            with suppress(OSError):  # It tries to write what has just failed.
+            with suppress(OSError):  # Closing retries the write that failed.
                 self._records.close()
             raise named(error, self._path, "metrics.jsonl is whole") from error
 
@@ -100,11 +100,11 @@ class EventFile:
 
 @dataclass
 class Told:
-    """Which run of a tracker is ours, and how far it knows it.
+    """The tracker's run that belongs to ours, and the last step sent to it.
 
     Attributes:
-        id: of the tracker's run, made up by us.
-        step: the last that it was told; -1 for none.
+        id: of the tracker's run, generated here.
+        step: last step that was sent; -1 for none.
     """
 
     id: str
@@ -112,7 +112,7 @@ class Told:
 
     @classmethod
     def read(cls, file: Path) -> "Told":
-        """What a file of the run directory says, or a new run of the tracker."""
+        """Reads a file of the run directory; without one, a new id is generated."""
         if not file.exists():
             return cls(secrets.token_hex(4))
         try:
@@ -125,38 +125,38 @@ class Told:
 
 
 class RemoteRun:
-    """A run of Weights & Biases or trackio, which goes on where ours does.
+    """A run of Weights & Biases or trackio, which is resumed with ours.
 
-    It is told each step once: what it knows cannot be taken back, and a resumed run
-    repeats some steps, with the same numbers. A tracker that fails is warned of and
-    left alone; a run does not end by it.
+    Each step is sent once: a tracker cannot delete steps, and a resumed run repeats
+    some steps, with the same numbers. If a tracker fails, a warning is logged and
+    nothing more is sent; the training run goes on.
 
     Args:
         name: of the tracker, for messages.
         run: has `log(values, step=)` and `finish()`.
-        told: what it knows.
-        file: where that is kept.
+        told: its id and the last step sent.
+        file: to which `told` is written.
     """
 
     def __init__(self, name: str, run: Any, told: Told, file: Path) -> None:
         self._name, self._run, self._told, self._file = name, run, told, file
 
     def write(self, step: int, when: float, values: Mapping[str, float]) -> None:
-        """Tells it a step, unless it knows it."""
+        """Sends the metrics of a step, unless they were sent before."""
         del when
         if self._run is None or step <= self._told.step:
             return
-        # Before, so that a run that is killed in between loses a row there, and does
-        # not write it twice.
+        # Record the step before sending it: a kill in between loses the tracker's row,
+        # but no row is sent twice.
         self._told.step = step
         replace_file(self._file, json.dumps(asdict(self._told)))
         try:
             self._run.log(dict(values), step=step)
-        except Exception as error:  # Of a library that is not needed to train.
+        except Exception as error:  # A tracker's error must not end training.
             self._fails(error)
 
     def close(self) -> None:
-        """Waits until it has everything, for ten minutes at most."""
+        """Waits until everything is sent; in wandb for ten minutes at most."""
         run, self._run = self._run, None
         if run is not None:
             try:
@@ -184,7 +184,7 @@ def open_trackers(
     Args:
         tracking: which.
         directory: of the run.
-        resume_step: of the checkpoint that the run goes on from; None for a new run.
+        resume_step: of the checkpoint from which the run resumes; None for a new run.
 
     Raises:
         ConfigError: one is not installed, or does not open.
@@ -228,7 +228,7 @@ def _open_remote(
 def _wandb_run(
     wandb: Any, tracking: Tracking, directory: RunDirectory, told: Told
 ) -> Any:
-    # Its capture of the console would take the line of progress apart.
+    # wandb's capture of the console would break the progress line.
     settings = wandb.Settings(console="off", finish_timeout=FINISH_SECONDS)
     return wandb.init(
         project=tracking.project,
@@ -244,7 +244,7 @@ def _wandb_run(
 def _trackio_run(
     trackio: Any, tracking: Tracking, directory: RunDirectory, told: Told
 ) -> Any:
-    # It resumes by the name, which a project has once.
+    # trackio resumes by name, so the id makes the name unique in the project.
     return trackio.init(
         project=tracking.project or TRACKIO_PROJECT,
         name=f"{directory.path.name}-{told.id}",

@@ -1,7 +1,7 @@
-"""A run as one page: what was run, how it went, and what the model wrote.
+"""The report of a run: one HTML page with configuration, charts and samples.
 
-The page needs no network, so it can be mailed, kept beside the weights, or opened on a
-phone. It is made from the files of the run directory alone, while the run goes on too.
+The page needs no network, so it can be mailed or kept beside the weights. It is made
+from the files of the run directory alone, of a finished or a running run.
 """
 
 from pathlib import Path

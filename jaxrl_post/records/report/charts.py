@@ -1,8 +1,8 @@
 """Charts of a run as figures of Plotly, which a browser draws.
 
-A figure is JSON. Its colours are names of the page's CSS, such as `var(--accent)`, and
-draw.js puts the colours of the reader's theme in their place. No text of a user or a
-model goes into a figure, because Plotly reads some markup in text.
+A figure is JSON. Its colours are CSS variables of the page, such as `var(--accent)`,
+which draw.js replaces by the colours of the reader's theme. No text of a user or a
+model goes into a figure, because Plotly interprets some markup in text.
 """
 
 import itertools
@@ -36,8 +36,8 @@ type Figure = dict[str, Any]  # What Plotly.newPlot takes: data and layout.
 def spikes(values: Sequence[float]) -> bool:
     """Tells whether a chart needs a logarithmic axis.
 
-    A largest value more than 30 times the median would press everything else onto a
-    linear axis. Values that are not all positive have no logarithm.
+    A linear axis hides all other values if the largest is more than 30 times the
+    median. A logarithmic axis needs positive values.
 
     Args:
         values: finite, at least one.
@@ -76,7 +76,7 @@ def downsample(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Returns centred moving means; at the ends the window is what there is of it.
+    """Returns centred moving means; the window is shorter at both ends.
 
     out[i] = mean(values[max(0, i - h) : i + h + 1]), with h = window // 2. Unlike an
     exponential mean it does not lag behind.
@@ -115,7 +115,7 @@ def line_chart(
     Args:
         points: finite values in the order of steps, at least one.
         steps: first and last step of the run, so that all charts of a page line up.
-        form: how a value is written where the reader points.
+        form: formats a value for the tooltip.
         missing: steps at which the metric was not finite, ascending.
         smoothed: whether a long line gets a moving mean.
     """
@@ -152,7 +152,7 @@ def line_chart(
 
 
 def _means(values: Sequence[float], window: int, logarithmic: bool) -> list[float]:
-    """Returns moving means of what is drawn: of logarithms on a logarithmic axis."""
+    """Returns moving means; on a logarithmic axis, those of the logarithms."""
     if not logarithmic:
         return smooth(values, window)
     return [math.exp(mean) for mean in smooth([math.log(v) for v in values], window)]
@@ -166,14 +166,14 @@ def _value_axis(values: Sequence[float], logarithmic: bool) -> dict[str, Any]:
         decades = math.log10(high / low)
         return {**axis, "type": "log", "dtick": max(1, math.ceil(decades / 5))}
     if high - low <= 1e-9 * size:
-        # A line that is flat but for rounding is drawn flat, in the middle.
+        # Draw a line flat, in the middle, if it varies only by rounding.
         spread = 0.1 * size if size > 1e-100 else 1.0
         return {**axis, "range": [low - spread if low else 0.0, high + spread]}
     return axis
 
 
 def _figure(steps: tuple[int, int]) -> "go.Figure":
-    # Here, because the import takes a while, and a program's options are read first.
+    # Imported here: the import is slow, and programs read their options first.
     import plotly.graph_objects as go
 
     first, last = steps
@@ -237,7 +237,7 @@ def _add_line(
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
-    """Returns values to a millionth of what they span, to keep the page small."""
+    """Rounds values to a millionth of their span, to keep the page small."""
     span = max(values) - min(values)
     common = math.log10(max(map(abs, values)) / span) if span else 0.0
     digits = 6 + min(11, math.ceil(common))
@@ -294,14 +294,14 @@ def stacked_chart(
 ) -> Figure:
     """Draws layers on top of each other, as bars over steps.
 
-    More steps than bars are averaged. A few bars far above the others (the first step
-    compiles) are cut, with a mark, so that the others can be read.
+    Neighbouring steps are averaged if there are more than MAX_BARS. A few bars far
+    above the others (the first step compiles) are cut, with a mark.
 
     Args:
         steps: ascending, at least one.
-        layers: name and values, one value >= 0 a step; the first lies at the bottom.
+        layers: name and values >= 0, one per step; the first is at the bottom.
         span: first and last step of the run.
-        form: how a value is written where the reader points.
+        form: formats a value for the tooltip.
     """
     figure = _figure(span)
     bars = _bars(steps, layers)
@@ -312,7 +312,7 @@ def stacked_chart(
     }
     usual = sorted(totals)[int(0.9 * (len(totals) - 1))]
     top = 1.2 * usual if max(totals) > 2.5 * usual > 0 else math.inf
-    # Tells the whole, above its parts, and is a dot where a bar is cut.
+    # The tooltip's total, above its parts; a visible dot where a bar is cut.
     figure.add_scatter(
         **places,
         y=[0.97 * top if total > top else 0 for total in totals],

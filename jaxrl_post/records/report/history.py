@@ -1,4 +1,4 @@
-"""What a report tells of a run, read from the run's directory."""
+"""Reads the data of a report from the run directory."""
 
 import json
 import statistics
@@ -17,7 +17,7 @@ MAX_EXAMPLES = 8
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric over the run: its finite values, and the steps where it was not."""
+    """A metric over the run: its finite values, and the steps of other values."""
 
     points: list[Point] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class History:
-    """A run as it was read: its steps, what was measured, what the model wrote."""
+    """The data of a report: steps, metrics, description and samples."""
 
     steps: list[int]
     times: list[float]
@@ -45,7 +45,7 @@ class History:
 
 
 def read_history(directory: RunDirectory) -> History:
-    """Reads metrics.jsonl, and config.json and samples.jsonl where they are.
+    """Reads metrics.jsonl, and config.json and samples.jsonl if they exist.
 
     Raises:
         FileNotFoundError: there is no metrics.jsonl.
@@ -60,7 +60,7 @@ def read_history(directory: RunDirectory) -> History:
             if value is None:
                 curve.missing.append(row["step"])
             else:
-                # Beyond this a chart's arithmetic overflows; the run has diverged.
+                # Larger values overflow in a chart; such a run has diverged.
                 value = max(-1e100, min(1e100, float(value)))
                 curve.points.append((row["step"], value))
     if not steps:
@@ -86,9 +86,9 @@ def _read_description(path: Path) -> dict[str, Any]:
 
 
 def _read_examples(path: Path) -> list[tuple[dict[str, Any], ...]]:
-    """Returns the same task at the first and the last evaluation, for the first tasks.
+    """Returns samples of the first tasks, from the first and the last evaluation.
 
-    With one evaluation, or with none but training samples, each tuple holds one row.
+    With one evaluation, or with training samples alone, each tuple holds one row.
     """
     first: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
     last: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}

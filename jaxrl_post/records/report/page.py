@@ -1,4 +1,4 @@
-"""The page of a run: what page.html.jinja shows, and how it is written safely."""
+"""Fills page.html.jinja with the data of a run, and escapes its texts."""
 
 import base64
 import functools
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 __all__ = ["page"]
 
-MAX_OTHERS = 60  # Further metrics that get a chart.
-MAX_CHARACTERS = 4000  # Of a prompt or completion.
+MAX_OTHERS = 60  # Most charts of metrics without a heading.
+MAX_CHARACTERS = 4000  # Most that a prompt or completion shows.
 
-# What a browser would swallow or act on: control characters become their pictures.
+# Browsers hide control characters or act on them: show Unicode's control pictures.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 _VISIBLE[0x7F] = 0x2421
 
-type Values = dict[str, Any]  # What a part of the template shows, by name.
+type Values = dict[str, Any]  # Variables of the template, by name.
 
 
 def page(title: str, history: History) -> str:
     """Returns the document, with every text of the run escaped.
 
-    The content policy allows the page's own two scripts, by their hashes, and no load.
-    So a completion that slipped through unescaped could still not run or call out.
+    The content security policy allows the page's two scripts, by their hashes, and no
+    load: even a completion that is not escaped could neither run nor load anything.
 
     Args:
         title: plain text.
@@ -78,7 +78,7 @@ def _digest(script: str) -> str:
 
 @functools.cache
 def _template() -> "Template":
-    # Here, because the import takes a while, and a program's options are read first.
+    # Imported here: the import is slow, and programs read their options first.
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
@@ -99,7 +99,7 @@ def _summary(history: History) -> str:
     told = [f"step {first}" if first == last else f"steps {first} to {last}"]
     if STEP_TIME in history.curves:
         points = history.points(STEP_TIME)
-        # A run may log some of its steps alone.
+        # A run may log only some of its steps.
         steps = max(len(points), last - first)
         mean = statistics.fmean(value for _, value in points) if points else 0.0
         told.append(f"{notation.duration(steps * mean)} in steps")
@@ -204,7 +204,7 @@ def _figures(panels: Sequence[Panel], history: History) -> Iterator[Values]:
 
 
 def _phases(history: History) -> Iterator[Values]:
-    """Draws where the seconds of a step go."""
+    """Charts the seconds of a step by phase."""
     steps, layers = _layers(history)
     total = math.fsum(value for _, values in layers for value in values)
     if total > 0:
@@ -254,7 +254,7 @@ def _others(history: History) -> Values:
 
 
 def _examples(history: History) -> list[list[Values]]:
-    """Returns the samples of each task, with rewards placed between worst and best."""
+    """Returns the samples of each task, with `share` for the bar of a reward."""
     rewards = [row["reward"] for rows in history.examples for row in rows]
     finite = [reward for reward in rewards if reward is not None]
     low, high = min([0.0, *finite]), max([1.0, *finite])

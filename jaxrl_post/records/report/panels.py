@@ -1,4 +1,4 @@
-"""Which metrics a report charts, under which headings."""
+"""The metrics that a report charts, by heading."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ FAILED = "rollout/failed"
 
 @dataclass(frozen=True)
 class Panel:
-    """One metric's chart: its name, what it says, and how its values are written."""
+    """One metric's chart: its title, its unit, and the format of its values."""
 
     metric: str
     title: str
     unit: str = ""
     form: Callable[[float], str] = notation.number
     width: str = ""
-    factor: float = 1.0  # From the metric to what is shown.
+    factor: float = 1.0  # The shown value is factor * metric.
     smoothed: bool = True
 
 
