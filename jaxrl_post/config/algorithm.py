@@ -1,4 +1,4 @@
-"""Which algorithm, what corrects for the sampler, what distillation compares."""
+"""The options of the algorithm, its correction for the sampler, and distillation."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -30,7 +30,7 @@ DivergenceName = Literal["sampled", "forward_kl", "reverse_kl", "jsd", "top_k"]
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """What a student takes from its teacher; for the algorithm distillation.
+    """How student and teacher are compared; for the algorithm distillation.
 
     Attributes:
         divergence: sampled: the advantage of a token that the student drew is
@@ -60,7 +60,7 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """How the loss allows for what sampler and trainer disagree on.
+    """How the loss corrects for log-probs that differ between sampler and trainer.
 
     Attributes:
         kind: how a token's loss is weighted by the ratio of its probability in the
@@ -85,7 +85,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Which algorithm, and what departs from its paper's defaults (None keeps them).
+    """Which algorithm, and its hyperparameters; None is the default of its paper.
 
     Attributes:
         name: algorithm (`jaxrl_post.algorithms`).

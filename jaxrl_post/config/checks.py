@@ -1,7 +1,7 @@
-"""What options say about each other, checked before jax is imported.
+"""Checks of options against each other, before jax is imported.
 
-`check_options` is all of it for the training programs. Checks that need the model or
-the devices stand where these are opened.
+`check_options` makes all of them for a training program. Checks that need the model or
+the devices are made where these are opened.
 """
 
 import importlib.util
@@ -29,17 +29,17 @@ __all__ = [
     "reward_weights",
 ]
 
-# Algorithms whose penalty is part of the reward, where k1 is the estimator to take.
+# Algorithms whose KL penalty is part of the reward, for which k1 is the estimator.
 KL_IN_REWARD = ("ppo", "reinforce_plus_plus")
 NO_CLIP = ("rloo", "sapo", "opo", "remax", "vespo")
 NO_ENTROPY = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillation")
 # Without a ratio, a second update of a batch would ignore what the first one changed.
 NO_RATIO = ("rloo", "opo", "remax")
-# Their advantages do not compare the samples of a prompt with each other.
+# Algorithms that do not compare the samples of a prompt with each other.
 ONE_SAMPLE = ("ppo", "reinforce_plus_plus", "distillation", "remax")
-# Their advantages are of more than a group's rewards, or of other things.
+# Algorithms whose advantages read more than a group's rewards, or something else.
 NO_TURNS = ("gdpo", "opo", "remax", "distillation", "reinforce_plus_plus_baseline")
-# They credit tokens by themselves, from rewards that stand at single tokens.
+# Algorithms that compute advantages per token, from rewards at single tokens.
 REWARD_A_TURN = ("ppo", "reinforce_plus_plus")
 NO_CRITIC = CriticConfig()
 NO_TEACHER = DistillConfig()
@@ -54,24 +54,24 @@ CORRECTION_BOUNDS = {
     "masked_sequences": ("cap", "low", "high"),
 }
 
-# The divergence that an option of --distill is for, where it is for one alone.
+# Options of --distill that belong to one divergence alone.
 SERVES = {"beta": "jsd", "top_k": "top_k", "tail": "top_k"}
-# The options of launch.reward that are of one kind alone.
+# Options of launch.reward that belong to one --kind alone.
 OF_KIND = {"outcome": ("centering", "margin"), "process": ("separator",)}
-# Of the rollouts of training alone: an evaluation is greedy.
+# Rollout options that do not apply to evaluations, which are greedy.
 SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "dynamic_sampling", "overlong_buffer",
 )  # fmt: skip
 
 
 def check_options(config: RunConfig) -> None:
-    """Refuses what makes no sense, whatever model and machine there are.
+    """Refuses options that make no sense on any model and machine.
 
     Args:
         config: of a training program.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: names the option.
         MeshError: --mesh cannot be read.
     """
     check_numbers(config)
@@ -101,10 +101,10 @@ def check_options(config: RunConfig) -> None:
 def check_algorithm(
     config: AlgorithmConfig, critic: CriticConfig, distill: DistillConfig
 ) -> None:
-    """Refuses options of an algorithm that would change nothing, or contradict.
+    """Refuses options of an algorithm that have no effect or contradict others.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: names the option.
     """
     _check_terms(config)
     _check_critic(config, critic)
@@ -116,7 +116,7 @@ def reward_weights(config: AlgorithmConfig) -> list[tuple[str, float]]:
     """Names and weights of the parts of the reward, as they were given.
 
     Raises:
-        ConfigError: one is not NAME=WEIGHT, or names a part twice.
+        ConfigError: an entry is not NAME=WEIGHT, or a name occurs twice.
 
     >>> reward_weights(AlgorithmConfig(reward_weights=("own=1", "length=0.5")))
     [('own', 1.0), ('length', 0.5)]
@@ -138,10 +138,10 @@ def reward_weights(config: AlgorithmConfig) -> list[tuple[str, float]]:
 
 
 def check_correction(config: CorrectionConfig) -> None:
-    """Refuses bounds that a kind of correction does not have, or lacks.
+    """Refuses bounds that a kind of correction does not have, and missing bounds.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: names the option.
     """
     bounds = {"cap": config.cap, "low": config.low, "high": config.high}
     given = {name for name, value in bounds.items() if value is not None}
@@ -263,7 +263,7 @@ def _check_rollout(config: RLConfig) -> None:
 
 
 def _check_turns(config: RLConfig) -> None:
-    """Refuses what several turns, or episodes under way, do not go with."""
+    """Refuses options that contradict several turns, or `rollout.partial`."""
     algorithm, rollout = config.algorithm, config.rollout
     if rollout.max_turns > 1 and not rollout.max_prompt_tokens:
         raise ConfigError(
@@ -319,7 +319,7 @@ def _check_turns(config: RLConfig) -> None:
 
 
 def _check_terms(config: AlgorithmConfig) -> None:
-    """Refuses coefficients and clips that would change nothing."""
+    """Refuses coefficients and clips that have no effect."""
     name = config.name
     if config.reward_weights and name != "gdpo":
         raise ConfigError(
@@ -361,7 +361,7 @@ def _check_terms(config: AlgorithmConfig) -> None:
 
 
 def _check_critic(config: AlgorithmConfig, critic: CriticConfig) -> None:
-    """Refuses options of a critic that is not there."""
+    """Refuses options of a critic that does not exist."""
     if config.name != "ppo" and critic != NO_CRITIC:
         raise ConfigError(f"--critic.*: {config.name} has no critic; drop the options")
     if critic.backbone == "shared":
@@ -378,7 +378,7 @@ def _check_critic(config: AlgorithmConfig, critic: CriticConfig) -> None:
 
 
 def _check_distillation(config: AlgorithmConfig, distill: DistillConfig) -> None:
-    """Refuses options that would change nothing, and those that contradict."""
+    """Refuses options of distillation that have no effect or contradict others."""
     if config.name != "distillation":
         if distill != NO_TEACHER:
             raise ConfigError(

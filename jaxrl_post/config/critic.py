@@ -1,4 +1,4 @@
-"""The critic of PPO."""
+"""The options of PPO's critic."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

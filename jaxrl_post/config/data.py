@@ -1,11 +1,11 @@
-"""What is learned from: files, or an environment."""
+"""The options of the training data."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 __all__ = ["DEFAULT_ENV", "DataConfig", "OnOverlap"]
 
-# The environment of a program that names neither environment nor file.
+# The environment if neither an environment nor a file is given.
 DEFAULT_ENV = "arithmetic"
 
 OnOverlap = Literal["fail", "drop", "allow"]
@@ -13,7 +13,7 @@ OnOverlap = Literal["fail", "drop", "allow"]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Files of environments that read some (jsonl, gsm8k), or of launch.sft's chats.
+    """Data files for an environment (jsonl, gsm8k), or chats for launch.sft.
 
     Attributes:
         path: .jsonl or .parquet file to learn from; hf://datasets/ORG/NAME/FILE for one

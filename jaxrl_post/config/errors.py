@@ -1,7 +1,7 @@
-"""The error of every option."""
+"""The error for bad options."""
 
 __all__ = ["ConfigError"]
 
 
 class ConfigError(ValueError):
-    """A configuration that contradicts itself or what is there."""
+    """Options that contradict each other, or the files and devices that exist."""

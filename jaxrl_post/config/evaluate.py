@@ -96,10 +96,10 @@ class EvaluateConfig:
 
 
 def check_evaluation(config: EvaluateConfig) -> None:
-    """Refuses options that make no sense, whatever model and machine there are.
+    """Refuses options that make no sense on any model and machine.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: names the option.
         MeshError: --mesh cannot be read.
     """
     check_numbers(config)
@@ -116,7 +116,7 @@ def check_evaluation(config: EvaluateConfig) -> None:
 
 
 def result_files(config: EvaluateConfig) -> tuple[Path, ...]:
-    """Where the results and the completions go; nothing where none was asked for."""
+    """The files for results and for completions; none without `output`."""
     if config.output is None:
         return ()
     results = Path(config.output)

@@ -1,9 +1,9 @@
-"""What an option says of itself beside its type: its range, whether it is free.
+"""Annotations of options: a number's range, and what may change on resuming.
 
     steps: Annotated[int, COUNT, FREE] = 200
 
-A number has a range, or `ANY` where it has none of its own. What is `FREE` may differ
-between a run and its continuation; of a section that is, all options may.
+Every number has a range, or `ANY` if it has none of its own. A `FREE` option may differ
+when a run is resumed; in a `FREE` section, all options may.
 """
 
 import dataclasses
@@ -64,13 +64,13 @@ ANY, FREE = "any number", "free to change"
 
 
 def fields_of(config: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Every option of a configuration, sections and what is in them alike.
+    """Yields every option of a configuration: its sections and their options.
 
     Args:
         config: a dataclass of options.
 
     Yields:
-        Its name (`optimizer.beta1`), its value, and what it says of itself.
+        Name (`optimizer.beta1`), value and annotations of an option.
     """
     hints = get_type_hints(type(config), include_extras=True)
     for name, value in vars(config).items():
@@ -81,7 +81,7 @@ def fields_of(config: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
 
 
 def check_numbers(config: Any) -> None:
-    """Checks every number of a configuration by itself.
+    """Checks that every number of a configuration is in its range.
 
     Args:
         config: a dataclass of options, nested ones included.

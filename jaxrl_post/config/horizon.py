@@ -1,4 +1,4 @@
-"""Where the schedule of a learning rate ends, and that a continuation keeps to it."""
+"""The end of a learning-rate schedule, which a resumed run keeps."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,10 +15,10 @@ POLICY, CRITIC = "optimizer", "critic.optimizer"
 
 
 def check_schedules(config: RunConfig) -> None:
-    """Refuses a schedule's end where it makes no sense.
+    """Refuses a schedule's end that makes no sense.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: names the option.
     """
     for name, optimizer in _optimizers(config).items():
         option, end = _option(name), optimizer.schedule_steps
@@ -40,19 +40,19 @@ def check_schedules(config: RunConfig) -> None:
 def with_horizons[Config: RunConfig](
     config: Config, saved: Mapping[str, Any] | None
 ) -> Config:
-    """Fills in where schedules end: at the run's steps when it began.
+    """Fills in `schedule_steps`: by default the `steps` with which the run began.
 
-    A continuation with more `steps` keeps the end that it began with, at which linear
-    and cosine schedules reach 0: it has to say where a longer one ends. From the step
-    at which it goes on its rate is then that of the longer one.
+    Linear and cosine schedules reach 0 there. A resumed run with more `steps` keeps
+    this end, so it has to give a longer schedule; from the step at which it resumes,
+    its learning rate is that of the longer schedule.
 
     Args:
-        config: of the run; `schedule_steps` where they were asked for.
-        saved: the configuration with which it began, as config.json holds it; None for
-            a new run.
+        config: of the run; `schedule_steps` is set if the user gave it.
+        saved: the configuration with which the run began, as config.json holds it; None
+            for a new run.
 
     Raises:
-        ConfigError: there are steps beyond the end; names the options to give.
+        ConfigError: `steps` is beyond the end; names the options to give.
 
     >>> from dataclasses import asdict
     >>> linear = OptimizerConfig(schedule="linear")
@@ -86,7 +86,7 @@ def with_horizons[Config: RunConfig](
 
 
 def optimizer_steps(config: RunConfig) -> tuple[int, int]:
-    """Optimizer steps to the ends of the policy's schedule and of the critic's.
+    """Number of optimizer steps in the schedules of the policy and of the critic.
 
     The policy takes none while a critic warms up.
 
@@ -106,7 +106,7 @@ def optimizer_steps(config: RunConfig) -> tuple[int, int]:
 
 
 def _optimizers(config: RunConfig) -> dict[str, OptimizerConfig]:
-    """The optimizers of a run, by the option that they are."""
+    """The optimizers of a run, by the option that holds them."""
     found = {POLICY: config.optimizer}
     if isinstance(config, RLConfig):
         found[CRITIC] = config.critic.optimizer

@@ -1,4 +1,4 @@
-"""Options of adapters."""
+"""The options of adapters."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,7 +12,7 @@ __all__ = ["AdapterConfig"]
 class AdapterConfig:
     """Training an adapter in place of the model's own parameters.
 
-    A value head, or that of a process reward model, is trained whole with it.
+    A value head or a process reward model's head is trained whole beside the adapter.
 
     Attributes:
         rank: rank of the adapter's matrices (LoRA); 0 for no adapter, all parameters

@@ -1,4 +1,4 @@
-"""The programs that learn from a data set: fine-tuning, preferences, reward models."""
+"""The options of training on a data set: fine-tuning, preferences, reward models."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -25,7 +25,7 @@ __all__ = [
     "SFTConfig",
 ]
 
-# AOT is not among them: it compares the sorted margins of a whole batch, and a step may
+# AOT is left out: it compares the sorted margins of a whole batch, and a step may
 # see its batch in several microbatches.
 PreferenceName = Literal[
     "dpo", "robust_dpo", "ln_dpo", "hinge", "ipo", "alpha_divergence_dpo",
@@ -56,7 +56,7 @@ class PairsConfig:
 
 @dataclass(frozen=True)
 class PreferenceLossConfig:
-    """Which preference loss, and what departs from its paper's defaults.
+    """Which preference loss, and its hyperparameters.
 
     Attributes:
         name: preference loss. kto judges every answer alone: it takes pairs apart, and
@@ -92,7 +92,7 @@ class PreferenceLossConfig:
 
 @dataclass(frozen=True)
 class OfflineConfig(RunConfig):
-    """What programs have that learn from a data set.
+    """The options that all programs on a data set share.
 
     Attributes:
         examples_per_step: demonstrations, pairs or judged answers in the batch of a
@@ -127,7 +127,7 @@ class SFTConfig(OfflineConfig):
 
 @dataclass(frozen=True)
 class PreferenceConfig(OfflineConfig):
-    """Optimisation on preference pairs or judged answers.
+    """Training of a policy on preference pairs or judged answers.
 
     Attributes:
         data: file of the pairs or judged answers.
@@ -143,7 +143,7 @@ class PreferenceConfig(OfflineConfig):
 
 @dataclass(frozen=True)
 class RewardConfig(OfflineConfig):
-    """A reward model from preference pairs, or from steps with a label each.
+    """Training of a reward model, on preference pairs or on labelled steps.
 
     Attributes:
         kind: outcome: one reward an answer, from pairs; process: a verdict on each step

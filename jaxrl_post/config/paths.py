@@ -1,4 +1,4 @@
-"""Errors of the file system, with the option that held the path."""
+"""Checks of the paths in options; errors name the option."""
 
 import errno
 import os
@@ -15,19 +15,19 @@ FILES = ("data.path", "data.eval_path")
 MODELS = (
     "model", "input", "base", "algorithm.reference", "critic.model", "loss.reference",
 )  # fmt: skip
-# Of files that are fetched.
+# Prefix of files on the hub.
 REMOTE = "hf://"
 
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Puts the option that held a path in front of what the system says of the path.
+    """Turns an OSError into a ConfigError that names the option with the path.
 
     Args:
         option: as it is written, such as "--run-dir".
 
     Raises:
-        ConfigError: in the place of an OSError.
+        ConfigError: instead of an OSError.
 
     >>> with naming("--config"):
     ...     open("no/such.json")
@@ -45,14 +45,14 @@ def naming(option: str) -> Iterator[None]:
 def check_paths(config: Any) -> None:
     """Refuses data files that cannot be read, and paths that the system refuses.
 
-    What else may be wrong with the path of a model is known when it is opened: it may
-    be a preset, or a name on the hub.
+    Other errors in a model's name are found when the model is opened, because the name
+    may be a preset or a name on the hub.
 
     Args:
         config: of any program.
 
     Raises:
-        ConfigError: naming the option and the path.
+        ConfigError: names the option and the path.
     """
     for name in (*FILES, *MODELS):
         path = _value(config, name)
@@ -68,10 +68,10 @@ def check_paths(config: Any) -> None:
 
 
 def check_output(path: Path, option: str) -> None:
-    """Refuses a path that nothing can be written to, before the work is done.
+    """Refuses an output path that exists or cannot be written, before any work.
 
     Raises:
-        ConfigError: there is something already, or the folder can hold nothing.
+        ConfigError: the path exists, or its folder is not writable.
     """
     with naming(option):
         if path.exists():

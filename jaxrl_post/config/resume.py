@@ -1,4 +1,4 @@
-"""Whether a run may go on with the options that it is given now."""
+"""Compares the options of a resumed run with those it began with."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ __all__ = ["differences"]
 
 
 def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """What would make a continuation another run than the one that was saved.
+    """The options that a resumed run must not change, but does.
 
-    Options that are `FREE` may differ. Where a schedule of the learning rate ends it
-    keeps (config/horizon.py), unless it is asked to end elsewhere.
+    `FREE` options may differ. The end of a learning-rate schedule stays the same unless
+    it is given anew (config/horizon.py).
 
     Args:
         saved: the configuration of the run, as config.json holds it.
-        config: of the continuation.
+        config: of the resumed run.
 
     Returns:
-        A line an option; none where the run can go on.
+        One line per option; empty if the run can be resumed.
 
     >>> saved = dataclasses.asdict(RunConfig(seed=3, steps=7))
     >>> differences(saved, RunConfig())

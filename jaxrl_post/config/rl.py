@@ -1,4 +1,4 @@
-"""The programs that sample: grpo, ppo, distill."""
+"""The options of the programs that sample: grpo, ppo, distill."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -17,7 +17,7 @@ __all__ = ["RLConfig"]
 
 @dataclass(frozen=True)
 class RLConfig(RunConfig):
-    """Policy optimisation on samples of its own.
+    """Training of a policy on its own samples.
 
     Attributes:
         env: arithmetic, gsm8k, guess, jsonl, world, reasoning-gym:<task>, or

@@ -1,4 +1,4 @@
-"""How samples are drawn and judged."""
+"""The options of sampling and judging."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""What every training program has."""
+"""The options that all training programs share."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -71,13 +71,13 @@ class EvalConfig:
     solved_reward: Annotated[float, ANY] = 1.0
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether a step of a run of so many steps ends with an evaluation."""
+        """Whether step `step` of a run of `steps` steps ends with an evaluation."""
         return step == steps or (self.every > 0 and step % self.every == 0)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save.
+    """When checkpoints are saved, and how many are kept.
 
     Attributes:
         every: steps of the run between checkpoints; the last step is always saved.
@@ -92,9 +92,9 @@ class CheckpointConfig:
 class WarmStartConfig:
     """Supervised steps that a preset takes before reinforcement learning.
 
-    A randomly initialised model writes noise, which no reward can tell apart; a few
-    supervised steps teach it what an answer looks like. A model that was loaded from a
-    directory gets none.
+    A randomly initialised model writes noise, which always gets the same reward; a few
+    supervised steps teach it what an answer looks like. A model that is loaded from a
+    directory gets no warm start.
 
     Attributes:
         steps: optimizer steps; 0 for none.
@@ -109,7 +109,7 @@ class WarmStartConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What every training program has.
+    """The options that all training programs share.
 
     Attributes:
         run_dir: directory of the run: configuration, logs, checkpoints, model and

@@ -254,7 +254,7 @@ def _others(history: History) -> Values:
 
 
 def _examples(history: History) -> list[list[Values]]:
-    """Returns the samples of each task, with `share` for the bar of a reward."""
+    """Returns the samples of each task, with `share` for the colour of a reward."""
     rewards = [row["reward"] for rows in history.examples for row in rows]
     finite = [reward for reward in rewards if reward is not None]
     low, high = min([0.0, *finite]), max([1.0, *finite])
