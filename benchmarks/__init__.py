@@ -1,1 +1,1 @@
-"""Measurements: each prints a table and writes JSON."""
+"""Benchmarks; each prints a table and writes JSON."""

@@ -1,10 +1,10 @@
-"""Three ways to solve the recurrence under GAE, and GAE itself with each of them.
+"""Speed and error of three solvers of GAE's recurrence, and of GAE with each.
 
     python -m benchmarks.gae --json benchmarks/results/FILE.json
 
-`ideal` is the time of the sum of the same two arrays, in this run: it reads what the
-recurrence reads and writes what it writes. Errors are the largest distance to the same
-recursion in float64 with NumPy. Decides the default of `reverse_linear_recurrence`.
+`ideal` is the time of adding the same two arrays, in this run: the sum reads and writes
+as many bytes as the recurrence. An error is the largest absolute difference to the same
+recursion in float64 NumPy. The default of `reverse_linear_recurrence` rests on this.
 """
 
 import json
@@ -39,7 +39,7 @@ class Options:
 
     Attributes:
         rows: sequences.
-        length: tokens of each.
+        length: tokens of each sequence.
         repeats: timed calls, after one that compiles.
         json: file to write the result to.
     """

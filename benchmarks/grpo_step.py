@@ -1,16 +1,16 @@
-"""One GRPO step, by phase, against the time of its matrix products alone.
+"""Time of one GRPO step by phase, against that of its matrix products alone.
 
     python -m benchmarks.grpo_step --shape small --json benchmarks/results/FILE.json
 
 Work: 8 prompts x 8 samples, 16 prompt tokens, 64 completion tokens each (no stop
-token), group-centred advantages of random rewards, one AdamW step. Weights are random:
-what is measured is the machine and the program, not learning.
+token), group-centred advantages of random rewards, one AdamW step. The weights are
+random, since only speed is measured.
 
-`ideal` is the time that the same matrix products take alone, with `jnp.dot` on operands
-of the same shape, in this run. Generation: the projections and the vocabulary product
-of 64 rows, 64 times. Training: the same products at a microbatch's rows, times three
-(one forward, two backward); recomputation is not counted, and attention is left out of
-both, so a share of 100 % cannot be reached.
+`ideal` is the time of the same matrix products alone, with `jnp.dot` on operands of the
+same shape, in this run. Generation has the projections and the vocabulary product of 64
+rows, 64 times. Training has the same products at a microbatch's rows, times three (one
+forward, two backward). Recomputation and attention are left out, so a share of 100 %
+cannot be reached.
 """
 
 import json
@@ -58,7 +58,7 @@ class Options:
         json: file to write the result to.
         repeats: timed steps, after one that compiles.
         microbatch_rows: packed rows of one forward and backward pass.
-        remat: what the backward pass keeps of a layer.
+        remat: what a layer keeps of the forward pass for the backward pass.
         dtype: of the parameters.
     """
 
@@ -204,7 +204,7 @@ def _ideal(config: ModelConfig, options: Options) -> dict[str, float]:
 
 
 def _product(rows: int, depth: int, columns: int, dtype: str) -> float:
-    """Median seconds of one product, several weights in turn as in a model."""
+    """Median seconds of one product, over several weights in turn as in a model."""
     count = max(1, min(8, 2**27 // (depth * columns * 4)))
     keys = jax.random.split(jax.random.key(0), count + 1)
     left = jax.random.normal(keys[0], (rows, depth), jnp.dtype(dtype))
@@ -226,7 +226,7 @@ def _product(rows: int, depth: int, columns: int, dtype: str) -> float:
 
 
 def _peak_memory() -> float:
-    """GiB: of the device where it tells, else of this process."""
+    """Peak memory in GiB: of the device if it reports one, else of this process."""
     stats = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"] / 2**30

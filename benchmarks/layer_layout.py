@@ -1,11 +1,11 @@
-"""One array a layer and kind, or layers stacked and scanned: which is faster?
+"""Speed of one array per layer and kind, against layers stacked and scanned.
 
     python -m benchmarks.layer_layout --json benchmarks/results/FILE.json
 
-Decides docs/decisions/0001. Both variants call the very same layer function. Decoding
-is 64 slots at a cache length of 80; training is the forward and backward pass of 16
-rows of 80 tokens through the layers (no vocabulary product). `--num-layers 28` shows
-what the choice costs in compile time for a deep model.
+The numbers behind docs/decisions/0001. Both variants call the same layer function.
+Decoding has 64 slots and a cache of 80 tokens; training is the forward and backward
+pass of 16 rows of 80 tokens through the layers, without the vocabulary product.
+`--num-layers 28` shows the compile times of a deep model.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Options:
     """Options of the benchmark.
 
     Attributes:
-        num_layers: of a model otherwise like the preset "small".
+        num_layers: of a model that is otherwise the preset "small".
         repeats: timed calls.
         json: file to write the result to.
     """

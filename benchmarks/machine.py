@@ -1,4 +1,4 @@
-"""Where a result was measured."""
+"""Describes the machine of a measurement."""
 
 import os
 import platform

@@ -1,11 +1,11 @@
-"""What one slow judgement among 64 costs a step, with and without `--rollout.partial`.
+"""Cost of one slow judgement among 64 per step, with and without `--rollout.partial`.
 
     python -m benchmarks.slow_judge --json benchmarks/results/FILE.json
 
 Runs `launch.grpo` on the demo's model with an environment that takes seconds to judge
-one episode of one prompt in eight. Of each run it takes the median time of a step after
-the first two, which compile. Ideal: a synchronous step takes its own time or the
-judgement's, whichever is longer; a partial step takes its own time.
+one episode of one prompt in eight, and reports the median time of a step without the
+first two steps, which compile. In the ideal case a synchronous step takes the longer of
+its own time and the judgement's, and a partial step takes its own time.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ PROMPTS, SAMPLES = 8, 8
 
 @dataclass(frozen=True)
 class Slow:
-    """Rewards half of all answers; one answer to every eighth task is slow to judge.
+    """An environment in which one answer to every eighth task is slow to judge.
 
     Attributes:
-        seconds: that it takes.
-        folder: where the workers note which tasks have had their slow judgement.
+        seconds: duration of the slow judgement.
+        folder: holds a file for each task that has had its slow judgement.
     """
 
     seconds: float
@@ -63,7 +63,7 @@ class Slow:
 
 
 def slow(seconds: float, folder: str) -> Slow:
-    """A factory for `--env`."""
+    """The environment factory for `--env`."""
     return Slow(seconds, folder)
 
 
@@ -72,7 +72,7 @@ class Options:
     """Options of the benchmark.
 
     Attributes:
-        seconds: that a slow judgement takes.
+        seconds: duration of a slow judgement.
         steps: of each run.
         json: file for the results; None writes none.
     """
@@ -83,7 +83,7 @@ class Options:
 
 
 def step_seconds(options: Options, seconds: float, partial: int) -> list[float]:
-    """Times of the steps of a run, without the first two."""
+    """Seconds of the steps of a run, without the first two."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [
             "--model=demo",
@@ -98,7 +98,7 @@ def step_seconds(options: Options, seconds: float, partial: int) -> list[float]:
             "--rollout.max-tokens=16",
             "--rollout.truncated=reward",
             f"--rollout.partial={partial}",
-            # Enough that those that sleep hold up no other judgement.
+            # Enough workers that sleeping ones delay no other judgement.
             "--rollout.reward-workers=12",
         ]
         with contextlib.redirect_stdout(io.StringIO()):

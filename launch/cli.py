@@ -1,4 +1,4 @@
-"""What every program shares: options, signals, errors, and the way out."""
+"""Runs a program on the command line: options, signals, errors, exit status."""
 
 import dataclasses
 import json
@@ -17,14 +17,14 @@ from rich.console import Console
 
 __all__ = ["Program", "Stop", "call", "given", "main", "read_options"]
 
-# What a shell reports for a program that Ctrl-C ended.
+# Exit status that shells report for a program that Ctrl-C ended.
 INTERRUPTED = 128 + signal.SIGINT
 
 
 class Stop:
-    """Turns SIGTERM and Ctrl-C into "finish the step, save, end".
+    """Handles SIGTERM and Ctrl-C: the program finishes its step, saves and ends.
 
-    A second signal ends the program at once, as it would have without this.
+    A second signal ends the program at once.
     """
 
     def __init__(self, console: Console) -> None:
@@ -47,16 +47,16 @@ class Stop:
 
 @dataclass(frozen=True)
 class Program[Config]:
-    """A program before its options are read.
+    """A program, as `main` and `call` run it.
 
     Attributes:
         name: for messages, such as "launch.grpo".
         description: for --help.
-        default: makes the configuration that the options change, given the arguments;
-            a field that is `tyro.MISSING` must be given.
-        load: imports what does the work: a function of the configuration, `console`
-            and `command`, and the errors whose message is all that a person needs.
-            Called when the options are known to be right, since it imports jax.
+        default: returns the default configuration, given the arguments; a field that is
+            `tyro.MISSING` must be given as an option.
+        load: imports and returns the function that does the work, of the configuration,
+            `console` and `command`, and the errors to print without a traceback. It is
+            called after `check`, since it imports jax.
         check: refuses (ValueError) options that make no sense.
         recipes: other configurations to start from, by name.
     """
@@ -107,7 +107,7 @@ def main(program: Program[Any], arguments: list[str] | None = None) -> int:
 
 
 def call(program: Program[Any], arguments: list[str] | None = None) -> int:
-    """Reads options, runs, and says how it ended.
+    """Reads the options, runs the program, and prints its error if it fails.
 
     Args:
         program: what to run.
@@ -166,7 +166,7 @@ def read_options[Config](program: Program[Config], arguments: list[str]) -> Conf
 
 
 def given(arguments: Sequence[str], option: str) -> str | None:
-    """The value of an option among the arguments, None where it is not there.
+    """The value of an option among the arguments; None if it is absent.
 
     >>> given(["--steps", "3", "--model=demo"], "--model")
     'demo'
@@ -181,7 +181,7 @@ def given(arguments: Sequence[str], option: str) -> str | None:
 
 
 def _take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
-    """Takes an option out of the arguments; the rest is tyro's."""
+    """Takes an option that tyro does not know out of the arguments."""
     rest, value, pending = [], None, False
     for argument in arguments:
         if pending:
@@ -202,7 +202,7 @@ def _read(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config: cannot read {file}: {error}") from error
-    # A run's config.json holds the configuration beside what else describes the run.
+    # A run's config.json is a `RunDescription`, with the options in `config`.
     if isinstance(content, dict) and "versions" in content:
         content = content.get("config")
     if not isinstance(content, dict):
@@ -241,7 +241,7 @@ def from_json[Config](default: Config, values: dict[str, Any], *, where: str) ->
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value is one of an option's type."""
+    """Whether a JSON value has the type of an option."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind in (Union, types.UnionType):
         return any(_fits(value, option) for option in inner)
@@ -255,5 +255,5 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _quiet_compiler_logs() -> None:
-    # XLA's C++ side logs to stderr through the progress line; errors still show.
+    # XLA's C++ logs on stderr would break the progress line; errors still show.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -1,4 +1,4 @@
-"""Models and checkpoints to model directories: `python -m launch.convert`."""
+"""Converts models and checkpoints to model directories: `python -m launch.convert`."""
 
 import os
 import sys
@@ -12,8 +12,8 @@ from launch import cli
 
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
-    """What runs the program."""
-    # Host memory is enough, and an accelerator may be busy with the run itself.
+    """Imports the function that does the work, as `Program.load`."""
+    # Run on the CPU: an accelerator may be busy with the run itself.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jaxrl_post.programs.convert import convert
     from jaxrl_post.programs.run import RUN_ERRORS

@@ -11,7 +11,7 @@ from launch import cli
 
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
-    """What runs the program."""
+    """Imports the function that does the work, as `Program.load`."""
     from jaxrl_post.programs.evaluate import run_evaluation
     from jaxrl_post.programs.experience import SAMPLING_ERRORS
     from jaxrl_post.programs.run import RUN_ERRORS

@@ -1,4 +1,4 @@
-"""Does a train step fit a TPU slice? Compiled without one: `python -m launch.plan`."""
+"""Whether a train step fits a TPU slice: `python -m launch.plan`."""
 
 import os
 import sys
@@ -10,8 +10,8 @@ import tyro
 from jaxrl_post.config.plan import PlanConfig
 from launch import cli
 
-# Without the first three libtpu looks for the machine that it is on, over the network.
-# It is loaded to compile only, so that another process may have it.
+# The first three keep libtpu from asking the network for the machine that it is on. The
+# last lets it load while another process has it, since it is only needed to compile.
 LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -21,14 +21,14 @@ LIBTPU = {
 
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
-    """What runs the program."""
+    """Imports the function that does the work, as `Program.load`."""
     for name, value in LIBTPU.items():
         os.environ.setdefault(name, value)
     import jax
 
     from jaxrl_post.programs.plan import plan
 
-    # The host's own programs; a TPU that is there may be busy with a run.
+    # Run on the CPU: a TPU of this machine may be busy with a run.
     jax.config.update("jax_platforms", "cpu")
     return plan, (ValueError, OSError)
 

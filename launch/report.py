@@ -24,7 +24,7 @@ class ReportConfig:
 
 
 def report(config: ReportConfig, *, console: Console, command: str = "") -> None:
-    """Writes report.html and says where it is."""
+    """Writes report.html and prints its path."""
     from jaxrl_post.records.directory import RunDirectory
     from jaxrl_post.records.report import write_report
 

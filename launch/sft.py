@@ -12,7 +12,7 @@ from launch.training import beginning
 
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
-    """What runs the program."""
+    """Imports the function that does the work, as `Program.load`."""
     from jaxrl_post.programs.offline import run_sft
     from jaxrl_post.programs.run import RUN_ERRORS
 

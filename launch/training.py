@@ -1,4 +1,4 @@
-"""What the training programs share: where their options begin, and what runs them."""
+"""What the training programs share: their default options and how they load."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,20 +9,19 @@ from launch.recipes.beginnings import Rates, begun
 
 __all__ = ["beginning", "online"]
 
-# Who gives one of these has a task or a model of their own, not the demo's.
+# With one of these options the user has an own task or model, so no demo.
 OWN = ("--model", "--env", "--data.path", "--config")
 
 
 def beginning[Config: RunConfig](
     config: Config, rates: Rates, *, demo: Callable[[], Config] | None = None
 ) -> Callable[[Sequence[str]], Config]:
-    """Makes `Program.default`: the defaults of the kind of model that is asked for.
+    """Makes `Program.default`: the defaults for the kind of model.
 
     Args:
-        config: with the defaults of a checkpoint.
-        rates: of the program.
-        demo: what the program does when neither model nor task is named; None for
-            nothing of the kind.
+        config: with the defaults for a checkpoint.
+        rates: learning rates of the program.
+        demo: the configuration if neither model nor task is given; None for no demo.
     """
 
     def default(arguments: Sequence[str]) -> Config:
@@ -42,7 +41,7 @@ def beginning[Config: RunConfig](
 
 
 def online() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
-    """What runs the programs that sample, as `Program.load`."""
+    """The `Program.load` of the programs that sample."""
     from jaxrl_post.programs.experience import SAMPLING_ERRORS
     from jaxrl_post.programs.online import run_rl
     from jaxrl_post.programs.run import RUN_ERRORS

@@ -8,8 +8,8 @@ if [ ! -x "$uv" ]; then
     .venv/bin/python -m venv build/uv
     build/uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 fi
-# An explicit interpreter, because uv may trip over one of pyenv's shims. No addresses:
-# where packages come from is the affair of the machine that installs them.
+# An explicit interpreter, because uv may fail on one of pyenv's shims. The lock names no
+# index: the machine that installs the packages chooses it.
 "$uv" pip compile --quiet --universal --python .venv/bin/python --python-version 3.12 \
     --extra math --extra envs --extra parquet --extra hub --extra notebooks --extra dev \
     --no-emit-index-url --no-emit-find-links --no-annotate \

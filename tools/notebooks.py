@@ -1,10 +1,10 @@
-"""Runs notebooks from top to bottom in a fresh kernel each, and keeps their outputs.
+"""Runs each notebook in a fresh kernel, and writes it with its outputs.
 
     .venv/bin/python tools/notebooks.py notebooks/*.ipynb                in place
     .venv/bin/python tools/notebooks.py notebooks/*.ipynb --into FOLDER
 
 A notebook in which a cell fails, warns or takes too long is not written, and the exit
-status is 1. What is written holds neither times nor names of this machine.
+status is 1. The written notebook holds neither times nor names of this machine.
 """
 
 import argparse
@@ -58,26 +58,26 @@ def executed(path: Path, *, cell_timeout: int) -> nbformat.NotebookNode:
         client = NotebookClient(
             notebook,
             km=AsyncKernelManager(
-                # No folder to search: the kernel is then of this very interpreter.
+                # No folder to search, so that the kernel is this interpreter's.
                 kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
-                # Sockets in the folder: no port is opened.
+                # Use sockets in the folder, so that no port is opened.
                 transport="ipc",
                 connection_file=str(Path(folder, "kernel.json")),
             ),
             timeout=cell_timeout,
             startup_timeout=60,
             record_timing=False,
-            # What a cell prints arrives in pieces, cut where the clock has it.
+            # A cell's output arrives in pieces, cut at random times.
             coalesce_streams=True,
             resources={"metadata": {"path": folder}},
         )
-        # Before matplotlib would say in a cell that it builds its list of fonts.
+        # Otherwise matplotlib reports in a cell that it builds its list of fonts.
         subprocess.run(
             [sys.executable, "-c", "import matplotlib.font_manager"],
             env=surroundings(folder), timeout=60, check=True,
         )  # fmt: skip
         try:
-            # The manager is ours, so it has to be told that the kernel ends here.
+            # The manager was made here, so nbclient ends the kernel only on request.
             client.execute(env=surroundings(folder), cleanup_kc=True)
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             raise NotebookError(f"{path}: {error}") from error
@@ -96,7 +96,7 @@ def executed(path: Path, *, cell_timeout: int) -> nbformat.NotebookNode:
 
 
 def smaller(png: str) -> str:
-    """The same plot, base64 as it was, with a palette: a third of the bytes in git."""
+    """Reduces a base64 PNG to a palette: a third of the bytes in git."""
     image = Image.open(BytesIO(base64.b64decode(png))).convert("RGB")
     buffer = BytesIO()
     image.quantize(128, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
@@ -104,7 +104,7 @@ def smaller(png: str) -> str:
 
 
 def surroundings(folder: str) -> dict[str, str]:
-    """Environment variables of a kernel: one CPU device, nobody's own settings."""
+    """Environment variables of a kernel: one CPU device, no settings of the user."""
     theirs = {
         name: value
         for name, value in os.environ.items()

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Compares with transformers: fresh checkpoints of theirs here, checkpoints of ours there.
+# Compares with transformers: its checkpoints loaded here, and ours loaded there.
 #
-# torch lives in an environment of its own. PARITY_PYTHON names one that has torch and
-# transformers; without it build/parity is made, which downloads a few gigabytes.
+# torch needs an environment of its own. PARITY_PYTHON is a Python with torch and
+# transformers; without it, build/parity is made, which downloads a few gigabytes.
 set -eu
 cd "$(dirname "$0")/.."
 

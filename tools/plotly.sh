@@ -1,6 +1,6 @@
 #!/bin/sh
 # Fetches the part of plotly.js that draws the report, in the version of .venv's plotly.
-# The Python package holds the whole of it alone, which is four times as large.
+# The Python package has only the whole script, which is four times as large.
 set -eu
 cd "$(dirname "$0")/.."
 

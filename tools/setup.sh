@@ -3,8 +3,8 @@
 #
 #     tools/setup.sh [EXTRA,...]      PYTHON=/path/to/python3 chooses the interpreter
 #
-# What is installed is written down in .venv/installed-<extras>, last of all. So an
-# interrupted set-up is seen by the next one, which starts over.
+# The file .venv/installed-<extras> is written last, so that the next set-up notices an
+# interrupted one and starts over.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -19,7 +19,7 @@ fi
 
 say() { printf '%s\n' "$*" >&2; }
 
-# A shim of pyenv may be on PATH and still not run, and Debian splits venv off.
+# A shim of pyenv may be on PATH but not run, and Debian packages venv separately.
 usable() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' \
         >/dev/null 2>&1
@@ -71,7 +71,7 @@ fi
 
 echo $$ >"$unfinished"
 say "Installing what requirements.lock pins${extras:+, with $extras} (a minute or so) ..."
-# Errors alone (-qq), and no byte code of modules that nobody imports (--no-compile).
+# Print only errors (-qq); compile modules when they are imported (--no-compile).
 .venv/bin/python -m pip install -qq --disable-pip-version-check --no-compile \
     --constraint requirements.lock --editable ".${extras:+[$extras]}"
 rm -f "$unfinished"

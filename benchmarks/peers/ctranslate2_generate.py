@@ -1,14 +1,14 @@
-"""CTranslate2 generates what `benchmarks/grpo_step.py` generates.
+"""Speed of CTranslate2 on the generation of `benchmarks/grpo_step.py`.
 
     python benchmarks/peers/ctranslate2_generate.py --shape small --models FOLDER
 
 Needs an environment of its own with ctranslate2; to make a model, torch and
 transformers too. 8 prompts of 16 random tokens x 8 samples, exactly 64 new tokens each,
-float32, two threads, all 64 rows in one batch. It returns a score a sequence, not a
-log-prob a token.
+float32, two threads, all 64 rows in one batch. CTranslate2 returns one score per
+sequence, not one log-prob per token.
 
 A random Qwen2 checkpoint of the shape is made and converted once, in a child process,
-so that torch is not in the one that is timed.
+so that the timed process does not load torch.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Whether a measurement had the machine for itself."""
+"""Measures whether other processes used the CPU during a measurement."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Tunix takes the step that `benchmarks/grpo_step.py` takes.
+"""Speed of Tunix on the GRPO step of `benchmarks/grpo_step.py`.
 
     python benchmarks/peers/tunix_step.py --shape small
 
@@ -10,7 +10,7 @@ Qwen2 model with random weights. KL coefficient 0: no reference model.
 
 `step_seconds` is a whole global step (`GRPOLearner._run_global_step`: data, rollout,
 rewards, advantages, update, metrics) until the new weights and the optimizer's state
-are ready. `generation_seconds` is `Sampler.__call__` within those steps, of 64 rows.
+are ready. `generation_seconds` is `Sampler.__call__` in those steps, for 64 rows.
 """
 
 import argparse
@@ -56,11 +56,11 @@ parser.add_argument("--cache-size", type=int, default=PROMPT_TOKENS + TOKENS)
 parser.add_argument("--logprobs", action="store_true", help="sampler returns logprobs")
 parser.add_argument("--verbose", action="store_true")
 options = parser.parse_args()
-# Fastest of 8, 16, 64 for tiny, by a little; for small see --sweep.
+# 16 is slightly the fastest of 8, 16 and 64 for tiny; for small see --sweep.
 micro_rows = options.micro_rows or 16
 
 if options.sweep:
-    # Children, so that each has its own peak of memory and no shared caches.
+    # Child processes, so that each has its own memory peak and no shared caches.
     here = sys.argv[0]
     passed = ["--shape", options.shape, "--repeats", str(options.repeats)]
     passed += ["--warmup", str(options.warmup), "--cache-size", str(options.cache_size)]
@@ -102,7 +102,7 @@ logging.set_verbosity(logging.INFO if options.verbose else logging.ERROR)
 
 
 class Tokenizer:
-    """Texts are token ids in decimal. No id is special: pad and eos are outside."""
+    """Texts are token ids in decimal; pad and eos are ids outside the vocabulary."""
 
     def __init__(self, vocab_size: int) -> None:
         self.outside = vocab_size
@@ -124,7 +124,7 @@ class Tokenizer:
 
 
 class TimedLearner(GRPOLearner):
-    """Notes the seconds of whole steps."""
+    """Records the seconds of whole steps."""
 
     step_seconds: list[float]
 
@@ -140,7 +140,7 @@ class TimedLearner(GRPOLearner):
 
 
 def randomize(model: nnx.Module) -> None:
-    """Normal(0, 0.02) matrices: Tunix starts some of them at zero."""
+    """Draws matrices from Normal(0, 0.02), because Tunix starts some at zero."""
     key = jax.random.key(0)
 
     def draw(path: tuple, leaf: jax.Array) -> jax.Array:

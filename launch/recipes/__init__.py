@@ -1,1 +1,1 @@
-"""Functions that return a full configuration."""
+"""Recipes: functions that return a full configuration."""

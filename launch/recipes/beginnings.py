@@ -1,8 +1,8 @@
-"""Where the options of a program begin, by the kind of model that they name.
+"""Default options that depend on the kind of model.
 
-The configurations' own defaults are for a checkpoint that trains whole. An adapter
-takes a learning rate about ten times as large, and a model with random weights larger
-ones still, and a warm start.
+The configurations' own defaults are for full training of a checkpoint. An adapter takes
+a learning rate about ten times as large. A model with random weights takes a still
+larger one and, before reinforcement learning, a warm start.
 
 References:
     Schulman and Thinking Machines Lab, LoRA Without Regret, 2025 (the factor of ten).
@@ -23,12 +23,12 @@ type Kind = Literal["checkpoint", "adapter", "preset"]
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates of a program.
+    """Learning rates of a program, by the kind of model.
 
     Attributes:
-        checkpoint: of a checkpoint that trains whole.
-        adapter: of an adapter.
-        preset: of a model with random weights.
+        checkpoint: for full training of a checkpoint.
+        adapter: for an adapter.
+        preset: for a model with random weights.
     """
 
     checkpoint: float
@@ -36,7 +36,7 @@ class Rates:
     preset: float
 
     def of(self, kind: Kind) -> float:
-        """The rate of a kind of model."""
+        """The learning rate for a kind of model."""
         return getattr(self, kind)
 
 
@@ -46,11 +46,11 @@ CRITIC = Rates(checkpoint=1e-5, adapter=1e-4, preset=1e-3)
 def begun[Config: RunConfig](
     config: Config, rates: Rates, *, model: str | None, lora: bool, critic_lora: bool
 ) -> Config:
-    """A configuration with the defaults of the kind of model that is named.
+    """Sets learning rates and warm start for the kind of model.
 
     Args:
-        config: with the defaults of a checkpoint.
-        rates: of the program.
+        config: with the defaults for a checkpoint.
+        rates: learning rates of the program.
         model: directory, ORG/NAME or preset; None for the configuration's own.
         lora: whether the policy gets an adapter.
         critic_lora: whether a critic does.
@@ -76,5 +76,5 @@ def begun[Config: RunConfig](
 
 
 def _is_checkpoint(name: str) -> bool:
-    """Whether a model is loaded: a directory, or a name with an organisation."""
+    """Whether a model is a checkpoint: a directory, or ORG/NAME on the hub."""
     return "/" in name or Path(name).is_dir()

@@ -1,12 +1,12 @@
 """A task of reasoning-gym, learned by a small model on two CPU cores in minutes.
 
-Sums and differences of two or three numbers of one digit, in words: "State the final
-answer to the following arithmetic problem: 5 + 2 - 4 =". With two numbers there are too
-few problems to hold any out that tell whether sums were learned or learned by heart.
-The warm start ends early, when the model gets a third of the held-out problems right;
-what it learns after that it learns from the library's own scorer: with seeds 0, 1 and 2
-from 31, 22 and 37 % of 200 held-out problems to 58, 50 and 60 %. In the first 150 steps
-the accuracy falls; most of the rise comes as the learning rate decays.
+The task is sums and differences of two or three one-digit numbers: "State the final
+answer to the following arithmetic problem: 5 + 2 - 4 =". With two numbers alone there
+are too few problems for a held-out set that tells learning from memorising. The warm
+start ends early, when the model solves a third of the held-out problems. Training on
+the rewards of the library's own scorer then raises the accuracy on 200 held-out
+problems, with seeds 0, 1 and 2, from 31, 22 and 37 % to 58, 50 and 60 %. In the first
+150 steps the accuracy falls; most of the rise comes as the learning rate decays.
 """
 
 from jaxrl_post.config.optimizer import OptimizerConfig
@@ -27,7 +27,7 @@ def chain_sum() -> RLConfig:
             prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=0, max_tokens=4
         ),
         update=UpdateConfig(row_tokens=64, microbatch_tokens=1024),
-        # The warm start's momentum is not carried over: smaller steps at first.
+        # AdamW's moments begin anew after the warm start: smaller steps at first.
         optimizer=OptimizerConfig(
             learning_rate=2e-4, warmup_steps=20, schedule="linear", beta2=0.98
         ),

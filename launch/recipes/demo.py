@@ -2,7 +2,7 @@
 
 The task: name the largest of three numbers, "7>83>64=". The warm start imitates a
 teacher who mostly answers with the first number, so the model begins a little better
-than chance. Nothing but the reward tells it to do better than its teacher.
+than chance. Only the reward can make it better than its teacher.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ __all__ = ["demo", "distill_demo", "ppo_demo"]
 
 
 def demo() -> RLConfig:
-    """What `launch.grpo` does when neither model nor task is named."""
+    """The configuration of `launch.grpo` if neither model nor task is given."""
     return RLConfig(
         run_dir="runs/demo",
         env="arithmetic?level=0&slips=0.7",
@@ -61,7 +61,7 @@ def ppo_demo() -> RLConfig:
 
 
 def distill_demo() -> RLConfig:
-    """The demo's samples, graded by a teacher, which is to be given."""
+    """The demo's task by distillation; the user has to give the teacher."""
     return replace(
         demo(),
         run_dir="runs/distill",
