@@ -29,7 +29,7 @@ from jaxrl_post.sampler import SamplingParams
 
 __all__ = ["SAMPLING_ERRORS", "Evaluation", "Experience", "make_collector"]
 
-# Errors of sampling that a program prints without a traceback, as `run.RUN_ERRORS`.
+# Errors of sampling that a program prints without a traceback; see `run.RUN_ERRORS`.
 SAMPLING_ERRORS = (FailedRolloutsError, RolloutTimeoutError, WorkerStartError)
 
 # Held-out prompts get ids that training never reaches.
@@ -174,7 +174,7 @@ class Experience:
         )
 
     def sampling(self, **changes: float) -> SamplingParams:
-        """The rollout's sampling parameters; `changes` apply to plain ones instead."""
+        """Sampling parameters: the rollout's, or plain ones with `changes`."""
         rollout = self.config.rollout
         options: dict[str, Any] = changes or {
             "temperature": rollout.temperature,

@@ -100,7 +100,7 @@ def fetch[Config](
     pinned: Mapping[str, str] = {},
     weights: bool = True,
 ) -> Fetched[Config]:
-    """Downloads what a configuration names to the cache of huggingface_hub.
+    """Downloads the models and files of a configuration to huggingface_hub's cache.
 
     Directories, files and presets are left as they are.
 

@@ -74,7 +74,7 @@ class Job:
         objective: loss of a packed batch.
         fitting: returns the examples that are short enough, given the tokenizer.
         imitated: returns the examples of a warm start, given the data set.
-        measured: returns a second batch per step, forward only (KTO); None for none.
+        measured: returns the examples that KTO measures, forward only; else None.
         needs_reference: whether the objective reads reference log-probs.
         reference: directory of the reference policy; None for the initial model.
         sequences: number of sequences per example, side by side in a row.

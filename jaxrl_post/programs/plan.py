@@ -68,7 +68,7 @@ class ProgramPlan:
         aliased: bytes of results that reuse the memory of donated inputs.
         temporaries: bytes of intermediate values.
         code: bytes of the program itself, which is in HBM too.
-        beside: bytes of arrays that stay in memory but are no inputs.
+        beside: bytes of arrays that stay in memory but are not inputs.
         compile_seconds: time of compilation.
         collectives: the largest, by bytes times count.
     """

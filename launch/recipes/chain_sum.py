@@ -2,7 +2,7 @@
 
 The task is sums and differences of two or three one-digit numbers: "State the final
 answer to the following arithmetic problem: 5 + 2 - 4 =". With two numbers alone there
-are too few problems for a held-out set that tells learning from memorising. The warm
+are too few problems to tell learning from memorising on held-out ones. The warm
 start ends early, when the model solves a third of the held-out problems. Training on
 the rewards of the library's own scorer then raises the accuracy on 200 held-out
 problems, with seeds 0, 1 and 2, from 31, 22 and 37 % to 58, 50 and 60 %. In the first
