@@ -9,12 +9,19 @@ from typing import Any
 
 from jaxrl_post.config.errors import ConfigError
 
-__all__ = ["check_output", "check_paths", "naming"]
+__all__ = ["FILES", "MAIN_MODELS", "MODELS", "check_output", "check_paths", "naming"]
 
 FILES = ("data.path", "data.eval_path")
+# Options that name a model; --revision applies to the first two.
+MAIN_MODELS = ("model", "input")
 MODELS = (
-    "model", "input", "base", "algorithm.reference", "critic.model", "loss.reference",
-)  # fmt: skip
+    *MAIN_MODELS,
+    "base",
+    "algorithm.reference",
+    "critic.model",
+    "loss.reference",
+    "reward.model",
+)
 # Prefix of files on the hub.
 REMOTE = "hf://"
 

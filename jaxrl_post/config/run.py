@@ -35,7 +35,7 @@ class UpdateConfig:
             computes the rest again: "none", all that it needs; "dots", results of
             matrix products; "full", nothing, which needs the least memory.
         scan_layers: compile layers that repeat once, as a loop: deep models compile in
-            a fraction of the time and memory, and a step copies its weights once.
+            a fraction of the time and memory, but each forward pass copies them.
         router_balance: weight in the loss of the load-balancing loss of a mixture of
             experts; 0 for none.
         router_z: weight in the loss of the z-loss of a mixture of experts' routers; 0

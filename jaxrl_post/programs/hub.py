@@ -18,23 +18,13 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.paths import FILES, MAIN_MODELS, MODELS
 from jaxrl_post.config.run import RunConfig
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.path import run_path
 
 __all__ = ["Fetched", "fetch", "fetch_run"]
 
-# Options that name a model; --revision applies to the first two.
-MAIN_MODELS = ("model", "input")
-MODELS = (
-    *MAIN_MODELS,
-    "base",
-    "algorithm.reference",
-    "critic.model",
-    "loss.reference",
-    "reward.model",
-)
-FILES = ("data.path", "data.eval_path")
 
 PART = r"[A-Za-z0-9][\w.-]*"
 # Revisions of pull requests and of converted files contain slashes.
