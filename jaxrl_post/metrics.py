@@ -12,7 +12,7 @@ __all__ = ["Metric", "masked", "merge"]
 
 @struct.dataclass
 class Metric:
-    """A mean that has not been divided yet.
+    """A mean, stored as sum and count so that it can be pooled.
 
     Adding two metrics pools their observations, so the mean over a batch does not
     depend on how the batch was split.
@@ -33,12 +33,12 @@ class Metric:
         return Metric(self.sum + other.sum, self.count + other.count)
 
     def mean(self) -> Float[Array, ""]:
-        """Returns sum / count, and 0 where nothing was counted."""
+        """Returns sum / count, or 0 if the count is 0."""
         return self.sum / jnp.where(self.count == 0, 1.0, self.count)
 
 
 def masked(values: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Metric:
-    """Counts `values` where `mask` is True; what stands elsewhere, NaN too, is ignored.
+    """Metric of `values` where `mask` is True; other values, even NaN, are ignored.
 
     Args:
         values: any shape, any float dtype; summed in float32.

@@ -23,8 +23,8 @@ _DTYPES = {
 class Tokens:
     """A piece of text as the sampler saw it: five aligned NumPy arrays [tokens].
 
-    The one value that carries token fields from the sampler to the packed batch. Two
-    pieces are joined with `+`, a part is taken with a slice.
+    All token fields travel in this type from the sampler to the packed batch. `+` joins
+    two pieces; a slice takes a part.
 
     Attributes:
         ids: int32 token ids.
@@ -32,7 +32,7 @@ class Tokens:
             token that was not sampled.
         log_masses: float32 log of the probability mass that top-k, top-p and min-p
             kept; 0 where nothing was cut or sampled.
-        versions: int32, the parameters that sampled the token; -1 if not sampled.
+        versions: int32 version of the parameters that sampled the token, or -1.
         sampled: bool, True if the policy sampled the token. Only these are trained on.
 
     Raises:
@@ -54,7 +54,7 @@ class Tokens:
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
             array = vars(self)[name]
-            # There are thousands of these a step, and nearly all have their dtypes.
+            # A step makes thousands of these, and nearly all need no conversion.
             if type(array) is not np.ndarray or array.dtype != dtype:
                 object.__setattr__(self, name, np.asarray(array, dtype))
         shape = self.ids.shape
@@ -90,8 +90,8 @@ class Tokens:
         Args:
             ids: int32 [tokens].
             logprobs: float32 [tokens].
-            version: of the parameters.
-            log_masses: float32 [tokens]; None if nothing was cut.
+            version: version of the parameters that sampled the tokens.
+            log_masses: float32 [tokens]; None if no probability mass was cut off.
         """
         size = len(ids)
         masses = np.zeros(size) if log_masses is None else log_masses
@@ -106,8 +106,8 @@ class Tokens:
 
     @classmethod
     def concatenate(cls, parts: Iterable[Tokens]) -> Tokens:
-        """Joins pieces in their order; without any, the result has no tokens."""
-        # Most turns have one piece; arrays are made anew only where pieces are joined.
+        """Joins pieces in order; the result of no pieces is empty."""
+        # Most turns have one piece, which needs no new arrays.
         parts = [part for part in parts if len(part)]
         if len(parts) < 2:
             return parts[0] if parts else _NONE
@@ -130,7 +130,7 @@ class Tokens:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tokens):
             return NotImplemented
-        # As bits: -0.0 and NaN must survive a checkpoint too.
+        # Compare bits, because a checkpoint must restore -0.0 and NaN exactly.
         return all(
             getattr(self, name).tobytes() == getattr(other, name).tobytes()
             for name in _DTYPES

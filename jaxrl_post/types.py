@@ -1,9 +1,9 @@
 """Pytrees and annotation names that every layer shares.
 
 Alignment: every per-token array of a `TokenBatch` is aligned to the token that it
-describes. `behavior_logprobs[r, t]` is the log-probability of `tokens[r, t]` given what
-precedes it, and `loss_mask[r, t]` says whether the policy produced `tokens[r, t]`. The
-first token of a segment has no predecessor, so its mask is always False.
+describes. `behavior_logprobs[r, t]` is the log-probability of `tokens[r, t]` given the
+tokens before it, and `loss_mask[r, t]` says whether the policy produced `tokens[r, t]`.
+The first token of a segment has no predecessor, so its mask is always False.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
@@ -19,7 +19,7 @@ else:
         from jaxtyping import Bool, Float, Int, Key, Num, UInt
     except ModuleNotFoundError:
         # jaxtyping is part of the `dev` extra, and losses must import in trainers that
-        # do not have it. What the annotations say is kept for `described`.
+        # do not have it. `described` still needs the kind and the dimensions.
         class _Annotation:
             def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
                 return Annotated[item[0], Described(cls.__name__, item[1])]
@@ -54,7 +54,7 @@ __all__ = [
 
 
 class Described(NamedTuple):
-    """What the annotation of an array says.
+    """The dtype kind and the dimension names in an array's annotation.
 
     Attributes:
         kind: "Bool", "Float", "Int", "Key", "Num" or "UInt".
@@ -69,10 +69,10 @@ def described(annotation: Any) -> Described | None:
     """Reads the annotation of an array, with jaxtyping or without it.
 
     Args:
-        annotation: of an argument or a field.
+        annotation: the annotation of an argument or a field.
 
     Returns:
-        What it says; None of an annotation that describes no array.
+        Kind and dimensions; None if the annotation describes no array.
 
     >>> described(Float[Array, "*batch length"])
     Described(kind='Float', dims='*batch length')
@@ -85,17 +85,17 @@ def described(annotation: Any) -> Described | None:
     return next((a for a in get_args(annotation) if isinstance(a, Described)), None)
 
 
-# Not a `type` statement: beartype cannot take `PyTree | None` apart then.
+# Not a `type` statement, with which beartype could not resolve `PyTree | None`.
 PyTree = Any
 
-# jax.Array, or numpy.ndarray: a batch is made on the host and placed once, whole. As a
-# union it would have to be told apart wherever a batch is used, always to no purpose.
+# jax.Array or numpy.ndarray: a batch is built on the host and placed on the devices
+# once. A union type would force every user of a batch to narrow it, with no benefit.
 HostOrDevice = Any
 
 
 @struct.dataclass
 class TokenBatch:
-    """Packed token sequences and what training needs to know about each token.
+    """Packed token sequences, with the per-token arrays that training needs.
 
     Several sequences ("segments") may lie side by side in a row; attention, positions
     and sequence-level losses never cross a segment's border.
@@ -111,24 +111,24 @@ class TokenBatch:
             parameters at the start of this batch's updates. None means that the batch
             gets one update, so that they equal the policy's own.
         reference_logprobs: float32 [rows, length] or None, under the reference policy.
-        values_before: float32 [rows, length] or None: what the critic expected before
-            the token was sampled, at the start of this batch's updates. It is
-            `Predictions.values_after` of the token in front.
-        returns: float32 [rows, length] or None: what the critic should have said.
+        values_before: float32 [rows, length] or None: the critic's value before the
+            token, by the parameters at the start of this batch's updates. It equals
+            `Predictions.values_after` at the previous token.
+        returns: float32 [rows, length] or None: the critic's targets.
         versions: int32 [rows, length], version of the parameters that sampled the token
             (-1 where the policy did not produce it).
         raw_advantages: float32 [rows, length] or None: advantages before whitening, for
             metrics.
-        token_rewards: float32 [rows, length] or None: a reward a token, for algorithms
-            that credit tokens by themselves. None means that a segment's reward is its
-            advantage, and is earned at its last token.
-        stale: bool [rows, length] or None: True for tokens that earlier parameters
-            sampled than those at the start of this batch's updates. `mismatch/` metrics
-            leave them out: they differ for a reason. None means that there are none.
+        token_rewards: float32 [rows, length] or None: one reward per token, for
+            algorithms with `Algorithm.credit`. None means that a segment's reward
+            stands in `advantages` and is earned at its last token.
+        stale: bool [rows, length] or None: True for tokens sampled by older parameters
+            than those at the start of this batch's updates. `mismatch/` metrics leave
+            them out, because their log-probs differ by design. None: no such tokens.
         truncated: bool [rows, length] or None: True at the last token of a segment
             whose end was cut off.
-        reference_point: float32 [rows, length] or None: of KTO (`algorithms.unpaired`),
-            the same at every token, in nats.
+        reference_point: float32 [rows, length] or None: the reference point of KTO
+            (`algorithms.unpaired`), the same at every token, in nats.
         labels: float32 [rows, length] or None: what an example says of its answer at
             each of its tokens, 1 for desirable and -1 for undesirable (KTO); or of a
             step at its judged token, from 0 for wrong to 1 for right (process rewards).

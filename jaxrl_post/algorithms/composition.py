@@ -80,7 +80,7 @@ def compose(
     policy/kl_to_proximal (KL(proximal || policy)), mismatch/token_mult_prob_error and
     mismatch/kl (KL(behavior || proximal)), both without stale tokens, 0 if all tokens
     are stale; those of the correction; and with reference log-probs
-    policy/kl_to_reference (KL(policy || reference)). All KLs are k3, in nats a token.
+    policy/kl_to_reference (KL(policy || reference)). All KLs are k3, in nats per token.
 
     Args:
         advantages: as `Algorithm.advantages`.

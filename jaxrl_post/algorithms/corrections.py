@@ -105,7 +105,7 @@ def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
 
     Args:
         low: 0 <= low <= high.
-        high: upper bound, itself kept.
+        high: upper bound, inclusive.
 
     Returns:
         A correction for `compose`.
@@ -127,7 +127,7 @@ def icepop_sequences(*, low: float = 0.0, high: float = 3.0) -> Correction:
 
     Args:
         low: 0 <= low <= high.
-        high: upper bound, itself kept.
+        high: upper bound, inclusive.
 
     Returns:
         A correction for `compose`.
@@ -152,7 +152,7 @@ def masked_sequences(*, low: float, high: float, cap: float = 2.0) -> Correction
 
     Args:
         low: 0 <= low <= high, of the geometric mean.
-        high: upper bound, itself kept.
+        high: upper bound, inclusive.
         cap: > 0, of the token weights.
 
     Returns:
@@ -187,8 +187,8 @@ def rejected_tokens(
     Args:
         divergence: of (behavior_logprobs, proximal_logprobs, mask), for example `kl.k1`
             (verl's token_k1), `kl.k2` or `kl.k3`.
-        high: upper bound (nats), itself kept.
-        low: lower bound (nats), itself kept.
+        high: upper bound (nats), inclusive.
+        low: lower bound (nats), inclusive.
         cap: > 0, of the token weights.
 
     Returns:
@@ -236,8 +236,8 @@ def rejected_sequences(
         divergence: of (behavior_logprobs, proximal_logprobs, mask), for example `kl.k1`
             (verl's seq_mean_k1 and so on), `kl.k2` or `kl.k3`.
         statistic: of a sequence's divergences; see `rejection.reject_sequences`.
-        high: upper bound (nats), itself kept.
-        low: lower bound (nats), itself kept.
+        high: upper bound (nats), inclusive.
+        low: lower bound (nats), inclusive.
         cap: > 0, of the token weights.
 
     Returns:

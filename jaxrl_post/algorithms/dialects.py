@@ -145,7 +145,7 @@ def grpo(
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         dual_clip: > 1; None for the framework's own.
         reduction: one of `losses.reduce`.
-        **shared: see `SharedOptions`, in the place of the framework's own.
+        **shared: see `SharedOptions`; they override the framework's own.
 
     Returns:
         The algorithm.
@@ -189,7 +189,7 @@ def dr_grpo(
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         dual_clip: > 1; None for the framework's own.
-        **shared: see `SharedOptions`, in the place of the framework's own.
+        **shared: see `SharedOptions`; they override the framework's own.
 
     Returns:
         The algorithm.
@@ -228,7 +228,7 @@ def cispo(
             TRL has none (0). None for the framework's own.
         ratio_high: >= 1, bound of the ratio; verl's 1 + clip_ratio_high, TRL's
             epsilon_high. None for the framework's own.
-        **shared: see `SharedOptions`, in the place of the framework's own.
+        **shared: see `SharedOptions`; they override the framework's own.
 
     Returns:
         The algorithm.
@@ -272,7 +272,7 @@ def trl_grpo(
         dual_clip: > 1 + clip_high, below which TRL's would also cut the clip's own
             range; None for none.
         ratio_level: TRL's importance_sampling_level.
-        threshold: in nats a token; TRL's off_policy_mask_threshold, of the KL from the
+        threshold: in nats per token; TRL's off_policy_mask_threshold, of the KL from the
             proximal policy. TRL measures from the sampler, which is the same where
             sampler and trainer agree. None for no mask.
         quantile: in [0, 1], share of the tokens of lowest entropy that get no policy

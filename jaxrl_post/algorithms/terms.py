@@ -280,7 +280,7 @@ def opsm(policy_loss: PolicyLoss, *, threshold: float) -> PolicyLoss:
 
     Args:
         policy_loss: one of the others here.
-        threshold: in nats a token.
+        threshold: in nats per token.
 
     Returns:
         A policy loss for `compose`.

@@ -34,10 +34,10 @@ def distribution_distillation(
     As in GKD no gradient flows through the sampling: what the student samples decides
     where the two are compared, and nothing else. Rewards are only watched.
 
-    Metrics: distill/divergence and distill/teacher_entropy, in nats a token.
+    Metrics: distill/divergence and distill/teacher_entropy, in nats per token.
 
     Args:
-        divergence: (teacher_logits, student_logits, mask) to nats a token:
+        divergence: (teacher_logits, student_logits, mask) to nats per token:
             `distill.forward_kl`, `distill.reverse_kl`, a `functools.partial` of
             `distill.generalized_jsd`, or what `top_k_forward_kl` returns.
 

@@ -1,10 +1,10 @@
 """Losses as pure functions of arrays; nothing here knows a model or a configuration.
 
 Arrays come first, hyperparameters are keyword-only, and every per-token function takes
-the mask of the tokens that count: what stands elsewhere, NaN and -inf included, reaches
-neither the value nor the gradient. Values are float32 whatever the input's float dtype.
-NumPy arrays do as well as JAX's, and a Python number stands for an array of it. Arrays
-of shapes that do not fit each other raise, instead of being broadcast (`arguments`).
+the mask of the tokens that count: values at other tokens, NaN and -inf included, reach
+neither the value nor the gradient. Results are float32 for every float dtype of input.
+NumPy arrays work like JAX arrays, and a Python number is broadcast to an array. Arrays
+whose shapes do not match raise an error; they are not broadcast (`arguments`).
 Reduction is separate (`reduce`) and returns a `Metric`, so that accumulation over
 microbatches is exact.
 """

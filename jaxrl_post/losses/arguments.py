@@ -1,8 +1,8 @@
 """Checks the shapes and kinds of a function's arrays against its annotations.
 
-NumPy's broadcasting pairs axes from the right. Advantages of shape [rows], given where
-[rows, length] is meant, pair their rows with the tokens: an error in most batches, and
-a wrong loss without a word where rows == length. Functions under `checked` refuse that.
+NumPy's broadcasting pairs axes from the right. Advantages of shape [rows], passed where
+[rows, length] is expected, would be paired with the tokens: an error for most shapes,
+but a silently wrong loss if rows == length. Functions under `checked` refuse this.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from jaxrl_post.types import Array, described
 __all__ = ["checked"]
 
 _NUMBERS = (bool, int, float, np.generic)
-# Which kinds of dtypes may stand for an annotation's; integers stand for floats.
+# The dtypes that each annotation accepts; Float accepts integers and bools too.
 _KINDS = {
     "Bool": (jnp.bool_,),
     "Int": (jnp.integer,),
@@ -35,22 +35,22 @@ _REMEDIES = {"Bool": "pass `{} != 0`", "Int": "pass `{}.astype(int)`"}
 def checked[**Arguments, Result](
     function: Callable[Arguments, Result],
 ) -> Callable[Arguments, Result]:
-    """Decorates a function so that arrays which do not fit each other raise.
+    """Decorates a function so that arrays of wrong shape or dtype raise an error.
 
     An argument annotated `Float[Array, "*batch length"]` must have at least one axis,
-    and arguments that name the same dimension must have the same size there. A size of
-    1 is a size like any other: nothing is broadcast, except a Python number, which
-    stands for an array of that number. NumPy arrays become JAX arrays. The arrays in a
-    `TokenBatch`, or in another annotated record, are checked and passed on as they are.
+    and arguments that name the same dimension must have the same size there. An axis of
+    size 1 is not broadcast; only a Python number is, to an array of the expected shape.
+    NumPy arrays become JAX arrays. The arrays in a `TokenBatch`, or in another
+    annotated record, are checked and passed on as they are.
 
     Shapes are known when a program is traced, so under `jit` the check costs nothing
     at run time; under `vmap` and `shard_map` it sees the shapes that the function sees.
 
     Args:
-        function: whose annotations say what is expected.
+        function: its annotations define the expected shapes and dtypes.
 
     Returns:
-        The function, which raises ValueError for a shape and TypeError for a dtype.
+        The function, raising ValueError for wrong shapes, TypeError for wrong dtypes.
 
     >>> from jaxrl_post.types import Bool, Float
     >>> @checked
@@ -83,15 +83,15 @@ def checked[**Arguments, Result](
 
 @dataclass(frozen=True)
 class _Dims:
-    """What is expected of one array.
+    """The expected dtype and dimensions of one array argument.
 
     Attributes:
-        kind: of its dtype, as in `types.described`.
-        batch: name of the leading axes, of which there may be any number; None where
-            the number of axes is fixed.
-        names: of the axes that follow them.
+        kind: the kind of dtype, as in `types.described`.
+        batch: name of the leading axes, whose number is free; None if the number of
+            axes is fixed.
+        names: names of the axes after the leading ones.
         number: whether a Python number is passed on as it is.
-        optional: whether None is.
+        optional: whether None is passed on.
     """
 
     kind: str
@@ -101,13 +101,13 @@ class _Dims:
     optional: bool
 
 
-# An array, or a record's arrays by field.
+# One array, or the arrays of a record by field name.
 type _Expected = _Dims | dict[str, _Dims]
 
 
 @dataclass(frozen=True)
 class _Given:
-    """An array that was given, by the name under which messages speak of it."""
+    """An array that was passed, with its name for error messages."""
 
     name: str
     dims: _Dims
@@ -119,13 +119,13 @@ class _Given:
 
     @property
     def sizes(self) -> list[tuple[str, int]]:
-        """The size of each dimension, those of the leading axes numbered."""
+        """Name and size of each dimension; the names of leading axes are numbered."""
         batch = (f"{self.dims.batch} {i}" for i in range(self.num_batch_axes))
         return list(zip((*batch, *self.dims.names), self.shape, strict=True))
 
 
 def _expected(annotation: Any) -> _Expected | None:
-    """Reads what an annotation expects, or None if it speaks of no array."""
+    """Reads what an annotation expects; None if it describes no array."""
     if isinstance(annotation, TypeAliasType):
         annotation = annotation.__value__
     alternatives = (annotation, *get_args(annotation))
@@ -152,7 +152,7 @@ def _expected(annotation: Any) -> _Expected | None:
 def _fitting(
     function: str, expected: Mapping[str, _Expected], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments as arrays that fit each other."""
+    """Converts the arguments to arrays and checks that their shapes match."""
     converted = dict(given)
     arrays, numbers = [], []
     for name, value in given.items():
@@ -193,7 +193,7 @@ def _of_record(
 
 
 def _array(function: str, name: str, dims: _Dims, value: Any) -> Array:
-    """The value as an array of the expected kind."""
+    """Converts a value to an array and checks the kind of its dtype."""
     if not isinstance(value, (jax.Array, np.ndarray, *_NUMBERS)):
         raise TypeError(
             f"{function}: {name} must be an array or a number; got "
@@ -212,10 +212,10 @@ def _array(function: str, name: str, dims: _Dims, value: Any) -> Array:
 
 
 def _check_axes(function: str, arrays: Iterable[_Given]) -> None:
-    """Refuses an array that has another number of axes than it must.
+    """Raises an error if an array has a wrong number of axes.
 
-    Arrays that share their leading axes must have equally many: as many as most have,
-    and of equally frequent numbers the first array's.
+    Arrays with the same leading axes must have the same number of them. The most
+    frequent number is taken as right; ties go to the first array's.
     """
     arrays = list(arrays)
     batches: dict[str, list[_Given]] = {}
@@ -243,7 +243,7 @@ def _check_axes(function: str, arrays: Iterable[_Given]) -> None:
 
 
 def _check_sizes(function: str, arrays: Iterable[_Given]) -> dict[str, int]:
-    """The size of every dimension; refuses an array of another size than most have."""
+    """Returns the most frequent size of each dimension; raises for any other size."""
     by_dimension: dict[str, list[tuple[_Given, int]]] = {}
     for array in arrays:
         for dimension, size in array.sizes:
@@ -259,7 +259,7 @@ def _check_sizes(function: str, arrays: Iterable[_Given]) -> dict[str, int]:
 
 
 def _misfit(function: str, wrong: _Given, model: _Given) -> str:
-    """The message about an array that does not fit another one."""
+    """The error message for an array whose shape does not match another one."""
     names = wrong.dims.names
     sizes = dict(model.sizes)
     if len(wrong.shape) >= len(names):
@@ -295,7 +295,7 @@ def _remedy(wrong: _Given, expected: tuple[int, ...]) -> str:
 def _shape_of_number(
     function: str, number: _Given, arrays: list[_Given], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """The shape in which a number stands for an array."""
+    """The shape to which a number is broadcast."""
     batch = ()
     if number.dims.batch is not None:
         sharing = (a for a in arrays if a.dims.batch == number.dims.batch)
@@ -311,7 +311,7 @@ def _shape_of_number(
 
 
 def _most_frequent(values: Iterable[int]) -> int:
-    """The value that occurs most often; the first of equals."""
+    """The value that occurs most often; ties go to the first."""
     return Counter(values).most_common(1)[0][0]
 
 

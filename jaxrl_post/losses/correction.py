@@ -1,19 +1,19 @@
-"""Importance weights for what the sampler and the trainer disagree on.
+"""Importance weights that correct the mismatch between sampler and trainer.
 
 The sampler drew the tokens from `behavior_logprobs`; the update assumes that they come
 from `proximal_logprobs` (the trainer's own, at the start of the batch's updates). The
-weight proximal / behavior makes a token's loss unbiased again; its variance is bounded
-by truncating weights or by dropping tokens where they are extreme. Dropped tokens weigh
-0 and stay in the loss's denominator.
+weight proximal / behavior makes a token's loss unbiased again. To bound the variance,
+extreme weights are truncated or their tokens dropped. Dropped tokens have weight 0 and
+stay in the loss's denominator.
 
 Decoupled PPO is this weight times the surrogate clipped around the proximal policy:
 
     proximal_t / behavior_t  clipped_surrogate(policy_t, proximal_t, A_t)
 
-so the trust region is around a recent policy however old the sampler's is.
+so the trust region is around a recent policy, no matter how old the sampler's is.
 
-Weights carry no gradient, and are 1 at uncounted tokens. A behavior log-prob that is
-missing must not be written as 0, which would say probability 1; NaN makes the loss NaN.
+Weights carry no gradient, and are 1 at uncounted tokens. Set a missing behavior
+log-prob to NaN, which makes the loss NaN, and not to 0, which means probability 1.
 """
 
 import jax
@@ -75,7 +75,7 @@ def sequence_weights(
         proximal_logprobs: the trainer's log-probs (nats).
         behavior_logprobs: the sampler's log-probs (nats).
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         float32 in [e^-20, e^20], without gradient; each token gets its sequence's.
@@ -128,7 +128,7 @@ def decoupled_weights(
 ) -> Float[Array, "*shape"]:
     """Decoupled PPO's weight of each token: min(proximal_t / behavior_t, cap).
 
-    The papers leave it unbounded. AReaL's default drops the tokens beyond the cap
+    The papers do not bound the weight. AReaL's default drops the tokens beyond the cap
     instead of truncating them: `icepop(token_weights(...), low=0.0, high=cap)`.
 
     Args:
@@ -165,7 +165,7 @@ def icepop(
     Args:
         weights: of tokens or of sequences, >= 0.
         low: 0 <= low <= high.
-        high: upper bound, itself kept.
+        high: upper bound, inclusive.
 
     Returns:
         float32.
@@ -181,7 +181,7 @@ def icepop(
     """
     _require_bounds(low, high)
     weights = weights.astype(jnp.float32)
-    # Written so that NaN is neither below nor above, and stays visible.
+    # NaN is neither below nor above the bounds, so it stays visible.
     return jnp.where((weights < low) | (weights > high), 0.0, weights)
 
 
@@ -205,9 +205,9 @@ def sequence_masked(
         proximal_logprobs: the trainer's log-probs (nats).
         behavior_logprobs: the sampler's log-probs (nats).
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
         low: 0 <= low <= high.
-        high: upper bound, itself kept.
+        high: upper bound, inclusive.
 
     Returns:
         float32; 1 where the mask is False, unless its sequence is dropped.
@@ -232,7 +232,7 @@ def sequence_masked(
     )
     mask = in_sequence(mask, segment_ids)
     weights = jnp.where(mask, weights.astype(jnp.float32), 1.0)
-    # NaN is neither below nor above, and must show even where no weight is NaN.
+    # A NaN mean must stay visible even where no weight is NaN.
     weights = jnp.where(jnp.isnan(mean_weight), mean_weight, weights)
     return jnp.where((mean_weight < low) | (mean_weight > high), 0.0, weights)
 

@@ -1,6 +1,6 @@
-"""What to watch while a policy trains; each is a `Metric`, exact under accumulation.
+"""Metrics of a policy's training; each is a `Metric`, exact under accumulation.
 
-None carries a meaningful gradient: pass arrays without one.
+Their gradients mean nothing: pass arrays under stop-gradient.
 """
 
 import jax.numpy as jnp
@@ -37,8 +37,8 @@ def token_mult_prob_error(
 ) -> Metric:
     """Mean factor by which the trainer's and the sampler's probabilities differ.
 
-    mean_t(exp(|log proximal_t - log behavior_t|)); exactly 1 where they agree. It sees
-    errors in both directions, which a mean ratio lets cancel.
+    mean_t(exp(|log proximal_t - log behavior_t|)); exactly 1 where they agree. Errors
+    in opposite directions do not cancel, as they do in a mean ratio.
 
     Args:
         proximal_logprobs: the trainer's log-probs (nats).
@@ -155,8 +155,8 @@ def outside_fraction(
     Args:
         values: ratios or weights, for example.
         mask: bool, True where a token counts.
-        low: lower bound, itself inside.
-        high: upper bound, itself inside.
+        low: lower bound, inclusive.
+        high: upper bound, inclusive.
 
     Returns:
         (number of values outside, number of values).
@@ -178,14 +178,14 @@ def effective_sample_size(
     """Kish's effective sample size of a sequence's n weights, as a fraction of n.
 
     (sum_t w_t)^2 / (n sum_t w_t^2), averaged over the sequences: 1 for equal weights,
-    1/n when one token has them all, 0 when all are 0. It is taken within a sequence
-    because no sum over a batch's parts gives the batch's own, and microbatches never
-    split a sequence.
+    1/n when one token has all the weight, 0 when all are 0. It is computed per sequence
+    because that of a batch is not a sum over microbatches, and microbatches never split
+    a sequence.
 
     Args:
         weights: per token, >= 0.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         (sum over sequences, number of sequences).
@@ -203,7 +203,7 @@ def effective_sample_size(
     squares = sequence_sum(jnp.square(counted(weights, mask)), mask, segment_ids)
     length = jnp.maximum(sequence_sum(ones, mask, segment_ids), 1.0)
     fraction = jnp.square(total) / jnp.where(squares > 0, length * squares, 1.0)
-    # Each of a sequence's tokens holds the sequence's fraction: count it once.
+    # Every token of a sequence holds the sequence's fraction: count it once.
     share = counted(fraction / length, mask)
     return Metric.of(share.sum(), sequence_count(mask, segment_ids))
 
@@ -214,9 +214,10 @@ def chi_square(weights: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> 
 
     chi^2(p || q) = E_q[(p / q)^2] - 1,  estimated by mean_t(w_t^2 - 1)
 
-    It is where truncated or rejected weights are felt first: pass them raw. verl's
-    chi2_token is this of `correction.token_weights`; its chi2_seq counts sequences,
-    `reduce.sequence_mean_of_token_mean` of w^2 - 1 for `correction.sequence_weights`.
+    Pass raw weights: truncated or rejected ones give too small a value. verl's
+    chi2_token is this function of `correction.token_weights`. Its chi2_seq counts
+    sequences: `reduce.sequence_mean_of_token_mean` of w^2 - 1 with the weights w of
+    `correction.sequence_weights`.
 
     Args:
         weights: proximal / behavior, of tokens the behavior policy sampled.

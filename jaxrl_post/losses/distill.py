@@ -1,12 +1,13 @@
 """Losses of distillation: a student's distribution of each token against a teacher's.
 
-The logits are [*shape, vocab] of the two models at the same places, p is the teacher's
-distribution and q the student's, and a loss is one float32 value a token (nats).
-Gradients flow through the student alone. A logit of -inf is a token of probability 0.
+The logits are [*shape, vocab] of the two models at the same positions, p is the
+teacher's distribution and q the student's, and a loss is one float32 value per token
+(nats). Gradients flow through the student alone. A logit of -inf is a token of
+probability 0.
 
-A temperature divides both models' logits. The gradient then shrinks with its square,
-which Hinton et al. (arXiv:1503.02531) undo by a factor of temperature^2; as in TRL, the
-factor is left to the caller.
+A temperature divides both models' logits, which divides the gradient by about
+temperature^2. Hinton et al. (arXiv:1503.02531) multiply the loss by temperature^2 to
+undo this; here, as in TRL, that is left to the caller.
 """
 
 from typing import Literal
@@ -156,10 +157,10 @@ def top_k_forward_kl(
 ) -> Float[Array, "*shape"]:
     """KL(p || q) from the teacher's k likeliest tokens alone.
 
-    "bucket" takes all other tokens for one of probability 1 - sum_k p_k, so that the
-    student learns how much mass they have. The value is at most the whole KL.
-    "renormalize" compares the distributions given that the token is one of the k, which
-    is NeMo RL's default; the student's other mass is free.
+    "bucket" merges all other tokens into one of probability 1 - sum_k p_k, so that the
+    student learns their total mass. The value is at most the whole KL. "renormalize",
+    NeMo RL's default, compares the distributions given that the token is one of the k;
+    the student's mass on other tokens is unconstrained.
 
     Args:
         teacher_top_logprobs: log-probs (nats) under the teacher's whole distribution.
@@ -167,7 +168,7 @@ def top_k_forward_kl(
         student_logits: differentiable; of the whole vocabulary, at the temperature of
             the teacher's log-probs.
         mask: bool, True where a token counts.
-        tail: what becomes of the tokens outside the k.
+        tail: how to treat the tokens outside the k.
 
     Returns:
         float32, >= 0; 0 where the mask is False.
@@ -186,7 +187,7 @@ def top_k_forward_kl(
     if student_logits.shape[-1] == teacher_top_ids.shape[-1]:
         tail = "renormalize"  # There is no tail.
     teacher = jax.lax.stop_gradient(teacher_top_logprobs).astype(jnp.float32)
-    # Counted before they are gathered and summed, for the sake of the gradient.
+    # Masked before gathering and summing, so that the gradient has no NaN.
     whole = jnp.broadcast_to(mask[..., None], student_logits.shape)
     logits = counted(student_logits, whole)
     student = jnp.take_along_axis(logits, teacher_top_ids, axis=-1)
@@ -210,8 +211,8 @@ def on_policy_advantages(
 ) -> Float[Array, "*shape"]:
     """Advantages of the tokens that the student sampled: A_t = log p_t - log q_t.
 
-    With them a policy loss descends the reverse KL of each token given what precedes
-    it, with neither rewards nor a group; the teacher only scores.
+    With them a policy loss minimises the reverse KL of each token given the tokens
+    before it. It needs neither rewards nor groups; the teacher only scores.
 
     Args:
         student_logprobs: log q_t (nats), the sampler's.

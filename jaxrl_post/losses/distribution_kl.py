@@ -1,13 +1,13 @@
-"""Divergences between whole next-token distributions, exact where the logits are.
+"""Exact divergences between whole next-token distributions, from logits.
 
-For distillation, and wherever both models' logits are at hand; `kl` estimates from the
-sampled token alone. What the literature on distillation calls forward KL is
-kl_divergence(teacher, student), and reverse KL kl_divergence(student, teacher).
+They are for distillation, and for other uses with both models' logits; `kl` estimates
+from the sampled token alone. In distillation, the forward KL is
+kl_divergence(teacher, student), and the reverse KL is kl_divergence(student, teacher).
 
-Logits need not be normalised, so log-probs do as well; a temperature divides them
-before. A logit of -inf is a token of probability 0, and 0 log 0 = 0. Gradients flow
-through both arguments: a teacher's logits go in under stop_gradient. A vocabulary's
-worth of float32 is stored for each token and argument.
+Logits need not be normalised, so log-probs work too; divide them by a temperature
+beforehand. A logit of -inf is a token of probability 0, and 0 log 0 = 0. Gradients flow
+through both arguments: pass a teacher's logits under stop-gradient. For each token and
+argument, float32 values of the vocabulary's size are stored.
 """
 
 import math
@@ -36,8 +36,8 @@ def kl_divergence(
         mask: bool, True where a token counts.
 
     Returns:
-        float32 (nats), >= 0 up to rounding; inf where q excludes what p does not; 0
-        where the mask is False.
+        float32 (nats), >= 0 up to rounding; inf if a token has probability 0 in q and
+        not in p; 0 where the mask is False.
 
     References:
         Kullback and Leibler, On Information and Sufficiency, 1951.
@@ -58,7 +58,7 @@ def jensen_shannon(
     *,
     beta: float,
 ) -> Float[Array, "*shape"]:
-    """Generalised Jensen-Shannon divergence, finite whatever the distributions.
+    """Generalised Jensen-Shannon divergence, finite for all distributions.
 
     JSD_beta(p || q) = beta KL(p || m) + (1 - beta) KL(q || m)
     m = beta p + (1 - beta) q
@@ -109,7 +109,7 @@ def jensen_shannon(
 def entropy(
     logits: Float[Array, "*shape vocab"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """H(p) = -sum_v p(v) log p(v).
+    """Entropy H(p) = -sum_v p(v) log p(v).
 
     Args:
         logits: any float dtype, differentiable.
@@ -136,6 +136,6 @@ def _log_probs(
 def _expectation(
     log_p: Float[Array, "*shape vocab"], values: Float[Array, "*shape vocab"]
 ) -> Float[Array, "*shape"]:
-    """E_p[values], whatever stands at tokens of probability 0; a NaN of p is none."""
+    """E_p[values], ignoring values at tokens of probability 0; a NaN in p is kept."""
     p = jnp.exp(log_p)
     return (p * jnp.where(p == 0, 0.0, values)).sum(axis=-1)

@@ -1,11 +1,11 @@
-"""Keeping a policy's entropy: a bonus, and which tokens may spend it.
+"""Keeps a policy's entropy up: an entropy bonus, and masks that select tokens.
 
-A policy that is trained on rewards grows certain and stops exploring. The bonus pays
-for entropy; the masks choose the tokens whose update matters most to it, by their
-entropy or by the covariance of log-prob and advantage, whose mean drives its fall.
+A policy trained on rewards loses entropy and stops exploring. The bonus rewards
+entropy. The masks select the tokens whose updates change the entropy most, by their own
+entropy or by the covariance of log-prob and advantage, whose mean drives its decline.
 
-The masks rank all counted tokens of the arrays that they are given. On a microbatch or
-inside a shard_map that is the microbatch or the shard, and not the whole batch.
+The masks rank all counted tokens of their arrays. On a microbatch or inside a shard_map
+these are the tokens of the microbatch or the shard, not of the whole batch.
 """
 
 from fractions import Fraction
@@ -32,8 +32,8 @@ __all__ = [
     "top_entropy_mask",
 ]
 
-# Shares are rationals of at most this denominator, so that 0.2 is 1/5 and not the float
-# above it, and the square of it still fits in int32.
+# Fractions become rationals with at most this denominator, so that 0.2 is 1/5 and not
+# the float above it. The denominator's square still fits in int32.
 _MAX_DENOMINATOR = 40_000
 
 
@@ -66,17 +66,17 @@ def adaptive_coefficient(
     low: float,
     high: float,
 ) -> Float[Array, ""]:
-    """The bonus's next coefficient, one step towards holding the entropy at a target.
+    """Next coefficient of the bonus, one step towards holding the entropy at a target.
 
     c' = clip(c + step if H <= target else c - step, low, high)
 
-    Skywork-OR1 starts from c = 0 with step 0.005; low 0 never pays for certainty. It
-    trains with `gated_coefficient` of c, and so does TRL, whose high is 1.
+    Skywork-OR1 starts from c = 0 with step 0.005; with low = 0 entropy is never
+    penalised. It trains with `gated_coefficient` of c, and so does TRL with high = 1.
 
     Args:
         coefficient: c, scalar.
-        entropy: H, the batch's mean (nats a token), scalar.
-        target: in nats a token.
+        entropy: H, the batch's mean (nats per token), scalar.
+        target: in nats per token.
         step: > 0.
         low: smallest coefficient.
         high: largest coefficient, >= low.
@@ -101,7 +101,7 @@ def adaptive_coefficient(
     _require_range(low, high)
     coefficient = jnp.asarray(coefficient, jnp.float32)
     entropy = jnp.asarray(entropy, jnp.float32)
-    # The difference is NaN where the entropy is, and a sign of it stays NaN.
+    # sign(target - entropy) is NaN if the entropy is, so a NaN stays visible.
     change = jnp.where(entropy == target, 1.0, jnp.sign(target - entropy))
     return jnp.clip(coefficient + step * change, low, high)
 
@@ -116,9 +116,9 @@ def gated_coefficient(
     """The coefficient while the entropy is at or below its target, and 0 above.
 
     Args:
-        coefficient: scalar, of `adaptive_coefficient`.
-        entropy: the batch's mean (nats a token), scalar.
-        target: in nats a token.
+        coefficient: scalar, from `adaptive_coefficient`.
+        entropy: the batch's mean (nats per token), scalar.
+        target: in nats per token.
 
     Returns:
         float32 scalar.
@@ -143,13 +143,13 @@ def top_entropy_mask(
     *,
     quantile: float = 0.8,
 ) -> Bool[Array, "*shape"]:
-    """The counted tokens of highest entropy, where a sequence forks.
+    """Selects the counted tokens of highest entropy, where a sequence can branch.
 
     Keeps exactly max(1, ceil((1 - quantile) n)) of n counted tokens, as the authors'
-    code does; of equals the first in row-major order, where theirs leaves the choice to
-    a top-k. Their code puts the mask into the reduction, so that it divides by the
-    tokens that are kept. To divide by all n, as TRL does, multiply the loss by it and
-    reduce with the whole mask. `entropy_quantile_mask` is TRL's choice of tokens.
+    code does. Ties go to the first in row-major order (in their code, to a top-k).
+    Their code reduces with this mask, so it divides by the number of kept tokens. To
+    divide by all n, as TRL does, multiply the loss by this mask and reduce with the
+    whole mask. `entropy_quantile_mask` selects tokens as TRL does.
 
     Args:
         entropy: of the next-token distribution (nats).
@@ -157,7 +157,7 @@ def top_entropy_mask(
         quantile: in [0, 1], the share of the tokens to leave out.
 
     Returns:
-        bool; False where the mask is False. NaN ranks highest, so that its loss shows.
+        bool; False where the mask is False. NaN ranks highest, so the loss shows it.
 
     Raises:
         ValueError: `quantile` is out of its range.
@@ -183,11 +183,11 @@ def entropy_quantile_mask(
     *,
     quantile: float = 0.8,
 ) -> Bool[Array, "*shape"]:
-    """The counted tokens whose entropy reaches the quantile, as TRL chooses them.
+    """Selects the counted tokens whose entropy reaches the quantile, as TRL does.
 
-    The quantile of n entropies is interpolated between the two at quantile (n - 1).
-    Equal entropies are kept or left out together: in a tie at the quantile there are
-    more tokens than `top_entropy_mask` keeps, and without one at most one fewer.
+    The quantile of n sorted entropies is interpolated at index quantile (n - 1). Equal
+    entropies are kept or left out together: with a tie at the quantile this keeps more
+    tokens than `top_entropy_mask`, without a tie at most one fewer.
 
     Args:
         entropy: of the next-token distribution (nats).
@@ -196,8 +196,8 @@ def entropy_quantile_mask(
             top_entropy_quantile.
 
     Returns:
-        bool; False where the mask is False. Where an entropy that counts is NaN all
-        that count are kept, so that the loss shows it.
+        bool; False where the mask is False. If a counted entropy is NaN, all counted
+        tokens are kept, so that the loss shows it.
 
     Raises:
         ValueError: `quantile` is out of its range.
@@ -215,7 +215,7 @@ def entropy_quantile_mask(
     low, high = ascending[below], ascending[jnp.minimum(below + 1, last)]
     share = place - below.astype(jnp.float32)
     threshold = jnp.where(share > 0, low + share * (high - low), low)
-    # Not entropy >= threshold: NaN is not below it either, and stays.
+    # Not entropy >= threshold, which would drop NaN entropies.
     spoilt = jnp.isnan(jnp.where(mask, entropy, 0.0)).any()
     return mask & (~(entropy.astype(jnp.float32) < threshold) | spoilt)
 
@@ -259,15 +259,15 @@ def clip_cov_mask(
     low: float,
     high: float,
 ) -> Bool[Array, "*shape"]:
-    """The tokens that keep their gradient when Clip-Cov drops some of high covariance.
+    """Selects the tokens that keep their gradient in Clip-Cov.
 
-    Of the tokens with low <= cov_t <= high, max(1, floor(fraction n)) drawn at random
-    lose theirs, or all where there are fewer; n is the number of counted tokens.
+    Of the tokens with low <= cov_t <= high, max(1, floor(fraction n)) random ones lose
+    their gradient, or all if there are fewer; n is the number of counted tokens.
 
     Args:
-        covariances: per token, as of `covariance`.
+        covariances: per token, from `covariance`.
         mask: bool, True where a token counts.
-        key: of the draw, which also depends on the arrays' shape.
+        key: random key; the draw also depends on the arrays' shape.
         fraction: in (0, 1].
         low: smallest covariance that may be dropped.
         high: largest covariance that may be dropped, >= low.
@@ -302,15 +302,15 @@ def kl_cov_mask(
     *,
     fraction: float,
 ) -> Bool[Array, "*shape"]:
-    """The max(1, floor(fraction n)) counted tokens of highest covariance.
+    """Selects the max(1, floor(fraction n)) counted tokens of highest covariance.
 
     Args:
-        covariances: per token, as of `covariance`.
+        covariances: per token, from `covariance`.
         mask: bool, True where a token counts.
         fraction: in (0, 1].
 
     Returns:
-        bool; False where the mask is False. Of equals the first in row-major order;
+        bool; False where the mask is False. Ties go to the first in row-major order;
         NaN ranks highest.
 
     Raises:
@@ -345,15 +345,15 @@ def clip_cov(
     """Clip-Cov: the clipped surrogate, without a few tokens of high covariance.
 
     L_t = keep_t policy.clipped_surrogate_t, with keep as in `clip_cov_mask`. As in verl
-    and the authors' code, tokens that the surrogate's own clip has stopped are not
-    drawn, and a dropped token's loss is 0. verl has fraction 2e-4, covariances 1 to 5.
+    and the authors' code, tokens whose gradient the clip removes are not drawn, and a
+    dropped token's loss is 0. verl has fraction 2e-4, covariances 1 to 5.
 
     Args:
         policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats).
         advantages: per token.
         mask: bool, True where a token counts.
-        key: of the draw, which also depends on the arrays' shape.
+        key: random key; the draw also depends on the arrays' shape.
         clip_low: in [0, 1].
         clip_high: >= 0.
         fraction: in (0, 1], the share of the tokens to drop.
@@ -383,7 +383,7 @@ def clip_cov(
     stopped_high = (advantages > 0) & (ratio > 1 + clip_high)
     stopped = stopped_high | ((advantages < 0) & (ratio < 1 - clip_low))
     covariances = covariance(policy_logprobs, advantages, mask)
-    # NaN lies in no range; a loss of NaN must not be drawn, for it would vanish.
+    # NaN is in no range, so it is not drawn. Drawing a NaN loss would hide it.
     drawable = jnp.where(stopped | jnp.isnan(loss), jnp.nan, covariances)
     limits = {"fraction": fraction, "low": cov_low, "high": cov_high}
     return jnp.where(clip_cov_mask(drawable, mask, key, **limits), loss, 0.0)
@@ -449,16 +449,16 @@ def _centred(
 def _highest(
     values: Float[Array, "*shape"], mask: Bool[Array, "*shape"], number: Int[Array, ""]
 ) -> Bool[Array, "*shape"]:
-    """The `number` highest values under the mask; NaN first, then by position."""
+    """Selects the `number` highest counted values; NaN ranks first, then position."""
     values, counts = values.reshape(-1), mask.reshape(-1)
-    # The last key sorts first, and False before True. The sort is stable.
+    # lexsort's last key is the primary one, False sorts before True; it is stable.
     order = jnp.lexsort((-values, ~jnp.isnan(values), ~counts))
     chosen = jnp.zeros(order.shape, bool).at[order].set(jnp.arange(order.size) < number)
     return mask & chosen.reshape(mask.shape)
 
 
 def _floor_of_share(share: float, count: Int[Array, ""]) -> Int[Array, ""]:
-    """floor(share * count), exact in integers as floats are not (0.29 * 100 < 29)."""
+    """floor(share * count), in exact integers: as floats 0.29 * 100 < 29."""
     exact = Fraction(share).limit_denominator(_MAX_DENOMINATOR)
     whole, rest = count // exact.denominator, count % exact.denominator
     return whole * exact.numerator + rest * exact.numerator // exact.denominator

@@ -7,13 +7,13 @@ With d = log policy - log reference at a sampled token, E[d] = KL, and
     k3 = e^-d + d - 1       unbiased and >= 0; its gradient is KL(reference || policy)'s
     k3_plus                 the value of k3, the gradient of k2
 
-Two modifiers go further. `with_score_term` adds what the gradient of a sampled value
-lacks: the distribution of the tokens moves as well; then k1 and k3 have the gradient of
-the KL. `with_importance_weights` takes tokens that another policy sampled.
+Two modifiers extend them. `with_score_term` adds the gradient of the distribution from
+which the tokens are sampled; the expected gradient of k1 and k3 is then the KL's.
+`with_importance_weights` corrects for tokens that another policy sampled.
 
-Dialects of the clamps: verl and NeMo RL clamp k3's log-ratio to +-20 and its result to
-+-10; OpenRLHF clamps the result of all to +-10; TRL clamps nothing. The gradient beyond
-a clamp is 0. Gradients flow through the policy alone.
+Clamps in other frameworks: verl and NeMo RL clamp k3's log-ratio to +-20 and its result
+to +-10; OpenRLHF clamps every result to +-10; TRL clamps nothing. The gradient beyond a
+clamp is 0. Gradients flow through the policy alone.
 
 References:
     Schulman, Approximating KL Divergence, http://joschu.net/blog/kl-approx.html, 2020.
@@ -40,7 +40,7 @@ __all__ = [
     "with_score_term",
 ]
 
-# Ziegler et al. bound the relative error of one step by this.
+# Ziegler et al. clip the relative error of one step to +- this.
 _MAX_ERROR = 0.2
 
 
@@ -55,7 +55,7 @@ def k1(
 ) -> Float[Array, "*shape"]:
     """The log-ratio d itself; for metrics and for penalties inside the reward.
 
-    Not a loss: E[grad d] = E[grad log policy] = 0, so minimising it adds only noise.
+    It is not a loss: E[grad d] = E[grad log policy] = 0, so its gradient is only noise.
 
     Args:
         policy_logprobs: log-probs (nats) under the policy that sampled the tokens.
@@ -143,7 +143,7 @@ def k3(
     d = token_log_ratio(
         policy_logprobs, reference_logprobs, mask, max_log_ratio=max_log_ratio
     )
-    # expm1 keeps the digits that exp(-d) - 1 loses near d = 0, where training lives.
+    # expm1 keeps the digits that exp(-d) - 1 loses near d = 0, where most tokens are.
     return _bounded(jnp.expm1(-d) + d, max_value)
 
 
@@ -158,15 +158,14 @@ def k3_plus(
 ) -> Float[Array, "*shape"]:
     """The value of `k3` with the gradient of `k2`.
 
-    An unbiased value to watch and, on policy, the unbiased gradient of the KL.
+    On policy both are unbiased: the value for the KL, the gradient for its gradient.
 
     Args:
         policy_logprobs: log-probs (nats) under the policy that sampled the tokens.
         reference_logprobs: log-probs (nats) of the same tokens under the other policy.
         mask: bool, True where a token counts.
         max_log_ratio: d is clamped to +-max_log_ratio; None for no clamp.
-        max_value: value and gradient are those of the results clamped to +-max_value;
-            None for no clamp.
+        max_value: k3 and k2 are both clamped to +-max_value; None for no clamp.
 
     Returns:
         float32, >= 0; 0 where the mask is False.
@@ -195,12 +194,12 @@ def with_score_term(
 
     grad E_p[v] = E_p[grad v + v grad log p]
 
-    so to each value's own gradient it adds stop_gradient(v_t) grad log p_t. Of k1 and
-    of k3 it makes the KL's exact gradient in expectation (of k3 inside its clamps even
-    k2's, token by token); of k2 only the gradient of E[k2], which is not the KL.
+    so stop_gradient(v_t) grad log p_t is added to each value's own gradient. k1 and k3
+    then have the KL's gradient in expectation (k3, inside its clamps, even has k2's
+    gradient at every token); k2 has the gradient of E[k2], which is not the KL.
 
     Args:
-        values: per token, of one of the estimators.
+        values: per token, from one of the estimators.
         policy_logprobs: log p (nats) under the policy that sampled the tokens.
         mask: bool, True where a token counts.
 
@@ -220,7 +219,7 @@ def with_score_term(
     (2.0, [3.0])
     """
     values = counted(values, mask)
-    # Its value is 0 and its gradient grad log p, also where log p is -inf.
+    # The score's value is 0 and its gradient grad log p, also where log p is -inf.
     score = token_log_ratio(policy_logprobs, policy_logprobs, mask)
     return values + jax.lax.stop_gradient(values) * score
 
@@ -234,21 +233,21 @@ def with_importance_weights(
     *,
     cap: float | None = None,
 ) -> Float[Array, "*shape"]:
-    """Values times the policy's constant importance weight over the sampler.
+    """Multiplies values by importance weights, for tokens that another policy sampled.
 
     stop_gradient(min(p_t / behavior_t, cap)) v_t
 
-    The estimators expect tokens of the policy itself, and E_behavior[(p / behavior) v]
-    = E_p[v]. The weight is constant here, as it was in NeMo RL; DeepSeek-V3.2, and NeMo
-    RL since, differentiate it as well. That is this function of the values that
-    `with_score_term` returns, and, uncapped, the unbiased gradient of the KL.
+    The estimators assume tokens from the policy itself; the weight corrects for others:
+    E_behavior[(p / behavior) v] = E_p[v]. It has no gradient here, as in older NeMo RL;
+    DeepSeek-V3.2 and newer NeMo RL differentiate it too. For that, apply this function
+    to the result of `with_score_term`: uncapped, this is the KL's unbiased gradient.
 
     Args:
-        values: per token, of one of the estimators, differentiable.
+        values: per token, from one of the estimators, differentiable.
         policy_logprobs: log p (nats).
         behavior_logprobs: the sampler's log-probs (nats).
         mask: bool, True where a token counts.
-        cap: > 0, the largest weight, or None for none but the ratio's own e^20.
+        cap: > 0, the largest weight; None for only the ratio's own bound e^20.
 
     Returns:
         float32; 0 where the mask is False.
@@ -279,7 +278,7 @@ def adaptive_coefficient(
     horizon: float,
     num_steps: float = 1,
 ) -> Float[Array, ""]:
-    """The KL penalty's next coefficient, a proportional step towards a target KL.
+    """Next coefficient of the KL penalty, by a proportional step towards a target KL.
 
     c' = c (1 + num_steps / horizon clip(KL / target - 1, -0.2, 0.2))
 
@@ -291,7 +290,7 @@ def adaptive_coefficient(
         observed_kl: the batch's KL, scalar, in the unit of `target`.
         target: > 0, in nats (a token's or a sequence's, as `observed_kl` is).
         horizon: > 0, in steps or samples.
-        num_steps: in (0, 5 horizon), since the last update, in the unit of `horizon`.
+        num_steps: in (0, 5 horizon), steps or samples since the last update.
 
     Returns:
         float32 scalar; NaN if an input is.

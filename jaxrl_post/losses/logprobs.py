@@ -1,4 +1,4 @@
-"""From a model's logits to the log-probs of tokens, which the other losses take."""
+"""Computes the log-probs of tokens, which the other losses take, from logits."""
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,13 @@ def token_logprobs(
 ) -> Float[Array, "*shape"]:
     """Log-prob of each token: log softmax(logits / temperature)[token].
 
-    The logits at a place must be those from which its token was drawn. A model that
-    predicts the next token gives them one place earlier: pass `logits[:, :-1]` with
-    `tokens[:, 1:]` and `mask[:, 1:]`.
+    The logits at a position must be those from which its token was sampled. A model
+    that predicts the next token gives them one position earlier: pass `logits[:, :-1]`
+    with `tokens[:, 1:]` and `mask[:, 1:]`.
 
-    Log-softmax is in float32 whatever the logits' dtype. Forward and backward pass hold
-    a chunk of float32 logits at a time, beside the logits and their gradient. Our
-    trainer's `kernels.token_logprob`, which never holds the logits, gives the same
+    Log-softmax is in float32 for every dtype of the logits. Besides the logits and
+    their gradient, both passes hold one chunk of float32 logits at a time. Our
+    trainer's `kernels.token_logprob`, which never holds all logits, gives the same
     numbers.
 
     Args:
@@ -59,7 +59,7 @@ def token_logprobs(
 
     def one(row: Array, token: Array, counts: Array) -> Array:
         scaled = counted(row, jnp.broadcast_to(counts, row.shape)) * scale
-        # Not jax.nn.log_softmax: in this order the sampler's numbers come out.
+        # Not jax.nn.log_softmax: this order of operations gives the sampler's numbers.
         top = jax.lax.stop_gradient(scaled.max())
         normalizer = jnp.log(jnp.exp(scaled - top).sum()) + top
         return counted(scaled[jnp.where(counts, token, 0)] - normalizer, counts)
@@ -70,6 +70,6 @@ def token_logprobs(
     size = max(chunk_bytes // (4 * vocab), 1)
     if tokens.size <= size:
         return jax.vmap(one)(*flat).reshape(tokens.shape)
-    # Checkpointed, or the backward pass would keep the float32 logits of all chunks.
+    # Without the checkpoint the backward pass would keep all chunks' float32 logits.
     chunked = jax.checkpoint(lambda each: one(*each), prevent_cse=False)
     return jax.lax.map(chunked, flat, batch_size=size).reshape(tokens.shape)

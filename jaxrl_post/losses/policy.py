@@ -56,7 +56,7 @@ def clipped_surrogate(
         mask: bool, True where a token counts.
         clip_low: in [0, 1].
         clip_high: >= 0.
-        dual_clip: c > 1, the largest ratio that a negative advantage can meet, or None.
+        dual_clip: c > 1, the largest ratio in the loss where A_t < 0, or None.
 
     Returns:
         float32; 0 where the mask is False.
@@ -102,7 +102,7 @@ def cispo(
 
     L_t = -stop_gradient(clip(r_t, ratio_low, ratio_high)) A_t log p_t
 
-    No token loses its gradient, unlike in PPO's clipping. The bounds are those of the
+    Unlike PPO's clip, this one removes no token's gradient. The bounds are those of the
     ratio itself: NeMo RL, verl and slime have [1 - eps_low, 1 + eps_high]; TRL has
     [0, eps_high].
 
@@ -177,7 +177,7 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Float[Array, "*shape"]:
-    """SAPO: a smooth gate of the ratio in the place of a clip.
+    """SAPO: a smooth gate of the ratio instead of a clip.
 
     L_t = -f(r_t) A_t,  f(r) = 4 / tau sigmoid(tau (r - 1)),
     with tau_positive where A_t > 0 and tau_negative elsewhere. Since f'(1) = 1 the
@@ -190,8 +190,8 @@ def sapo(
         advantages: per token.
         mask: bool, True where a token counts.
         tau_positive: > 0; the paper's 1.0.
-        tau_negative: > 0; the paper's 1.05, above tau_positive because pushing one
-            token down lifts the many that were not sampled.
+        tau_negative: > 0; the paper's 1.05, above tau_positive because lowering one
+            token's probability raises those of the many unsampled tokens.
 
     Returns:
         float32; 0 where the mask is False.
@@ -236,9 +236,9 @@ def gspo(
     Args:
         policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats).
-        advantages: per token; the paper has one value a sequence.
+        advantages: per token; the paper has one value per sequence.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
         clip_low: in [0, 1].
         clip_high: >= 0.
 
@@ -281,7 +281,7 @@ def gspo_token(
         proximal_logprobs: log q (nats).
         advantages: per token.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
         clip_low: in [0, 1].
         clip_high: >= 0.
 
@@ -317,18 +317,18 @@ def gmpo(
 ) -> Float[Array, "*batch length"]:
     """GMPO: the geometric mean of a sequence's clipped token ratios.
 
-    L_t = -exp(mean_s(d_s)) A_t for s, t in sequence i, and with log r_s clipped where
-    it favours the loss: d_s = min(log r_s, clip_high) where A_s > 0,
-    d_s = max(log r_s, -clip_low) where A_s < 0. A clipped token loses its own gradient
-    only, unlike in `gspo`, which clips the mean. The mean over a sequence's tokens is
-    the paper's loss of the sequence; its gradient on policy is -A_i / |y_i| a token.
+    L_t = -exp(mean_s(d_s)) A_t for s, t in sequence i. d_s is log r_s, clipped where
+    that raises the loss: d_s = min(log r_s, clip_high) where A_s > 0,
+    d_s = max(log r_s, -clip_low) where A_s < 0. A clipped token loses only its own
+    gradient, unlike in `gspo`, which clips the mean. The mean over a sequence's tokens
+    is the paper's loss of the sequence; on policy a token's gradient is -A_i / |y_i|.
 
     Args:
         policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats).
-        advantages: per token; the paper has one value a sequence.
+        advantages: per token; the paper has one value per sequence.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
         clip_low: >= 0, in nats; the paper's 0.4 keeps the ratio above e^-0.4.
         clip_high: >= 0, in nats; the paper's 0.4 keeps the ratio below e^0.4.
 
@@ -378,15 +378,15 @@ def clipped_sequence_surrogate(
 
     L_t = -min(w_i A_t, clip(w_i, 1 - clip_low, 1 + clip_high) A_t) for t in sequence i,
     with w_i the product of its tokens' ratios. The mean over a sequence's tokens is the
-    loss of the sequence, and its gradient on policy is REINFORCE's of the token sum.
-    `gspo` has the geometric mean in the place of the product.
+    loss of the sequence; on policy its gradient is that of REINFORCE on the token sum.
+    `gspo` takes the geometric mean instead of the product.
 
     Args:
         policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats).
-        advantages: per token; alike in a sequence.
+        advantages: per token; the same within a sequence.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
         clip_low: in [0, 1].
         clip_high: >= 0.
 
@@ -437,10 +437,10 @@ def vespo(
     Args:
         policy_logprobs: log p (nats), differentiable.
         behavior_logprobs: log q (nats), the sampler's.
-        advantages: per token; alike in a sequence.
+        advantages: per token; the same within a sequence.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
-        k_positive: k >= 0 where A_t >= 0. All four defaults are the authors' code's.
+        segment_ids: int in [0, length], or None for one sequence per row.
+        k_positive: k >= 0 where A_t >= 0. All four defaults are from the authors' code.
         lambda_positive: lambda >= 0 where A_t >= 0.
         k_negative: k >= 0 where A_t < 0.
         lambda_negative: lambda >= 0 where A_t < 0.
@@ -484,7 +484,7 @@ def _clipped(
     clip_low: float,
     clip_high: float,
 ) -> Float[Array, "*shape"]:
-    """The pessimistic one of the plain and the clipped surrogate, negated."""
+    """Minus the smaller one of the plain and the clipped surrogate."""
     advantages = _constant(advantages, mask)
     clipped_ratio = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     return -jnp.minimum(ratio * advantages, clipped_ratio * advantages)

@@ -102,7 +102,7 @@ def sequence_ratio(
         policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats), held constant.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         float32; every token of a sequence gets the sequence's ratio.
@@ -132,7 +132,7 @@ def sequence_product_ratio(
         policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats), held constant.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         float32; every token of a sequence gets the sequence's ratio.
@@ -164,7 +164,7 @@ def gspo_token_ratio(
         policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats), held constant.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         float32; every token of a sequence gets the sequence's ratio.

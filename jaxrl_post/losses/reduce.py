@@ -1,9 +1,9 @@
-"""From per-token values to a loss, as (sum, count).
+"""Reduces per-token values to a loss, as (sum, count).
 
 The loss of a batch is the pooled `mean()`; the metrics of microbatches add up to the
-metric of the batch, so the loss does not depend on how rows were split. (A mean taken
-in each microbatch would, as in TRL's bnpo.) A sequence counts when at least one of its
-tokens does, so rows and segments that only fill space change nothing.
+metric of the batch, so the loss does not depend on how rows were split. (A mean per
+microbatch would depend on the split, as TRL's bnpo does.) A sequence counts if at least
+one of its tokens counts, so rows and segments of padding change nothing.
 
     token_mean                     verl token-mean, TRL dapo, NeMo RL's token level
     sequence_mean_of_token_mean    verl seq-mean-token-mean, TRL grpo, NeMo RL's
@@ -14,7 +14,7 @@ tokens does, so rows and segments that only fill space change nothing.
     token_sum                      verl token-sum, Tinker
 
 TRL's sequence means, and verl's when given `global_batch_size`, divide by all
-sequences, also those that have no token left: `with_denominator`.
+sequences, even those without a counted token; use `with_denominator` for that.
 """
 
 import jax
@@ -79,7 +79,7 @@ def sequence_mean_of_token_mean(
     Args:
         values: per token, any float dtype.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         (sum over sequences of the token mean, number of sequences).
@@ -103,12 +103,12 @@ def sequence_mean_of_token_sum(
     mask: Bool[Array, "*batch length"],
     segment_ids: Int[Array, "*batch length"] | None = None,
 ) -> Metric:
-    """Mean over sequences of each one's token sum, the log-likelihood's own weighting.
+    """Mean over sequences of each one's token sum, as in a log-likelihood.
 
     Args:
         values: per token, any float dtype.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         (sum over tokens, number of sequences).
@@ -131,15 +131,15 @@ def constant_denominator(
 ) -> Metric:
     """Mean over sequences of each one's token sum over a constant.
 
-    A sequence's weight does not depend on its length, which removes the preference of
-    the token mean for long wrong answers. TRL's constant is the maximum completion
-    length; verl's is the padded width unless it is fixed by hand, which makes the
-    loss depend on the batch.
+    The denominator does not depend on the sequence's length, which removes the
+    preference of a sequence's token mean for long wrong answers. TRL's constant is the
+    maximum completion length; verl's default is the padded width, which makes the loss
+    depend on the batch.
 
     Args:
         values: per token, any float dtype.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
         denominator: > 0, in tokens; the generation budget, for example.
 
     Returns:
@@ -170,17 +170,17 @@ def prompt_mean(
 ) -> Metric:
     """Mean over prompts of the token mean of each one's samples.
 
-    Every prompt weighs the same, whatever its samples' number and length; within it
-    every token does. This is DAPO's and CISPO's formula as printed, with the sum of the
-    group's lengths inside the expectation over prompts, where code takes `token_mean`.
+    Every prompt weighs the same, whatever the number and length of its samples; within
+    a prompt every token weighs the same. DAPO and CISPO print this formula, with the
+    group's summed length inside the expectation over prompts; code uses `token_mean`.
 
-    A token's share 1 / prompt_tokens is counted, and a prompt's shares add up to 1, so
-    that a prompt may be split over microbatches and devices.
+    Each token adds 1 / prompt_tokens to the count, so a prompt adds 1 in all, and may
+    be split over microbatches and devices.
 
     Args:
         values: per token, any float dtype.
         prompt_tokens: number of counted tokens of the token's prompt in the whole
-            batch, >= 1 where the mask is True; of `prompt_token_counts`.
+            batch, >= 1 where the mask is True; from `prompt_token_counts`.
         mask: bool, True where a token counts.
         segment_ids: int in [0, length], or None; padding tokens are not counted.
 
@@ -211,7 +211,7 @@ def prompt_token_counts(
     *,
     num_prompts: int,
 ) -> Int[Array, "*batch length"]:
-    """Gives every token the number of counted tokens of its prompt.
+    """Gives every token the number of counted tokens of its prompt, for `prompt_mean`.
 
     Args:
         prompt_ids: int in [0, num_prompts), of the whole batch, before it is split.
@@ -248,19 +248,19 @@ def token_sum(
     scale: float = 1.0,
     parts: int = 1,
 ) -> Metric:
-    """Sum over all counted tokens, divided by nothing: the batch's size is its weight.
+    """Sum over all counted tokens, without a denominator: larger batches weigh more.
 
-    The pooled count is 1, so each of the parts that a batch comes in counts for its
-    share of it. verl's scale is the number of data-parallel ranks, to undo the mean
-    that its gradients take over them; where gradients are summed, as here, it is 1.
+    The pooled count is 1: each of a batch's `parts` counts 1 / parts. verl sets `scale`
+    to the number of data-parallel ranks, because it averages gradients over ranks; here
+    gradients are summed, so the scale is 1.
 
     Args:
         values: per token, any float dtype.
         mask: bool, True where a token counts.
         segment_ids: int in [0, length], or None; padding tokens are not counted.
         scale: factor of the sum.
-        parts: >= 1; into how many microbatches and shards the batch is split, whose
-            metrics are going to be added up.
+        parts: >= 1; number of parts of the batch (microbatches, shards) whose metrics
+            are added up.
 
     Returns:
         (scale times the sum over tokens, 1 / parts).
@@ -285,17 +285,16 @@ def with_denominator(
     *,
     parts: int = 1,
 ) -> Metric:
-    """Divides by a number known in advance in place of what was counted.
+    """Replaces a metric's count by a denominator that is known in advance.
 
-    The pooled count is the right denominator wherever what counts is what is summed.
-    This is for the others: all sequences, also those that overlong filtering emptied;
-    or the tokens before a rejection.
+    Use it if the denominator includes items that are not summed: sequences that
+    overlong filtering emptied, for example, or tokens that a rejection removed.
 
     Args:
-        metric: of one of the reductions.
+        metric: from one of the reductions.
         denominator: > 0, of the whole batch; an array is not checked.
-        parts: >= 1; into how many microbatches and shards the batch is split, whose
-            metrics are going to be added up.
+        parts: >= 1; number of parts of the batch (microbatches, shards) whose metrics
+            are added up.
 
     Returns:
         (the metric's sum, denominator / parts).

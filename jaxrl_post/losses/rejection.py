@@ -1,18 +1,18 @@
-"""Which tokens or sequences are near enough to the sampler's policy to learn from.
+"""Masks that reject tokens or sequences too far from the sampler's policy.
 
-What is judged is per token: a weight proximal / behavior (`correction.token_weights`)
-or a divergence k(behavior, proximal) of `kl`. verl's rollout_rs calls these
+The input is per token: a weight proximal / behavior (`correction.token_weights`) or a
+divergence k(behavior, proximal) of `kl`. The names in verl's rollout_rs correspond to
 
     token_k1, token_k2, token_k3           reject_tokens of kl.k*(behavior, proximal)
     seq_mean_k*, seq_sum_k*, seq_max_k*    reject_sequences(..., statistic=)
 
-The result is the mask of what is kept. As the loss's mask it takes rejected tokens out
-of the denominator as well; jnp.where(keep, loss, 0) leaves them in it, as the weights
-of `correction` do.
+The result is the mask of the kept tokens. Used as the loss's mask, it removes rejected
+tokens from the denominator as well; jnp.where(keep, loss, 0) leaves them in the
+denominator, as the weights of `correction` do.
 
-Both bounds are themselves kept. A NaN at a counted token keeps its token, or its whole
-sequence: nothing can be said of it, and dropping it would hide it from the loss. A
-log-prob of -inf makes the divergences large and finite, so it is rejected.
+Both bounds are inclusive. A NaN at a counted token keeps the token, or its whole
+sequence, because dropping the token would hide the NaN from the loss. A log-prob of
+-inf makes the divergences large and finite, so its token is rejected.
 """
 
 from typing import Literal
@@ -40,8 +40,8 @@ def reject_tokens(
     Args:
         divergence: per token, a weight or an estimate of a divergence (nats).
         mask: bool, True where a token counts.
-        low: lower bound, itself kept.
-        high: upper bound, itself kept.
+        low: lower bound, inclusive.
+        high: upper bound, inclusive.
 
     Returns:
         bool; False where the mask is False.
@@ -73,16 +73,16 @@ def reject_sequences(
 ) -> Bool[Array, "*batch length"]:
     """Keeps the counted tokens of the sequences whose statistic lies in [low, high].
 
-    A sum grows with length and drops long sequences first; a mean does not see a single
-    bad token in a long one; a max sees nothing else.
+    A sum grows with length and drops long sequences first; a mean hides a single bad
+    token in a long sequence; a max depends on the worst token alone.
 
     Args:
         divergence: per token, a weight or an estimate of a divergence (nats).
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
         statistic: of the divergences of a sequence's counted tokens.
-        low: lower bound, itself kept.
-        high: upper bound, itself kept.
+        low: lower bound, inclusive.
+        high: upper bound, inclusive.
 
     Returns:
         bool; False where the mask is False and in the padding segment.
@@ -116,7 +116,7 @@ def reject_sequences(
 def _within(
     values: Float[Array, "*shape"], low: float, high: float
 ) -> Bool[Array, "*shape"]:
-    """Written so that NaN, which is neither below nor above, is within."""
+    """Whether values lie in [low, high]; NaN, neither below nor above, counts as in."""
     return ~((values < low) | (values > high))
 
 
@@ -125,7 +125,7 @@ def _sequence_max(
     mask: Bool[Array, "*batch length"],
     segment_ids: Int[Array, "*batch length"] | None,
 ) -> Float[Array, "*batch length"]:
-    """Gives every token its sequence's largest counted value; -inf where none is."""
+    """Gives every token its sequence's largest counted value; -inf if it has none."""
     mask = in_sequence(mask, segment_ids)
     kept = jnp.where(mask, values.astype(jnp.float32), -jnp.inf)
     if segment_ids is None:
@@ -134,7 +134,7 @@ def _sequence_max(
         )
 
     def one_row(row: Array, ids: Array) -> Array:
-        # A row of `length` tokens has at most that many segments, and the padding's.
+        # A row of `length` tokens has at most `length` segments, and padding.
         return jax.ops.segment_max(row, ids, num_segments=row.shape[-1] + 1)[ids]
 
     by_row = jnp.vectorize(one_row, signature="(length),(length)->(length)")

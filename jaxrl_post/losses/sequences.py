@@ -1,9 +1,9 @@
-"""Sums over the sequences of a row, in per-token broadcast form.
+"""Sums and means over the sequences of a row, broadcast to every token.
 
 A row holds one sequence (`segment_ids` is None) or several side by side: segment ids
 1.. number the row's sequences and 0 is padding, which is never counted. Every token
-gets its own sequence's number, so shapes stay [*batch, length] and packed rows give
-what unpacked rows give.
+gets its own sequence's result, so shapes stay [*batch, length] and packed rows give the
+same results as unpacked rows.
 """
 
 import jax
@@ -28,8 +28,8 @@ def counted(
 ) -> Float[Array, "*shape"]:
     """Returns `values` in float32 where the mask is True and 0 elsewhere.
 
-    Applied before any exp or product, it keeps -inf and NaN of uncounted tokens out of
-    the value and out of the gradient; a mask applied after would give 0 * inf = NaN.
+    Apply it before any exp or product: then -inf and NaN of uncounted tokens reach
+    neither value nor gradient. A mask applied after would give 0 * inf = NaN.
 
     Args:
         values: any shape, any float dtype.
@@ -48,7 +48,7 @@ def counted(
 def in_sequence(
     mask: Bool[Array, "*shape"], segment_ids: Int[Array, "*shape"] | None = None
 ) -> Bool[Array, "*shape"]:
-    """Takes the padding segment out of a mask.
+    """Removes the padding segment from a mask.
 
     Args:
         mask: bool, True where a token counts.
@@ -107,7 +107,7 @@ def sequence_mean(
         segment_ids: int [*batch, length] in [0, length], or None.
 
     Returns:
-        float32 [*batch, length]; 0 in a sequence that counts no token.
+        float32 [*batch, length]; 0 in a sequence without counted tokens.
 
     >>> values, mask = jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])
     >>> sequence_mean(values, mask).tolist()
@@ -148,15 +148,15 @@ def sequence_count(
 def segment_totals(
     values: Float[Array, "*batch length"], segment_ids: Int[Array, "*batch length"]
 ) -> Float[Array, "*batch segments"]:
-    """Sums each row by segment: one number a sequence instead of one a token.
+    """Sums each row by segment: one number per segment instead of one per token.
 
     Args:
-        values: [*batch, length], any float dtype, 0 where nothing counts (`counted`).
+        values: [*batch, length], any float dtype, 0 at uncounted tokens (`counted`).
         segment_ids: int [*batch, length] in [0, length].
 
     Returns:
-        float32 [*batch, length + 1]; entry s is the sum over the tokens of segment s,
-        of which a row of `length` tokens has at most that many.
+        float32 [*batch, length + 1]; entry s is the sum over the tokens of segment s.
+        A row of `length` tokens has at most `length` segments, and padding.
 
     >>> segment_totals(jnp.array([1.0, 2.0, 4.0]), jnp.array([1, 1, 2])).tolist()
     [0.0, 3.0, 4.0, 0.0]

@@ -1,8 +1,8 @@
 """Learning from tokens that older versions of the policy sampled.
 
 Every sampled token records the version of the parameters that sampled it. Its age is
-how many versions the trainer is ahead of it; within one sequence ages differ when
-parameters were swapped while it was being generated.
+the trainer's version minus this version; ages differ within a sequence if parameters
+were swapped during its generation.
 """
 
 from typing import Literal
@@ -32,7 +32,7 @@ def ages(
     current_version: Int[Array, ""] | int,
     mask: Bool[Array, "*shape"],
 ) -> Int[Array, "*shape"]:
-    """How many versions ago each token was sampled: current - version.
+    """Age of each token in versions: current - version.
 
     Args:
         versions: version of the parameters that sampled the token.
@@ -63,7 +63,7 @@ def within_staleness(
         versions: version of the parameters that sampled the token.
         current_version: version of the parameters being trained.
         mask: bool, True where a token counts.
-        max_age: >= 0, in versions; 0 keeps what the current version sampled.
+        max_age: >= 0, in versions; 0 keeps only tokens of the current version.
 
     Returns:
         bool; False where the mask is False.
@@ -108,7 +108,7 @@ def staleness_weights(
     """
     if not 0 < decay <= 1:
         raise ValueError(f"decay must be in (0, 1], got {decay}")
-    # A token from a later version than the current one is not worth more than 1.
+    # A token from a later version than the current one must not weigh more than 1.
     age = jnp.maximum(ages(versions, current_version, mask), 0)
     return jnp.power(decay, age.astype(jnp.float32))
 
@@ -124,7 +124,7 @@ def interpolated_proximal(
     policy_version: Int[Array, ""] | int,
     space: Literal["log", "linear"] = "log",
 ) -> Float[Array, "*shape"]:
-    """Guess of the proximal log-probs, between the sampler's and the policy's.
+    """Estimates the proximal log-probs between the sampler's and the policy's.
 
     a = clip((v_proximal - v_behavior) / (v_policy - v_behavior), 0, 1)
     log:     (1 - a) log behavior_t + a log p_t
@@ -139,16 +139,16 @@ def interpolated_proximal(
         policy_logprobs: log p (nats), of the policy being trained.
         behavior_versions: version of the parameters that sampled the token.
         mask: bool, True where a token counts.
-        proximal_version: version of the parameters to guess for.
+        proximal_version: version of the proximal parameters.
         policy_version: version of the parameters that gave `policy_logprobs`.
-        space: in which the guess is linear.
+        space: the space of the linear interpolation, log-probs or probabilities.
 
     Returns:
         float32 (nats), without gradient; 0 where the mask is False. -1e30 stands for
         -inf.
 
     Raises:
-        ValueError: there is no such space.
+        ValueError: `space` is neither of the two.
 
     References:
         Li, Wu and Shen, A-3PO, arXiv:2512.06547.
@@ -185,20 +185,20 @@ def capacity(
     batch_size: int,
     accepted: int,
 ) -> int:
-    """How many more rollouts may start now; none if it is 0 or less.
+    """Number of rollouts that may start now; none if it is 0 or less.
 
     min(concurrency - running,
         (staleness + version + 1) batch_size - (accepted + running))
 
-    The second bound: the n-th rollout ever begun, from 0, is in batch n // batch_size,
-    so begun at version v it will be n // batch_size - v versions old when trained on.
+    The second bound: the n-th rollout ever begun, from 0, is in batch n // batch_size.
+    If begun at version v, it is n // batch_size - v versions old when trained on.
 
     Args:
         concurrency: >= 1, rollouts that may run at once.
         running: >= 0, rollouts that run now.
         staleness: >= 0, largest age at which a rollout may be trained on (versions).
         version: >= 0, of the parameters, one more for each batch trained on.
-        batch_size: >= 1, rollouts a batch.
+        batch_size: >= 1, rollouts per batch.
         accepted: >= 0, rollouts finished and accepted since the start, used or not.
 
     Returns:

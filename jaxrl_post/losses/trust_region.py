@@ -1,12 +1,12 @@
-"""Trust regions on how far the policy may move from the one that drew the tokens.
+"""Trust regions that limit how far the policy moves from the sampler's policy.
 
-DPPO stops a token's update by a divergence between the two next-token distributions,
-where PPO's clip looks at the ratio of the one sampled token: a ratio of 2 is nothing at
-probability 1e-4 and everything at 0.5. Off-policy sequence masking drops whole bad
-sequences that the policy has left.
+DPPO stops a token's update if the two next-token distributions diverge too far. PPO's
+clip looks only at the sampled token's ratio: a ratio of 2 is a tiny change at
+probability 1e-4 and a huge one at 0.5. Off-policy sequence masking drops whole
+sequences of negative advantage that the policy has moved away from.
 
-Divergences are measured and not minimised: they carry no gradient. The masks say what
-may be updated; multiply the loss by them and keep reducing over all counted tokens.
+Divergences carry no gradient: they are measured, not minimised. The masks select the
+tokens to update; multiply the loss by a mask, and reduce over all counted tokens.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ __all__ = [
     "topk_tv",
 ]
 
-# The spacing of float32 below 1: a smaller remaining mass is rounding, and taken as it
-# is would make the divergence to a certain token infinite.
+# The spacing of float32 below 1. A smaller remaining mass is rounding error and would
+# make the divergence infinite for a token of probability 1.
 _LEAST_REST = 2.0**-24
 
 
@@ -73,8 +73,8 @@ def binary_kl(
     """KL(behavior || policy) of {the sampled token, all others}.
 
     q_t log(q_t / p_t) + (1 - q_t) log((1 - q_t) / (1 - p_t)), a lower bound of the KL
-    between the whole distributions. 1 - p and 1 - q are taken to be at least 2^-24, so
-    that tokens that float32 holds for certain give a finite divergence.
+    between the whole distributions. 1 - p and 1 - q are clamped to at least 2^-24, so
+    that tokens of probability 1 in float32 give a finite divergence.
 
     Args:
         policy_logprobs: log p (nats).
@@ -102,7 +102,7 @@ def topk_tv(
     behavior_logprobs: Float[Array, "*shape entries"],
     mask: Bool[Array, "*shape"],
 ) -> Float[Array, "*shape"]:
-    """Total variation between two distributions over some tokens and all the others.
+    """Total variation over some tokens, with all other tokens merged into one.
 
     1/2 (sum_j |p_j - q_j| + |(1 - sum_j p_j) - (1 - sum_j q_j)|)
 
@@ -135,7 +135,7 @@ def topk_kl(
     behavior_logprobs: Float[Array, "*shape entries"],
     mask: Bool[Array, "*shape"],
 ) -> Float[Array, "*shape"]:
-    """KL(behavior || policy) over some tokens and all the others as one.
+    """KL(behavior || policy) over some tokens, with all other tokens merged into one.
 
     sum_j q_j log(q_j / p_j) + q_rest log(q_rest / p_rest),  p_rest = 1 - sum_j p_j,
     with both rests at least 2^-24.
@@ -176,7 +176,7 @@ def dppo_mask(
     *,
     threshold: float,
 ) -> Bool[Array, "*shape"]:
-    """The tokens that DPPO updates: those whose update does not lead further out.
+    """Selects the tokens that DPPO updates: those that do not move further outside.
 
     False where divergence > threshold and A_t pushes the ratio away from 1, that is
     A_t > 0 and r_t > 1, or A_t < 0 and r_t < 1.
@@ -189,8 +189,7 @@ def dppo_mask(
         threshold: >= 0, in the divergence's unit.
 
     Returns:
-        bool; False where the mask is False. NaN compares as inside, so that its loss
-        shows.
+        bool; False where the mask is False. NaN counts as inside, so the loss shows it.
 
     Raises:
         ValueError: `threshold` is negative.
@@ -226,7 +225,7 @@ def dppo(
     """DPPO: the policy gradient inside a trust region of the policies' divergence.
 
     L_t = -M_t r_t A_t,  r_t = p_t / q_t,  M_t as in `dppo_mask`. The region is around
-    the sampler's policy, which takes the place of PPO's proximal one.
+    the sampler's policy; PPO's is around the proximal policy.
 
     Args:
         policy_logprobs: log p (nats), differentiable.
@@ -236,8 +235,8 @@ def dppo(
         divergence: takes the two log-probs and the mask: `binary_tv` or `binary_kl`;
             for `topk_tv` and `topk_kl` a closure over the arrays of the k tokens.
         threshold: >= 0, in the divergence's unit.
-        ratio_high: > 0, r_t's bound as a weight of the gradient, which it does not stop
-            (verl has 20); None for none but the e^20 of `ratios`.
+        ratio_high: > 0, upper bound of r_t as a weight; beyond it the gradient still
+            flows (verl has 20). None for only the bound e^20 of `ratios`.
 
     Returns:
         float32; 0 where the mask is False.
@@ -281,10 +280,10 @@ def opsm_keep(
     Args:
         advantages: of sequences or of tokens.
         mean_kl: mean over each sequence's tokens of log behavior - log policy (nats).
-        threshold: in nats a token.
+        threshold: in nats per token.
 
     Returns:
-        bool. NaN compares as inside, so that its loss shows.
+        bool. NaN counts as inside, so the loss shows it.
 
     References:
         DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.
@@ -306,18 +305,18 @@ def opsm_mask(
     *,
     threshold: float,
 ) -> Bool[Array, "*batch length"]:
-    """Off-policy sequence masking: drops bad sequences that the policy has left.
+    """Off-policy sequence masking: drops bad sequences that are far off-policy.
 
     M_t = 0 if A_t < 0 and mean_s(log q_s - log p_s) > delta over the sequence, else 1.
-    The policy learns from its own mistakes and not from those it would no longer make.
+    The policy learns from its own mistakes, not from those it would no longer make.
 
     Args:
         policy_logprobs: log p (nats).
         behavior_logprobs: log q (nats), the sampler's.
-        advantages: per token; the paper has one value a sequence.
+        advantages: per token; the paper has one value per sequence.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
-        threshold: in nats a token.
+        segment_ids: int in [0, length], or None for one sequence per row.
+        threshold: in nats per token.
 
     Returns:
         bool; False where the mask is False.

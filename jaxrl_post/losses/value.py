@@ -1,4 +1,4 @@
-"""Losses of value functions (critics), and how well they fit.
+"""Losses of value functions (critics), and metrics of their fit.
 
 The arrays are aligned with the tokens whose state they value; gradients flow through
 `values` alone.
@@ -24,17 +24,17 @@ def clipped_value_loss(
     *,
     value_clip: float | None,
 ) -> Float[Array, "*shape"]:
-    """Squared error of the value, not rewarded for moving far from the old value.
+    """Squared error of the value, clipped against moves far from the old value.
 
     L_t = 1/2 max((V_t - R_t)^2, (clip(V_t, old_t - c, old_t + c) - R_t)^2)
 
-    TRL, verl and OpenRLHF have the factor 1/2, and weigh the loss by a further
-    coefficient; baselines' PPO has it too.
+    TRL, verl, OpenRLHF and baselines' PPO have the factor 1/2, and weigh the loss by a
+    further coefficient.
 
     Args:
         values: V, differentiable, in the unit of the rewards.
         old_values: V at the start of the batch's updates; not read without a clip.
-        returns: R, what V should have been.
+        returns: R, the target of V.
         mask: bool, True where a token counts.
         value_clip: c > 0, in the unit of the rewards, or None for the plain squared
             error.
@@ -48,7 +48,7 @@ def clipped_value_loss(
     References:
         Schulman et al., Proximal Policy Optimization, arXiv:1707.06347 (without clip).
         Engstrom et al., Implementation Matters in Deep Policy Gradients,
-        arXiv:2005.12729 (the clip, which is the code's and not the paper's).
+        arXiv:2005.12729 (the clip, which is in PPO's code and not in its paper).
 
     >>> values, old, returns = jnp.array([2.0]), jnp.array([0.0]), jnp.array([3.0])
     >>> mask = jnp.array([True])
@@ -104,9 +104,9 @@ def explained_variance(
 ) -> Float[Array, ""]:
     """Share of the returns' variance that the values explain.
 
-    1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one, below 0 for
-    one that is worse than that. It is of the array that is given: the batch's is no
-    mean of its parts' (so it is no `Metric`).
+    1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one, below 0 for a
+    worse one. It is no `Metric`, because the value of a batch is not a mean over its
+    parts.
 
     Args:
         values: V.
@@ -157,7 +157,7 @@ def _variance(
 ) -> Float[Array, ""]:
     """Population variance of the counted values: exactly 0 where all are equal."""
     count = jnp.maximum(mask.sum(), 1).astype(jnp.float32)
-    # Measured from one of the values: equal values then have exactly their mean.
+    # Sum distances from the smallest value: equal values then give exactly 0.
     smallest = jnp.where(mask, values, jnp.inf).min(initial=jnp.inf)
     distance = counted(values - smallest, mask)
     mean = distance.sum() / count

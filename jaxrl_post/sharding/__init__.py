@@ -1,4 +1,4 @@
-"""Meshes, the logical axes that name dimensions, and the rules that join the two."""
+"""Meshes, logical axes that name dimensions, and rules that map axes to meshes."""
 
 from jaxrl_post.sharding.mesh import MeshError, create_mesh, parse_mesh
 from jaxrl_post.sharding.partition import (

@@ -1,11 +1,10 @@
-"""`dp4,tp8` to a `jax.sharding.Mesh`.
+"""Builds a `jax.sharding.Mesh` from a string such as `dp4,tp8`.
 
 Axes, outermost first: `dp` (data parallel, parameters replicated), `fsdp` (data
-parallel, parameters sharded), `ep` (the same, but experts stay whole and each device
-has its own) and `tp` (tensor parallel). The order in which a user
-writes them does not matter. Devices are laid out so that `tp`, which communicates in
-every layer, gets the fastest links, and `dp`, which communicates once a step, may span
-slow ones.
+parallel, parameters sharded), `ep` (like `fsdp`, but each device holds whole experts of
+its own) and `tp` (tensor parallel). The order in the string does not matter. Devices
+are laid out so that `tp`, which communicates in every layer, gets the fastest links;
+`dp`, which communicates once per step, may span slow ones.
 """
 
 from collections.abc import Sequence
@@ -26,10 +25,10 @@ def create_mesh(
 ) -> Mesh:
     """Builds the mesh that `spec` describes over `devices` (default: all).
 
-    The mesh always has every axis of `AXES`, so that one set of rules serves all.
+    The mesh always has every axis of `AXES`, so that one set of rules fits every mesh.
 
     Raises:
-        MeshError: as `parse_mesh`.
+        MeshError: see `parse_mesh`.
 
     >>> dict(create_mesh("tp1", jax.devices()[:1]).shape)
     {'dp': 1, 'fsdp': 1, 'ep': 1, 'tp': 1}

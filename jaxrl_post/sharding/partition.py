@@ -1,4 +1,4 @@
-"""Partition specs of arrays and trees from logical axes, rules and a mesh."""
+"""Computes shardings of arrays and trees from logical axes, rules and a mesh."""
 
 import math
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ __all__ = [
     "split_size",
 ]
 
-# Replicated instead of refused where the mesh does not divide it. A vocabulary's
-# size is a detail of a tokenizer, and key/value heads may be fewer than a node's
-# devices; every operation over them works either way.
+# Axes that are replicated, not refused, if the mesh does not divide them. A
+# vocabulary's size is a detail of a tokenizer, and key/value heads may be fewer than a
+# node's devices; every operation over them works split or whole.
 REPLICATE_WHEN_UNEVEN = ("vocab", "kv_heads")
 
 
@@ -37,14 +37,14 @@ def partition_spec(
 ) -> P:
     """Returns the PartitionSpec of an array whose dimensions have logical `axes`.
 
-    Mesh axes of size 1, or that the mesh lacks, are left out.
+    Mesh axes that have size 1 or are not in the mesh are left out.
 
     Args:
         shape: dimensions of the array.
         axes: a logical axis, or None, for each dimension.
         mesh: its axis sizes are used; the devices are not.
         rules: logical axis to mesh axes.
-        name: what to call the array in an error.
+        name: the array's name in error messages.
 
     Raises:
         MeshError: a dimension is not divisible by the mesh axes that split it.
@@ -69,9 +69,9 @@ def partition_spec(
 def dividing_axes(
     axis: str | None, size: int, mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES
 ) -> tuple[str, ...]:
-    """Mesh axes that split a dim of a size; none where they do not divide it.
+    """Returns the mesh axes that split a dimension of `size`, or () if it is uneven.
 
-    Such a dim is then whole on every device.
+    With () the dimension is whole on every device.
 
     >>> mesh = AbstractMesh((2, 4), ("dp", "tp"))
     >>> dividing_axes("batch", 6, mesh), dividing_axes("batch", 7, mesh)
@@ -84,7 +84,7 @@ def dividing_axes(
 def split_size(
     axis: str, mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES
 ) -> int:
-    """Into how many parts a mesh splits a logical axis.
+    """Returns the number of parts into which a mesh splits a logical axis.
 
     >>> from jaxrl_post.sharding import create_mesh
     >>> split_size("batch", create_mesh("dp1", jax.devices()[:1]))

@@ -1,4 +1,4 @@
-"""Sharding as data: which mesh axes split which logical axis."""
+"""Sharding rules: a table of the mesh axes that split each logical axis."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ MeshAxes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """A table from logical axis to mesh axes; hashable, so it may be static in jit.
+    """A table from logical axis to mesh axes; hashable, so it can be static in jit.
 
     Parameters and activations name each dimension by a logical axis. The rules say, in
     one place, over which axes of the mesh that dimension is split.
@@ -63,7 +63,7 @@ DEFAULT_RULES = Rules.of(
         "batch": ("dp", "fsdp", "ep"),
         "length": (),
         "hidden": (),
-        # Parameters, and the activations that they make.
+        # Parameters, and activations with the same dimensions.
         "vocab": ("tp",),
         "embed": ("fsdp", "ep"),
         "heads": ("tp",),
@@ -73,7 +73,7 @@ DEFAULT_RULES = Rules.of(
         "norm": (),
         "value": (),
         "rank": (),
-        # Experts. They are split over ep, so the rest of their dimensions is not.
+        # Experts. ep splits their number, so it cannot split their other dimensions.
         "experts": ("ep",),
         "expert_embed": ("fsdp",),
         "expert_ffn": ("tp",),

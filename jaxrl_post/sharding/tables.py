@@ -1,4 +1,4 @@
-"""How the rows of a vocabulary's table, and the gradient of it, lie on a mesh."""
+"""How a table [vocab, hidden] and its gradient are split over a mesh."""
 
 import math
 from typing import NamedTuple
@@ -16,13 +16,13 @@ __all__ = ["TableSplit"]
 
 
 class TableSplit(NamedTuple):
-    """Mesh axes inside a `shard_map` over the batch and a table [vocab, hidden].
+    """Mesh axes of a `shard_map` over the batch and a table [vocab, hidden].
 
     Attributes:
-        batch: that split the batch.
-        vocab: that split the table's rows.
-        scattered: of `batch`, those over which the table's gradient is split along the
-            hidden dimension, as the table itself is.
+        batch: axes that split the batch.
+        vocab: axes that split the table's rows.
+        scattered: axes of `batch` that also split the table, and so its gradient, along
+            the hidden dimension.
     """
 
     batch: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class TableSplit(NamedTuple):
         mesh: Mesh | AbstractMesh,
         rules: Rules,
     ) -> "TableSplit":
-        """The split of a table of a shape.
+        """Returns the split of a table of `shape`.
 
         >>> from jaxrl_post.sharding import DEFAULT_RULES
         >>> mesh = AbstractMesh((2, 2, 2), ("dp", "fsdp", "tp"))
@@ -46,7 +46,7 @@ class TableSplit(NamedTuple):
         """
         entry = partition_spec(shape[:1], ("vocab",), mesh, rules)[0]
         names = (entry,) if isinstance(entry, str) else entry or ()
-        # Devices along the batch's axes have other rows: there the table is gathered.
+        # Along the batch's axes every device needs all rows, so the table is gathered.
         vocab = tuple(axis for axis in names if axis not in batch)
         scattered = tuple(axis for axis in rules.mesh_axes("embed") if axis in batch)
         if shape[1] % math.prod(mesh.shape[axis] for axis in scattered):
@@ -55,19 +55,19 @@ class TableSplit(NamedTuple):
 
     @property
     def rows(self) -> P:
-        """Of the table as its rows are read: whole."""
+        """PartitionSpec of the table when it is read: whole rows, split over vocab."""
         return P(self.vocab)
 
     @property
     def gradient(self) -> P:
-        """Of what `total` returns."""
+        """PartitionSpec of the gradient that `total` returns."""
         return P(self.vocab, self.scattered)
 
     def total(self, gradient: Array) -> Array:
-        """The sum over the batch of a device's gradient of its rows; a part for each.
+        """Sums the devices' gradients of the table; each device keeps its own part.
 
-        A device keeps no more of it than of the table, and an all-reduce would move
-        twice as much.
+        A device's part is as large as its part of the table. An all-reduce would move
+        twice as much data.
         """
         if self.scattered:
             gradient = jax.lax.psum_scatter(
@@ -77,7 +77,7 @@ class TableSplit(NamedTuple):
         return jax.lax.psum(gradient, summed) if summed else gradient
 
     def first_row(self, rows: int) -> Array:
-        """Number of the first of this device's `rows` rows, int32."""
+        """Index of the first of this device's `rows` rows, int32."""
         if not self.vocab:
             return jnp.int32(0)
         return jax.lax.axis_index(self.vocab) * rows

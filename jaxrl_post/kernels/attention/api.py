@@ -1,4 +1,4 @@
-"""Validation and the choice of an implementation."""
+"""Attention: checks the arguments and calls an implementation."""
 
 import math
 from typing import Literal, get_args
@@ -13,7 +13,7 @@ __all__ = ["attention"]
 
 Implementation = Literal["reference", "xla"]
 
-# Queries per tile of the "xla" implementation; scores of one tile are in memory.
+# Queries per tile of the "xla" implementation, which holds one tile's scores at a time.
 QUERY_TILE = 512
 
 
@@ -36,33 +36,33 @@ def attention(
 
     A query sees the keys of its own segment whose position is not later than its own,
     and, with a window w, less than w before it. Query head h reads key/value head
-    h // (heads / kv_heads). Decoding is the case of one query a row over a cache.
+    h // (heads / kv_heads). Decoding has one query per row, over the cache's keys.
 
     Args:
         query: float, any dtype.
         key: the same dtype, in the cache's layout.
-        value: as `key`, of any width.
+        value: like `key`, but of any width.
         query_positions: int32 positions within the segment.
         kv_positions: int32 positions of the keys.
         query_segment_ids: int32, or None where each row is one sequence.
         kv_segment_ids: int32, None exactly where `query_segment_ids` is.
         window: tokens that a query looks back, itself included; None for all.
         scale: of the scores; default head_dim ** -0.5.
-        softcap: c in c tanh(scores / c), after the scale; None for none (Gemma 2,
+        softcap: c in c tanh(scores / c), after the scale; None for no cap (Gemma 2,
             arXiv:2408.00118).
-        sinks: a logit a query head that takes part in the softmax and adds nothing, so
-            that a head may look at no token (Xiao et al., arXiv:2309.17453).
+        sinks: one logit per query head, added to the softmax's denominator only, so
+            that a head may attend to no token (Xiao et al., arXiv:2309.17453).
         implementation: "xla" tiles the queries and recomputes scores in the backward
             pass, so that memory grows with keys x tile; "reference" holds all scores.
 
     Returns:
-        The attended values, in `query`'s dtype. A query that sees no key gets a mean of
-        all values, or with sinks next to nothing: callers mask it.
+        The attended values, in `query`'s dtype. A query that sees no key gets the mean
+        of all values (with sinks, almost 0): callers must mask it.
 
     Raises:
-        ValueError: heads is no multiple of kv_heads, one segment array is missing, the
-            window is empty, the softcap not positive, or there is no such
-            implementation.
+        ValueError: heads is not a multiple of kv_heads, one segment array is missing,
+            the window is empty, the softcap is not positive, or the implementation is
+            unknown.
 
     References:
         Ainslie et al., GQA, arXiv:2305.13245.
@@ -102,7 +102,7 @@ def attention(
 
 
 def _tiled(block, query: Array, positions: Array, segments: Array | None) -> Array:
-    """Applies `block` to one tile of queries after the other."""
+    """Applies `block` to the tiles of queries one after another."""
     queries = query.shape[1]
     num_tiles = math.ceil(queries / QUERY_TILE)
     padding = num_tiles * QUERY_TILE - queries

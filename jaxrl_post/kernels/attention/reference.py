@@ -1,4 +1,4 @@
-"""The definition, with all scores in memory."""
+"""Reference implementation of attention, with all scores in memory."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jaxrl_post.types import Array, Bool, Float
 
 __all__ = ["attend", "visible"]
 
-# Finite, so that a row that sees nothing gives numbers, not NaN.
+# Finite, so that a query that sees no key gives numbers, not NaN.
 MASKED = -1e30
 
 
@@ -18,7 +18,7 @@ def visible(
     kv_segment_ids: Array | None,
     window: int | None,
 ) -> Bool[Array, "batch queries keys"]:
-    """Which key each query sees: same segment, not later, within the window."""
+    """Mask of the keys that each query sees: same segment, not later, in the window."""
     distance = query_positions[:, :, None] - kv_positions[:, None, :]
     mask = distance >= 0
     if window is not None:
@@ -41,8 +41,8 @@ def attend(
 
     The queries of a group become one dimension, so that both products are plain batched
     matrix products: with more dimensions XLA's CPU backend takes twice as long for the
-    gradients. Batch and kv_heads stay two: a mesh may split each, and their product
-    would have to be gathered.
+    gradients. Batch and kv_heads stay separate: a mesh may split each, and a merged
+    dimension would have to be gathered.
     """
     batch, queries, heads, dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]

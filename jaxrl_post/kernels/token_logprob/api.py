@@ -50,17 +50,17 @@ def token_logprob(
         mask: rows to compute; the others give 0 and have no gradient. Default: all.
         temperature: > 0; divides the logits.
         softcap: > 0, c in c tanh(logits / c), before the temperature (Gemma 2,
-            arXiv:2408.00118); None for none.
-        vocab_size: rows of `unembedding` that are real; the rest is padding.
-        rules: with the mesh of `jax.set_mesh`, how batch and vocabulary are split.
+            arXiv:2408.00118); None for no cap.
+        vocab_size: number of real rows of `unembedding`; the rest is padding.
+        rules: how batch and vocabulary are split over the mesh of `jax.set_mesh`.
         implementation: "xla", or "reference", which holds all logits.
 
     Returns:
         Log-prob and entropy, float32 [batch, length], in nats.
 
     Raises:
-        ValueError: a temperature or softcap that is not positive, a bad
-            `vocab_size`, or no such implementation.
+        ValueError: the temperature or the softcap is not positive, `vocab_size` is out
+            of its range, or the implementation is unknown.
 
     >>> import jax.numpy as jnp
     >>> h, w = jnp.zeros((1, 2, 3)), jnp.ones((4, 3))
@@ -105,7 +105,7 @@ def _reference(
     softcap: float | None,
     vocab_size: int,
 ) -> TokenLogprob:
-    # Zeros before the product: 0 x NaN in the backward pass would be NaN.
+    # Mask before the product: 0 x NaN in the backward pass would be NaN.
     hidden = jnp.where(mask[..., None], hidden, 0)
     logits = jnp.einsum(
         "btd,vd->btv", hidden, unembedding, preferred_element_type=jnp.float32
@@ -118,12 +118,12 @@ def _reference(
 
 
 class _Plan(NamedTuple):
-    """What of one call is static.
+    """The static part of one call.
 
     Attributes:
-        layout: of the tiles.
-        split: of batch and vocabulary.
-        sharded: whether there is a mesh.
+        layout: tile size and the scaling of logits.
+        split: mesh axes that split batch and vocabulary.
+        sharded: whether there is a mesh of more than one device.
     """
 
     layout: xla.Layout

@@ -1,4 +1,4 @@
-"""The definition, from logits in memory."""
+"""Reference implementation of token log-prob and entropy, from logits in memory."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,12 @@ from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["MASKED", "TokenLogprob", "exponentials", "from_logits"]
 
-# Logit of a column that does not exist: finite, so that 0 * logit is 0 and never NaN.
+# Logit of a padding column: finite, so that 0 * logit is 0 and never NaN.
 MASKED = -1e30
 
 
 class TokenLogprob(NamedTuple):
-    """Both float32, in nats: log p(target) and the entropy of the distribution."""
+    """Log p(target) and the entropy of the distribution, float32, in nats."""
 
     logprob: Float[Array, "*batch"]
     entropy: Float[Array, "*batch"]
@@ -30,7 +30,7 @@ def from_logits(
     Args:
         logits: any float dtype; computed in float32.
         targets: int32 ids in [0, vocab).
-        temperature: > 0, one for all or one a row.
+        temperature: > 0, one for all or one per row.
 
     >>> import jax.numpy as jnp
     >>> from_logits(jnp.zeros((1, 4)), jnp.array([2])).entropy  # ln 4
@@ -41,17 +41,17 @@ def from_logits(
     _, normalizer = exponentials(scaled, axis=-1)
     target = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
     log_p = scaled - normalizer[..., None]
-    # Not normalizer - sum p z: at low entropy the two cancel to nothing but rounding.
+    # Not normalizer - sum p z: at low entropy the difference is only rounding error.
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
     return TokenLogprob(target - normalizer, entropy)
 
 
 def exponentials(scaled: Float[Array, "..."], *, axis: int) -> tuple[Array, Array]:
-    """exp(z - max z), which sampling draws from, and log sum exp z.
+    """Returns exp(z - max z), the weights for sampling, and log sum exp z.
 
     Args:
         scaled: float32 logits over their temperature.
-        axis: of the vocabulary; the second result has no such dimension.
+        axis: the vocabulary's axis, which the second result lacks.
     """
     top = jax.lax.stop_gradient(scaled.max(axis=axis, keepdims=True))
     weights = jnp.exp(scaled - top)

@@ -1,10 +1,9 @@
-"""Row tiles: logits of one tile are in memory at a time.
+"""Token log-prob and entropy by tiles of rows, with one tile of logits in memory.
 
-Rows that the mask leaves out cost nothing: the rows that count are gathered into tiles,
-and the number of tiles is decided at run time. Over a sharded vocabulary each device
-works on its own columns and the tiles' statistics are summed across `axes`. The forward
-pass leaves the logits of the first tile to the backward pass, which computes those of
-further tiles again.
+Masked rows cost nothing: the counted rows are gathered into tiles, and the number of
+tiles is decided at run time. Over a sharded vocabulary each device works on its own
+columns and the tiles' statistics are summed across `axes`. The forward pass saves the
+logits of the first tile for the backward pass, which recomputes those of the others.
 
 Backward, with p = softmax(z), z = h W^T / temperature, H the entropy, and g, e the
 cotangents of log-prob and entropy: dz = g (onehot - p) - e p (log p + H).
@@ -26,10 +25,10 @@ class Layout(NamedTuple):
 
     Attributes:
         tile: rows whose logits are in memory at a time.
-        vocab_size: columns that exist; those from there on are padding.
+        vocab_size: number of real columns; the columns after them are padding.
         temperature: divides the logits.
-        softcap: c in c tanh(logits / c), before the temperature; None for none.
-        axes: mesh axes over which the vocabulary is split, none where it is whole.
+        softcap: c in c tanh(logits / c), before the temperature; None for no cap.
+        axes: mesh axes over which the vocabulary is split, () if it is whole.
     """
 
     tile: int
@@ -40,12 +39,12 @@ class Layout(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the backward pass needs, float32.
+    """Forward results that the backward pass needs, float32.
 
     Attributes:
         normalizer: log sum exp of the logits, [rows].
         entropy: [rows].
-        logits: of the first tile, [tile, columns].
+        logits: logits of the first tile, [tile, columns].
     """
 
     normalizer: Array
@@ -56,7 +55,7 @@ class Residuals(NamedTuple):
 def forward(
     hidden: Array, weight: Array, targets: Array, mask: Array, layout: Layout
 ) -> tuple[Array, Array, Residuals]:
-    """Returns log-prob and entropy [rows] (0 where masked) and what backward needs."""
+    """Returns log-prob and entropy [rows] (0 where masked) and the residuals."""
     rows = hidden.shape[0]
     order, num_tiles = _tiles(mask, layout.tile)
 
@@ -90,7 +89,7 @@ def backward(
 ) -> tuple[Array, Array]:
     """Returns the gradients of hidden [rows, d] and weight [vocab, d], both float32.
 
-    Under a split vocabulary the first is this device's part of a sum.
+    With a split vocabulary the gradient of hidden must be summed over the devices.
     """
     order, num_tiles = _tiles(mask, layout.tile)
     by_row = (targets, residuals.normalizer, residuals.entropy, *cotangents)
@@ -98,11 +97,11 @@ def backward(
     _, first = _columns(weight, layout)
 
     def tile(index: Array, logits: Array) -> tuple[Array, Array, Array]:
-        """Rows of a tile, and what they give to the two gradients."""
+        """Returns a tile's row indices and its parts of the two gradients."""
         chosen = _tile(order, index, layout.tile)
         inputs = _take(hidden, chosen)
         target, normalizer, entropy, g, e = (_take(array, chosen) for array in by_row)
-        # Rows that fill up the last tile read zeros, also as g and e: no influence.
+        # Rows that pad the last tile read zeros, also for g and e, so they add nothing.
         log_p = logits - normalizer[:, None]
         spread = g[:, None] + e[:, None] * (log_p + entropy[:, None])
         d_logits = jnp.exp(log_p) * (-spread / layout.temperature)
@@ -112,7 +111,7 @@ def backward(
         )
         if layout.softcap is not None:
             capped = logits * (layout.temperature / layout.softcap)
-            # tanh' = 1 - tanh^2; a column that does not exist has no gradient anyway.
+            # tanh' = 1 - tanh^2; the gradient of a padding column is 0 already.
             d_logits = d_logits * (1.0 - jnp.square(jnp.clip(capped, -1.0, 1.0)))
         d_logits = d_logits.astype(weight.dtype)
         d_rows = jnp.einsum(
@@ -128,8 +127,8 @@ def backward(
         chosen, d_rows, d_weight = tile(index, _logits(inputs, weight, layout)[0])
         return carry[0].at[chosen].set(d_rows, mode="drop"), carry[1] + d_weight
 
-    # The first tile begins the sum: zeros of the size of the vocabulary to add it to
-    # would take longer to write than many a tile to compute.
+    # Start the sum with the first tile: writing zeros of the weight's size to add it to
+    # often takes longer than computing a tile.
     chosen, d_rows, d_weight = tile(jnp.int32(0), residuals.logits)
     d_hidden = jnp.zeros(hidden.shape, jnp.float32).at[chosen].set(d_rows, mode="drop")
     if hidden.shape[0] <= layout.tile:
@@ -138,9 +137,9 @@ def backward(
 
 
 def _tiles(mask: Array, tile: int) -> tuple[Array, Array]:
-    """Rows that count, in order, padded with an index out of range; number of tiles.
+    """Returns the counted rows, padded with an out-of-range index, and the tile count.
 
-    One tile at least: where no row counts, one is computed from zeros.
+    There is at least one tile; if no row counts, it is computed from zeros.
     """
     rows = mask.shape[0]
     count = mask.sum(dtype=jnp.int32)
@@ -154,12 +153,12 @@ def _tile(order: Array, index: Array, tile: int) -> Array:
 
 
 def _take(array: Array, chosen: Array) -> Array:
-    """Rows of `array`; an index out of range gives zeros."""
+    """Returns rows of `array`; an out-of-range index gives zeros."""
     return array.at[chosen].get(mode="fill", fill_value=0)
 
 
 def _columns(weight: Array, layout: Layout) -> tuple[int, Array]:
-    """Columns over all devices, padding included, and the id of the first one here."""
+    """Number of columns over all devices, with padding, and this device's first id."""
     columns, first = weight.shape[0], jnp.int32(0)
     if layout.axes:
         first = jax.lax.axis_index(layout.axes) * columns
@@ -168,13 +167,13 @@ def _columns(weight: Array, layout: Layout) -> tuple[int, Array]:
 
 
 def _here(local_targets: Array, columns: int) -> Array:
-    """Columns of this device; one that is out of range for those of another."""
+    """This device's column of each target; out of range if another device has it."""
     here = (local_targets >= 0) & (local_targets < columns)
     return jnp.where(here, local_targets, columns)
 
 
 def _logits(hidden: Array, weight: Array, layout: Layout) -> tuple[Array, Array]:
-    """Scaled float32 logits [tile, columns] and the id of the first column here."""
+    """Scaled float32 logits [tile, columns] and the id of the first local column."""
     product = jnp.einsum(
         "td,vd->tv", hidden, weight, preferred_element_type=jnp.float32
     )
@@ -205,7 +204,7 @@ def _statistics(
     if layout.axes:
         total, target = jax.lax.psum((total, target), layout.axes)
     normalizer = top + jnp.log(total)
-    # A pass of its own: two sums over the same exponentials would have XLA store them.
+    # A separate pass: for two sums over the same exponentials XLA would store them.
     log_p = logits - normalizer[:, None]
     entropy = -(jnp.exp(log_p) * log_p).sum(axis=-1)
     if layout.axes:

@@ -1,1 +1,1 @@
-"""Losses of whole answers: pairs of them, judged ones, and reward models."""
+"""Losses of whole answers: preference pairs, labelled answers, and reward models."""

@@ -1,12 +1,12 @@
-"""Preference losses that look at each response of a pair by itself, not at the margin.
+"""Preference losses of each response's own log-ratio, not of the pair's margin.
 
-DPO sees only the difference of the two log-ratios, so both likelihoods may fall as long
-as the rejected one falls faster. These losses anchor each response's log-ratio
+DPO depends only on the difference of the two log-ratios, so both likelihoods may fall
+as long as the rejected one falls faster. These losses anchor each response's log-ratio
 
     c = log(pi(y_c) / ref(y_c)),  r = log(pi(y_r) / ref(y_r))
 
-to a value of its own. Arrays are one value a pair, as of `preference.log_ratio`;
-gradients flow through both.
+to a value of its own. Arrays hold one value per pair, from `preference.log_ratio`;
+gradients flow through both log-ratios.
 """
 
 import jax
@@ -37,7 +37,7 @@ def apo_zero_loss(
 
     L = (1 - sigmoid(beta c)) + sigmoid(beta r)
 
-    For chosen responses that are better than what the model writes itself.
+    Use it if the chosen responses are better than the model's own.
 
     Args:
         chosen_log_ratio: c (nats), differentiable.
@@ -76,7 +76,7 @@ def apo_down_loss(
 
     L = sigmoid(beta c) + (1 - sigmoid(beta (c - r)))
 
-    For chosen responses that are worse than what the model writes itself.
+    Use it if the chosen responses are worse than the model's own.
 
     Args:
         chosen_log_ratio: c (nats), differentiable.
@@ -116,8 +116,8 @@ def bco_pair_loss(
 
     L = -log sigmoid(beta c) - log sigmoid(-beta r)
 
-    It bounds DPO's loss from above. The rewards are not shifted by their running mean,
-    as in TRL's bco_pair; KTO's reference point (`unpaired`) is such a shift.
+    It bounds DPO's loss from above. As in TRL's current bco_pair, the rewards are not
+    shifted by their running mean; KTO's reference point (`unpaired`) is such a shift.
 
     Args:
         chosen_log_ratio: c (nats), differentiable.
@@ -153,7 +153,7 @@ def nca_loss(
     *,
     beta: float,
 ) -> Float[Array, "*pairs"]:
-    """NCA on pairs: noise contrast that keeps the chosen likelihood from falling.
+    """NCA on pairs: a noise-contrastive loss that keeps up the chosen likelihood.
 
     L = -log sigmoid(beta c) - 1/2 log sigmoid(-beta c) - 1/2 log sigmoid(-beta r)
 

@@ -1,6 +1,6 @@
-"""More of DPO's margin: other margins, from whole batches, and other losses of it.
+"""Further margins of DPO, computed from whole batches, and further losses of a margin.
 
-Arrays, `valid` and results are those of `preference`: one value a pair. A margin goes
+Arrays, `valid` and results are those of `preference`: one value per pair. A margin goes
 into `preference.sigmoid_loss`, or into one of the losses here.
 """
 
@@ -25,15 +25,15 @@ def aot_margin(
     reference_rejected: Float[Array, "*pairs"],
     valid: Bool[Array, "*pairs"] | None = None,
 ) -> Float[Array, "*pairs"]:
-    """Margin of AOT for pairs: of the k-th smallest preferences, not of the k-th pair.
+    """AOT's margin for pairs, between sorted preferences of policy and reference.
 
     h_(k) = sort(log pi(y_c) - log pi(y_r))_k - sort(log ref(y_c) - log ref(y_r))_k
 
     The loss of these margins is 0 when the policy's distribution of preferences
     dominates the reference's at every quantile. TRL has it as "aot".
 
-    The k-th place that holds a pair gets h_(k). All pairs of the arrays are sorted
-    together: inside a microbatch or a shard_map those of that part alone.
+    The k-th slot that holds a pair gets h_(k). All pairs of the arrays are sorted
+    together; in a microbatch or a shard_map, only the pairs of that part.
 
     Args:
         policy_chosen: log pi(y_c) (nats), differentiable.
@@ -68,12 +68,12 @@ def aot_unpaired_margin(
     reference_rejected: Float[Array, "*pairs"],
     valid: Bool[Array, "*pairs"] | None = None,
 ) -> Float[Array, "*pairs"]:
-    """Margin of AOT for chosen and rejected responses that belong to no pairs.
+    """AOT's margin for chosen and rejected responses that are not paired.
 
     h_(k) = sort(log(pi(y_c) / ref(y_c)))_k - sort(log(pi(y_r) / ref(y_r)))_k
 
-    As `aot_margin`, with the distribution of the chosen log-ratios against that of the
-    rejected ones. TRL has it as "aot_unpaired", and had it as "aot_pair".
+    As `aot_margin`, but it compares the chosen log-ratios' distribution with that of
+    the rejected ones. TRL calls it "aot_unpaired", formerly "aot_pair".
 
     Args:
         policy_chosen: log pi(y_c) (nats), differentiable.
@@ -106,7 +106,7 @@ def discopop_loss(
     beta: float,
     tau: float = 0.05,
 ) -> Float[Array, "*pairs"]:
-    """DiscoPOP: from the logistic to the exponential loss as the margin grows.
+    """DiscoPOP: blends from the logistic to the exponential loss as the margin grows.
 
     L = (1 - s) (-log sigmoid(beta h)) + s e^(-beta h),  s = sigmoid(beta h / tau)
 
@@ -137,7 +137,7 @@ def discopop_loss(
         raise ValueError(f"tau must be > 0, got {tau}")
     scaled = beta * counted_pairs(margin, valid)
     logistic = jax.nn.sigmoid(-scaled / tau) * -jax.nn.log_sigmoid(scaled)
-    # s e^(-x) as one power: apart they are 0 and inf for a large negative margin.
+    # s e^(-x) as one power: for a large negative margin the factors are 0 and inf.
     exponent = jax.nn.log_sigmoid(scaled / tau) - scaled
     exponential = jnp.exp(jnp.minimum(exponent, MAX_LOG_RATIO))
     return counted_pairs(logistic + exponential, valid)
@@ -155,15 +155,15 @@ def exo_loss(
 
     L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),  q = sigmoid(beta h)
 
-    DPO is the forward KL of the same two distributions. A label without doubt, e = 0,
-    would make it infinite.
+    DPO is the forward KL of the same two distributions. With e = 0 the reverse KL would
+    be infinite.
 
     Args:
         margin: h (nats), differentiable.
         valid: bool, or None where every slot holds a pair.
         beta: > 0 (per nat).
-        label_smoothing: e in (0, 0.5), the chance that a label is wrong. 1e-3 is what
-            TRL takes for 0.
+        label_smoothing: e in (0, 0.5), the probability that a label is wrong. TRL
+            replaces 0 by 1e-3.
 
     Returns:
         float32, >= 0 up to rounding; 0 where `valid` is False.
@@ -195,12 +195,12 @@ def exo_loss(
 def _sorted(
     values: Float[Array, "*pairs"], valid: Bool[Array, "*pairs"] | None
 ) -> Float[Array, "*pairs"]:
-    """The k-th smallest valid value in the k-th valid place; NaN is the largest."""
+    """Puts the k-th smallest valid value into the k-th valid slot; NaN is largest."""
     flat = values.reshape(-1)
     if valid is None:
         return jnp.sort(flat).reshape(values.shape)
     counts = valid.reshape(-1)
-    # The last key sorts first: what is valid comes before what is not.
+    # lexsort's last key is the primary one: valid values come first.
     ascending = flat[jnp.lexsort((flat, ~counts))]
     places = jnp.maximum(jnp.cumsum(counts) - 1, 0)
     return jnp.where(valid, ascending[places].reshape(values.shape), 0.0)

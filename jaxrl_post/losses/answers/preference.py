@@ -2,17 +2,17 @@
 
 The arrays are [*pairs]: the log-probability (nats) of a whole response, summed over its
 tokens, or the mean over them where a name says so (`length_normalized`). A loss is one
-float32 value a pair, to be reduced by `metrics.masked`. `valid` is False where a slot
-holds no pair: the loss there is 0, and what stands there, NaN included, reaches neither
-value nor gradient. Gradients flow through the policy alone.
+float32 value per pair, to be reduced by `metrics.masked`. `valid` is False where a slot
+holds no pair: the loss there is 0, and values there, NaN included, reach neither value
+nor gradient. Gradients flow through the policy alone.
 
-DPO and its kin take the margin between the two responses' log-ratios to a reference:
+DPO and its variants take the margin between the responses' log-ratios to a reference:
 
     DPO    sigmoid_loss(log_ratio_margin(...), beta=0.1)
     IPO    ipo_loss(log_ratio_margin(...), beta=0.1)
     f-DPO  sigmoid_loss(alpha_divergence_margin(..., alpha=0.5), beta=0.1)
 
-A reference-free margin is the one to a reference of zeros.
+For a reference-free margin pass zeros as the reference.
 """
 
 import jax
@@ -127,7 +127,7 @@ def alpha_divergence_margin(
     *,
     alpha: float,
 ) -> Float[Array, "*pairs"]:
-    """Margin of f-DPO that keeps the policy near the reference by an alpha-divergence.
+    """Margin of f-DPO with an alpha-divergence between policy and reference.
 
     h = f'(u_c) - f'(u_r) with u = pi(y) / ref(y) and f'(u) = (1 - u^-alpha) / alpha
 
@@ -181,7 +181,7 @@ def jensen_shannon_margin(
     reference_rejected: Float[Array, "*pairs"],
     valid: Bool[Array, "*pairs"] | None = None,
 ) -> Float[Array, "*pairs"]:
-    """Margin of f-DPO that keeps the policy near the reference by Jensen-Shannon's.
+    """Margin of f-DPO with the Jensen-Shannon divergence of policy and reference.
 
     h = f'(u_c) - f'(u_r) with u = pi(y) / ref(y) and f'(u) = log(2 u / (1 + u))
 
@@ -218,8 +218,8 @@ def sigmoid_loss(
 ) -> Float[Array, "*pairs"]:
     """DPO: L = -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h).
 
-    With e > 0, the chance that a label is wrong, it is the conservative cDPO: its
-    minimum lies at the finite margin where sigmoid(beta h) = 1 - e.
+    With e > 0, the probability that a label is wrong, it is conservative DPO (cDPO),
+    whose minimum lies at the finite margin where sigmoid(beta h) = 1 - e.
 
     Args:
         margin: h (nats), differentiable.
@@ -261,8 +261,8 @@ def robust_loss(
 
     L = (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
 
-    Its mean over flipped labels is DPO's loss of the true ones. It is not bounded from
-    below: it falls without end as h grows.
+    Its mean over the flips of labels is DPO's loss with the true labels. For e > 0 it
+    is not bounded from below as h grows.
 
     Args:
         margin: h (nats), differentiable.
@@ -300,8 +300,7 @@ def hinge_loss(
 ) -> Float[Array, "*pairs"]:
     """Hinge on the margin: L = max(0, 1 - beta h).
 
-    SLiC-HF has it without a reference (a margin to zeros); the form with one is RSO's
-    and TRL's.
+    SLiC-HF uses it without a reference (pass zeros); RSO and TRL use it with one.
 
     Args:
         margin: h (nats), differentiable.
@@ -366,14 +365,14 @@ def ipo_loss(
 def length_normalized(
     logprobs: Float[Array, "*pairs"], lengths: Int[Array, "*pairs"]
 ) -> Float[Array, "*pairs"]:
-    """Mean log-prob a token, log pi(y) / |y|; of an empty response 0.
+    """Mean log-prob per token, log pi(y) / |y|; 0 for an empty response.
 
     Args:
         logprobs: log pi(y) (nats), summed over the response's tokens.
         lengths: int, the number of these tokens.
 
     Returns:
-        float32 (nats a token).
+        float32 (nats per token).
 
     >>> length_normalized(jnp.array([-6.0]), jnp.array([4])).tolist()
     [-1.5]
@@ -389,15 +388,15 @@ def wpo_weights(
 ) -> Float[Array, "*pairs"]:
     """WPO's weight of a pair: how likely the policy itself is to produce it.
 
-    w = min(1, e^(m_c + m_r)), m the mean log-prob a token; multiply any loss by it.
+    w = min(1, e^(m_c + m_r)), m the mean log-prob per token; multiply any loss by w.
 
     The paper's sampled alignment, which TRL has, also divides every token's probability
-    by sum_v p(v)^2 of its distribution p, its greedy alignment by max_v p(v); for
-    these, take m of the token log-probs minus the logarithm of that.
+    by sum_v p(v)^2 of its distribution p; its greedy alignment divides by max_v p(v).
+    For these, subtract the divisor's logarithm from each token's log-prob first.
 
     Args:
-        policy_chosen_mean: m_c (nats a token).
-        policy_rejected_mean: m_r (nats a token).
+        policy_chosen_mean: m_c (nats per token).
+        policy_rejected_mean: m_r (nats per token).
         valid: bool, or None where every slot holds a pair.
 
     Returns:
@@ -422,14 +421,14 @@ def accuracy(
 ) -> Metric:
     """Fraction of pairs with a positive margin; a margin of 0 counts half.
 
-    So it is 0.5 where the policy is the reference; TRL counts a tie as wrong.
+    It is 0.5 if the policy equals the reference; TRL counts a tie as wrong.
 
     Args:
-        margin: h, of any loss here, or a reward model's difference.
+        margin: h of any loss here, or the difference of a reward model's rewards.
         valid: bool, or None where every slot holds a pair.
 
     Returns:
-        (number of pairs, ties half, number of pairs).
+        (number of pairs with h > 0 plus half of the ties, number of pairs).
 
     >>> accuracy(jnp.array([2.0, -1.0, 0.0, 1.0])).mean().item()
     0.625
@@ -472,7 +471,7 @@ def implicit_reward(
     *,
     beta: float,
 ) -> Metric:
-    """Mean reward that the policy implies: beta log(pi(y) / ref(y)).
+    """Mean implicit reward of the policy: beta log(pi(y) / ref(y)).
 
     Args:
         policy_logprobs: log pi(y) (nats), of the chosen or of the rejected responses.
@@ -500,7 +499,7 @@ def _metric(
 
 
 def require_beta(beta: float) -> None:
-    """Refuses (ValueError) a scale of implicit rewards that is not positive."""
+    """Raises ValueError if the scale of implicit rewards is not positive."""
     if beta <= 0:
         raise ValueError(f"beta must be > 0, got {beta}")
 

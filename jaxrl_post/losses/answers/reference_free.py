@@ -1,7 +1,8 @@
 """Preference losses without a reference policy.
 
-Arrays, `valid` and results are those of `preference`: one value a pair. SimPO and ORPO
-act on the mean log-prob a token (`preference.length_normalized`), CPO on the sum.
+Arrays, `valid` and results are those of `preference`: one value per pair. SimPO and
+ORPO act on the mean log-prob per token (`preference.length_normalized`), CPO on the
+sum.
 """
 
 import jax
@@ -13,7 +14,7 @@ from jaxrl_post.types import Array, Bool, Float
 
 __all__ = ["cpo_loss", "orpo_loss", "simpo_loss"]
 
-# Of the probability 1 - 2^-23: nearer to 1, float32 cannot tell odds apart.
+# Log of the probability 1 - 2^-23; closer to 1, float32 cannot distinguish odds.
 _MAX_LOGPROB = -(2.0**-23)
 
 
@@ -32,8 +33,8 @@ def simpo_loss(
     L = -log sigmoid(beta (m_c - m_r) - gamma)
 
     Args:
-        policy_chosen_mean: m_c (nats a token), differentiable.
-        policy_rejected_mean: m_r (nats a token), differentiable.
+        policy_chosen_mean: m_c (nats per token), differentiable.
+        policy_rejected_mean: m_r (nats per token), differentiable.
         valid: bool, or None where every slot holds a pair.
         beta: > 0; 2 to 10 in the paper.
         target_margin: gamma >= 0, in the unit of beta m. TRL has gamma too; the
@@ -72,7 +73,7 @@ def cpo_loss(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> Float[Array, "*pairs"]:
-    """CPO's preference term: DPO whose reference is taken to be uniform.
+    """CPO's preference term: DPO with a uniform reference.
 
     L = -log sigmoid(beta (log pi(y_c) - log pi(y_r)))
 
@@ -113,12 +114,12 @@ def orpo_loss(
     L = -log sigmoid(log odds_c - log odds_r),  odds = e^m / (1 - e^m)
 
     The whole loss is the chosen response's negative log-likelihood plus lambda times
-    this term (TRL calls it beta). Probabilities above 1 - 2^-23 count as that, without
-    gradient, so that the odds stay finite.
+    this term (TRL calls lambda beta). Probabilities are clamped to at most 1 - 2^-23,
+    without gradient beyond, so that the odds stay finite.
 
     Args:
-        policy_chosen_mean: m_c (nats a token), differentiable.
-        policy_rejected_mean: m_r (nats a token), differentiable.
+        policy_chosen_mean: m_c (nats per token), differentiable.
+        policy_rejected_mean: m_r (nats per token), differentiable.
         valid: bool, or None where every slot holds a pair.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Training reward models, and choosing by their rewards.
+"""Losses of reward models, and best-of-n choice by their rewards.
 
 Pairs are [*pairs], the steps of a process reward model [*shape], the samples of one
-prompt [*groups, samples]. What stands where `valid` or the mask is False, NaN included,
-reaches neither value nor gradient.
+prompt [*groups, samples]. Values where `valid` or the mask is False, NaN included,
+reach neither value nor gradient.
 """
 
 import jax
@@ -29,15 +29,15 @@ def bradley_terry(
 
     L = -log sigmoid(c - r - target_margin) + centering (c + r)^2
 
-    The model fixes rewards up to a constant of the prompt; the second term takes the
-    one that centres them at 0.
+    The first term determines rewards up to a constant per prompt; the second term
+    centres them at 0.
 
     Args:
         chosen: reward c of the chosen response, differentiable.
         rejected: reward r of the rejected response, differentiable.
         valid: bool, or None where every slot holds a pair.
-        target_margin: by how much c should exceed r, larger for clearer preferences; an
-            array or one number for all.
+        target_margin: the amount by which c should exceed r, larger for clearer
+            preferences; an array or one number for all.
         centering: >= 0; TRL recommends 0.01.
 
     Returns:
@@ -74,7 +74,7 @@ def process_reward_loss(
     L = -y log sigmoid(x) - (1 - y) log sigmoid(-x)
 
     Args:
-        logits: x, of the step being right, differentiable.
+        logits: x, the logit that the step is right, differentiable.
         labels: y in [0, 1]: a verdict, or the fraction of continuations that succeed.
         mask: bool, True where a step is judged (at its last token, for example).
 
@@ -100,10 +100,10 @@ def best_of_n(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
 ) -> Int[Array, "*groups"]:
-    """Index of each group's best sample: the first of equals.
+    """Index of each group's best sample; ties go to the first.
 
     Args:
-        rewards: any float dtype; a NaN that counts is chosen, so that it shows.
+        rewards: any float dtype; a valid NaN is chosen, so that it stays visible.
         valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
@@ -116,7 +116,7 @@ def best_of_n(
         valid = jnp.ones(rewards.shape, bool)
     kept = jnp.where(valid, rewards.astype(jnp.float32), -jnp.inf)
     best = kept.max(axis=-1, keepdims=True)
-    # A valid reward of -inf equals what stands in the invalid places.
+    # Invalid slots hold -inf too, so a valid reward of -inf needs the mask.
     index = jnp.argmax(valid & ((kept == best) | jnp.isnan(kept)), axis=-1)
     return jnp.where(valid.any(axis=-1), index, -1).astype(jnp.int32)
 
@@ -132,7 +132,7 @@ def best_of_n_value(
 
     E[max] = sum_i C(i - 1, n - 1) / C(N, n) r_(i),  r_(1) <= ... <= r_(N)
 
-    the mean over all subsets of n. With rewards of 0 and 1 it is pass@n.
+    the mean of the maximum over all subsets of n. With rewards of 0 and 1 it is pass@n.
 
     Args:
         rewards: any float dtype.
@@ -140,7 +140,7 @@ def best_of_n_value(
         n: in [1, samples].
 
     Returns:
-        float32; 0 where fewer than n samples are valid, which nothing can estimate.
+        float32; 0 where fewer than n samples are valid: no unbiased estimate exists.
 
     Raises:
         ValueError: `n` is out of its range.
@@ -166,7 +166,7 @@ def best_of_n_value(
     kept = jnp.where(valid, rewards.astype(jnp.float32), -jnp.inf)
     descending = jnp.flip(jnp.sort(kept, axis=-1), axis=-1)
     count = valid.sum(axis=-1, keepdims=True).astype(jnp.float32)
-    # The share of subsets whose best is the one after `above` better ones:
+    # The share of subsets whose best sample is the one after `above` better ones:
     # C(N - 1 - above, n - 1) / C(N, n), as a running product that cannot overflow.
     above = jnp.arange(samples - 1, dtype=jnp.float32)
     left = jnp.maximum(count - 1 - above, 1.0)

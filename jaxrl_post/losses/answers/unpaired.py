@@ -28,8 +28,8 @@ def kto_reference_point(
 
     z = max(0, mean_i(log pi(y_j | x_i) - log ref(y_j | x_i))), j the next after i
 
-    Each prompt is paired with the response to another one, which takes one more forward
-    pass of both models but no sampling. The mean is over the array that is given: TRL
+    Each prompt is paired with the response to another prompt, which needs one more
+    forward pass of both models but no sampling. The mean is over the given array; TRL
     takes it over all devices, the paper over a microbatch.
 
     Args:
@@ -65,7 +65,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Float[Array, "*responses"]:
-    """KTO: the value, to a loss-averse human, of a response's log-ratio r over z.
+    """KTO: a loss-averse human's value of a response's log-ratio r relative to z.
 
     L = w_D (1 - sigmoid(beta (r - z)))  where the response is desirable,
         w_U (1 - sigmoid(beta (z - r)))  where it is not;  r = log(pi(y) / ref(y))
@@ -78,8 +78,8 @@ def kto_loss(
         valid: bool, or None where every slot holds a response.
         beta: > 0 (per nat).
         desirable_weight: w_D >= 0.
-        undesirable_weight: w_U >= 0. Where one label is rarer, weigh it up so that
-            both contribute about as much.
+        undesirable_weight: w_U >= 0. Give a rarer label a larger weight, so that both
+            labels contribute about equally.
 
     Returns:
         float32 in [0, w]; 0 where `valid` is False.

@@ -1,1 +1,1 @@
-"""From rewards to advantages: what a sample is credited with, or each of its tokens."""
+"""Turns rewards into advantages of samples or of their tokens."""

@@ -1,11 +1,11 @@
 """Advantages of samples relative to their group (the samples of one prompt).
 
 Rewards are [*groups, samples]. `valid` is False for samples that have no reward (a
-rollout that failed): they enter no statistic and their advantage is 0. A group of one
-valid sample has nothing to be compared with, so its advantage is 0 (as in NeMo RL and
-prime-rl); verl leaves the raw reward, which `single="raw"` gives. A group of equal
-rewards gives exactly 0. `baselines` has the estimators that need more than rewards, or
-that aim at something other than their mean.
+rollout that failed): they enter no statistic and their advantage is 0. A group with one
+valid sample has no comparison, so its advantage is 0 (as in NeMo RL and prime-rl); verl
+keeps the raw reward, as `single="raw"` does. A group of equal rewards gives exactly 0.
+`baselines` has the estimators that need more than rewards, or that optimise another
+goal than the mean reward.
 """
 
 from typing import Literal
@@ -33,7 +33,7 @@ def group_mean(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None = None,
 ) -> Float[Array, "*groups"]:
-    """Mean reward of each group; exactly the reward where all have the same.
+    """Mean reward of each group; exact if all rewards of a group are equal.
 
     Args:
         rewards: any float dtype.
@@ -242,7 +242,7 @@ def _with_single(
     valid: Bool[Array, "*groups samples"],
     single: str,
 ) -> Float[Array, "*groups samples"]:
-    """Advantages in which a group's only valid sample has what `single` says."""
+    """Applies `single` to the groups with only one valid sample."""
     if single not in ("zero", "raw"):
         raise ValueError(f"single must be 'zero' or 'raw', got {single!r}")
     if single == "zero":
@@ -254,7 +254,7 @@ def _float_and_valid(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None,
 ) -> tuple[Float[Array, "*groups samples"], Bool[Array, "*groups samples"]]:
-    """Rewards in float32, 0 where they are missing, and which are not."""
+    """Returns rewards in float32, 0 where they are missing, and the valid mask."""
     if valid is None:
         valid = jnp.ones(rewards.shape, bool)
     return counted(rewards, valid), valid
@@ -265,7 +265,7 @@ def _others(
 ) -> tuple[
     Float[Array, "*groups samples samples"], Bool[Array, "*groups samples samples"]
 ]:
-    """Rewards seen from each sample, and which of them are another valid sample's."""
+    """Returns the group's rewards for each sample, and a mask of the valid others."""
     samples = rewards.shape[-1]
     seen_from_each = (*rewards.shape, samples)
     everyone = jnp.broadcast_to(rewards[..., None, :], seen_from_each)
@@ -275,7 +275,7 @@ def _others(
 def _mean(
     values: Float[Array, "*batch n"], mask: Bool[Array, "*batch n"]
 ) -> Float[Array, "*batch 1"]:
-    """Mean over the last dim, exact for equal values; 0 where nothing is counted.
+    """Mean over the last dim, exact for equal values; 0 without counted values.
 
     The sum runs over the distances to the smallest value, because float32 sums of n
     equal numbers do not divide back to that number, and equal rewards must give 0.
@@ -297,8 +297,8 @@ def _std(
     freedom = jnp.maximum(mask.sum(axis=-1, keepdims=True) - ddof, 1)
     squares = jnp.square(deviation).sum(axis=-1, keepdims=True)
     variance = squares / freedom.astype(jnp.float32)
-    # sqrt has an infinite derivative at 0, which would meet a zero cotangent. Not
-    # `variance > 0`, which would hide a NaN.
+    # sqrt's derivative at 0 is infinite, and times a zero cotangent it is NaN. The test
+    # is not `variance > 0`, which would hide a NaN.
     equal = variance == 0
     return jnp.where(equal, 0.0, jnp.sqrt(jnp.where(equal, 1.0, variance)))
 
@@ -306,5 +306,5 @@ def _std(
 def _scaled(
     centred: Float[Array, "*batch n"], std: Float[Array, "*batch m"], epsilon: float
 ) -> Float[Array, "*batch n"]:
-    """Divides by std + epsilon, and leaves what has no spread as it is."""
+    """Divides by std + epsilon; leaves values unscaled where std is 0."""
     return centred / jnp.where(std == 0, 1.0, std + epsilon)

@@ -1,8 +1,8 @@
-"""Advantages from more than a group's rewards, or for more than their mean.
+"""Advantages that need more than rewards, or that optimise more than the mean reward.
 
 As in `advantages`: rewards are [*groups, samples], `valid` is False for samples that
 have no reward (they enter no statistic and get 0), and a group of one valid sample or
-of equal rewards gets exactly 0 unless the function says otherwise. None has a gradient.
+of equal rewards gets exactly 0 unless a function says otherwise. No gradient flows.
 """
 
 import jax
@@ -35,7 +35,7 @@ def remax(
 
     A_i = r_i - r(greedy)
 
-    The baseline is no sample of the group, so one sample a prompt is enough.
+    The baseline is not a sample of the group, so one sample per prompt is enough.
 
     Args:
         rewards: any float dtype.
@@ -66,8 +66,8 @@ def optimal_baseline(
 
     A_i = r_i - sum_j(l_j r_j) / sum_j(l_j)
 
-    The baseline of least variance, if a sequence's squared gradient norm grows as its
-    length.
+    This baseline has the least variance if a sequence's squared gradient norm is
+    proportional to its length.
 
     Args:
         rewards: any float dtype.
@@ -101,8 +101,8 @@ def max_rl(
 
     A_i = (r_i - mean(r)) / mean(r)
 
-    Climbs log p(success) and not p(success), so that a prompt weighs the more the
-    rarer its successes are.
+    It maximises log p(success) and not p(success), so prompts whose successes are rarer
+    weigh more.
 
     Args:
         rewards: >= 0, usually 0 or 1; any float dtype.
@@ -110,8 +110,7 @@ def max_rl(
 
     Returns:
         float32; 0 where `valid` is False and in a group whose mean is not positive: a
-        group without success says nothing, and a negative mean, which is no success
-        rate, would turn the sign around.
+        group without success has no signal, and a negative mean would flip the signs.
 
     References:
         Tajwar et al., Maximum Likelihood Reinforcement Learning, arXiv:2602.02710.
@@ -121,7 +120,7 @@ def max_rl(
     """
     rewards, valid = _constant(rewards, valid)
     mean = advantages.group_mean(rewards, valid)[..., None]
-    # Written so that NaN is not "not positive", and stays visible.
+    # NaN <= 0 is False, so a NaN stays visible.
     failed = mean <= 0
     centred = counted(rewards - mean, valid & ~failed)
     return centred / jnp.where(failed, 1.0, mean)
@@ -134,9 +133,9 @@ def pass_at_k(
     *,
     k: int,
 ) -> Float[Array, "*groups samples"]:
-    """Pass@k Training: the mean advantage of a sample over all sets of k it is in.
+    """Pass@k Training: a sample's mean advantage over all sets of k that contain it.
 
-    A set of k samples has reward 1 if one of them is correct. Of n samples, c correct,
+    A set of k samples has reward 1 if one of them is correct. For n samples, c correct,
     with R = 1 - C(n - c, k) / C(n, k) the mean over all sets and s = sqrt(R (1 - R)):
 
         correct     A = (1 - R) / s
@@ -166,7 +165,7 @@ def pass_at_k(
     correct, valid = _correct(rewards, valid)
     hit, miss = _draws(correct, valid, k)
     n, c = (x.sum(axis=-1, keepdims=True) for x in (valid.astype(jnp.float32), correct))
-    # == and not >, so that NaN is not "no spread", and stays visible.
+    # == and not >, so that NaN does not count as "no spread" and stays visible.
     no_spread = hit * miss == 0
     for_correct = jnp.sqrt(miss / jnp.where(no_spread, 1.0, hit))
     for_incorrect = -c / jnp.maximum(n - c, 1.0) * for_correct
@@ -183,13 +182,13 @@ def pass_at_k_estimate(
 ) -> Float[Array, "*groups"]:
     """Unbiased estimate of pass@k, the probability that one of k samples is correct.
 
-    1 - C(n - c, k) / C(n, k) of n samples, c correct
+    1 - C(n - c, k) / C(n, k) for n samples, c correct
 
     Args:
         rewards: a sample is correct where its reward is > 0.
         valid: bool, False where a sample has no reward; None means that all have one.
         k: in [1, samples]. A group with n < k valid samples has no unbiased estimate
-            and gets that of pass@n, which is lower.
+            and gets that of pass@n, which is at most pass@k.
 
     Returns:
         float32 in [0, 1]; 0 for a group without a valid sample.
@@ -216,11 +215,11 @@ def batch_scaled(
     epsilon: float = 1e-6,
     axis_name: AxisName | None = None,
 ) -> Float[Array, "*groups samples"]:
-    """Reward centred in its group and divided by the whole batch's deviation.
+    """Reward centred in its group and divided by the batch's standard deviation.
 
     A_i = (r_i - mean(r in the group)) / (std(r in the batch) + epsilon)
 
-    A group's own deviation (GRPO) is noisy, and blows up the groups that hardly vary.
+    A group's own deviation (GRPO) is noisy, and inflates groups that hardly vary.
     TRL has this as scale_rewards="batch", with epsilon 1e-4.
 
     Args:
@@ -270,17 +269,17 @@ def gdpo(
     A_i = S_i / sqrt(var(S) + epsilon^2)                         over the batch
     or, with epsilon outside of the root, S_i / (std(S) + epsilon), as TRL has it
 
-    Normalising the sum of the components instead (GRPO) makes different combinations
-    equal, and lets the component of the largest spread decide.
+    Normalising the sum of the components instead (GRPO) gives different combinations
+    the same advantage, and lets the component of the largest spread dominate.
 
     Args:
         rewards: any float dtype; a valid sample has all components.
         valid: bool, False where a sample has no reward; None means that all have one.
-        weights: one a component; None for 1 each.
+        weights: one per component; None for 1 each.
         ddof: the variances are sums of squares over n - ddof; 1 (sample) or 0.
         epsilon: >= 0; TRL has 1e-4.
-        epsilon_inside: whether epsilon stands under the batch's root, squared, or
-            beside it. It matters where the batch hardly varies.
+        epsilon_inside: True puts epsilon^2 under the batch's root, False adds epsilon
+            to the root. This matters if the batch hardly varies.
         axis_name: mesh axes over which the groups are split, inside `shard_map`.
 
     Returns:
@@ -316,8 +315,8 @@ def gdpo(
     scales = (1.0,) * components if weights is None else weights
     terms = [scale * part for scale, part in zip(scales, normalized, strict=True)]
     total = jnp.stack(terms).sum(axis=0)
-    # A group's S add up to 0, hence the batch's too: taking their mean away would only
-    # add its rounding error to the groups that must get 0.
+    # S sums to 0 in each group, so its mean over the batch is 0. Subtracting the
+    # computed mean would only add rounding error to groups that must get 0.
     if epsilon_inside:
         squared = epsilon**2
         return whitened(
@@ -332,7 +331,7 @@ def _constant(
     rewards: Float[Array, "*groups samples"],
     valid: Bool[Array, "*groups samples"] | None,
 ) -> tuple[Float[Array, "*groups samples"], Bool[Array, "*groups samples"]]:
-    """Rewards in float32 without gradient, 0 where missing, and which are not."""
+    """Returns float32 rewards without gradient, 0 where missing, and the valid mask."""
     if valid is None:
         valid = jnp.ones(rewards.shape, bool)
     return jax.lax.stop_gradient(counted(rewards, valid)), valid
@@ -353,11 +352,11 @@ def _draws(
     valid: Bool[Array, "*groups samples"],
     k: int,
 ) -> tuple[Float[Array, "*groups 1"], Float[Array, "*groups 1"]]:
-    """Probabilities that k samples drawn without replacement hit, and that they miss.
+    """Probabilities that k draws without replacement hit a correct sample, or miss all.
 
     miss = prod_{i<k} (n - c - i) / (n - i) = C(n - c, k) / C(n, k), and hit is the sum
     over i of the probability that draw i is the first to hit. Products and sums of
-    terms >= 0 keep their digits where 1 - miss and log-gamma would lose them.
+    terms >= 0 keep the digits that 1 - miss and log-gamma would lose.
     """
     samples = valid.shape[-1]
     if not 1 <= k <= samples:

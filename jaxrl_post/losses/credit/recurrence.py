@@ -1,4 +1,4 @@
-"""The reverse linear recurrence under every return: x_t = b_t + a_t x_{t+1}."""
+"""The reverse linear recurrence behind all returns: x_t = b_t + a_t x_{t+1}."""
 
 import math
 from typing import Literal
@@ -23,18 +23,18 @@ def reverse_linear_recurrence(
 ) -> Float[Array, "*batch length"]:
     """Solves x_t = b_t + a_t x_{t+1} along the last dim, with x = 0 beyond its end.
 
-    A coefficient of 0 starts anew: nothing comes past it, NaN included, and it has no
-    gradient. The methods agree up to rounding and differ in what T tokens a row cost:
+    A coefficient of 0 restarts the sum: no later value passes, not even NaN, and it has
+    no gradient. The methods agree up to rounding and differ in cost, for rows of T:
 
         serial        T dependent steps, one pass over the arrays
         associative   about 2 log2 T dependent steps, several passes
-        chunked       about 3 sqrt(T) dependent steps, two passes: the chunks of a row
-                      side by side, from 0; then the carries from chunk to chunk; then
-                      the chunks again, each from the carry that enters it
+        chunked       about 3 sqrt(T) dependent steps, two passes: all chunks of a row
+                      in parallel, each from 0; then the carries from chunk to chunk;
+                      then all chunks again, each from its carry
 
-    At 256 x 131072 two CPU cores take 0.18, 0.40 and 0.30 s (benchmarks/gae.py). Where
-    every dependent step costs a launch, as on a GPU, 131072 of them cost far more than
-    the arithmetic, and chunked avoids them in the fewest passes: hence the default.
+    At 256 x 131072 two CPU cores take 0.18, 0.40 and 0.30 s (benchmarks/gae.py). On a
+    GPU every dependent step costs a launch, so 131072 steps cost far more than the
+    arithmetic. The default, chunked, avoids them with the fewest passes.
 
     Args:
         coefficients: a, any float dtype.
@@ -71,8 +71,8 @@ def reverse_linear_recurrence(
 
 
 def _serial(a: Array, b: Array) -> Array:
-    # Time comes first, because a scan slices its leading dim; four steps a loop turn
-    # take a third off the time on a CPU.
+    # Time comes first, because a scan slices its leading dim. unroll=4 saves a third of
+    # the time on a CPU.
     a, b = jnp.moveaxis(a, -1, 0), jnp.moveaxis(b, -1, 0)
     x = jax.lax.scan(_keep, jnp.zeros_like(b[0]), (a, b), reverse=True, unroll=4)[1]
     return jnp.moveaxis(x, 0, -1)
@@ -114,11 +114,11 @@ def _keep(x: Array, here: tuple[Array, Array]) -> tuple[Array, Array]:
 def _summarise(
     carry: tuple[Array, Array], here: tuple[Array, Array]
 ) -> tuple[tuple[Array, Array], None]:
-    """What a chunk does to the value that enters it: total + product * value."""
+    """Composes a chunk's map of its entering value x: total + product * x."""
     (total, product), (a, b) = carry, here
     return (_step(a, b, total), a * product), None
 
 
 def _step(a: Array, b: Array, later: Array) -> Array:
-    # 0 * NaN is NaN, and one sequence's must not reach another.
+    # 0 * NaN is NaN, and a NaN of one sequence must not reach another.
     return b + jnp.where(a == 0, 0.0, a * later)

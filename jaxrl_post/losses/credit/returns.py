@@ -1,9 +1,9 @@
 """Returns and advantages along a sequence, by one reverse recurrence each.
 
-A sequence's states are its counted tokens. What lies between them (a tool's output,
-another speaker) is not the policy's: "next" is the sequence's next counted token, and
-rewards and values at uncounted tokens are ignored. Nothing crosses from one sequence of
-a packed row to another. Results are constants: they carry no gradient.
+A sequence's states are its counted tokens. The policy did not produce the tokens
+between them (a tool's output, another speaker): "next" is the sequence's next counted
+token, and rewards and values at uncounted tokens are ignored. Nothing crosses from one
+sequence of a packed row to another. Results carry no gradient.
 """
 
 from typing import Literal
@@ -37,12 +37,12 @@ def at_last_token(
     mask: Bool[Array, "*batch length"],
     segment_ids: Int[Array, "*batch length"] | None = None,
 ) -> Float[Array, "*batch length"]:
-    """Keeps what stands at each sequence's last counted token: a terminal reward.
+    """Keeps only the value at each sequence's last counted token: a terminal reward.
 
     Args:
         values: a sequence's reward at each of its tokens, any float dtype.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         float32, without gradient; 0 everywhere else.
@@ -78,20 +78,19 @@ def gae(
 
     Between counted tokens, "carry" (verl, NeMo RL, AReaL) takes V and A of the next
     counted token as they are. "zero" (OpenRLHF) makes each uncounted token between two
-    counted ones a state of value 0 and reward 0, through which V does not pass and A is
-    discounted.
+    counted ones a state of value 0 and reward 0: V does not pass this state, and A is
+    discounted at it.
 
     Args:
-        rewards: per token; `at_last_token` places a sequence's own.
-        values_before: V_t, what the critic expects from token t on, before t is
-            sampled.
+        rewards: per token; `at_last_token` places a sequence's reward.
+        values_before: V_t, the critic's value before token t is sampled.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
         gamma: in [0, 1].
         lambda_: in [0, 1], or one per token (`length_adaptive_lambda`), read at counted
             tokens; a state of value 0 takes that of the next counted token.
-        bootstrap: value of the state after a sequence's last counted token, read there,
-            for sequences that were cut off; None for 0, sequences that ended.
+        bootstrap: value of the state after a sequence's last counted token, read at
+            that token, for sequences that were cut off; None for 0 (all ended).
         gaps: "carry" or "zero".
         method: of `reverse_linear_recurrence`.
 
@@ -142,13 +141,13 @@ def lambda_returns(
 ) -> Float[Array, "*batch length"]:
     """Targets of the critic from `gae`'s advantages: G_t = A_t + V_t.
 
-    With the advantages' own lambda this is TD(lambda). Decoupled GAE (VC-PPO) trains
-    the critic on another lambda than the policy, usually 1: call `gae` twice, and give
-    this the advantages taken with the critic's.
+    These are the TD(lambda) targets for the advantages' lambda. Decoupled GAE (VC-PPO)
+    uses another lambda for the critic than for the policy, usually 1: call `gae` twice,
+    and pass the advantages of the critic's lambda here.
 
     Args:
         advantages: per token, from `gae`.
-        values_before: V_t, the same as there.
+        values_before: V_t, as passed to `gae`.
         mask: bool, True where a token counts.
 
     Returns:
@@ -178,7 +177,7 @@ def length_adaptive_lambda(
 
     Args:
         mask: bool, True where a token counts; l is their number in the sequence.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
         alpha: > 0; 0.05 in VAPO.
 
     Returns:
@@ -208,14 +207,14 @@ def discounted_returns(
     gamma: float,
     method: Method = "chunked",
 ) -> Float[Array, "*batch length"]:
-    """Discounted sum of what follows: G_t = r_t + gamma G_next.
+    """Discounted sum of the rewards from each token on: G_t = r_t + gamma G_next.
 
     Uncounted tokens between counted ones do not discount.
 
     Args:
-        rewards: per token; `at_last_token` places a sequence's own.
+        rewards: per token; `at_last_token` places a sequence's reward.
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
         gamma: in [0, 1].
         method: of `reverse_linear_recurrence`.
 
@@ -254,18 +253,18 @@ def reinforce_plus_plus(
 
     A_t = (G_t - mean(G)) / sqrt(var(G) + epsilon)
 
-    The variant with baseline needs no function of its own: `group_centered` rewards,
-    one at each token of its sequence, `whitened`.
+    The variant with a baseline has no function here: apply `whitened` to
+    `group_centered` rewards, repeated at every token of their sequences.
 
     Args:
         rewards: per token, with the KL penalty inside (`shaping.kl_shaped_rewards`).
         mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence a row.
+        segment_ids: int in [0, length], or None for one sequence per row.
         gamma: in [0, 1].
         ddof: see `whitening.whitened`.
         epsilon: >= 0, in squared units of the rewards.
         axis_name: mesh axes over which the rows are split, inside `shard_map`.
-        moments: of the returns of the whole batch, when this is a piece of it.
+        moments: moments of the whole batch's returns, if this is a piece of the batch.
 
     Returns:
         float32, without gradient; 0 where the mask is False.
@@ -305,13 +304,13 @@ def process_normalized(
     Args:
         step_rewards: a step's reward where the step ends; ignored elsewhere.
         step_ends: bool, True at the last counted token of each step.
-        mask: bool, True where a token counts. One sample a row.
+        mask: bool, True where a token counts. One sample per row.
         ddof: see `advantages.group_normalized`.
         epsilon: >= 0, in the unit of the rewards.
 
     Returns:
-        float32, without gradient; 0 where the mask is False, and in a group that has
-        one step in all.
+        float32, without gradient; 0 where the mask is False, and in a group with only
+        one step.
 
     Raises:
         ValueError: `ddof` is neither 0 nor 1, or `epsilon` is negative.
@@ -343,10 +342,10 @@ def turn_returns(
     *,
     gamma: float,
 ) -> Float[Array, "*batch turns"]:
-    """Returns discounted by the turn and not by the token: G_k = r_k + gamma G_{k+1}.
+    """Returns discounted per turn and not per token: G_k = r_k + gamma G_{k+1}.
 
     Args:
-        turn_rewards: one a turn, any float dtype.
+        turn_rewards: one per turn, any float dtype.
         turn_mask: bool, True where there is a turn.
         gamma: in [0, 1].
 
@@ -371,8 +370,8 @@ def spread_turns(
     """Gives every token the value of its turn.
 
     Args:
-        values: one a turn, any float dtype.
-        turn_ids: in [0, turns]; 0 for tokens of no turn, 1 for those of the first.
+        values: one per turn, any float dtype.
+        turn_ids: in [0, turns]; 0 for tokens of no turn, 1 for the first turn's.
 
     Returns:
         float32; 0 for tokens of no turn, NaN for a turn that does not exist.
@@ -393,10 +392,10 @@ def _over_states(
     followed: Bool[Array, "*batch length"],
     method: Method,
 ) -> Float[Array, "*batch length"]:
-    """x_t = b_t + decay_t x_next over a sequence's states; the others pass x through.
+    """x_t = b_t + decay_t x_next over a sequence's states; other tokens pass x through.
 
-    A sequence's last state takes nothing from beyond, so what others pass through from
-    the next sequence of the row ends there.
+    A sequence's last state ignores x_next, so the x of the row's next sequence, which
+    other tokens pass through, ends there.
     """
     through = jnp.where(states, jnp.where(followed, decay, 0.0), 1.0)
     return reverse_linear_recurrence(
@@ -422,7 +421,7 @@ def _at_next_counted(
     mask: Bool[Array, "*batch length"],
     method: Method,
 ) -> Float[Array, "*batch length"]:
-    """Each position's next counted value in the row; 0 where there is none."""
+    """The next counted value in the row after each position; 0 if there is none."""
     # A recurrence and not a gather, which is slow on a TPU.
     through = jnp.where(mask, 0.0, 1.0)
     here_or_next = reverse_linear_recurrence(

@@ -1,7 +1,7 @@
-"""Terms that are added to a reward before advantages are taken.
+"""Terms that are added to a reward before advantages are computed.
 
-Penalties are <= 0 and added, never subtracted. Dynamic sampling (DAPO) must look at the
-reward before it is shaped: a length penalty makes unequal what the task found equal.
+Penalties are <= 0 and added, never subtracted. Dynamic sampling (DAPO) must use the
+rewards before shaping, because a length penalty makes equal rewards differ.
 """
 
 from typing import Literal
@@ -30,7 +30,7 @@ def overlong_penalty(
     -penalty max(0, length - (max_length - buffer)) / buffer
 
     It is 0 up to max_length - buffer and -penalty at max_length. Beyond, "capped" stays
-    there (DAPO's equation; OpenRLHF, TRL) and "uncapped" keeps falling (NeMo RL, verl).
+    constant (DAPO's equation; OpenRLHF, TRL); "uncapped" keeps falling (NeMo RL, verl).
 
     Args:
         lengths: of the completions, in tokens (never in characters).
@@ -79,9 +79,9 @@ def repetition_penalty(
 
     -max_penalty (1 - distinct n-grams / n-grams)
 
-    An n-gram is n counted tokens side by side. Distinct ones are counted by sorting, so
-    the number is exact. One sequence a row. (Open-R1 writes `max_penalty` as a negative
-    number and counts words.)
+    An n-gram is n counted tokens side by side. Sorting makes the number of distinct
+    n-grams exact. Each row holds one sequence. (Open-R1 writes `max_penalty` as a
+    negative number and counts words.)
 
     Args:
         tokens: int ids.
@@ -116,8 +116,8 @@ def repetition_penalty(
 
     whole = jnp.stack(shifted(mask)).all(axis=0)
     total = whole.sum(axis=-1)
-    # Whole n-grams come first, equal ones side by side: a distinct one is where the
-    # n-gram differs from the one before it.
+    # The sort puts counted n-grams first and equal ones side by side: a distinct one
+    # starts where an n-gram differs from the one before it.
     order = jax.lax.sort(
         [(~whole).astype(jnp.int32), *shifted(tokens)], num_keys=ngram + 1
     )
@@ -140,13 +140,13 @@ def kl_shaped_rewards(
 ) -> Float[Array, "*batch length"]:
     """Per-token rewards minus a KL penalty: r_t - beta kl_t.
 
-    As in PPO for language models, where it stands for a KL term in the loss; use one of
-    the two. The estimator is the caller's: `kl.k1` is unbiased, and its zero gradient
-    does not matter here, because a reward is a constant.
+    PPO for language models uses this penalty instead of a KL term in the loss; use only
+    one of the two. The caller chooses the estimator: `kl.k1` is unbiased, and its zero
+    expected gradient does not matter here, because a reward is a constant.
 
     Args:
-        rewards: per token; `returns.at_last_token` places a sequence's own.
-        kl: per token, in nats; one of `losses.kl`.
+        rewards: per token; `returns.at_last_token` places a sequence's reward.
+        kl: per token, in nats; from one of `losses.kl`.
         mask: bool, True where a token counts.
         kl_coefficient: beta >= 0, in the unit of the rewards per nat.
 

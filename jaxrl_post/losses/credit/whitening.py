@@ -1,4 +1,4 @@
-"""Zero mean and unit variance over everything counted, exactly, however it is split."""
+"""Whitens values to mean 0 and variance 1, exactly for any split of the batch."""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ AxisName = str | tuple[str, ...]
 class Moments:
     """Count, mean and sum of squared deviations of a set of values.
 
-    Adding two pools their sets, so a batch that comes in pieces is whitened as a whole:
-    first the moments of every piece, added up, then `whitened(..., moments=)` on each.
+    Adding two pools their sets, so that a batch in pieces can be whitened as a whole:
+    add up the moments of all pieces, then call `whitened(..., moments=)` on each.
 
     Attributes:
         count: float32 scalar, number of values.
-        mean: float32 scalar; 0 of no values.
+        mean: float32 scalar; 0 without values.
         m2: float32 scalar, sum of (value - mean)^2.
 
     References:
@@ -49,7 +49,7 @@ class Moments:
         *,
         axis_name: AxisName | None = None,
     ) -> "Moments":
-        """Takes the moments of the counted values.
+        """Computes the moments of the counted values.
 
         Args:
             values: any float dtype.
@@ -61,8 +61,8 @@ class Moments:
         count, total = _pooled((mask.sum().astype(jnp.float32), kept.sum()), axis_name)
         size = jnp.maximum(count, 1.0)
         rough = total / size
-        # Around the rough mean the sums are small and keep their digits: equal values
-        # get themselves as mean, which total / size misses by rounding.
+        # Sums of deviations from the rough mean are small and keep their digits: the
+        # mean of equal values is then exact, while total / size has rounding error.
         offset = counted(kept - rough, mask)
         first, second = _pooled((offset.sum(), jnp.square(offset).sum()), axis_name)
         m2 = second - jnp.square(first) / size
@@ -79,7 +79,7 @@ class Moments:
         )
 
     def variance(self, ddof: int = 1) -> Float[Array, ""]:
-        """Sum of squared deviations over count - ddof; 0 of no more than ddof values.
+        """Sum of squared deviations over count - ddof; 0 for at most ddof values.
 
         Args:
             ddof: 1 (sample) or 0 (population).
@@ -103,7 +103,7 @@ def whitened(
     axis_name: AxisName | None = None,
     moments: Moments | None = None,
 ) -> Float[Array, "*shape"]:
-    """Values with the mean of the counted ones removed, over their standard deviation.
+    """Subtracts the mean of the counted values, divides by their standard deviation.
 
     w = (v - mean(v)) / sqrt(var(v) + epsilon)
 
@@ -119,8 +119,7 @@ def whitened(
         ddof: the variance is the sum of squares over n - ddof; 1 (sample) or 0.
         epsilon: >= 0, in the squared unit of the values.
         axis_name: mesh axes over which the values are split, inside `shard_map`.
-        moments: whiten by these and not by the values' own; None for the values' own.
-            Held constant.
+        moments: moments to whiten by, held constant; None for the values' own.
 
     Returns:
         float32, without gradient; 0 where the mask is False.
