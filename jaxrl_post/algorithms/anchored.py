@@ -1,6 +1,6 @@
-"""Preference losses beyond DPO's: anchored, distributional, discovered.
+"""Preference losses other than DPO's: anchored, distributional, or found by search.
 
-Each is a docstring and one composition; `pairs` says how a batch of pairs is packed.
+Each function is one composition; `pairs` describes how a batch of pairs is packed.
 """
 
 from collections.abc import Callable
@@ -116,7 +116,7 @@ def nca(*, beta: float = 0.01) -> PreferenceAlgorithm:
 
 
 def sppo(*, beta: float = 0.001) -> PreferenceAlgorithm:
-    """Self-Play Preference Optimization with hard labels, the step on given pairs.
+    """Self-Play Preference Optimization with hard labels, its step on given pairs.
 
     Args:
         beta: > 0; see `losses.anchored.sppo_loss`. The authors' models have 1 / 1000.
@@ -138,7 +138,7 @@ def sppo(*, beta: float = 0.001) -> PreferenceAlgorithm:
 
 
 def discopop(*, beta: float = 0.05, tau: float = 0.05) -> PreferenceAlgorithm:
-    """DiscoPOP, the loss that a language model found: log-ratio modulated.
+    """DiscoPOP, the log-ratio modulated loss that a language model discovered.
 
     Args:
         beta: > 0; see `losses.margins.discopop_loss`.
@@ -166,7 +166,7 @@ def discopop(*, beta: float = 0.05, tau: float = 0.05) -> PreferenceAlgorithm:
 
 
 def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3) -> PreferenceAlgorithm:
-    """Efficient Exact Optimization on pairs: DPO's KL the other way round.
+    """Efficient Exact Optimization on pairs: DPO with the reverse of its KL.
 
     Args:
         beta: > 0; see `losses.margins.exo_loss`.
@@ -196,10 +196,10 @@ def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3) -> PreferenceAlgori
 
 
 def aot(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorithm:
-    """Alignment via Optimal Transport, of pairs: quantile against quantile.
+    """Alignment via Optimal Transport of pairs, which compares quantiles.
 
-    The pairs of a microbatch are sorted together, so that unlike with other losses a
-    step depends on how it is split into microbatches.
+    The pairs of a microbatch are sorted together. Unlike with other losses, the result
+    of a step therefore depends on its split into microbatches.
 
     Args:
         beta: > 0; see `losses.preference.sigmoid_loss`.
@@ -226,7 +226,7 @@ def aot_unpaired(
 ) -> PreferenceAlgorithm:
     """Alignment via Optimal Transport, of chosen against rejected answers.
 
-    As `aot`, but which rejected answer belongs to which chosen one does not matter.
+    As `aot`, but the pairing of chosen and rejected answers does not matter.
 
     Args:
         beta: > 0; see `losses.preference.sigmoid_loss`.

@@ -1,4 +1,4 @@
-"""An algorithm from its parts."""
+"""Builds a policy-gradient algorithm from its parts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,16 +30,16 @@ __all__ = ["SharedOptions", "compose", "raise_early"]
 
 
 class SharedOptions(TypedDict, total=False):
-    """Keyword arguments that every policy-gradient algorithm hands on to `compose`.
+    """Keyword arguments that every policy-gradient algorithm passes on to `compose`.
 
     Attributes:
-        kl_coefficient: >= 0, weight of the KL to the reference policy in the loss, 0
-            without it.
-        kl_estimator: `kl.k2`, `kl.k3` (without it) or `kl.k3_plus`.
-        correction: of what sampler and trainer disagree on, one of
-            `algorithms.corrections`; None for none, `truncated_tokens()` without it.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards, 0
-            without it.
+        kl_coefficient: >= 0, weight of the KL to the reference policy in the loss;
+            default 0.
+        kl_estimator: `kl.k2`, `kl.k3` (default) or `kl.k3_plus`.
+        correction: correction of the mismatch between sampler and trainer, one of
+            `algorithms.corrections`; None for none; default `truncated_tokens()`.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards;
+            default 0.
 
     >>> from jaxrl_post.algorithms import dapo
     >>> shared = SharedOptions(kl_coefficient=0.01, correction=None)
@@ -91,28 +91,27 @@ def compose(
         kl_estimator: (policy_logprobs, reference_logprobs, mask) to values per token;
             `kl.k2`, `kl.k3`, `kl.k3_plus`, or a `functools.partial` of one with clamps.
         correction: (proximal_logprobs, behavior_logprobs, mask, segment_ids) to a
-            `Corrected`, for what sampler and trainer disagree on; one of
+            `Corrected`, for the mismatch between sampler and trainer; one of
             `algorithms.corrections`, or None for none.
-        anchor: whose log-probs `policy_loss` gets beside the policy's. "behavior" are
-            the sampler's: the policy loss's ratio then is the correction as well.
+        anchor: whose log-probs `policy_loss` gets besides the policy's. "behavior" are
+            the sampler's: the policy loss's ratio is then the correction as well.
         entropy_coefficient: weight of the policy's entropy, which the loss then rewards
             (> 0) or punishes (< 0).
-        token_choice: (entropy, mask) to the tokens that keep their policy loss, such as
-            `entropy.entropy_quantile_mask`; the others' is 0, and they still count in
-            the mean. None for all.
+        token_choice: (entropy, mask) to the mask of tokens that keep their policy loss,
+            such as `entropy.entropy_quantile_mask`; the policy loss of other tokens is
+            0, but they count in the mean. None keeps all.
         reads: as `Algorithm.reads`.
-        accept_k1_loss: take `kl.k1` as the loss's estimator although its expected
-            gradient is zero, to reproduce a run that did.
+        accept_k1_loss: allows `kl.k1` as the loss's estimator although its expected
+            gradient is zero, to reproduce a run that used it.
 
     Returns:
         The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range, `kl_estimator` is `kl.k1` and
-            `accept_k1_loss` False, or there is a correction beside the anchor
-            "behavior".
-            The objective raises it when it needs reference log-probs or an entropy and
-            has none.
+            `accept_k1_loss` False, or a correction is given with anchor "behavior".
+            The objective raises it if reference log-probs or the entropy are needed but
+            missing.
 
     verl's GRPO, for example, is the mean over tokens with clamps in the KL:
 
@@ -261,8 +260,8 @@ def _require_entropy(
 def raise_early(algorithm: Algorithm) -> None:
     """Traces the algorithm on one token, so that bad hyperparameters raise here.
 
-    Each part checks its own when it is called, which would be at the first train step,
-    after a model was loaded and a batch sampled. Tracing computes nothing.
+    Otherwise they would raise at the first train step, after a model was loaded and a
+    batch sampled: each part checks its own when called. Tracing computes nothing.
     """
 
     def one_token() -> None:
@@ -296,7 +295,7 @@ def raise_early(algorithm: Algorithm) -> None:
 
 
 def _inputs(algorithm: Algorithm, zeros: Array, valid: Array) -> tuple[Array, ...]:
-    """What `advantages` takes, for one sample of one group."""
+    """The arguments of `advantages`, for one sample of one group."""
     match algorithm.reads:
         case "components":
             return zeros[..., None], valid

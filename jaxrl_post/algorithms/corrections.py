@@ -1,7 +1,7 @@
-"""What to do about tokens on whose probability sampler and trainer disagree.
+"""Corrections for tokens whose probability differs between sampler and trainer.
 
-Each function returns a `Correction` for `compose`. Of the weights w = proximal /
-behavior, of a token or (the product of its tokens') of a sequence:
+Each function returns a `Correction` for `compose`, made from the weight w = proximal /
+behavior of a token, or of a sequence (the product of its tokens' weights):
 
     truncated_tokens, truncated_sequences    min(w, cap)
     icepop, icepop_sequences                 w inside [low, high], else 0
@@ -13,10 +13,10 @@ behavior, of a token or (the product of its tokens') of a sequence:
 A weight of 0 leaves the token in the loss's denominator. (verl's rejection takes it out
 of the mask, and so of the denominator.)
 
-Metrics, of all: correction/weight, as applied; correction/truncated_fraction, of the
-tokens whose weight was lowered or set to 0; correction/ess, the effective sample size
-in a sequence; correction/chi_square, of the weights before, over tokens, or over
-sequences where the weights are sequences'.
+All report the metrics correction/weight, the applied weight;
+correction/truncated_fraction, the fraction of tokens whose weight was lowered or set to
+0; correction/ess, the effective sample size per sequence; and correction/chi_square of
+the raw weights, over tokens, or over sequences for sequence weights.
 """
 
 from collections.abc import Callable
@@ -78,8 +78,8 @@ def truncated_tokens(*, cap: float = 2.0) -> Correction:
 def truncated_sequences(*, cap: float = 2.0) -> Correction:
     """Truncated importance sampling of whole sequences.
 
-    Unbiased up to the cap, where a token's weight alone ignores that the prefix is the
-    sampler's too; the product's variance grows with the length.
+    The weights are unbiased up to the cap, while a token's weight ignores that its
+    prefix is the sampler's too. The product's variance grows with the length.
 
     Args:
         cap: > 0.
@@ -101,7 +101,7 @@ def truncated_sequences(*, cap: float = 2.0) -> Correction:
 
 
 def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
-    """IcePop: a token counts by its weight, or not at all where that is extreme.
+    """IcePop: a token keeps its weight, or gets 0 where the weight is extreme.
 
     Args:
         low: 0 <= low <= high.
@@ -147,8 +147,8 @@ def icepop_sequences(*, low: float = 0.0, high: float = 3.0) -> Correction:
 def masked_sequences(*, low: float, high: float, cap: float = 2.0) -> Correction:
     """Truncated token weights, without the sequences whose mean weight is extreme.
 
-    The geometric mean of a sequence's weights does not grow with its length. The bounds
-    in use are close to 1, 0.999 and 1.002 for example.
+    The geometric mean of a sequence's weights does not grow with its length. Usual
+    bounds are close to 1, 0.999 and 1.002 for example.
 
     Args:
         low: 0 <= low <= high, of the geometric mean.
@@ -273,7 +273,7 @@ def rejected_sequences(
 
 
 def _of_tokens(weigh: Weigh) -> Correction:
-    """The correction that weighs tokens by a function of their raw weights."""
+    """Builds a correction that weighs tokens by a function of their raw weights."""
 
     def corrected(
         proximal_logprobs: PerToken,
@@ -292,7 +292,7 @@ def _of_tokens(weigh: Weigh) -> Correction:
 
 
 def _of_sequences(weigh: Weigh) -> Correction:
-    """The correction that weighs sequences by a function of their raw weights."""
+    """Builds a correction that weighs sequences by a function of their raw weights."""
 
     def corrected(
         proximal_logprobs: PerToken,
@@ -314,7 +314,7 @@ def _of_sequences(weigh: Weigh) -> Correction:
 def _metrics(
     raw: PerToken, weights: PerToken, mask: Mask, segment_ids: SegmentIds
 ) -> dict[str, Metric]:
-    # Raw weights are positive, so whatever was truncated or dropped is less than it.
+    # Raw weights are positive, so truncated and dropped weights are below them.
     lowered = (weights < raw).astype(jnp.float32)
     return {
         "correction/weight": masked(weights, mask),

@@ -1,7 +1,7 @@
-"""What other frameworks compute under these names, choice by choice.
+"""GRPO, Dr. GRPO and CISPO as other frameworks compute them.
 
-A `Framework` is a row of a table. `grpo`, `dr_grpo` and `cispo` compose from it what
-the framework computes, so that a run there can be continued, or doubted, here:
+A `Framework` is a row of the table below. `grpo`, `dr_grpo` and `cispo` compose from it
+the framework's algorithm, so that the framework's runs can be continued or checked:
 
              epsilon  alone  KL (k3)   dual clip  sampler's mismatch
     VERL     1e-6     raw    <= 10     3          -
@@ -11,9 +11,9 @@ the framework computes, so that a run there can be continued, or doubted, here:
 
 "Alone" is the advantage of a group's only sample; OpenRLHF refuses such groups. The
 mean is over all tokens unless another reduction is given. All take the sample standard
-deviation (n - 1), NeMo RL of the group's other samples, whose mean is its baseline too;
-where these do not vary (always so in a group of two) its advantage is not scaled. A
-ratio's logarithm is clamped to +-20 here, as in verl, whatever the framework does.
+deviation (n - 1). NeMo RL takes it and the baseline from the group's other samples, and
+does not scale the advantage if these do not vary (always so in a group of two). All log
+ratios are clamped to +-20 here, as in verl, even if the framework does not.
 
 What the frameworks call these options:
 
@@ -25,10 +25,10 @@ What the frameworks call these options:
              token_level_loss (reduction), use_importance_sampling_correction
     OPENRLHF eps_clip_low_high, init_kl_coef, enable_vllm_is_correction
 
-Where a framework divides by all sequences, and where by those that count a token, is
-told in `losses.reduce`. What is not part of an `Algorithm` is a keyword there: the
-values across tokens that the policy did not produce are `returns.gae(gaps=)`, the
-overlong penalty's bound is `shaping.overlong_penalty(bound=)`.
+`losses.reduce` says which frameworks divide by all sequences, and which by those with a
+counted token. Choices outside an `Algorithm` are keywords of the losses:
+`returns.gae(gaps=)` for values across tokens that the policy did not produce, and
+`shaping.overlong_penalty(bound=)` for the overlong penalty's bound.
 
 References:
     verl, verl/trainer/ppo/core_algos.py, https://github.com/volcengine/verl.
@@ -66,8 +66,8 @@ __all__ = [
     "trl_grpo",
 ]
 
-# verl and NeMo RL clamp the log-ratio to +-20 and the result to +-10, OpenRLHF the
-# result alone: beyond a log-ratio of 20 the result is beyond 10, so they are the same.
+# verl and NeMo RL clamp the log-ratio to +-20 and the result to +-10. OpenRLHF clamps
+# the result alone, which is the same: at a log-ratio of +-20 the result exceeds 10.
 CLAMPED_K3: KlEstimator = partial(kl.k3, max_log_ratio=20.0, max_value=10.0)
 PLAIN_K3: KlEstimator = partial(kl.k3, max_log_ratio=None)
 
@@ -75,15 +75,15 @@ type Advantages = Callable[..., Float[Array, "groups samples"]]
 
 
 class Framework(NamedTuple):
-    """What a framework takes where nobody says otherwise.
+    """A framework's defaults.
 
     Attributes:
-        name: of the framework, for messages.
+        name: the framework's name, for messages.
         normalized: advantages over their group's standard deviation.
         shared: KL, correction and entropy.
-        centered: advantages of its Dr. GRPO; None without one.
-        dual_clip: of its clipped surrogate; None for none.
-        ratio_bounds: of its CISPO; None without one.
+        centered: advantages of its Dr. GRPO; None if it has no Dr. GRPO.
+        dual_clip: dual clip of its clipped surrogate; None for none.
+        ratio_bounds: bounds of its CISPO; None if it has no CISPO.
     """
 
     name: str
@@ -184,8 +184,8 @@ def dr_grpo(
     Args:
         framework: one of this module.
         denominator: > 0, in tokens; TRL's max_completion_length, verl's
-            loss_scale_factor, for which verl takes the padded width of the batch's
-            responses where nobody sets it.
+            loss_scale_factor, whose default in verl is the padded width of the batch's
+            responses.
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         dual_clip: > 1; None for the framework's own.
@@ -224,8 +224,8 @@ def cispo(
 
     Args:
         framework: one of this module.
-        ratio_low: in [0, 1], bound of the ratio; verl's 1 - clip_ratio_low, of which
-            TRL has none (0). None for the framework's own.
+        ratio_low: in [0, 1], bound of the ratio; verl's 1 - clip_ratio_low; TRL has no
+            lower bound (0). None for the framework's own.
         ratio_high: >= 1, bound of the ratio; verl's 1 + clip_ratio_high, TRL's
             epsilon_high. None for the framework's own.
         **shared: see `SharedOptions`; they override the framework's own.
@@ -269,24 +269,24 @@ def trl_grpo(
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        dual_clip: > 1 + clip_high, below which TRL's would also cut the clip's own
+        dual_clip: > 1 + clip_high, because a smaller one would cut into TRL's clip
             range; None for none.
         ratio_level: TRL's importance_sampling_level.
-        threshold: in nats per token; TRL's off_policy_mask_threshold, of the KL from the
-            proximal policy. TRL measures from the sampler, which is the same where
+        threshold: in nats per token; TRL's off_policy_mask_threshold, of the KL from
+            the proximal policy. TRL measures from the sampler, which is the same if
             sampler and trainer agree. None for no mask.
         quantile: in [0, 1], share of the tokens of lowest entropy that get no policy
             loss; 1 minus TRL's top_entropy_quantile. They still count in the mean.
         reduction: `reduce.sequence_mean_of_token_mean` for loss_type grpo.
-        **shared: see `SharedOptions`, in the place of TRL's own.
+        **shared: see `SharedOptions`; they override TRL's own.
 
     Returns:
         The algorithm.
 
     Raises:
-        ValueError: a hyperparameter is out of its range; there is a dual clip of
-            sequences; or an entropy coefficient with another reduction than the mean
-            over tokens, which TRL takes of the entropy whatever the loss type is.
+        ValueError: a hyperparameter is out of its range; a dual clip is given with
+            sequence ratios; or an entropy coefficient with a reduction other than the
+            mean over tokens, which TRL uses for the entropy with every loss type.
 
     >>> trl_grpo(ratio_level="sequence", kl_coefficient=0.04).needs_reference
     True

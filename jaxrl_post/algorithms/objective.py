@@ -1,9 +1,9 @@
 """The contract between an algorithm and a train step.
 
 An `Algorithm` is a few pure functions. `advantages` turns the rewards of groups into
-one number a sample, before the batch is packed. `credit`, where there is one, turns
-those numbers into one a token, once the batch is packed and scored. `objective` turns
-the model's predictions and a `TokenBatch` into a loss and metrics; the train step
+one advantage per sample, before the batch is packed. `credit`, which is optional, turns
+these into one advantage per token, after the batch is packed and scored. `objective`
+turns the model's predictions and a `TokenBatch` into a loss and metrics; the train step
 differentiates `loss.sum` on each microbatch, adds the gradients, and divides by the
 pooled `loss.count`.
 """
@@ -40,22 +40,22 @@ type Divergence = Callable[
 
 
 class Predictions(NamedTuple):
-    """What a model says about the tokens of a batch, differentiable; [rows, length].
+    """A model's differentiable outputs for the tokens of a batch; [rows, length].
 
     Attributes:
         logprobs: float32 log-probs (nats) of the tokens where the loss mask is True, 0
-            elsewhere; None of a model without a vocabulary.
-        entropy: float32, of the distributions from which they come (nats); None where
-            nobody computed it.
-        values_after: float32, what the value head says after each token; None without
-            one. What a critic says before token t is `values_after` of token t - 1
-            (`TokenBatch.values_before`).
-        divergence: float32, of a teacher's distribution of each token from the model's
-            (nats), without `logprobs`; None without a teacher.
+            elsewhere; None if the model has no vocabulary, or with `divergence`.
+        entropy: float32, entropy of each token's distribution (nats); None if it was
+            not computed.
+        values_after: float32, the value head's output after each token; None without a
+            value head. The critic's value before token t (`TokenBatch.values_before`)
+            is `values_after` of token t - 1.
+        divergence: float32, divergence between a teacher's and the model's distribution
+            of each token (nats), given instead of `logprobs`; None without a teacher.
         teacher_entropy: float32, of the teacher's distributions (nats).
-        regularizer: float32 scalar, a loss of the model's own, such as that of its
-            routers, which is added to the mean loss; None without one.
-        metrics: of the model itself, by name; None without any.
+        regularizer: float32 scalar, a loss of the model itself, such as its routers',
+            which is added to the mean loss; None without one.
+        metrics: the model's own metrics, by name; None without any.
     """
 
     logprobs: Float[Array, "rows length"] | None = None
@@ -68,7 +68,7 @@ class Predictions(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What an algorithm computes from a batch.
+    """The loss and the metrics of a batch.
 
     Attributes:
         loss: (sum, count), to be minimised; differentiate `sum`, divide by `count`.
@@ -87,17 +87,17 @@ class Algorithm(NamedTuple):
             [groups, samples], 0 where `valid` is False.
         objective: (predictions, batch) to the policy's `Objective`.
         needs_reference: whether `batch.reference_logprobs` is read.
-        credit: a packed batch to the same batch with an advantage a token, and the
-            critic's `returns` where there is a critic. It sees the batch of all of a
-            step's updates at once, with each sequence's advantage on all of its
-            tokens, and log-probs and `values_before` from before the first update. None
-            leaves every token its sequence's advantage.
+        credit: a packed batch to the same batch with an advantage per token, and with
+            the critic's `returns` if there is a critic. Its input is the batch of all
+            updates of a step at once: each sequence's advantage at all of its tokens,
+            and log-probs and `values_before` from before the first update. With None
+            every token has its sequence's advantage.
         value_objective: (predictions, batch) to the critic's `Objective`; None for an
             algorithm without a critic.
         divergence: (teacher_logits [*shape, vocab], student_logits [*shape, vocab],
             mask [*shape]) to `Predictions.divergence` [*shape]; None for an algorithm
             that compares no whole distributions.
-        reads: what `advantages` takes. "rewards": as above. "components": rewards
+        reads: the inputs of `advantages`. "rewards": as above. "components": rewards
             [groups, samples, components] and valid. "lengths": rewards, valid and the
             completions' lengths in tokens, int [groups, samples]. "greedy": rewards,
             valid and the rewards of the prompts' greedy completions, [groups].
@@ -113,14 +113,14 @@ class Algorithm(NamedTuple):
 
 
 class PolicyTerm(NamedTuple):
-    """What a policy-gradient method makes of the tokens of a batch.
+    """The per-token loss, ratio and metrics of a policy-gradient method.
 
     Attributes:
         loss: float32 [rows, length], to be minimised.
         ratio: float32 [rows, length], policy / proximal as the method defines it.
         clip_fraction_low: fraction of tokens at the method's lower clip.
         clip_fraction_high: fraction of tokens at the method's upper clip.
-        metrics: further ones, by name; None for none.
+        metrics: further metrics, by name; None for none.
     """
 
     loss: Float[Array, "rows length"]
@@ -131,7 +131,7 @@ class PolicyTerm(NamedTuple):
 
 
 class Corrected(NamedTuple):
-    """How much the tokens that the sampler drew are worth to the policy.
+    """Importance weights for the tokens that the sampler drew, with metrics.
 
     Attributes:
         weights: float32 [rows, length], >= 0, without gradient; 0 drops a token from
@@ -155,10 +155,10 @@ type KlEstimator = Callable[[PerToken, PerToken, Mask], PerToken]
 
 
 def require_logprobs(predictions: Predictions) -> Float[Array, "rows length"]:
-    """The model's log-probs of the batch's tokens.
+    """Returns the model's log-probs of the batch's tokens.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: the predictions have no log-probs.
     """
     if predictions.logprobs is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How a preference loss becomes an objective on packed pairs.
+"""Turns a preference loss into an objective on packed pairs.
 
 In a row of a `TokenBatch` the segments 2k - 1 and 2k are a pair: the chosen answer,
 then the rejected one, each after its own copy of the prompt. The loss mask marks the
@@ -38,10 +38,10 @@ class PreferenceAlgorithm(NamedTuple):
 
     Attributes:
         objective: (predictions, batch of packed answers) to an `Objective`.
-        needs_reference: whether it reads `batch.reference_logprobs`.
+        needs_reference: whether `objective` reads `batch.reference_logprobs`.
         mismatched: (predictions, batch of answers to other prompts) to an `Objective`
-            that is measured, not minimised: its mean over all of a step is what
-            `objective` expects in `batch.reference_point`. None for a loss of pairs.
+            that is measured, not minimised: `objective` expects its mean over the whole
+            step in `batch.reference_point`. None for a loss of pairs.
     """
 
     objective: Callable[[Predictions, TokenBatch], Objective]
@@ -54,12 +54,12 @@ type Valid = Bool[Array, "rows pairs"]
 
 
 class Answers(NamedTuple):
-    """The answers of a batch's pairs, one side of them; float32 [rows, pairs].
+    """The chosen or the rejected answers of a batch's pairs; float32 [rows, pairs].
 
     Attributes:
         policy: log-prob of the answer (nats), differentiable.
-        reference: under the reference policy; zeros without one.
-        length: tokens of the answer.
+        reference: log-prob under the reference policy; zeros without one.
+        length: number of tokens of the answer.
     """
 
     policy: PerPair
@@ -67,7 +67,7 @@ class Answers(NamedTuple):
     length: PerPair
 
     def means(self) -> "Answers":
-        """The same a token."""
+        """The same answers with mean log-probs per token."""
         size = jnp.maximum(self.length, 1.0)
         return Answers(self.policy / size, self.reference / size, self.length)
 
@@ -82,22 +82,22 @@ def compose_pairs(
     of_means: bool = False,
     needs_reference: bool = True,
 ) -> PreferenceAlgorithm:
-    """From a loss of pairs to an objective of packed tokens, with metrics.
+    """Builds an objective on packed tokens, with metrics, from a loss of pairs.
 
-    The implicit rewards that the metrics show are scale * (log policy - log reference),
-    a token where `of_means`.
+    The implicit rewards in the metrics are scale * (log policy - log reference), per
+    token if `of_means`.
 
     Args:
-        loss: (chosen, rejected, valid) to a loss a pair, 0 where `valid` is False.
-        scale: of the implicit rewards, a loss's beta.
-        of_means: whether the loss looks at means a token instead of sums.
+        loss: (chosen, rejected, valid) to a loss per pair, 0 where `valid` is False.
+        scale: scale of the implicit rewards, a loss's beta.
+        of_means: whether the loss uses means over tokens instead of sums.
         needs_reference: False leaves the reference's log-probs at 0.
 
     Returns:
         The algorithm.
 
     Raises:
-        ValueError: `loss` refuses a hyperparameter.
+        ValueError: `loss` rejects a hyperparameter.
 
     >>> def likelihood_displacement(chosen, rejected, valid):
     ...     return counted(rejected.policy - chosen.policy, valid)
@@ -124,7 +124,7 @@ def compose_pairs(
 
 
 def require_reference(batch: TokenBatch) -> Float[Array, "rows length"]:
-    """The reference's log-probs.
+    """Returns the reference's log-probs.
 
     Raises:
         ValueError: the batch has none.
@@ -147,14 +147,14 @@ def sides(
 
 
 def valid_pairs(batch: TokenBatch) -> Valid:
-    """Which slots hold a pair with something in both answers."""
+    """Mask of the slots that hold a pair with counted tokens in both answers."""
     mask = in_sequence(batch.loss_mask, batch.segment_ids)
     chosen, rejected = sides(mask.astype(jnp.float32), batch)
     return (chosen > 0) & (rejected > 0)
 
 
 def pair_metrics(chosen: PerPair, rejected: PerPair, valid: Valid) -> dict[str, Metric]:
-    """Rewards of both sides, and how often the right one is larger."""
+    """Rewards of both sides, and how often the chosen answer's reward is larger."""
     metrics = {
         "preference/accuracy": preference.accuracy(chosen - rejected, valid),
         "preference/margin": masked(chosen - rejected, valid),

@@ -1,7 +1,7 @@
 """Policy-gradient algorithms that estimate advantages from groups of samples.
 
-Each is one composition of an advantage, a policy term and a reduction; `variants` has
-more of them, and `dialects` what other frameworks compose under these names:
+Each composes an advantage, a policy term and a reduction; `variants` has more of them,
+and `dialects` has the versions of other frameworks:
 
     name     advantage        ratio     clip                 loss is the mean over
     grpo     group, over std  token     1 -+ 0.2             tokens, then sequences
@@ -34,8 +34,8 @@ def grpo(
 ) -> Algorithm:
     """Group Relative Policy Optimization.
 
-    Rewards normalised in their group, PPO's clipped surrogate per token, the mean over
-    each sequence's tokens and then over sequences. The paper's KL coefficient is 0.04.
+    Rewards are normalised in their group. PPO's clipped surrogate is averaged over each
+    sequence's tokens, then over sequences. The paper's KL coefficient is 0.04.
 
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
@@ -76,8 +76,8 @@ def dr_grpo(
 ) -> Algorithm:
     """GRPO done right: without the divisions that bias it.
 
-    Rewards centred but not divided by their group's standard deviation, and each
-    sequence's token sum divided by a constant instead of its length.
+    Rewards are centred but not divided by their group's standard deviation, and each
+    sequence's token sum is divided by a constant instead of its length.
 
     Args:
         denominator: > 0, in tokens; the paper takes the generation budget. It scales
@@ -116,8 +116,8 @@ def dapo(
 ) -> Algorithm:
     """Decoupled Clip and Dynamic sAmpling Policy Optimization, its loss.
 
-    GRPO with a higher upper clip, the mean over all tokens, and no KL. The paper's
-    dynamic sampling and overlong shaping act on what is sampled and rewarded, not here.
+    It is GRPO with a higher upper clip, the mean over all tokens, and no KL. The
+    paper's dynamic sampling and overlong shaping are not part of the loss.
 
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
@@ -156,8 +156,8 @@ def gspo(
 ) -> Algorithm:
     """Group Sequence Policy Optimization.
 
-    GRPO with one ratio a sequence, the geometric mean of its tokens', clipped as a
-    whole; hence the small clip range.
+    It is GRPO with one clipped ratio per sequence, the geometric mean of its tokens'
+    ratios, which needs a small clip range.
 
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
@@ -198,9 +198,9 @@ def cispo(
 ) -> Algorithm:
     """Clipped Importance-Sampling Policy Optimization.
 
-    REINFORCE with each token weighted by its clipped ratio, the mean over all tokens.
-    The paper sets no lower bound and tunes the upper one without reporting its value;
-    5 is a wide choice that others use. For PPO's range pass 0.8 and 1.2.
+    It is REINFORCE with each token weighted by its clipped ratio, and the mean over all
+    tokens. The paper sets no lower bound and tunes the upper bound without reporting
+    it; others use 5, which is wide. For PPO's range pass 0.8 and 1.2.
 
     Args:
         ratio_low: in [0, 1], lower bound of the ratio itself.
@@ -236,9 +236,9 @@ def rloo(
 ) -> Algorithm:
     """REINFORCE with a leave-one-out baseline.
 
-    The unclipped likelihood gradient of whole sequences: each sequence's token sum,
-    averaged over sequences. The ratio weighs nothing, so several updates on one batch
-    are not corrected for. The paper puts the KL into the reward; here it is a term.
+    It is the unclipped likelihood gradient of whole sequences: each sequence's token
+    sum, averaged over sequences. No ratio corrects for several updates on a batch. The
+    paper puts the KL into the reward; here it is a term of the loss.
 
     Args:
         **shared: see `SharedOptions`.

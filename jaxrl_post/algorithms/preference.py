@@ -1,6 +1,6 @@
-"""Preference losses that look at a reference policy: DPO and its kin.
+"""Preference losses with a reference policy: DPO and its variants.
 
-Each is a docstring and one composition; `pairs` says how a batch of pairs is packed.
+Each function is one composition; `pairs` describes how a batch of pairs is packed.
 """
 
 from jaxrl_post.algorithms.pairs import (
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorithm:
-    """Direct Preference Optimization; with label smoothing the conservative cDPO.
+    """Direct Preference Optimization; with label smoothing, conservative DPO (cDPO).
 
     Args:
         beta: > 0; see `losses.preference.sigmoid_loss`.
@@ -60,7 +60,7 @@ def robust_dpo(
 
     Args:
         beta: > 0; see `losses.preference.robust_loss`.
-        label_smoothing: in [0, 0.5), the probability.
+        label_smoothing: in [0, 0.5), the probability that a label is flipped.
 
     Returns:
         The algorithm.
@@ -85,10 +85,10 @@ def robust_dpo(
 
 
 def ln_dpo(*, beta: float = 2.0, label_smoothing: float = 0.0) -> PreferenceAlgorithm:
-    """DPO on mean log-ratios a token, so that length earns nothing.
+    """DPO on mean log-ratios per token, so that length is not rewarded.
 
     Args:
-        beta: > 0, larger than DPO's by about an answer's length.
+        beta: > 0, larger than DPO's by a factor of about an answer's length.
         label_smoothing: in [0, 0.5), share of labels taken to be wrong.
 
     Returns:
@@ -114,7 +114,7 @@ def ln_dpo(*, beta: float = 2.0, label_smoothing: float = 0.0) -> PreferenceAlgo
 
 
 def hinge(*, beta: float = 0.1) -> PreferenceAlgorithm:
-    """The hinge on DPO's margin.
+    """The hinge loss on DPO's margin.
 
     Args:
         beta: > 0; see `losses.preference.hinge_loss`.
@@ -140,7 +140,7 @@ def hinge(*, beta: float = 0.1) -> PreferenceAlgorithm:
 
 
 def ipo(*, beta: float = 0.1) -> PreferenceAlgorithm:
-    """Identity Preference Optimization, on mean log-ratios a token as in TRL.
+    """Identity Preference Optimization, on mean log-ratios per token as in TRL.
 
     Args:
         beta: > 0; see `losses.preference.ipo_loss`.
@@ -169,7 +169,7 @@ def ipo(*, beta: float = 0.1) -> PreferenceAlgorithm:
 def alpha_divergence_dpo(
     *, beta: float = 0.1, alpha: float = 0.5, label_smoothing: float = 0.0
 ) -> PreferenceAlgorithm:
-    """f-DPO: an alpha-divergence keeps the policy near the reference, not reverse KL.
+    """f-DPO with an alpha-divergence to the reference instead of the reverse KL.
 
     The metrics show the rewards of DPO, beta times the log-ratio.
 
@@ -206,7 +206,7 @@ def alpha_divergence_dpo(
 def jensen_shannon_dpo(
     *, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> PreferenceAlgorithm:
-    """f-DPO: Jensen-Shannon's divergence keeps the policy near the reference.
+    """f-DPO with the Jensen-Shannon divergence between policy and reference.
 
     The metrics show the rewards of DPO, beta times the log-ratio.
 
@@ -238,7 +238,7 @@ def jensen_shannon_dpo(
 
 
 def wpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorithm:
-    """DPO in which a pair weighs what the policy itself would give for it.
+    """DPO with each pair weighted by how likely the policy itself is to produce it.
 
     The weights are the paper's without alignment: its sampled and greedy alignment need
     every token's whole distribution.
@@ -279,5 +279,5 @@ def _margin(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
 def _log_probs(
     chosen: Answers, rejected: Answers
 ) -> tuple[PerPair, PerPair, PerPair, PerPair]:
-    """As the margins of `losses.preference` take them."""
+    """The arguments of the margins in `losses.preference`."""
     return chosen.policy, rejected.policy, chosen.reference, rejected.reference

@@ -1,6 +1,6 @@
 """Preference losses without a reference policy.
 
-Each is a docstring and one composition; `pairs` says how a batch of pairs is packed.
+Each function is one composition; `pairs` describes how a batch of pairs is packed.
 """
 
 from jaxrl_post.algorithms.pairs import (
@@ -19,7 +19,7 @@ __all__ = ["cpo", "orpo", "reference_free_dpo", "simpo"]
 def reference_free_dpo(
     *, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> PreferenceAlgorithm:
-    """DPO whose reference is taken to be uniform: the contrast of `cpo` alone.
+    """DPO with a uniform reference: `cpo` without the likelihood term.
 
     Args:
         beta: > 0; see `losses.reference_free.cpo_loss`.
@@ -46,7 +46,7 @@ def simpo(
     """Simple Preference Optimization, without a reference.
 
     Args:
-        beta: > 0, scale of the mean log-prob a token.
+        beta: > 0, scale of the mean log-prob per token.
         target_margin: >= 0, the paper's gamma.
         label_smoothing: in [0, 0.5), share of labels taken to be wrong.
 
@@ -79,11 +79,11 @@ def simpo(
 def cpo(
     *, beta: float = 0.1, nll_weight: float = 1.0, label_smoothing: float = 0.0
 ) -> PreferenceAlgorithm:
-    """Contrastive Preference Optimization: DPO on a uniform reference, and imitation.
+    """Contrastive Preference Optimization: reference-free DPO plus a likelihood term.
 
     Args:
         beta: > 0; see `losses.reference_free.cpo_loss`.
-        nll_weight: >= 0, of the chosen answer's mean negative log-likelihood a token.
+        nll_weight: >= 0, weight of the chosen answer's mean token loss -log p.
         label_smoothing: in [0, 0.5), share of labels taken to be wrong.
 
     Returns:
@@ -114,7 +114,7 @@ def cpo(
 
 
 def orpo(*, beta: float = 0.1) -> PreferenceAlgorithm:
-    """Odds-Ratio Preference Optimization: imitation, and a preference between odds.
+    """Odds-Ratio Preference Optimization: a likelihood term plus a term of odds ratios.
 
     Args:
         beta: > 0, weight of the odds ratio, the paper's lambda.

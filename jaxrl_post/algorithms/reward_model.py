@@ -1,4 +1,4 @@
-"""Reward models, of answers from preference pairs and of steps from verdicts on them.
+"""Objectives of reward models: of answers, from pairs, and of steps, from labels.
 
 `pairs` says how a batch of pairs is packed.
 """
@@ -24,9 +24,9 @@ def bradley_terry(
 ) -> Callable[[Predictions, TokenBatch], Objective]:
     """Bradley-Terry: the value after an answer's last token is its reward.
 
-    The advantage of a chosen answer's last token is the pair's margin, by how much its
-    reward should exceed the rejected answer's; 0 for none. A rejected answer's is not
-    looked at.
+    The advantage at a chosen answer's last token is the pair's target margin, by which
+    its reward should exceed the rejected answer's; 0 for none. The advantages of
+    rejected answers are not read.
 
     Args:
         centering: >= 0, weight of the squared sum of a pair's rewards; TRL recommends
@@ -68,15 +68,15 @@ def bradley_terry(
 
 
 def process_reward() -> Callable[[Predictions, TokenBatch], Objective]:
-    """A process reward model: the value at a step's last token is the logit of right.
+    """Process reward model: the value at a step's last token is the logit of "right".
 
     The loss mask marks the last tokens of the steps that are judged, and `batch.labels`
     holds their labels, in [0, 1]. A segment is a solution; its steps are in order.
 
-    Metrics: process/step_accuracy, verdicts on steps that agree with their labels, both
-    cut at a probability of 1/2; process/first_error_accuracy, solutions whose first
-    wrong step is found exactly, or none where all are right; and its two parts,
-    process/erroneous_accuracy on solutions with a wrong step and
+    Metrics are fractions: process/step_accuracy, of steps whose verdict agrees with the
+    label, both thresholded at probability 1/2; process/first_error_accuracy, of
+    solutions whose first wrong step is found exactly, or none if all steps are right;
+    and its two parts, process/erroneous_accuracy on solutions with a wrong step and
     process/correct_accuracy on those without.
 
     Returns:
@@ -125,7 +125,7 @@ def _verdicts(
     mask: Bool[Array, "rows length"],
     segment_ids: Int[Array, "rows length"],
 ) -> dict[str, Metric]:
-    """Accuracies of what was found to be right, of steps and of solutions."""
+    """Accuracies of the verdicts `found`, over steps and over solutions."""
     solutions = segment_totals(mask.astype(jnp.float32), segment_ids) > 0
     error = _first(mask & ~right, segment_ids)
     exact = (_first(mask & ~found, segment_ids) == error).astype(jnp.float32)
@@ -142,7 +142,7 @@ def _verdicts(
 def _first(
     marked: Bool[Array, "rows length"], segment_ids: Int[Array, "rows length"]
 ) -> Int[Array, "rows segments"]:
-    """Where in its row each segment's first marked token is; the length for none."""
+    """Position in its row of each segment's first marked token; `length` for none."""
     length = marked.shape[-1]
     places = jnp.where(marked, jnp.arange(length, dtype=jnp.int32), length)
 

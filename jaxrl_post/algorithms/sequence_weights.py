@@ -1,4 +1,4 @@
-"""Policy-gradient algorithms that weigh or compare sequences otherwise than GRPO.
+"""Policy-gradient algorithms that weigh or compare sequences differently from GRPO.
 
 name          advantage                    ratio              loss is the mean over
 vespo         group, over std              sequence, kernel   all tokens
@@ -35,8 +35,8 @@ def vespo(
 ) -> Algorithm:
     """Variational Sequence-level Soft Policy Optimization.
 
-    REINFORCE weighted by a smooth kernel of the whole sequence's ratio to the sampler,
-    which takes the place of clip and correction both.
+    It is REINFORCE weighted by a smooth kernel of the sequence's product ratio to the
+    sampler, which replaces both clip and correction.
 
     Args:
         k_positive: >= 0; see `policy.vespo`, whose defaults these are.
@@ -84,9 +84,8 @@ def luspo(
 ) -> Algorithm:
     """Length-Unbiased Sequence Policy Optimization.
 
-    GSPO whose sequences weigh by their length: the mean over sequences of the token
-    sum, where GSPO's mean over a sequence's tokens makes a token of a long answer weigh
-    less.
+    It is GSPO with sequences weighted by length: it takes the mean over sequences of
+    the token sum, while GSPO's token mean gives tokens of long answers less weight.
 
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
@@ -123,7 +122,7 @@ def clipped_rloo(
     clip_high: float = 0.2,
     **shared: Unpack[SharedOptions],
 ) -> Algorithm:
-    """RLOO with PPO's clip of the whole sequence's ratio, for several updates a batch.
+    """RLOO with PPO's clip of the sequence's ratio, for several updates per batch.
 
     On policy its gradient is `rloo`'s. The sequence is one action, as in the paper.
 
@@ -163,7 +162,7 @@ def lite_ppo(
 ) -> Algorithm:
     """Lite PPO: rewards centred in their group and scaled by the batch's deviation.
 
-    With the mean over all tokens, the two choices that its authors found to carry PPO
+    Its authors found this scaling and the mean over all tokens sufficient for PPO
     without a critic.
 
     Args:
@@ -206,12 +205,11 @@ def gdpo(
 ) -> Algorithm:
     """Group reward-Decoupled Normalization Policy Optimization, for several rewards.
 
-    GRPO whose reward components are normalised each by itself before they are added.
+    It is GRPO with each reward component normalised before the components are added.
     `advantages` takes (rewards [groups, samples, components], valid [groups, samples]).
 
     Args:
-        weights: one a component; None for 1 each. Their number is checked when rewards
-            come.
+        weights: one per component; None for 1 each. `advantages` checks their number.
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         ddof: 1 or 0; see `baselines.gdpo`.
@@ -235,7 +233,7 @@ def gdpo(
     estimate = partial(
         baselines.gdpo, ddof=ddof, epsilon=epsilon, epsilon_inside=epsilon_inside
     )
-    # `compose` tries its parts on one component; the weights are of as many as come.
+    # `compose` traces its parts with one component, so the weights are added after it.
     composed = compose(
         advantages=estimate,
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
@@ -251,7 +249,7 @@ def opo(
 ) -> Algorithm:
     """On-Policy RL with Optimal reward baseline.
 
-    REINFORCE with the group's mean reward, weighted by length, as baseline.
+    It is REINFORCE with the group's mean reward, weighted by length, as baseline.
     `advantages` takes (rewards, valid, lengths), all [groups, samples].
 
     Args:
@@ -283,8 +281,8 @@ def remax(
 ) -> Algorithm:
     """REINFORCE with the reward of the prompt's greedy completion as baseline.
 
-    One sample a prompt is enough. `advantages` takes (rewards [groups, samples], valid
-    [groups, samples], greedy_rewards [groups]).
+    One sample per prompt is enough. `advantages` takes (rewards [groups, samples],
+    valid [groups, samples], greedy_rewards [groups]).
 
     Args:
         **shared: see `SharedOptions`.

@@ -13,8 +13,8 @@ def next_token(predictions: Predictions, batch: TokenBatch) -> Objective:
     """Mean negative log-likelihood of the tokens that the mask marks, in nats.
 
     Args:
-        predictions: of a language model.
-        batch: of packed examples; the loss mask marks the targets.
+        predictions: outputs of a language model.
+        batch: packed examples; the loss mask marks the targets.
 
     Returns:
         (sum over targets, number of targets).

@@ -1,7 +1,7 @@
-"""Policy terms: what a policy-gradient method makes of the tokens of a batch.
+"""Policy terms: the per-token losses of policy-gradient methods.
 
-Each function returns the `policy_loss` of `compose`. To write a method of one's own,
-write another, or pass one of these to `compose` with other parts.
+Each function returns a `policy_loss` for `compose`. For a new method, write another
+such function, or pass one of these to `compose` with other parts.
 """
 
 import math
@@ -86,7 +86,7 @@ def clipped_sequence_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
 
 
 def clipped_product_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
-    """PPO's clipped surrogate of each sequence's whole ratio, the tokens' product.
+    """PPO's clipped surrogate of each sequence's ratio, the product of token ratios.
 
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
@@ -116,13 +116,13 @@ def kernel_weighted_ratio(
     k_negative: float,
     lambda_negative: float,
 ) -> PolicyLoss:
-    """VESPO: the log-prob weighted by a kernel of each sequence's whole ratio.
+    """VESPO: the log-prob weighted by a kernel of each sequence's product ratio.
 
     Args:
         k_positive: >= 0, power of the kernel where the advantage is not negative.
-        lambda_positive: >= 0, its rate there.
+        lambda_positive: >= 0, rate of the kernel there.
         k_negative: >= 0, power of the kernel where the advantage is negative.
-        lambda_negative: >= 0, its rate there.
+        lambda_negative: >= 0, rate of the kernel there.
 
     Returns:
         A policy loss for `compose`.
@@ -176,7 +176,7 @@ def weighting_token_ratio(*, ratio_low: float, ratio_high: float) -> PolicyLoss:
 def geometric_mean_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
     """GMPO: the geometric mean of a sequence's clipped token ratios.
 
-    The ratio that is shown, and clipped, is each token's.
+    The ratio and clip metrics are those of the single tokens.
 
     Args:
         clip_low: >= 0, in nats; the log-ratio is clipped at -clip_low.
@@ -200,8 +200,8 @@ def soft_gated_ratio(*, tau_positive: float, tau_negative: float) -> PolicyLoss:
     """SAPO: a smooth gate of each token's ratio. Nothing is clipped.
 
     Args:
-        tau_positive: > 0, of tokens with a positive advantage; larger is narrower.
-        tau_negative: > 0, of the others.
+        tau_positive: > 0, for tokens with a positive advantage; larger is narrower.
+        tau_negative: > 0, for the other tokens.
 
     Returns:
         A policy loss for `compose`.
@@ -222,10 +222,10 @@ def divergence_masked_ratio(
     threshold: float,
     ratio_high: float | None,
 ) -> PolicyLoss:
-    """DPPO: the plain ratio, without the tokens that are led out of a trust region.
+    """DPPO: the plain ratio, without the tokens that would leave a trust region.
 
     The paper's region is around the sampler's policy: compose with anchor="behavior".
-    The clip fractions are of the tokens left out, by the sign of their advantage.
+    The clip fractions count the masked tokens, by the sign of their advantage.
 
     Args:
         divergence: `trust_region.binary_tv` or `trust_region.binary_kl`.
@@ -273,13 +273,13 @@ def divergence_masked_ratio(
 def opsm(policy_loss: PolicyLoss, *, threshold: float) -> PolicyLoss:
     """Off-policy sequence masking around another policy loss.
 
-    The loss of sequences with a negative advantage that the policy has left is 0. How
-    far is the mean of log q - log p, q the log-probs that the policy loss gets: the
-    proximal ones, or the sampler's with anchor="behavior", as in DeepSeek-V3.2. Adds
-    the metric policy/off_policy_fraction, of the tokens left out.
+    The loss is 0 for sequences with a negative advantage whose mean of log q - log p
+    exceeds the threshold. q is the policy that `policy_loss` gets: the proximal one, or
+    with anchor="behavior" the sampler's, as in DeepSeek-V3.2. This adds the metric
+    policy/off_policy_fraction, the fraction of tokens so masked.
 
     Args:
-        policy_loss: one of the others here.
+        policy_loss: another policy loss of this module.
         threshold: in nats per token.
 
     Returns:
@@ -315,7 +315,7 @@ def opsm(policy_loss: PolicyLoss, *, threshold: float) -> PolicyLoss:
 
 
 def reinforce() -> PolicyLoss:
-    """REINFORCE: the plain log-prob. The ratio is only watched; nothing is clipped.
+    """REINFORCE: the plain log-prob. The ratio is only a metric; nothing is clipped.
 
     Returns:
         A policy loss for `compose`.
@@ -338,7 +338,7 @@ def reinforce() -> PolicyLoss:
 
 
 def _of_tokens(function: Callable[..., PerToken]) -> Callable[..., PerToken]:
-    """A function of arrays of tokens that is also given, last, their segment ids."""
+    """Adapts a per-token function to calls with segment ids as the last argument."""
     return lambda *arrays: function(*arrays[:-1])
 
 
@@ -350,7 +350,7 @@ def _policy_loss(
     ratio: Callable[..., PerToken],
     fractions: Callable[[PerToken, PerToken, Mask], Fractions],
 ) -> PolicyLoss:
-    """A policy loss from its parts.
+    """Builds a policy loss from its parts.
 
     Args:
         loss: of (policy_logprobs, proximal_logprobs, advantages, mask, segment_ids).

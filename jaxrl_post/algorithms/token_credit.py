@@ -1,7 +1,7 @@
-"""Algorithms that give each token an advantage of its own: PPO and those near it.
+"""Algorithms that compute an advantage per token: PPO and related ones.
 
-Their `advantages` leaves the reward as it is; `credit` places it on a sequence's last
-token, subtracts the KL penalty a token, and spreads what remains.
+Their `advantages` returns the rewards unchanged; `credit` places a reward on its
+sequence's last token, subtracts the KL penalty per token, and computes advantages.
 """
 
 from functools import partial
@@ -60,26 +60,26 @@ def ppo(
 ) -> Algorithm:
     """Proximal Policy Optimization with a critic and generalised advantages.
 
-    Each token's reward is the KL penalty, the last one's also the sequence's reward.
-    Policy and critic both take the mean over all tokens.
+    Each token's reward is minus its KL penalty; the last token also gets the sequence's
+    reward. Policy and critic both take the mean over all tokens.
 
     Args:
-        gamma: in [0, 1], discount a token.
+        gamma: in [0, 1], discount per token.
         lambda_: in [0, 1], of the policy's advantages.
-        value_lambda: in [0, 1], of the critic's targets. 1 makes them the returns
-            themselves, which VC-PPO found to matter for long answers; with `lambda_`
-            they are those of the PPO paper.
-        whiten: advantages get mean 0 and variance 1 over the tokens of the batch.
+        value_lambda: in [0, 1], of the critic's targets. With 1 the targets are the
+            returns, which VC-PPO found to matter for long answers; with `lambda_` they
+            are those of the PPO paper.
+        whiten: whether advantages get mean 0 and variance 1 over the batch's tokens.
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         dual_clip: > 1, or None; see `policy.clipped_surrogate`.
         value_clip: > 0, how far a value may move in the batch's updates; None for a
             plain squared error.
         kl_coefficient: >= 0, weight of the KL to the reference policy in the reward.
-        kl_estimator: of that penalty; in the reward `kl.k1` is unbiased.
-        bootstrap_truncated: an answer that was cut (`TokenBatch.truncated`) earns, at
-            its last token, what the critic expects after it too: its end is a limit of
-            time, not of the task. False takes the limit for a part of the task.
+        kl_estimator: estimator of that KL; in the reward `kl.k1` is unbiased.
+        bootstrap_truncated: whether the critic's value after the last token is added
+            for answers that were cut off (`TokenBatch.truncated`), because the task
+            did not end there. False treats the length limit as part of the task.
         entropy_coefficient: weight of the policy's entropy.
         correction: of the sampler's mismatch; None for none.
 
@@ -149,15 +149,15 @@ def reinforce_plus_plus(
 ) -> Algorithm:
     """REINFORCE++: PPO without a critic, whitened over the whole batch.
 
-    A token's advantage is its discounted return, KL penalty included, minus the mean
-    of all tokens' and over their standard deviation. No group is needed.
+    A token's advantage is its discounted return, KL penalty included, minus the mean of
+    all tokens' returns and over their standard deviation. No group is needed.
 
     Args:
-        gamma: in [0, 1], discount a token.
+        gamma: in [0, 1], discount per token.
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         kl_coefficient: >= 0, weight of the KL to the reference policy in the reward.
-        kl_estimator: of that penalty; in the reward `kl.k1` is unbiased.
+        kl_estimator: estimator of that KL; in the reward `kl.k1` is unbiased.
         correction: of the sampler's mismatch; None for none.
 
     Returns:
@@ -202,14 +202,14 @@ def reinforce_plus_plus_baseline(
 ) -> Algorithm:
     """REINFORCE++ with the group's mean as baseline.
 
-    Rewards centred in their group, then whitened over the tokens of the whole batch:
-    one standard deviation for all, instead of a noisy one a group.
+    Rewards are centred in their group, then whitened over the tokens of the batch: all
+    share one standard deviation, instead of a noisy one per group.
 
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         kl_coefficient: >= 0, weight of the KL to the reference policy in the loss.
-        kl_estimator: of that term; the paper takes `kl.k2`.
+        kl_estimator: estimator of that KL; the paper takes `kl.k2`.
         correction: of the sampler's mismatch; None for none.
 
     Returns:
@@ -254,7 +254,7 @@ def distillation(
 
     The reference policy is the teacher. A token's advantage is log teacher - log
     student, so that the expected gradient is that of the reverse KL from the student
-    to the teacher at the prefixes that the student visits. Rewards are only watched.
+    to the teacher at the prefixes that the student visits. Rewards are only metrics.
 
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
@@ -279,7 +279,7 @@ def distillation(
     def credit(batch: TokenBatch) -> TokenBatch:
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         # `distill.on_policy_advantages`, clamped to +-20 nats: one token that the
-        # teacher never writes must not outweigh the batch.
+        # teacher never writes must not dominate the batch.
         penalty = kl.k1(_start(batch), _require_reference(batch), mask)
         return batch.replace(advantages=-penalty)  # type: ignore[attr-defined]
 
@@ -298,7 +298,7 @@ def shared_backbone(algorithm: Algorithm, *, coefficient: float) -> Algorithm:
     loss = policy's + coefficient * critic's, over one denominator.
 
     Args:
-        algorithm: with a critic.
+        algorithm: an algorithm with a critic.
         coefficient: > 0, weight of the critic's loss.
 
     Returns:
@@ -339,7 +339,7 @@ def _rewards(
 
 
 def _start(batch: TokenBatch) -> Float[Array, "rows length"]:
-    """Log-probs before the first update; the sampler's where nobody scored them."""
+    """Log-probs before the first update; the sampler's if the batch has none."""
     if batch.proximal_logprobs is None:
         return batch.behavior_logprobs
     return batch.proximal_logprobs
@@ -376,12 +376,12 @@ def _require_reference(batch: TokenBatch) -> Float[Array, "rows length"]:
 def _after_truncation(
     batch: TokenBatch, values: Float[Array, "rows length"]
 ) -> Float[Array, "rows length"]:
-    """What the critic said after the last token of answers that were cut, else 0."""
+    """The critic's value after the last token of truncated answers, else 0."""
     if batch.truncated is None:
         raise ValueError(
             "batch.truncated must be given, got None; mark the segments that were cut"
         )
-    # Before the following token is after this one.
+    # The value before the next token is the value after this one.
     return counted(jnp.roll(values, -1, axis=-1), batch.truncated)
 
 
@@ -404,8 +404,8 @@ def _value_objective(clip: float | None):
                 "predictions.values_after and batch.returns must be given to a critic, "
                 "got None; use a model with a value head, and the algorithm's `credit`"
             )
-        # What the critic said before a token: after the one in front of it. The mask
-        # is False at a segment's first token, so what wraps around is not counted.
+        # The value before a token is the value after the previous one. The mask is
+        # False at a segment's first token, so the wrapped value is not counted.
         values = jnp.roll(predictions.values_after, 1, axis=-1)
         losses = value.clipped_value_loss(values, old, targets, mask, value_clip=clip)
         loss = reduce.token_mean(losses, mask, batch.segment_ids)

@@ -1,8 +1,8 @@
-"""Objectives on judged answers, packed side by side.
+"""KTO: an objective on packed answers that are labelled desirable or undesirable.
 
 In a row of a `TokenBatch` every segment is a prompt and an answer, which the loss mask
-marks. Its tokens' advantages judge it: > 0 for desirable, else it is not. The count of
-a loss is the number of answers.
+marks. The advantages of an answer's tokens are its label: > 0 if it is desirable. The
+count of a loss is the number of answers.
 """
 
 from typing import NamedTuple
@@ -31,14 +31,14 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> PreferenceAlgorithm:
-    """Kahneman-Tversky Optimization: every answer against a reference point.
+    """Kahneman-Tversky Optimization: compares every answer with a reference point.
 
-    The reference point z is the mean log-ratio of answers to other prompts, or 0 where
-    that is negative. `mismatched` gives the mean as its loss (no prompt's own answer
-    may be in its batch), and `objective` takes it from `batch.reference_point`,
-    alike at every token. The paper, and TRL, take z over a microbatch; here it may be
-    over all of a step, so that a step does not depend on how it was split into
-    microbatches.
+    The reference point z is the mean log-ratio of answers to other prompts, or 0 if the
+    mean is negative. `mismatched` returns the mean as its loss (no prompt may have its
+    own answer in this batch), and `objective` reads it from `batch.reference_point`,
+    where all tokens hold the same value. The paper and TRL compute z per microbatch;
+    here it may be computed over a whole step, so that a step does not depend on its
+    split into microbatches.
 
     Args:
         beta: > 0; see `losses.unpaired.kto_loss`.
@@ -113,7 +113,7 @@ def _answers(predictions: Predictions, batch: TokenBatch) -> _Answers:
     mask = in_sequence(batch.loss_mask, batch.segment_ids)
 
     def total(values: Float[Array, "rows length"]) -> PerAnswer:
-        # Nothing of segment 0, which is padding, counts.
+        # The mask is False in segment 0, the padding, so its total is 0.
         return segment_totals(counted(values, mask), batch.segment_ids)
 
     return _Answers(
@@ -146,5 +146,5 @@ def _reference_point(batch: TokenBatch) -> Float[Array, ""]:
             "algorithm's `mismatched` at every token"
         )
     mask = in_sequence(batch.loss_mask, batch.segment_ids)
-    # The largest of what is alike, and of 0.
+    # All counted tokens hold the same value, so the maximum is that value or 0.
     return jnp.maximum(counted(batch.reference_point, mask).max(), 0.0)

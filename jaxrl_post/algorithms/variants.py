@@ -1,4 +1,4 @@
-"""Policy-gradient algorithms that exchange one part of GRPO for something smoother.
+"""Policy-gradient algorithms that replace one part of GRPO, mostly its clip.
 
 name     advantage        instead of PPO's clip               loss is the mean over
 gmpo     group, over std  token clips in a geometric mean     tokens, then sequences
@@ -30,8 +30,8 @@ def gmpo(
 ) -> Algorithm:
     """Geometric-Mean Policy Optimization.
 
-    GRPO whose sequences are weighted by the geometric mean of their clipped token
-    ratios, which a single outlier moves little; hence the wide clip range.
+    It is GRPO with sequences weighted by the geometric mean of their clipped token
+    ratios. A single outlier changes this mean little, so the clip range can be wide.
 
     Args:
         clip_low: >= 0, in nats; a token's log-ratio is clipped at -clip_low.
@@ -70,13 +70,13 @@ def sapo(
 ) -> Algorithm:
     """Soft Adaptive Policy Optimization.
 
-    GRPO with a sigmoid gate in the place of the clip: a token's gradient fades as its
-    ratio leaves 1, and never stops. The loss's value is not GRPO's; its gradient on
-    policy is.
+    It is GRPO with a sigmoid gate instead of the clip: a token's gradient fades as its
+    ratio moves away from 1, but is never cut off. On policy its gradient is GRPO's, but
+    the loss's value is not.
 
     Args:
-        tau_positive: > 0, of positive advantages; the larger, the faster they fade.
-        tau_negative: > 0, of negative advantages.
+        tau_positive: > 0, for positive advantages; a larger tau fades gradients faster.
+        tau_negative: > 0, for negative advantages.
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`.
@@ -114,14 +114,14 @@ def dppo(
 ) -> Algorithm:
     """Divergence Proximal Policy Optimization.
 
-    The plain policy gradient, without the tokens whose next-token distribution has
-    moved further than a threshold and would move on. Ratio and region are to the
-    sampler's policy, so there is no other correction. verl bounds the ratio by 20, TRL
-    by 10.
+    It is the plain policy gradient, without the tokens whose next-token distribution
+    has moved beyond a threshold and would move further. Ratio and divergence are
+    relative to the sampler's policy, so no other correction is needed. verl bounds the
+    ratio by 20, TRL by 10.
 
     Args:
-        threshold: >= 0, in the divergence's unit, which is why it has no default. TRL
-            takes 0.2 of the total variation, and 0.28 on the upper side.
+        threshold: >= 0, in the divergence's unit, so it has no default. TRL takes a
+            total variation of 0.2, and 0.28 on the upper side.
         divergence: `trust_region.binary_tv` or `trust_region.binary_kl`.
         ratio_high: > 0, bound of the ratio as a weight (verl has 20); None for none.
         ddof: 1 or 0; see `advantages.group_normalized`.
@@ -160,9 +160,9 @@ def max_rl(
 ) -> Algorithm:
     """Maximum Likelihood Reinforcement Learning.
 
-    Rewards centred and divided by their group's mean, so that the policy climbs the log
-    of a prompt's success rate. Every token weighs the same, as in the paper's gradient
-    of whole sequences; PPO's clip is for several updates on a batch.
+    Rewards are centred and divided by their group's mean, so that the policy maximises
+    the log of a prompt's success rate. Every token weighs the same, as in the paper's
+    gradient of whole sequences; PPO's clip allows several updates per batch.
 
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.

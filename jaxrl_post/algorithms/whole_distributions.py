@@ -1,8 +1,8 @@
 """Distillation from a teacher's whole distribution of every token.
 
-Where the tokens come from is left open: with the student's own samples it is on-policy
-distillation, with demonstrations it is knowledge distillation of sequences. What the
-sampled tokens alone tell is `token_credit.distillation`.
+The tokens may come from any source: with the student's own samples it is on-policy
+distillation, with demonstrations it is knowledge distillation of sequences.
+`token_credit.distillation` uses the log-probs of the sampled tokens alone.
 """
 
 from typing import Literal
@@ -31,8 +31,8 @@ def distribution_distillation(
 ) -> Algorithm:
     """The mean over tokens of a divergence between teacher and student.
 
-    As in GKD no gradient flows through the sampling: what the student samples decides
-    where the two are compared, and nothing else. Rewards are only watched.
+    As in GKD no gradient flows through the sampling: the samples only determine the
+    prefixes at which the two are compared. Rewards are only metrics.
 
     Metrics: distill/divergence and distill/teacher_entropy, in nats per token.
 
@@ -54,7 +54,7 @@ def distribution_distillation(
     >>> distribution_distillation().needs_reference
     False
     """
-    # More tokens than any vocabulary has; tracing computes nothing.
+    # 2**24 tokens, more than any vocabulary has; tracing computes nothing.
     logits = jax.ShapeDtypeStruct((1, 2**24), jnp.float32)
     mask = jax.ShapeDtypeStruct((1,), jnp.bool_)
     jax.eval_shape(lambda *inputs: divergence(*inputs), logits, logits, mask)
@@ -71,8 +71,8 @@ def top_k_forward_kl(
     """`distill.top_k_forward_kl` from whole logits.
 
     Args:
-        k: >= 1, likeliest tokens of the teacher that are compared one by one.
-        tail: what becomes of the others.
+        k: >= 1, number of the teacher's likeliest tokens that are compared one by one.
+        tail: how to treat the other tokens; see `distill.top_k_forward_kl`.
 
     Returns:
         The divergence.
