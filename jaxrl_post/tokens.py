@@ -32,7 +32,7 @@ class Tokens:
             token that was not sampled.
         log_masses: float32 log of the probability mass that top-k, top-p and min-p
             kept; 0 where nothing was cut or sampled.
-        versions: int32 version of the parameters that sampled the token, or -1.
+        versions: int32 version of the sampling parameters; -1 if not sampled.
         sampled: bool, True if the policy sampled the token. Only these are trained on.
 
     Raises:

@@ -12,8 +12,8 @@ the framework's algorithm, so that the framework's runs can be continued or chec
 "Alone" is the advantage of a group's only sample; OpenRLHF refuses such groups. The
 mean is over all tokens unless another reduction is given. All take the sample standard
 deviation (n - 1). NeMo RL takes it and the baseline from the group's other samples, and
-does not scale the advantage if these do not vary (always so in a group of two). All log
-ratios are clamped to +-20 here, as in verl, even if the framework does not.
+does not scale the advantage if these do not vary (always so in a group of two). The
+policy ratio's logarithm is clamped to +-20 for all here, as in verl.
 
 What the frameworks call these options:
 

@@ -225,7 +225,7 @@ def divergence_masked_ratio(
     """DPPO: the plain ratio, without the tokens that would leave a trust region.
 
     The paper's region is around the sampler's policy: compose with anchor="behavior".
-    The clip fractions count the masked tokens, by the sign of their advantage.
+    The clip fractions count the tokens left out, by the sign of their advantage.
 
     Args:
         divergence: `trust_region.binary_tv` or `trust_region.binary_kl`.

@@ -179,7 +179,7 @@ def effective_sample_size(
 
     (sum_t w_t)^2 / (n sum_t w_t^2), averaged over the sequences: 1 for equal weights,
     1/n when one token has all the weight, 0 when all are 0. It is computed per sequence
-    because that of a batch is not a sum over microbatches, and microbatches never split
+    because a batch's value is not a sum over microbatches, and microbatches never split
     a sequence.
 
     Args:
@@ -214,9 +214,9 @@ def chi_square(weights: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> 
 
     chi^2(p || q) = E_q[(p / q)^2] - 1,  estimated by mean_t(w_t^2 - 1)
 
-    Pass raw weights: truncated or rejected ones give too small a value. verl's
-    chi2_token is this function of `correction.token_weights`. Its chi2_seq counts
-    sequences: `reduce.sequence_mean_of_token_mean` of w^2 - 1 with the weights w of
+    Pass raw weights: truncation and rejection make the value too small. verl's
+    chi2_token is this function of `correction.token_weights`; its chi2_seq, a mean over
+    sequences, is `reduce.sequence_mean_of_token_mean` of w^2 - 1 for
     `correction.sequence_weights`.
 
     Args:

@@ -1,9 +1,8 @@
 """Losses of distillation: a student's distribution of each token against a teacher's.
 
 The logits are [*shape, vocab] of the two models at the same positions, p is the
-teacher's distribution and q the student's, and a loss is one float32 value per token
-(nats). Gradients flow through the student alone. A logit of -inf is a token of
-probability 0.
+teacher's distribution and q the student's. A loss is float32 per token (nats).
+Gradients flow through the student alone. A logit of -inf is a token of probability 0.
 
 A temperature divides both models' logits, which divides the gradient by about
 temperature^2. Hinton et al. (arXiv:1503.02531) multiply the loss by temperature^2 to

@@ -57,7 +57,7 @@ def attention(
 
     Returns:
         The attended values, in `query`'s dtype. A query that sees no key gets the mean
-        of all values (with sinks, almost 0): callers must mask it.
+        of all values (with sinks, 0): callers must mask it.
 
     Raises:
         ValueError: heads is not a multiple of kv_heads, one segment array is missing,

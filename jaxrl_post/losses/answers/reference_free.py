@@ -1,8 +1,7 @@
 """Preference losses without a reference policy.
 
-Arrays, `valid` and results are those of `preference`: one value per pair. SimPO and
-ORPO act on the mean log-prob per token (`preference.length_normalized`), CPO on the
-sum.
+As in `preference`, arrays and results hold one value per pair. SimPO and ORPO act on
+the mean log-prob per token (`preference.length_normalized`), CPO on the sum.
 """
 
 import jax
