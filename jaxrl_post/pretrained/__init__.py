@@ -1,4 +1,4 @@
-"""Model directories in and out: Hugging Face's format, Orbax and PEFT.
+"""Loads and saves models and adapters: Hugging Face, Orbax and PEFT formats.
 
 >>> import tempfile, jax
 >>> from jaxrl_post import models, pretrained

@@ -1,4 +1,4 @@
-"""What every model directory has, whatever its weights lie in: config and tokenizer."""
+"""Config and tokenizer of a model directory, whatever the format of the weights."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @runtime_checkable
 class SavesItself(Protocol):
-    """What saving a model needs of a tokenizer."""
+    """A tokenizer that can be saved beside a model."""
 
     def save(self, directory: Path) -> Any:
         """Writes the tokenizer's files into a directory."""
@@ -41,23 +41,23 @@ def new_model_directory(
     tokenizer: SavesItself | None,
     source: str | os.PathLike[str] | None,
 ) -> Iterator[tuple[Path, dict[str, Array]]]:
-    """Makes a model directory, which appears complete, under its name, or not at all.
+    """Makes a model directory atomically: `path` is complete or does not exist.
 
     Args:
-        path: the directory to make; what stands there is never overwritten.
-        config: of the model.
-        params: of the model.
-        tokenizer: written beside the model.
+        path: the directory to make; existing files are never overwritten.
+        config: the model's config.
+        params: the model's parameters.
+        tokenizer: saved beside the model.
         source: a model directory whose special-token ids and generation_config.json
-            are carried over. Without it config.json names no token that ends a text.
+            are copied. Without `source`, config.json has no end-of-text token.
 
     Yields:
-        (the directory under its temporary name, the parameters by path); the caller
-        writes these into that one.
+        (a temporary directory, the parameters by path); the caller writes the
+        parameters into the directory, which is then renamed to `path`.
 
     Raises:
-        CheckpointError: `path` is taken, the parameters are not those of `config`, or
-            no checkpoint of the family can say what `config` says.
+        CheckpointError: `path` is not empty, the parameters do not fit `config`, or
+            the family's checkpoint format cannot express `config`.
     """
     target = Path(path).absolute()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -85,7 +85,7 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     """Reads the config.json of a model directory.
 
     Raises:
-        CheckpointError: there is no such directory, or none in it that can be read.
+        CheckpointError: the directory or a readable config.json in it is missing.
     """
     if not os.path.isdir(directory):
         raise CheckpointError(
@@ -102,8 +102,8 @@ def read_config_file(directory: Path) -> dict[str, Any]:
 def _special_tokens(
     source: str | os.PathLike[str] | None, written: Mapping[str, Any]
 ) -> dict[str, Any]:
-    # Explicit nulls, but where the family has written an id because transformers takes
-    # no null: the default ids there are those of Llama 2.
+    # Without a key transformers takes Llama 2's id, so nulls are written explicitly,
+    # except where the family has written an id because transformers refuses null.
     raw = {} if source is None else read_config_file(Path(source))
     inner = raw.get("text_config") or {}
     found = {key: raw.get(key, inner.get(key)) for key in SPECIAL_TOKENS}
@@ -114,7 +114,7 @@ def _special_tokens(
 
 
 def _match(config: ModelConfig, params: DecoderParams[Array]) -> dict[str, Array]:
-    """Parameters by path, after a look at whether they are the config's."""
+    """Returns the parameters by path after a check against the config."""
     found, expected = paths(params), paths(param_specs(config))
     if found.keys() != expected.keys():
         raise CheckpointError(

@@ -1,11 +1,11 @@
-"""What goes wrong with checkpoints on disk."""
+"""The error and the warning about checkpoints on disk."""
 
 __all__ = ["CheckpointError", "CheckpointWarning"]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or a model that cannot be written as one."""
+    """A checkpoint cannot be read, or a model cannot be saved as a checkpoint."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint that was read, and that is likely to be damaged."""
+    """A checkpoint was read, but it is probably damaged."""

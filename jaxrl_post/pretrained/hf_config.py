@@ -1,4 +1,4 @@
-"""What the families' config.json have in common, read and written."""
+"""Reads and writes the keys of config.json that several families share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -55,19 +55,19 @@ ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_t
 
 @dataclass(frozen=True)
 class Defaults:
-    """What transformers assumes where config.json lacks a key, and how a family reads.
+    """A family's defaults in transformers for absent keys, and its options.
 
     Attributes:
-        max_length: of `max_position_embeddings`.
-        num_kv_heads: of `num_key_value_heads`; None for the number of query heads.
-        head_dim: 0 for hidden_size / num_heads.
-        rms_norm_eps: of `rms_norm_eps`.
-        rope_theta: of `rope_theta`.
-        rotary_share: of `partial_rotary_factor`.
-        partial: the family has `partial_rotary_factor`; the others must leave it at 1.
-        tie_embeddings: of `tie_word_embeddings`.
-        activation_key: where the activation stands.
-        activation: the default there.
+        max_length: default of `max_position_embeddings`.
+        num_kv_heads: default of `num_key_value_heads`; None: number of query heads.
+        head_dim: default of `head_dim`; 0 for hidden_size / num_heads.
+        rms_norm_eps: default of `rms_norm_eps`.
+        rope_theta: default of `rope_theta`.
+        rotary_share: default of `partial_rotary_factor`.
+        partial: whether the family supports a `partial_rotary_factor` other than 1.
+        tie_embeddings: default of `tie_word_embeddings`.
+        activation_key: key of the activation function.
+        activation: default of `activation_key`.
     """
 
     max_length: int
@@ -93,17 +93,17 @@ def decoder_from_hf(
 
     Args:
         raw: the parsed config.json.
-        defaults: the family's.
-        rotation: of layers with full attention, where the family reads it itself.
-        width_key: where the width of the MLP stands.
+        defaults: the family's defaults.
+        rotation: rotary embedding of full-attention layers, if the family reads it
+            itself.
+        width_key: key of the MLP's width.
 
     Returns:
-        A config without what only some families have: biases, norms of queries and
-        keys, windows.
+        A config without options of some families: biases, query-key norms, windows.
 
     Raises:
-        CheckpointError: a key is missing, of the wrong type, or says something that
-            the decoder does not do.
+        CheckpointError: a key is missing, has the wrong type, or has a value that the
+            decoder does not support.
     """
     _check_decoder(raw)
     activation = text(raw, defaults.activation_key, defaults.activation)
@@ -125,7 +125,7 @@ def decoder_from_hf(
     hidden_size = integer(raw, "hidden_size")
     head_dim = optional_integer(raw, "head_dim", defaults.head_dim or None)
     head_dim = head_dim or hidden_size // num_heads
-    # Null means the query heads' number, whatever the family's default.
+    # Null means the number of query heads, whatever the family's default.
     num_kv_heads = optional_integer(raw, "num_key_value_heads", defaults.num_kv_heads)
     return ModelConfig(
         model_type=raw["model_type"],
@@ -152,15 +152,15 @@ def decoder_to_hf(
     partial: bool = False,
     activation_key: str = "hidden_act",
 ) -> dict[str, Any]:
-    """Writes the keys that all families share, in both spellings.
+    """Writes the keys that all families share, as in transformers 4 and 5.
 
     Args:
-        config: of the model.
-        partial: the family has `partial_rotary_factor`.
-        activation_key: where the family's activation stands.
+        config: the model's config.
+        partial: whether the family has `partial_rotary_factor`.
+        activation_key: the family's key of the activation function.
 
     Raises:
-        CheckpointError: transformers has no words for the config's rope_scaling.
+        CheckpointError: transformers cannot express the config's rope_scaling.
     """
     return {
         "model_type": config.model_type,
@@ -182,17 +182,17 @@ def decoder_to_hf(
 def ropes_by_layer(
     raw: Json, max_length: int, *, theta: float, local_theta: float, local_key: str = ""
 ) -> tuple[Rotation, float]:
-    """Reads a rotation of full layers and the base of sliding ones.
+    """Reads the rotary embedding of full layers and the base of sliding layers.
 
     Args:
         raw: the parsed config.json.
-        max_length: of the config.
+        max_length: the config's maximum length.
         theta: default base of full layers.
         local_theta: default base of sliding layers.
-        local_key: where transformers 4 has that base; without it the layers share one.
+        local_key: key of that base in transformers 4; "" if all layers share one base.
 
     Raises:
-        CheckpointError: sliding layers have a scaling, which no release has.
+        CheckpointError: sliding layers have a scaling, or transformers ignores a key.
     """
     rope, local_rope = layer_ropes(raw)
     if local_key:
@@ -207,7 +207,7 @@ def ropes_by_layer(
     share = optional_number(raw, "partial_rotary_factor") or 1.0
     base = number(raw, "rope_theta", theta)
     full = rotation_from_hf(rope, {}, max_length, theta=base, share=share)
-    # transformers reads this one option from the outer dictionary, where it never is.
+    # transformers reads `truncate` from the outer dictionary, which never has it.
     if full.scaling is not None and not full.scaling.truncate:
         raise CheckpointError(
             f"truncate must be true for {FULL}; got false, which transformers ignores "
@@ -226,7 +226,7 @@ def ropes_by_layer_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes `rope_parameters` by kind of layer.
 
     Raises:
-        CheckpointError: transformers has no words for the scaling.
+        CheckpointError: transformers cannot express the scaling.
     """
     local = config.local_rope_theta or config.rope_theta
     full = scaling_to_hf(config) or {"rope_type": "default"}
@@ -242,16 +242,16 @@ def layer_types(
     width: int | None,
     default: Callable[[int], bool],
 ) -> tuple[int | None, ...]:
-    """The window of every layer from `layer_types`; () where all attention is full.
+    """Reads the window of every layer from `layer_types`; () if all attention is full.
 
     Args:
         raw: the parsed config.json.
-        num_layers: of the config.
-        width: of the windows, in tokens.
-        default: whether a layer slides, where config.json does not say.
+        num_layers: number of layers.
+        width: width of the sliding windows, in tokens.
+        default: whether a layer has a window if `layer_types` is absent.
 
     Raises:
-        CheckpointError: other kinds, too few, or sliding layers without a width.
+        CheckpointError: an unknown kind, a wrong number of layers, or no width.
     """
     kinds = raw.get("layer_types")
     if kinds is None:
@@ -273,16 +273,16 @@ def layer_types(
 
 
 def layer_types_to_hf(config: ModelConfig) -> list[str]:
-    """Returns the kind of every layer."""
+    """Returns the `layer_types` of a config."""
     windows = [config.window(layer) for layer in range(config.num_layers)]
     return [FULL if width is None else SLIDING for width in windows]
 
 
 def single_window(config: ModelConfig) -> int | None:
-    """The one width that windows have, None where all attention is full.
+    """Returns the width of the sliding windows, None if all attention is full.
 
     Raises:
-        CheckpointError: there are several.
+        CheckpointError: the windows have several widths.
     """
     widths: Sequence[int] = sorted({width for width in config.windows if width})
     if len(widths) > 1:
@@ -293,10 +293,10 @@ def single_window(config: ModelConfig) -> int | None:
 
 
 def uniform_window(config: ModelConfig) -> int | None:
-    """The window that all layers have, None where no layer has one.
+    """Returns the window of all layers, None if no layer has a window.
 
     Raises:
-        CheckpointError: some have one and others not, or of another width.
+        CheckpointError: the layers' windows differ.
     """
     width = single_window(config)
     if width is not None and None in config.windows:
@@ -308,7 +308,7 @@ def uniform_window(config: ModelConfig) -> int | None:
 
 
 def with_window(config: ModelConfig, raw: Json) -> ModelConfig:
-    """Gives all layers the window that `sliding_window` names, none where it is null.
+    """Gives all layers the window `sliding_window`; null means no window.
 
     Raises:
         CheckpointError: the window is empty.
@@ -323,7 +323,7 @@ def required_experts(config: ModelConfig) -> MixtureOfExperts:
     """Returns the config's experts.
 
     Raises:
-        CheckpointError: there are none, so that no checkpoint of the family fits.
+        CheckpointError: the config has none, which the family cannot express.
     """
     if config.experts is None:
         raise CheckpointError(
@@ -333,10 +333,10 @@ def required_experts(config: ModelConfig) -> MixtureOfExperts:
 
 
 def declared_next_token_layers(raw: Json) -> int:
-    """How many layers config.json says to follow the model's, to predict tokens ahead.
+    """Reads the number of multi-token prediction layers; 1 if config.json has no key.
 
     Raises:
-        CheckpointError: the number makes no sense.
+        CheckpointError: the number is out of range.
     """
     for place in (raw, section(raw, "text_config")):
         for key in ("num_nextn_predict_layers", "num_mtp_layers"):
@@ -346,7 +346,7 @@ def declared_next_token_layers(raw: Json) -> int:
 
 
 def dtype_name(raw: Json) -> str:
-    """Returns the dtype that config.json names, "float32" where it names none.
+    """Returns the dtype in config.json, "float32" if config.json has none.
 
     >>> dtype_name({"torch_dtype": "bfloat16"})
     'bfloat16'
@@ -364,8 +364,8 @@ def dtype_name(raw: Json) -> str:
 
 
 def _check_decoder(raw: Json) -> None:
-    """Refuses what changes the attention or the layers of any family."""
-    # Null is false here: transformers asks whether it is true.
+    """Refuses attention and layers that the decoder does not support."""
+    # transformers tests the truth of `is_causal`, so null means false.
     if raw.get("is_causal", True) is not True:
         raise CheckpointError(
             f"is_causal must be true; got {raw['is_causal']!r}; this decoder's "

@@ -1,8 +1,8 @@
-"""Rotary embeddings in config.json, in the spellings of transformers 4 and 5.
+"""Reads and writes rotary embeddings in config.json, as in transformers 4 and 5.
 
-Version 4 has `rope_theta`, `rope_scaling` and, in some families,
-`partial_rotary_factor` beside one another; version 5 has them all inside
-`rope_parameters`, by kind of layer where the kinds differ. Both are read as
+Version 4 has the top-level keys `rope_theta`, `rope_scaling` and, in some families,
+`partial_rotary_factor`. Version 5 has all of them inside `rope_parameters`, with one
+dictionary per kind of layer if the kinds differ. Both spellings are read as
 transformers 5 reads them, and both are written.
 """
 
@@ -31,7 +31,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 class Rotation(NamedTuple):
-    """Base, scaling, and the share of a head's dims that rotates."""
+    """A rotary embedding: base, scaling, and the fraction of rotated dims per head."""
 
     theta: float
     scaling: RopeScaling | None
@@ -39,16 +39,16 @@ class Rotation(NamedTuple):
 
 
 def rope_from_hf(raw: Json, max_length: int, *, theta: float, share: float) -> Rotation:
-    """Reads the rotation of all layers; a value inside the dictionary wins.
+    """Reads the rotary embedding that all layers share.
 
     Args:
         raw: the parsed config.json.
-        max_length: of the config.
+        max_length: the config's maximum length.
         theta: the family's default base.
         share: the family's default for `partial_rotary_factor`.
 
     Raises:
-        CheckpointError: an unknown kind, or one entry for each kind of layer.
+        CheckpointError: `rope_type` is unknown, or the kinds of layers differ.
     """
     scaling, parameters = section(raw, "rope_scaling"), section(raw, "rope_parameters")
     rope = scaling or parameters
@@ -57,14 +57,14 @@ def rope_from_hf(raw: Json, max_length: int, *, theta: float, share: float) -> R
 
 
 def layer_ropes(raw: Json) -> tuple[Json, Json]:
-    """Reads the dictionaries of full and of sliding layers, as they stand.
+    """Returns the rotary dictionaries of full and of sliding layers.
 
-    Version 5 has one for each kind inside `rope_parameters`. What `rope_scaling` says
-    concerns full layers alone, and goes before.
+    Version 5 has one dictionary per kind of layer in `rope_parameters`. Entries of
+    `rope_scaling` apply to full layers only, and override `rope_parameters`.
 
     Raises:
-        CheckpointError: `rope_parameters` has one dictionary for all layers, which
-            transformers ignores where the kinds differ.
+        CheckpointError: `rope_parameters` has one dictionary for all layers, or
+            `rope_scaling` lacks `rope_type`; transformers would ignore either.
     """
     parameters = section(raw, "rope_parameters")
     if parameters.keys() - {FULL, SLIDING}:
@@ -87,14 +87,14 @@ def layer_ropes(raw: Json) -> tuple[Json, Json]:
 def rotation_from_hf(
     rope: Json, raw: Json, max_length: int, *, theta: float, share: float
 ) -> Rotation:
-    """Reads one dictionary; what it lacks stands at the top level of config.json.
+    """Reads one rotary dictionary; missing keys come from the top level of config.json.
 
     Raises:
-        CheckpointError: an unknown kind, or a value that makes no sense.
+        CheckpointError: `rope_type` is unknown, or a value is invalid.
     """
     theta = number(rope, "rope_theta", number(raw, "rope_theta", theta))
     key = "partial_rotary_factor"
-    # Null beside the dictionary means all of a head, whatever the family's default.
+    # A null at the top level means the whole head, whatever the family's default.
     share = number(rope, key, optional_number(raw, key, share) or 1.0)
     kind = text(rope, "rope_type", text(rope, "type", "default"))
     kind = SYNONYMS.get(kind, kind)
@@ -108,14 +108,14 @@ def rotation_from_hf(
 
 
 def rope_to_hf(config: ModelConfig, *, partial: bool = False) -> dict[str, Any]:
-    """Writes the rotation of all layers in both spellings.
+    """Writes the rotary embedding of all layers, as in transformers 4 and 5.
 
     Args:
-        config: of the model.
+        config: the model's config.
         partial: whether the family has `partial_rotary_factor`.
 
     Raises:
-        CheckpointError: transformers has no words for the scaling.
+        CheckpointError: transformers cannot express the scaling.
     """
     top: dict[str, Any] = {"rope_theta": config.rope_theta}
     if partial:
@@ -123,16 +123,16 @@ def rope_to_hf(config: ModelConfig, *, partial: bool = False) -> dict[str, Any]:
     scaling = scaling_to_hf(config)
     inside = scaling or {"rope_type": "default"}
     if config.rope_scaling is not None and config.rope_scaling.kind == "longrope":
-        # Phi-3 reads it here, and prefers it to the dictionary's.
+        # Phi-3 reads the top-level key and prefers it to the dictionary's.
         top[ORIGINAL] = inside[ORIGINAL]
     return {**top, "rope_scaling": scaling, "rope_parameters": {**inside, **top}}
 
 
 def scaling_to_hf(config: ModelConfig) -> dict[str, Any] | None:
-    """Returns the dictionary of a scaling, None where there is none.
+    """Returns the dictionary of the config's scaling, None without a scaling.
 
     Raises:
-        CheckpointError: transformers has no words for it.
+        CheckpointError: transformers cannot express the scaling.
     """
     scaling, max_length = config.rope_scaling, config.max_length
     if scaling is None:
@@ -170,7 +170,7 @@ def scaling_to_hf(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def _check_flat(name: str, rope: Json) -> None:
-    """Refuses a dictionary of dictionaries, one for each kind of layer."""
+    """Refuses nested dictionaries, one for each kind of layer."""
     inner = [key for key, value in rope.items() if isinstance(value, Mapping)]
     inner += [key for key in (FULL, SLIDING) if key in rope and key not in inner]
     if inner:
@@ -184,8 +184,8 @@ def _scaling_from_hf(kind: str, rope: Json, raw: Json, max_length: int) -> RopeS
     if kind == "linear":
         return RopeScaling("linear", number(rope, "factor"))
     if kind == "dynamic":
-        # Its original length is always max_position_embeddings: transformers ignores
-        # `original_max_position_embeddings` here.
+        # transformers ignores `original_max_position_embeddings` for this kind; the
+        # original length is always max_position_embeddings.
         return RopeScaling("dynamic", number(rope, "factor"))
     original = integer(raw, ORIGINAL, integer(rope, ORIGINAL, max_length))
     if kind == "llama3":
@@ -210,7 +210,7 @@ def _scaling_from_hf(kind: str, rope: Json, raw: Json, max_length: int) -> RopeS
         "yarn",
         factor,
         original_length=original,
-        # Zero means the default, as transformers reads it.
+        # As in transformers, zero means the default.
         beta_fast=optional_number(rope, "beta_fast") or 32.0,
         beta_slow=optional_number(rope, "beta_slow") or 1.0,
         attention_factor=optional_number(rope, "attention_factor"),

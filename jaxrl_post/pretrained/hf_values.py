@@ -1,8 +1,8 @@
-"""Values of a config.json, checked one by one: type, range, and what null means.
+"""Reads single values of a config.json and checks their type, range and null.
 
-transformers tells null from an absent key: what is absent has the family's default, and
-null is None, where the key's type allows it. So a null is refused here, unless the
-caller asks for the `optional_` form of a value.
+transformers distinguishes null from an absent key: an absent key has the family's
+default; null means None, where the key's type allows it. So the functions here refuse
+null, except those named `optional_...`.
 """
 
 import math
@@ -31,7 +31,7 @@ type Json = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Range:
-    """Which numbers a key may have, from `low` to `high`.
+    """The numbers allowed for a key, from `low` to `high`.
 
     >>> Range(1, 100).problem(0)
     'must be at least 1'
@@ -41,7 +41,7 @@ class Range:
     high: float
 
     def problem(self, value: float) -> str:
-        """What a number must be that this one is not; empty where nothing is wrong."""
+        """Describes the requirement that a number violates; empty if it is valid."""
         if isinstance(value, float) and not math.isfinite(value):
             return "must be finite"
         if value < self.low:
@@ -49,17 +49,17 @@ class Range:
         return f"must be at most {self.high:g}" if value > self.high else ""
 
 
-# Positions and widths are int32 in the decoder, and all other numbers float32, where
-# squares and quotients have to be finite too.
+# Positions and widths are int32 in the decoder. All other numbers are float32, and
+# their squares and quotients must be finite too.
 LARGEST_INTEGER = 2**31 - 1
 LARGEST, SMALLEST = 1e30, 1e-30
 
 COUNT = Range(1, LARGEST_INTEGER)
 POSITIVE = Range(SMALLEST, LARGEST)
 
-# Keys that are neither a COUNT, as integers are, nor POSITIVE, as other numbers are.
+# Keys with another range than the default: COUNT for integers, POSITIVE for the rest.
 RANGES: Mapping[str, Range] = {
-    # Layers are looped over before any weight is seen; no model has a tenth of it.
+    # Python loops over the layers before weights are read; no model has even 1,000.
     "num_hidden_layers": Range(1, 10_000),
     "max_window_layers": Range(0, LARGEST_INTEGER),
     "first_k_dense_replace": Range(0, LARGEST_INTEGER),
@@ -79,10 +79,10 @@ RANGES: Mapping[str, Range] = {
 
 
 def integer(raw: Json, key: str, default: int | None = None) -> int:
-    """Reads an integer; no default means that it is required.
+    """Reads an integer; without a default the key is required.
 
     Raises:
-        CheckpointError: it is missing, no integer, or out of the key's range.
+        CheckpointError: the value is missing, no integer, or out of the key's range.
     """
     value = _required(raw, key, default)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -92,12 +92,12 @@ def integer(raw: Json, key: str, default: int | None = None) -> int:
 
 
 def optional_integer(raw: Json, key: str, default: int | None = None) -> int | None:
-    """Reads an integer that may be null, which is None; absent it is the default."""
+    """Reads an integer; null gives None, and an absent key gives the default."""
     return None if raw.get(key, default) is None else integer(raw, key, default)
 
 
 def integers(raw: Json, key: str) -> list[int]:
-    """Reads a list of integers; null, like an absent key, is an empty one."""
+    """Reads a list of integers; null and an absent key give an empty list."""
     value = raw.get(key)
     value = [] if value is None else value
     if not isinstance(value, list) or not all(type(entry) is int for entry in value):
@@ -106,10 +106,10 @@ def integers(raw: Json, key: str) -> list[int]:
 
 
 def number(raw: Json, key: str, default: float | None = None) -> float:
-    """Reads a number; no default means that it is required.
+    """Reads a number; without a default the key is required.
 
     Raises:
-        CheckpointError: it is missing, no number, or out of the key's range.
+        CheckpointError: the value is missing, no number, or out of the key's range.
     """
     value = _required(raw, key, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -119,7 +119,7 @@ def number(raw: Json, key: str, default: float | None = None) -> float:
 
 
 def optional_number(raw: Json, key: str, default: float | None = None) -> float | None:
-    """Reads a number that may be null, which is None; absent it is the default."""
+    """Reads a number; null gives None, and an absent key gives the default."""
     return None if raw.get(key, default) is None else number(raw, key, default)
 
 
@@ -127,7 +127,7 @@ def flag(raw: Json, key: str, default: bool) -> bool:
     """Reads true or false.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: the value has another type.
     """
     value = _required(raw, key, default)
     if not isinstance(value, bool):
@@ -136,7 +136,7 @@ def flag(raw: Json, key: str, default: bool) -> bool:
 
 
 def optional_flag(raw: Json, key: str, default: bool) -> bool:
-    """Reads true or false where null means false."""
+    """Reads true or false; null means false."""
     return raw.get(key, default) is not None and flag(raw, key, default)
 
 
@@ -144,7 +144,7 @@ def text(raw: Json, key: str, default: str) -> str:
     """Reads a string.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: the value has another type.
     """
     value = _required(raw, key, default)
     if not isinstance(value, str):
@@ -153,10 +153,10 @@ def text(raw: Json, key: str, default: str) -> str:
 
 
 def section(raw: Json, key: str) -> Json:
-    """Reads a JSON object; null, like an absent key, is an empty one.
+    """Reads a JSON object; null and an absent key give an empty object.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: the value has another type.
     """
     value = raw.get(key)
     if value is None:
@@ -183,7 +183,7 @@ def _check_range(key: str, value: float, allowed: Range) -> None:
 
 
 def _shown(value: Any) -> str:
-    # Python refuses to write whole numbers of more than 4,300 digits.
+    # Python refuses to print integers of more than 4,300 digits.
     if isinstance(value, int) and value.bit_length() > 256:
         return "a number of many digits"
     return f"{value!r:.120}"

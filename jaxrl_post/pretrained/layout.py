@@ -1,10 +1,10 @@
-"""How a parameter lies in a tensor on disk: data that works in both directions.
+"""Describes how a parameter is stored in a tensor on disk, for reading and writing.
 
-PyTorch stores a linear map as [out, in] with the heads merged into `out`; we hold
-[in, heads, head_dim]. Every such difference is a permutation of dims followed by
-merging neighbours, so it is written down once, over the logical axes of the parameter:
-"(heads head_dim) embed". From that follow the shape on disk, the region of the tensor
-that one shard of the parameter needs, and the way back.
+PyTorch stores a linear map as [out, in] with the heads merged into `out`; our parameter
+is [in, heads, head_dim]. Every such difference is a permutation of dims followed by a
+merge of neighbouring dims. A string over the parameter's logical axes describes both:
+"(heads head_dim) embed". The shape on disk, the region of the tensor that a shard of
+the parameter needs, and the inverse for writing all follow from this string.
 """
 
 import itertools
@@ -21,7 +21,7 @@ __all__ = ["Fetch", "Index", "Join", "Layout", "Slot", "Weight", "slots"]
 type Index = tuple[slice, ...]
 type Fetch = Callable[[Index], np.ndarray]
 
-# How the parameters that share a tensor follow one another in it.
+# How the parameters that share a tensor are ordered in it.
 Join = Literal["concat", "interleave"]
 
 
@@ -30,20 +30,20 @@ class Weight:
     """Name and layout of a parameter in a checkpoint.
 
     Attributes:
-        name: the tensor's name. `*` stands for the layer's number. `%` stands for an
-            expert's: every expert has a tensor of its own, and the parameter's first
+        name: the tensor's name. `*` stands for the layer's number. `%` stands for the
+            expert's number: every expert has its own tensor, and the parameter's first
             logical axis is "experts".
-        layout: the tensor's dims, slowest first, by logical axes of the parameter;
+        layout: the tensor's dims, slowest first, as logical axes of the parameter;
             axes in parentheses are merged into one dim, and "()" is a dim of size 1.
-            With `%` in the name it names the axes after "experts".
-        part: None where the tensor holds this parameter alone; else this parameter's
-            place, from 0, among those that name the same tensor.
-        join: how the parts follow one another: "concat" is one after the other;
-            "interleave" is one element of each in turn, so that element i of part p is
-            at i * parts + p.
-        dim: of the tensor, along which the parts are joined; -1 is the last.
+            With `%` in the name, the layout leaves out the axis "experts".
+        part: None if the tensor holds this parameter alone; otherwise this parameter's
+            position, from 0, among the parameters that share the tensor.
+        join: order of the parts' elements: "concat" stores one part after the other;
+            "interleave" alternates the parts, so that element i of part p is at
+            i * parts + p.
+        dim: the tensor's dim along which the parts are joined; -1 is the last.
         also: names of the tensor in other releases of the family, with `*` and `%`.
-            Reading takes the first that is there, saving always takes `name`.
+            Loading takes the first name that exists; saving always uses `name`.
 
     >>> Weight("model.layers.*.mlp.gate_up_proj.weight", "ffn embed", part=1).join
     'concat'
@@ -59,12 +59,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Slot:
-    """Which elements of one dim of a tensor a part has: start, start + step, ...
+    """The elements of a tensor's dim that belong to a part: start, start + step, ...
 
     Attributes:
-        dim: of the tensor.
-        start: the part's first element.
-        step: from one element of the part to its next.
+        dim: the tensor's dim.
+        start: index of the part's first element.
+        step: distance between two elements of the part.
     """
 
     dim: int = 0
@@ -74,12 +74,12 @@ class Slot:
     def read(self, fetch: Fetch, region: Index) -> np.ndarray:
         """Reads a region of the part.
 
-        The elements of an interleaved part lie apart; what is between them is fetched
-        too, because files are read in whole rows.
+        For an interleaved part, the other parts' elements in between are fetched too,
+        because files are read in whole rows.
 
         Args:
             fetch: reads a rectangular region of the tensor.
-            region: of the part, every slice with both its bounds.
+            region: region of the part; every slice has both its bounds.
         """
         wanted = region[self.dim]
         length = wanted.stop - wanted.start
@@ -90,18 +90,18 @@ class Slot:
         return values[(slice(None),) * self.dim + (slice(None, None, self.step),)]
 
     def share(self, tensor: np.ndarray, size: int) -> np.ndarray:
-        """Returns the view of the tensor that is the part, of `size` along `dim`."""
+        """Returns a view of the tensor's elements of this part, `size` along `dim`."""
         own = slice(self.start, self.start + (size - 1) * self.step + 1, self.step)
         return tensor[(slice(None),) * self.dim + (own,)]
 
 
 def slots(sizes: tuple[int, ...], join: Join, dim: int) -> tuple[Slot, ...]:
-    """Returns the place of every part.
+    """Returns the slot of every part.
 
     Args:
-        sizes: of the parts along `dim`, in their order.
+        sizes: sizes of the parts along `dim`, in order.
         join: as `Weight.join`.
-        dim: of the tensor, >= 0.
+        dim: the tensor's dim, >= 0.
 
     Raises:
         ValueError: parts of different sizes cannot be interleaved.
@@ -121,11 +121,11 @@ def slots(sizes: tuple[int, ...], join: Join, dim: int) -> tuple[Slot, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout applied to one parameter; hashable, so it may be static in jit.
+    """Converts between one parameter and its tensor on disk.
 
     Attributes:
-        shape: of the parameter.
-        groups: for every dim of the tensor, the parameter's dims that it merges.
+        shape: the parameter's shape.
+        groups: for every dim of the tensor, the parameter's dims merged into it.
 
     >>> layout = Layout.of("(heads head_dim) embed", ("embed", "heads", "head_dim"),
     ...                    (8, 4, 2))
@@ -164,21 +164,21 @@ class Layout:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The parameter's dims as they follow one another in the tensor."""
+        """The parameter's dims in the order of the tensor."""
         return tuple(itertools.chain(*self.groups))
 
     def read(self, fetch: Fetch, index: Index) -> np.ndarray:
         """Reads one shard of the parameter.
 
-        Only the region of the tensor that the shard needs is fetched. Where a dim is
-        split that lies inside a merged one, that region has gaps and is fetched whole.
+        Only the region of the tensor that the shard needs is fetched. If the shard
+        splits an inner dim of a merged one, this region includes unneeded elements.
 
         Args:
             fetch: reads a rectangular region of the tensor.
             index: the shard, as slices of the parameter.
 
         Returns:
-            The shard in the parameter's dims, a view of what was fetched.
+            The shard in the parameter's dims, a view of the fetched region.
         """
         bounds = [s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True)]
         region, split, inner = [], [], []
@@ -199,11 +199,11 @@ class Layout:
         """Copies one shard of the parameter to its place in the tensor.
 
         Args:
-            tensor: written to; a part of a larger one may be a view of it.
-            shard: its dims in the tensor's `order`, as turned by the device that has
-                it, which does so faster than NumPy.
-            index: of the shard, as slices of the parameter.
+            tensor: the tensor to write into; may be a view of a larger tensor.
+            shard: the shard with its dims in `order`. The caller transposes it on its
+                device, which is faster than NumPy.
+            index: the shard's position, as slices of the parameter.
         """
-        # A view, since dims are only split here, whatever the strides.
+        # This reshape only splits dims, so it is a view for any strides.
         opened = tensor.reshape([self.shape[dim] for dim in self.order])
         opened[tuple(index[dim] for dim in self.order)] = shard

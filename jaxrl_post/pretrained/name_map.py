@@ -1,4 +1,4 @@
-"""Which tensors on disk make which parameters: a family's weights, spelled out."""
+"""Maps every parameter of a model to its tensors on disk."""
 
 import functools
 import re
@@ -30,16 +30,16 @@ EXPERTS = "experts"
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter, or one expert of it, in its place on disk.
+    """The tensor on disk of a parameter, or of one expert of a parameter.
 
     Attributes:
-        path: of the parameter, such as "layers.0.attention.query".
-        expert: its number, where every expert has a tensor of its own.
-        name: of the tensor.
+        path: path of the parameter, such as "layers.0.attention.query".
+        expert: the expert's number if every expert has its own tensor, otherwise None.
+        name: name of the tensor.
         also: other names of the tensor, in the order in which they are tried.
-        layout: between the parameter, without its experts, and its share of the tensor.
-        shape: of the whole tensor.
-        slot: the parameter's share of the tensor.
+        layout: layout of the parameter (without experts) in its part of the tensor.
+        shape: shape of the whole tensor.
+        slot: the parameter's part of the tensor.
     """
 
     path: str
@@ -55,15 +55,15 @@ class Entry:
         return self.layout.read(functools.partial(self.slot.read, fetch), index)
 
     def write(self, tensor: np.ndarray, shard: np.ndarray, index: Index) -> None:
-        """Copies one shard to its place in the whole tensor; see `Layout.write`."""
+        """Copies one shard into the whole tensor; see `Layout.write`."""
         size = self.layout.stored_shape[self.slot.dim]
         self.layout.write(self.slot.share(tensor, size), shard, index)
 
 
 def paths(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves by their path, such as "layers.0.attention.query".
+    """Returns the leaves by path, such as "layers.0.attention.query".
 
-    What is stored under such names does not depend on our classes.
+    Files with such names do not depend on our Python classes.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)
     keystr = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
@@ -71,14 +71,14 @@ def paths(tree: PyTree) -> dict[str, Any]:
 
 
 def entries_of(weights: Mapping[str, Weight], specs: PyTree) -> list[Entry]:
-    """Returns the place of every parameter, in the order of the tree.
+    """Returns the entries of all parameters, in the order of the tree.
 
     Args:
-        weights: of the family; parameters that `specs` lacks are left out.
+        weights: the family's weights; those that `specs` lacks are left out.
         specs: tree of ParamSpecs.
 
     Raises:
-        ValueError: the weights do not fit the specs, a mistake in the family.
+        ValueError: the family's weights do not fit the specs.
 
     >>> weights = {"layers.*.up": Weight("h.*.experts.%.up", "ffn embed")}
     >>> spec = ParamSpec((2, 8, 4), ("experts", "embed", "ffn"))
@@ -101,7 +101,7 @@ def entries_of(weights: Mapping[str, Weight], specs: PyTree) -> list[Entry]:
 
 
 def present(entries: Sequence[Entry], found: Collection[str]) -> list[Entry]:
-    """Returns the entries, each with the first of its names that was found."""
+    """Returns the entries, each with the first of its names that is in `found`."""
 
     def chosen(entry: Entry) -> str:
         names = (entry.name, *entry.also)
@@ -115,12 +115,12 @@ def present(entries: Sequence[Entry], found: Collection[str]) -> list[Entry]:
 def without_prefixes(
     tensors: Mapping[str, Tensor], prefixes: Sequence[tuple[str, str]]
 ) -> dict[str, Tensor]:
-    """Returns the tensors under the names that they have in the family's own releases.
+    """Renames tensors of a model inside a larger one to the family's own names.
 
     Args:
-        tensors: of the checkpoint.
-        prefixes: what a name may start with, as in a model that is a part of a larger
-            one, and what stands for it in the family; the first that fits is replaced.
+        tensors: the checkpoint's tensors.
+        prefixes: pairs of a prefix in the checkpoint and the family's prefix for it;
+            the first pair that matches a name is used.
 
     Raises:
         CheckpointError: two tensors get one name.
@@ -146,11 +146,11 @@ def matches(
     """Whether a tensor's name fits one of the patterns.
 
     Args:
-        patterns: `*` stands for any text, `+` for the number of a layer beyond the
-            model's, such as DeepSeek-V3's for multi-token prediction.
-        name: of the tensor.
-        num_layers: of the model.
-        further_layers: how many may follow these.
+        patterns: patterns; `*` matches any text, `+` the number of a layer after the
+            model's own layers, such as DeepSeek-V3's for multi-token prediction.
+        name: name of the tensor.
+        num_layers: number of the model's own layers.
+        further_layers: number of layers after them.
 
     >>> matches(["model.layers.+.*"], "model.layers.2.eh_proj.weight", 2, 1)
     True
@@ -167,14 +167,14 @@ def matches(
 
 
 def some(names: Collection[str]) -> str:
-    """Lists a few names, and says how many there are if that is more."""
+    """Lists up to four names and, if there are more, the number of all names."""
     shown = sorted(names)[:4]
     more = f", ... ({len(names)} in all)" if len(names) > len(shown) else ""
     return ", ".join(shown) + more
 
 
 def _weight(weights: Mapping[str, Weight], path: str) -> tuple[Weight, str]:
-    """The weight of a parameter, and the number of its layer."""
+    """Returns the weight of a parameter and its layer's number ("" for no layer)."""
     head, *rest = path.split(".")
     layer = rest[0] if head == "layers" else ""
     pattern = ".".join(["layers.*", *rest[1:]]) if layer else path

@@ -1,20 +1,20 @@
-"""Names as errors list them: the likeliest first."""
+"""Lists the known names in an error message, the most similar ones first."""
 
 import difflib
 from collections.abc import Iterable
 
 __all__ = ["nearest_first"]
 
-# Of names in one message; the nearest are always among them.
+# Names in one message at most; the similar ones are always among them.
 MOST = 24
 
 
 def nearest_first(name: str, known: Iterable[str]) -> str:
-    """Lists the known names, those that resemble an unknown one first.
+    """Lists the known names, starting with those similar to an unknown `name`.
 
-    Neither what stands before the last slash of `name`, such as an organisation, nor
-    the case of letters counts. The rest follow in their own order. The end of a long
-    list is counted, not listed.
+    The comparison ignores case and everything before the last slash of `name`, such as
+    an organisation. The other names follow in their own order. A long list is cut and
+    ends with the number of names left out.
 
     >>> nearest_first("Qwen/Qwen3_Moe", ["llama", "qwen2", "qwen3", "qwen3_moe"])
     'qwen3_moe, qwen3, qwen2, llama'

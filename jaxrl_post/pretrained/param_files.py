@@ -1,7 +1,7 @@
-"""Parameters in tensor files: checked, read shard by shard, written tensor by tensor.
+"""Loads parameters from tensor files shard by shard; saves them tensor by tensor.
 
-At any time the host holds, beside the parameters, about one shard of one parameter and
-the region of the tensor that it comes from; while writing, one tensor and one shard.
+Beside the parameters, the host holds about one shard and its region of the tensor at a
+time while loading, and one tensor and one shard while saving.
 """
 
 import functools
@@ -24,7 +24,7 @@ __all__ = ["check_same", "check_tensors", "load_parameter", "write_parameters"]
 
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 
-# Bytes compared at a time where a tied matrix was stored twice.
+# Bytes compared at a time if a checkpoint stores a tied matrix twice.
 COMPARED_BYTES = 1 << 24
 
 
@@ -34,13 +34,13 @@ def check_tensors(
     harmless: Callable[[str], bool],
     config_file: Path,
 ) -> None:
-    """Compares what is there with what the config asks for, before anything is read.
+    """Compares the checkpoint's tensors with the config before their data is read.
 
     Args:
-        tensors: of the checkpoint.
-        entries: of all parameters that are to be read.
-        harmless: whether a tensor that no entry names may be there.
-        config_file: for messages.
+        tensors: the checkpoint's tensors.
+        entries: entries of all parameters to read.
+        harmless: whether the checkpoint may have a tensor that no entry names.
+        config_file: path of config.json, for messages.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or of another shape or dtype.
@@ -72,7 +72,7 @@ def check_tensors(
 def check_same(
     tensors: Mapping[str, Tensor], used: str, tied: str, config_file: Path
 ) -> None:
-    """Refuses an output matrix of its own where the config says that it is tied."""
+    """Refuses a separate output matrix if the config says that embeddings are tied."""
     left, right = tensors[used], tensors[tied]
     same = left.shape == right.shape
     length, width = left.shape
@@ -96,11 +96,11 @@ def load_parameter(
     """Reads one parameter, shard by shard, and waits until it is on its devices.
 
     Args:
-        tensors: of the checkpoint.
-        entries: of the parameter: one, or one for every expert.
-        sharding: only what this process's devices hold is read, replicas once; None for
-            JAX's default device.
-        dtype: of the parameter.
+        tensors: the checkpoint's tensors.
+        entries: the parameter's entry, or one entry for every expert.
+        sharding: only shards of this process's devices are read, each one once; None
+            puts the parameter on JAX's default device.
+        dtype: dtype of the parameter.
     """
     shape = _shape(entries)
     if sharding is None:
@@ -130,13 +130,13 @@ def write_parameters(
     """Writes parameters as the tensors that the entries name.
 
     Args:
-        directory: where; see `write_tensors`.
-        entries: of all parameters, in the order of writing.
+        directory: directory to write to; see `write_tensors`.
+        entries: entries of all parameters, in the order of writing.
         values: the parameters by path, in any sharding that this process can read.
-        max_file_bytes: of tensor data in a file.
+        max_file_bytes: limit of tensor data per file, in bytes.
 
     Raises:
-        CheckpointError: a dtype that checkpoints do not have, or two in one tensor.
+        CheckpointError: a dtype is not supported, or one tensor would have two dtypes.
     """
     sharers: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -185,16 +185,16 @@ def _shard(
 
 
 def _fill(tensor: np.ndarray, entry: Entry, value: Array) -> None:
-    """Copies a parameter, or one expert of it, to its place, shard by shard.
+    """Copies a parameter, or one expert of it, into its tensor, shard by shard.
 
-    No device learns of another's shards: laying out the array as a whole would make all
-    devices gather all experts, for every single one of them.
+    Every shard is transposed on its own device: indexing the sharded array would
+    all-gather all experts once for every expert.
     """
     order = entry.layout.order
     for shard in value.addressable_shards:
         if shard.replica_id != 0:
             continue
-        # A mesh that the caller has set names other devices than the shard's one.
+        # The caller's mesh may be set; it has other devices than this shard's.
         with jax.set_mesh(Mesh(np.array([shard.device]), ("shard",))):
             if entry.expert is None:
                 own, index = _turned(order, shard.data), shard.index
@@ -207,8 +207,8 @@ def _fill(tensor: np.ndarray, entry: Entry, value: Array) -> None:
         entry.write(tensor, np.asarray(own), tuple(index))
 
 
-# Always new arrays: NumPy's view of a `jax.Array` stays cached on it, and caching the
-# whole model on the host is what this avoids.
+# Under jit the result is always a new array: a `jax.Array` caches its NumPy value, so
+# without the copy the whole model would stay on the host.
 @functools.partial(jax.jit, static_argnums=0)
 def _turned(order: tuple[int, ...], shard: Array) -> Array:
     return shard.transpose(order)

@@ -1,16 +1,16 @@
-"""Architectures by name, without weights: small ones of our own, and published models.
+"""Named architectures without weights: published models and small models of our own.
 
-Every `--model` takes these names, for a randomly initialised model with a tokenizer
-learned from the environment's texts; `launch.plan` compiles them without weights.
+Every `--model` option accepts these names for a randomly initialised model, with a
+tokenizer trained on the environment's texts; `launch.plan` compiles without weights.
 
-`presets.json` has a config.json for each, of what its family reads. The numbers of
-published models are those of their own config.json, under the names that they have
-there, so that each can be compared with its source. All of them publish an
-`initializer_range` of 0.02, which is `ParamSpec`'s scale: `initialize` draws matrices
-and embeddings from a normal distribution of that width, and starts norms at one and
-biases at zero. Where releases of one size differ, Qwen2.5's are its base models (some
-instruct ones have another context length and epsilon) and Qwen3's its first
-post-trained ones (later ones have another context length and rotary base). "demo",
+`presets.json` holds a config.json for each name, with the keys that its family reads.
+Published models keep the keys and values of their own config.json, so that they can be
+compared with the source. All of them have an `initializer_range` of 0.02, which is also
+`ParamSpec`'s scale: `initialize` draws matrices and embeddings from a normal
+distribution with this standard deviation, and sets norms to one and biases to zero.
+Where releases of one size differ, the Qwen2.5 presets are the base models (some
+instruct models have another context length and epsilon) and the Qwen3 presets the first
+post-trained models (later ones have another context length and rotary base). "demo",
 "tiny" and "small" are for machines without an accelerator and for benchmarks.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["PRESETS"]
 
 
 class _Presets(Mapping[str, ModelConfig]):
-    """Reads what a name stands for when it is asked for."""
+    """Reads the config of a preset at its first use."""
 
     def __getitem__(self, name: str) -> ModelConfig:
         return _read(name)

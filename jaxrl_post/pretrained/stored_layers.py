@@ -1,7 +1,7 @@
-"""How many layers and experts the names of stored tensors speak of.
+"""Counts the layers and experts of a checkpoint from its tensors' names.
 
-config.json is compared with them before anything is built in its size: a count that is
-wrong by orders of magnitude would otherwise cost minutes, and all memory.
+These counts are compared with config.json before any structure of that size is built:
+a count that is wrong by orders of magnitude would cost minutes and all memory.
 """
 
 import re
@@ -25,16 +25,16 @@ def check_counts(
     weights: Mapping[str, Weight],
     config_file: Path,
 ) -> None:
-    """Refuses a config of more layers or experts than any tensor belongs to.
+    """Refuses a config with more layers or experts than the tensors have.
 
     Args:
-        names: of the tensors.
-        config: of the model.
-        weights: of the family, which says whether experts have tensors of their own.
-        config_file: for messages.
+        names: names of the tensors.
+        config: the model's config.
+        weights: the family's weights; they show if every expert has its own tensor.
+        config_file: path of config.json, for messages.
 
     Raises:
-        CheckpointError: there are fewer.
+        CheckpointError: the tensors have fewer layers or experts.
     """
     layers = _count(LAYER, names)
     if config.num_layers > layers:
@@ -55,15 +55,15 @@ def check_counts(
 
 
 def next_token_layers(names: Collection[str], num_layers: int, most: int) -> int:
-    """How many layers after the model's predict tokens further ahead.
+    """Counts the layers for multi-token prediction after the model's own layers.
 
-    Each has a projection `eh_proj` of embeddings and hidden states. What lacks it is a
-    layer of the model itself, which must not be dropped.
+    Each of them has a projection `eh_proj` of embeddings and hidden states. A layer
+    without `eh_proj` belongs to the model itself and must not be dropped.
 
     Args:
-        names: of the tensors.
-        num_layers: of the model.
-        most: which config.json declares.
+        names: names of the tensors.
+        num_layers: number of the model's own layers.
+        most: number of such layers that config.json declares.
 
     References:
         DeepSeek-V3, arXiv:2412.19437, 2.2.

@@ -1,10 +1,10 @@
-"""Directories of safetensors files: regions in, whole tensors out, one at a time.
+"""Reads regions of tensors from safetensors files and writes tensors one at a time.
 
-Reading goes through the safetensors library, which maps the files and copies only the
-regions that are asked for. Writing does not: its `save_file` wants every tensor of a
-file in memory at once. The format is a length, a JSON header and the tensors back to
-back (https://github.com/huggingface/safetensors#format), and the header follows from
-shapes and dtypes, so it can be written before the first tensor is fetched.
+Reading uses the safetensors library, which maps the files into memory and copies only
+the requested regions. Writing does not use it, because its `save_file` needs all
+tensors of a file in memory at once. The format is a length, a JSON header and the
+tensors back to back (https://github.com/huggingface/safetensors#format). The header
+follows from shapes and dtypes, so it is written before the first tensor is fetched.
 """
 
 import functools
@@ -31,14 +31,14 @@ __all__ = ["StoredTensor", "Tensor", "open_tensors", "read_json", "write_tensors
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PLAIN_FILE = r"[^/\\\0]+\.safetensors"
-# Longer ones are errors of the file system wherever they are asked for.
+# Any call of the file system with a longer name raises an OSError.
 LONGEST_NAME = 255
 
-# Names in the format, by name in NumPy.
+# The format's names of dtypes by NumPy's names.
 STORED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
-# The library has no NumPy arrays of these (0.8.0), so their bytes are read from the
-# file. The reader that knows the scales turns them into numbers.
+# The library (0.8.0) cannot return these dtypes as NumPy arrays, so their bytes are
+# read from the file. `quantized_files` multiplies them by their scales.
 RAW_DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
@@ -47,12 +47,12 @@ RAW_DTYPES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor on disk, or one that is computed from such tensors region by region.
+    """A tensor on disk, or one computed region by region from tensors on disk.
 
     Attributes:
-        file: that holds it.
-        shape: dimensions.
-        dtype: of what `fetch` returns, by its name in the format, such as "BF16".
+        file: the file that holds the tensor.
+        shape: the tensor's shape.
+        dtype: dtype of the fetched values, by the format's name, such as "BF16".
         fetch: copies a region into memory; every slice has both its bounds.
     """
 
@@ -64,7 +64,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Name, shape and NumPy's name of the dtype of a tensor to be written."""
+    """A tensor to be written: its name, shape and NumPy's name of its dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the tensor's data."""
         return math.prod(self.shape) * (4 if self.dtype == "float32" else 2)
 
 
@@ -81,12 +81,12 @@ def open_tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
     """Opens model.safetensors, or the shards that the index names.
 
     Yields:
-        All tensors by name. Nothing has been read of them but the headers, and nothing
-        can be read after the context.
+        All tensors by name. Only the files' headers have been read. The tensors can be
+        read only inside the context.
 
     Raises:
-        CheckpointError: there is neither; a shard is missing, damaged or lacks a tensor
-            that the index promises; the index leaves the directory.
+        CheckpointError: neither file exists; a shard is missing, damaged or lacks a
+            tensor that the index names; the index names a path outside the directory.
     """
     promised = _locate(directory)
     tensors: dict[str, Tensor] = {}
@@ -96,7 +96,7 @@ def open_tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
             found = _tensors(path, stack.enter_context(_open(path)))
             _check_promise(path, promised[path], set(found))
             twice |= tensors.keys() & found.keys()
-            # The file that the index names, where there are two.
+            # If two files hold a tensor, take it from the file that the index names.
             tensors |= {
                 name: tensor
                 for name, tensor in found.items()
@@ -110,7 +110,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-        CheckpointError: the file cannot be read, or is no JSON object.
+        CheckpointError: the file cannot be read or does not hold a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -131,16 +131,16 @@ def write_tensors(
     source: Callable[[str], np.ndarray],
     max_file_bytes: int,
 ) -> None:
-    """Writes tensors, one after the other, into as many files as the limit asks for.
+    """Writes tensors one after the other, split into files of a limited size.
 
     Args:
-        directory: where; it exists and holds no model yet.
-        tensors: in the order of writing.
-        source: returns a whole tensor by its name; asked for each once, in that order.
-        max_file_bytes: of tensor data in a file; a larger tensor gets its own file.
+        directory: an existing directory without a model.
+        tensors: the tensors in the order of writing.
+        source: returns a whole tensor by name; called once per tensor, in this order.
+        max_file_bytes: bytes of tensor data per file; a larger tensor gets its own.
 
     Raises:
-        CheckpointError: a dtype that checkpoints do not have.
+        CheckpointError: a dtype is not supported in checkpoints.
     """
     for tensor in tensors:
         if tensor.dtype not in STORED_DTYPES:
@@ -164,7 +164,7 @@ def write_tensors(
 
 
 def _locate(directory: Path) -> dict[Path, set[str]]:
-    """Files to open, and the tensors that an index says are in each."""
+    """Returns the files to open, each with the tensors that the index names in it."""
     if (directory / SINGLE_FILE).is_file():
         return {directory / SINGLE_FILE: set()}
     index = directory / INDEX_FILE
@@ -175,8 +175,8 @@ def _locate(directory: Path) -> dict[Path, set[str]]:
         raise CheckpointError(f"{index}: weight_map must be a non-empty object")
     promised: dict[Path, set[str]] = {}
     for name, file in places.items():
-        # A plain name, because a checkpoint from elsewhere must not choose which files
-        # of this machine are opened.
+        # Only plain names are allowed, because a downloaded checkpoint must not choose
+        # which files of this machine are opened.
         plain = isinstance(file, str) and len(file) <= LONGEST_NAME
         if not plain or not re.fullmatch(PLAIN_FILE, file):
             raise CheckpointError(
@@ -246,7 +246,7 @@ def _raw_region(
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data starts in a file, in bytes, and what it says about its tensors."""
+    """Returns the byte offset of the tensor data and the header's entries by name."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(length, path.stat().st_size)))
@@ -255,12 +255,12 @@ def _header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _damage(path: Path) -> str:
-    """Names the first tensor whose data the file does not hold, if the header can."""
+    """Names the first tensor whose data is cut off, if the header is intact."""
     try:
         start, header = _header(path)
         ends = {name: start + t["data_offsets"][1] for name, t in header.items()}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return ""  # The header itself is damaged: there is no tensor to name.
+        return ""  # The header itself is damaged, so the tensors are unknown.
     size = path.stat().st_size
     beyond = [name for name, end in ends.items() if end > size]
     if not beyond:
@@ -317,7 +317,7 @@ def _write_file(
         }
         offset += tensor.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # So that the data starts aligned.
+    text += b" " * (-len(text) % 8)  # Aligns the start of the data.
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:

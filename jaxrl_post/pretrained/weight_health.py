@@ -1,8 +1,8 @@
-"""Notices weights that cannot be right, as they are read: NaN, infinity, all zeros.
+"""Warns about weights that cannot be right: NaN, infinity or all zeros.
 
-Neither format of weights has checksums. A download that was cut short often leaves a
-file of the right size that ends in zeros, and a training run that diverged leaves NaN.
-Both load without an error, so there is a warning.
+Neither safetensors nor Orbax stores checksums. An interrupted download often leaves a
+file of the right size that ends in zeros, and a diverged training run saves NaN. Both
+load without an error, so loading warns about them.
 """
 
 import functools
@@ -20,8 +20,8 @@ from jaxrl_post.pretrained.tensor_files import Tensor
 
 __all__ = ["WeightHealth"]
 
-# Bits of a float but its sign, by size in bytes. They are ordered as the absolute
-# values are: one maximum says whether all are finite, and whether all are zero.
+# All bits of a float except its sign, by size in bytes. As integers they have the order
+# of the absolute values, so one maximum shows if all are finite and if all are zero.
 MAGNITUDE = {
     2: (np.uint16, 0x7FFF),
     4: (np.uint32, 0x7FFFFFFF),
@@ -30,19 +30,19 @@ MAGNITUDE = {
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-# Elements looked at together, so that their bits take no more than a few megabytes.
+# Elements checked at a time, so that their bits take no more than a few megabytes.
 CHUNK = 1 << 20
 
 
 class WeightHealth:
-    """Remembers what was read of tensors, for one warning in the end."""
+    """Checks tensors as they are read and warns once at the end."""
 
     def __init__(self) -> None:
         self._not_finite: set[str] = set()
         self._zeros: dict[str, bool] = {}
 
     def watched(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the same tensors, whose regions are looked at as they are fetched."""
+        """Returns the same tensors with a check of every region that is fetched."""
         watched = dict(tensors)
         for name, tensor in tensors.items():
             if tensor.dtype in FLOATS and math.prod(tensor.shape):
@@ -51,11 +51,11 @@ class WeightHealth:
         return watched
 
     def warn(self, tensors: Mapping[str, Tensor], harmless: Collection[str]) -> None:
-        """Warns of tensors with NaN or infinity, and of matrices of nothing but zeros.
+        """Warns about tensors with NaN or infinity and about matrices of zeros.
 
         Args:
-            tensors: in which files they are.
-            harmless: names of tensors that may be zero, such as a new head.
+            tensors: all tensors by name, for the names of their files.
+            harmless: names of tensors that may be all zeros, such as a new head.
         """
         zeros = {
             name
@@ -86,7 +86,7 @@ class WeightHealth:
 
 
 def _magnitude(values: np.ndarray) -> tuple[int, int]:
-    """The largest absolute value of floats, and infinity, both as bits."""
+    """Returns the largest absolute value and infinity, both as bits."""
     dtype, mask = MAGNITUDE[values.dtype.itemsize]
     infinity = np.array(np.inf, values.dtype).view(dtype)
     bits = np.ascontiguousarray(values).reshape(-1).view(dtype)
