@@ -1,4 +1,4 @@
-"""Model directories, tensor by tensor into shards, and Hugging Face's format back."""
+"""Loads a model directory shard by shard, and saves one in Hugging Face's format."""
 
 import itertools
 import logging
@@ -61,9 +61,9 @@ __all__ = ["load", "save"]
 
 logger = logging.getLogger(__name__)
 
-# Recomputed from the config; old checkpoints carry them all the same.
+# Buffers of old checkpoints; `models.rope` computes them from the config.
 HARMLESS = "*rotary_emb.inv_freq"
-# Our paths of what a checkpoint may lack or have for nothing.
+# Paths of parameters that a checkpoint may lack, or may have without need.
 EMBEDDING, UNEMBEDDING = "embedding", "unembedding"
 HEADS = ("value_head", "process_head.weight", "process_head.bias")
 
@@ -76,32 +76,32 @@ def load(
     dtype: DTypeLike | None = None,
     head: Head | None = None,
 ) -> tuple[ModelConfig, DecoderParams[Array]]:
-    """Reads a model directory, of Hugging Face's format or of `save_orbax`.
+    """Loads a model directory in Hugging Face's format or written by `save_orbax`.
 
-    Under a mesh each process reads the regions that its own devices hold and no others.
-    They are read one after the other, so that beside the parameters themselves the host
-    holds about two tensors (one as stored, one converted). Weights in block-wise FP8 or
-    MXFP4 become numbers of the dtype asked for.
+    On a mesh each process reads only the regions that its own devices hold. Regions are
+    read one after the other, so that the host holds about two tensors (one as stored,
+    one converted) beside the parameters. Weights in block-wise FP8 or MXFP4 are
+    dequantised to the requested dtype.
 
     Args:
         path: a directory with config.json and safetensors files, or with config.json
-            and a folder `params` of Orbax.
-        mesh: where the parameters go; None puts them on JAX's default device.
-        rules: logical axis to mesh axes.
-        dtype: of the parameters; default: what config.json says, else float32.
-        head: of the model; default: the checkpoint's. A language model read with a
-            value or process head gets one of zeros: a critic or reward model before
-            its training.
+            and an Orbax folder `params`.
+        mesh: mesh of the parameters; None puts them on JAX's default device.
+        rules: mesh axes of every logical axis.
+        dtype: dtype of the parameters; default: the dtype in config.json, or float32.
+        head: head of the model; default: the checkpoint's head. A language model
+            loaded with a value or process head gets a head of zeros, ready to be
+            trained as a critic or reward model.
 
     Returns:
         (config, params).
 
     Raises:
-        CheckpointError: the directory does not hold a model that can be read; the
-            message names the file or the tensor.
-        CheckpointWarning: as a warning; weights hold NaN or infinity, matrices hold
-            nothing but zeros, or a tensor is in two files.
-        MeshError: the mesh does not divide the model; no weight has been read then.
+        CheckpointError: the directory does not hold a readable model; the message
+            names the file or the tensor.
+        CheckpointWarning: issued as a warning: weights hold NaN or infinity, matrices
+            are all zeros, or a tensor is in two files.
+        MeshError: the mesh does not divide the model; raised before weights are read.
 
     >>> import tempfile
     >>> from jaxrl_post.models import initialize
@@ -124,7 +124,7 @@ def load(
     if head is not None:
         _check_head(directory, config.head, head)
         config = replace(config, head=head)
-    # On a language model these are new.
+    # A language model has none of these heads; they are created.
     new = set(HEADS) if lm else set()
     with _opened(directory, raw, config) as (family, stored):
         specs = param_specs(config)
@@ -168,24 +168,24 @@ def save(
     source: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes a checkpoint that `load` and transformers 4 and 5 read.
+    """Saves a checkpoint that `load` and transformers 4 and 5 can load.
 
-    Shards are laid out for disk on their devices and fetched one after the other, so
-    that the host holds one tensor at a time. The directory appears complete, under its
-    name, or not at all.
+    Shards are transposed on their devices and fetched one after the other, so that the
+    host holds one tensor at a time. Saving is atomic: `path` is complete or does not
+    exist.
 
     Args:
-        path: the directory to make; what stands there is never overwritten.
-        config: of the model.
+        path: the directory to make; existing files are never overwritten.
+        config: the model's config.
         params: in any sharding that this process can read; stored in their own dtype.
-        tokenizer: written beside the model.
+        tokenizer: saved beside the model.
         source: a model directory whose special-token ids and generation_config.json
-            are carried over. Without it config.json names no token that ends a text.
-        max_file_bytes: tensor bytes in a file; more is split into numbered files.
+            are copied. Without `source`, config.json has no end-of-text token.
+        max_file_bytes: limit of tensor bytes per file; larger models get several files.
 
     Raises:
-        CheckpointError: `path` is taken, the parameters are not those of `config`, or
-            no checkpoint of the family can say what `config` says.
+        CheckpointError: `path` is not empty, the parameters do not fit `config`, or
+            the family's checkpoint format cannot express `config`.
     """
     with new_model_directory(path, config, params, tokenizer, source) as made:
         staging, values = made
@@ -194,7 +194,7 @@ def save(
 
 
 def _check_head(directory: Path, stored: Head, wanted: Head) -> None:
-    # The tensors of other heads tell them apart; these two share a name.
+    # Value and process heads share tensor names, so `check_tensors` cannot detect this.
     if stored not in ("lm", wanted) and "process" in (stored, wanted):
         raise CheckpointError(
             f"{directory}: holds a model with head={stored!r}, of which none with "
@@ -213,9 +213,9 @@ def _with_labels_exchanged(params: DecoderParams[Array]) -> DecoderParams[Array]
 def _opened(
     directory: Path, raw: dict[str, Any], config: ModelConfig
 ) -> Iterator[tuple[Family, dict[str, Tensor]]]:
-    """The language model's tensors, unquantised, and a family that names them so.
+    """Opens the language model's dequantised tensors, with a family that maps them.
 
-    The config has no more layers and experts than they have.
+    Raises if the config has more layers or experts than the tensors.
     """
     family, config_file = family_of(config.model_type), directory / CONFIG_FILE
     if is_orbax_directory(directory):
@@ -235,7 +235,7 @@ def _opened(
 def _without_vision(
     directory: Path, tensors: dict[str, Tensor], family: Family
 ) -> dict[str, Tensor]:
-    """The text model's tensors, with a word about others."""
+    """Returns the text model's tensors; logs how many others are left out."""
     text = {
         name: tensor
         for name, tensor in tensors.items()
@@ -260,7 +260,7 @@ def _check(
     lm: bool,
     further_layers: int,
 ) -> None:
-    """Compares the tensors with the config; `lm` says that they have no other head."""
+    """Compares the tensors with the config; `lm`: they are a language model's."""
     spare: set[str] = set()
     if config.tie_embeddings or (lm and not config.predicts_tokens):
         head = family.weights[UNEMBEDDING]

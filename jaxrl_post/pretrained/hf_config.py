@@ -192,7 +192,8 @@ def ropes_by_layer(
         local_key: key of that base in transformers 4; "" if all layers share one base.
 
     Raises:
-        CheckpointError: sliding layers have a scaling, or transformers ignores a key.
+        CheckpointError: sliding layers have a scaling, or transformers ignores a key
+            or reads it differently in versions 4 and 5.
     """
     rope, local_rope = layer_ropes(raw)
     if local_key:

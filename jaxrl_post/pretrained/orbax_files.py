@@ -1,11 +1,11 @@
-"""Model directories whose parameters Orbax has written: our paths, our layouts.
+"""Saves and opens model directories with an Orbax checkpoint of our parameters.
 
-Beside config.json and the tokenizer stands a folder `params`: one Orbax checkpoint, a
-flat dictionary from paths of parameters, such as "layers.0.attention.query", to arrays.
-Any program with Orbax reads it. We read it with TensorStore, on which Orbax is built,
-the way safetensors are read: region by region, so that a process holds little beside
-what it loads, and a missing or truncated file is one error. Numbers have no checksum,
-as they have none in safetensors.
+The directory has a folder `params` beside config.json and the tokenizer. This folder is
+an Orbax checkpoint: a flat dictionary from parameter paths, such as
+"layers.0.attention.query", to arrays in our layout. Any program with Orbax can read it.
+We read it with TensorStore, on which Orbax is built, region by region like safetensors:
+the host holds little beside the loaded parameters, and a missing or truncated file
+raises an error. As in safetensors, the values have no checksum.
 """
 
 import functools
@@ -37,17 +37,17 @@ __all__ = [
 
 PARAMS = "params"
 
-# What Orbax makes in the end, and from which everything else there is found.
+# Orbax writes this file last; all other files are found from it.
 MANIFEST = "manifest.ocdbt"
 
-# Bytes of an array that are compressed together, hence read together: a region of a
-# shard's size has few bytes too many around it.
+# Bytes of an array per chunk. A chunk is compressed and read as a whole, so chunks are
+# small: reading a shard then reads few bytes too many.
 CHUNK_BYTES = 1 << 22
 
-# Of chunks that were just read: neighbouring shards share some of them.
+# Bytes of recently read chunks to keep, because neighbouring shards share chunks.
 CACHE_BYTES = 1 << 26
 
-# NumPy's names of dtypes, in the terms of safetensors.
+# The names of dtypes in safetensors by NumPy's names.
 DTYPES = {**STORED_DTYPES, "float64": "F64"}
 
 
@@ -60,26 +60,26 @@ def save_orbax(
     source: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes a model directory of Orbax's arrays, which `pretrained.load` reads.
+    """Saves a model directory with Orbax arrays, which `pretrained.load` can load.
 
-    The directory appears complete, under its name, or not at all. The host holds the
-    parameters, a second time where they are not on CPU devices already, and what is
-    being compressed: a gigabyte, or the largest array.
+    Saving is atomic: `path` is complete or does not exist. The host holds a copy of the
+    parameters (none if they are on CPU devices already) and the arrays being
+    compressed: one gigabyte or the largest array.
 
     Args:
-        path: the directory to make; what stands there is never overwritten.
-        config: of the model.
+        path: the directory to make; existing files are never overwritten.
+        config: the model's config.
         params: in any sharding that this process can read; stored in their own dtype.
-        tokenizer: written beside the model.
+        tokenizer: saved beside the model.
         source: a model directory whose special-token ids and generation_config.json
-            are carried over. Without it config.json names no token that ends a text.
-        max_file_bytes: at which a file is closed and another begun, >= CHUNK_BYTES; a
-            file has at most one chunk more.
+            are copied. Without `source`, config.json has no end-of-text token.
+        max_file_bytes: size at which a new file is started, >= CHUNK_BYTES; a file may
+            exceed it by one chunk.
 
     Raises:
-        CheckpointError: `path` is taken, the parameters are not those of `config`, no
-            checkpoint of the family can say what `config` says, the disk is full, or
-            there are several processes.
+        CheckpointError: `path` is not empty, the parameters do not fit `config`, the
+            family's checkpoint format cannot express `config`, the disk is full, or
+            JAX runs with several processes.
         ValueError: `max_file_bytes` is too small.
 
     >>> import tempfile, jax
@@ -99,7 +99,7 @@ def save_orbax(
             f"{max_file_bytes}"
         )
     if jax.process_count() > 1:
-        # Orbax would wait for the others, and takes no array of one process alone.
+        # Orbax would wait for the other processes, and refuses arrays of a single one.
         raise CheckpointError(
             f"{path}: Orbax cannot save from one of {jax.process_count()} processes; "
             f"use pretrained.save, and then: python -m launch.convert --format orbax"
@@ -122,10 +122,10 @@ def save_orbax(
 
 
 def is_orbax_directory(directory: Path) -> bool:
-    """Whether the weights of a model directory are Orbax's arrays.
+    """Whether the weights of a model directory are Orbax arrays.
 
     Raises:
-        CheckpointError: it has weights of both kinds.
+        CheckpointError: the directory has weights in both formats.
     """
     if not (directory / PARAMS).is_dir():
         return False
@@ -139,7 +139,7 @@ def is_orbax_directory(directory: Path) -> bool:
 
 
 def own_weights(specs: PyTree) -> dict[str, Weight]:
-    """Weights of a family whose tensors are our parameters under our names.
+    """Returns weights for tensors that have our parameters' names and layouts.
 
     Args:
         specs: tree of ParamSpecs.
@@ -149,7 +149,7 @@ def own_weights(specs: PyTree) -> dict[str, Weight]:
     >>> own_weights({"layers": [{"up": spec}]})["layers.*.up"]
     Weight(name='layers.*.up', layout='embed ffn', ...)
     """
-    # What a value model leaves unread where it starts from a language model.
+    # A language model's checkpoint has it; a value model made from it leaves it unread.
     weights = {"unembedding": Weight("unembedding", "vocab embed")}
     for path, spec in paths(specs).items():
         pattern = re.sub(r"^layers\.\d+\.", "layers.*.", path)
@@ -158,15 +158,15 @@ def own_weights(specs: PyTree) -> dict[str, Weight]:
 
 
 def open_arrays(directory: Path) -> dict[str, Tensor]:
-    """Opens the arrays of a model directory; their values are read when asked for.
+    """Opens the arrays of a model directory; values are read on `fetch`.
 
     Args:
-        directory: of which `is_orbax_directory` is true.
+        directory: a directory for which `is_orbax_directory` is true.
 
     Raises:
-        CheckpointError: the folder is incomplete or damaged, or not one of Orbax's.
+        CheckpointError: the folder is incomplete or damaged, or no Orbax checkpoint.
     """
-    # Imported where it is needed: most programs read safetensors.
+    # Imported here because most programs read safetensors only.
     import tensorstore
 
     folder = directory.absolute() / PARAMS
@@ -187,9 +187,9 @@ def open_arrays(directory: Path) -> dict[str, Tensor]:
                 {
                     "driver": "zarr",
                     "kvstore": {**files, "path": f"{name}/"},
-                    # A chunk that is not there must not read as zeros.
+                    # A missing chunk must raise, not read as zeros.
                     "fill_missing_data_reads": False,
-                    # Nobody writes here: a chunk in the cache is as good as the file's.
+                    # The files do not change, so cached chunks stay valid.
                     "recheck_cached_data": False,
                 },
                 open=True,
@@ -214,7 +214,7 @@ def open_arrays(directory: Path) -> dict[str, Tensor]:
 def _write(folder: Path, values: Mapping[str, Array], max_file_bytes: int) -> None:
     import orbax.checkpoint as ocp
 
-    # More than the largest array, which otherwise could never be written.
+    # The limit must exceed the largest array, or Orbax could never write this array.
     largest = max(value.nbytes for value in values.values())
     handler = ocp.PyTreeCheckpointHandler(
         save_concurrent_gb=1 + largest // 10**9, use_ocdbt=True, use_zarr3=False
@@ -247,5 +247,5 @@ def _region(folder: Path, name: str, array: Any, region: Index) -> np.ndarray:
 
 
 def _first_line(error: Exception) -> str:
-    # TensorStore appends [tensorstore_spec='...'], some thousand characters of JSON.
+    # TensorStore appends [tensorstore_spec='...'], about 1,000 characters of JSON.
     return re.split(r" \[\w+='|\n", str(error), maxsplit=1)[0]

@@ -1,8 +1,8 @@
-"""Quantised checkpoints, as if they held the numbers that they stand for.
+"""Dequantises FP8 and MXFP4 checkpoints while they are read.
 
-A quantised tensor is stored as codes and scales. Here the two become one `Tensor` under
-the name that it has in the unquantised release; a region of it is computed from the
-regions of codes and scales that it needs, so reading one shard costs one shard.
+A quantised tensor is stored as codes and scales. They become one `Tensor` with the name
+of the unquantised release. A region of this tensor is computed from the regions of
+codes and scales that it needs, so one shard costs the memory of one shard.
 """
 
 import functools
@@ -22,7 +22,7 @@ __all__ = ["dequantized"]
 
 FP8 = "F8_E4M3"
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
-# Of inputs where activations are quantised too; here products are computed unquantised.
+# Scales of quantised activations, left unread: our activations are not quantised.
 INPUT_SCALES = ("input_scale", "activation_scale")
 
 # MXFP4: 32 elements share a scale; a byte holds two, the first in its low half.
@@ -38,17 +38,17 @@ def dequantized(
 ) -> dict[str, Tensor]:
     """Returns the tensors of the unquantised model.
 
-    Methods: "fp8", E4M3 times a float scale of every block or of the tensor
-    (DeepSeek-V3, arXiv:2412.19437, 3.3.2); "mxfp4", E2M1 times a power of two of every
-    32 elements (OCP Microscaling Formats v1.0), as gpt-oss stores its experts.
+    Methods: "fp8", E4M3 times one float scale per block or per tensor (DeepSeek-V3,
+    arXiv:2412.19437, 3.3.2); "mxfp4", E2M1 times one power of two per 32 elements (OCP
+    Microscaling Formats v1.0), as in the experts of gpt-oss.
 
     Args:
-        tensors: of the checkpoint.
-        quantization: `quantization_config` of its config.json; None where it has none.
-        config_file: that config.json, for messages.
+        tensors: the checkpoint's tensors.
+        quantization: `quantization_config` of config.json, None if there is none.
+        config_file: path of config.json, for messages.
 
     Raises:
-        CheckpointError: another method, or a scale that is missing or of a wrong shape.
+        CheckpointError: unknown method, or a scale is missing or has a wrong shape.
 
     >>> dequantized({}, {"quant_method": "gptq"}, Path("config.json"))
     Traceback (most recent call last):
@@ -151,11 +151,11 @@ def _fp8_region(
     )
     if scale.shape == grid:
         scales = scale.fetch(blocks)
-    else:  # One a matrix, such as a scalar.
+    else:  # One scale per matrix, such as a scalar.
         whole = scale.fetch(tuple(slice(0, size) for size in scale.shape))
         scales = whole.reshape(grid)[blocks]
     scales = scales.astype(np.float32)
-    # A row of blocks at a time: the factors of a whole region would be as large as it.
+    # One row of blocks at a time, since all factors together have the region's size.
     begin = columns.start - left * width
     for row in range(scales.shape[-2]):
         top = (first_row + row) * height
@@ -201,7 +201,7 @@ def _mxfp4(stem: str, blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _mxfp4_region(blocks: Tensor, scales: Tensor, region: Index) -> np.ndarray:
-    """Computes a region of [experts, in, out] from rows that are outputs."""
+    """Computes a region of [experts, in, out] from stored [experts, out, in]."""
     experts, inputs, outputs = region
     first = inputs.start // GROUP
     groups = slice(first, math.ceil(inputs.stop / GROUP))
@@ -212,9 +212,9 @@ def _mxfp4_region(blocks: Tensor, scales: Tensor, region: Index) -> np.ndarray:
         outputs.stop - outputs.start,
         inputs.stop - inputs.start,
     )
-    # Exact: E2M1 has two significant bits.
+    # bfloat16 is exact here: E2M1 has two significant bits.
     values = np.empty(shape, ml_dtypes.bfloat16)
-    # An expert at a time, for the float32 between codes and values.
+    # One expert at a time, to limit the memory of the float32 intermediates.
     for place, expert in zip(values, range(experts.start, experts.stop), strict=True):
         one = slice(expert, expert + 1)
         codes = blocks.fetch((one, outputs, groups, slice(0, GROUP_BYTES)))[0]

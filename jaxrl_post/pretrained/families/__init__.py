@@ -1,4 +1,4 @@
-"""Which checkpoints can be read: Hugging Face's model_type to its family."""
+"""All supported families of models, by Hugging Face's model_type."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def _seeing(family: Family) -> Family:
-    """A family whose models are also the text models of larger ones that see."""
+    """Lets a family also load the text model inside a vision-language model."""
     return replace(family, prefixes=vision.PREFIXES, vision=vision.TENSORS)
 
 
@@ -235,7 +235,7 @@ def family_of(model_type: Any) -> Family:
     """Returns the family of a model_type.
 
     Raises:
-        CheckpointError: it is not supported.
+        CheckpointError: the model_type is not supported.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
@@ -249,7 +249,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Turns a parsed config.json into our config.
 
     Raises:
-        CheckpointError: an unknown family, or a config that the decoder cannot follow.
+        CheckpointError: unknown family, or a config that the decoder does not support.
 
     >>> qwen = {"model_type": "qwen2", "vocab_size": 256, "hidden_size": 64,
     ...         "intermediate_size": 128, "num_hidden_layers": 2,
@@ -261,15 +261,15 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, head=_head(raw))
 
 
-# With one label, a sequence classifier of transformers is a value head without bias. A
-# token classifier of two is a process reward model, by TRL's convention.
+# A sequence classifier in transformers with one label is a value head without bias. A
+# token classifier with two labels is a process reward model, by TRL's convention.
 LM, VALUE, PROCESS = (
     "ForCausalLM",
     "ForSequenceClassification",
     "ForTokenClassification",
 )
 LABELS = {"value": ("LABEL_0",), "process": ("wrong", "right")}
-# Names of a step's verdicts in id2label.
+# Names of the two labels of a step in id2label.
 WRONG = (
     "wrong", "incorrect", "bad", "negative", "false", "invalid", "error", "no", "-",
     "label_wrong", "label_incorrect", "label_negative",
@@ -306,15 +306,15 @@ def _head(raw: Mapping[str, Any]) -> Head:
 
 
 def right_label(raw: Mapping[str, Any]) -> int:
-    """Which label of a process reward model says that a step is right.
+    """Returns the label of a process reward model that means "right".
 
-    What id2label calls it; label 1 where the names of both labels say nothing.
+    The names in id2label decide; label 1 if neither name is known.
 
     Args:
         raw: the parsed config.json.
 
     Raises:
-        CheckpointError: both labels are called right, or both wrong.
+        CheckpointError: both names mean right, or both mean wrong.
 
     >>> right_label({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}})
     1
@@ -334,7 +334,7 @@ def right_label(raw: Mapping[str, Any]) -> int:
 
 
 def _names_of_labels(raw: Mapping[str, Any]) -> list[str]:
-    """By number; transformers leaves them out where there are two."""
+    """Returns the labels' names by number; transformers omits them for two labels."""
     names = raw.get("id2label")
     if names is None:
         return ["LABEL_0", "LABEL_1"]
@@ -349,8 +349,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """Turns our config into the contents of a config.json.
 
     Raises:
-        CheckpointError: the family in transformers has no such model. What was written
-            is read back and compared, so nothing is lost in silence.
+        CheckpointError: the family in transformers cannot express the config. The
+            result is read back and compared, so that no option is lost silently.
     """
     family = family_of(config.model_type)
     if config.head == "lm+value":
@@ -375,7 +375,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _architecture(config: ModelConfig, family: Family) -> str:
-    """The class in transformers of a model with such a head."""
+    """Returns the class in transformers of a model with the config's head."""
     if config.head == "value":
         if family.classifier is None:
             raise CheckpointError(
@@ -404,11 +404,11 @@ def _labels(config: ModelConfig) -> dict[str, Any]:
 
 
 def _comparable(config: ModelConfig) -> ModelConfig:
-    """Removes differences that mean nothing.
+    """Removes differences without a meaning, for a comparison of configs.
 
-    What is None because it follows from the rest is spelled out, full attention has two
-    spellings, and `rope_scaling` has fields that its kind does not use; the families
-    write a scaling exactly or raise.
+    Derived values replace None, and full attention gets one spelling. `rope_scaling` is
+    dropped, because it has fields that its kind does not use; families write it exactly
+    or raise.
     """
     return replace(
         config,

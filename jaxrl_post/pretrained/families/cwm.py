@@ -1,4 +1,4 @@
-"""Code World Model (cwm) in Hugging Face's terms: Llama 3 with windows."""
+"""Code World Model (cwm) in Hugging Face's format: Llama 3 with windows."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ from jaxrl_post.pretrained.hf_values import flag, optional_integer
 
 __all__ = ["config_from_hf", "config_to_hf"]
 
-# What transformers takes where config.json has no dictionary, whatever rope_theta says.
+# The default of transformers without a rotary dictionary, whatever the rope_theta.
 ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1e6,
@@ -30,10 +30,10 @@ ABSENT = {"head_dim": 128, "num_key_value_heads": 8, "sliding_window": 8192}
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; every fourth layer sees all, where it does not say.
+    """Reads config.json; by default every fourth layer has full attention.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or windows that make no sense.
+        CheckpointError: as `decoder_from_hf`, or windows are invalid.
     """
     raw = {**ABSENT, **raw}
     if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
@@ -56,12 +56,12 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows of several widths.
+        CheckpointError: as `decoder_to_hf`, or windows have several widths.
     """
     return {
         **decoder_to_hf(config),
         "mlp_bias": config.mlp_bias,
-        # Llama 3's, as transformers takes no null here.
+        # The id of Llama 3, because transformers accepts no null here.
         "bos_token_id": 128000,
         "sliding_window": single_window(config) or 8192,
         "layer_types": layer_types_to_hf(config),

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and Youtu-LLM in Hugging Face's terms: latent attention."""
+"""DeepSeek-V2, V3 and Youtu-LLM in Hugging Face's format: latent attention."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,7 +46,7 @@ ATTENTION = "model.layers.*.self_attn"
 WEIGHTS: Mapping[str, Weight] = {
     **llama.WEIGHTS,
     **glm.BALANCED_EXPERTS,
-    # In place of q_proj where queries have a latent of their own.
+    # These replace q_proj if queries have their own latent.
     "layers.*.attention.query_up": Weight(
         f"{ATTENTION}.q_b_proj.weight", "(heads head_dim) rank"
     ),
@@ -74,7 +74,7 @@ WEIGHTS: Mapping[str, Weight] = {
 
 
 def v2_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json of V2; scores are a softmax and are never normalised.
+    """Reads V2's config.json; softmax scores, never normalised over a token's experts.
 
     Raises:
         CheckpointError: as `decoder_from_hf`.
@@ -106,7 +106,7 @@ def v2_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def v2_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json of V2.
+    """Writes V2's config.json.
 
     Raises:
         CheckpointError: as `decoder_to_hf`.
@@ -123,7 +123,7 @@ def v2_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def v3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json of V3.
+    """Reads V3's config.json.
 
     Raises:
         CheckpointError: as `decoder_from_hf`.
@@ -147,7 +147,7 @@ def v3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def v3_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json of V3.
+    """Writes V3's config.json.
 
     Raises:
         CheckpointError: as `decoder_to_hf`.
@@ -172,8 +172,8 @@ def latent_from_hf(
 
     Args:
         raw: the parsed config.json.
-        absent: what the family has where the latent's keys are absent.
-        defaults: the family's others.
+        absent: the family's defaults of the latent's keys.
+        defaults: the family's other defaults.
         interleaved: whether neighbouring dims rotate together.
 
     Raises:
@@ -185,10 +185,10 @@ def latent_from_hf(
         nope_dim=integer(raw, "qk_nope_head_dim", absent.nope_dim),
         rope_dim=integer(raw, "qk_rope_head_dim", absent.rope_dim),
         value_dim=integer(raw, "v_head_dim", absent.value_dim),
-        # Null is queries without a latent.
+        # Null means that queries have no latent.
         query_rank=optional_integer(raw, "q_lora_rank", absent.query_rank),
     )
-    # `head_dim` there is the rotated part's.
+    # `head_dim` in config.json is the width of the rotated part alone.
     width = latent.nope_dim + latent.rope_dim
     config = decoder_from_hf({**raw, "head_dim": width}, defaults)
     scaling, mscale = config.rope_scaling, 1.0
@@ -206,7 +206,7 @@ def latent_from_hf(
 
 
 def latent_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes what `latent_from_hf` reads.
+    """Writes the keys that `latent_from_hf` reads.
 
     Raises:
         CheckpointError: as `decoder_to_hf`, or the model has no latent attention.
@@ -229,12 +229,12 @@ def latent_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def youtu_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json of a dense model; its embeddings are tied, where it is silent.
+    """Reads config.json of a dense model; embeddings are tied by default.
 
     Raises:
         CheckpointError: as `decoder_from_hf`.
     """
-    # transformers takes null for false here.
+    # transformers reads a null `rope_interleave` as false.
     return latent_from_hf(
         raw,
         LATENT,

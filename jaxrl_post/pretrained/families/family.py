@@ -1,4 +1,4 @@
-"""What tells one family of models from another, as data."""
+"""The description of a family of models: config, names and layouts of weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ __all__ = ["Family"]
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's checkpoints look like.
+    """The format of a family's checkpoints.
 
     Attributes:
-        architecture: the class in transformers, before "ForCausalLM".
-        weights: our path of a parameter, with `*` for the layer, to its place on disk.
-        config_from_hf: a parsed config.json to our config.
-        config_to_hf: our config to the contents of a config.json.
-        classifier: the class before "ForSequenceClassification", as which a reward
-            model is saved; "" for `architecture`, None where transformers has none.
-        judges_tokens: whether transformers has a class "ForTokenClassification", as
-            which a process reward model is saved.
-        prefixes: what names on disk may begin with, and what stands for it in
-            `weights`.
-        vision: patterns of the tensors of a part that sees, around a text model of the
-            family; they are left unread, and a warning says so.
-        ignored: patterns of tensors that are left unread; `*` is any text and `+` the
-            number of a layer beyond the model's.
+        architecture: the class in transformers, without the suffix "ForCausalLM".
+        weights: name and layout on disk of every parameter by our path, with `*` for
+            the layer's number.
+        config_from_hf: converts a parsed config.json to our config.
+        config_to_hf: converts our config to the contents of a config.json.
+        classifier: the class of a saved reward model without the suffix
+            "ForSequenceClassification"; "" for `architecture`, None for no such class.
+        judges_tokens: whether transformers has a class "ForTokenClassification" of the
+            family, with which a process reward model is saved.
+        prefixes: pairs of a prefix in a checkpoint and its replacement in `weights`.
+        vision: patterns of vision tensors in a checkpoint that includes a text model
+            of the family; they are left unread with a warning.
+        ignored: patterns of tensors that are left unread; `*` matches any text and `+`
+            the number of a layer after the model's own layers.
     """
 
     architecture: str

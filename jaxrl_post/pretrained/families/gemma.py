@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (text) in Hugging Face's terms."""
+"""Gemma 1, 2 and 3 (text) in Hugging Face's format."""
 
 import math
 from collections.abc import Mapping
@@ -57,10 +57,10 @@ DEFAULTS = Defaults(
 
 
 def gemma_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json. "gelu" means the approximation: so it was trained.
+    """Reads config.json; "gelu" means the tanh approximation used in training.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or attention that is not causal.
+        CheckpointError: as `decoder_from_hf`.
     """
     if raw.get("hidden_act") == "gelu":
         raw = {**raw, "hidden_act": TANH}
@@ -81,10 +81,10 @@ def gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def gemma2_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; even layers slide, where it does not say.
+    """Reads config.json; by default even layers have a window.
 
     Raises:
-        CheckpointError: as `gemma_from_hf`, or windows that make no sense.
+        CheckpointError: as `gemma_from_hf`, or windows are invalid.
     """
     defaults = replace(DEFAULTS, num_kv_heads=4, activation_key="hidden_activation")
     config = _gemma(raw, decoder_from_hf(raw, defaults))
@@ -105,7 +105,7 @@ def gemma2_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows of several widths.
+        CheckpointError: as `decoder_to_hf`, or windows have several widths.
     """
     return {
         **decoder_to_hf(config, activation_key="hidden_activation"),
@@ -119,17 +119,17 @@ def gemma2_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def gemma3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads the text model's config, alone or inside a multimodal one.
+    """Reads the text model's config, alone or inside a multimodal config.
 
-    Every sixth layer sees all, where config.json does not say; the others have a window
-    and a rotation of their own.
+    By default every sixth layer has full attention; the others have a window and their
+    own rotary base.
 
     Raises:
         CheckpointError: as `gemma2_from_hf`.
     """
     nested = raw.get("text_config") is not None
     if nested:
-        # An inner config may leave out what it shares with the outer one.
+        # A nested config may lack `model_type`.
         raw = {**section(raw, "text_config"), "model_type": "gemma3_text"}
     defaults = replace(
         DEFAULTS,
@@ -167,7 +167,7 @@ def gemma3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             optional_integer(raw, "sliding_window", 4096),
             lambda layer: bool((layer + 1) % pattern),
         ),
-        # The multimodal class does not cap its logits, whatever its config says.
+        # The multimodal class ignores the cap of logits in its config.
         logit_softcap=None
         if nested
         else optional_number(raw, "final_logit_softcapping"),
@@ -188,7 +188,7 @@ def gemma3_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _gemma(raw: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
-    """What all Gemmas share: norms by 1 + w, and embeddings scaled by sqrt(hidden)."""
+    """Adds the options of all Gemmas: norms by 1 + w, embeddings times sqrt(hidden)."""
     bias = flag(raw, "attention_bias", False)
     return replace(
         config,
@@ -206,5 +206,5 @@ def _normed_twice(raw: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
 
 def _scalar(config: ModelConfig) -> float:
     scalar = config.score_scale**-2
-    # Whole in every release, and the square root of a whole number rounds.
+    # Releases have integers; the square root and its inverse add a rounding error.
     return round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar

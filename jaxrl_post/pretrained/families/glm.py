@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6 (glm4_moe) in Hugging Face's terms."""
+"""GLM-4.5 and 4.6 (glm4_moe) in Hugging Face's format."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ __all__ = [
     "config_to_hf",
 ]
 
-# Experts balanced by a bias that selects, as in DeepSeek-V3.
+# Experts balanced by a bias on the selection scores, as in DeepSeek-V3.
 BALANCED_EXPERTS: Mapping[str, Weight] = {
     **qwen_moe.EXPERTS,
     **qwen_moe.shared_experts("shared_experts"),
@@ -35,15 +35,15 @@ BALANCED_EXPERTS: Mapping[str, Weight] = {
 }
 WEIGHTS: Mapping[str, Weight] = {**qwen.WEIGHTS, **BALANCED_EXPERTS}
 
-# Layers beyond the last one predict several tokens; a policy has no use for them.
+# Layers after the last one are for multi-token prediction; a policy does not use them.
 NEXT_TOKEN_LAYERS = ("model.layers.+.*",)
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; half of each head rotates, where it does not say.
+    """Reads config.json; by default half of each head's dims rotate.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or experts that make no sense.
+        CheckpointError: as `decoder_from_hf`, or experts are invalid.
     """
     defaults = Defaults(
         max_length=131072,
@@ -85,14 +85,14 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def balanced_from_hf(raw: Json, defaults: MixtureOfExperts) -> MixtureOfExperts:
-    """Reads experts with sigmoid scores, groups and a bias that selects.
+    """Reads experts with sigmoid scores, groups and a bias on the selection scores.
 
     Args:
         raw: the parsed config.json.
-        defaults: of the family, with its dense layers.
+        defaults: the family's defaults, with the model's dense layers.
 
     Raises:
-        CheckpointError: a value of the wrong type.
+        CheckpointError: a value is invalid.
     """
     size = integer(raw, "moe_intermediate_size", defaults.expert_size)
     count = integer(
@@ -118,7 +118,7 @@ def balanced_from_hf(raw: Json, defaults: MixtureOfExperts) -> MixtureOfExperts:
 
 
 def balanced_to_hf(experts: MixtureOfExperts) -> dict[str, Any]:
-    """Writes what `balanced_from_hf` reads."""
+    """Writes the keys that `balanced_from_hf` reads."""
     return {
         "n_routed_experts": experts.num_experts,
         "num_experts_per_tok": experts.experts_per_token,

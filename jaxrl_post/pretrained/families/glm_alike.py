@@ -28,12 +28,12 @@ SOLAR_SIZES = {"head_dim": 128, "moe_intermediate_size": 1280}
 
 
 def dots_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; layers from `max_window_layers` on slide, where it is silent.
+    """Reads config.json; by default layers from `max_window_layers` on have a window.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or experts or windows that make no sense.
+        CheckpointError: as `decoder_from_hf`, or experts or windows are invalid.
     """
-    # Of these transformers has no defaults.
+    # transformers has no defaults for these keys.
     counts = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
     routed, _, chosen = (integer(raw, key) for key in counts)
     raw = {
@@ -75,7 +75,7 @@ def dots_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, windows of several widths, or no experts.
+        CheckpointError: as `decoder_to_hf`, several widths of windows, or no experts.
     """
     return {
         **decoder_to_hf(config),
@@ -91,13 +91,13 @@ def solar_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads config.json; no layer is dense, and the attention's output has no bias.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or experts that make no sense.
+        CheckpointError: as `decoder_from_hf`, or experts are invalid.
     """
     raw = {**SOLAR_SIZES, **raw}
     defaults = Defaults(
         max_length=131072, num_kv_heads=8, rms_norm_eps=1e-5, rope_theta=1e6
     )
-    # The width of an MLP, which only dense layers have, is no key of this family.
+    # The family has no dense layers, hence no key for the width of a dense MLP.
     config = decoder_from_hf(raw, defaults, width_key="moe_intermediate_size")
     experts = MixtureOfExperts(
         num_experts=128, experts_per_token=8, expert_size=config.intermediate_size

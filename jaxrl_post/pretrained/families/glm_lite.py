@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash (glm4_moe_lite) in Hugging Face's terms: DeepSeek-V3, but for keys."""
+"""GLM-4.7-Flash (glm4_moe_lite) in Hugging Face's format: DeepSeek-V3, other keys."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,10 +19,10 @@ DENSE, SPARSE = "dense", "sparse"
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; the first layer is dense, where `mlp_layer_types` is silent.
+    """Reads config.json; without `mlp_layer_types`, only the first layer is dense.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or layers or experts that make no sense.
+        CheckpointError: as `decoder_from_hf`, or layers or experts are invalid.
     """
     config = deepseek.latent_from_hf(
         raw,

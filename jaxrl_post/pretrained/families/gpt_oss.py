@@ -1,4 +1,4 @@
-"""GPT-OSS in Hugging Face's terms: sinks, biases, experts in joined tensors."""
+"""GPT-OSS in Hugging Face's format: sinks, biases, experts in joined tensors."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ WIDE = "experts expert_embed expert_ffn"
 
 
 def _joined(part: int, name: str, layout: str) -> Weight:
-    """Gate and up projections stand in turn along the last dim of one tensor."""
+    """Gate and up projections are interleaved along the last dim of one tensor."""
     return Weight(f"{EXPERTS}.{name}", layout, part=part, join="interleave", dim=-1)
 
 
@@ -53,7 +53,7 @@ WEIGHTS: Mapping[str, Weight] = {
     "layers.*.experts.down_bias": Weight(f"{EXPERTS}.down_proj_bias", "experts norm"),
 }
 
-# What transformers assumes where config.json says nothing of the rotation.
+# The default of transformers if config.json has no rotary parameters.
 YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -65,10 +65,10 @@ YARN = {
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; even layers slide, where it does not say.
+    """Reads config.json; by default even layers have a window.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or another activation.
+        CheckpointError: as `decoder_from_hf`, or the activation has other constants.
     """
     for key, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if number(raw, key, only) != only:
@@ -111,7 +111,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows of several widths.
+        CheckpointError: as `decoder_to_hf`, or windows have several widths.
     """
     experts = required_experts(config)
     return {

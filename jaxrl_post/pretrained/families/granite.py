@@ -1,4 +1,4 @@
-"""Granite 3 in Hugging Face's terms: Llama with four multipliers."""
+"""Granite 3 in Hugging Face's format: Llama with four multipliers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ __all__ = ["config_from_hf", "config_to_hf"]
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; absent multipliers are 1, that of attention too.
+    """Reads config.json; absent multipliers are 1, including attention's.
 
     Raises:
         CheckpointError: as `decoder_from_hf`.

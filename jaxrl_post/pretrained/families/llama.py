@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x in Hugging Face's terms: config.json and the names of the weights."""
+"""Llama 2 and 3.x in Hugging Face's format: config.json and names of the weights."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from jaxrl_post.pretrained.layout import Weight
 
 __all__ = ["WEIGHTS", "config_from_hf", "config_to_hf"]
 
-# Our path to its place on disk; parameters that a config lacks are left out.
+# Name and layout by our path; parameters that a config lacks are left out.
 WEIGHTS: Mapping[str, Weight] = {
     "embedding": Weight("model.embed_tokens.weight", "vocab embed"),
     "layers.*.attention_norm": Weight("model.layers.*.input_layernorm.weight", "norm"),

@@ -1,4 +1,4 @@
-"""Families that are Llama under another name: InternLM3 and IQuest-Coder."""
+"""Families with Llama's architecture: InternLM3 and IQuest-Coder."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,11 +14,11 @@ __all__ = ["internlm3_from_hf", "internlm3_to_hf", "iquestcoder_from_hf"]
 
 
 def internlm3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; older files say `qkv_bias` and `bias`.
+    """Reads config.json; older files have the keys `qkv_bias` and `bias`.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or biases in only one of attention and
-            MLP, which transformers refuses too.
+        CheckpointError: as `decoder_from_hf`, or only one of attention and MLP has
+            biases, which transformers refuses too.
     """
     raw = {"num_key_value_heads": 2, "head_dim": 128, **raw}
     attention = flag(raw, "attention_bias", flag(raw, "qkv_bias", False))
@@ -37,7 +37,7 @@ def internlm3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def internlm3_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json, its biases under both of their names.
+    """Writes config.json with both names of the bias keys.
 
     Raises:
         CheckpointError: as `decoder_to_hf`.
@@ -50,8 +50,8 @@ def iquestcoder_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads config.json; `attention_bias` covers all four projections.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or `clip_qkv` or `use_sliding_window`,
-            which no release and no code in transformers has.
+        CheckpointError: as `decoder_from_hf`, or `clip_qkv` or `use_sliding_window` is
+            set, which no release uses and transformers does not implement.
     """
     if raw.get("clip_qkv") is not None:
         raise CheckpointError(f"clip_qkv must be null; got {raw['clip_qkv']!r}")

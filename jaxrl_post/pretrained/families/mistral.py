@@ -1,4 +1,4 @@
-"""Mistral, Mixtral, Ministral and Ministral 3 in Hugging Face's terms."""
+"""Mistral, Mixtral, Ministral and Ministral 3 in Hugging Face's format."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -44,7 +44,7 @@ MIXTRAL_WEIGHTS: Mapping[str, Weight] = {
 }
 
 ORIGINAL, STRENGTH = "original_max_position_embeddings", "llama_4_scaling_beta"
-# What transformers takes where config.json has no dictionary.
+# The default of transformers if config.json has no rotary parameters.
 ROPE3 = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -57,13 +57,13 @@ ROPE3 = {
 
 
 def mistral_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; a window, where there is one, is that of all layers.
+    """Reads config.json; all layers have the same window, if any.
 
-    With `layer_types`, it is that of the layers that slide: AutoConfig of transformers
-    then takes the model for a ministral.
+    With `layer_types`, only its sliding layers have the window, because AutoConfig of
+    transformers then treats the model as a ministral.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or an empty window.
+        CheckpointError: as `decoder_from_hf`, or the window is empty.
     """
     config = decoder_from_hf(raw, Defaults(max_length=131072, num_kv_heads=8))
     width = optional_integer(raw, "sliding_window", 4096)
@@ -75,7 +75,7 @@ def mistral_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows of several widths.
+        CheckpointError: as `decoder_to_hf`, or windows have several widths.
     """
     raw = {**decoder_to_hf(config), "sliding_window": single_window(config)}
     if config.windows and None in config.windows:
@@ -87,7 +87,7 @@ def mixtral_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads config.json; `intermediate_size` is the width of an expert.
 
     Raises:
-        CheckpointError: as `mistral_from_hf`, or experts that make no sense.
+        CheckpointError: as `mistral_from_hf`, or experts are invalid.
     """
     defaults = Defaults(
         max_length=131072, num_kv_heads=8, rms_norm_eps=1e-5, rope_theta=1e6
@@ -118,10 +118,10 @@ def mixtral_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def ministral_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; Mistral, but that `layer_types` says which layers slide.
+    """Reads config.json; as Mistral, but `layer_types` names the sliding layers.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or windows that make no sense.
+        CheckpointError: as `decoder_from_hf`, or windows are invalid.
     """
     raw = {"num_key_value_heads": 8, "sliding_window": 4096, **raw}
     config = decoder_from_hf(raw, Defaults(max_length=131072))
@@ -134,7 +134,7 @@ def ministral_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows of several widths.
+        CheckpointError: as `decoder_to_hf`, or windows have several widths.
     """
     return {
         **decoder_to_hf(config),
@@ -144,11 +144,11 @@ def ministral_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def ministral3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; queries grow beyond the context of pre-training.
+    """Reads config.json; queries are scaled up beyond the pre-training context.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, an empty window, or no
-            `llama_4_scaling_beta` beside a scaling, without which transformers fails.
+        CheckpointError: as `decoder_from_hf`, the window is empty, or rotary parameters
+            lack `llama_4_scaling_beta`, which transformers requires too.
     """
     raw = {"num_key_value_heads": 8, "head_dim": 128, **raw}
     rope = raw.get("rope_scaling") or raw.get("rope_parameters")
@@ -165,13 +165,13 @@ def ministral3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def ministral3_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json, its rotation in transformers 5's spelling alone.
+    """Writes config.json with rotary parameters as in transformers 5 alone.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows that differ between layers.
+        CheckpointError: as `decoder_to_hf`, or windows have several widths.
     """
     raw = mistral_to_hf(config)
-    # Version 4 has no such family, and its keys would hide the query's scaling.
+    # Version 4 lacks this family, and its rotary keys would hide the query scaling.
     del raw["rope_scaling"], raw["rope_theta"]
     rope = raw["rope_parameters"]
     scaling = config.query_scaling or QueryScaling(0.0, config.max_length)

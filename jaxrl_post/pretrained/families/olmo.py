@@ -1,4 +1,4 @@
-"""OLMo 2, OLMo 3 and OLMoE in Hugging Face's terms."""
+"""OLMo 2, OLMo 3 and OLMoE in Hugging Face's format."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,7 +36,7 @@ __all__ = [
     "olmoe_to_hf",
 ]
 
-# Norms of queries and keys run over all heads at once.
+# The norms of queries and keys run over all heads jointly.
 QK_NORMS: Mapping[str, Weight] = {
     "layers.*.attention.query_norm": Weight(
         "model.layers.*.self_attn.q_norm.weight", "(heads head_dim)"
@@ -61,13 +61,13 @@ OLMOE_WEIGHTS: Mapping[str, Weight] = {
     **qwen_moe.EXPERTS,
 }
 
-# What the sliding layers' base is in transformers when config.json has a scaling in the
-# keys of version 4, whatever its rope_theta says.
+# The base of sliding layers in transformers if config.json has version 4's keys with a
+# scaling, whatever its rope_theta.
 OLMO3_THETA = 5e5
 
 
 def olmo2_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; norms stand after attention and MLP.
+    """Reads config.json; norms come after attention and MLP.
 
     Raises:
         CheckpointError: as `decoder_from_hf`.
@@ -86,10 +86,10 @@ def olmo2_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def olmo3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; three of four layers slide, where it does not say.
+    """Reads config.json; by default three of four layers have a window.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or windows that make no sense.
+        CheckpointError: as `decoder_from_hf`, or windows are invalid.
     """
     max_length = integer(raw, "max_position_embeddings", 2048)
     full, local = ropes_by_layer(
@@ -114,7 +114,7 @@ def olmo3_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows of several widths.
+        CheckpointError: as `decoder_to_hf`, or windows have several widths.
     """
     raw = {
         **olmo2_to_hf(config),
@@ -131,7 +131,7 @@ def olmoe_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads config.json; `intermediate_size` is the width of an expert.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or experts that make no sense.
+        CheckpointError: as `decoder_from_hf`, or experts are invalid.
     """
     config = decoder_from_hf(raw, Defaults(max_length=4096, rms_norm_eps=1e-5))
     count = integer(raw, "num_local_experts", integer(raw, "num_experts", 64))

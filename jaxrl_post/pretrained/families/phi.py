@@ -1,4 +1,4 @@
-"""Phi-3 in Hugging Face's terms: joined projections, partial rotation, longrope."""
+"""Phi-3 in Hugging Face's format: joined projections, partial rotation, longrope."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,16 +34,15 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; a window, where there is one, is that of all layers.
+    """Reads config.json; all layers have the same window, if any.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, another scaling than longrope, or one
-            whose tables do not fit the heads.
+        CheckpointError: as `decoder_from_hf`, or the scaling is not longrope.
     """
     raw = {ORIGINAL: integer(raw, ORIGINAL, 4096), **raw}
     rope = section(raw, "rope_scaling") or section(raw, "rope_parameters")
     if rope.get("rope_type", rope.get("type")) == "yarn":
-        # What early releases called it.
+        # Early releases call longrope "yarn".
         raw = {**raw, "rope_scaling": {**rope, "rope_type": "longrope"}}
     config = decoder_from_hf(raw, DEFAULTS)
     scaling = config.rope_scaling
@@ -56,7 +55,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows that differ between layers.
+        CheckpointError: as `decoder_to_hf`, or the layers' windows differ.
     """
     raw = decoder_to_hf(config, partial=True)
     return {ORIGINAL: 4096, **raw, "sliding_window": uniform_window(config)}

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3 in Hugging Face's terms, where they differ from Llama."""
+"""Qwen2, Qwen2.5 and Qwen3 in Hugging Face's format: the differences from Llama."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,7 +40,7 @@ def qwen2_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads config.json; queries, keys and values always have biases.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or the windows make no sense.
+        CheckpointError: as `decoder_from_hf`, or the windows are invalid.
     """
     config = decoder_from_hf(raw, Defaults(max_length=32768, num_kv_heads=32))
     return replace(config, qkv_bias=True, windows=_windows(raw, config.num_layers))
@@ -59,7 +59,7 @@ def qwen3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads config.json; every query and key head is normalised.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or the windows make no sense.
+        CheckpointError: as `decoder_from_hf`, or the windows are invalid.
     """
     defaults = Defaults(max_length=32768, num_kv_heads=32, head_dim=128)
     config = decoder_from_hf(raw, defaults)
@@ -83,10 +83,10 @@ def qwen3_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """The window of every layer; () where all attention is full.
+    """Returns the window of every layer, () if all attention is full.
 
-    `layer_types` names the sliding layers; without it they are the layers from
-    `max_window_layers` on. Either way they need `use_sliding_window`.
+    `layer_types` names the layers with a window; by default they are all layers from
+    `max_window_layers` on. Windows require `use_sliding_window`.
     """
     width = optional_integer(raw, "sliding_window", 4096)
     if not flag(raw, "use_sliding_window", False):

@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen3-MoE in Hugging Face's terms."""
+"""Qwen2-MoE and Qwen3-MoE in Hugging Face's format."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 MLP = "model.layers.*.mlp"
-# Names that several families share.
+# Names of the experts' tensors, which several families share.
 EXPERTS: Mapping[str, Weight] = {
     "layers.*.experts.router": Weight(f"{MLP}.gate.weight", "router embed"),
     "layers.*.experts.gate": Weight(
@@ -45,7 +45,7 @@ EXPERTS: Mapping[str, Weight] = {
 
 
 def shared_experts(name: str) -> Mapping[str, Weight]:
-    """The MLP that every token takes, under a family's name for it."""
+    """Returns the weights of the shared MLP, which a family stores under `name`."""
     return {
         "layers.*.experts.shared.gate": Weight(
             f"{MLP}.{name}.gate_proj.weight", "ffn embed"
@@ -70,16 +70,16 @@ WEIGHTS: Mapping[str, Weight] = {
 
 
 def qwen2_moe_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; a gated MLP that every token takes stands by the experts.
+    """Reads config.json; every token also passes through a gated shared MLP.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or experts or windows that make no sense.
+        CheckpointError: as `decoder_from_hf`, or experts or windows are invalid.
     """
     config = decoder_from_hf(raw, Defaults(max_length=32768, num_kv_heads=16))
     experts = _experts(raw, config.num_layers, count=60, chosen=4, size=1408)
     shared = integer(raw, "shared_expert_intermediate_size", 5632)
     sliding = flag(raw, "use_sliding_window", False)
-    # As transformers has it, from the first layer up, every other one.
+    # As in transformers: every other layer from the first one on, below `most`.
     most = integer(raw, "max_window_layers", 28)
     windows = layer_types(
         raw,
@@ -99,7 +99,7 @@ def qwen2_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows of several widths.
+        CheckpointError: as `decoder_to_hf`, or windows have several widths.
     """
     experts, width = required_experts(config), single_window(config)
     sliding = {} if width is None else {"layer_types": layer_types_to_hf(config)}
@@ -120,7 +120,7 @@ def qwen3_moe_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads config.json; every query and key head is normalised.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or experts that make no sense.
+        CheckpointError: as `decoder_from_hf`, or experts are invalid.
     """
     config = decoder_from_hf(raw, Defaults(max_length=32768, num_kv_heads=4))
     windows: tuple[int | None, ...] = ()
@@ -142,13 +142,13 @@ def qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows that differ between layers.
+        CheckpointError: as `decoder_to_hf`, or the layers' windows differ.
     """
     experts, width = required_experts(config), uniform_window(config)
     return {
         **decoder_to_hf(config),
         **_experts_to_hf(experts),
-        # Version 4 and the released files say num_experts, version 5 the other.
+        # Version 4 and released files have num_experts, version 5 num_local_experts.
         "num_experts": experts.num_experts,
         "num_local_experts": experts.num_experts,
         "attention_bias": config.qkv_bias,

@@ -1,4 +1,4 @@
-"""Seed-OSS in Hugging Face's terms: Llama with biases of its own choice."""
+"""Seed-OSS in Hugging Face's format: Llama with separate options for biases."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ __all__ = ["config_from_hf", "config_to_hf"]
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; the output projection's bias is an option of its own.
+    """Reads config.json; the output projection's bias has its own key.
 
     Raises:
         CheckpointError: as `decoder_from_hf`.

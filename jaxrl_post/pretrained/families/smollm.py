@@ -1,4 +1,4 @@
-"""SmolLM3 in Hugging Face's terms: Llama with layers that do not rotate."""
+"""SmolLM3 in Hugging Face's format: Llama, some layers without rotary embedding."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,10 +20,10 @@ __all__ = ["config_from_hf", "config_to_hf"]
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; a 0 in `no_rope_layers` is a layer without rotation.
+    """Reads config.json; 0 in `no_rope_layers` means no rotary embedding.
 
     Raises:
-        CheckpointError: as `decoder_from_hf`, or lists that do not fit the layers.
+        CheckpointError: as `decoder_from_hf`, or a list does not fit the layers.
     """
     defaults = Defaults(
         max_length=32768, num_kv_heads=4, rope_theta=2e6, tie_embeddings=True
@@ -60,7 +60,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes config.json.
 
     Raises:
-        CheckpointError: as `decoder_to_hf`, or windows of several widths.
+        CheckpointError: as `decoder_to_hf`, or windows have several widths.
     """
     width, layers = single_window(config), range(config.num_layers)
     return {

@@ -1,8 +1,8 @@
-"""The text model inside a model that also sees, in Hugging Face's terms.
+"""Text models inside vision-language models, in Hugging Face's format.
 
-What is read is the text model, under the family that it has on its own: Qwen3-VL's is a
-Qwen3, Qwen2.5-VL's a Qwen2, Mistral 3's a Mistral or a Ministral 3. The positions of
-text are the same along all axes of a multimodal rotation, which makes it the plain one.
+Only the text model is loaded, as a model of its own family: Qwen3 for Qwen3-VL, Qwen2
+for Qwen2.5-VL, Mistral or Ministral 3 for Mistral 3. A text token has the same position
+on all axes of a multimodal rotary embedding, so the standard embedding is equal to it.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,13 +22,13 @@ __all__ = [
     "qwen3_vl_from_hf",
 ]
 
-# The text model's names inside the larger one's, as versions 4 and 5 have them.
+# Prefixes of the text model's tensors in transformers 4 and 5, and their replacements.
 PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
-# What sees, and what takes that into the text model's space.
+# The vision encoder and its projection to the text model's hidden size.
 TENSORS = (
     "visual.*",
     "vision_tower.*",
@@ -38,7 +38,7 @@ TENSORS = (
     "model.multi_modal_projector.*",
 )
 
-# What transformers takes where the text model's keys are absent.
+# The defaults of transformers for absent keys of the text model.
 QWEN3 = {"rope_theta": 5e5, "max_position_embeddings": 128000}
 QWEN2_5 = {
     "num_key_value_heads": 8,
@@ -54,10 +54,10 @@ MISTRAL: Mapping[str, Callable[[Json], ModelConfig]] = {
 
 
 def qwen3_vl_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads the text model of Qwen3-VL, whose layers all see everything.
+    """Reads the text model of Qwen3-VL; all layers have full attention.
 
     Raises:
-        CheckpointError: as `qwen3_from_hf`, or there is no text_config.
+        CheckpointError: as `qwen3_from_hf`, or text_config is missing.
     """
     full = {"use_sliding_window": False, "layer_types": None, "model_type": "qwen3"}
     text = _text(raw)
@@ -65,7 +65,7 @@ def qwen3_vl_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def qwen2_5_vl_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads the text model of Qwen2.5-VL; in older files its keys stand outside.
+    """Reads the text model of Qwen2.5-VL; older files have its keys at the top level.
 
     Raises:
         CheckpointError: as `qwen2_from_hf`.
@@ -86,8 +86,8 @@ def mistral3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads the text model of Mistral Small 3.1 and later, or of Ministral 3.
 
     Raises:
-        CheckpointError: as the text model's family, of which there is another, or there
-            is no text_config.
+        CheckpointError: as the text model's family, this family is not supported, or
+            text_config is missing.
     """
     text = {"model_type": "mistral", **_text(raw)}
     family = text["model_type"]
@@ -109,7 +109,7 @@ def _text(raw: Json) -> Json:
 
 
 def _tied(raw: Json, text: Json, config: ModelConfig) -> ModelConfig:
-    """Embeddings are tied where either of both configs says so."""
+    """Ties the embeddings if the outer config or text_config does so."""
     places = (raw, text)
     tied = any(flag(place, "tie_word_embeddings", False) for place in places)
     return replace(config, tie_embeddings=tied)

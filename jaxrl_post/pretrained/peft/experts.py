@@ -1,13 +1,13 @@
-"""Changes of experts' own matrices in PEFT's format: its target_parameters.
+"""Adapters of routed experts in PEFT's format: its target_parameters.
 
-In transformers 5 the experts of a layer are one module with two parameters,
-gate_up_proj and down_proj. PEFT wraps the module once for each that it changes, the
-first of them inside, and stores
+In transformers 5 the routed experts of a layer are one module with two parameters,
+gate_up_proj and down_proj. PEFT wraps the module once per adapted parameter
+(gate_up_proj innermost), and stores
 
-    lora_A.weight [experts * rank, in], expert after expert, and
-    lora_B.weight [out, rank * experts], for every rank one expert after the other.
+    lora_A.weight [experts * rank, in], with the expert as the slow index, and
+    lora_B.weight [out, rank * experts], with the expert as the fast index.
 
-Gate and up are one matrix there, with one A, and a rank of its own (rank_pattern).
+Gate and up are one matrix there, with one A and their own rank (rank_pattern).
 """
 
 import functools
@@ -41,22 +41,22 @@ __all__ = [
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 PARAMETERS = {"expert_gate": GATE_UP, "expert_up": GATE_UP, "expert_down": DOWN}
-# In target_parameters and in patterns; a layer's path goes before it.
+# The module's name in target_parameters and in patterns, after the layer's path.
 MODULE = "mlp.experts"
 
 
 def expert_base(stored: Entry, spec: ParamSpec, targets: tuple[str, ...]) -> Entry:
-    """The place of experts' own matrix among PEFT's modules.
+    """Returns the entry of a routed experts' matrix among PEFT's modules.
 
     Args:
-        stored: its place, or that of one expert, in the family's checkpoints.
-        spec: of the matrix.
-        targets: that the adapter has, on which the name depends.
+        stored: the entry of the matrix, or of one expert, in the family's checkpoints.
+        spec: spec of the matrix.
+        targets: the adapter's targets; the module's name depends on them.
     """
     name, (experts, inputs, outputs) = target_name(stored.path), spec.shape
     slot = Slot()
     if name != "expert_down":
-        # One after the other, unless one tensor already holds both.
+        # PEFT concatenates gate and up, unless the checkpoint already joins them.
         start = 0 if name == "expert_gate" else outputs
         joined = stored.expert is None
         slot = (
@@ -80,11 +80,11 @@ def expert_base(stored: Entry, spec: ParamSpec, targets: tuple[str, ...]) -> Ent
 def expert_places(
     base: Entry, rank: int
 ) -> dict[str, tuple[Any, tuple[int, ...], Slot]]:
-    """Dims that merge, shape of the tensor and share of it, of A and B.
+    """Returns merged dims, tensor shape and slot of A ("down") and B ("up").
 
     Args:
-        base: as `expert_base` returns it.
-        rank: of the change.
+        base: the entry from `expert_base`.
+        rank: rank of the adapter.
     """
     experts, inputs, outputs = base.shape
     return {
@@ -96,11 +96,11 @@ def expert_places(
 def expert_options(
     lora: LoRAConfig, by_target: Mapping[str, LoRAConfig]
 ) -> dict[str, Any]:
-    """PEFT's options for experts' own matrices; none without them.
+    """Returns PEFT's options for routed experts, empty if none are adapted.
 
     Args:
-        lora: of the adapter.
-        by_target: of experts' own matrices, where they differ from it.
+        lora: the adapter's config.
+        by_target: configs of experts' matrices whose rank differs from `lora`.
     """
     targets = [name for name in lora.targets if name in EXPERTS]
     if not targets:
@@ -124,18 +124,18 @@ def read_expert_options(
     modules: Sequence[str],
     file: Path,
 ) -> dict[str, LoRAConfig]:
-    """Returns what is adapted of experts' own, each with its rank and alpha.
+    """Returns the adapted targets of routed experts, each with its rank and alpha.
 
     Args:
         raw: PEFT's options.
-        lora: with the rank and alpha that hold where no pattern matches.
-        config: of the base model.
+        lora: config with the default rank and alpha, used if no pattern matches.
+        config: the base model's config.
         modules: names of all other modules that may be adapted.
-        file: for messages.
+        file: path of adapter_config.json, for messages.
 
     Raises:
-        CheckpointError: the options adapt other parameters, or experts of some layers
-            alone, or have other ranks or alphas elsewhere.
+        CheckpointError: the options adapt other parameters, adapt experts in some
+            layers only, or give other modules a different rank or alpha.
     """
     _check_kinds(raw, file)
     names = _adapted(raw.get("target_parameters") or [], config, file)
@@ -169,7 +169,7 @@ def read_expert_options(
 def _adapted(
     wanted: Sequence[str], config: ModelConfig, file: Path
 ) -> dict[str, list[str]]:
-    """Names in all layers of the parameters that target_parameters means."""
+    """Returns the full names, in all layers, of every parameter in `wanted`."""
     layers = [
         path.split(".")[1]
         for path in matrices(param_specs(config))
@@ -215,7 +215,7 @@ def _check_kinds(raw: Mapping[str, Any], file: Path) -> None:
 
 
 def _value(pattern: Mapping[str, Any], name: str, *, default: Any, file: Path) -> Any:
-    """Of the first key that matches, as PEFT looks for it."""
+    """Returns the value of the first key that matches, by PEFT's rule."""
     for key, value in pattern.items():
         try:
             if re.match(rf"(.*\.)?({key})$", name):
@@ -230,14 +230,14 @@ def _value(pattern: Mapping[str, Any], name: str, *, default: Any, file: Path) -
 def of_one_rank(
     lora: LoRAConfig, by_target: Mapping[str, LoRAConfig], adapter: Adapter[Array]
 ) -> tuple[LoRAConfig, Adapter[Array]]:
-    """The same change with one rank and scale everywhere, those of the highest rank.
+    """Returns an equal adapter whose matrices all have the highest rank and its scale.
 
-    Others are padded with zeros, and where their scale differs, B is multiplied.
+    Lower ranks are padded with zeros; B is multiplied where the scale differs.
 
     Args:
-        lora: of all that is not in `by_target`.
-        by_target: of experts' own matrices.
-        adapter: with these ranks.
+        lora: config of all targets that are not in `by_target`.
+        by_target: configs of routed experts' matrices.
+        adapter: adapter with these ranks.
     """
     rest = [lora] if any(name not in by_target for name in lora.targets) else []
     widest = max((*rest, *by_target.values()), key=lambda each: each.rank)
@@ -257,7 +257,7 @@ def of_one_rank(
 
 
 def _padded(array: Array, dim: int, size: int) -> Array:
-    """With zeros at the end of a dim, in the sharding that it has."""
+    """Pads the end of a dim with zeros and keeps the array's sharding."""
     more = size - array.shape[dim]
     if not more:
         return array

@@ -1,10 +1,10 @@
-"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
+"""Loads and saves adapters in PEFT's format: one JSON and one safetensors file.
 
-PEFT adapts the modules of a transformers model, so the names follow from those of the
-checkpoint: the matrix model.layers.0.self_attn.q_proj.weight [out, in] has the change
+PEFT adapts modules of a transformers model, so the tensors' names follow from the
+checkpoint: the matrix model.layers.0.self_attn.q_proj.weight [out, in] has the adapter
 base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight [rank, in] and
-lora_B.weight [out, rank]. Modules that are trained whole (modules_to_save), such as the
-head "score" of a reward model, are there under their own names.
+lora_B.weight [out, rank]. Fully trained modules (modules_to_save), such as a reward
+model's head "score", keep their own names.
 
 https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -71,22 +71,22 @@ CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 WEIGHT = ".weight"
-# Our name of a part to PEFT's, after the module's.
+# PEFT's suffix of every part of `LoRAParams`, after the module's name.
 PARTS = {
     "down": ".lora_A.weight",
     "up": ".lora_B.weight",
     "magnitude": ".lora_magnitude_vector",
 }
 
-# PEFT's kind of model for a head, and the module of the heads that classify.
+# PEFT's task type for a head, and the module of value and process heads.
 TASKS = {
     "lm": "CAUSAL_LM", "lm+value": "CAUSAL_LM", "value": "SEQ_CLS",
     "process": "TOKEN_CLS",
 }  # fmt: skip
 HEAD = "score"
 
-# Options that name things, or that say how the adapter began or is trained: with any
-# value of theirs its tensors mean the same. Which modules are adapted, the tensors say.
+# Options that do not change the tensors' meaning: names, initialisation, training. The
+# adapted modules are found from the tensors.
 INERT = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "inference_mode", "loftq_config", "lora_dropout",
@@ -97,9 +97,9 @@ READ = {
     "alpha_pattern", "lora_alpha", "modules_to_save", "r", "rank_pattern",
     "target_parameters", "use_dora", "use_rslora",
 }  # fmt: skip
-# Any other option must be off, and these values say so.
+# Any other option must be off; these values mean off.
 OFF = (None, False, "none", [], {})
-# Ways to begin that leave the base as it is; PiSSA and others change it.
+# Initialisations that leave the base weights unchanged; PiSSA and others change them.
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
@@ -111,27 +111,27 @@ def load_adapter(
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> tuple[LoRAConfig, Adapter[Array]]:
-    """Reads a LoRA, rsLoRA or DoRA adapter that PEFT or `save_adapter` wrote.
+    """Loads a LoRA, rsLoRA or DoRA adapter saved by PEFT or `save_adapter`.
 
-    Where a checkpoint joins several of our matrices in one, such as Phi-3's qkv_proj,
-    each of them gets the A of the whole and its own rows of B. So do experts' gate and
-    up, and where their rank is another than the rest's, the lower one is padded with
-    zeros. The probability of dropout, which belongs to training, is not read.
+    If a checkpoint joins several of our matrices in one, such as Phi-3's qkv_proj, each
+    of our matrices gets the joined A and its own rows of B. The same holds for routed
+    experts' gate and up. If their rank differs from the other matrices' rank, the lower
+    rank is padded with zeros. The dropout rate is not read.
 
     Args:
         path: a directory with adapter_config.json and adapter_model.safetensors.
-        config: of the base model; the head of a process reward model is taken to say
-            "right" with label 1.
-        dtype: of A and B; what is trained whole is float32.
-        mesh: where the adapter goes; None puts it on JAX's default device.
-        rules: logical axis to mesh axes.
+        config: the base model's config; for a process reward model, label 1 must mean
+            "right".
+        dtype: dtype of A and B; fully trained parameters are float32.
+        mesh: mesh of the adapter; None puts it on JAX's default device.
+        rules: mesh axes of every logical axis.
 
     Returns:
-        (lora, adapter), with the targets that the tensors show.
+        (lora, adapter); the targets in `lora` are found from the tensors.
 
     Raises:
-        CheckpointError: the directory does not hold an adapter of this model, or one
-            with an option that is not supported; the message names it.
+        CheckpointError: the directory does not hold an adapter of this model, or an
+            option is not supported; the message names the problem.
     """
     directory = Path(path)
     config_file = directory / CONFIG_FILE
@@ -179,30 +179,30 @@ def save_adapter(
     lora: LoRAConfig,
     base_model: str | None = None,
 ) -> None:
-    """Writes an adapter that PEFT, and what serves its adapters, loads.
+    """Saves an adapter that PEFT, and servers of PEFT adapters, can load.
 
-    Where a checkpoint joins matrices in one, such as Phi-3's qkv_proj, the file has the
-    same change with a multiple of the rank. So have experts' gate and up, which are one
-    parameter in transformers 5: there the change needs PEFT 0.19.1 or later, which says
-    that it ignores the pattern with that rank, and does not. In some families with
-    experts (DeepSeek, GLM) PEFT 0.21 under transformers 5 takes the names of MLPs in
-    the file for those of the experts, and warns of missing keys: merge there, or adapt
-    attention and experts' own alone.
+    If a checkpoint joins matrices in one, such as Phi-3's qkv_proj, the file holds an
+    equal adapter with a multiple of the rank. The same holds for routed experts' gate
+    and up, which are one parameter in transformers 5. They need PEFT 0.19.1 or later,
+    which warns that it ignores their rank_pattern but applies it. In some families with
+    experts (DeepSeek, GLM), PEFT 0.21 under transformers 5 mistakes the names of MLPs
+    for names of the experts and warns about missing keys: there, merge the adapter, or
+    adapt only attention and routed experts.
 
-    The directory appears complete, under its name, or not at all.
+    Saving is atomic: `path` is complete or does not exist.
 
     Args:
-        path: the directory to make; what stands there is never overwritten.
-        config: of the base model.
+        path: the directory to make; existing files are never overwritten.
+        config: the base model's config.
         adapter: in any sharding that this process can read; stored in its own dtype.
-        lora: of the adapter.
-        base_model: name or directory of the base model, as PEFT is to find it.
+        lora: the adapter's config.
+        base_model: name or directory of the base model, from which PEFT loads it.
 
     Raises:
-        CheckpointError: `path` is taken, DoRA adapts only a part of what is one matrix
-            in the family's checkpoints, or what is trained whole is no tensor of its
-            own there.
-        ValueError: the adapter is not that of `config` and `lora`.
+        CheckpointError: `path` is not empty, DoRA adapts only some parts of a joined
+            matrix, or a fully trained parameter has no tensor of its own in the
+            family's checkpoints.
+        ValueError: the adapter does not fit `config` and `lora`.
 
     >>> import tempfile
     >>> from jaxrl_post.models import initialize
@@ -226,7 +226,7 @@ def save_adapter(
             "adapter: PEFT knows no value head beside the vocabulary; save the adapter "
             "of the policy, without its value head"
         )
-    # Under these targets every matrix has a name of its own.
+    # With all targets, every matrix has its own name.
     bases = _bases(config, adaptable(config))
     lora, by_target, adapter = joined(config, bases, adapter, lora)
     entries = _entries(config, lora, by_target)
@@ -256,16 +256,16 @@ def _options(
     modules: Sequence[str],
     base_model: str | None,
 ) -> dict[str, Any]:
-    """What adapter_config.json says, but for experts' own matrices.
+    """Returns the contents of adapter_config.json except options of routed experts.
 
     Args:
-        config: of the base model.
-        lora: as the file has it.
-        entries: of what is adapted.
-        modules: that are trained whole.
+        config: the base model's config.
+        lora: the config with the file's rank and targets.
+        entries: entries of the adapted matrices.
+        modules: fully trained modules.
         base_model: as in `save_adapter`.
     """
-    # For a classifier PEFT asks for the head too, whatever modules_to_save says.
+    # For a classifier PEFT needs the head in the file, whatever modules_to_save says.
     task = TASKS[config.head] if config.predicts_tokens or HEAD in modules else None
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
     return {
@@ -289,9 +289,9 @@ def _options(
 
 
 def check_saves(config: ModelConfig, lora: LoRAConfig) -> None:
-    """Refuses, without any array, what `save_adapter` would.
+    """Raises the errors of `save_adapter` from the configs alone, without arrays.
 
-    A value head beside the vocabulary, which no adapter is saved with, is left out.
+    A value head beside the vocabulary is not checked, since it is never saved.
 
     Raises:
         CheckpointError: as `save_adapter`.
@@ -308,9 +308,9 @@ def check_saves(config: ModelConfig, lora: LoRAConfig) -> None:
 
 
 def _lora_config(file: Path) -> tuple[LoRAConfig, list[str]]:
-    """Reads the options, but for the targets, and the names of modules trained whole.
+    """Reads the options without targets, and the names of fully trained modules.
 
-    Options that are not supported are refused.
+    Refuses unsupported options.
     """
     raw = read_json(file)
     if raw.get("peft_type") != "LORA":
@@ -359,9 +359,9 @@ def _targets(
     tensors: Mapping[str, Tensor],
     config_file: Path,
 ) -> tuple[str, ...]:
-    """Targets of which the file has an A; `check_tensors` then asks for the rest.
+    """Returns the targets whose A is in the file; `check_tensors` checks the rest.
 
-    Experts' own are those that the options name.
+    Targets of routed experts come from the options.
     """
     every = replace(lora, targets=adaptable(config, dora=True))
     found = {
@@ -381,9 +381,9 @@ def _targets(
 def _entries(
     config: ModelConfig, lora: LoRAConfig, by_target: Mapping[str, LoRAConfig]
 ) -> list[Entry]:
-    """The place of every part of the matrices' changes, without PEFT's prefix.
+    """Returns the entries of all A, B and magnitudes, without PEFT's prefix.
 
-    Ranks are those of `by_target`, and of `lora` for all that is not in it.
+    The rank comes from `by_target`, or from `lora` for other targets.
     """
     bases = _bases(config, lora.targets)
     of_rank = {
@@ -407,10 +407,10 @@ def _entries(
 
 
 def _places(base: Entry, rank: int) -> dict[str, tuple[Any, tuple[int, ...], Slot]]:
-    """Dims that merge, shape of the tensor and share of it, of each part of a change.
+    """Returns merged dims, tensor shape and slot of A, B and the magnitude.
 
-    They follow from those of the matrix, which is [out, in] in files, while our dims
-    begin with the inputs.
+    They follow from the base matrix, which is [out, in] in files and starts with the
+    input dims in our parameters.
     """
     if expert_dims(base.path):
         return expert_places(base, rank)
@@ -425,7 +425,7 @@ def _places(base: Entry, rank: int) -> dict[str, tuple[Any, tuple[int, ...], Slo
 
 
 def _bases(config: ModelConfig, targets: tuple[str, ...]) -> dict[str, Entry]:
-    """The place of every matrix that may be adapted, where `targets` are."""
+    """Returns the entries of all adaptable matrices; experts' names need `targets`."""
     specs = param_specs(config)
     entries = entries_of(family_of(config.model_type).weights, specs)
     places, adaptable = {entry.path: entry for entry in entries}, matrices(specs)
@@ -438,7 +438,7 @@ def _bases(config: ModelConfig, targets: tuple[str, ...]) -> dict[str, Entry]:
 
 
 def _modules(config: ModelConfig) -> list[str]:
-    """Names of all modules that may be adapted; experts' own are parameters."""
+    """Returns the names of all adaptable modules; routed experts are parameters."""
     return [
         name.removesuffix(WEIGHT)
         for path, base in _bases(config, ()).items()
@@ -452,10 +452,10 @@ def _of_experts(entry: Entry) -> bool:
 
 
 def _module(config: ModelConfig, entry: Entry) -> str:
-    """A name by which PEFT finds the module, by the end of its path.
+    """Returns the end of a module's path, by which PEFT finds the module.
 
-    In a model with experts the MLP's own name goes before, because experts too have
-    projections of the same name, in a layer or in the module of each.
+    In a model with experts it includes the MLP's name, because the experts have
+    projections of the same name.
     """
     module = entry.name.partition(".lora_")[0].split(".")
     length = 1 if config.experts is None or ".attention." in entry.path else 2

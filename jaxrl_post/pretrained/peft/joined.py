@@ -1,4 +1,4 @@
-"""Changes of the parts of one matrix, side by side: what a joined tensor can say."""
+"""Converts adapters of several matrices that a checkpoint joins in one tensor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,24 +21,24 @@ def joined(
     adapter: Adapter[Array],
     lora: LoRAConfig,
 ) -> tuple[LoRAConfig, dict[str, LoRAConfig], Adapter[Array]]:
-    """The same change as a file can say it: parts of one matrix have one A.
+    """Returns an equal adapter in which the parts of a joined matrix share one A.
 
-    With n parts in a matrix, A holds theirs one above the other, and B the blocks
-    diagonally. Then all ranks are n times as large, padded with zeros elsewhere, since
-    not all that serves adapters knows ranks that differ. Only experts' gate and up have
-    a rank of their own: they are the larger part of a file.
+    For n parts, A stacks their A and B is block diagonal, so the rank is n times as
+    large. The other matrices get the same rank, padded with zeros, since some servers
+    do not support different ranks. Only routed experts' gate and up have their own
+    rank, because they are the larger part of a file.
 
     Args:
-        config: of the base model.
-        bases: the place of every matrix that may be adapted.
-        adapter: of `lora`.
-        lora: with one rank.
+        config: the base model's config.
+        bases: the entry of every matrix that may be adapted.
+        adapter: the adapter.
+        lora: the adapter's config.
 
     Returns:
-        (lora, by_target, adapter): what is in `by_target` has another rank and alpha.
+        (lora, by_target, adapter): targets in `by_target` have another rank and alpha.
 
     Raises:
-        CheckpointError: DoRA adapts only a part of what is one matrix.
+        CheckpointError: DoRA adapts only some parts of a joined matrix.
     """
     low_rank = {p: own for p, own in adapter.items() if isinstance(own, LoRAParams)}
     parts: dict[str, list[str]] = {}
@@ -76,7 +76,7 @@ def _side_by_side(
     owns: Mapping[str, LoRAParams[Array]],
     blocks: int,
 ) -> dict[str, LoRAParams[Array]]:
-    """The changes of the parts of one matrix, with one A for all."""
+    """Returns the changes of the parts of a joined matrix, with one A for all parts."""
     first = expert_dims(group[0])
     first_own, *others = owns.values()
     down = _padded(first_own.down, -1, 0, blocks)
@@ -95,14 +95,14 @@ def _side_by_side(
 
 
 def _padded(array: Array, dim: int, place: int, count: int) -> Array:
-    """Puts an array at a place among `count` along a dim, with zeros in the others."""
+    """Puts an array in block `place` of `count` blocks along a dim; others are zero."""
     blocks = [jnp.zeros_like(array)] * count
     blocks[place] = array
     return jnp.concatenate(blocks, axis=dim)
 
 
 def widened(lora: LoRAConfig, count: int) -> LoRAConfig:
-    """With `count` times the rank, and the same scale.
+    """Returns `lora` with `count` times the rank and the same scale.
 
     >>> widened(LoRAConfig(rank=4, alpha=8.0), 2).scale
     2.0

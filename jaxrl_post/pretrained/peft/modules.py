@@ -1,4 +1,4 @@
-"""Modules that PEFT saves whole beside an adapter: modules_to_save."""
+"""Fully trained modules that PEFT saves beside an adapter: modules_to_save."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,18 +17,18 @@ __all__ = ["whole_entries", "whole_of_modules"]
 def whole_of_modules(
     config: ModelConfig, modules: Sequence[str], config_file: Path
 ) -> tuple[str, ...]:
-    """What of a model PEFT finds under the names of modules, as `LoRAConfig.whole`.
+    """Converts PEFT's modules_to_save to parameter paths, as in `LoRAConfig.whole`.
 
-    It compares the ends of names. For a classifier it also lists modules that the model
-    does not have.
+    Like PEFT, it matches the ends of names. Unknown modules are ignored, because PEFT
+    lists modules for a classifier that the model may not have.
 
     Args:
-        config: of the model.
-        modules: modules_to_save of adapter_config.json.
-        config_file: for messages.
+        config: the model's config.
+        modules: modules_to_save in adapter_config.json.
+        config_file: path of adapter_config.json, for messages.
 
     Raises:
-        CheckpointError: a module holds a matrix that may be adapted.
+        CheckpointError: a module holds an adaptable matrix.
 
     >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1,
     ...                      head="value")
@@ -61,15 +61,15 @@ def whole_of_modules(
 
 
 def whole_entries(config: ModelConfig, names: tuple[str, ...]) -> list[Entry]:
-    """The place of every parameter that is trained whole, without PEFT's prefix.
+    """Returns the entries of fully trained parameters, without PEFT's prefix.
 
     Args:
-        config: of the model.
+        config: the model's config.
         names: as `LoRAConfig.whole`.
 
     Raises:
-        CheckpointError: one shares a tensor with others, is spread over several, or
-            is a tied embedding.
+        CheckpointError: a parameter shares its tensor with others, is spread over
+            several tensors, or is a tied embedding.
         ValueError: as `whole_specs`.
     """
     wanted, found = whole_specs(config, names), []
