@@ -17,19 +17,19 @@ from jaxrl_post.types import Array, Float, Int
 __all__ = ["Context", "grouped_query", "latent_attention"]
 
 HEAD_AXES = ("batch", "length", "heads", "head_dim")
-# The cache's layout serves training too.
+# Training uses the cache's layout too.
 KV_AXES = ("batch", "kv_heads", "length", "head_dim")
 
 
 class Context(NamedTuple):
-    """What attention knows of its tokens.
+    """Inputs of attention beside the hidden states.
 
     Attributes:
         positions: int32, within the segment.
-        segment_ids: int32, or None where each row is one sequence.
+        segment_ids: int32, or None if each row is one sequence.
         tables: cosines and sines of the layer's rotation; None for no rotation.
-        window: of the layer.
-        entry: the layer's part of a cache; None attends among the tokens alone.
+        window: the layer's sliding window in tokens, None for full attention.
+        entry: the layer's part of a cache; None: attention among these tokens alone.
     """
 
     positions: Int[Array, "batch length"]
@@ -40,7 +40,7 @@ class Context(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Keys, values [batch, kv_heads, keys, dim] and positions of what may be seen."""
+    """Keys and values [batch, kv_heads, keys, dim] to attend to, and positions."""
 
     key: Array
     value: Array
@@ -57,7 +57,7 @@ def grouped_query(
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245).
 
     Returns:
-        What it adds to the residual stream, and the cache with these tokens.
+        The update of the residual stream, and the cache with these tokens.
     """
     shape = context.positions.shape
     query = to_heads(x, params.query, params.query_bias, shape)
@@ -88,15 +88,15 @@ def latent_attention(
     """Multi-head latent attention.
 
     With c the latent of a token, a head's key is [U_k c, r] and its value U_v c, where
-    r is the rotated key that all heads share. Training makes keys and values from the
-    latents. With a cache, which holds [c, r] alone, U_k moves to the query and U_v to
-    the result: q . U_k c = (U_k^T q) . c, the same numbers up to rounding.
+    r is the rotated key that all heads share. Training computes keys and values from
+    the latents. A cache holds [c, r] alone: U_k is then applied to the query and U_v to
+    the result, since q . U_k c = (U_k^T q) . c. Both are equal up to rounding.
 
     References:
         DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
     Returns:
-        What it adds to the residual stream, and the cache with these tokens.
+        The update of the residual stream, and the cache with these tokens.
     """
     shape = context.positions.shape
     query = _latent_query(config, latent, params, x, shape)
@@ -122,7 +122,7 @@ def latent_attention(
         entry, seen = _remember(context, row, row[..., :0])
         moved = jnp.einsum("blhn,rhn->blhr", query_nope, up[..., : latent.nope_dim])
         query = jnp.concatenate([moved, query_rope], axis=-1)
-        # The keys serve as values: to cut the rotated part off would copy the cache.
+        # The keys serve as values, because cutting off r would copy the cache.
         seen = seen._replace(value=seen.key)
         mixed = _attend(config, query, seen, context, rules)[..., : latent.kv_rank]
         attended = jnp.einsum("blhr,rhv->blhv", mixed, up[..., latent.nope_dim :])
@@ -137,7 +137,7 @@ def _latent_query(
     x: Array,
     shape: tuple[int, ...],
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Queries from x, through a latent of their own where there is one."""
+    """Computes queries from x, through the queries' latent if there is one."""
     if params.query is not None:
         return to_heads(x, params.query, None, shape)
     parts = params.query_down, params.query_norm, params.query_up
@@ -153,7 +153,7 @@ def _rotate(config: ModelConfig, x: Array, context: Context) -> Array:
 
 
 def _scaled(config: ModelConfig, query: Array, context: Context) -> Array:
-    """Queries that grow with their position, where the config says so."""
+    """Applies the config's `query_scaling`, if any."""
     scaling = config.query_scaling
     if scaling is None:
         return query
@@ -165,7 +165,7 @@ def _scaled(config: ModelConfig, query: Array, context: Context) -> Array:
 def _remember(
     context: Context, key: Array, value: Array
 ) -> tuple[LayerCache | None, Seen]:
-    """Writes to the cache, where there is one, and returns all that may be seen."""
+    """Writes to the cache, if any, and returns all keys and values to attend to."""
     if context.entry is None:
         return None, Seen(key, value, context.positions)
     entry = context.entry.write(key, value, context.positions)

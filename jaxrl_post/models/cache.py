@@ -1,10 +1,10 @@
-"""Keys and values of earlier tokens: the one thing in which decoding differs.
+"""The cache of keys and values of earlier tokens, for prefill and decoding.
 
 A `KVCache` holds, per layer, keys and values [slots, kv_heads, length, head_dim]. Entry
-`p` of a slot belongs to the token at position `p`. Entries beyond what was written may
-hold any finite number: a query at position `p` sees entries 0..p, all of which have
-been written, because a token's own key is written before it attends. With latent
-attention the keys hold the latents, kv_heads is 1 and the values have no width.
+`p` of a slot belongs to the token at position `p`. Entries that were never written may
+hold any finite number: a query at position `p` attends to entries 0..p only, and all of
+them are written, because a token's own key is written before it attends. With latent
+attention the keys hold the latents, kv_heads is 1 and the values have width 0.
 """
 
 import functools
@@ -24,7 +24,7 @@ __all__ = ["KVCache", "KVView", "LayerCache"]
 
 @runtime_checkable
 class KVView(Protocol):
-    """What `forward` needs of a cache; see `LayerCache` for one layer's part."""
+    """The interface of a cache in `forward`; `LayerCache` is one layer's part."""
 
     def layer(self, index: int) -> "LayerCache":
         """Returns the part of one layer."""
@@ -48,19 +48,19 @@ class LayerCache:
         value: Float[Array, "slots kv_heads new value_dim"],
         positions: Int[Array, "slots new"],
     ) -> "LayerCache":
-        """Stores the tokens of every slot; what is beyond the cache is dropped."""
+        """Stores the tokens of every slot; drops positions beyond the cache."""
 
         def put(cache: Array, new: Array, at: Array) -> Array:
             return cache.at[:, at].set(new, mode="drop", unique_indices=True)
 
-        # A slot at a time, so that a mesh which splits the slots moves nothing.
+        # vmap over slots, so that slots split over a mesh need no communication.
         return LayerCache(
             keys=jax.vmap(put)(self.keys, key, positions),
             values=jax.vmap(put)(self.values, value, positions),
         )
 
     def read(self) -> tuple[Array, Array, Int[Array, "slots length"]]:
-        """Returns keys, values and the positions of what may have been written."""
+        """Returns keys, values and the positions of all entries."""
         slots, _, length, _ = self.keys.shape
         positions = jnp.arange(length, dtype=jnp.int32)
         return self.keys, self.values, jnp.broadcast_to(positions, (slots, length))
@@ -68,7 +68,7 @@ class LayerCache:
 
 @struct.dataclass
 class KVCache:
-    """The caches of all layers, one array a layer so that each is updated in place."""
+    """The caches of all layers; one array per layer allows updates in place."""
 
     keys: tuple[Float[Array, "slots kv_heads length head_dim"], ...]
     values: tuple[Float[Array, "slots kv_heads length value_dim"], ...]
@@ -89,14 +89,14 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens that a slot can hold."""
+        """Number of tokens that a slot can hold."""
         return self.keys[0].shape[2]
 
     def prefix(self, length: int) -> "KVCache":
         """Returns a copy of the first `length` entries of every slot.
 
-        Attention reads all entries of a cache, and the part that it needs once a token
-        would be copied once a token.
+        Attention reads all entries of its cache. Copying the needed entries once before
+        decoding avoids a copy for every token.
         """
         if length == self.length:
             return self

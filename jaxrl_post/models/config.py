@@ -1,8 +1,8 @@
 """Hyperparameters of a decoder-only transformer.
 
-One frozen, hashable `ModelConfig` covers all families: a family is a point of this
-space, and what it does not have stays at its default. Everything here changes numbers;
-what does not (mesh, kernels, precision of the run) is elsewhere.
+One frozen, hashable `ModelConfig` covers all families; options that a family lacks keep
+their defaults. All options here change the model's outputs. Mesh, kernels and the run's
+precision are configured elsewhere.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ __all__ = [
     "RopeScaling",
 ]
 
-# What stands on the last hidden state: the vocabulary; one number, as in critics and
-# reward models; both, as in a critic that shares the policy's backbone; or the logits
-# of wrong and right, as in process reward models.
+# The output layer on the last hidden state: logits of the vocabulary; one value, as in
+# critics and reward models; both, as in a critic that shares the policy's backbone; or
+# the logits of wrong and right, as in process reward models.
 Head = Literal["lm", "value", "lm+value", "process"]
 
-# Of a gated MLP, on the gate. "gpt_oss" is (up + 1) * gate * sigmoid(1.702 gate) with
-# gate at most 7 and up within [-7, 7].
+# The activation on a gated MLP's gate. "gpt_oss" computes (up + 1) * gate *
+# sigmoid(1.702 gate) with gate at most 7 and up within [-7, 7].
 Activation = Literal["silu", "gelu", "gelu_tanh", "gpt_oss"]
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the pre-training context.
+    """Scaling of rotary frequencies beyond the pre-training context.
 
     Attributes:
         kind: "linear" (Chen et al., arXiv:2306.15595), "dynamic" (NTK-aware, grows with
@@ -41,17 +41,17 @@ class RopeScaling:
             config's `max_length`.
         low_frequency_factor: llama3 only.
         high_frequency_factor: llama3 only.
-        beta_fast: yarn only; rotations over the original context above which a
-            frequency is left as it is.
-        beta_slow: yarn only; rotations below which it is fully interpolated.
+        beta_fast: yarn only; frequencies with more rotations over the original context
+            are not changed.
+        beta_slow: yarn only; frequencies with fewer rotations are fully interpolated.
         attention_factor: yarn and longrope; scale of cos and sin, None for the
-            paper's.
-        mscale: yarn only, as DeepSeek writes it; None where the checkpoint has none.
-        mscale_all_dim: yarn only, as DeepSeek writes it.
+            paper's value.
+        mscale: yarn only, DeepSeek's option; None if the checkpoint has none.
+        mscale_all_dim: yarn only, DeepSeek's option.
         truncate: yarn only; whether the correction range is rounded to whole dims.
-        short_factors: longrope only; what divides each frequency in a row that is no
-            longer than the original context.
-        long_factors: longrope only; in a longer row.
+        short_factors: longrope only; divisors of the frequencies in rows up to the
+            original context.
+        long_factors: longrope only; divisors in longer rows.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -71,13 +71,13 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Queries that grow with their position, which keeps long attention sharp.
+    """Scaling of queries by position, which keeps attention sharp in long contexts.
 
     A query at position p is multiplied by 1 + strength ln(1 + floor(p / length)).
 
     Attributes:
-        strength: of the growth, > 0.
-        length: context of pre-training in tokens; queries within it stay as they are.
+        strength: strength of the scaling, > 0.
+        length: pre-training context in tokens; queries within it are not scaled.
 
     References:
         Nakanishi, Scalable-Softmax Is Superior for Attention, arXiv:2501.19399, in the
@@ -93,11 +93,11 @@ class LatentAttention:
     """Multi-head latent attention: keys and values come from a low-rank latent.
 
     Attributes:
-        kv_rank: width of the latent, which is what a cache holds.
-        nope_dim: part of a query or key head without rotation.
-        rope_dim: the rotated part; its key is the same for all heads.
+        kv_rank: width of the latent, which the cache holds.
+        nope_dim: dims of a query or key head without rotation.
+        rope_dim: rotated dims; all heads share the rotated key.
         value_dim: width of a value head.
-        query_rank: width of the queries' latent; None where they have none.
+        query_rank: width of the queries' latent; None for no latent.
         norm_eps: epsilon of the latents' norms.
 
     References:
@@ -114,31 +114,31 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
-    """Which experts a token goes to, and with what weights.
+    """A mixture of experts: how the router chooses and weights a token's experts.
 
-    scores = softmax or sigmoid of the router's float32 logits. The experts with the
-    `experts_per_token` largest scores (plus a bias that only selects, if any) are
-    taken, from the best groups where there are groups. Weights are the scores of the
-    chosen, over their sum where `normalize`, times `scale`.
+    scores = softmax or sigmoid of the router's float32 logits. A token goes to the
+    `experts_per_token` experts with the largest scores (plus `correction_bias`, if any)
+    within the best groups, if there are groups. Their weights are their scores, divided
+    by the sum of these if `normalize`, times `scale`.
 
     Attributes:
-        num_experts: in a layer.
-        experts_per_token: chosen for each token.
+        num_experts: number of experts per layer.
+        experts_per_token: number of experts per token.
         expert_size: width of an expert's MLP.
-        scoring: of the router's logits.
+        scoring: function from the router's logits to scores.
         normalize: whether a token's weights sum to `scale`.
-        normalize_epsilon: added to that sum before the division.
-        scale: of the weights.
-        num_groups: experts are split into so many groups; 1 for no groups.
-        groups_per_token: groups whose experts may be chosen.
-        group_score: of a group: its largest score, or the sum of its two largest.
-        correction_bias: a bias a expert in the selection alone (DeepSeek-V3's
-            loss-free balancing, arXiv:2408.15664); it has no gradient.
+        normalize_epsilon: added to the sum of scores before the division.
+        scale: factor of the weights.
+        num_groups: number of groups of experts; 1 for no groups.
+        groups_per_token: number of groups per token.
+        group_score: a group's score: its largest score, or the sum of its two largest.
+        correction_bias: a bias per expert in the selection alone (DeepSeek-V3's
+            loss-free balancing, arXiv:2408.15664), without a gradient.
         router_bias: a bias on the router's logits.
         biases: biases in the experts.
-        shared_size: width of an MLP that every token takes too; 0 for none.
-        shared_gate: the shared MLP is scaled by the sigmoid of a projection.
-        dense_layers: layers that have a plain MLP instead.
+        shared_size: width of a shared MLP for every token; 0 for none.
+        shared_gate: whether the sigmoid of a projection scales the shared MLP.
+        dense_layers: layers with a dense MLP instead of experts.
     """
 
     num_experts: int
@@ -181,9 +181,7 @@ class MixtureOfExperts:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: what its family does, and its sizes.
-
-    Frozen and hashable: it is static under jit. Mesh and kernels are never in it.
+    """The architecture and sizes of a decoder; hashable, a static jit argument.
 
     Attributes:
         model_type: the family, by Hugging Face's name, such as "qwen3".
@@ -200,8 +198,8 @@ class ModelConfig:
         rope_scaling: None for plain rotary embeddings.
         rotary_dim: leading dims of a head that rotate, even; None for all.
         rope_interleaved: neighbouring dims rotate together, not the two halves.
-        local_rope_theta: base in layers with a window, without scaling; None where
-            they rotate as the others do.
+        local_rope_theta: base in layers with a window, without scaling; None if all
+            layers have the same rotary embedding.
         unrotated_layers: layers without rotary embeddings.
         qkv_bias: biases on the query, key and value projections.
         output_bias: bias on the attention's output projection.
@@ -210,24 +208,24 @@ class ModelConfig:
             over all heads; None for none.
         qkv_clip: bound of the absolute values of queries, keys and values.
         tie_embeddings: the embedding also maps hidden states to logits.
-        windows: sliding-window width in tokens of each layer, None where attention is
-            full; the empty tuple means full attention everywhere.
-        sinks: each head has a learned logit that takes part in the softmax and gives
-            nothing (arXiv:2309.17453).
-        attention_scale: of the scores; None for head_dim ** -0.5.
-        query_scaling: of queries by position; None for none, and for latent attention.
+        windows: each layer's sliding window in tokens, None for full attention; the
+            empty tuple means full attention everywhere.
+        sinks: each head has a learned extra logit in the softmax, without a value
+            (arXiv:2309.17453).
+        attention_scale: factor of the scores; None for head_dim ** -0.5.
+        query_scaling: scaling of queries by position, not with latent attention.
         attention_softcap: c in c tanh(scores / c).
         logit_softcap: c in c tanh(logits / c).
-        norm_placement: of the norms of attention and MLP: before them, after them
-            (inside the residual branch), or both.
+        norm_placement: norms before attention and MLP, after them (inside the residual
+            branch), or both.
         norm_plus_one: RMSNorm multiplies by 1 + weight.
-        activation: of the MLP's gate.
-        embedding_scale: what embeddings are multiplied by.
-        residual_scale: what attention and MLP are multiplied by before they are added.
-        logit_divisor: what logits are divided by, before the softcap.
+        activation: activation of the MLP's gate.
+        embedding_scale: factor of the embeddings.
+        residual_scale: factor of attention's and the MLP's outputs.
+        logit_divisor: divisor of the logits, applied before the softcap.
         latent: multi-head latent attention; None for grouped-query attention.
-        experts: a mixture of experts in place of the MLP; None for dense layers.
-        head: what the model says about its last hidden state.
+        experts: a mixture of experts instead of the MLP; None for dense layers.
+        head: output layer on the last hidden state.
 
     >>> config = ModelConfig("llama", 256, 64, 128, 2, num_heads=4, num_kv_heads=2)
     >>> config.head_dim, config.rotated_dims, config.score_scale
@@ -331,7 +329,7 @@ class ModelConfig:
                 )
 
     def _check_scaling(self) -> None:
-        """Refuses a scaling that divides by 0, or whose tables are of another size."""
+        """Refuses a scaling that divides by 0 or has tables of a wrong size."""
         scaling, half = self.rope_scaling, self.rotated_dims // 2
         if scaling is None:
             return
@@ -360,7 +358,7 @@ class ModelConfig:
         return self.windows[layer] if self.windows else None
 
     def layer_experts(self, layer: int) -> MixtureOfExperts | None:
-        """The mixture of experts of a layer, None where its MLP is dense."""
+        """Mixture of experts of a layer, None for a dense layer."""
         experts = self.experts
         return None if experts is None or layer in experts.dense_layers else experts
 
@@ -371,23 +369,23 @@ class ModelConfig:
 
     @property
     def rotated_dims(self) -> int:
-        """Dims of a head that rotate."""
+        """Number of rotated dims per head."""
         if self.latent is not None:
             return self.latent.rope_dim
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def score_scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """Factor of the attention scores."""
         scale = self.attention_scale
         return self.head_dim**-0.5 if scale is None else scale
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """Heads, width of a key and width of a value that a cache holds.
+        """Number of heads, key width and value width of a cache.
 
-        With latent attention that is one head: the latent and the rotated key. Values
-        are made from the latent and take no room.
+        With latent attention the cache has one head, whose key is the latent and the
+        rotated key. Its value width is 0, because values are computed from the latent.
         """
         if self.latent is not None:
             return 1, self.latent.kv_rank + self.latent.rope_dim, 0
@@ -395,10 +393,10 @@ class ModelConfig:
 
     @property
     def rotation_limit(self) -> int | None:
-        """Longest sequence whose rotation does not depend on its own length.
+        """Length up to which a sequence's rotary angles do not depend on its length.
 
-        Dynamic and longrope scaling change all angles of a sequence that outgrows the
-        original context, also those of keys in a cache; None for the other kinds.
+        Beyond the original context, dynamic and longrope scaling change the angles of
+        all tokens, including keys in a cache. None for the other kinds.
         """
         scaling = self.rope_scaling
         if scaling is None or scaling.kind not in ("dynamic", "longrope"):

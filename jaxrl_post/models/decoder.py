@@ -26,8 +26,8 @@ __all__ = [
     "values",
 ]
 
-# What the backward pass keeps of a layer: everything; the results of matrix products
-# with parameters; or its input alone.
+# Activations of a layer that are kept for the backward pass: all; only the results of
+# matrix products with parameters; or only the layer's input.
 Remat = Literal["none", "dots", "full"]
 
 
@@ -43,27 +43,27 @@ def forward(
     remat: Remat = "none",
     scan: bool = False,
 ) -> Any:
-    """Maps tokens to final hidden states (normalised; `logits` takes it from there).
+    """Maps tokens to final hidden states, after the last norm.
 
     A token attends to the tokens of its own segment at its own or an earlier position.
 
     Args:
-        params: in the compute dtype.
-        config: static.
+        params: parameters in the compute dtype.
+        config: the model's config, static under jit.
         tokens: int32 ids in [0, vocab_size).
         positions: int32; default 0, 1, 2, ... along each row.
-        segment_ids: int32, for packed rows; 0 marks padding, which attends to itself
-            and to nothing else. Default: every row is one segment.
-        kv_view: where keys and values of earlier tokens are, and where those of these
-            tokens go. None attends among `tokens` alone (training).
+        segment_ids: int32, for packed rows; 0 marks padding, which attends to padding
+            alone. Default: every row is one segment.
+        kv_view: cache with keys and values of earlier tokens, to which those of
+            `tokens` are added. None: attention among `tokens` alone (training).
         rules: sharding of activations under the mesh of `jax.set_mesh`, if any.
-        remat: what the backward pass keeps.
-        scan: whether layers that repeat are a loop over their stacked weights, compiled
-            once, for the price of a copy of them. Not with a `kv_view`.
+        remat: activations that are kept for the backward pass.
+        scan: whether repeated layers run as a loop over stacked weights, which compiles
+            them once but copies the weights. Ignored with a `kv_view`.
 
     Returns:
         hidden [batch, length, hidden_size] in the parameters' dtype; with a `kv_view`
-        the pair (hidden, the view after these tokens).
+        the pair (hidden, the updated view).
 
     Raises:
         ValueError: `segment_ids` together with `kv_view`.
@@ -100,13 +100,13 @@ def forward_with_routing(
     remat: Remat = "none",
     scan: bool = False,
 ) -> tuple[Float[Array, "batch length hidden"], Routing]:
-    """As `forward` without a cache, and how the routers spread the tokens.
+    """Runs `forward` without a cache; also returns statistics of the routers.
 
     Args:
-        params: of a model with experts.
-        config: static.
+        params: parameters of a model with experts.
+        config: the model's config, static under jit.
         tokens: int32 ids.
-        mask: tokens that count in the routing; padding should not.
+        mask: False for tokens that the statistics leave out, such as padding.
         positions: as in `forward`.
         segment_ids: as in `forward`.
         rules: as in `forward`.
@@ -127,7 +127,7 @@ def forward_with_routing(
 
 
 def unembedding(params: DecoderParams[Array]) -> Float[Array, "vocab hidden"]:
-    """The matrix that maps hidden states to logits, the embedding where it is tied."""
+    """Returns the matrix from hidden states to logits; tied: the embedding."""
     return params.embedding if params.unembedding is None else params.unembedding
 
 
@@ -148,9 +148,9 @@ def logits(
 def values(
     params: DecoderParams[Array], hidden: Float[Array, "*batch hidden"]
 ) -> Float[Array, "*batch"]:
-    """Maps hidden states to float32 values: what the value head says after each token.
+    """Maps hidden states to the value head's float32 outputs, one per token.
 
-    Of a process reward model that is the logit of the step being right, z_1 - z_0.
+    For a process reward model the value is the logit z_1 - z_0 of a right step.
 
     Raises:
         ValueError: the parameters have no value head.
@@ -172,7 +172,7 @@ def values(
 
 
 class _Place(NamedTuple):
-    """Where a layer's tokens are: what all layers share, and the layer's cache."""
+    """Inputs of a layer beside its hidden states: positions, masks and its cache."""
 
     positions: Array
     segment_ids: Array | None
@@ -194,7 +194,7 @@ def _run(
     remat: Remat,
     scan: bool,
 ) -> tuple[Array, list[Any], list[Any]]:
-    """Hidden states, and of each layer its cache and its routing, None without."""
+    """Returns hidden states and every layer's cache and routing (or None)."""
     if positions is None:
         length = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(length, tokens.shape)
@@ -228,7 +228,7 @@ def _scan(
     rules: Rules,
     remat: Remat,
 ) -> tuple[Array, list[Any]]:
-    """All layers, where they repeat as a loop over stacked weights: compiled once."""
+    """Runs all layers; repeated layers run as a `lax.scan` over stacked weights."""
     routed: list[Any] = []
     for first, period, repeats in _repetitions(config):
         steps = [
@@ -259,7 +259,7 @@ def _scan(
 
 
 def _repetitions(config: ModelConfig) -> list[tuple[int, int, int]]:
-    """The layers as (first, period, repeats): layers a period apart are alike."""
+    """Groups the layers as (first, period, repeats), with equal layers per period."""
     kinds = [
         (config.window(i), config.layer_experts(i), i in config.unrotated_layers)
         for i in range(config.num_layers)
@@ -285,8 +285,8 @@ def _remat(step: Callable, remat: Remat, *, looped: bool = False) -> Callable:
     policy = None
     if remat == "dots":
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    # The barrier that keeps XLA from undoing this copies a layer's weights; a loop's
-    # forward and backward pass are apart without it.
+    # The barrier against common subexpressions copies a layer's weights. A loop needs
+    # none, since its forward and backward pass are separate.
     return jax.checkpoint(step, policy=policy, prevent_cse=not looped)
 
 
@@ -298,7 +298,7 @@ def _layer(
     hidden: Array,
     place: _Place,
 ) -> tuple[Array, LayerCache | None, Any]:
-    """Attention, then the MLP or the experts, each added to the residual stream."""
+    """Runs one layer: attention, then the MLP or experts, both with a residual."""
 
     def normed(x: Array, weight: Array | None) -> Array:
         return x if weight is None else norm(config, x, weight)

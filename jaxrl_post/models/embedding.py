@@ -1,7 +1,7 @@
-"""Rows of an embedding, with a gradient that is summed in float32.
+"""Embedding lookup with a gradient that is summed in float32.
 
-In bfloat16 a sum of equal terms stops growing at 256 of them, and the frequent tokens
-stand in a batch thousands of times.
+In bfloat16 a sum of equal terms stops growing at 256 terms, but frequent tokens occur
+thousands of times in a batch.
 """
 
 import functools
@@ -22,12 +22,12 @@ __all__ = ["lookup"]
 def lookup(
     table: Float[Array, "vocab hidden"], tokens: Int[Array, " tokens"], rules: Rules
 ) -> Float[Array, "tokens hidden"]:
-    """table[tokens].
+    """Returns table[tokens].
 
     Args:
-        table: any float dtype, which is that of its gradient too.
+        table: any float dtype; the gradient has the same.
         tokens: int32 in [0, vocab).
-        rules: with the mesh of `jax.set_mesh`, how both are split.
+        rules: mesh axes of table and tokens, on the mesh of `jax.set_mesh`.
 
     >>> from jaxrl_post.sharding import DEFAULT_RULES
     >>> often = jnp.zeros(4096, jnp.int32)
@@ -35,7 +35,7 @@ def lookup(
     >>> jax.grad(lambda table: lookup(table, often, DEFAULT_RULES).sum())(table).item()
     4096.0
     """
-    # Whole rows before the lookup: each device has tokens of its own.
+    # Gather whole rows first, because every device looks up its own tokens.
     return constrain(table, ("vocab", "hidden"), rules)[tokens]
 
 
@@ -49,7 +49,7 @@ def _backward(rules: Rules, saved: Any, cotangent: Array) -> tuple[Array, None]:
     def local(split: TableSplit, tokens: Array, cotangent: Array) -> Array:
         rows = table.shape[0] // math.prod(mesh.shape[axis] for axis in split.vocab)
         own = tokens - split.first_row(rows)
-        # A negative index would count from the end; this one is out of range.
+        # A negative index would count from the end; index `rows` is dropped.
         own = jnp.where(own >= 0, own, rows)
         total = jnp.zeros((rows, table.shape[1]), jnp.float32)
         total = total.at[own].add(cotangent.astype(jnp.float32), mode="drop")

@@ -1,16 +1,16 @@
 """Mixture of experts: the router, and grouped matrix products over the experts.
 
-Tokens are sorted by the expert that they go to, and `jax.lax.ragged_dot` multiplies
-each run of rows with its own expert's matrix. No token is dropped, so what a token gets
-does not depend on the others in its batch: sampler and trainer agree.
+Tokens are sorted by expert, and `jax.lax.ragged_dot` multiplies each group of rows with
+its expert's matrix. No token is dropped, so a token's output does not depend on the
+rest of its batch: sampler and trainer agree.
 
-On a mesh the experts are split over `ep`, which elsewhere splits the batch. Inside a
-group of devices along `ep` the tokens are gathered, each device computes its own
-experts' part for all of them, and the parts are added as they are scattered back. A
-device holds, in the worst case, all assignments of its group at once.
+On a mesh the axis `ep` splits the experts; elsewhere it splits the batch. Tokens are
+all-gathered along `ep`, each device computes the part of its own experts for all of
+them, and a reduce-scatter adds the parts. In the worst case, one device holds all
+assignments of its group at once.
 
-What stands for experts' matrices may be more than one array (models/matrix.py): every
-part is split as the whole is, so that a device makes its own experts dense, no others.
+Experts' matrices may be adapted or quantised (models/matrix.py). Their arrays are split
+like the matrix itself, so that a device dequantises only its own experts.
 """
 
 import functools
@@ -40,8 +40,8 @@ __all__ = [
     "unused",
 ]
 
-# Of gate, up, down and their biases where they multiply: whole along the hidden
-# dimension, so that what fsdp splits is gathered.
+# Axes of gate, up, down and their biases in the products. The hidden dim has no axis,
+# so that shards along fsdp are gathered.
 WIDE, BACK = ("experts", None, "expert_ffn"), ("experts", "expert_ffn", None)
 WIDE_BIAS, BACK_BIAS = ("experts", "expert_ffn"), ("experts", None)
 AXES = (WIDE, WIDE, BACK, WIDE_BIAS, WIDE_BIAS, BACK_BIAS)
@@ -53,8 +53,8 @@ class Chosen(NamedTuple):
     Attributes:
         experts: int32 [tokens, experts_per_token].
         weights: float32 [tokens, experts_per_token].
-        logits: float32 [tokens, experts], of the router.
-        scores: float32 [tokens, experts], before any bias of the selection.
+        logits: float32 [tokens, experts], logits of the router.
+        scores: float32 [tokens, experts], without the selection's bias.
     """
 
     experts: Int[Array, "tokens chosen"]
@@ -65,15 +65,15 @@ class Chosen(NamedTuple):
 
 @struct.dataclass
 class Routing:
-    """How the routers spread the tokens that count; sums, which add up over batches.
+    """Routing statistics of the unmasked tokens; sums, so that batches can be added.
 
     Attributes:
-        assigned: float32 [layers, experts], tokens that went to each expert.
+        assigned: float32 [layers, experts], number of tokens sent to each expert.
         probability: float32 [layers, experts], sum over the tokens of each expert's
             share of the scores.
         squared_logsumexp: float32 [layers], sum over the tokens of the router's squared
             log-sum-exp.
-        tokens: float32 scalar, tokens that count.
+        tokens: float32 scalar, number of unmasked tokens.
     """
 
     assigned: Float[Array, "layers experts"]
@@ -87,11 +87,11 @@ def route(
     params: ExpertsParams[Array],
     x: Float[Array, "tokens hidden"],
 ) -> Chosen:
-    """Chooses experts, in float32 whatever the dtype of the parameters.
+    """Chooses each token's experts and weights, in float32 for parameters of any dtype.
 
     References:
         Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437 (groups,
-        sigmoid scores, a bias that only selects).
+        sigmoid scores, a bias on the selection alone).
     """
     wide = lambda array: array.astype(jnp.float32)  # noqa: E731
     logits = wide(x) @ wide(params.router).T
@@ -115,7 +115,7 @@ def route(
 
 
 def _best_groups(experts: MixtureOfExperts, selection: Array) -> Array:
-    """Leaves only the experts of the best groups in the selection."""
+    """Masks the selection scores of all experts outside the best groups."""
     tokens, groups = selection.shape[0], experts.num_groups
     grouped = selection.reshape(tokens, groups, -1)
     if experts.group_score == "max":
@@ -124,7 +124,7 @@ def _best_groups(experts: MixtureOfExperts, selection: Array) -> Array:
         by_group = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
     _, best = jax.lax.top_k(by_group, experts.groups_per_token)
     kept = jax.nn.one_hot(best, groups, dtype=jnp.bool_).any(axis=1)
-    # Below every score and bias, so that no expert of another group is ever chosen.
+    # -inf is below any score plus bias, so no expert of another group is chosen.
     grouped = jnp.where(kept[..., None], grouped, -jnp.inf)
     return grouped.reshape(tokens, -1)
 
@@ -142,18 +142,18 @@ def routing(
 
 
 def load_balance(routing: Routing, experts_per_token: int) -> Float[Array, ""]:
-    """The load-balancing loss: 1 where all experts get and are given the same.
+    """Computes the load-balancing loss of the routers; 1 if the load is uniform.
 
-    E / k sum_e f_e p_e, the mean over layers, with E experts of which each token takes
-    k, f_e the share of the tokens that went to e, and p_e its mean share of the scores.
-    Differentiable through p.
+    The loss is the mean over layers of E / k sum_e f_e p_e, with E experts, k experts
+    per token, f_e the share of the tokens sent to e, and p_e the mean share of the
+    scores of e. The gradient flows through p.
 
     Args:
-        routing: of a batch.
+        routing: routing statistics of a batch.
         experts_per_token: k.
 
     Returns:
-        float32 scalar, 0 where no token counts.
+        float32 scalar, 0 if all tokens are masked.
 
     References:
         Fedus et al., Switch Transformers, arXiv:2101.03961, for k = 1.
@@ -165,7 +165,7 @@ def load_balance(routing: Routing, experts_per_token: int) -> Float[Array, ""]:
 
 
 def router_z(routing: Routing) -> Float[Array, ""]:
-    """Mean squared log-sum-exp of the routers' logits, which keeps them small.
+    """Mean squared log-sum-exp of the routers' logits, a loss that keeps them small.
 
     References:
         Zoph et al., ST-MoE, arXiv:2202.08906.
@@ -175,13 +175,13 @@ def router_z(routing: Routing) -> Float[Array, ""]:
 
 
 def busiest(routing: Routing) -> Float[Array, ""]:
-    """Tokens of the busiest expert over the mean of all; the mean over layers, >= 1."""
+    """Tokens of the busiest expert over the experts' mean; mean over layers, >= 1."""
     mean = jnp.maximum(routing.assigned.mean(axis=-1), 1e-9)
     return (routing.assigned.max(axis=-1) / mean).mean()
 
 
 def unused(routing: Routing) -> Float[Array, ""]:
-    """Share of the experts that no token went to."""
+    """Share of the experts without any token."""
     return (routing.assigned == 0).mean(dtype=jnp.float32)
 
 
@@ -192,17 +192,17 @@ def mixture(
     x: Float[Array, "tokens hidden"],
     rules: Rules,
 ) -> tuple[Float[Array, "tokens hidden"], Chosen]:
-    """The experts' weighted sum, and the shared MLP where there is one.
+    """Computes a layer's weighted sum of experts, plus the shared MLP, if any.
 
     Args:
         config: gives the activation.
-        experts: of the layer.
-        params: of the layer.
+        experts: the layer's mixture.
+        params: the layer's parameters.
         x: normalised hidden states.
-        rules: with the mesh of `jax.set_mesh`, how tokens and experts are split.
+        rules: mesh axes of tokens and experts, on the mesh of `jax.set_mesh`.
 
     Returns:
-        What the layer adds to the residual stream, and how it was chosen.
+        The update of the residual stream, and the chosen experts.
     """
     chosen = route(experts, params, x)
     mixed = _experts(config.activation, params, x, chosen, rules)
@@ -269,17 +269,17 @@ def _local(
     *,
     gathered: tuple[str, ...] = (),
 ) -> Array:
-    """This device's experts, for all tokens of its group.
+    """Applies this device's experts to all tokens of its group.
 
     Args:
-        activation: of the gate.
+        activation: activation of the gate.
         over_experts: mesh axes that split the experts.
         over_ffn: mesh axes that split the experts' width.
         x: this device's tokens.
-        chosen: their experts, numbered over all devices.
-        weights: float32.
+        chosen: the tokens' experts, numbered over all devices.
+        weights: float32 weights of `chosen`.
         matrices: gate, up, down and their biases, of this device's experts.
-        gathered: of `over_experts`, the axes along which devices have other tokens.
+        gathered: the axes of `over_experts` along which devices hold different tokens.
     """
     gate_w, up_w, down_w, gate_b, up_b, down_b = matrices
     dtype = x.dtype
@@ -289,8 +289,8 @@ def _local(
     count, per_token = gate_w.shape[0], chosen.shape[1]
     first = jax.lax.axis_index(over_experts) * count if over_experts else 0
     own = chosen.reshape(-1) - first
-    # Assignments to other devices' experts go behind all groups, where results mean
-    # nothing.
+    # Assignments to other devices' experts are sorted after all groups, where results
+    # are undefined; they are masked below.
     own = jnp.where((own >= 0) & (own < count), own, count)
     order = jnp.argsort(own, stable=True)
     by_expert = own[order]
@@ -300,17 +300,17 @@ def _local(
         product = grouped(rows, matrix, sizes)
         if bias is None:
             return product
-        # Widened before the lookup, whose gradient is then summed in float32 too.
+        # Widen before the lookup, so that its gradient is summed in float32 too.
         wide = bias.astype(jnp.float32)
         return add_bias(product, wide.at[by_expert].get(mode="fill", fill_value=0))
 
     rows = x[order // per_token]
     inner = gated(activation, dot(rows, gate_w, gate_b), dot(rows, up_w, up_b))
     if down_b is not None and over_ffn:
-        # Once, although every device along these axes adds a part.
+        # Add the bias once, because the psum adds up all devices along these axes.
         down_b = jnp.where(jax.lax.axis_index(over_ffn) == 0, down_b, 0)
-    # Back in the tokens' order before it is widened, so that no float32 array has a row
-    # an assignment.
+    # Restore the tokens' order before widening, so that no float32 array with one row
+    # per assignment is stored.
     out = dot(inner, down_w, down_b)[jnp.argsort(order)]
     out = out.reshape(-1, per_token, x.shape[1]).astype(jnp.float32)
     here = (own < count).reshape(-1, per_token, 1)

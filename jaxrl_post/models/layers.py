@@ -1,7 +1,7 @@
 """The small parts of a layer: norms, projections, the gated MLP.
 
-Between the embedding and the last norm a hidden state is [batch * length, hidden]:
-every projection is a product of two matrices. With three dimensions XLA's CPU backend
+Between the embedding and the last norm a hidden state is [batch * length, hidden], so
+that every projection is a product of two matrices. With three dims XLA's CPU backend
 transposes the inputs of the weight gradients element by element (the backward pass of
 the MLP took 2.7 times as long).
 """
@@ -29,7 +29,7 @@ __all__ = [
     "to_heads",
 ]
 
-# GPT-OSS's activation: slope of the sigmoid, and bounds of both inputs.
+# Constants of GPT-OSS's activation: slope of the sigmoid, and bound of both inputs.
 SLOPE, LIMIT = 1.702, 7.0
 
 
@@ -39,13 +39,13 @@ def norm(
     weight: Float[Array, "..."],
     epsilon: float | None = None,
 ) -> Float[Array, "... width"]:
-    """RMSNorm over the last dimensions, as many as `weight` has; in float32.
+    """RMSNorm over the last `weight.ndim` dims, computed in float32.
 
     Args:
-        config: gives the epsilon, and whether it multiplies by 1 + weight.
-        x: any float dtype, which is the result's too.
-        weight: of the norm.
-        epsilon: instead of the config's.
+        config: gives the epsilon, and whether the norm multiplies by 1 + weight.
+        x: any float dtype; the result has the same.
+        weight: weight of the norm.
+        epsilon: replaces the config's epsilon.
 
     References:
         Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
@@ -66,14 +66,14 @@ def project(
     *,
     inputs: int = 1,
 ) -> Float[Array, "tokens outer"]:
-    """x W + b, as a product of two matrices.
+    """Returns x W + b.
 
     Args:
         x: any float dtype.
-        weight: the same, or a Matrix; its first `inputs` dims are x's merged one, the
-            others become the result's.
-        bias: of the result.
-        inputs: leading dims of `weight` that are summed over.
+        weight: an array of the same dtype, or a Matrix; its first `inputs` dims are
+            merged into `inner`, the other dims into `outer`.
+        bias: bias, or None.
+        inputs: number of leading dims of `weight` that are summed over.
     """
     product = multiply(x, weight, inputs)
     return product if bias is None else add_bias(product, bias)
@@ -91,23 +91,23 @@ def to_heads(
 
 
 def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x + b in x's dtype; the gradient of b is summed over the tokens in float32."""
+    """Returns x + b in x's dtype; sums the gradient of b over tokens in float32."""
     return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def embed(
     config: ModelConfig, table: Array, tokens: Array, rules: Rules
 ) -> Float[Array, "tokens hidden"]:
-    """Rows of the embedding, scaled."""
+    """Looks up and scales the tokens' rows of the embedding."""
     rows = lookup(table, tokens, rules)
     if config.embedding_scale != 1.0:
-        # Rounded to the dtype first, as the families that scale do it.
+        # Round the scale to the dtype first, as the families with a scale do.
         rows = rows * jnp.asarray(config.embedding_scale, rows.dtype)
     return constrain(rows, ("batch", "hidden"), rules)
 
 
 def gated(activation: Activation, gate: Array, up: Array) -> Array:
-    """What stands between the two halves of a gated MLP.
+    """Applies the activation of a gated MLP: act(gate) * up.
 
     >>> gated("silu", jnp.array(0.0), jnp.array(3.0)).item()
     0.0
@@ -140,5 +140,5 @@ def mlp(
 
 
 def softcap(x: Array, cap: float | None) -> Array:
-    """c tanh(x / c); x where there is no cap."""
+    """Returns c tanh(x / c), or x if `cap` is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)

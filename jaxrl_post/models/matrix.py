@@ -1,8 +1,7 @@
-"""The matrices of a layer, where they are more than one array: adapted, quantised.
+"""The matrices of a layer: plain arrays, or adapted and quantised matrices.
 
-The decoder multiplies through `multiply`, and experts' own matrices through `grouped`,
-so that what stands for a matrix may say itself how it multiplies; it never asks which
-kind it has.
+The decoder calls `multiply`, and `grouped` for routed experts, whatever the kind of
+matrix. A `Matrix` is a drop-in for an array and implements its own product.
 """
 
 import math
@@ -37,8 +36,8 @@ __all__ = [
 # The logical axis, if any, of every dim of an array.
 type Axes = tuple[str | None, ...]
 
-# What attention, the MLP and the MLP shared by a mixture multiply with, and experts;
-# and over how many dims the product sums: the leading ones, but for experts' number.
+# The matrices of attention, dense and shared MLPs, and routed experts: the number of
+# input dims that a product sums over. They come first, or after the experts dim.
 INPUT_DIMS = {
     "query": 1,
     "key": 1,
@@ -61,15 +60,15 @@ PLACE = re.compile(r"layers\.\d+\.(attention|mlp|experts\.shared|experts)\.(\w+)
 
 @runtime_checkable
 class Matrix(Protocol):
-    """What stands for a matrix in a tree of parameters; a pytree of arrays.
+    """A pytree of arrays that replaces a matrix in a tree of parameters.
 
-    It is [*inputs, *outputs], or [experts, inputs, outputs] for experts' own, of which
-    every expert has one.
+    The matrix is [*inputs, *outputs], or [experts, inputs, outputs] with one matrix for
+    every routed expert.
 
     Attributes:
-        shape: of the matrix.
-        ndim: its number of dims.
-        dtype: of the matrix, as if it were one array.
+        shape: shape of the matrix.
+        ndim: number of dims of the matrix.
+        dtype: dtype of the matrix, as if it were one array.
     """
 
     @property
@@ -82,24 +81,24 @@ class Matrix(Protocol):
     def dtype(self) -> Any: ...
 
     def multiply(self, x: Array, inputs: int) -> Array:
-        """x W; see the function of that name."""
+        """Returns x W; see the function of this name."""
         ...
 
     def grouped(self, x: Array, sizes: Array) -> Array:
-        """x W of experts' own; see the function of that name."""
+        """Returns x W of routed experts; see the function of this name."""
         ...
 
     def part_axes(self, axes: Axes) -> "Matrix":
-        """Axes in the place of its arrays; see the function of that name."""
+        """Replaces the arrays by their axes; see the function of this name."""
         ...
 
     def dense(self, dtype: DTypeLike) -> Array:
-        """The matrix as one array."""
+        """Returns the matrix as one array."""
         ...
 
 
 def is_matrix(leaf: Any) -> bool:
-    """True for what stands for a matrix and is no array; for `is_leaf` arguments."""
+    """True for a `Matrix`, False for an array; for `is_leaf` arguments."""
     return isinstance(leaf, Matrix)
 
 
@@ -108,13 +107,13 @@ def multiply(
     weight: Float[Array, "..."] | Matrix,
     inputs: int = 1,
 ) -> Float[Array, "tokens outer"]:
-    """x W, as a product of two matrices.
+    """Returns x W.
 
     Args:
-        x: any float dtype, which is the result's too.
+        x: any float dtype; the result has the same.
         weight: an array of the same dtype, or a Matrix.
-        inputs: leading dims of `weight` that are merged into x's second and summed
-            over; the others are merged into the result's second.
+        inputs: number of leading dims of `weight` that are summed over; they are merged
+            into `inner`, the other dims into `outer`.
     """
     if isinstance(weight, Matrix):
         return weight.multiply(x, inputs)
@@ -126,13 +125,13 @@ def grouped(
     weight: Float[Array, "experts inner outer"] | Matrix,
     sizes: Int[Array, " experts"],
 ) -> Float[Array, "rows outer"]:
-    """x W with a matrix for every group of rows, which follow one another.
+    """Returns x W with one matrix for every group of consecutive rows.
 
     Args:
-        x: any float dtype, which is the result's too.
+        x: any float dtype; the result has the same.
         weight: an array of the same dtype, or a Matrix.
-        sizes: int32, rows of each group, from the first on. What is computed for rows
-            behind the last group means nothing.
+        sizes: int32, number of rows of each group. Results for rows after the last
+            group are undefined.
     """
     if isinstance(weight, Matrix):
         return weight.grouped(x, sizes)
@@ -140,14 +139,14 @@ def grouped(
 
 
 def part_axes(weight: Any, axes: Axes) -> Any:
-    """Returns the logical axes of every array that stands for a matrix.
+    """Returns the logical axes of every array of a matrix.
 
     Args:
         weight: an array, or a Matrix.
-        axes: of the matrix as a whole.
+        axes: logical axes of the matrix.
 
     Returns:
-        `weight` with axes in the place of arrays.
+        `weight` with every array replaced by its axes.
 
     >>> part_axes(jax.numpy.zeros((4, 2)), ("embed", "ffn"))
     ('embed', 'ffn')
@@ -156,7 +155,7 @@ def part_axes(weight: Any, axes: Axes) -> Any:
 
 
 def scale_axes(shape: Sequence[int], axes: Axes) -> Axes:
-    """Axes of a matrix for an array with fewer elements; a dim of 1 has none."""
+    """Returns a matrix's axes for a smaller array; dims of size 1 get None."""
     return tuple(
         None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)
     )
@@ -165,20 +164,20 @@ def scale_axes(shape: Sequence[int], axes: Axes) -> Axes:
 def dense(
     weight: Float[Array, "..."] | Matrix, dtype: DTypeLike
 ) -> Float[Array, "..."]:
-    """The matrix as one array of a dtype."""
+    """Returns the matrix as one array of a dtype."""
     if isinstance(weight, Matrix):
         return weight.dense(dtype)
     return weight.astype(dtype)
 
 
 def matrices(tree: PyTree) -> dict[str, Any]:
-    """Returns by path what the decoder multiplies with as `multiply` and `grouped` do.
+    """Returns by path all matrices that the decoder uses in `multiply` and `grouped`.
 
-    Those are the matrices of attention, of dense MLPs, of MLPs that a mixture shares,
-    and experts' own. Routers, embeddings and heads are not among them.
+    They are the matrices of attention, dense MLPs, shared MLPs and routed experts.
+    Routers, embeddings and heads do not belong to them.
 
     Args:
-        tree: of a decoder: DecoderParams of arrays, of Matrices or of ParamSpecs.
+        tree: DecoderParams of arrays, of Matrices or of ParamSpecs.
 
     >>> from jaxrl_post.models import ModelConfig, param_specs
     >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
@@ -193,7 +192,7 @@ def matrices(tree: PyTree) -> dict[str, Any]:
 
 
 def input_dims(path: str) -> int:
-    """Dims of a matrix that its product sums over.
+    """Returns the number of dims of a matrix that its product sums over.
 
     >>> input_dims("layers.0.attention.output")  # [heads, head_dim, hidden]
     2
@@ -202,7 +201,7 @@ def input_dims(path: str) -> int:
 
 
 def expert_dims(path: str) -> int:
-    """Dims of a matrix before those that its product sums over: experts' number.
+    """Returns 1 for routed experts' matrices, whose first dim is the expert, else 0.
 
     >>> expert_dims("layers.0.experts.gate")  # [experts, hidden, expert_size]
     1
@@ -213,7 +212,7 @@ def expert_dims(path: str) -> int:
 
 
 def target_name(path: str) -> str:
-    """What a matrix is called in every layer; "" for what is none.
+    """Returns the name of a matrix without its layer, "" for other parameters.
 
     >>> target_name("layers.3.attention.query"), target_name("layers.3.experts.gate")
     ('query', 'expert_gate')
@@ -225,5 +224,5 @@ def target_name(path: str) -> str:
 
 
 def path_name(path: Any) -> str:
-    """A path as JAX has it, in the form "layers.0.attention.query"."""
+    """Converts JAX's path to a string such as "layers.0.attention.query"."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,7 +1,7 @@
 """The parameters of a decoder: their tree, shapes, logical axes and initialisers.
 
-Parameters are one array a layer and kind (docs/decisions/0001): decoding reads them in
-place, where stacked layers would be sliced, hence copied, at every step.
+Every layer has its own arrays (docs/decisions/0001): decoding reads them in place,
+while stacked layers would be sliced, hence copied, at every step.
 """
 
 import functools
@@ -25,7 +25,7 @@ __all__ = [
 
 @struct.dataclass
 class AttentionParams[Leaf]:
-    """Projections of grouped-query attention; None where the family has no such part.
+    """Projections of grouped-query attention; None for parts that a family lacks.
 
     Attributes:
         query: [hidden, heads, head_dim].
@@ -36,9 +36,9 @@ class AttentionParams[Leaf]:
         key_bias: [kv_heads, head_dim].
         value_bias: [kv_heads, head_dim].
         output_bias: [hidden].
-        query_norm: [head_dim], or [heads, head_dim] where the norm is joint.
-        key_norm: [head_dim], or [kv_heads, head_dim].
-        sinks: [heads], logits that take part in the softmax.
+        query_norm: [head_dim], or [heads, head_dim] for a joint norm.
+        key_norm: [head_dim], or [kv_heads, head_dim] for a joint norm.
+        sinks: [heads], extra logits in the softmax.
     """
 
     query: Leaf
@@ -63,8 +63,8 @@ class LatentAttentionParams[Leaf]:
         kv_norm: [kv_rank].
         kv_up: [kv_rank, heads, nope_dim + value_dim], to keys and values.
         output: [heads, value_dim, hidden].
-        query: [hidden, heads, nope_dim + rope_dim]; None where queries have a latent.
-        query_down: [hidden, query_rank], to that latent.
+        query: [hidden, heads, nope_dim + rope_dim]; None if queries have a latent.
+        query_down: [hidden, query_rank], to the queries' latent.
         query_norm: [query_rank].
         query_up: [query_rank, heads, nope_dim + rope_dim].
         query_down_bias: [query_rank].
@@ -107,11 +107,11 @@ class ExpertsParams[Leaf]:
         up: [experts, hidden, expert_size].
         down: [experts, expert_size, hidden].
         router_bias: [experts].
-        correction_bias: [experts], added to the scores that select.
+        correction_bias: [experts], added to the scores for the selection alone.
         gate_bias: [experts, expert_size].
         up_bias: [experts, expert_size].
         down_bias: [experts, hidden].
-        shared: an MLP of width `shared_size` that every token takes.
+        shared: an MLP of width `shared_size` for every token.
         shared_gate: [1, hidden].
     """
 
@@ -133,13 +133,13 @@ class LayerParams[Leaf]:
     """One decoder layer; the norms are [hidden].
 
     Attributes:
-        attention: of either kind.
-        mlp: None where the layer has experts.
-        experts: None where the layer has a plain MLP.
-        attention_norm: of attention's input.
-        attention_post_norm: of its output.
-        mlp_norm: of the MLP's input.
-        mlp_post_norm: of its output.
+        attention: grouped-query or latent attention.
+        mlp: None if the layer has experts.
+        experts: None if the layer has a dense MLP.
+        attention_norm: norm of attention's input.
+        attention_post_norm: norm of attention's output.
+        mlp_norm: norm of the MLP's input.
+        mlp_post_norm: norm of the MLP's output.
     """
 
     attention: AttentionParams[Leaf] | LatentAttentionParams[Leaf]
@@ -153,7 +153,7 @@ class LayerParams[Leaf]:
 
 @struct.dataclass
 class ProcessHeadParams[Leaf]:
-    """Logits of a step being wrong and right: weight [2, hidden], bias [2]."""
+    """Head for the logits of wrong and right steps: weight [2, hidden], bias [2]."""
 
     weight: Leaf
     bias: Leaf
@@ -161,15 +161,15 @@ class ProcessHeadParams[Leaf]:
 
 @struct.dataclass
 class DecoderParams[Leaf]:
-    """All parameters. `unembedding` is None where the embeddings are tied, or unused.
+    """All parameters of a decoder.
 
     Attributes:
         embedding: [vocab, hidden].
-        layers: one LayerParams a layer.
+        layers: one LayerParams per layer.
         final_norm: [hidden].
-        unembedding: [vocab, hidden] or None.
-        value_head: [1, hidden], or None where the model predicts no value.
-        process_head: of a process reward model; None of others.
+        unembedding: [vocab, hidden]; None for tied embeddings or no logits.
+        value_head: [1, hidden], or None if the model predicts no value.
+        process_head: head of a process reward model, or None.
     """
 
     embedding: Leaf
@@ -203,7 +203,7 @@ def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
 
 
 def when(wanted: bool, spec: ParamSpec) -> ParamSpec | None:
-    """The spec of a part that only some families have."""
+    """Returns the spec if the family has this part, else None."""
     return spec if wanted else None
 
 
@@ -215,7 +215,7 @@ def _process_head(config: ModelConfig) -> ProcessHeadParams[ParamSpec]:
 
 
 def _norm(config: ModelConfig, width: int, axis: str = "norm") -> ParamSpec:
-    # Either way the norm begins by multiplying with one.
+    # Both choices make a norm multiply by one at the start.
     return (zeros if config.norm_plus_one else ones)((width,), (axis,))
 
 
@@ -306,8 +306,8 @@ def _experts(
     config: ModelConfig, experts: MixtureOfExperts
 ) -> ExpertsParams[ParamSpec]:
     count, hidden, ffn = experts.num_experts, config.hidden_size, experts.expert_size
-    # Axes of their own: an expert's matrix may not be split over the axis of the mesh
-    # that splits the experts.
+    # Separate axes, because the mesh axis that splits the experts must not also split
+    # an expert's matrix.
     wide = ("experts", "expert_embed", "expert_ffn")
     bias = experts.biases
     return ExpertsParams(

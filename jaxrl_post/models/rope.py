@@ -17,12 +17,12 @@ def rope_tables(
     *,
     local: bool = False,
 ) -> tuple[Float[Array, "*batch length half"], Float[Array, "*batch length half"]]:
-    """Cosines and sines of every position's rotation angles, float32.
+    """Computes cosines and sines of every position's rotary angles, float32.
 
     Args:
         config: gives the rotated width, base and scaling.
-        positions: int32 positions; rows are treated one by one.
-        local: the rotation of layers with a window, where they have one of their own.
+        positions: int32 positions; a row's length can change its scaling.
+        local: whether to use the rotary base of layers with a window, if any.
 
     References:
         Su et al., RoFormer, arXiv:2104.09864.
@@ -59,10 +59,10 @@ def apply_rope(
     Args:
         x: queries or keys.
         cos: from `rope_tables`.
-        sin: likewise.
-        interleaved: dims 2i and 2i + 1 are a pair, not i and half + i. The pairs are
-            laid out as halves afterwards: for queries and keys alike, so their products
-            are the same.
+        sin: from `rope_tables`.
+        interleaved: dims 2i and 2i + 1 rotate as a pair instead of i and half + i. The
+            result stores the pairs as halves; queries and keys both do, so their
+            products are unchanged.
     """
     width = 2 * cos.shape[-1]
     rotating, rest = jnp.split(x, [width], axis=-1)
@@ -84,7 +84,7 @@ def _exponents(config: ModelConfig) -> np.ndarray:
 def _fixed(
     config: ModelConfig, scaling: RopeScaling, plain: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Frequencies [rotary_dim / 2] that do not depend on the row; scale of cos, sin."""
+    """Frequencies [rotary_dim / 2] for rows of any length, and scale of cos, sin."""
     if scaling.kind == "linear":
         return plain / scaling.factor, 1.0
     original = scaling.original_length or config.max_length
@@ -96,7 +96,7 @@ def _fixed(
 def _llama3(plain: np.ndarray, scaling: RopeScaling, original: int) -> np.ndarray:
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     rotations = original * plain / (2 * math.pi)
-    # 0 where the wavelength exceeds the original context, 1 where it is short.
+    # 0 for wavelengths beyond the original context, 1 for short wavelengths.
     smooth = np.clip((rotations - low) / (high - low), 0.0, 1.0)
     return (1 - smooth) * plain / scaling.factor + smooth * plain
 
@@ -105,7 +105,7 @@ def _yarn(
     config: ModelConfig, plain: np.ndarray, scaling: RopeScaling, original: int
 ) -> np.ndarray:
     def dim_of(rotations: float) -> float:
-        """The (fractional) dim that turns `rotations` times over the context."""
+        """Fractional dim with `rotations` rotations over the original context."""
         turns = math.log(original / (rotations * 2 * math.pi))
         return config.rotated_dims * turns / (2 * math.log(config.rope_theta))
 
@@ -114,7 +114,7 @@ def _yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.rotated_dims - 1)
     dims = np.arange(config.rotated_dims // 2, dtype=np.float64)
-    # Equal bounds are a step; reversed ones (a context below 2 pi) leave all as it is.
+    # Equal bounds give a step; reversed bounds (context below 2 pi) change nothing.
     ramp = np.clip((dims - low) / ((high - low) or 1e-3), 0.0, 1.0)
     return plain * (1 - ramp) + plain / scaling.factor * ramp
 
@@ -130,7 +130,7 @@ def _yarn_scale(scaling: RopeScaling) -> float:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """0.1 weight ln(factor) + 1, which is 1 for a factor of at most 1.
+    """Returns 0.1 weight ln(factor) + 1, or 1 for a factor of at most 1.
 
     >>> round(yarn_mscale(40.0, 1.0), 4)
     1.3689
@@ -145,7 +145,7 @@ def _row_lengths(positions: Int[Array, "*batch length"]) -> Int[Array, "*batch"]
 def _dynamic(
     config: ModelConfig, scaling: RopeScaling, positions: Int[Array, "*batch length"]
 ) -> Float[Array, "*batch 1 half"]:
-    """NTK-aware: the base grows once a row is longer than the original context."""
+    """NTK-aware frequencies: the base grows for rows beyond the original context."""
     original = scaling.original_length or config.max_length
     length = jnp.maximum(_row_lengths(positions), original).astype(jnp.float32)
     growth = 1 + scaling.factor * (length - original) / original
@@ -161,7 +161,7 @@ def _longrope(
     plain: np.ndarray,
     positions: Int[Array, "*batch length"],
 ) -> Float[Array, "*batch 1 half"]:
-    """One table of divisors up to the original context, another beyond it."""
+    """Frequencies over short factors up to the original context, else long factors."""
     original = scaling.original_length or config.max_length
     short = jnp.asarray((plain / np.asarray(scaling.short_factors)).astype(np.float32))
     long = jnp.asarray((plain / np.asarray(scaling.long_factors)).astype(np.float32))

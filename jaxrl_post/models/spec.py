@@ -1,4 +1,4 @@
-"""What a parameter is, before it has a value."""
+"""Specs of parameters: shape, logical axes and initialiser."""
 
 import math
 import zlib
@@ -20,17 +20,16 @@ __all__ = ["ParamSpec", "abstract", "initialize", "is_spec"]
 class ParamSpec:
     """Shape, logical axes and initialiser of one parameter.
 
-    Trees of initial values, of shapes and of shardings all derive from trees of specs.
+    Initial values, shapes and shardings all derive from a tree of specs.
 
     Attributes:
-        shape: dimensions.
+        shape: the parameter's shape.
         axes: the logical axis of each dimension (see `sharding.rules`).
         init: "normal" (standard deviation `scale`), "zeros" or "ones".
         scale: standard deviation of the "normal" initialiser.
-        wide: float32 whatever the dtype of the others, as where a small difference
-            decides.
-        decay: whether weight decay takes from it; None for whether it is drawn, as
-            matrices are, while norms and biases begin as constants.
+        wide: float32 whatever the model's dtype, where small differences matter.
+        decay: whether weight decay applies; None applies it if `init` is "normal", as
+            for matrices, but not to norms and biases.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +41,7 @@ class ParamSpec:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay takes from it."""
+        """Whether weight decay applies to the parameter."""
         return self.init == "normal" if self.decay is None else self.decay
 
     @property
@@ -51,7 +50,7 @@ class ParamSpec:
         return math.prod(self.shape)
 
     def dtype(self, dtype: DTypeLike) -> DTypeLike:
-        """The parameter's dtype where the others have `dtype`."""
+        """Returns the parameter's dtype in a model of `dtype`."""
         return jnp.float32 if self.wide else dtype
 
 
@@ -66,7 +65,7 @@ def abstract(
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> PyTree:
-    """Returns the tree of ShapeDtypeStructs, with shardings where a mesh is given."""
+    """Returns the tree of ShapeDtypeStructs, with shardings if a mesh is given."""
     if mesh is None:
         as_struct = lambda spec: jax.ShapeDtypeStruct(  # noqa: E731
             spec.shape, spec.dtype(dtype)
@@ -89,17 +88,17 @@ def initialize(
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> PyTree:
-    """Draws initial values, each straight into its shards.
+    """Draws initial values directly into their shards.
 
-    The key of a parameter derives from its path, so the values depend neither on the
-    mesh nor on which other parameters exist.
+    A parameter's key derives from its path, so the values depend neither on the mesh
+    nor on the other parameters.
 
     Args:
         key: a PRNG key.
         specs: tree of ParamSpecs.
-        dtype: of the values.
-        mesh: where they go; None leaves that to JAX.
-        rules: logical axis to mesh axes.
+        dtype: dtype of the values.
+        mesh: mesh of the values; None lets JAX place them.
+        rules: mesh axes of every logical axis.
     """
 
     def draw(path: Any, spec: ParamSpec) -> Array:
