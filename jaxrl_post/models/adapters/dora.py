@@ -1,4 +1,4 @@
-"""What DoRA divides by: the norms of a changed matrix's columns."""
+"""The column norms of an adapted matrix, by which DoRA divides."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ __all__ = ["column_norms"]
 def column_norms(
     base: Array | Matrix, down: Array, up: Array, scale: float, dtype: DTypeLike
 ) -> Float[Array, "..."]:
-    """||W + s A B|| of every output, float32, as a constant of differentiation.
+    """Returns ||W + s A B|| of every output, float32, without a gradient.
 
-    From its parts, so that the sum is not formed:
+    The sum W + s A B is never formed, since per column
     ||w + s A b||^2 = ||w||^2 + 2 s (A^T w) . b + s^2 b . (A^T A) b.
 
     Args:
@@ -23,21 +23,21 @@ def column_norms(
         down: A [*inputs, rank].
         up: B [rank, *outputs].
         scale: s.
-        dtype: in which the three are multiplied with activations.
+        dtype: dtype in which W, A and B are multiplied with activations.
 
     References:
-        DoRA, arXiv:2402.09353, section 4.3: without a gradient through the norm.
+        DoRA, arXiv:2402.09353, section 4.3: no gradient through the norm.
     """
     inputs = tuple(range(down.ndim - 1))
     parts = dense(base, dtype), down.astype(dtype), up.astype(dtype)
     weight, down, up = map(jax.lax.stop_gradient, parts)
 
-    # The large product stays in its dtype; the rest is small and float32.
+    # Only the large product is computed in `dtype`; the small ones are float32.
     crossed = jnp.tensordot(down, weight, (inputs, inputs)).astype(jnp.float32)
     narrow, wide = down.astype(jnp.float32), up.astype(jnp.float32)
     gram = jnp.tensordot(narrow, narrow, (inputs, inputs))
     gram = jnp.tensordot(gram, wide, axes=1)
     changes = jnp.sum(wide * (2 * scale * crossed + scale**2 * gram), axis=0)
     squares = jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=inputs) + changes
-    # Rounding may take a column that is nearly zero below zero.
+    # Rounding can make the square of a tiny norm negative.
     return jnp.sqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))

@@ -1,18 +1,17 @@
 """Low-rank adapters: LoRA, rank-stabilised LoRA and DoRA.
 
-An adapter is a tree of its own, by the path of the matrix that it changes. `adapted`
-lays it over the base: the result is a parameter tree like any other for `forward`,
-with the very arrays of the base inside. So the base without the adapter, which is the
-reference policy, costs nothing; and only the adapter needs gradients and optimizer
-state.
+An adapter is a separate tree with an entry for the path of every adapted matrix.
+`adapted` combines adapter and base to a parameter tree for `forward`, which contains
+the base's arrays without a copy. So the reference policy (the base alone) needs no
+extra memory, and only the adapter needs gradients and optimizer state.
 
     adapted:  y = x W + scale (x A) B
     DoRA:     y = m / ||W + scale A B|| * (x W + scale (x A) B)
 
 The product A B is as large as W and is never formed.
 
-A parameter that begins with nothing to adapt, such as a value head, is trained whole:
-the adapter holds the parameter itself.
+A parameter without pretrained values, such as a value head, is fully trained: the
+adapter holds the parameter itself (see `whole`).
 """
 
 import math
@@ -66,20 +65,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Which matrices are adapted, and how.
+    """Hyperparameters of an adapter: its matrices, rank and scale.
 
     Attributes:
-        rank: of the change, >= 1.
-        alpha: the change is multiplied by alpha / rank; > 0.
-        targets: names of matrices, in all layers that have them: query, key, value and
-            output of attention; query_down, query_up, kv_down and kv_up of latent
-            attention; gate, up and down of dense MLPs and of those that a mixture
-            shares; expert_gate, expert_up and expert_down, experts' own, which are
-            never adapted by default. See `adaptable`.
-        rank_stabilized: the change is multiplied by alpha / sqrt(rank) instead.
+        rank: rank of A B, >= 1.
+        alpha: A B is multiplied by alpha / rank; > 0.
+        targets: names of the adapted matrices, in all layers that have them: query,
+            key, value and output of attention; query_down, query_up, kv_down and kv_up
+            of latent attention; gate, up and down of dense and shared MLPs;
+            expert_gate, expert_up and expert_down of routed experts, which are not
+            adapted by default. See `adaptable`.
+        rank_stabilized: A B is multiplied by alpha / sqrt(rank) instead.
         dora: magnitude and direction of each output are adapted separately.
-        whole: paths of parameters, or of groups of them, that are trained whole, such
-            as "value_head"; none that `targets` may name.
+        whole: paths of fully trained parameters, or of groups of them, such as
+            "value_head"; adaptable matrices are not allowed.
 
     References:
         LoRA, arXiv:2106.09685; rank stabilisation, arXiv:2312.03732; DoRA,
@@ -124,18 +123,18 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """What the change is multiplied by."""
+        """Factor of A B."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
 
 
 @struct.dataclass
 class LoRAParams[Leaf]:
-    """The change of one matrix W [*inputs, *outputs]; of experts' own, of every one.
+    """The adapter of a matrix W [*inputs, *outputs]; for experts [experts] comes first.
 
     Attributes:
-        down: [*inputs, rank], A.
-        up: [rank, *outputs], B; zeros at the start.
-        magnitude: [*outputs], float32, m; None without DoRA.
+        down: A [*inputs, rank].
+        up: B [rank, *outputs]; zeros at the start.
+        magnitude: m [*outputs], float32; None without DoRA.
     """
 
     down: Leaf
@@ -143,22 +142,22 @@ class LoRAParams[Leaf]:
     magnitude: Leaf | None = None
 
 
-# By the path of the parameter, such as "layers.0.attention.query".
+# The keys are paths of parameters, such as "layers.0.attention.query".
 type Adapter[Leaf] = dict[str, LoRAParams[Leaf] | Whole[Leaf]]
 
 
 @struct.dataclass
 class Adapted:
-    """A matrix and its change, which multiplies as their sum would.
+    """An adapted matrix, a drop-in for W + scale A B.
 
-    Of experts' own every expert has a change; [experts] then goes before all of these.
+    For routed experts the dim [experts] comes before all dims below.
 
     Attributes:
         base: W [*inputs, *outputs]: an array, a quantised matrix, or an adapted one.
         down: A [*inputs, rank].
         up: B [rank, *outputs].
         magnitude: m [*outputs], or None.
-        scale: of A B.
+        scale: factor of A B.
     """
 
     base: Any
@@ -169,7 +168,7 @@ class Adapted:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the base."""
+        """The base's shape."""
         return self.base.shape
 
     @property
@@ -179,11 +178,11 @@ class Adapted:
 
     @property
     def dtype(self) -> Any:
-        """Of the base."""
+        """The base's dtype."""
         return self.base.dtype
 
     def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
-        """x (W + scale A B), or with DoRA its rescaling; in x's dtype."""
+        """Returns x (W + scale A B), rescaled with DoRA, in x's dtype."""
         dtype = x.dtype
         low = multiply(x, self.down.astype(dtype), inputs) * self.scale
         product = multiply(x, self.base, inputs) + multiply(low, self.up.astype(dtype))
@@ -191,19 +190,19 @@ class Adapted:
             return product
         norms = column_norms(self.base, self.down, self.up, self.scale, dtype)
         factor = (self.magnitude / norms).reshape(-1)
-        # In float32: in bfloat16 a change of m below one part in 256 would be lost.
+        # In float32, because bfloat16 would lose changes of m below one part in 256.
         return (product.astype(jnp.float32) * factor).astype(dtype)
 
     def grouped(
         self, x: Float[Array, "rows inner"], sizes: Int[Array, " experts"]
     ) -> Array:
-        """x (W + scale A B) with each row's expert's, in x's dtype."""
+        """Returns x (W + scale A B) with the matrix of each row's expert."""
         low = grouped(x, self.down.astype(x.dtype), sizes) * self.scale
         change = grouped(low, self.up.astype(x.dtype), sizes)
         return grouped(x, self.base, sizes) + change
 
     def part_axes(self, axes: Axes) -> "Adapted":
-        """Axes in the place of experts' own base, A and B; their rank has none."""
+        """Replaces the arrays of routed experts by their axes; the rank has no axis."""
         experts, inputs, outputs = axes
         return self.replace(  # type: ignore[attr-defined]
             base=part_axes(self.base, axes),
@@ -212,7 +211,7 @@ class Adapted:
         )
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
-        """W + scale A B, or with DoRA its rescaling, summed in float32."""
+        """Returns W + scale A B, rescaled with DoRA, summed in float32."""
         down, up = self.down.astype(jnp.float32), self.up.astype(jnp.float32)
         if down.ndim + up.ndim - 2 > self.ndim:  # A and B both number the experts.
             change = jnp.matmul(down, up, precision="highest")
@@ -227,9 +226,9 @@ class Adapted:
 
 
 def adaptable(config: ModelConfig, *, dora: bool = False) -> tuple[str, ...]:
-    """Names of the matrices that some layer of the model has: all that `targets` may.
+    """Returns the names of the model's matrices that `targets` may contain.
 
-    With DoRA that is not experts' own.
+    With DoRA, routed experts are excluded.
 
     >>> from jaxrl_post.models import MixtureOfExperts
     >>> adaptable(ModelConfig("mixtral", 32, 16, 24, 1, num_heads=2, num_kv_heads=1,
@@ -243,13 +242,13 @@ def adaptable(config: ModelConfig, *, dora: bool = False) -> tuple[str, ...]:
 def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Adapter[ParamSpec]:
     """Returns the adapter's shapes, logical axes and initialisers.
 
-    A is drawn from a normal distribution of variance 1 / (3 inputs), which is that of
-    PEFT's uniform one (Kaiming with a = sqrt(5)); B is zero. Axes are those of the
-    matrix, and "rank". What is trained whole has its own.
+    A is drawn from a normal distribution with variance 1 / (3 inputs), the variance of
+    PEFT's uniform distribution (Kaiming with a = sqrt(5)); B is zero. The axes are
+    those of the matrix, and "rank". Fully trained parameters keep their axes.
 
     Raises:
-        ValueError: a target that no layer of the model has; a path to train whole that
-            is none of the model's parameters, or is a matrix to adapt.
+        ValueError: no layer of the model has a target; a path in `whole` is no
+            parameter of the model, or an adaptable matrix.
 
     >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1,
     ...                      head="value")
@@ -279,7 +278,7 @@ def _spec(base: ParamSpec, path: str, lora: LoRAConfig) -> LoRAParams[ParamSpec]
     first, inputs = expert_dims(path), input_dims(path)
 
     def parted[Each](dims: tuple[Each, ...]) -> tuple[tuple[Each, ...], ...]:
-        """Of the experts' number, the inputs and the outputs."""
+        """Splits dims into experts, inputs and outputs."""
         return dims[:first], dims[first : first + inputs], dims[first + inputs :]
 
     each, into, out = parted(base.shape)
@@ -312,20 +311,20 @@ def initialize_adapter(
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> Adapter[Array]:
-    """Draws an adapter that changes nothing yet; what is trained whole is copied.
+    """Draws an adapter that does not change the base yet; copies `lora.whole`.
 
-    LoRA then gives the base's numbers bit for bit, DoRA up to the rounding of m over
-    the norms that it was set to.
+    A new LoRA adapter gives the base's outputs bit for bit, DoRA up to the rounding of
+    m divided by the norms, which are equal at the start.
 
     Args:
-        key: a PRNG key; what is drawn for a matrix depends on it and on the path.
-        params: the base, of which DoRA takes the norms.
-        config: of the model.
-        lora: of the adapter.
-        dtype: of A and B; products are computed in the activations' dtype either way.
-            What is trained whole is float32.
-        mesh: where the adapter goes; None leaves that to JAX.
-        rules: logical axis to mesh axes.
+        key: a PRNG key; a matrix's values depend on the key and its path alone.
+        params: the base; DoRA reads its norms.
+        config: the model's config.
+        lora: the adapter's config.
+        dtype: dtype of A and B; products use the activations' dtype in any case. Fully
+            trained parameters are float32.
+        mesh: mesh of the adapter; None lets JAX place it.
+        rules: mesh axes of every logical axis.
 
     Raises:
         ValueError: as `adapter_specs`.
@@ -358,7 +357,7 @@ def _scaled(
     mesh: Mesh | None,
     rules: Rules,
 ) -> dict[str, LoRAParams[Array]]:
-    """With the norms of the base as magnitudes."""
+    """Sets the magnitudes to the column norms of the base."""
 
     def norms(
         bases: dict[str, Any], adapter: dict[str, LoRAParams[Array]]
@@ -386,22 +385,22 @@ def adapted(
     config: ModelConfig,
     lora: LoRAConfig,
 ) -> DecoderParams[Any]:
-    """Lays an adapter over a base; nothing is copied but what is trained whole.
+    """Combines base and adapter to a parameter tree, without copying the base.
 
-    Differentiate with respect to `adapter`: the base then needs no gradient.
+    Differentiate with respect to `adapter`, so that the base needs no gradient.
 
     Args:
         params: the base, of arrays or quantised.
-        adapter: as `initialize_adapter` or `load_adapter` return it.
-        config: of the model.
-        lora: of the adapter.
+        adapter: an adapter from `initialize_adapter` or `load_adapter`.
+        config: the model's config.
+        lora: the adapter's config.
 
     Returns:
-        The tree for `forward`, with `Adapted` in the place of the targets. What is
-        trained whole is cast to the base's dtype, as master weights are.
+        The tree for `forward`, in which `Adapted` replaces the targets. Fully trained
+        parameters are cast to the base's dtype, like master weights.
 
     Raises:
-        ValueError: the adapter is not that of `config` and `lora`.
+        ValueError: the adapter does not fit `config` and `lora`.
     """
     check_adapter(adapter, config, lora)
 
@@ -422,20 +421,19 @@ def merged(
     config: ModelConfig,
     lora: LoRAConfig,
 ) -> DecoderParams[Array]:
-    """Returns plain parameters that are the base with the adapter's change in them.
+    """Merges an adapter into its base and returns plain parameters.
 
-    Sums are rounded once, to the base's dtype; in bfloat16 that may round a small
-    change away, of which the adapter itself loses nothing. What was quantised is not
-    any more.
+    Sums are rounded once, to the base's dtype; bfloat16 may lose small changes, which
+    the separate adapter keeps. Quantised matrices become dense.
 
     Args:
         params: the base, arrays or quantised, in any sharding, which the result keeps.
-        adapter: of `config` and `lora`.
-        config: of the model.
-        lora: of the adapter.
+        adapter: the adapter.
+        config: the model's config.
+        lora: the adapter's config.
 
     Raises:
-        ValueError: the adapter is not that of `config` and `lora`.
+        ValueError: the adapter does not fit `config` and `lora`.
     """
     policy = adapted(params, adapter, config, lora)
     return jax.tree.map(
@@ -453,10 +451,10 @@ def _plain(matrix: Matrix) -> Array:
 def check_adapter(
     adapter: Adapter[Array], config: ModelConfig, lora: LoRAConfig
 ) -> None:
-    """Compares an adapter with what config and lora ask for.
+    """Checks the paths and shapes of an adapter against its configs.
 
     Raises:
-        ValueError: they do not belong together; the message names the first matrix.
+        ValueError: the adapter does not fit; the message names the first matrix.
     """
     specs = adapter_specs(config, lora)
     if specs.keys() != adapter.keys():

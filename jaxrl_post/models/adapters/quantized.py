@@ -1,10 +1,10 @@
-"""Weights in eight or four bits, for a base that is not trained (QLoRA).
+"""Weights in eight or four bits, for a frozen base (QLoRA).
 
-A quantised matrix is a node of the parameter tree with its codes and scales. It is made
-dense in the activations' dtype where it multiplies, one matrix at a time.
+A quantised matrix is a node of the parameter tree with codes and scales. Each product
+dequantises its matrix to the activations' dtype, one matrix at a time.
 
-Written here and not taken from qwix: its four-bit type flattens the array on the way
-in and out, which undoes the sharding, and its models are modules, not plain trees.
+We do not use qwix: its four-bit type flattens an array in both directions, which loses
+the sharding, and its models are modules, not plain trees.
 """
 
 import functools
@@ -41,7 +41,7 @@ Kind = Literal["int8", "nf4"]
 BLOCK = 64
 LARGEST = 127
 
-# The dim of experts' own matrices that no device holds a part of when it multiplies.
+# The hidden dim of routed experts' matrices, which is not sharded in their products.
 HIDDEN = {"expert_gate": (1,), "expert_up": (1,), "expert_down": (2,)}
 
 # QLoRA, appendix E: quantiles of the normal distribution scaled to [-1, 1], seven
@@ -59,8 +59,8 @@ NF4_VALUES = np.array(
 BORDERS = (NF4_VALUES[1:] + NF4_VALUES[:-1]) / 2
 
 
-# The backward pass makes the matrix dense again: to keep what the forward pass made
-# would be to hold the whole model unquantised.
+# The backward pass dequantises again: keeping the matrices of the forward pass would
+# hold the whole model unquantised.
 @functools.partial(jax.checkpoint, static_argnums=2)
 def _multiply(x: Array, weight: Any, inputs: int) -> Array:
     return multiply(x, weight.dense(x.dtype), inputs)
@@ -72,35 +72,35 @@ def _grouped(x: Array, weight: Any, sizes: Array) -> Array:
 
 
 class Quantized:
-    """What both kinds do alike: codes and scales, made dense where they multiply."""
+    """Base class of both kinds: codes and scales, dequantised in every product."""
 
     codes: Any
     scales: Any
 
     def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
-        """x W, in x's dtype."""
+        """Returns x W in x's dtype."""
         return _multiply(x, self, inputs)
 
     def grouped(
         self, x: Float[Array, "rows inner"], sizes: Int[Array, " experts"]
     ) -> Array:
-        """x W of experts' own, in x's dtype."""
+        """Returns x W of routed experts in x's dtype."""
         return _grouped(x, self, sizes)
 
     def part_axes(self, axes: Axes) -> "Quantized":
-        """Axes in the place of codes and scales."""
+        """Replaces codes and scales by their axes."""
         scales = scale_axes(self.scales.shape, axes)
         return self.replace(codes=axes, scales=scales)  # type: ignore[attr-defined]
 
 
 @struct.dataclass
 class Int8(Quantized):
-    """A matrix W = codes * scales, symmetric, with one scale for every output.
+    """A matrix W = codes * scales, symmetric, with one scale per output.
 
     Attributes:
         codes: int8 in [-127, 127], of the matrix's shape.
-        scales: float32, of size 1 in the dims that are summed over.
-        dtype: of the matrix that was quantised.
+        scales: float32, of size 1 in the input dims.
+        dtype: dtype of the original matrix.
     """
 
     codes: Int[Array, "..."]
@@ -109,29 +109,29 @@ class Int8(Quantized):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """The matrix's shape."""
         return self.codes.shape
 
     @property
     def ndim(self) -> int:
-        """Number of its dims."""
+        """The matrix's number of dims."""
         return self.codes.ndim
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
-        """The matrix; the product is rounded once, from float32."""
+        """Dequantises the matrix in float32 and rounds it once to `dtype`."""
         return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
 
 
 @struct.dataclass
 class NF4(Quantized):
-    """A matrix in four bits: NF4_VALUES[code] times the largest size in its block.
+    """A matrix in four bits: NF4_VALUES[code] times its block's largest magnitude.
 
     Attributes:
         codes: uint8, of the matrix's shape with `dim` halved: element 2 i along `dim`
-            in the low half of byte i, element 2 i + 1 in the high one.
-        scales: bfloat16, of the matrix's shape with one element for every block.
-        dim: along which blocks lie.
-        dtype: of the matrix that was quantised.
+            in the low half of byte i, element 2 i + 1 in the high half.
+        scales: bfloat16, of the matrix's shape with one element per block along `dim`.
+        dim: the matrix's dim that is split into blocks.
+        dtype: dtype of the original matrix.
     """
 
     codes: UInt[Array, "..."]
@@ -141,20 +141,20 @@ class NF4(Quantized):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """The matrix's shape."""
         shape = self.codes.shape
         return (*shape[: self.dim], 2 * shape[self.dim], *shape[self.dim + 1 :])
 
     @property
     def ndim(self) -> int:
-        """Number of its dims."""
+        """The matrix's number of dims."""
         return self.codes.ndim
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
-        """The matrix; the product is rounded once, from float32."""
+        """Dequantises the matrix in float32 and rounds it once to `dtype`."""
         halves = jnp.stack([self.codes & 15, self.codes >> 4], axis=self.dim + 1)
         table = jnp.asarray(NF4_VALUES)
-        # A byte's half is never out of bounds.
+        # Half a byte is at most 15, so it is never out of bounds.
         values = table.at[halves].get(mode="promise_in_bounds")
         blocks = self.scales.shape[self.dim]
         blocked = _blocked(values.reshape(self.shape), self.dim, blocks)
@@ -169,30 +169,29 @@ def quantize(
     block: int = BLOCK,
     donate: bool = False,
 ) -> DecoderParams[Any]:
-    """Quantises the matrices of attention and of MLPs, experts' own among them.
+    """Quantises the matrices of attention, MLPs and routed experts.
 
     Embeddings, heads, norms, biases and routers stay arrays. The codes keep the
-    sharding of what they come from; so do the scales, but for a dim that they have too
-    few of to split.
+    sharding of their matrix. The scales keep it too, but dims of the scales that the
+    mesh does not divide are replicated.
 
     Args:
-        params: arrays, not tracers; or ShapeDtypeStructs, for those of the result.
-        kind: "int8": symmetric, one float32 scale for each output, 8 bits an element.
-            "nf4": blocks that share a bfloat16 scale, 4.25 bits an element with blocks
+        params: arrays, not tracers; ShapeDtypeStructs give ShapeDtypeStructs.
+        kind: "int8": symmetric, one float32 scale per output, 8 bits per element.
+            "nf4": blocks that share a bfloat16 scale, 4.25 bits per element with blocks
             of 64. (The paper's second quantisation, of the scales, gives 4.13.)
-        block: nf4 only: elements that share a scale, even. They lie along the matrix's
-            longest dim that this divides; in experts' own along the hidden one, of
-            which a device that multiplies has all.
-        donate: frees every matrix when its codes are made, so that only one is in
-            memory twice; `params` can then be used no more.
+        block: nf4 only: number of elements that share a scale, even. Blocks lie along
+            the longest dim that `block` divides; for routed experts along the hidden
+            dim, which is not sharded in their products.
+        donate: whether to free every matrix once it is quantised, so that only one is
+            in memory twice; `params` must not be used again.
 
     Returns:
-        The tree with `Int8` or `NF4` in the place of those matrices.
+        The tree, in which `Int8` or `NF4` replaces these matrices.
 
     Raises:
-        ValueError: a matrix that blocks do not fit, or whose codes a mesh does not
-            divide as it does the matrix, or that is quantised or adapted already; an
-            odd block.
+        ValueError: `block` is odd or does not divide a matrix; the mesh cannot shard a
+            matrix's codes like the matrix; a matrix is already quantised or adapted.
 
     References:
         Dettmers et al., QLoRA, arXiv:2305.14314.
@@ -232,7 +231,7 @@ def quantize(
 
 
 def _int8(weight: Array | jax.ShapeDtypeStruct, inputs: tuple[int, ...]) -> Int8:
-    """`inputs` are the dims that are summed over."""
+    """Quantises a matrix to int8; `inputs` are the dims that are summed over."""
     shape = tuple(1 if dim in inputs else size for dim, size in enumerate(weight.shape))
     shardings = _like(weight, weight.shape), _like(weight, shape)
     make = jax.jit(_int8_codes, static_argnums=1, out_shardings=shardings)
@@ -277,38 +276,38 @@ def _nf4(weight: Array | jax.ShapeDtypeStruct, block: int, name: str) -> NF4:
 def _nf4_codes(weight: Array, dim: int, block: int) -> tuple[Array, Array]:
     blocks = weight.shape[dim] // block
     blocked = _blocked(weight.astype(jnp.float32), dim, blocks)
-    # Rounded before the codes are chosen, so that these fit what is stored.
+    # Round the scales first, so that the codes fit the stored scales.
     scales = _nonzero(jnp.abs(blocked).max(axis=dim + 1)).astype(jnp.bfloat16)
     relative = blocked / jnp.expand_dims(scales.astype(jnp.float32), dim + 1)
     borders = jnp.asarray(BORDERS)
-    # Every code is the number of borders below; one pass, nothing is sorted.
+    # A code is the number of borders below the value; compare_all needs no sorting.
     codes = jnp.searchsorted(borders, relative, method="compare_all").astype(jnp.uint8)
     low, high = jnp.moveaxis(_blocked(codes.reshape(weight.shape), dim, -1), dim + 1, 0)
     return low | (high << 4), scales
 
 
 def _made(make: Any, weight: Any, *static: Any) -> Any:
-    """Codes and scales of an array; of a shape, their shapes and shardings."""
+    """Runs `make` on an array; for a ShapeDtypeStruct, evaluates the shapes alone."""
     shape_alone = isinstance(weight, jax.ShapeDtypeStruct)
     return (make.eval_shape if shape_alone else make)(weight, *static)
 
 
 def _blocked(array: Array, dim: int, blocks: int) -> Array:
-    """Splits a dim into blocks of one size; -1 for as many as make pairs."""
+    """Splits a dim into equal blocks; `blocks` -1 means blocks of two elements."""
     shape, size = array.shape, array.shape[dim]
     blocks = size // 2 if blocks == -1 else blocks
     return array.reshape(*shape[:dim], blocks, size // blocks, *shape[dim + 1 :])
 
 
 def _nonzero(scales: Array) -> Array:
-    """A block of zeros is zeros with any scale, but not with 0 / 0."""
+    """Replaces scales of 0 by 1, so that a block of zeros does not give 0 / 0."""
     return jnp.where(scales == 0, jnp.ones_like(scales), scales)
 
 
 def _like(
     weight: Array | jax.ShapeDtypeStruct, shape: tuple[int, ...]
 ) -> NamedSharding | None:
-    """The matrix's sharding for a smaller array; what does not divide stays whole."""
+    """Returns the matrix's sharding for a smaller array; undivided dims: replicated."""
     sharding = weight.sharding
     if not isinstance(sharding, NamedSharding):
         return None
@@ -325,6 +324,6 @@ def _like(
 
 
 def _spec(weight: Array | jax.ShapeDtypeStruct) -> P:
-    """The matrix's partition, with an entry for every dim."""
+    """Returns the matrix's PartitionSpec with an entry for every dim."""
     assert isinstance(weight.sharding, NamedSharding)
     return P(*(*weight.sharding.spec, *(None,) * weight.ndim)[: weight.ndim])

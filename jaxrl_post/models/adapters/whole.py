@@ -1,7 +1,7 @@
-"""Parameters that are trained whole beside an adapter: value heads, above all.
+"""Fully trained parameters beside an adapter, mainly value heads.
 
-A head that begins with zeros has nothing to adapt, so the adapter holds the parameter
-itself. (PEFT: modules_to_save.)
+A new head has no pretrained values to adapt, so the adapter holds the parameter itself
+(in PEFT: modules_to_save).
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ __all__ = ["Whole", "copies", "whole_specs"]
 
 @struct.dataclass
 class Whole[Leaf]:
-    """A parameter that is trained whole.
+    """A fully trained parameter.
 
     Attributes:
         weight: float32, of the parameter's shape.
@@ -36,14 +36,14 @@ class Whole[Leaf]:
 def whole_specs(
     config: ModelConfig, names: tuple[str, ...]
 ) -> dict[str, Whole[ParamSpec]]:
-    """Returns by path what the names stand for.
+    """Returns the specs of fully trained parameters by path.
 
     Args:
-        config: of the model.
+        config: the model's config.
         names: paths of parameters, or of groups of them.
 
     Raises:
-        ValueError: a name that is no parameter's, or a matrix's that may be adapted.
+        ValueError: a name is no parameter, or an adaptable matrix.
 
     >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1,
     ...                      head="value")
@@ -61,7 +61,7 @@ def whole_specs(
                 f"{config.head!r}; whole may name embeddings, norms, biases, routers "
                 "and heads"
             )
-        # Small steps would be lost in a narrower dtype.
+        # A narrower dtype would lose small optimizer steps.
         found |= {path: Whole(replace(leaves[path], wide=True)) for path in paths}
     return found
 
@@ -72,13 +72,13 @@ def copies(
     mesh: Mesh | None,
     rules: Rules,
 ) -> dict[str, Whole[Array]]:
-    """The base's values, in arrays of their own: an optimizer step takes those.
+    """Copies the base's values, because optimizer steps donate the copies.
 
     Args:
-        specs: as `whole_specs` returns them.
+        specs: specs from `whole_specs`.
         params: the base.
-        mesh: where the copies go; None leaves that to JAX.
-        rules: logical axis to mesh axes.
+        mesh: mesh of the copies; None lets JAX place them.
+        rules: mesh axes of every logical axis.
     """
     if not specs:
         return {}
