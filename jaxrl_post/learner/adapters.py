@@ -1,4 +1,4 @@
-"""Runs that train an adapter: the frozen base, and the policy over both."""
+"""Adapters in training: their configs, and the policy of adapter and frozen base."""
 
 import dataclasses
 from typing import Literal
@@ -33,8 +33,8 @@ from jaxrl_post.types import Array, TokenBatch
 
 __all__ = ["AdaptedPolicy", "lora_of", "with_adapter"]
 
-# What of a model is trained whole beside an adapter, by its head: what a language model
-# lacks, and begins with zeros.
+# The fully trained parameters beside an adapter, by head. A language model lacks them,
+# so they start at zero.
 HEADS: dict[Head, tuple[str, ...]] = {
     "lm": (),
     "value": ("value_head",),
@@ -45,12 +45,12 @@ HEADS: dict[Head, tuple[str, ...]] = {
 
 @struct.dataclass
 class AdaptedPolicy:
-    """Predictions of a frozen base under an adapter: a `Predictor`.
+    """The `Predictor` of a frozen base with an adapter.
 
     Attributes:
-        base: an argument of the programs, never donated.
-        policy: of the model.
-        lora: of the adapter.
+        base: the frozen parameters, a jit argument that is never donated.
+        policy: the model's policy.
+        lora: the adapter's config.
     """
 
     base: DecoderParams[Array]
@@ -58,7 +58,7 @@ class AdaptedPolicy:
     lora: LoRAConfig = struct.field(pytree_node=False)
 
     def predict(self, params: Adapter[Array], batch: TokenBatch) -> Predictions:
-        """What the policy says about a batch; differentiable in the adapter."""
+        """Returns the predictions for a batch; differentiable in the adapter."""
         whole = adapted(self.base, params, self.policy.config, self.lora)
         return predict(self.policy, whole, batch)
 
@@ -66,17 +66,17 @@ class AdaptedPolicy:
 def lora_of(
     config: AdapterConfig, model: ModelConfig, *, option: str = "--lora"
 ) -> LoRAConfig | None:
-    """The adapter that a configuration asks for; None for a rank of 0.
+    """Returns the adapter's config for a model; None for a rank of 0.
 
-    A head that is not the vocabulary's is trained whole with it.
+    A value or process head is fully trained beside the adapter.
 
     Args:
-        config: of the adapter.
-        model: to adapt.
+        config: the adapter's options.
+        model: config of the model to adapt.
         option: the command line's name of `config`, for errors.
 
     Raises:
-        ConfigError: options without a rank, or that make no sense for this model.
+        ConfigError: options are set without a rank, or do not fit this model.
     """
     if not config.rank:
         if config != AdapterConfig():
@@ -112,7 +112,7 @@ def _check_quantizes(kind: Literal["int8", "nf4"], model: ModelConfig, option: s
 
 
 def _check_labels(model: Model, option: str) -> None:
-    """Refuses a process reward model on disk whose adapter PEFT would read inverted."""
+    """Refuses a process reward model on which PEFT would swap the adapter's labels."""
     if model.config.head != "process" or model.source is None:
         return
     raw = read_config_file(model.source)
@@ -132,15 +132,15 @@ def with_adapter(
     option: str = "--lora",
     donate: bool = False,
 ) -> Model:
-    """A model whose trained parameters are an adapter that changes nothing yet.
+    """Returns a model that trains a new adapter over a frozen base.
 
     Args:
-        config: of the adapter; rank 0 leaves the model as it is.
-        model: becomes the frozen base.
-        seed: of what is drawn.
+        config: the adapter's options; with rank 0 the model is returned unchanged.
+        model: the model that becomes the frozen base.
+        seed: seed of the adapter's initial values.
         option: as in `lora_of`.
-        donate: frees the model's matrices where they are quantised; nothing else may
-            have them.
+        donate: whether to free the model's matrices once they are quantised; no other
+            code may use them.
 
     Raises:
         ConfigError: as `lora_of`.
@@ -150,7 +150,7 @@ def with_adapter(
         return model
     _check_labels(model, option)
     if config.quantize is not None:
-        # Before DoRA takes the norms, which are those of what it divides by.
+        # Quantise first, because DoRA needs the norms of the quantised base.
         base = quantize(base, config.quantize, donate=donate)
     adapter = initialize_adapter(
         jax.random.key(seed),

@@ -1,4 +1,4 @@
-"""From a configuration to an algorithm."""
+"""Builds the algorithm and the correction that a configuration names."""
 
 from functools import partial
 from typing import Any
@@ -38,12 +38,12 @@ def make_algorithm(
 
     Args:
         config: name and hyperparameters.
-        max_tokens: generation budget, the constant of dr_grpo.
-        critic: of ppo.
-        distill: of distillation.
+        max_tokens: generation budget, the denominator of dr_grpo.
+        critic: the critic's options, for ppo.
+        distill: the options of distillation.
 
     Raises:
-        ConfigError: an option that the algorithm has no use for, or lacks.
+        ConfigError: the algorithm does not use an option, or lacks one.
         ValueError: a hyperparameter is out of its range.
     """
     check_algorithm(config, critic, distill)
@@ -64,7 +64,7 @@ def make_algorithm(
     if config.reward_weights:
         options["weights"] = tuple(weight for _, weight in reward_weights(config))
     if config.name == "vespo":
-        # Its kernel is of the ratio to the sampler: it has the correction inside.
+        # vespo's kernel uses the ratio to the sampler, so it includes the correction.
         del options["correction"]
     if config.entropy_coefficient:
         options["entropy_coefficient"] = config.entropy_coefficient
@@ -107,7 +107,7 @@ def make_correction(config: CorrectionConfig) -> Correction | None:
     """Builds the correction that a configuration names, None for none.
 
     Raises:
-        ConfigError: an option that this kind does not have, or lacks.
+        ConfigError: this kind does not use an option, or lacks one.
         ValueError: a bound is out of its range.
     """
     if config == CorrectionConfig():
@@ -127,7 +127,7 @@ def make_correction(config: CorrectionConfig) -> Correction | None:
 
 
 def _divergence(distill: DistillConfig) -> Divergence:
-    """The divergence that a configuration names.
+    """Returns the divergence that a configuration names.
 
     Raises:
         ValueError: a hyperparameter is out of its range.

@@ -1,4 +1,4 @@
-"""Checkpoints through Orbax: asynchronous, atomic, restorable onto another mesh."""
+"""Training checkpoints with Orbax: asynchronous, atomic, resharded on restore."""
 
 import contextlib
 import logging
@@ -28,16 +28,15 @@ UNREAD = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read."""
+    """A checkpoint could not be written or read."""
 
 
 def abstract_state(shapes: TrainState, layout: TrainState) -> TrainState:
-    """Shapes and dtypes with shardings: what `Checkpoints.restore` fills in.
+    """Combines shapes and shardings to the target of `Checkpoints.restore`.
 
     Args:
-        shapes: from `jax.eval_shape`.
-        layout: of the mesh to restore onto, which may be another than that of the run
-            that saved.
+        shapes: shapes and dtypes from `jax.eval_shape`.
+        layout: shardings on the mesh to restore onto; the checkpoint's may differ.
     """
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -51,16 +50,16 @@ def abstract_state(shapes: TrainState, layout: TrainState) -> TrainState:
 class Checkpoints:
     """The checkpoints of one run.
 
-    A checkpoint is written to a temporary directory, gets a list of its files with
-    their checksums, and is renamed when complete, so that one which is there is whole.
-    What happens to it later is noticed by that list. The last `keep` are kept.
+    A checkpoint is written to a temporary directory with a list of its files and their
+    checksums, and is renamed when complete, so that every checkpoint is whole at first.
+    The list detects later damage. The last `keep` checkpoints are kept.
 
     Args:
-        directory: where; made if missing.
-        keep: how many to keep, >= 1.
-        deadline_s: seconds to wait for one to be written.
-        sole: no other process writes there, so that what killed ones left unfinished
-            is removed.
+        directory: directory of the checkpoints; made if missing.
+        keep: number of checkpoints to keep, >= 1.
+        deadline_s: seconds to wait for a checkpoint to be written.
+        sole: whether no other process writes there; then unfinished checkpoints of
+            killed processes are removed.
     """
 
     def __init__(
@@ -87,29 +86,29 @@ class Checkpoints:
         )
 
     def latest(self) -> int | None:
-        """Step of the newest checkpoint, None where there is none."""
+        """Returns the step of the newest checkpoint, None if there is none."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, the oldest first."""
+        """Returns the steps of all checkpoints, the oldest first."""
         return sorted(self._manager.all_steps())
 
     def damage(self, step: int, *, sizes_only: bool = False) -> str | None:
-        """What has become of a checkpoint since it was written; None where it is whole.
+        """Describes the damage of a checkpoint; None if it is whole.
 
         Args:
-            step: of the checkpoint.
-            sizes_only: looks for missing and truncated files, and reads none.
+            step: the checkpoint's step.
+            sizes_only: whether to look for missing and truncated files alone.
         """
         folder = self.directory / str(step)
         return find_damage(folder, ignored=UNREAD, sizes_only=sizes_only)
 
     def verify(self, step: int) -> None:
-        """Makes sure that a checkpoint is as it was written.
+        """Raises if a checkpoint is damaged.
 
         Raises:
-            CheckpointError: it is damaged; names the file, and the checkpoints that are
-                whole.
+            CheckpointError: the checkpoint is damaged; the message names the file, and
+                the checkpoints that are whole.
         """
         damage = self.damage(step)
         if damage is not None:
@@ -120,13 +119,12 @@ class Checkpoints:
             )
 
     def set_damaged_aside(self) -> None:
-        """Makes the newest whole checkpoint the newest.
+        """Renames damaged checkpoints that are newer than the newest whole one.
 
-        Those after it are renamed to `damaged-STEP`, with a warning that says why.
+        They get the name `damaged-STEP`, and a warning gives the reason.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is whole; all stay where
-                they are.
+            CheckpointError: there are checkpoints, but none is whole; none is renamed.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -156,14 +154,14 @@ class Checkpoints:
             self._manager.reload()
 
     def require_space(self, state: TrainState) -> None:
-        """Makes sure that a disk is not so full that the next save is bound to fail.
+        """Raises if the disk is too full for the next checkpoint.
 
         Args:
-            state: to be saved.
+            state: the state to be saved.
 
         Raises:
-            CheckpointError: less is free than the last checkpoint takes, or than half
-                of the parameters where there is none.
+            CheckpointError: the free space is smaller than the last checkpoint or, for
+                the first checkpoint, than half of parameters and master weights.
         """
         latest = self.latest()
         if latest is None:
@@ -173,7 +171,7 @@ class Checkpoints:
             files = (self.directory / str(latest)).rglob("*")
             wanted = sum(file.stat().st_size for file in files if file.is_file())
         disk = shutil.disk_usage(self.directory)
-        # A file system without a size of its own says 0 of both.
+        # Some file systems have no size and report 0 for both.
         if disk.total and disk.free < wanted:
             raise self._failed(
                 f"one takes about {wanted / 1e6:,.1f} MB, and "
@@ -190,14 +188,14 @@ class Checkpoints:
         """Starts to write a checkpoint; returns once the arrays are copied.
 
         Args:
-            step: of the run; greater than that of the last one.
-            state: may be donated as soon as this returns.
-            iterator: of the training tasks.
+            step: the run's step, greater than that of the last checkpoint.
+            state: the state; may be donated once this method returns.
+            iterator: iterator of the training tasks.
             meta: JSON values.
 
         Raises:
-            CheckpointError: this or the last save failed, on a full disk for example;
-                the checkpoints before are whole.
+            CheckpointError: this or the last save failed, for example on a full disk;
+                earlier checkpoints are whole.
         """
         self.wait()
         self._saving = step
@@ -215,10 +213,10 @@ class Checkpoints:
             raise self._failed(_brief(error)) from error
 
     def wait(self) -> None:
-        """Waits until what `save` started is on the disk.
+        """Waits until the checkpoint that `save` started is on disk.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the save failed.
         """
         try:
             self._manager.wait_until_finished()
@@ -228,15 +226,15 @@ class Checkpoints:
     def restore(
         self, step: int, abstract: TrainState, iterator: grain.DatasetIterator
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Reads a checkpoint onto the shardings of `abstract`; winds the iterator.
+        """Restores a checkpoint with the shardings of `abstract`, and the iterator.
 
         Raises:
-            CheckpointError: it does not fit, or cannot be read.
+            CheckpointError: the checkpoint does not fit `abstract` or cannot be read.
         """
         wanted = paths(abstract)
         with self._reading(step):
             stored = self._stored(step)
-        # Orbax would find a misfit halfway, with other arrays still on their way.
+        # Orbax would detect a mismatch only while it already reads other arrays.
         if misfits := _misfits(stored, wanted):
             raise CheckpointError(
                 f"checkpoint: step {step} in {self.directory} cannot be restored: "
@@ -259,16 +257,16 @@ class Checkpoints:
     def restore_params(
         self, step: int, shapes: PyTree, *, dtype: jnp.dtype | None = None
     ) -> PyTree:
-        """Reads the parameters alone, onto one device.
+        """Restores the parameters alone, onto one device.
 
         Args:
-            step: of the checkpoint.
-            shapes: tree of arrays or ShapeDtypeStructs; only their shapes count.
-            dtype: of the result; None for that in which the run trained. float32 gives
-                the master weights of a run that has some.
+            step: the checkpoint's step.
+            shapes: tree of arrays or ShapeDtypeStructs; only their shapes matter.
+            dtype: dtype of the result; None for the run's compute dtype. float32 gives
+                the master weights if the run has them.
 
         Raises:
-            CheckpointError: the parameters are others, or cannot be read.
+            CheckpointError: the parameters do not fit `shapes` or cannot be read.
         """
         where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         with self._reading(step, hint=". Are they those of another model?"):
@@ -297,7 +295,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     def close(self) -> None:
-        """Waits for what is being written and releases the threads."""
+        """Waits for an unfinished save and releases the threads."""
         self.wait()
         self._manager.close()
 
@@ -312,19 +310,19 @@ class Checkpoints:
             ) from error
 
     def _stored(self, step: int) -> Mapping[str, Any]:
-        """Shape and dtype of every array of a checkpoint, by name."""
+        """Returns shape and dtype of every array of a checkpoint, by name."""
         folder = self.directory.absolute() / str(step) / "state"
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-            # Typed for etils' Path, which pathlib's is in all that is asked of it.
+            # The annotation asks for etils' Path, but pathlib's works too.
             return handler.metadata(folder).tree  # type: ignore[arg-type]
 
     def _complete(self) -> None:
-        """Lists the files of what is being saved: all there, and not yet renamed."""
+        """Writes the manifest once all files are written, before the rename."""
         (folder,) = self.directory.glob(f"{self._saving}.*")
         write_manifest(folder)
 
     def _aside(self, step: int) -> Path:
-        """A name for a damaged checkpoint; those of an earlier time keep theirs."""
+        """Returns an unused name for a damaged checkpoint."""
         aside = self.directory / f"damaged-{step}"
         for number in count(2):
             if not aside.exists():
@@ -336,7 +334,7 @@ class Checkpoints:
         what = "a checkpoint"
         if self._saving is not None:
             what = f"the checkpoint of step {self._saving}"
-        # Of the disk: Orbax counts a step from the moment its save begins.
+        # Read from disk, because Orbax lists a step as soon as its save begins.
         whole = [int(p.name) for p in self.directory.iterdir() if p.name.isdigit()]
         kept = f"Step {max(whole)} is whole; free" if whole else "Free"
         return CheckpointError(
@@ -346,13 +344,13 @@ class Checkpoints:
 
 
 def _brief(error: Exception) -> str:
-    """What an error of Orbax says, without the settings that it goes on to list."""
+    """Shortens an error of Orbax to its first line, without the list of settings."""
     first = str(error).strip().partition("\n")[0]
     return first if len(first) <= 400 else f"{first[:400]} ..."
 
 
 def _misfits(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What tells the arrays of a checkpoint from those that are asked for."""
+    """Lists the differences between stored and wanted arrays."""
     found = [f"{name} is missing" for name in wanted.keys() - stored.keys()]
     found += [f"{name} is one too many" for name in stored.keys() - wanted.keys()]
     for name in wanted.keys() & stored.keys():

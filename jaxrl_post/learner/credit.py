@@ -1,4 +1,4 @@
-"""Credit a token, from the whole of a step's batch."""
+"""Assigns advantages to single tokens, from all of a step's batch."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,19 +15,19 @@ __all__ = ["credited"]
 def credited(
     credit: Callable[[TokenBatch], TokenBatch], pieces: Sequence[TokenBatch]
 ) -> tuple[list[TokenBatch], dict[str, float]]:
-    """Gives each token its advantage, from all pieces at once.
+    """Computes each token's advantage from all pieces at once.
 
     Args:
-        credit: an algorithm's, jitted.
-        pieces: NumPy batches of one length, scored.
+        credit: an algorithm's `credit`, compiled with jit.
+        pieces: scored NumPy batches with rows of equal length.
 
     Returns:
-        The pieces with what `credit` changed, and scalar metrics. What is there for
-        metrics alone is taken out again.
+        The pieces after `credit`, and scalar metrics. Fields that only metrics need are
+        removed.
     """
     ends = np.cumsum([piece.shape[0] for piece in pieces]).tolist()
-    # Rows in which nothing counts change nothing; with them the number of compiled
-    # shapes grows with the logarithm of the rows.
+    # Masked rows pad the batch to a power of two, so that jit compiles few shapes. They
+    # do not change the result.
     empty = (1 << (ends[-1] - 1).bit_length()) - ends[-1]
 
     def joined(*parts: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A critic that is not the policy's: where it begins, and what of it trains."""
+"""A separate critic: its initial weights and its trained parameters."""
 
 import dataclasses
 
@@ -20,22 +20,22 @@ OPTION = "--critic.lora"
 
 
 def check_critic(config: RLConfig, model: Model) -> None:
-    """Refuses options of a separate critic that contradict others.
+    """Refuses options of a separate critic that contradict other options.
 
     Args:
-        config: of a run.
+        config: the run's config.
         model: the policy, before any adapter.
 
     Raises:
-        ConfigError: options of an adapter that make no sense, or weights of the policy
-            that the critic cannot begin with.
-        CheckpointError: the family has no value models on disk.
+        ConfigError: the adapter's options do not fit, or the critic cannot start from
+            the policy's weights.
+        CheckpointError: the family has no checkpoint format for value models.
     """
     critic, policy = config.critic, config.lora
     if config.algorithm.name != "ppo" or critic.backbone == "shared":
         return
     if critic.model is None:
-        # Refuses a family that has no such model on disk: now, not at the end.
+        # Fail now, not at the final save, if the family cannot save value models.
         write_config(_value_config(model))
     if critic.model is not None:
         if critic.lora.rank == 0:
@@ -57,19 +57,19 @@ def check_critic(config: RLConfig, model: Model) -> None:
 
 
 def open_critic(config: CriticConfig, model: Model, *, seed: int) -> Model:
-    """A value model of its own: the policy's weights, or those of a directory.
+    """Opens a separate value model from the policy's weights or a directory.
 
-    An adapter of the critic over an adapter's frozen base stands on the very arrays of
-    that base. A critic or a policy that trains whole needs arrays of its own.
+    If policy and critic both train adapters, they share the arrays of the frozen base.
+    Otherwise the critic gets its own arrays.
 
     Args:
         config: names the directory, if any, and the adapter.
         model: the policy.
-        seed: of what an adapter draws.
+        seed: seed of the adapter's initial values.
 
     Raises:
-        CheckpointError: the directory holds no model that can be read.
-        ConfigError: options of an adapter that make no sense for it.
+        CheckpointError: the directory does not hold a readable model.
+        ConfigError: the adapter's options do not fit the critic.
     """
     shared = config.model is None and config.lora.rank > 0
     shared = shared and model.adaptation is not None
@@ -100,11 +100,11 @@ def open_critic(config: CriticConfig, model: Model, *, seed: int) -> Model:
 
 
 def _beginning_as(model: Model, *, shared: bool) -> Model:
-    """The policy with a value head of zeros; its other arrays shared, or copied."""
+    """Returns the policy with a value head of zeros; arrays are shared or copied."""
     config = _value_config(model)
     params = model.base.replace(unembedding=None)  # type: ignore[attr-defined]
     if not shared:
-        # Two optimizers take them, each its own, or one of them does.
+        # An optimizer step donates its arrays, so it must not donate shared ones.
         params = jax.tree.map(jnp.copy, params)
     specs = models.param_specs(config)
     fresh = models.initialize(

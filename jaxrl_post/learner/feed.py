@@ -1,4 +1,4 @@
-"""From examples to batches with all that an objective reads beside the tokens."""
+"""Packs examples into batches with all inputs of an objective."""
 
 import dataclasses
 import functools
@@ -20,11 +20,11 @@ __all__ = ["Drawn", "Feed", "Measured"]
 
 @dataclass(frozen=True)
 class Measured:
-    """What is measured of a step as a whole, before the loss of its parts.
+    """A measurement over a whole step's batch, taken before its loss (as in KTO).
 
     Attributes:
-        examples: beside those that are learned from, one for each.
-        objective: whose mean over them goes into the `values` of the step's batch.
+        examples: the examples to measure, one for each training example.
+        objective: the objective whose mean becomes the batch's `reference_point`.
     """
 
     examples: Examples
@@ -33,7 +33,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Packed examples with reference log-probs, and what is measured beside them."""
+    """The packed examples of a step, and the packed examples to measure."""
 
     batch: TokenBatch
     measured: TokenBatch | None
@@ -41,15 +41,15 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Feed:
-    """Batches of a data set, for a learner.
+    """Makes a learner's batches from a data set.
 
     Attributes:
-        examples: to learn from.
-        measured: beside them; None for an objective that asks for nothing.
-        tokenizer: of the model.
+        examples: the training examples.
+        measured: the measurement that the objective needs, or None.
+        tokenizer: the model's tokenizer.
         row_tokens: length of a packed row.
         learner: gives the policy and the size of a microbatch.
-        reference: scores the batches; None for an objective that needs none.
+        reference: scores the batches; None if the objective needs no reference.
     """
 
     examples: Examples
@@ -60,7 +60,7 @@ class Feed:
     reference: Reference | None
 
     def draw(self, split: Split, indices: Iterable[int]) -> Drawn:
-        """Packs examples.
+        """Packs the examples of a step.
 
         Raises:
             ConfigError: as the data set's `encode`.
@@ -72,15 +72,15 @@ class Feed:
         return Drawn(batch, self._packed(self.measured.examples, split, indices))
 
     def scored(self, drawn: Drawn) -> Drawn:
-        """With the reference's log-probs, which no step changes."""
+        """Adds the reference's log-probs, which stay constant during training."""
         measured = None if drawn.measured is None else self._scored(drawn.measured)
         return Drawn(self._scored(drawn.batch), measured)
 
     def ready(self, params: PyTree, drawn: Drawn) -> TokenBatch:
-        """With what is measured under the parameters of a step's beginning."""
+        """Adds the measurement under `params`, those at the beginning of a step."""
         if drawn.measured is None:
             return drawn.batch
-        # Sums over all microbatches: the mean does not depend on their size.
+        # `evaluate` adds sums over microbatches, so their size does not matter.
         mean = self._gauge.evaluate(params, drawn.measured)["loss"]
         point = np.full(drawn.batch.shape, mean, np.float32)
         return drawn.batch.replace(reference_point=point)  # type: ignore[attr-defined]

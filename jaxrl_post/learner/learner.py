@@ -1,4 +1,4 @@
-"""Binds the pure train step to a mesh: compiles it, feeds it, checks the numbers."""
+"""Runs the pure train step on a mesh: compiles it, feeds it, checks the loss."""
 
 import functools
 import math
@@ -29,17 +29,17 @@ __all__ = ["DivergenceError", "Learner", "Scorer", "begin_training"]
 
 
 class DivergenceError(RuntimeError):
-    """A loss or gradient that is not finite; no optimizer step was taken."""
+    """The loss or gradient is not finite; no optimizer step was taken."""
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Predictions of a frozen model over packed batches of any number of rows.
+    """Computes predictions for packed batches of any number of rows.
 
     Attributes:
-        policy: how predictions come from parameters.
-        mesh: of the parameters.
-        microbatch_rows: rows of one program call; a multiple of the batch's split.
+        policy: computes predictions from parameters.
+        mesh: mesh of the parameters.
+        microbatch_rows: rows per program call; a multiple of the batch's split.
     """
 
     policy: pure.Policy
@@ -47,17 +47,17 @@ class Scorer:
     microbatch_rows: int
 
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
-        """NumPy predictions [rows, length], without entropies, of a NumPy batch."""
+        """Returns NumPy predictions [rows, length] for a NumPy batch; no entropies."""
         pieces = [self._predict(params, piece) for piece in self.microbatches(batch)]
         return jax.tree.map(
             lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *pieces
         )
 
     def microbatches(self, batch: TokenBatch) -> Iterator[TokenBatch]:
-        """Pieces of `microbatch_rows` rows each, on their devices.
+        """Yields microbatches of `microbatch_rows` rows each, sharded over the mesh.
 
         Raises:
-            ValueError: the rows do not fill the pieces.
+            ValueError: the number of rows is no multiple of `microbatch_rows`.
         """
         size = self.microbatch_rows
         if batch.shape[0] % size:
@@ -70,7 +70,7 @@ class Scorer:
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
-        """Of the arrays of a piece."""
+        """Sharding of a microbatch's arrays."""
         spec = partition_spec(
             (self.microbatch_rows,),
             ("batch",),
@@ -83,7 +83,7 @@ class Scorer:
     @functools.cached_property
     def _predict(self) -> Callable:
         def run(params: PyTree, batch: TokenBatch) -> Predictions:
-            # An entropy that nobody takes is a pass over the vocabulary less.
+            # Drop the entropy so that XLA skips a pass over the vocabulary.
             found = pure.predict(self.policy, params, batch)
             return found._replace(entropy=None, regularizer=None, metrics=None)
 
@@ -92,19 +92,19 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Learner:
-    """Optimizer steps over packed batches of any number of rows.
+    """Takes optimizer steps over packed batches of any number of rows.
 
     Attributes:
-        policy: how predictions come from parameters.
-        predictor: what the objective sees of them, where that is more than `policy`
-            predicts; its arrays are arguments of the programs, and never donated.
-        objective: an algorithm's, or a supervised one.
-        optimizer: optax.
-        max_grad_norm: for clipping; 0 for none.
+        policy: computes predictions from a model's parameters.
+        predictor: replaces `policy` in the objective, for adapters and distillation;
+            its arrays are jit arguments and never donated. None for `policy`.
+        objective: an algorithm's objective, or a supervised one.
+        optimizer: an optax optimizer.
+        max_grad_norm: gradients are clipped to this global norm; 0 for no clipping.
         layout: TrainState of shardings, from `state.shardings`.
-        mesh: of the parameters.
-        microbatch_rows: rows of one program call; a multiple of the batch's split.
-        schedule: the optimizer's learning rates, for the metric; None for none.
+        mesh: mesh of the parameters.
+        microbatch_rows: rows per program call; a multiple of the batch's split.
+        schedule: the optimizer's learning rates, for the metric; None for no metric.
     """
 
     policy: pure.Policy
@@ -123,13 +123,13 @@ class Learner:
         """Takes one optimizer step over all rows of a batch.
 
         Args:
-            state: donated; do not use it again.
-            batch: NumPy arrays; its rows are a multiple of `microbatch_rows`.
-            where: names the step in an error.
+            state: the state before the step; donated, so do not use it again.
+            batch: NumPy arrays; the number of rows is a multiple of `microbatch_rows`.
+            where: name of the step, for errors.
 
         Returns:
-            The state after the step, and scalar metrics. A batch in which no token
-            counts leaves the state as it is.
+            The state after the step, and scalar metrics. If all tokens are masked, the
+            state is unchanged.
 
         Raises:
             DivergenceError: the loss or the gradient is not finite; `state` was not
@@ -162,7 +162,7 @@ class Learner:
         return self.apply(state, total), metrics
 
     def evaluate(self, params: PyTree, batch: TokenBatch) -> dict[str, float]:
-        """Loss and metrics of a batch under given parameters; nothing is updated."""
+        """Returns loss and metrics of a batch, without an update."""
         total = None
         for piece in self.scorer.microbatches(batch):
             measured = self._measure(self._predictor, params, piece)
@@ -180,7 +180,7 @@ class Learner:
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """Predictions of models of the same architecture, over the same batches."""
+        """Scorer for models of the same architecture, with the same microbatches."""
         return Scorer(self.policy, self.mesh, self.microbatch_rows)
 
     def _jit(self, function: Callable, out: PyTree, donate: tuple[int, ...] = ()):
@@ -188,13 +188,13 @@ class Learner:
 
     @functools.cached_property
     def accumulator_layout(self) -> pure.Accumulator:
-        """Of the sums of an optimizer step: gradients lie as the parameters do."""
+        """Shardings of the accumulator; gradients are sharded like the parameters."""
         replicated = NamedSharding(self.mesh, P())
         return pure.Accumulator(self.layout.params, replicated, replicated)  # type: ignore[arg-type]
 
     @functools.cached_property
     def empty(self) -> Callable:
-        """Program of (predictor, params, piece): sums of nothing."""
+        """Compiled function of (predictor, params, piece): an empty accumulator."""
 
         def run(policy: pure.Predictor, *inputs: Any) -> pure.Accumulator:
             return pure.empty_accumulator(policy, self.objective, *inputs)
@@ -203,7 +203,7 @@ class Learner:
 
     @functools.cached_property
     def accumulate(self) -> Callable:
-        """Program of (predictor, params, sums, piece), which takes the sums."""
+        """Compiled function of (predictor, params, sums, piece); donates the sums."""
 
         def run(policy: pure.Predictor, *inputs: Any) -> pure.Accumulator:
             return pure.accumulate(policy, self.objective, *inputs)
@@ -212,7 +212,7 @@ class Learner:
 
     @functools.cached_property
     def apply(self) -> Callable:
-        """Program of (state, sums), which takes the state."""
+        """Compiled function of (state, sums); donates the state."""
         run = functools.partial(pure.apply, self.optimizer, self.max_grad_norm)
         return self._jit(run, self.layout, donate=(0,))
 
@@ -241,16 +241,16 @@ def begin_training(
     """Makes a learner for a model, and the state of step 0.
 
     Args:
-        model: its arrays become the state's; the first update takes them.
+        model: the model; the state uses its arrays, and the first update donates them.
         objective: as `Learner.objective`.
-        optimizer_config: AdamW and its schedule.
-        update: gives the size of a microbatch.
-        num_steps: optimizer steps after which a schedule ends.
+        optimizer_config: options of AdamW and its schedule.
+        update: options of an update, such as the size of a microbatch.
+        num_steps: number of optimizer steps after which a schedule ends.
         row_tokens: length of a packed row.
-        temperature: part of the policy.
+        temperature: the sampling temperature, which divides the logits.
 
     Raises:
-        ConfigError: losses of routers for a model that has none.
+        ConfigError: router losses are set for a model without experts.
     """
     if model.config.experts is None and (update.router_balance or update.router_z):
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""What a directory of files was when it was complete, so that damage is noticed.
+"""A manifest of a checkpoint's files, to detect missing and damaged files.
 
-TensorStore's index carries checksums, the arrays that it points to do not: where a byte
-of one changes, another number is restored, without a word. And where a file is missing,
-what is said of it says little. So every checkpoint has a list of its files.
+TensorStore's index has checksums, but its arrays do not: a changed byte restores a
+wrong number without an error. Its errors about missing files are unclear. So every
+checkpoint has a list of its files with sizes and checksums.
 """
 
 import errno
@@ -23,12 +23,12 @@ BLOCK = 2**22
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What is known of a file.
+    """Size and checksum of a file.
 
     Attributes:
-        bytes: its size.
-        crc32: of its content, as zlib computes it: at gigabytes a second, and proof
-            against accidents, which is what is looked for.
+        bytes: the file's size.
+        crc32: zlib's CRC-32 of the content: gigabytes per second, and sufficient for
+            accidental damage.
     """
 
     bytes: int
@@ -39,12 +39,12 @@ def write_manifest(folder: Path) -> None:
     """Writes `manifest.json`, which lists all other files of a folder.
 
     Raises:
-        OSError: the disk is full, or fails.
+        OSError: the disk is full or fails.
     """
     names = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
     facts = {name.as_posix(): asdict(_facts(folder / name)) for name in names}
     content = {"files": facts, "crc32": _checksum(facts)}
-    # Without a newline at its end, whose loss nobody would notice.
+    # Without a newline at the end, because its loss could not be detected.
     replace_file(folder / NAME, json.dumps(content, indent=1))
 
 
@@ -54,16 +54,16 @@ def find_damage(
     """Compares a folder with its manifest.
 
     Args:
-        folder: that `write_manifest` was called with, wherever it is now.
+        folder: a folder with a manifest; it may have been moved since.
         ignored: files that may have changed.
-        sizes_only: does not read the files.
+        sizes_only: whether to compare sizes alone, without reading the files.
 
     Returns:
-        What is wrong, in words that follow "damaged: "; None where all files are as
-        they were.
+        A description of the damage, to follow "damaged: "; None if all files are
+        unchanged.
 
     Raises:
-        OSError: the disk does not say what is in a file.
+        OSError: the manifest cannot be read, or a file for another reason than EIO.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())

@@ -1,4 +1,4 @@
-"""The model that a run trains: opened, laid out over a mesh, and saved."""
+"""The model that a run trains: loading, sharding over a mesh, and saving."""
 
 import dataclasses
 import importlib.metadata
@@ -48,11 +48,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What an adapter is trained over.
+    """The frozen base of an adapter, and the adapter's config.
 
     Attributes:
         base: the frozen parameters; also the reference policy.
-        lora: of the adapter.
+        lora: the adapter's config.
     """
 
     base: PyTree
@@ -66,15 +66,15 @@ class Model:
     Attributes:
         name: the directory or preset.
         config: hyperparameters.
-        specs: tree of ParamSpecs, of what is trained.
-        params: sharded arrays, of what is trained: the model's parameters, or an
+        specs: tree of ParamSpecs of the trained parameters.
+        params: sharded arrays of the trained parameters: the model's own, or an
             adapter.
-        tokenizer: of the model.
-        mesh: where it is.
-        rules: how it lies there.
-        preset: whether it was initialised rather than loaded.
-        adaptation: where `params` are an adapter, what they adapt.
-        published: its name on the hub, None for a model that is not from there.
+        tokenizer: the model's tokenizer.
+        mesh: mesh of the parameters.
+        rules: mesh axes of every logical axis.
+        preset: whether the model was initialised, not loaded.
+        adaptation: the adapter's base and config; None if `params` are the model's own.
+        published: the model's name on the hub, None for a model from elsewhere.
     """
 
     name: str
@@ -90,11 +90,11 @@ class Model:
 
     @property
     def base(self) -> DecoderParams[Any]:
-        """The model's own parameters as they began, without any adapter."""
+        """The model's own parameters at step 0, without an adapter."""
         return self.params if self.adaptation is None else self.adaptation.base
 
     def whole(self, params: PyTree) -> DecoderParams[Any]:
-        """What `forward` reads, given what is trained; nothing is copied."""
+        """Returns the parameters for `forward`, given the trained ones; no copies."""
         adaptation = self.adaptation
         if adaptation is None:
             return params
@@ -102,13 +102,13 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
-        """Number of the model's own parameters, shared ones once."""
+        """Number of the model's own parameters; tied embeddings count once."""
         specs = models.param_specs(self.config)
         return sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec))
 
     @property
     def source(self) -> Path | None:
-        """The directory that it was loaded from, None for a preset."""
+        """The directory from which the model was loaded, None for a preset."""
         return None if self.preset else Path(self.name)
 
     @property
@@ -127,22 +127,22 @@ def open_model(
     head: Head = "lm",
     rules: Rules = DEFAULT_RULES,
 ) -> Model:
-    """Loads a model directory, or initialises a preset with a tokenizer of its own.
+    """Loads a model directory, or initialises a preset and trains its tokenizer.
 
     Args:
         name: a Hugging Face directory or a key of `presets.PRESETS`.
-        mesh: such as "dp4,tp8".
-        dtype: of the parameters, None for the checkpoint's own.
-        seed: of a preset's weights.
-        texts: what a preset's tokenizer is learned from.
-        head: of the model; a value head that a directory lacks begins with zeros.
-        rules: logical axis to mesh axes.
+        mesh: mesh axes with sizes, such as "dp4,tp8".
+        dtype: dtype of the parameters, None for the checkpoint's dtype.
+        seed: seed of a preset's weights.
+        texts: returns the texts on which a preset's tokenizer is trained.
+        head: head of the model; if the directory has no value head, it gets zeros.
+        rules: mesh axes of every logical axis.
 
     Raises:
-        ConfigError: no such directory or preset, or a reward model where a language
-            model is asked for.
-        MeshError: the mesh fits neither the devices nor the model; before anything is
-            read or compiled.
+        ConfigError: `name` is neither a directory nor a preset, or it is a reward model
+            but `head` is "lm".
+        MeshError: the mesh does not fit the devices or the model; raised before weights
+            are read or programs compiled.
     """
     device_mesh = create_mesh(mesh)
     stored = Path(name).is_dir()
@@ -187,16 +187,16 @@ def open_model(
 def save_model(
     target: Path, model: Model, params: PyTree, *, adapter: str = "adapter"
 ) -> None:
-    """Writes a model over what an earlier end of a run left, whole or torn.
+    """Saves a trained model and replaces an earlier, perhaps incomplete, save.
 
-    A value head beside the vocabulary is left out: what is saved is the policy. An
-    adapter is merged, and saved by itself too, beside the model, as PEFT reads it.
+    A value head beside the vocabulary is left out, because the policy is saved. An
+    adapter is merged, and also saved by itself, beside the model, in PEFT's format.
 
     Args:
         target: the directory to make.
-        model: whose `params` trained.
-        params: what they have become.
-        adapter: name of the directory of an adapter.
+        model: the model before training.
+        params: the trained parameters.
+        adapter: name of the adapter's directory.
     """
     if model.config.head == "lm+value":
         model, params = _policy_alone(model, params)
@@ -213,24 +213,24 @@ def save_model(
 
 
 def _base_for_peft(model: Model) -> str | None:
-    """Where PEFT finds what an adapter adapts, None where it finds it nowhere."""
+    """Returns the name or directory of the base model for PEFT, or None."""
     source = model.source
     if source is None or is_orbax_directory(source):
         return None
-    # In a larger model around this one, modules have other names.
+    # Modules have other names if the directory holds a larger model around this one.
     if read_config_file(source).get("model_type") != model.config.model_type:
         return None
     return model.published or str(source)
 
 
 def _make_room(target: Path) -> None:
-    """Removes a directory, and what a save that was killed left under other names."""
+    """Removes a directory and the temporary directories of interrupted saves."""
     for left in (target, *target.parent.glob(f".{target.name}.*")):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _policy_alone(model: Model, params: PyTree) -> tuple[Model, PyTree]:
-    """Model and trained parameters without a value head."""
+    """Returns model and trained parameters without the value head."""
     config, adaptation = dataclasses.replace(model.config, head="lm"), model.adaptation
     if adaptation is None:
         params = params.replace(value_head=None)
@@ -256,10 +256,10 @@ def layout_table(
     critic: PyTree | None = None,
     cache: PyTree | None = None,
 ) -> list[tuple[str, str, str]]:
-    """(what, how it lies, MiB a device) of everything that takes memory.
+    """Returns rows (what, layout, MiB per device) for everything that takes memory.
 
-    Activations are an estimate; the rest is exact. What several parts share, such as a
-    base under two adapters, counts in the first.
+    Activations are an estimate; the rest is exact. Shared arrays, such as a base under
+    two adapters, count once, in the first row.
     """
     axes = ", ".join(f"{name}={size}" for name, size in model.mesh.shape.items())
     adaptation = model.adaptation
@@ -285,21 +285,21 @@ def layout_table(
 
 
 def context_of(config: ModelConfig) -> int:
-    """Tokens of the longest sequence that a model can be trained on."""
+    """Returns the length in tokens of the longest sequence for training."""
     return min(config.max_length, config.rotation_limit or config.max_length)
 
 
 def check_context(config: ModelConfig, longest: int, option: str) -> None:
-    """Refuses sequences that the model's positions do not reach.
+    """Refuses sequences that are too long for the model's context.
 
     Args:
-        config: of the model.
-        longest: tokens of a sequence.
-        option: the command line's name of that number.
+        config: the model's config.
+        longest: tokens of the longest sequence.
+        option: name of the command-line option for `longest`.
 
     Raises:
-        ConfigError: the context is shorter, or its scaling rotates a longer sequence by
-            its own length, which packed rows cannot follow.
+        ConfigError: the context is shorter, or the rotary scaling of longer sequences
+            depends on their length, which packed rows do not support.
     """
     limit = context_of(config)
     if longest > limit:
@@ -327,7 +327,7 @@ def _activation_bytes(
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
+    """Returns the versions of the software and device that a result depends on."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxrl_post")
     found = {name: importlib.metadata.version(name) for name in packages}
     device = jax.devices()[0].device_kind

@@ -1,4 +1,4 @@
-"""The frozen policy beside the one that trains: KL reference, or teacher."""
+"""Frozen policies beside the trained one: KL reference or teacher."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,21 +19,21 @@ __all__ = ["Reference", "beside_teacher", "open_reference", "require_directory"]
 
 @dataclass(frozen=True)
 class Reference:
-    """A frozen policy, of the trained one's tokenizer, perhaps of another shape."""
+    """A frozen policy with the trained policy's tokenizer; its shape may differ."""
 
     scorer: Scorer
     params: PyTree
 
 
 def require_directory(path: str | None, option: str) -> None:
-    """Refuses a model directory that is not there, before anything else is done.
+    """Refuses a missing model directory before a run starts.
 
     Args:
-        path: None for an option that was not given.
-        option: its name.
+        path: the directory, None if the option was not given.
+        option: name of the option, for the error.
 
     Raises:
-        ConfigError: there is no such directory.
+        ConfigError: the directory does not exist.
     """
     if path is not None and not Path(path).is_dir():
         raise ConfigError(
@@ -45,21 +45,21 @@ def require_directory(path: str | None, option: str) -> None:
 def open_reference(
     model: Model, learner: Learner, directory: str | None, option: str
 ) -> Reference:
-    """Opens the frozen policy that a run looks at.
+    """Opens the frozen policy of a run.
 
     Args:
-        model: that begins to train.
+        model: the model to train, at step 0.
         learner: gives temperature, rematerialisation and the size of a microbatch.
-        directory: Hugging Face's; None for the model as it begins.
-        option: that names the directory, for errors.
+        directory: a model directory; None for the model at step 0.
+        option: name of the directory's option, for errors.
 
     Raises:
-        ConfigError: the directory's tokenizer is another.
+        ConfigError: the directory's tokenizer has other ids.
     """
     if directory is None:
         if model.adaptation is not None:
             return Reference(learner.scorer, model.base)
-        # Arrays of its own: the first update takes the originals.
+        # Copy the arrays, because the first update donates the originals.
         return Reference(learner.scorer, jax.tree.map(jnp.copy, model.params))
     frozen = open_model(
         directory,
@@ -86,17 +86,17 @@ def open_reference(
 def beside_teacher(
     learner: Learner, teacher: Reference, divergence: Divergence, *, temperature: float
 ) -> Learner:
-    """A learner whose objective sees the divergence from a teacher.
+    """Returns a learner whose objective receives the divergence from a teacher.
 
     Args:
-        learner: of the student.
-        teacher: of the student's tokenizer.
+        learner: the student's learner.
+        teacher: a policy with the student's tokenizer.
         divergence: as `Algorithm.divergence`.
         temperature: > 0; divides the logits of both.
 
     Raises:
-        ConfigError: the teacher's vocabulary has another size, or an adapter trains.
-        ValueError: the divergence needs more tokens than there are.
+        ConfigError: the vocabularies differ in size, or the student has an adapter.
+        ValueError: the divergence needs more tokens than the vocabulary has.
     """
     sizes = [
         policy.config.vocab_size for policy in (teacher.scorer.policy, learner.policy)

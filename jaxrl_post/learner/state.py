@@ -1,4 +1,4 @@
-"""What training carries from step to step."""
+"""The training state: parameters, master weights and optimizer state."""
 
 from typing import Any
 
@@ -19,15 +19,14 @@ __all__ = ["TrainState", "create", "learning_rates", "make_optimizer", "sharding
 
 @struct.dataclass
 class TrainState:
-    """Everything that an optimizer step reads and writes.
+    """All arrays that an optimizer step reads and writes.
 
     Attributes:
-        step: int32, optimizer steps taken.
-        params: what `forward` reads, in the compute dtype, shared with the sampler.
-        master: float32 weights where `params` are narrower, else None.
-        opt_state: optax's.
-        critic: of an algorithm with a critic of its own, where a checkpoint holds both;
-            else None.
+        step: int32, number of optimizer steps taken.
+        params: trained parameters in the compute dtype, shared with the sampler.
+        master: float32 master weights if `params` are narrower, else None.
+        opt_state: optax's state.
+        critic: state of a separate critic, set only in checkpoints; else None.
     """
 
     step: Int[Array, ""]
@@ -38,12 +37,12 @@ class TrainState:
 
 
 def learning_rates(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """The learning rate as a function of the optimizer steps taken before.
+    """Returns the learning rate as a function of the optimizer steps taken before.
 
     Args:
         config: hyperparameters.
-        num_steps: optimizer steps at which a schedule ends, those of the warm-up
-            included.
+        num_steps: number of optimizer steps, warm-up included, after which a schedule
+            ends.
 
     >>> config = OptimizerConfig(learning_rate=4.0, warmup_steps=2, schedule="linear")
     >>> [float(learning_rates(config, 6)(step)) for step in range(7)]
@@ -56,7 +55,7 @@ def learning_rates(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
         "cosine": optax.cosine_decay_schedule(config.learning_rate, after),
     }[config.schedule]
     if config.warmup_steps:
-        # The first step already moves: (step + 1) / warmup_steps of the peak.
+        # (step + 1) / warmup_steps of the peak, so that the first step's rate is not 0.
         peak, count = config.learning_rate, config.warmup_steps
         warmup = optax.linear_schedule(peak / count, peak, max(count - 1, 1))
         tail = optax.join_schedules([warmup, tail], [count])
@@ -66,11 +65,11 @@ def learning_rates(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 def make_optimizer(
     config: OptimizerConfig, specs: PyTree, num_steps: int
 ) -> optax.GradientTransformation:
-    """Builds AdamW; clipping is the train step's, which reports the norm.
+    """Builds AdamW without clipping; the train step clips and reports the norm.
 
     Args:
         config: hyperparameters.
-        specs: tree of ParamSpecs; tells matrices from norms and biases.
+        specs: tree of ParamSpecs; it decides which parameters get weight decay.
         num_steps: as for `learning_rates`.
     """
     return optax.adamw(
@@ -86,11 +85,11 @@ def make_optimizer(
 def create(
     params: PyTree, optimizer: optax.GradientTransformation, layout: PyTree
 ) -> TrainState:
-    """Makes the state of step 0; `params` are used as they are, not copied.
+    """Makes the state of step 0 without a copy of `params`.
 
     Args:
-        params: in the compute dtype.
-        optimizer: from `make_optimizer`.
+        params: parameters in the compute dtype.
+        optimizer: the optimizer from `make_optimizer`.
         layout: tree of shardings from `shardings`, or None on one device.
     """
     narrow = any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(params))
@@ -115,7 +114,7 @@ def shardings(
     *,
     narrow: bool,
 ) -> TrainState:
-    """Returns a TrainState whose leaves are shardings; moments follow parameters."""
+    """Returns a TrainState of shardings; moments are sharded like the parameters."""
     of_params = named_shardings(specs, mesh, rules)
     replicated = NamedSharding(mesh, P())
     wide = jax.tree.map(

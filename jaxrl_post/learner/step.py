@@ -1,8 +1,8 @@
-"""The pure train step: accumulate over microbatches, then apply.
+"""The pure train step: accumulate gradients over microbatches, then apply them.
 
-Sums and counts are accumulated, never means, so the gradient does not depend on how a
-batch is split. `accumulate` and `apply` are two programs of fixed shape; a batch may
-have any number of microbatches.
+Sums and counts are accumulated, never means, so the gradient does not depend on the
+split into microbatches. `accumulate` and `apply` are two programs of fixed shape; a
+batch may have any number of microbatches.
 """
 
 import functools
@@ -49,30 +49,30 @@ ObjectiveFn = Callable[[Predictions, TokenBatch], Objective]
 
 @runtime_checkable
 class Predictor(Protocol):
-    """How predictions come from parameters: a pytree.
+    """Computes predictions from trained parameters; a pytree.
 
-    Its arrays, where it has any, are arguments of the programs below, as constants of
-    which they would be compiled in; what else it holds is static.
+    Its arrays are jit arguments of the programs below, since constants would be
+    compiled into them. Its other fields are static.
     """
 
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
-        """What a model says about the tokens of a batch."""
+        """Returns a model's predictions for the tokens of a batch."""
         ...
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Policy:
-    """A model alone, as a `Predictor` without arrays.
+    """The `Predictor` of a plain model; it holds no arrays.
 
     Attributes:
-        config: of the model; its head decides what is predicted.
-        temperature: at which the samples were drawn; part of the policy.
-        remat: what the backward pass keeps.
+        config: the model's config; its head decides which predictions there are.
+        temperature: the sampling temperature, which divides the logits.
+        remat: activations that are kept for the backward pass.
         rules: sharding of activations.
         router_balance: weight of the experts' load-balancing loss.
         router_z: weight of the routers' z-loss.
-        scan: whether layers that repeat are compiled once, as a loop.
+        scan: whether repeated layers are compiled once, as a loop.
     """
 
     config: ModelConfig
@@ -84,7 +84,7 @@ class Policy:
     scan: bool = False
 
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
-        """As the function `predict`."""
+        """Calls the function `predict`."""
         return predict(self, params, batch)
 
 
@@ -100,7 +100,7 @@ class Accumulator:
 def hidden_states(
     policy: Policy, params: PyTree, batch: TokenBatch
 ) -> Float[Array, "rows length hidden"]:
-    """The last hidden states of a packed batch, in the parameters' dtype."""
+    """Returns the last hidden states of a packed batch, in the parameters' dtype."""
     return forward(
         params,
         policy.config,
@@ -114,10 +114,10 @@ def hidden_states(
 
 
 def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
-    """What a model says about the tokens of a batch.
+    """Returns a model's predictions for the tokens of a packed batch.
 
-    Log-probs and entropies are those of the tokens that the loss mask marks, and 0
-    elsewhere; values are there after every token.
+    Log-probs and entropies are 0 for tokens that the loss mask excludes; values are
+    given after every token.
     """
     if policy.config.experts is None:
         hidden, own = hidden_states(policy, params, batch), Predictions()
@@ -127,9 +127,9 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
     if not policy.config.predicts_tokens:
         return own._replace(values_after=after)
     # The state at t predicts the token at t + 1. The mask is False at every segment's
-    # first token, so what wraps around is never asked for.
+    # first token, so the token that wraps around is masked.
     previous = functools.partial(jnp.roll, shift=-1, axis=1)
-    # c tanh(z / (d c)) / T, with d the divisor: one cap and one temperature say it all.
+    # Logits are c tanh(z / (d c)) / T with divisor d: the cap d c with temperature d T.
     cap, divisor = policy.config.logit_softcap, policy.config.logit_divisor
     predicted = token_logprob(
         hidden,
@@ -147,7 +147,7 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
 def _routed_states(
     policy: Policy, params: PyTree, batch: TokenBatch
 ) -> tuple[Array, Predictions]:
-    """Hidden states of a model with experts, and what its routers add."""
+    """Returns hidden states of a model with experts, and its routers' losses."""
     mask = batch.segment_ids > 0
     hidden, routing = forward_with_routing(
         params,
@@ -169,7 +169,7 @@ def _routed_states(
         "router/busiest_expert": experts.busiest(routing),
         "router/unused_experts": experts.unused(routing),
     }
-    # Means over microbatches, each weighted by its tokens.
+    # The metrics are means over microbatches, weighted by their tokens.
     count = routing.tokens
     metrics = {name: Metric(value * count, count) for name, value in shown.items()}
     regularizer = policy.router_balance * balance + policy.router_z * z
@@ -183,7 +183,7 @@ def _loss(
     result = objective(predictions, batch)
     metrics, loss = result.metrics, result.loss
     if predictions.regularizer is not None:
-        # In the mean over all microbatches it is then a mean of its own.
+        # The weight is the count: the loss sum is divided by the total count later.
         added = predictions.regularizer * loss.count
         loss = Metric(loss.sum + added, loss.count)
     if predictions.metrics is not None:
@@ -197,14 +197,14 @@ def _loss(
 def measure(
     policy: Predictor, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
 ) -> tuple[Metric, dict[str, Metric]]:
-    """Loss and metrics of a microbatch, without a gradient."""
+    """Returns loss and metrics of a microbatch, without a gradient."""
     return _loss(policy, objective, params, batch)[1]
 
 
 def empty_accumulator(
     policy: Predictor, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
 ) -> Accumulator:
-    """Zeros, with the structure that `accumulate` adds to for such a batch."""
+    """Returns the accumulator of zeros for batches with the structure of `batch`."""
     run = functools.partial(_loss, policy, objective)
     _, (loss, metrics) = jax.eval_shape(run, params, batch)
     zeros = lambda leaf: jnp.zeros(leaf.shape, jnp.float32)  # noqa: E731
@@ -230,7 +230,7 @@ def accumulate(
 
 
 def grad_norm(accumulator: Accumulator) -> Float[Array, ""]:
-    """Global norm of the mean loss's gradient, before clipping."""
+    """Returns the global norm of the mean loss's gradient, before clipping."""
     return optax.tree.norm(accumulator.grads) / _count(accumulator)
 
 
@@ -244,7 +244,7 @@ def apply(
     state: TrainState,
     accumulator: Accumulator,
 ) -> TrainState:
-    """Clips, takes one optimizer step, and casts master weights to the parameters."""
+    """Clips, takes one optimizer step, and casts master weights to `params`."""
     factor = 1 / _count(accumulator)
     if max_grad_norm:
         norm = grad_norm(accumulator)
@@ -276,15 +276,15 @@ def train_step(
     state: TrainState,
     microbatches: Iterable[TokenBatch],
 ) -> tuple[TrainState, dict[str, Any]]:
-    """One optimizer step as one pure function, for notebooks and other trainers.
+    """Takes one optimizer step as a pure function, for notebooks and other trainers.
 
     Args:
-        policy: a `Policy`, or another way to predict.
+        policy: a `Policy` or another `Predictor`.
         objective: an algorithm's `objective`.
-        optimizer: optax.
+        optimizer: an optax optimizer.
         max_grad_norm: gradients are scaled down to this global norm; 0 for no clipping.
-        state: before the step.
-        microbatches: of equal shape, at least one.
+        state: the state before the step.
+        microbatches: batches of equal shape, at least one.
 
     Returns:
         The state after the step, and scalar float32 metrics.

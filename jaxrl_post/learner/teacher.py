@@ -1,7 +1,7 @@
-"""A student beside its teacher: how far apart are their distributions of each token?
+"""The divergence between a student's and a teacher's distributions of each token.
 
-Both models run in one program. Logits are in memory for a chunk of tokens at a time, in
-both passes and between them: [chunk, vocabulary], never [tokens, vocabulary].
+Both models run in one program. Forward and backward pass hold the logits of one chunk
+of tokens at a time: [chunk, vocabulary], never [tokens, vocabulary].
 """
 
 from collections.abc import Callable
@@ -26,21 +26,20 @@ __all__ = ["CHUNK_BYTES", "Comparison"]
 # Bytes of one model's float32 logits of a chunk on one device.
 CHUNK_BYTES = 64 * 2**20
 
-# Of a chunk: the unembeddings, the hidden states and what counts, to what is predicted.
+# Maps both unembeddings, a chunk's hidden states and its mask to predictions.
 Compare = Callable[[tuple[Array, Array], tuple[Array, Array], Array], tuple[Array, ...]]
 
 
 @struct.dataclass
 class Comparison:
-    """Predicts how far a student is from a frozen teacher; a `step.Predictor`.
+    """Predicts the divergence of a student from a teacher; a `step.Predictor`.
 
     Attributes:
-        student: how its hidden states come from parameters. Its temperature divides the
-            logits of both.
-        teacher: likewise; of the student's vocabulary.
+        student: the student's policy. Its temperature divides the logits of both.
+        teacher: the teacher's policy, with the student's vocabulary.
         divergence: as `Algorithm.divergence`.
-        params: the teacher's.
-        chunk_bytes: of one model's float32 logits of a chunk on one device.
+        params: the teacher's parameters.
+        chunk_bytes: bytes of one model's float32 logits of a chunk on one device.
     """
 
     student: Policy = struct.field(pytree_node=False)
@@ -50,19 +49,18 @@ class Comparison:
     chunk_bytes: int = struct.field(pytree_node=False, default=CHUNK_BYTES)
 
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
-        """Divergences and both entropies; differentiable in the student alone.
+        """Computes divergences and both entropies; the teacher gets no gradient.
 
         Args:
-            params: the student's.
+            params: the student's parameters.
             batch: packed.
 
         Returns:
-            Predictions without log-probs, of the tokens that the loss mask marks; 0
-            elsewhere.
+            Predictions without log-probs; 0 for tokens that the loss mask excludes.
         """
         mask = in_sequence(batch.loss_mask, batch.segment_ids)
         frozen = jax.lax.stop_gradient(self.params)
-        # In float32, so that its gradient is summed over the chunks in float32.
+        # In float32, so that the gradient is summed over chunks in float32.
         own = self._whole(unembedding(params)).astype(jnp.float32)
         teachers = self._whole(unembedding(frozen))
 
@@ -83,7 +81,7 @@ class Comparison:
                 hidden_states(self.teacher, frozen, batch),
             ),
             # The state at t predicts the token at t + 1. The mask is False at every
-            # segment's first token, so what wraps around is never asked for.
+            # segment's first token, so the token that wraps around is masked.
             jnp.roll(mask, -1, axis=1),
             self.student.rules,
             self.chunk_bytes,
@@ -94,13 +92,13 @@ class Comparison:
         )
 
     def _whole(self, table: Array) -> Array:
-        """An unembedding with its rows gathered, once and not for every chunk."""
+        """Gathers the rows of an unembedding once, not for every chunk."""
         return constrain(table, ("vocab", "hidden"), self.student.rules)
 
     def _logits(
         self, policy: Policy, params: PyTree, table: Array, hidden: Array
     ) -> Array:
-        """Logits over the temperature, by an unembedding that is given apart."""
+        """Computes logits over the temperature with the unembedding `table`."""
         params = params.replace(unembedding=table.astype(hidden.dtype))
         return logits(params, policy.config, hidden) / self.student.temperature
 
@@ -113,17 +111,17 @@ def _in_chunks(
     rules: Rules,
     chunk_bytes: int,
 ) -> tuple[Array, ...]:
-    """Calls `compare` on chunks of the tokens that count; 0 for the others.
+    """Calls `compare` on chunks of the unmasked tokens; 0 for masked tokens.
 
-    Each device that has rows of its own goes through those alone.
+    Each device loops over its own rows alone.
 
     Args:
-        compare: gives arrays [tokens], float32.
+        compare: returns float32 arrays [tokens].
         tables: [vocab, hidden] each.
         states: [rows, length, hidden] each.
-        on: bool [rows, length].
-        rules: how rows and vocabulary are split over the mesh of `jax.set_mesh`.
-        chunk_bytes: of float32 [tokens, vocab] on one device.
+        on: bool [rows, length], the mask.
+        rules: mesh axes of rows and vocabulary, on the mesh of `jax.set_mesh`.
+        chunk_bytes: bytes of float32 [tokens, vocab] on one device.
 
     Returns:
         Arrays [rows, length].
@@ -142,7 +140,7 @@ def _in_chunks(
     ) -> tuple[Array, ...]:
         size = on.size
         states = tuple(each.reshape(size, -1) for each in states)
-        # Those that count come first; what fills up the last chunk is out of range.
+        # Unmasked tokens come first; all other indices are out of range.
         order = jnp.nonzero(on.reshape(-1), size=size, fill_value=size)[0]
         tile = min(chunk, size)
         order = jnp.pad(order, (0, -size % tile), constant_values=size)
@@ -155,7 +153,7 @@ def _in_chunks(
             none = jax.tree.map(jnp.zeros_like, jax.eval_shape(live))
             return jax.lax.cond(counts[0], live, lambda: none)
 
-        # Of a single chunk the backward pass may as well keep the logits.
+        # With a single chunk, recomputing the logits would save no memory.
         step = one if len(order) == 1 else jax.checkpoint(one, prevent_cse=False)
         place = jnp.zeros((size,), jnp.float32).at[order.reshape(-1)]
         return tuple(
@@ -164,8 +162,8 @@ def _in_chunks(
         )
 
     if rows is not None:
-        # Over the vocabulary's axes the compiler splits what is inside; over these the
-        # gradients of the unembedding are summed once, at the border.
+        # shard_map covers the batch axes alone, so the unembedding's gradient is summed
+        # once, at its border. The compiler splits the vocabulary inside.
         local = jax.shard_map(
             local,
             in_specs=(P(), P(rows), P(rows)),

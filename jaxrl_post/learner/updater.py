@@ -1,4 +1,4 @@
-"""The updates of a step: batches scored, tokens credited, optimizer steps taken."""
+"""The updates of an RL step: scores batches, assigns credit, takes optimizer steps."""
 
 import functools
 import time
@@ -32,7 +32,7 @@ __all__ = ["Critic", "Updater", "row_tokens"]
 
 @dataclass
 class Critic:
-    """A value model of its own: its optimizer steps, and where they have led."""
+    """A separate value model with its learner and training state."""
 
     model: Model
     learner: Learner
@@ -41,17 +41,17 @@ class Critic:
 
 @dataclass
 class Updater:
-    """What trains: the policy, and its critic and reference where there are any.
+    """Trains the policy, and its critic if there is a separate one.
 
     Attributes:
-        config: of the run.
-        model: as it was opened; the parameters that train are in `state`.
-        algorithm: what is optimised.
-        learner: optimizer steps.
-        state: of training.
+        config: the run's config.
+        model: the model at step 0; its trained parameters are in `state`.
+        algorithm: the algorithm, with its objective and advantages.
+        learner: takes the optimizer steps.
+        state: the policy's training state.
         reference: None if the algorithm needs none.
-        critic: None if the algorithm has none, or one inside the policy's model.
-        phases: seconds by phase, "logprobs" and "train"; the caller may empty it.
+        critic: None if the algorithm has none, or shares the policy's backbone.
+        phases: seconds by phase, "logprobs" and "train"; the caller may reset it.
     """
 
     config: RLConfig
@@ -66,18 +66,18 @@ class Updater:
     def sequences(
         self, groups: Sequence[Group], version: int, reporter: str
     ) -> tuple[list[packing.Sequence], dict[str, float]]:
-        """Gives the tokens of groups their advantages.
+        """Makes training sequences with advantages from groups of episodes.
 
         Args:
-            groups: that were collected.
-            version: of the parameters that train on them.
+            groups: the collected groups.
+            version: version of the parameters that train on them.
             reporter: the environment's name, for messages.
 
         Returns:
-            What is trained on, and metrics.
+            The training sequences, and metrics.
 
         Raises:
-            ConfigError: the environment does not report what the algorithm reads.
+            ConfigError: the environment does not report rewards that are needed.
         """
         rollout, options = self.config.rollout, self.config.algorithm
         penalty = self._overlong if rollout.overlong_buffer else None
@@ -107,7 +107,7 @@ class Updater:
         """Takes the optimizer steps of a batch; metrics are means over them."""
         update = self.config.update
         pieces = self._minibatches(sequences, number)
-        # A divergence is of the model as it is: nothing is anchored.
+        # A divergence from a teacher has no ratio, so it needs no proximal log-probs.
         anchored = self.algorithm.divergence is None
         needs_proximal = anchored and update.minibatches * update.epochs > 1
         with self._phase("logprobs"):
@@ -128,7 +128,7 @@ class Updater:
         }
 
     def snapshot(self) -> TrainState:
-        """All arrays that a checkpoint holds."""
+        """Returns all arrays of a checkpoint."""
         critic = None if self.critic is None else self.critic.state
         return self.state.replace(critic=critic)  # type: ignore[attr-defined]
 
@@ -139,7 +139,7 @@ class Updater:
         return self.learner.layout.replace(critic=critic)  # type: ignore[attr-defined]
 
     def load_snapshot(self, snapshot: TrainState) -> None:
-        """Takes up what `snapshot` gave."""
+        """Restores the state from `snapshot`."""
         if self.critic is not None:
             assert snapshot.critic is not None
             self.critic.state = snapshot.critic
@@ -170,7 +170,7 @@ class Updater:
         return np.asarray(self.algorithm.advantages(*read))
 
     def _parts(self, groups: Sequence[Group], reporter: str) -> tuple[str, ...]:
-        """Names of the parts of the rewards, where the algorithm reads them."""
+        """Returns the names of the rewards' parts, if the algorithm reads them."""
         if self.algorithm.reads != "components":
             return ()
         episodes = [e for group in groups for e in group.episodes]
@@ -188,7 +188,7 @@ class Updater:
         return wanted or tuple(found)
 
     def _overlong(self, lengths: np.ndarray) -> np.ndarray:
-        """The penalty of a completion that comes near the most tokens."""
+        """Computes the penalty of completions close to the maximum length."""
         rollout = self.config.rollout
         return np.asarray(
             shaping.overlong_penalty(
@@ -201,7 +201,7 @@ class Updater:
         )
 
     def _updated(self, piece: TokenBatch, number: int, where: str) -> dict[str, float]:
-        """One optimizer step of the critic, where there is one, and of the policy."""
+        """Takes one optimizer step of the critic, if any, and of the policy."""
         metrics: dict[str, float] = {}
         if self.critic is not None:
             self.critic.state, found = self.critic.learner.update(
@@ -219,7 +219,7 @@ class Updater:
     def _minibatches(
         self, sequences: list[packing.Sequence], number: int
     ) -> list[TokenBatch]:
-        """Packs a batch as many times as it gets optimizer steps in a pass."""
+        """Splits the sequences of a batch into packed minibatches."""
         count = min(self.config.update.minibatches, max(len(sequences), 1))
         if count > 1:
             order = np.random.default_rng([self.config.seed, number])
@@ -253,7 +253,7 @@ class Updater:
             whole = self.critic.model.whole(self.critic.state.params)
             values = self.critic.learner.scorer.predict(whole, batch).values_after
         if values is not None:
-            # Before a token: what the critic said after the one in front of it.
+            # The value before a token is the critic's output after the previous token.
             found["values_before"] = np.roll(values, 1, axis=1)
         return batch.replace(**found)  # type: ignore[attr-defined]
 
@@ -264,7 +264,7 @@ class Updater:
 
 
 def row_tokens(config: RLConfig) -> int:
-    """Length of a packed row."""
+    """Returns the length of a packed row."""
     longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     length = config.update.row_tokens or -(-longest // 8) * 8
     if length < longest:
