@@ -43,7 +43,7 @@ def make_algorithm(
         distill: the options of distillation.
 
     Raises:
-        ConfigError: the algorithm does not use an option, or lacks one.
+        ConfigError: an option is unused by the algorithm, or a required one is missing.
         ValueError: a hyperparameter is out of its range.
     """
     check_algorithm(config, critic, distill)
@@ -107,7 +107,7 @@ def make_correction(config: CorrectionConfig) -> Correction | None:
     """Builds the correction that a configuration names, None for none.
 
     Raises:
-        ConfigError: this kind does not use an option, or lacks one.
+        ConfigError: an option is unused by this kind, or a required one is missing.
         ValueError: a bound is out of its range.
     """
     if config == CorrectionConfig():

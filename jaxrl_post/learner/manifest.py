@@ -1,8 +1,8 @@
 """A manifest of a checkpoint's files, to detect missing and damaged files.
 
 TensorStore's index has checksums, but its arrays do not: a changed byte restores a
-wrong number without an error. Its errors about missing files are unclear. So every
-checkpoint has a list of its files with sizes and checksums.
+wrong number without an error. TensorStore's errors about missing files are unclear. So
+every checkpoint has a list of its files with sizes and checksums.
 """
 
 import errno

@@ -94,8 +94,7 @@ def decoder_from_hf(
     Args:
         raw: the parsed config.json.
         defaults: the family's defaults.
-        rotation: rotary embedding of full-attention layers, if the family reads it
-            itself.
+        rotation: rotary embedding of full layers; None reads it from `raw`.
         width_key: key of the MLP's width.
 
     Returns:

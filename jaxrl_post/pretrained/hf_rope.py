@@ -64,7 +64,7 @@ def layer_ropes(raw: Json) -> tuple[Json, Json]:
 
     Raises:
         CheckpointError: `rope_parameters` has one dictionary for all layers, or
-            `rope_scaling` lacks `rope_type`; transformers would ignore either.
+            `rope_scaling` has `type` but no `rope_type`; transformers ignores both.
     """
     parameters = section(raw, "rope_parameters")
     if parameters.keys() - {FULL, SLIDING}:

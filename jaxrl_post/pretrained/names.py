@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 __all__ = ["nearest_first"]
 
-# Names in one message at most; the similar ones are always among them.
+# The maximum number of names in one message; similar names are always among them.
 MOST = 24
 
 

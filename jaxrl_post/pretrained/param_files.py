@@ -194,7 +194,7 @@ def _fill(tensor: np.ndarray, entry: Entry, value: Array) -> None:
     for shard in value.addressable_shards:
         if shard.replica_id != 0:
             continue
-        # The caller's mesh may be set; it has other devices than this shard's.
+        # A mesh that the caller has set would have other devices than this shard.
         with jax.set_mesh(Mesh(np.array([shard.device]), ("shard",))):
             if entry.expert is None:
                 own, index = _turned(order, shard.data), shard.index

@@ -2,7 +2,7 @@
 
 A quantised tensor is stored as codes and scales. They become one `Tensor` with the name
 of the unquantised release. A region of this tensor is computed from the regions of
-codes and scales that it needs, so one shard costs the memory of one shard.
+codes and scales that it needs, so reading a shard does not read the whole tensor.
 """
 
 import functools

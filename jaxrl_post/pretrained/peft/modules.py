@@ -19,7 +19,7 @@ def whole_of_modules(
 ) -> tuple[str, ...]:
     """Converts PEFT's modules_to_save to parameter paths, as in `LoRAConfig.whole`.
 
-    Like PEFT, it matches the ends of names. Unknown modules are ignored, because PEFT
+    As in PEFT, the ends of names must match. Unknown modules are ignored, because PEFT
     lists modules for a classifier that the model may not have.
 
     Args:
