@@ -122,7 +122,7 @@ def pack(
     height = max(1, -(-len(rows) // row_multiple)) * row_multiple
     batch = _empty(height, length)
     members = [sequence for unit in units for sequence in unit]
-    given = {
+    given: dict[str, np.ndarray] = {
         field: np.zeros((height, length), np.float32)
         for name, field in _OPTIONAL.items()
         if any(getattr(each, name) is not None for each in members)

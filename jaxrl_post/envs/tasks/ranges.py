@@ -10,8 +10,8 @@ def require_integer(argument: str, value: object, low: int, high: int) -> None:
     Traceback (most recent call last):
     ValueError: terms must be an integer in [2, 8], got 9
     """
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not low <= value <= high:
+    # True and False are integers to isinstance.
+    if type(value) is not int or not low <= value <= high:
         raise ValueError(
             f"{argument} must be an integer in [{low}, {high}], got {value!r}"
         )
