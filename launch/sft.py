@@ -13,10 +13,10 @@ from launch.training import beginning
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """Imports the function that does the work, as `Program.load`."""
-    from jaxrl_post.programs.offline import run_sft
+    from jaxrl_post.programs.offline import run_offline
     from jaxrl_post.programs.run import RUN_ERRORS
 
-    return run_sft, RUN_ERRORS
+    return run_offline, RUN_ERRORS
 
 
 PROGRAM = cli.Program(

@@ -63,7 +63,7 @@ from jaxrl_post.records import notation
 from jaxrl_post.records.sinks import ACCURACY, warnings_shown
 from jaxrl_post.types import PyTree
 
-__all__ = ["run_preference", "run_reward", "run_sft"]
+__all__ = ["run_offline"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Job:
 
     Attributes:
         objective: loss of a packed batch.
+        examples: the data set, before the tokenizer is known.
         fitting: returns the examples that are short enough, given the tokenizer.
         imitated: returns the examples of a warm start, given the data set.
         measured: returns the examples that KTO measures, forward only; else None.
@@ -80,9 +81,11 @@ class Job:
         sequences: number of sequences per example, side by side in a row.
         noun: for examples, in messages.
         right: name of the objective's accuracy metric.
+        head: of the model that is trained.
     """
 
     objective: ObjectiveFn
+    examples: Examples
     fitting: Callable[[Tokenizer], Examples]
     imitated: Callable[[Any], Examples] = lambda examples: examples
     measured: Callable[[Any], Measured | None] = lambda examples: None
@@ -91,6 +94,7 @@ class Job:
     sequences: int = 1
     noun: str = "pairs"
     right: str = "preference/accuracy"
+    head: Head = "lm"
 
 
 @dataclass(frozen=True)
@@ -101,17 +105,42 @@ class HeldOut:
     count: int
 
 
-def run_sft(
-    config: SFTConfig,
+def run_offline(
+    config: OfflineConfig,
     *,
     console: Console,
     command: str,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Trains on chats or demonstrations; arguments and errors as `run_rl`."""
+    """Trains on a data set, from the beginning or from a checkpoint.
+
+    Args:
+        config: of the run, an `SFTConfig`, a `PreferenceConfig` or a `RewardConfig`.
+        console: for output to people.
+        command: the command line, for the report.
+        should_stop: called after each step; if it returns True, the run saves and ends.
+
+    Raises:
+        ConfigError, MeshError: before anything is compiled.
+        DivergenceError, CheckpointError: the last checkpoint is whole.
+    """
     check_options(config)
     fetched = fetch_run(config, console=console)
     config = fetched.config
+    match config:
+        case SFTConfig():
+            job = _fine_tuning(config, console)
+        case PreferenceConfig():
+            job = _preferences(config, console)
+        case RewardConfig():
+            job = _reward_model(config, console)
+        case _:
+            raise TypeError(f"config must be of a program here, got {type(config)}")
+    return _run(fetched, job, console, command, should_stop)
+
+
+def _fine_tuning(config: SFTConfig, console: Console) -> Job:
+    """Chats or demonstrations."""
     if config.env is None and config.data.path is not None:
         examples = open_chats(config.data, console)
         fitting = partial(examples.fitting, max_tokens=config.max_tokens)
@@ -121,21 +150,13 @@ def run_sft(
             tasks = open_tasks(environment, config.data.on_overlap)
         examples = Demonstrations(tasks, config.max_tokens)
         fitting = examples.fitting
-    job = Job(supervised.next_token, functools.cache(fitting), noun="examples")
-    return _run(fetched, job, examples, console, command, should_stop)
+    return Job(
+        supervised.next_token, examples, functools.cache(fitting), noun="examples"
+    )
 
 
-def run_preference(
-    config: PreferenceConfig,
-    *,
-    console: Console,
-    command: str,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Outcome:
-    """Trains a policy on preferences; arguments and errors as `run_rl`."""
-    check_options(config)
-    fetched = fetch_run(config, console=console)
-    config = fetched.config
+def _preferences(config: PreferenceConfig, console: Console) -> Job:
+    """Pairs, or judged answers for KTO."""
     algorithm = make_preference(config.loss)
     require_directory(config.loss.reference, "--loss.reference")
     mismatched = algorithm.mismatched
@@ -150,8 +171,9 @@ def run_preference(
             return None
         return Measured(fitting.mismatched(config.max_tokens), mismatched)
 
-    job = Job(
+    return Job(
         algorithm.objective,
+        examples,
         functools.cache(partial(examples.fitting, max_tokens=config.max_tokens)),
         imitated=lambda fitting: fitting.imitated(),
         measured=measured,
@@ -160,46 +182,36 @@ def run_preference(
         sequences=2 if mismatched is None else 1,
         noun="pairs" if mismatched is None else "answers",
     )
-    return _run(fetched, job, examples, console, command, should_stop)
 
 
-def run_reward(
-    config: RewardConfig,
-    *,
-    console: Console,
-    command: str,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Outcome:
-    """Trains a reward model, of either kind; arguments and errors as `run_rl`."""
-    check_options(config)
-    fetched = fetch_run(config, console=console)
-    config = fetched.config
+def _reward_model(config: RewardConfig, console: Console) -> Job:
+    """Pairs, or solutions in steps for a process reward model."""
     if config.kind == "outcome":
         pairs = open_pairs(config.data, console, margin=config.margin, remedy="")
-        job = Job(
+        return Job(
             reward_model.bradley_terry(centering=config.centering),
+            pairs,
             functools.cache(partial(pairs.fitting, max_tokens=config.max_tokens)),
             sequences=2,
+            head="value",
         )
-        return _run(fetched, job, pairs, console, command, should_stop, head="value")
     solutions = open_solutions(config.data, console, separator=config.separator)
-    job = Job(
+    return Job(
         reward_model.process_reward(),
+        solutions,
         functools.cache(partial(solutions.fitting, max_tokens=config.max_tokens)),
         noun="solutions",
         right="process/first_error_accuracy",
+        head="process",
     )
-    return _run(fetched, job, solutions, console, command, should_stop, head="process")
 
 
 def _run(
     fetched: Fetched[Any],
     job: Job,
-    examples: Examples,
     console: Console,
     command: str,
     should_stop: Callable[[], bool],
-    head: Head = "lm",
 ) -> Outcome:
     config: OfflineConfig = fetched.config
     longest = job.sequences * config.max_tokens
@@ -232,8 +244,8 @@ def _run(
         fetched,
         console=console,
         command=command,
-        texts=examples.texts,
-        head=head,
+        texts=job.examples.texts,
+        head=job.head,
         complete=checked,
         warm_start=warm_start,
     ) as run:

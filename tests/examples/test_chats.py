@@ -14,7 +14,7 @@ from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.data.chats import Chat, Text
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.chats import Chats, open_chats
-from jaxrl_post.programs.offline import run_sft
+from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.records.path import run_path
 
 PLAIN = Tokenizer.train(["user assistant 0123456789+= abc"] * 3)
@@ -179,4 +179,4 @@ def test_sft_reads_the_file_that_is_named_without_an_environment(file, console):
     assert run_path(config).name == "sft-chats-demo"
     assert run_path(SFTConfig()).name == "sft-arithmetic-demo"
     with pytest.raises(ValueError, match=r"chats.jsonl:5: no field 'completion'"):
-        run_sft(config, console=console, command="")
+        run_offline(config, console=console, command="")

@@ -21,7 +21,7 @@ from jaxrl_post.config.offline import (
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import EvalConfig, UpdateConfig
 from jaxrl_post.examples.preferences import make_preference, open_judgements, open_pairs
-from jaxrl_post.programs.offline import run_preference, run_reward
+from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.records.directory import read_rows
 from tests.programs.trainers import CONFIG, make_model
 
@@ -145,11 +145,9 @@ def test_pairs_are_not_made_of_judged_answers(written):
         match=r"--data\.path: .*jsonl holds answers with a label each, no pairs; .*"
         "prompt, chosen and rejected, or use --loss.name kto for these",
     ):
-        run_preference(
-            PreferenceConfig(data=written(JUDGED)), console=NOWHERE, command=""
-        )
+        run_offline(PreferenceConfig(data=written(JUDGED)), console=NOWHERE, command="")
     with pytest.raises(ConfigError, match=r"with prompt, chosen and rejected$"):
-        run_reward(RewardConfig(data=written(JUDGED)), console=NOWHERE, command="")
+        run_offline(RewardConfig(data=written(JUDGED)), console=NOWHERE, command="")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +172,7 @@ def test_no_file_is_refused():
 def test_a_negative_margin_is_refused(written):
     config = RewardConfig(data=written(SCORED), margin=-1.0)
     with pytest.raises(ConfigError, match=r"--margin: must be at least 0; got -1"):
-        run_reward(config, console=NOWHERE, command="")
+        run_offline(config, console=NOWHERE, command="")
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +194,9 @@ QUICK = PreferenceConfig(
 )
 
 
-def ran(start, config) -> tuple[dict[int, dict[str, float]], str]:
+def ran(config) -> tuple[dict[int, dict[str, float]], str]:
     console = Console(file=(out := io.StringIO()), width=200)
-    assert start(config, console=console, command="").completed
+    assert run_offline(config, console=console, command="").completed
     rows = read_rows(Path(config.run_dir) / "metrics.jsonl")
     return {row["step"]: row["metrics"] for row in rows}, out.getvalue()
 
@@ -211,7 +209,7 @@ def test_kto_learns_what_is_desirable(written, model, tmp_path):
         data=written(JUDGED),
         loss=PreferenceLossConfig("kto", undesirable_weight=1.5),
     )
-    found, said = ran(run_preference, config)
+    found, said = ran(config)
     # At initialisation nothing is gained or lost: half of each weight.
     assert found[0]["eval/reference_point"] == pytest.approx(0.0, abs=1e-4)
     assert found[0]["eval/accuracy"] < found[12]["eval/accuracy"]
@@ -238,7 +236,7 @@ def test_the_margin_moves_the_rewards_apart(written, model, tmp_path):
             centering=0.0,
             margin=margin,
         )
-        found, _ = ran(run_reward, config)
+        found, _ = ran(config)
         margins[margin] = found[1]["train/loss"]
     # Rewards begin near 0; softplus(margin) for margins of 5 to 7.
     assert margins[0.0] == pytest.approx(0.693, abs=0.1)

@@ -26,7 +26,7 @@ from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.learner.state import create, make_optimizer
 from jaxrl_post.models.adapters.lora import adapter_specs, initialize_adapter, merged
 from jaxrl_post.models.adapters.quantized import quantize
-from jaxrl_post.programs.offline import run_sft
+from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from launch import convert
 
@@ -131,7 +131,7 @@ def trained(model, tmp_path_factory) -> Path:
         optimizer=OptimizerConfig(learning_rate=0.01),
         checkpoint=CheckpointConfig(every=1),
     )
-    assert run_sft(config, console=Console(quiet=True), command="").completed
+    assert run_offline(config, console=Console(quiet=True), command="").completed
     return folder
 
 
@@ -156,7 +156,7 @@ def test_a_checkpoint_to_orbax_is_a_model_to_train(trained, tmp_path):
         # So small that bfloat16 does not show it: what comes out is what went in.
         optimizer=OptimizerConfig(learning_rate=1e-12),
     )
-    assert run_sft(config, console=Console(quiet=True), command="").completed
+    assert run_offline(config, console=Console(quiet=True), command="").completed
     assert same(tensors(tmp_path / "run" / "model"), tensors(trained / "model"))
 
 

@@ -21,7 +21,7 @@ from jaxrl_post.learner import checkpoint
 from jaxrl_post.learner.checkpoint import CheckpointError
 from jaxrl_post.programs.convert import ConvertConfig, convert
 from jaxrl_post.programs.evaluate import EvaluateConfig, run_evaluation
-from jaxrl_post.programs.offline import run_sft
+from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.run import Outcome
 from jaxrl_post.records.directory import read_rows
 from tests.programs.trainers import CONFIG, make_model
@@ -58,7 +58,7 @@ def config(tmp_path_factory) -> SFTConfig:
 def go_on(config: SFTConfig) -> tuple[Outcome, str]:
     out = io.StringIO()
     console = Console(file=out, width=1000)
-    return run_sft(config, console=console, command=""), out.getvalue()
+    return run_offline(config, console=console, command=""), out.getvalue()
 
 
 @pytest.fixture(scope="module")

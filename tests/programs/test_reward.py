@@ -20,7 +20,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.preferences import open_solutions
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.pretrained import CheckpointError
-from jaxrl_post.programs.offline import run_reward
+from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.records.directory import RunDirectory, read_rows
 
 NOWHERE = Console(file=io.StringIO())
@@ -89,7 +89,7 @@ def llama(tmp_path_factory) -> str:
 def test_options_that_a_kind_lacks_are_refused(written, options, message):
     config = RewardConfig(**{"kind": "process", "data": written(ROWS)} | options)
     with pytest.raises(ConfigError, match=message):
-        run_reward(config, console=NOWHERE, command="")
+        run_offline(config, console=NOWHERE, command="")
 
 
 def test_files_that_do_not_serve_are_refused(written):
@@ -126,7 +126,7 @@ def test_a_family_that_cannot_be_saved_is_refused_at_once(written, tmp_path):
         max_tokens=24,
     )
     with pytest.raises(CheckpointError, match="has no token classifier of granite, as"):
-        run_reward(config, console=NOWHERE, command="")
+        run_offline(config, console=NOWHERE, command="")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -148,7 +148,7 @@ def test_a_process_reward_model_learns_and_is_saved(written, llama, tmp_path):
         QUICK, run_dir=str(tmp_path / "run"), model=llama, data=written(ROWS)
     )
     console = Console(file=(out := io.StringIO()), width=200)
-    assert run_reward(config, console=console, command="").completed
+    assert run_offline(config, console=console, command="").completed
     run = RunDirectory(tmp_path / "run")
     found = {row["step"]: row["metrics"] for row in read_rows(run.metrics)}
     # The head begins at zero, which says "wrong" of every step.
@@ -171,7 +171,7 @@ def test_a_process_reward_model_learns_and_is_saved(written, llama, tmp_path):
     again = replace(
         config, run_dir=str(tmp_path / "again"), model=str(run.path / "model"), steps=1
     )
-    run_reward(again, console=NOWHERE, command="")
+    run_offline(again, console=NOWHERE, command="")
     (first, *_) = read_rows(tmp_path / "again" / "metrics.jsonl")
     assert first["metrics"]["eval/accuracy"] == 1.0
 
@@ -184,7 +184,7 @@ def test_beside_an_adapter_the_head_is_trained_whole(written, llama, tmp_path):
         data=written(ROWS),
         lora=AdapterConfig(rank=2),
     )
-    assert run_reward(config, console=NOWHERE, command="").completed
+    assert run_offline(config, console=NOWHERE, command="").completed
     found = {
         row["step"]: row["metrics"] for row in read_rows(tmp_path / "run/metrics.jsonl")
     }

@@ -29,7 +29,7 @@ def _coin(monkeypatch):
 def begin(config: RLConfig | SFTConfig) -> str:
     out = io.StringIO()
     console = Console(file=out, width=200)
-    start = online.run_rl if isinstance(config, RLConfig) else offline.run_sft
+    start = online.run_rl if isinstance(config, RLConfig) else offline.run_offline
     start(config, console=console, command="")
     return out.getvalue()
 
