@@ -430,6 +430,25 @@ def test_the_anchor_behavior_is_the_sampler_in_the_proximal_place(unpacked):
     assert abs(loss - other) > 1e-2
 
 
+@pytest.mark.parametrize("name", ["grpo", "dapo", "rloo"])
+def test_the_loss_rewards_the_mean_entropy(name, unpacked):
+    """With the weight of the entropy, and in the loss's own reduction."""
+    policy_logprobs, batch = unpacked
+    mask = np.asarray(batch.loss_mask)
+    entropies = np.where(mask, np.random.default_rng(1).gamma(2.0, 0.5, mask.shape), 9)
+    predictions = Predictions(policy_logprobs, jnp.array(entropies, jnp.float32))
+    with_bonus = MAKERS[name](entropy_coefficient=0.25).objective(predictions, batch)
+    without = MAKERS[name]().objective(predictions, batch)
+    rows = [row[kept] for row, kept in zip(entropies, mask, strict=True) if kept.any()]
+    mean = {
+        "grpo": np.mean([row.mean() for row in rows]),
+        "dapo": np.concatenate(rows).mean(),
+        "rloo": np.mean([row.sum() for row in rows]),
+    }[name]
+    gained = without.loss.mean() - with_bonus.loss.mean()
+    np.testing.assert_allclose(gained, 0.25 * mean, rtol=1e-4)
+
+
 def _square(batch, policy_logprobs):
     """As many rows as tokens, where NumPy would broadcast one of them."""
     length = batch.shape[1]
