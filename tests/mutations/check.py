@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.mutations.faults import FAULTS, ROOT, Fault
 
-DEADLINE_S = 900
+DEADLINE_S = 300
 COPIED = ("jaxrl_post", "launch", "tests", "pyproject.toml", "notebooks")
 PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not all"]
 

@@ -353,17 +353,17 @@ SAMPLER = [
     ),
     Fault(
         "the token that ends an answer is dropped",
-        "sampler/decode.py",
-        "jnp.where(state.active, drawn.tokens, -1)",
-        "jnp.where(state.active & ~(drawn.tokens[:, None] == state.stop_ids)"
-        ".any(axis=1), drawn.tokens, -1)",
+        "sampler/engine.py",
+        '                reason = "stop"\n            elif',
+        '                reason = "stop"\n'
+        "                running.tokens = running.tokens[:-1]\n            elif",
         "sampler/test_engine.py",
     ),
     Fault(
-        "an answer is one token longer than it may be",
-        "sampler/decode.py",
-        "going_on = state.active & ~stopped & (remaining > 0)",
-        "going_on = state.active & ~stopped & (remaining >= 0)",
+        "an answer that was cut is said to have stopped",
+        "sampler/engine.py",
+        'reason = "length"',
+        'reason = "stop"',
         "sampler/test_engine.py",
     ),
     Fault(
