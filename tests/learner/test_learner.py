@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxrl_post import algorithms, models
@@ -199,3 +200,39 @@ def test_proximal_and_reference_are_scored_with_the_given_parameters():
     # At the parameters that scored it, the ratio is 1 and both divergences are 0.
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-6)
     assert metrics["policy/kl_to_reference"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, 100.0, 0.25])
+def test_an_update_follows_the_gradient_of_the_mean_loss(share):
+    """Over all microbatches, cut to the largest norm and never scaled up to it."""
+    jax.set_mesh(mesh := create_mesh("dp1", jax.devices()[:1]))
+    params = models.initialize(jax.random.key(0), SPECS, jnp.float32, mesh)
+    policy, objective = pure.Policy(CONFIG), algorithms.dapo().objective
+    batch = jax.tree.map(jnp.asarray, packing.pack(sequences(), 16, 8))
+
+    def mean(params):
+        return objective(policy.predict(params, batch), batch).loss.mean()
+
+    loss, gradient = jax.jit(jax.value_and_grad(mean))(params)
+    norm = float(optax.tree.norm(gradient))
+    # The plainest optimizer: an adaptive one hides a gradient's scale.
+    optimizer = optax.sgd(1.0)
+    state = training.TrainState(
+        jnp.zeros((), jnp.int32), params, None, optimizer.init(params)
+    )
+    pieces = [
+        rows_of(batch, first, first + 8) for first in range(0, len(batch.tokens), 8)
+    ]
+    assert len(pieces) > 1
+    step = functools.partial(
+        pure.train_step, policy, objective, optimizer, share * norm
+    )
+    after, metrics = jax.jit(step)(state, pieces)
+    assert float(metrics["train/loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(metrics["train/grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    clip = min(1.0, share) if share else 1.0
+    moved = jax.tree.map(lambda old, new: old - new, params, after.params)
+    for found, expected in zip(
+        jax.tree.leaves(moved), jax.tree.leaves(gradient), strict=True
+    ):
+        np.testing.assert_allclose(found, clip * expected, rtol=1e-3, atol=1e-6)

@@ -381,10 +381,10 @@ SAMPLER = [
         "sampler/test_engine.py",
     ),
     Fault(
-        "a cancelled sample goes on in its slot",
+        "what was decoded before a cancellation is lost",
         "sampler/engine.py",
-        "                self._keep[slots[running.id]] = False",
-        "                self._keep[slots[running.id]] = True",
+        "        done = self.collect()\n",
+        "        done: list[Completion] = []\n        self._burst = None\n",
         "sampler/test_engine.py rollout/test_engine_episodes.py",
     ),
     Fault(
