@@ -236,6 +236,7 @@ def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns
     collector.start(list(tasks.items()), 3, SAMPLING)
     sampler = ScriptedSampler(say, 5, pieces=4, version=0)
     found: list[Group] = []
+    requests = sampler.requests
     version = 0
     while collector.in_flight:
         found += collector.poll(sampler, time.monotonic() + 60)
@@ -247,6 +248,7 @@ def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns
             state = json.loads(json.dumps(collector.state()))
             version += 1
             sampler = ScriptedSampler(say, 5, pieces=4, version=version)
+            sampler.requests = requests
             collector = Collector(Characters(), Patient(environment), TURNS)
             collector.restore(state, tasks)
             assert json.loads(json.dumps(collector.state())) == state
@@ -254,6 +256,11 @@ def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns
             # Else the next round would wait for a judgement.
             collector.judges.answer()
     assert version > 0, "the test shows nothing"
+    assert any(request.num_sampled for request in requests)
+    for request in requests:
+        # An answer that goes on has its limit, what it has said included.
+        left = request.sampling.max_tokens
+        assert left + request.num_sampled == SAMPLING.max_tokens
     found.sort(key=lambda group: group.prompt_id)
     assert list(map(without_versions, found)) == list(map(without_versions, expected))
     for group in found:
