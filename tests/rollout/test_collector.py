@@ -238,8 +238,10 @@ def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns
     found: list[Group] = []
     requests = sampler.requests
     version = 0
+    deadline = time.monotonic() + 60
     while collector.in_flight:
-        found += collector.poll(sampler, time.monotonic() + 60)
+        assert time.monotonic() < deadline, "an episode is lost"
+        found += collector.poll(sampler, deadline)
         if random.random() < 0.5:
             collector.judges.answer()
         if random.random() < 0.3 and collector.in_flight:
