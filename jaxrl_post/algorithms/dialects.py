@@ -143,7 +143,8 @@ def grpo(
         framework: one of this module.
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        dual_clip: > 1; None for the framework's own.
+        dual_clip: > 1; None for the framework's own, which
+            `framework._replace(dual_clip=None)` takes away.
         reduction: one of `losses.reduce`.
         **shared: see `SharedOptions`; they override the framework's own.
 
@@ -160,6 +161,8 @@ def grpo(
     True
     """
     dual_clip = framework.dual_clip if dual_clip is None else dual_clip
+    if framework.name == TRL.name:
+        _check_trl(clip_high, dual_clip, reduction, shared)
     return compose(
         advantages=framework.normalized,
         policy_loss=terms.clipped_token_ratio(
@@ -188,7 +191,8 @@ def dr_grpo(
             responses.
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        dual_clip: > 1; None for the framework's own.
+        dual_clip: > 1; None for the framework's own, which
+            `framework._replace(dual_clip=None)` takes away.
         **shared: see `SharedOptions`; they override the framework's own.
 
     Returns:
@@ -291,12 +295,7 @@ def trl_grpo(
     >>> trl_grpo(ratio_level="sequence", kl_coefficient=0.04).needs_reference
     True
     """
-    weight = shared.get("entropy_coefficient", 0.0)
-    if weight and reduction is not reduce.token_mean:
-        raise ValueError(
-            f"entropy_coefficient must be 0 with this reduction, got {weight}; TRL's "
-            "entropy is a mean over tokens, which has another denominator"
-        )
+    _check_trl(clip_high, dual_clip, reduction, shared)
     policy_loss = _trl_clip(clip_low, clip_high, dual_clip, ratio_level)
     if threshold is not None:
         policy_loss = terms.opsm(policy_loss, threshold=threshold)
@@ -314,10 +313,6 @@ def _trl_clip(
     clip_low: float, clip_high: float, dual_clip: float | None, ratio_level: str
 ) -> PolicyLoss:
     """TRL's clipped surrogate, of tokens or of sequences."""
-    if dual_clip is not None and dual_clip <= 1 + clip_high:
-        raise ValueError(
-            f"dual_clip must be > 1 + clip_high = {1 + clip_high}, got {dual_clip}"
-        )
     if ratio_level == "token":
         return terms.clipped_token_ratio(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
@@ -331,3 +326,22 @@ def _trl_clip(
             f"dual_clip must be None with ratio_level 'sequence', got {dual_clip}"
         )
     return terms.clipped_sequence_ratio(clip_low=clip_low, clip_high=clip_high)
+
+
+def _check_trl(
+    clip_high: float,
+    dual_clip: float | None,
+    reduction: Reduction,
+    shared: SharedOptions,
+) -> None:
+    """Refuses what TRL computes otherwise."""
+    if dual_clip is not None and dual_clip <= 1 + clip_high:
+        raise ValueError(
+            f"dual_clip must be > 1 + clip_high = {1 + clip_high}, got {dual_clip}"
+        )
+    weight = shared.get("entropy_coefficient", 0.0)
+    if weight and reduction is not reduce.token_mean:
+        raise ValueError(
+            f"entropy_coefficient must be 0 with this reduction, got {weight}; TRL's "
+            "entropy is a mean over tokens, which has another denominator"
+        )

@@ -182,6 +182,10 @@ def raise_early(algorithm: PreferenceAlgorithm) -> None:
             labels=zeros,
         )
         algorithm.objective(Predictions(zeros), batch)
+        if algorithm.mismatched is not None:
+            # Answers to other prompts have no labels.
+            others = batch.replace(labels=None)  # type: ignore[attr-defined]
+            algorithm.mismatched(Predictions(zeros), others)
 
     jax.eval_shape(one_pair)
 

@@ -64,7 +64,8 @@ def kto(
     @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         answers, point = _answers(predictions, batch), _reference_point(batch)
-        policy, reference, desirable, valid = answers
+        policy, reference, valid = answers
+        desirable = _totals(_require_labels(batch), batch) > 0
         losses = unpaired.kto_loss(
             policy,
             reference,
@@ -105,23 +106,22 @@ class _Answers(NamedTuple):
 
     policy: PerAnswer
     reference: PerAnswer
-    desirable: Bool[Array, "rows answers"]
     valid: Bool[Array, "rows answers"]
 
 
 def _answers(predictions: Predictions, batch: TokenBatch) -> _Answers:
-    mask = in_sequence(batch.loss_mask, batch.segment_ids)
-
-    def total(values: Float[Array, "rows length"]) -> PerAnswer:
-        # The mask is False in segment 0, the padding, so its total is 0.
-        return segment_totals(counted(values, mask), batch.segment_ids)
-
+    ones = jnp.ones(batch.shape, jnp.float32)
     return _Answers(
-        total(require_logprobs(predictions)),
-        total(require_reference(batch)),
-        total(_require_labels(batch)) > 0,
-        total(mask.astype(jnp.float32)) > 0,
+        _totals(require_logprobs(predictions), batch),
+        _totals(require_reference(batch), batch),
+        _totals(ones, batch) > 0,
     )
+
+
+def _totals(values: Float[Array, "rows length"], batch: TokenBatch) -> PerAnswer:
+    """Sums over the counted tokens of each answer; 0 for segment 0, the padding."""
+    mask = in_sequence(batch.loss_mask, batch.segment_ids)
+    return segment_totals(counted(values, mask), batch.segment_ids)
 
 
 def _require_labels(batch: TokenBatch) -> Float[Array, "rows length"]:
@@ -135,7 +135,7 @@ def _require_labels(batch: TokenBatch) -> Float[Array, "rows length"]:
 
 @checked
 def _mean_log_ratio(predictions: Predictions, batch: TokenBatch) -> Objective:
-    policy, reference, _, valid = _answers(predictions, batch)
+    policy, reference, valid = _answers(predictions, batch)
     return Objective(preference.implicit_reward(policy, reference, valid, beta=1.0), {})
 
 

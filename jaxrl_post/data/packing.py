@@ -94,7 +94,8 @@ def pack(
         NumPy arrays [rows, length], at least `row_multiple` rows.
 
     Raises:
-        ValueError: a sequence, or a tuple of sequences, is longer than a row.
+        ValueError: a sequence, or a tuple of sequences, is longer than a row, or only
+            some sequences have labels.
 
     >>> one = Sequence.of([5], [6, 7])
     >>> pack([one, one], length=8, row_multiple=1).segment_ids
@@ -127,6 +128,8 @@ def pack(
         for name, field in _OPTIONAL.items()
         if any(getattr(each, name) is not None for each in members)
     }
+    if "labels" in given and any(each.labels is None for each in members):
+        raise ValueError("pack: all sequences must have labels, or none of them")
     if any(each.truncated is not None for each in members):
         given["truncated"] = np.zeros((height, length), np.bool_)
     batch = batch.replace(**given)  # type: ignore[attr-defined]

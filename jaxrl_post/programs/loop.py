@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import grain
@@ -27,6 +28,10 @@ class Training(Protocol):
     @property
     def layout(self) -> TrainState:
         """Shardings of `snapshot`."""
+        ...
+
+    def logs(self, resume_step: int) -> AbstractContextManager[Any]:
+        """Opens what is logged beside metrics, cut back to a step; -1 for a new run."""
         ...
 
     def snapshot(self) -> TrainState:
@@ -82,6 +87,7 @@ def train(
     metrics: dict[str, float] = {}
     with (
         run.open_metrics(latest) as metrics_log,
+        training.logs(-1 if latest is None else latest),
         Progress(run.console, total_steps=config.steps) as progress,
     ):
         if latest is None:

@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -260,6 +261,18 @@ def _loop(
     row_tokens: int,
     should_stop: Callable[[], bool],
 ) -> Outcome:
+    training = _training(run, job, examples, row_tokens)
+    step, metrics = train(
+        run, training, should_stop=should_stop, log_every=run.config.log_every
+    )
+    _say_accuracy(run, metrics, training.held_out, job.noun)
+    return finish(run, training.state, step)
+
+
+def _training(
+    run: Run[OfflineConfig], job: Job, examples: Examples, row_tokens: int
+) -> "_Training":
+    """What the loop trains; nothing else keeps the initial state alive."""
     config, model = run.config, run.model
     learner, state = begin_training(
         model,
@@ -275,7 +288,7 @@ def _loop(
     _print_layout(run, learner, state, reference, row_tokens)
     measured = job.measured(examples)
     feed = Feed(examples, measured, model.tokenizer, row_tokens, learner, reference)
-    training = _Training(
+    return _Training(
         config,
         feed,
         state,
@@ -283,11 +296,6 @@ def _loop(
         _held_out(run, feed),
         job.right,
     )
-    step, metrics = train(
-        run, training, should_stop=should_stop, log_every=config.log_every
-    )
-    _say_accuracy(run, metrics, training.held_out, job.noun)
-    return finish(run, training.state, step)
 
 
 @dataclass
@@ -304,6 +312,10 @@ class _Training:
     @property
     def layout(self) -> TrainState:
         return self.feed.learner.layout
+
+    def logs(self, resume_step: int) -> AbstractContextManager[Any]:
+        del resume_step
+        return nullcontext()
 
     def snapshot(self) -> TrainState:
         return self.state

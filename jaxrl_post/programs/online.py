@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grain
@@ -46,6 +46,7 @@ from jaxrl_post.programs.run import (
     print_table,
     warm_started,
 )
+from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.sinks import (
     ACCURACY,
     Sample,
@@ -235,12 +236,7 @@ def _trainer(
 def _loop(
     run: Run[RLConfig], trainer: Trainer, should_stop: Callable[[], bool]
 ) -> Outcome:
-    latest = run.checkpoints.latest()
-    with SampleLog(
-        run.directory, resume_step=-1 if latest is None else latest
-    ) as sample_log:
-        training = _Training(trainer, sample_log)
-        step, _ = train(run, training, should_stop=should_stop)
+    step, _ = train(run, _Training(trainer, run.directory), should_stop=should_stop)
     critic = None
     if trainer.updater.critic is not None:
         found = trainer.updater.critic
@@ -253,8 +249,9 @@ class _Training:
     """The `loop.Training` of a run that samples."""
 
     trainer: Trainer
-    sample_log: SampleLog
+    directory: RunDirectory
     trained_on: Sequence[Group] = ()
+    samples: SampleLog = field(init=False)
 
     @property
     def indices(self) -> grain.DatasetIterator:
@@ -263,6 +260,10 @@ class _Training:
     @property
     def layout(self) -> TrainState:
         return self.trainer.layout
+
+    def logs(self, resume_step: int) -> SampleLog:
+        self.samples = SampleLog(self.directory, resume_step=resume_step)
+        return self.samples
 
     def snapshot(self) -> TrainState:
         return self.trainer.snapshot()
@@ -282,7 +283,7 @@ class _Training:
         config, evaluation = self.trainer.config, self.trainer.evaluate()
         shown = _samples("eval", evaluation.groups, config.log_eval_samples)
         shown += _samples("train", self.trained_on, config.log_samples)
-        self.sample_log.write(number, shown)
+        self.samples.write(number, shown)
         return _evaluated(evaluation)
 
 

@@ -144,6 +144,14 @@ DIALECTS = {
         token_mean,
         sequence_mask,
     ),
+    "trl_grpo with all its options": (
+        dialects.trl_grpo(kl_coefficient=KL),
+        trl,
+        clipped,
+        k3,
+        token_mean,
+        sequence_mask,
+    ),
     "trl_grpo, loss_type grpo": (
         dialects.grpo(
             dialects.TRL,
@@ -163,6 +171,14 @@ DIALECTS = {
         k3,
         over_constant(MAX_COMPLETION),
         sequence_mask,
+    ),
+    "verl_cispo as it comes": (
+        dialects.cispo(dialects.VERL, kl_coefficient=KL),
+        verl,
+        lambda p, q, a: -np.clip(np.exp(p - q), 0.8, 1.2) * a * p,
+        verl_k3,
+        token_mean,
+        unweighted,
     ),
     "trl_cispo": (
         dialects.cispo(dialects.TRL, kl_coefficient=KL, ratio_high=1.3),
@@ -284,6 +300,7 @@ def test_dialects_disagree_on_the_same_batch():
         name: made[0].objective(Predictions(policy), batch).loss.mean().item()
         for name, made in DIALECTS.items()
     }
+    assert losses.pop("trl_grpo with all its options") == losses["trl_grpo"]
     # NeMo RL and OpenRLHF differ in their advantages alone.
     assert losses.pop("nemo_rl_grpo") == losses["openrlhf_grpo"]
     assert len({round(loss, 4) for loss in losses.values()}) == len(losses)
@@ -376,6 +393,13 @@ def test_overlong_penalty(name, length):
             "TRL",
             {"kl_coefficient": -1.0},
             r"kl_coefficient must be >= 0, got -1",
+        ),
+        ("grpo", "TRL", {"dual_clip": 1.1}, r"dual_clip must be > 1 \+ clip_high"),
+        (
+            "dr_grpo",
+            "TRL",
+            {"denominator": 9.0, "entropy_coefficient": 0.1},
+            "entropy_coefficient must be 0 with this reduction",
         ),
         ("grpo", "NEMO_RL", {"clip_low": 2.0}, r"clip_low must be in \[0, 1\]"),
         ("grpo", "OPENRLHF", {"clip_high": -1.0}, r"clip_high must be >= 0.*got -1\.0"),

@@ -10,12 +10,15 @@ What takes longer than its deadline is killed: a program that hangs is noticed t
 
 import argparse
 import concurrent.futures
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.mutations.faults import FAULTS, ROOT, Fault
@@ -59,11 +62,20 @@ def _suites(faults: list[Fault]) -> list[str]:
 
 def _passing(tests: str) -> str:
     """The tests, where they do not pass as the package is; "" where they do."""
-    return tests if _killer(ROOT, tests) else ""
+    with _copy() as copy:
+        return tests if _killer(copy, tests) else ""
 
 
 def _tried(fault: Fault) -> tuple[Fault, str, float]:
     begin = time.monotonic()
+    with _copy() as copy:
+        (copy / "jaxrl_post" / fault.file).write_text(fault.source())
+        return fault, _killer(copy, fault.tests), time.monotonic() - begin
+
+
+@contextlib.contextmanager
+def _copy() -> Iterator[Path]:
+    """A copy of what the tests need."""
     with tempfile.TemporaryDirectory(prefix="fault-") as name:
         copy = Path(name)
         for each in COPIED:
@@ -76,31 +88,34 @@ def _tried(fault: Fault) -> tuple[Fault, str, float]:
         # What is compiled already need not be compiled again.
         (ROOT / "build").mkdir(exist_ok=True)
         (copy / "build").symlink_to(ROOT / "build")
-        (copy / "jaxrl_post" / fault.file).write_text(fault.source())
-        return fault, _killer(copy, fault.tests), time.monotonic() - begin
+        yield copy
 
 
 def _killer(directory: Path, tests: str) -> str:
     """The first test that fails there; "" where all pass."""
     files = [f"tests/{file}" for file in tests.split()]
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        [*PYTEST, "-p", "no:cacheprovider", *files],
+        cwd=directory,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        finished = subprocess.run(
-            [*PYTEST, "-p", "no:cacheprovider", *files],
-            cwd=directory,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+        output, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
+        # With the workers that its tests started.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
         return f"the deadline of {DEADLINE_S} s"
-    if finished.returncode == 0:
+    if process.returncode == 0:
         return ""
-    lines = finished.stdout.splitlines()
+    lines = output.splitlines()
     named = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     if not named:
-        return f"pytest's status {finished.returncode}: {finished.stderr[-300:]}"
+        return f"pytest's status {process.returncode}: {output[-300:]}"
     return named[0].split(" ")[1]
 
 

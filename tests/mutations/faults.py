@@ -497,6 +497,23 @@ PACKING = [
     ),
 ]
 
+EXAMPLES = [
+    Fault(
+        "desirable and undesirable answers are exchanged",
+        "examples/packed.py",
+        "1.0 if each.desirable else -1.0",
+        "-1.0 if each.desirable else 1.0",
+        "examples/test_packed.py",
+    ),
+    Fault(
+        "a margin is that of the rejected answer",
+        "algorithms/reward_model.py",
+        "margin, _ = sides(counted(batch.margins, last), batch)",
+        "_, margin = sides(counted(batch.margins, last), batch)",
+        "algorithms/test_preference.py",
+    ),
+]
+
 COLLECTOR = [
     Fault(
         "a reply is trained on",
@@ -647,4 +664,4 @@ RESUME = [
     ),
 ]
 
-FAULTS = [*LOSSES, *SAMPLER, *PACKING, *COLLECTOR, *RESUME]
+FAULTS = [*LOSSES, *SAMPLER, *PACKING, *EXAMPLES, *COLLECTOR, *RESUME]
