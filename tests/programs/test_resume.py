@@ -1,12 +1,15 @@
 """Where a run goes on: what was damaged, what is left to do, what there is room for."""
 
 import dataclasses
+import gc
 import io
 import json
 import shutil
+import weakref
 from collections import namedtuple
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -19,6 +22,7 @@ from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig, UpdateConfig
 from jaxrl_post.learner import checkpoint
 from jaxrl_post.learner.checkpoint import CheckpointError
+from jaxrl_post.programs import offline
 from jaxrl_post.programs.convert import ConvertConfig, convert
 from jaxrl_post.programs.evaluate import EvaluateConfig, run_evaluation
 from jaxrl_post.programs.offline import run_offline
@@ -202,3 +206,22 @@ def test_convert_and_evaluate_name_the_damaged_step(copied, tmp_path):
     ):
         run_evaluation(EvaluateConfig(model=copied.run_dir), console=console)
     assert (Path(copied.run_dir) / "checkpoints" / str(LAST)).is_dir()
+
+
+def test_a_restored_state_takes_the_place_of_the_first(copied, monkeypatch):
+    """Otherwise a run that fits into memory does not fit when it goes on."""
+    freed = []
+
+    def train(run, training, **_):
+        moments = jax.tree.leaves(training.state.opt_state)
+        watched = weakref.ref(max(moments, key=lambda leaf: leaf.size))
+        del moments
+        training.state = None
+        gc.collect()
+        freed.append(watched() is None)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(offline, "train", train)
+    with pytest.raises(ConfigError, match="enough"):
+        go_on(copied)
+    assert freed == [True]
