@@ -38,6 +38,7 @@ __all__ = [
     "accumulate",
     "apply",
     "empty_accumulator",
+    "grad_norm",
     "hidden_states",
     "measure",
     "predict",
