@@ -120,6 +120,8 @@ def main(options: Options) -> None:
         (options.seconds, 8),
     ):
         times = step_seconds(options, seconds, partial)
+        if not times:
+            raise SystemExit("slow_judge: a run was stopped before its third step")
         median = statistics.median(times)
         results.append({"seconds": seconds, "partial": partial, "steps": times})
         judge = f"{seconds:g} s for 1 of {PROMPTS * SAMPLES}" if seconds else "fast"
