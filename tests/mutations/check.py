@@ -21,10 +21,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.mutations.faults import FAULTS, ROOT, Fault
+from tests.mutations.fault import ROOT, Fault
+from tests.mutations.faults import FAULTS
 
 DEADLINE_S = 300
 COPIED = ("jaxrl_post", "launch", "tests", "pyproject.toml", "notebooks")
+# Runs of pytest, which an end of the check ends too.
+_RUNNING: set[subprocess.Popen] = set()
 PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not all"]
 
 
@@ -41,17 +44,30 @@ def main() -> int:
     ]
     if not wanted:
         parser.error(f"no fault is named like {', '.join(options.names)}")
+    # As Ctrl-C does: the tests that are running are ended below.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    workers = concurrent.futures.ThreadPoolExecutor(options.jobs)
+    try:
+        return _checked(workers, wanted)
+    finally:
+        workers.shutdown(wait=False, cancel_futures=True)
+        for process in list(_RUNNING):
+            _end(process)
+
+
+def _checked(
+    workers: concurrent.futures.ThreadPoolExecutor, wanted: list[Fault]
+) -> int:
     survivors: list[str] = []
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as workers:
-        broken = [tests for tests in workers.map(_passing, _suites(wanted)) if tests]
-        if broken:
-            print("fail without a fault:", *broken, sep="\n  ")
-            return 1
-        for fault, killer, seconds in workers.map(_tried, wanted):
-            said = f"killed by {killer}" if killer else "SURVIVES"
-            print(f"{seconds:5.0f} s  {fault.name}: {said}", flush=True)
-            if not killer:
-                survivors.append(fault.name)
+    broken = [tests for tests in workers.map(_passing, _suites(wanted)) if tests]
+    if broken:
+        print("fail without a fault:", *broken, sep="\n  ")
+        return 1
+    for fault, killer, seconds in workers.map(_tried, wanted):
+        said = f"killed by {killer}" if killer else "SURVIVES"
+        print(f"{seconds:5.0f} s  {fault.name}: {said}", flush=True)
+        if not killer:
+            survivors.append(fault.name)
     print(f"{len(wanted) - len(survivors)} of {len(wanted)} faults are killed")
     return 1 if survivors else 0
 
@@ -103,13 +119,14 @@ def _killer(directory: Path, tests: str) -> str:
         text=True,
         start_new_session=True,
     )
+    _RUNNING.add(process)
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        # With the workers that its tests started.
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         return f"the deadline of {DEADLINE_S} s"
+    finally:
+        _end(process)
+        _RUNNING.discard(process)
     if process.returncode == 0:
         return ""
     lines = output.splitlines()
@@ -117,6 +134,13 @@ def _killer(directory: Path, tests: str) -> str:
     if not named:
         return f"pytest's status {process.returncode}: {output[-300:]}"
     return named[0].split(" ")[1]
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a run of pytest, with the workers that its tests started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 if __name__ == "__main__":

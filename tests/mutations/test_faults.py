@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.mutations.faults import FAULTS, ROOT
+from tests.mutations.fault import ROOT
+from tests.mutations.faults import FAULTS
 
 
 def test_there_are_enough_of_every_part():
