@@ -26,7 +26,7 @@ from jaxrl_post.losses.sequences import in_sequence
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.types import Array, Bool, Float, TokenBatch
 
-__all__ = ["SharedOptions", "compose", "raise_early"]
+__all__ = ["SharedOptions", "compose", "only_shared", "raise_early"]
 
 
 class SharedOptions(TypedDict, total=False):
@@ -51,6 +51,31 @@ class SharedOptions(TypedDict, total=False):
     kl_estimator: KlEstimator
     correction: Correction | None
     entropy_coefficient: float
+
+
+def only_shared(given: SharedOptions) -> SharedOptions:
+    """Returns the shared options of a call, and refuses other keyword arguments.
+
+    Without this check `compose` would take its own, such as `anchor`, from a caller of
+    a named algorithm, and make another algorithm under that name.
+
+    Raises:
+        TypeError: a keyword argument is no shared option.
+
+    >>> from jaxrl_post.algorithms import grpo
+    >>> grpo(kl_coef=0.1)
+    Traceback (most recent call last):
+    TypeError: 'kl_coef' is no option of this algorithm; besides its own it has
+    kl_coefficient, kl_estimator, correction, entropy_coefficient
+    """
+    known = SharedOptions.__annotations__
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"{name!r} is no option of this algorithm; besides its own it has "
+                f"{', '.join(known)}"
+            )
+    return given
 
 
 def compose(

@@ -43,7 +43,7 @@ from functools import partial
 from typing import Literal, NamedTuple, Unpack
 
 from jaxrl_post.algorithms import terms
-from jaxrl_post.algorithms.composition import SharedOptions, compose
+from jaxrl_post.algorithms.composition import SharedOptions, compose, only_shared
 from jaxrl_post.algorithms.corrections import icepop_sequences
 from jaxrl_post.algorithms.objective import (
     Algorithm,
@@ -169,7 +169,7 @@ def grpo(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
         ),
         reduction=reduction,
-        **(framework.shared | shared),
+        **(framework.shared | only_shared(shared)),
     )
 
 
@@ -253,7 +253,7 @@ def cispo(
             ratio_high=high if ratio_high is None else ratio_high,
         ),
         reduction=reduce.token_mean,
-        **(framework.shared | shared),
+        **(framework.shared | only_shared(shared)),
     )
 
 
@@ -305,7 +305,7 @@ def trl_grpo(
         policy_loss=policy_loss,
         reduction=reduction,
         token_choice=choice if quantile else None,
-        **(TRL.shared | shared),
+        **(TRL.shared | only_shared(shared)),
     )
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Unpack
 
 from jaxrl_post.algorithms import terms
-from jaxrl_post.algorithms.composition import SharedOptions, compose
+from jaxrl_post.algorithms.composition import SharedOptions, compose, only_shared
 from jaxrl_post.algorithms.objective import Algorithm
 from jaxrl_post.losses import advantages, reduce
 
@@ -63,7 +63,7 @@ def grpo(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
         ),
         reduction=reduce.sequence_mean_of_token_mean,
-        **shared,
+        **only_shared(shared),
     )
 
 
@@ -102,7 +102,7 @@ def dr_grpo(
         advantages=advantages.group_centered,
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=partial(reduce.constant_denominator, denominator=denominator),
-        **shared,
+        **only_shared(shared),
     )
 
 
@@ -142,7 +142,7 @@ def dapo(
         advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
-        **shared,
+        **only_shared(shared),
     )
 
 
@@ -184,7 +184,7 @@ def gspo(
             clip_low=clip_low, clip_high=clip_high
         ),
         reduction=reduce.sequence_mean_of_token_mean,
-        **shared,
+        **only_shared(shared),
     )
 
 
@@ -227,7 +227,7 @@ def cispo(
             ratio_low=ratio_low, ratio_high=ratio_high
         ),
         reduction=reduce.token_mean,
-        **shared,
+        **only_shared(shared),
     )
 
 
@@ -260,5 +260,5 @@ def rloo(
         advantages=advantages.leave_one_out,
         policy_loss=terms.reinforce(),
         reduction=reduce.sequence_mean_of_token_sum,
-        **shared,
+        **only_shared(shared),
     )

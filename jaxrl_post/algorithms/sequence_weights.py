@@ -14,7 +14,7 @@ from functools import partial
 from typing import Unpack
 
 from jaxrl_post.algorithms import terms
-from jaxrl_post.algorithms.composition import SharedOptions, compose
+from jaxrl_post.algorithms.composition import SharedOptions, compose, only_shared
 from jaxrl_post.algorithms.objective import Algorithm
 from jaxrl_post.losses import advantages, baselines, reduce
 from jaxrl_post.losses.arguments import checked
@@ -70,7 +70,7 @@ def vespo(
         ),
         reduction=reduce.token_mean,
         anchor="behavior",
-        **(SharedOptions(correction=None) | shared),
+        **(SharedOptions(correction=None) | only_shared(shared)),
     )
 
 
@@ -112,7 +112,7 @@ def luspo(
             clip_low=clip_low, clip_high=clip_high
         ),
         reduction=reduce.sequence_mean_of_token_sum,
-        **shared,
+        **only_shared(shared),
     )
 
 
@@ -148,7 +148,7 @@ def clipped_rloo(
         advantages=advantages.leave_one_out,
         policy_loss=terms.clipped_product_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
-        **shared,
+        **only_shared(shared),
     )
 
 
@@ -189,7 +189,7 @@ def lite_ppo(
         advantages=partial(baselines.batch_scaled, ddof=ddof, epsilon=epsilon),
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
-        **shared,
+        **only_shared(shared),
     )
 
 
@@ -239,7 +239,7 @@ def gdpo(
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
         reads="components",
-        **shared,
+        **only_shared(shared),
     )
     return composed._replace(advantages=partial(estimate, weights=weights))
 
@@ -272,7 +272,7 @@ def opo(
         policy_loss=terms.reinforce(),
         reduction=reduce.token_mean,
         reads="lengths",
-        **shared,
+        **only_shared(shared),
     )
 
 
@@ -304,7 +304,7 @@ def remax(
         policy_loss=terms.reinforce(),
         reduction=reduce.sequence_mean_of_token_sum,
         reads="greedy",
-        **shared,
+        **only_shared(shared),
     )
 
 

@@ -62,7 +62,7 @@ def clipped_token_ratio(
         clip_high=clip_high,
         dual_clip=dual_clip,
     )
-    return _policy_loss(_of_tokens(loss), TOKEN, _clipped(clip_low, clip_high))
+    return _policy_loss(_of_tokens(loss), _TOKEN_RATIO, _clipped(clip_low, clip_high))
 
 
 def clipped_sequence_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
@@ -170,7 +170,7 @@ def weighting_token_ratio(*, ratio_low: float, ratio_high: float) -> PolicyLoss:
         fraction = partial(diagnostics.outside_fraction, ratio, mask)
         return fraction(low=ratio_low), fraction(high=ratio_high)
 
-    return _policy_loss(_of_tokens(loss), TOKEN, outside)
+    return _policy_loss(_of_tokens(loss), _TOKEN_RATIO, outside)
 
 
 def geometric_mean_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
@@ -193,7 +193,7 @@ def geometric_mean_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
 
     loss = partial(policy.gmpo, clip_low=clip_low, clip_high=clip_high)
     clip = _clipped(1 - math.exp(-clip_low), math.exp(clip_high) - 1)
-    return _policy_loss(loss, TOKEN, clip)
+    return _policy_loss(loss, _TOKEN_RATIO, clip)
 
 
 def soft_gated_ratio(*, tau_positive: float, tau_negative: float) -> PolicyLoss:
@@ -213,7 +213,7 @@ def soft_gated_ratio(*, tau_positive: float, tau_negative: float) -> PolicyLoss:
     """
 
     loss = partial(policy.sapo, tau_positive=tau_positive, tau_negative=tau_negative)
-    return _policy_loss(_of_tokens(loss), TOKEN, _unclipped)
+    return _policy_loss(_of_tokens(loss), _TOKEN_RATIO, _unclipped)
 
 
 def divergence_masked_ratio(
@@ -325,16 +325,10 @@ def reinforce() -> PolicyLoss:
     [[0.5, 0.5]]
     """
 
-    def loss(
-        policy_logprobs: PerToken,
-        proximal_logprobs: PerToken,
-        advantages: PerToken,
-        mask: Mask,
-    ) -> PerToken:
-        del proximal_logprobs
-        return policy.reinforce(policy_logprobs, advantages, mask)
+    def loss(policy_logprobs: PerToken, _: PerToken, *rest: Array) -> PerToken:
+        return policy.reinforce(policy_logprobs, *rest)
 
-    return _policy_loss(_of_tokens(loss), TOKEN, _unclipped)
+    return _policy_loss(_of_tokens(loss), _TOKEN_RATIO, _unclipped)
 
 
 def _of_tokens(function: Callable[..., PerToken]) -> Callable[..., PerToken]:
@@ -342,7 +336,7 @@ def _of_tokens(function: Callable[..., PerToken]) -> Callable[..., PerToken]:
     return lambda *arrays: function(*arrays[:-1])
 
 
-TOKEN = _of_tokens(ratios.token_ratio)
+_TOKEN_RATIO = _of_tokens(ratios.token_ratio)
 
 
 def _policy_loss(

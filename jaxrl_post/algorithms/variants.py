@@ -12,7 +12,7 @@ from functools import partial
 from typing import Unpack
 
 from jaxrl_post.algorithms import terms
-from jaxrl_post.algorithms.composition import SharedOptions, compose
+from jaxrl_post.algorithms.composition import SharedOptions, compose, only_shared
 from jaxrl_post.algorithms.objective import Algorithm
 from jaxrl_post.losses import advantages, baselines, reduce, trust_region
 from jaxrl_post.types import Array
@@ -56,7 +56,7 @@ def gmpo(
         advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
         policy_loss=terms.geometric_mean_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
-        **shared,
+        **only_shared(shared),
     )
 
 
@@ -99,7 +99,7 @@ def sapo(
             tau_positive=tau_positive, tau_negative=tau_negative
         ),
         reduction=reduce.sequence_mean_of_token_mean,
-        **shared,
+        **only_shared(shared),
     )
 
 
@@ -148,7 +148,7 @@ def dppo(
         ),
         reduction=reduce.token_mean,
         anchor="behavior",
-        **(SharedOptions(correction=None) | shared),
+        **(SharedOptions(correction=None) | only_shared(shared)),
     )
 
 
@@ -185,5 +185,5 @@ def max_rl(
         advantages=baselines.max_rl,
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
-        **shared,
+        **only_shared(shared),
     )

@@ -430,6 +430,15 @@ def test_the_anchor_behavior_is_the_sampler_in_the_proximal_place(unpacked):
     assert abs(loss - other) > 1e-2
 
 
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "option", ["anchor", "token_choice", "accept_k1_loss", "reads", "kl_coef"]
+)
+def test_a_named_algorithm_takes_no_other_parts(name, option):
+    with pytest.raises(TypeError, match=f"'{option}' is no option of this algorithm"):
+        MAKERS[name](**{option: True})
+
+
 @pytest.mark.parametrize("name", ["grpo", "dapo", "rloo"])
 def test_the_loss_rewards_the_mean_entropy(name, unpacked):
     """With the weight of the entropy, and in the loss's own reduction."""

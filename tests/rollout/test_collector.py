@@ -25,7 +25,8 @@ LIMITS = Limits(max_prompt_tokens=200)
 
 
 def make_collector(judges: WorkerPool, **options) -> Collector:
-    return Collector(codec=Characters(), judges=judges, **{"limits": LIMITS, **options})
+    given = {"limits": LIMITS, "deadline_s": 60.0, **options}
+    return Collector(codec=Characters(), judges=judges, **given)
 
 
 def tasks(count: int) -> list[tuple[int, Task]]:
