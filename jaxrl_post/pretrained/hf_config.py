@@ -1,10 +1,9 @@
 """Reads and writes the keys of config.json that several families share."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_post.models.config import Activation, MixtureOfExperts, ModelConfig
+from jaxrl_post.models.config import Activation, ModelConfig
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.hf_rope import (
     FULL,
@@ -33,14 +32,6 @@ __all__ = [
     "decoder_from_hf",
     "decoder_to_hf",
     "dtype_name",
-    "layer_types",
-    "layer_types_to_hf",
-    "required_experts",
-    "ropes_by_layer",
-    "ropes_by_layer_to_hf",
-    "single_window",
-    "uniform_window",
-    "with_window",
 ]
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -68,6 +59,10 @@ class Defaults:
         tie_embeddings: default of `tie_word_embeddings`.
         activation_key: key of the activation function.
         activation: default of `activation_key`.
+        width_key: key of the MLP's width.
+        local_theta: default base of the rotary embedding of sliding layers; None if all
+            layers have the same embedding.
+        local_theta_key: key of that base in transformers 4; "" if it has none.
     """
 
     max_length: int
@@ -80,22 +75,17 @@ class Defaults:
     tie_embeddings: bool = False
     activation_key: str = "hidden_act"
     activation: str = "silu"
+    width_key: str = "intermediate_size"
+    local_theta: float | None = None
+    local_theta_key: str = ""
 
 
-def decoder_from_hf(
-    raw: Json,
-    defaults: Defaults,
-    *,
-    rotation: Rotation | None = None,
-    width_key: str = "intermediate_size",
-) -> ModelConfig:
+def decoder_from_hf(raw: Json, defaults: Defaults) -> ModelConfig:
     """Reads the keys that all families share.
 
     Args:
         raw: the parsed config.json.
         defaults: the family's defaults.
-        rotation: rotary embedding of full layers; None reads it from `raw`.
-        width_key: key of the MLP's width.
 
     Returns:
         A config without options of some families: biases, query-key norms, windows.
@@ -113,9 +103,14 @@ def decoder_from_hf(
         )
     num_heads = integer(raw, "num_attention_heads")
     max_length = integer(raw, "max_position_embeddings", defaults.max_length)
-    if rotation is None:
-        rotation = rope_from_hf(
-            raw, max_length, theta=defaults.rope_theta, share=defaults.rotary_share
+    if defaults.local_theta is not None:
+        rotation, local_theta = _ropes_by_layer(raw, max_length, defaults)
+    else:
+        local_theta, rotation = (
+            None,
+            rope_from_hf(
+                raw, max_length, theta=defaults.rope_theta, share=defaults.rotary_share
+            ),
         )
     if rotation.share != 1.0 and not defaults.partial:
         raise CheckpointError(
@@ -130,7 +125,7 @@ def decoder_from_hf(
         model_type=raw["model_type"],
         vocab_size=integer(raw, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=integer(raw, width_key),
+        intermediate_size=integer(raw, defaults.width_key),
         num_layers=integer(raw, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads or num_heads,
@@ -139,24 +134,19 @@ def decoder_from_hf(
         rms_norm_eps=number(raw, "rms_norm_eps", defaults.rms_norm_eps),
         rope_theta=rotation.theta,
         rope_scaling=rotation.scaling,
+        local_rope_theta=local_theta,
         rotary_dim=None if rotation.share == 1.0 else int(head_dim * rotation.share),
         activation=ACTIVATIONS[activation],
         tie_embeddings=flag(raw, "tie_word_embeddings", defaults.tie_embeddings),
     )
 
 
-def decoder_to_hf(
-    config: ModelConfig,
-    *,
-    partial: bool = False,
-    activation_key: str = "hidden_act",
-) -> dict[str, Any]:
+def decoder_to_hf(config: ModelConfig, defaults: Defaults) -> dict[str, Any]:
     """Writes the keys that all families share, as in transformers 4 and 5.
 
     Args:
         config: the model's config.
-        partial: whether the family has `partial_rotary_factor`.
-        activation_key: the family's key of the activation function.
+        defaults: the family's defaults.
 
     Raises:
         CheckpointError: transformers cannot express the config's rope_scaling.
@@ -170,33 +160,23 @@ def decoder_to_hf(
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        activation_key: ACTIVATION_NAMES.get(config.activation, "silu"),
+        defaults.activation_key: ACTIVATION_NAMES.get(config.activation, "silu"),
         "max_position_embeddings": config.max_length,
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-        **rope_to_hf(config, partial=partial),
+        **rope_to_hf(config, partial=defaults.partial),
+        **_ropes_by_layer_to_hf(config, defaults),
     }
 
 
-def ropes_by_layer(
-    raw: Json, max_length: int, *, theta: float, local_theta: float, local_key: str = ""
+def _ropes_by_layer(
+    raw: Json, max_length: int, defaults: Defaults
 ) -> tuple[Rotation, float]:
-    """Reads the rotary embedding of full layers and the base of sliding layers.
-
-    Args:
-        raw: the parsed config.json.
-        max_length: the config's maximum length.
-        theta: default base of full layers.
-        local_theta: default base of sliding layers.
-        local_key: key of that base in transformers 4; "" if all layers share one base.
-
-    Raises:
-        CheckpointError: sliding layers have a scaling, or transformers ignores a key
-            or reads it differently in versions 4 and 5.
-    """
+    """Reads the rotary embedding of full layers and the base of sliding layers."""
+    theta, local_theta = defaults.rope_theta, defaults.local_theta
     rope, local_rope = layer_ropes(raw)
-    if local_key:
-        local_theta = number(raw, local_key, local_theta)
+    if defaults.local_theta_key:
+        local_theta = number(raw, defaults.local_theta_key, local_theta)
     elif "rope_theta" not in local_rope and raw.get("rope_theta", theta) != theta:
         raise CheckpointError(
             f"rope_theta must be {theta:g} where it is the base of all layers; got "
@@ -222,114 +202,20 @@ def ropes_by_layer(
     return full, local.theta
 
 
-def ropes_by_layer_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes `rope_parameters` by kind of layer.
-
-    Raises:
-        CheckpointError: transformers cannot express the scaling.
-    """
+def _ropes_by_layer_to_hf(config: ModelConfig, defaults: Defaults) -> dict[str, Any]:
+    """Writes the keys of rotary embeddings that differ by kind of layer, if they do."""
+    if defaults.local_theta is None:
+        return {}
     local = config.local_rope_theta or config.rope_theta
+    top = {defaults.local_theta_key: local} if defaults.local_theta_key else {}
     full = scaling_to_hf(config) or {"rope_type": "default"}
     return {
-        FULL: {**full, "rope_theta": config.rope_theta},
-        SLIDING: {"rope_type": "default", "rope_theta": local},
+        **top,
+        "rope_parameters": {
+            FULL: {**full, "rope_theta": config.rope_theta},
+            SLIDING: {"rope_type": "default", "rope_theta": local},
+        },
     }
-
-
-def layer_types(
-    raw: Json,
-    num_layers: int,
-    width: int | None,
-    default: Callable[[int], bool],
-) -> tuple[int | None, ...]:
-    """Reads the window of every layer from `layer_types`; () if all attention is full.
-
-    Args:
-        raw: the parsed config.json.
-        num_layers: number of layers.
-        width: width of the sliding windows, in tokens.
-        default: whether a layer has a window if `layer_types` is absent.
-
-    Raises:
-        CheckpointError: an unknown kind, a wrong number of layers, or no width.
-    """
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        kinds = [SLIDING if default(layer) else FULL for layer in range(num_layers)]
-    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
-    if not known or len(kinds) != num_layers:
-        raise CheckpointError(
-            f"layer_types must name {FULL} or {SLIDING} for each of {num_layers} "
-            f"layers; got {kinds}"
-        )
-    if SLIDING not in kinds:
-        return ()
-    if width is None:
-        raise CheckpointError(
-            f"layer_types names {SLIDING}, but use_sliding_window is not true or "
-            f"sliding_window is null; set both or make every layer {FULL}"
-        )
-    return tuple(width if kind == SLIDING else None for kind in kinds)
-
-
-def layer_types_to_hf(config: ModelConfig) -> list[str]:
-    """Returns the `layer_types` of a config."""
-    windows = [config.window(layer) for layer in range(config.num_layers)]
-    return [FULL if width is None else SLIDING for width in windows]
-
-
-def single_window(config: ModelConfig) -> int | None:
-    """Returns the width of the sliding windows, None if all attention is full.
-
-    Raises:
-        CheckpointError: the windows have several widths.
-    """
-    widths: Sequence[int] = sorted({width for width in config.windows if width})
-    if len(widths) > 1:
-        raise CheckpointError(
-            f"windows must all have one width to be written; got {widths}"
-        )
-    return widths[0] if widths else None
-
-
-def uniform_window(config: ModelConfig) -> int | None:
-    """Returns the window of all layers, None if no layer has a window.
-
-    Raises:
-        CheckpointError: the layers' windows differ.
-    """
-    width = single_window(config)
-    if width is not None and None in config.windows:
-        raise CheckpointError(
-            f"{config.model_type} checkpoints have one window for all layers; got "
-            f"windows={config.windows}"
-        )
-    return width
-
-
-def with_window(config: ModelConfig, raw: Json) -> ModelConfig:
-    """Gives all layers the window `sliding_window`; null means no window.
-
-    Raises:
-        CheckpointError: the window is empty.
-    """
-    width = optional_integer(raw, "sliding_window")
-    if width is None:
-        return config
-    return replace(config, windows=(width,) * config.num_layers)
-
-
-def required_experts(config: ModelConfig) -> MixtureOfExperts:
-    """Returns the config's experts.
-
-    Raises:
-        CheckpointError: the config has none, which the family cannot express.
-    """
-    if config.experts is None:
-        raise CheckpointError(
-            f"{config.model_type} checkpoints cannot express experts=None"
-        )
-    return config.experts
 
 
 def declared_next_token_layers(raw: Json) -> int:

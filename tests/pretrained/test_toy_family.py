@@ -13,7 +13,8 @@ from jaxrl_post.models import forward, initialize, logits, param_specs
 from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.pretrained import families as registry
 from jaxrl_post.pretrained.families import Family, llama, read_config
-from jaxrl_post.pretrained.hf_config import Defaults, decoder_from_hf, decoder_to_hf
+from jaxrl_post.pretrained.families.keys import option
+from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import number
 from jaxrl_post.pretrained.layout import Weight
 
@@ -28,14 +29,12 @@ WEIGHTS = {
 }
 
 
-def config_from_hf(raw):
-    config = decoder_from_hf(raw, Defaults(max_length=128, rope_theta=5000.0))
-    return replace(config, logit_softcap=number(raw, "cap", 4.0))
-
-
-def config_to_hf(config):
-    return {**decoder_to_hf(config), "cap": config.logit_softcap}
-
+TOY = Family(
+    "Toy",
+    WEIGHTS,
+    Defaults(max_length=128, rope_theta=5000.0),
+    keys=(option("cap", number, 4.0, "logit_softcap"),),
+)
 
 RAW = {
     "model_type": "toy",
@@ -50,8 +49,7 @@ RAW = {
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
-    toy = Family("Toy", WEIGHTS, config_from_hf, config_to_hf)
-    families = MappingProxyType({**registry.FAMILIES, "toy": toy})
+    families = MappingProxyType({**registry.FAMILIES, "toy": TOY})
     monkeypatch.setattr(registry, "FAMILIES", families)
 
 

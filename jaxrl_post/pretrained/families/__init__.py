@@ -7,23 +7,15 @@ from typing import Any
 from jaxrl_post.models.config import Head, ModelConfig
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import (
-    cwm,
     deepseek,
     gemma,
     glm,
-    glm_alike,
-    glm_lite,
     gpt_oss,
-    granite,
     llama,
-    llama_alike,
     mistral,
     olmo,
     phi,
     qwen,
-    qwen_moe,
-    seed_oss,
-    smollm,
     vision,
 )
 from jaxrl_post.pretrained.families.family import Family
@@ -38,196 +30,43 @@ __all__ = [
     "write_config",
 ]
 
-
-def _seeing(family: Family) -> Family:
-    """Lets a family also load the text model inside a vision-language model."""
-    return replace(family, prefixes=vision.PREFIXES, vision=vision.TENSORS)
-
-
-GEMMA3 = _seeing(
-    Family(
-        "Gemma3",
-        gemma.GEMMA2_WEIGHTS,
-        gemma.gemma3_from_hf,
-        gemma.gemma3_to_hf,
-        classifier="Gemma3Text",
-        judges_tokens=False,
-    )
-)
-MISTRAL = _seeing(
-    Family("Mistral", llama.WEIGHTS, mistral.mistral_from_hf, mistral.mistral_to_hf)
-)
-QWEN2 = _seeing(Family("Qwen2", qwen.WEIGHTS, qwen.qwen2_from_hf, qwen.qwen2_to_hf))
-QWEN3 = _seeing(Family("Qwen3", qwen.WEIGHTS, qwen.qwen3_from_hf, qwen.qwen3_to_hf))
+MISTRAL, QWEN2, QWEN3 = map(vision.seeing, (mistral.MISTRAL, qwen.QWEN2, qwen.QWEN3))
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("Llama", llama.WEIGHTS, llama.config_from_hf, llama.config_to_hf),
+    "llama": llama.LLAMA,
     "mistral": MISTRAL,
-    "mistral3": replace(MISTRAL, config_from_hf=vision.mistral3_from_hf),
-    "mixtral": Family(
-        "Mixtral",
-        mistral.MIXTRAL_WEIGHTS,
-        mistral.mixtral_from_hf,
-        mistral.mixtral_to_hf,
-    ),
+    "mistral3": replace(MISTRAL, text_model=vision.mistral3_text),
+    "mixtral": mistral.MIXTRAL,
     "qwen2": QWEN2,
-    "qwen2_5_vl": replace(QWEN2, config_from_hf=vision.qwen2_5_vl_from_hf),
-    "qwen2_moe": Family(
-        "Qwen2Moe",
-        qwen_moe.WEIGHTS,
-        qwen_moe.qwen2_moe_from_hf,
-        qwen_moe.qwen2_moe_to_hf,
-    ),
+    "qwen2_5_vl": replace(QWEN2, text_model=vision.qwen2_5_text),
+    "qwen2_moe": qwen.QWEN2_MOE,
     "qwen3": QWEN3,
-    "qwen3_vl": replace(QWEN3, config_from_hf=vision.qwen3_vl_from_hf),
-    "qwen3_moe": Family(
-        "Qwen3Moe",
-        qwen_moe.WEIGHTS,
-        qwen_moe.qwen3_moe_from_hf,
-        qwen_moe.qwen3_moe_to_hf,
-    ),
-    "gemma": Family("Gemma", llama.WEIGHTS, gemma.gemma_from_hf, gemma.gemma_to_hf),
-    "gemma2": Family(
-        "Gemma2", gemma.GEMMA2_WEIGHTS, gemma.gemma2_from_hf, gemma.gemma2_to_hf
-    ),
-    "gemma3": GEMMA3,
-    "gemma3_text": GEMMA3,
-    "phi3": Family("Phi3", phi.WEIGHTS, phi.config_from_hf, phi.config_to_hf),
-    "olmo2": Family(
-        "Olmo2",
-        olmo.WEIGHTS,
-        olmo.olmo2_from_hf,
-        olmo.olmo2_to_hf,
-        judges_tokens=False,
-    ),
-    "olmo3": Family(
-        "Olmo3",
-        olmo.WEIGHTS,
-        olmo.olmo3_from_hf,
-        olmo.olmo3_to_hf,
-        judges_tokens=False,
-    ),
-    "olmoe": Family(
-        "Olmoe",
-        olmo.OLMOE_WEIGHTS,
-        olmo.olmoe_from_hf,
-        olmo.olmoe_to_hf,
-        classifier=None,
-        judges_tokens=False,
-    ),
-    "granite": Family(
-        "Granite",
-        llama.WEIGHTS,
-        granite.config_from_hf,
-        granite.config_to_hf,
-        classifier=None,
-        judges_tokens=False,
-    ),
-    "smollm3": Family(
-        "SmolLM3", llama.WEIGHTS, smollm.config_from_hf, smollm.config_to_hf
-    ),
-    "seed_oss": Family(
-        "SeedOss", llama.WEIGHTS, seed_oss.config_from_hf, seed_oss.config_to_hf
-    ),
-    "glm4_moe": Family(
-        "Glm4Moe",
-        glm.WEIGHTS,
-        glm.config_from_hf,
-        glm.config_to_hf,
-        classifier=None,
-        judges_tokens=False,
-        ignored=glm.NEXT_TOKEN_LAYERS,
-    ),
-    "deepseek_v2": Family(
-        "DeepseekV2",
-        deepseek.WEIGHTS,
-        deepseek.v2_from_hf,
-        deepseek.v2_to_hf,
-        judges_tokens=False,
-    ),
-    "deepseek_v3": Family(
-        "DeepseekV3",
-        deepseek.WEIGHTS,
-        deepseek.v3_from_hf,
-        deepseek.v3_to_hf,
-        ignored=glm.NEXT_TOKEN_LAYERS,
-    ),
-    "gpt_oss": Family(
-        "GptOss", gpt_oss.WEIGHTS, gpt_oss.config_from_hf, gpt_oss.config_to_hf
-    ),
-    "ministral": _seeing(
-        Family(
-            "Ministral",
-            llama.WEIGHTS,
-            mistral.ministral_from_hf,
-            mistral.ministral_to_hf,
-        )
-    ),
-    "ministral3": _seeing(
-        Family(
-            "Ministral3",
-            llama.WEIGHTS,
-            mistral.ministral3_from_hf,
-            mistral.ministral3_to_hf,
-        )
-    ),
-    "internlm3": Family(
-        "Llama",
-        llama.WEIGHTS,
-        llama_alike.internlm3_from_hf,
-        llama_alike.internlm3_to_hf,
-        classifier=None,
-        judges_tokens=False,
-    ),
-    "iquestcoder": Family(
-        "Llama",
-        llama.WEIGHTS,
-        llama_alike.iquestcoder_from_hf,
-        llama.config_to_hf,
-        classifier=None,
-        judges_tokens=False,
-    ),
-    "cwm": Family(
-        "Cwm",
-        llama.WEIGHTS,
-        cwm.config_from_hf,
-        cwm.config_to_hf,
-        classifier=None,
-        judges_tokens=False,
-    ),
-    "dots1": Family(
-        "Dots1",
-        glm.WEIGHTS,
-        glm_alike.dots_from_hf,
-        glm_alike.dots_to_hf,
-        classifier=None,
-        judges_tokens=False,
-    ),
-    "solar_open": Family(
-        "SolarOpen",
-        glm.WEIGHTS,
-        glm_alike.solar_from_hf,
-        glm_alike.solar_to_hf,
-        classifier=None,
-        judges_tokens=False,
-    ),
-    "glm4_moe_lite": Family(
-        "Glm4MoeLite",
-        deepseek.WEIGHTS,
-        glm_lite.config_from_hf,
-        glm_lite.config_to_hf,
-        classifier=None,
-        judges_tokens=False,
-        ignored=glm.NEXT_TOKEN_LAYERS,
-    ),
-    "youtu": Family(
-        "Youtu",
-        deepseek.WEIGHTS,
-        deepseek.youtu_from_hf,
-        deepseek.youtu_to_hf,
-        classifier=None,
-        judges_tokens=False,
-    ),
+    "qwen3_vl": replace(QWEN3, text_model=vision.qwen3_text),
+    "qwen3_moe": qwen.QWEN3_MOE,
+    "gemma": gemma.GEMMA,
+    "gemma2": gemma.GEMMA2,
+    "gemma3": gemma.GEMMA3,
+    "gemma3_text": gemma.GEMMA3,
+    "phi3": phi.PHI3,
+    "olmo2": olmo.OLMO2,
+    "olmo3": olmo.OLMO3,
+    "olmoe": olmo.OLMOE,
+    "granite": llama.GRANITE,
+    "smollm3": llama.SMOLLM3,
+    "seed_oss": llama.SEED_OSS,
+    "glm4_moe": glm.GLM4_MOE,
+    "deepseek_v2": deepseek.DEEPSEEK_V2,
+    "deepseek_v3": deepseek.DEEPSEEK_V3,
+    "gpt_oss": gpt_oss.GPT_OSS,
+    "ministral": vision.seeing(mistral.MINISTRAL),
+    "ministral3": vision.seeing(mistral.MINISTRAL3),
+    "internlm3": llama.INTERNLM3,
+    "iquestcoder": llama.IQUEST_CODER,
+    "cwm": llama.CWM,
+    "dots1": glm.DOTS1,
+    "solar_open": glm.SOLAR_OPEN,
+    "glm4_moe_lite": deepseek.GLM4_MOE_LITE,
+    "youtu": deepseek.YOUTU,
 }
 
 
@@ -257,8 +96,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     >>> read_config(qwen).qkv_bias
     True
     """
-    config = family_of(raw.get("model_type")).config_from_hf(raw)
-    return replace(config, head=_head(raw))
+    family, text = family_of(raw.get("model_type")), raw
+    if family.text_model is not None:
+        text = family.text_model(raw)
+        family = family_of(text["model_type"])
+    return replace(family.config_from_hf(text), head=_head(raw))
 
 
 # A sequence classifier in transformers with one label is a value head without bias. A

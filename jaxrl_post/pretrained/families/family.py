@@ -1,10 +1,13 @@
-"""The description of a family of models: config, names and layouts of weights."""
+"""The description of a family of models: its config.json, and its tensors."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.pretrained.families.keys import Key
+from jaxrl_post.pretrained.hf_config import Defaults, decoder_from_hf, decoder_to_hf
+from jaxrl_post.pretrained.hf_values import Json
 from jaxrl_post.pretrained.layout import Weight
 
 __all__ = ["Family"]
@@ -18,12 +21,18 @@ class Family:
         architecture: the class in transformers, without the suffix "ForCausalLM".
         weights: name and layout on disk of every parameter by our path, with `*` for
             the layer's number.
-        config_from_hf: converts a parsed config.json to our config.
-        config_to_hf: converts our config to the contents of a config.json.
+        defaults: the family's values for absent keys that all families share.
+        keys: the keys of config.json that not all families have.
+        options: options of the config that all models of the family have.
+        prepare: rewrites a parsed config.json before its keys are read: spellings of
+            other releases, and defaults that depend on other keys.
+        finish: (config, keys) to the keys that are written.
         classifier: the class of a saved reward model without the suffix
             "ForSequenceClassification"; "" for `architecture`, None for no such class.
         judges_tokens: whether transformers has a class "ForTokenClassification" of the
             family, with which a process reward model is saved.
+        text_model: turns the config.json of a vision-language model into that of its
+            text model, whose family then reads it; None for a family of text models.
         prefixes: pairs of a prefix in a checkpoint and its replacement in `weights`.
         vision: patterns of vision tensors in a checkpoint that includes a text model
             of the family; they are left unread with a warning.
@@ -33,10 +42,37 @@ class Family:
 
     architecture: str
     weights: Mapping[str, Weight]
-    config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    config_to_hf: Callable[[ModelConfig], dict[str, Any]]
+    defaults: Defaults
+    keys: tuple[Key, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Json], Json] = dict
+    finish: Callable[[ModelConfig, Json], Json] = lambda _, keys: keys
     classifier: str | None = ""
     judges_tokens: bool = True
+    text_model: Callable[[Json], Json] | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
     vision: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+
+    def config_from_hf(self, raw: Json) -> ModelConfig:
+        """Turns a parsed config.json into our config.
+
+        Raises:
+            CheckpointError: a value is missing, invalid or not supported.
+        """
+        raw = self.prepare(raw)
+        config = replace(decoder_from_hf(raw, self.defaults), **self.options)
+        for key in self.keys:
+            config = key.read(raw, config)
+        return config
+
+    def config_to_hf(self, config: ModelConfig) -> Json:
+        """Turns our config into the contents of a config.json, without its classes.
+
+        Raises:
+            CheckpointError: the family in transformers cannot express the config.
+        """
+        keys = decoder_to_hf(config, self.defaults)
+        for key in self.keys:
+            keys |= key.write(config)
+        return self.finish(config, keys)

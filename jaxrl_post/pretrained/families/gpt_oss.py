@@ -1,31 +1,23 @@
-"""GPT-OSS in Hugging Face's format: sinks, biases, experts in joined tensors."""
+"""GPT-OSS: sinks, biases, experts in joined tensors."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
-from jaxrl_post.models.config import MixtureOfExperts, ModelConfig
+from jaxrl_post.models.config import MixtureOfExperts
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import llama
-from jaxrl_post.pretrained.hf_config import (
-    Defaults,
-    decoder_from_hf,
-    decoder_to_hf,
-    layer_types,
-    layer_types_to_hf,
-    required_experts,
-    single_window,
+from jaxrl_post.pretrained.families.family import Family
+from jaxrl_post.pretrained.families.keys import (
+    constant,
+    count_of_experts,
+    option,
+    wide_experts,
+    windows,
 )
-from jaxrl_post.pretrained.hf_values import (
-    flag,
-    integer,
-    number,
-    optional_integer,
-    section,
-)
+from jaxrl_post.pretrained.hf_config import Defaults
+from jaxrl_post.pretrained.hf_values import Json, flag, integer, number, section
 from jaxrl_post.pretrained.layout import Weight
 
-__all__ = ["WEIGHTS", "config_from_hf", "config_to_hf"]
+__all__ = ["GPT_OSS"]
 
 EXPERTS = "model.layers.*.mlp.experts"
 WIDE = "experts expert_embed expert_ffn"
@@ -62,66 +54,47 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+ALPHA, LIMIT = 1.702, 7.0
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; by default even layers have a window.
-
-    Raises:
-        CheckpointError: as `decoder_from_hf`, or the activation has other constants.
-    """
-    for key, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+def _prepare(raw: Json) -> Json:
+    for key, only in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
         if number(raw, key, only) != only:
             raise CheckpointError(f"{key} must be {only}; got {raw[key]}")
     if not section(raw, "rope_scaling") and raw.get("rope_parameters") is None:
-        raw = {**raw, "rope_parameters": YARN}
-    defaults = Defaults(
+        return {**raw, "rope_parameters": YARN}
+    return raw
+
+
+GPT_OSS = Family(
+    "GptOss",
+    WEIGHTS,
+    Defaults(
         max_length=131072,
         num_kv_heads=8,
         head_dim=64,
         rms_norm_eps=1e-5,
         rope_theta=150000.0,
-    )
-    config = decoder_from_hf(raw, defaults)
-    bias = flag(raw, "attention_bias", True)
-    count = integer(raw, "num_local_experts", integer(raw, "num_experts", 128))
-    return replace(
-        config,
-        qkv_bias=bias,
-        output_bias=bias,
-        sinks=True,
-        activation="gpt_oss",
-        windows=layer_types(
-            raw,
-            config.num_layers,
-            optional_integer(raw, "sliding_window", 128),
-            lambda layer: layer % 2 == 0,
+    ),
+    keys=(
+        option("attention_bias", flag, True, "qkv_bias", "output_bias"),
+        windows(lambda raw: lambda layer: layer % 2 == 0, 128, nullable=False),
+        wide_experts(
+            lambda raw: MixtureOfExperts(
+                num_experts=count_of_experts(raw, 128),
+                experts_per_token=integer(raw, "num_experts_per_tok", 4),
+                expert_size=1,
+                router_bias=True,
+                biases=True,
+            ),
+            lambda experts: {
+                "num_local_experts": experts.num_experts,
+                "num_experts_per_tok": experts.experts_per_token,
+                "experts_per_token": experts.experts_per_token,
+            },
         ),
-        experts=MixtureOfExperts(
-            num_experts=count,
-            experts_per_token=integer(raw, "num_experts_per_tok", 4),
-            expert_size=config.intermediate_size,
-            router_bias=True,
-            biases=True,
-        ),
-    )
-
-
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json.
-
-    Raises:
-        CheckpointError: as `decoder_to_hf`, or windows have several widths.
-    """
-    experts = required_experts(config)
-    return {
-        **decoder_to_hf(config),
-        "intermediate_size": experts.expert_size,
-        "attention_bias": config.qkv_bias,
-        "swiglu_limit": 7.0,
-        "sliding_window": single_window(config) or 128,
-        "layer_types": layer_types_to_hf(config),
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.experts_per_token,
-        "experts_per_token": experts.experts_per_token,
-    }
+        constant(swiglu_limit=LIMIT),
+    ),
+    options={"sinks": True, "activation": "gpt_oss"},
+    prepare=_prepare,
+)

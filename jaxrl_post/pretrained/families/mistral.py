@@ -1,4 +1,4 @@
-"""Mistral, Mixtral, Ministral and Ministral 3 in Hugging Face's format."""
+"""Mistral, Mixtral, Ministral and Ministral 3."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,31 +6,21 @@ from typing import Any
 
 from jaxrl_post.models.config import MixtureOfExperts, ModelConfig, QueryScaling
 from jaxrl_post.pretrained.families import llama
-from jaxrl_post.pretrained.hf_config import (
-    Defaults,
-    decoder_from_hf,
-    decoder_to_hf,
+from jaxrl_post.pretrained.families.family import Family
+from jaxrl_post.pretrained.families.keys import (
+    ONE_WINDOW,
+    Key,
+    all_layers,
     layer_types,
-    layer_types_to_hf,
-    required_experts,
     single_window,
-    uniform_window,
-    with_window,
+    wide_experts,
+    windows,
 )
-from jaxrl_post.pretrained.hf_values import integer, number, optional_integer
+from jaxrl_post.pretrained.hf_config import Defaults
+from jaxrl_post.pretrained.hf_values import Json, integer, number
 from jaxrl_post.pretrained.layout import Weight
 
-__all__ = [
-    "MIXTRAL_WEIGHTS",
-    "ministral3_from_hf",
-    "ministral3_to_hf",
-    "ministral_from_hf",
-    "ministral_to_hf",
-    "mistral_from_hf",
-    "mistral_to_hf",
-    "mixtral_from_hf",
-    "mixtral_to_hf",
-]
+__all__ = ["MINISTRAL", "MINISTRAL3", "MISTRAL", "MIXTRAL"]
 
 EXPERT = "model.layers.*.block_sparse_moe.experts.%"
 MIXTRAL_WEIGHTS: Mapping[str, Weight] = {
@@ -42,6 +32,45 @@ MIXTRAL_WEIGHTS: Mapping[str, Weight] = {
     "layers.*.experts.up": Weight(f"{EXPERT}.w3.weight", "expert_ffn expert_embed"),
     "layers.*.experts.down": Weight(f"{EXPERT}.w2.weight", "expert_embed expert_ffn"),
 }
+
+
+def _write_windows(config: ModelConfig) -> dict[str, Any]:
+    # With `layer_types`, AutoConfig of transformers treats the model as a ministral.
+    mixed = bool(config.windows) and None in config.windows
+    return {
+        "sliding_window": single_window(config),
+        **(layer_types(config) if mixed else {}),
+    }
+
+
+MISTRAL = Family(
+    "Mistral",
+    llama.WEIGHTS,
+    Defaults(max_length=131072, num_kv_heads=8),
+    keys=(windows(all_layers, 4096, write=_write_windows),),
+)
+MINISTRAL = Family(
+    "Ministral", llama.WEIGHTS, MISTRAL.defaults, keys=(windows(all_layers, 4096),)
+)
+MIXTRAL = Family(
+    "Mixtral",
+    MIXTRAL_WEIGHTS,
+    Defaults(131072, num_kv_heads=8, rms_norm_eps=1e-5, rope_theta=1e6),
+    keys=(
+        ONE_WINDOW,
+        wide_experts(
+            lambda raw: MixtureOfExperts(
+                num_experts=integer(raw, "num_local_experts", 8),
+                experts_per_token=integer(raw, "num_experts_per_tok", 2),
+                expert_size=1,
+            ),
+            lambda experts: {
+                "num_local_experts": experts.num_experts,
+                "num_experts_per_tok": experts.experts_per_token,
+            },
+        ),
+    ),
+)
 
 ORIGINAL, STRENGTH = "original_max_position_embeddings", "llama_4_scaling_beta"
 # The default of transformers if config.json has no rotary parameters.
@@ -56,125 +85,41 @@ ROPE3 = {
 }
 
 
-def mistral_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; all layers have the same window, if any.
+def _rope3(raw: Json) -> Json:
+    return raw.get("rope_scaling") or raw.get("rope_parameters")
 
-    With `layer_types`, only its sliding layers have the window, because AutoConfig of
-    transformers then treats the model as a ministral.
 
-    Raises:
-        CheckpointError: as `decoder_from_hf`, or the window is empty.
+def _read_query_scaling(raw: Json, config: ModelConfig) -> ModelConfig:
+    """Queries are scaled up beyond the pre-training context.
+
+    Rotary parameters must have `llama_4_scaling_beta`, as in transformers.
     """
-    config = decoder_from_hf(raw, Defaults(max_length=131072, num_kv_heads=8))
-    width = optional_integer(raw, "sliding_window", 4096)
-    windows = layer_types(raw, config.num_layers, width, lambda _: width is not None)
-    return replace(config, windows=windows)
-
-
-def mistral_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json.
-
-    Raises:
-        CheckpointError: as `decoder_to_hf`, or windows have several widths.
-    """
-    raw = {**decoder_to_hf(config), "sliding_window": single_window(config)}
-    if config.windows and None in config.windows:
-        raw["layer_types"] = layer_types_to_hf(config)
-    return raw
-
-
-def mixtral_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; `intermediate_size` is the width of an expert.
-
-    Raises:
-        CheckpointError: as `mistral_from_hf`, or experts are invalid.
-    """
-    defaults = Defaults(
-        max_length=131072, num_kv_heads=8, rms_norm_eps=1e-5, rope_theta=1e6
-    )
-    config = decoder_from_hf(raw, defaults)
-    experts = MixtureOfExperts(
-        num_experts=integer(raw, "num_local_experts", 8),
-        experts_per_token=integer(raw, "num_experts_per_tok", 2),
-        expert_size=config.intermediate_size,
-    )
-    return with_window(replace(config, experts=experts), raw)
-
-
-def mixtral_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json.
-
-    Raises:
-        CheckpointError: as `mistral_to_hf`, or the model has no experts.
-    """
-    experts = required_experts(config)
-    return {
-        **decoder_to_hf(config),
-        "sliding_window": uniform_window(config),
-        "intermediate_size": experts.expert_size,
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.experts_per_token,
-    }
-
-
-def ministral_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; as Mistral, but `layer_types` names the sliding layers.
-
-    Raises:
-        CheckpointError: as `decoder_from_hf`, or windows are invalid.
-    """
-    raw = {"num_key_value_heads": 8, "sliding_window": 4096, **raw}
-    config = decoder_from_hf(raw, Defaults(max_length=131072))
-    width = optional_integer(raw, "sliding_window")
-    windows = layer_types(raw, config.num_layers, width, lambda _: width is not None)
-    return replace(config, windows=windows)
-
-
-def ministral_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json.
-
-    Raises:
-        CheckpointError: as `decoder_to_hf`, or windows have several widths.
-    """
-    return {
-        **decoder_to_hf(config),
-        "sliding_window": single_window(config),
-        "layer_types": layer_types_to_hf(config),
-    }
-
-
-def ministral3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; queries are scaled up beyond the pre-training context.
-
-    Raises:
-        CheckpointError: as `decoder_from_hf`, the window is empty, or rotary parameters
-            lack `llama_4_scaling_beta`, which transformers requires too.
-    """
-    raw = {"num_key_value_heads": 8, "head_dim": 128, **raw}
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters")
-    if rope is None:
-        rope = raw["rope_parameters"] = ROPE3
-    defaults = Defaults(max_length=262144, rms_norm_eps=1e-5)
-    config = with_window(decoder_from_hf(raw, defaults), raw)
-    scaling, strength = config.rope_scaling, number(rope, STRENGTH)
+    scaling, strength = config.rope_scaling, number(_rope3(raw), STRENGTH)
     known = None if scaling is None else scaling.original_length
-    length = integer(rope, ORIGINAL) if known is None else known
+    length = integer(_rope3(raw), ORIGINAL) if known is None else known
     if not strength:
         return config
     return replace(config, query_scaling=QueryScaling(strength, length))
 
 
-def ministral3_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json with rotary parameters as in transformers 5 alone.
-
-    Raises:
-        CheckpointError: as `decoder_to_hf`, or windows have several widths.
-    """
-    raw = mistral_to_hf(config)
+def _finish3(config: ModelConfig, keys: Json) -> Json:
     # Version 4 lacks this family, and its rotary keys would hide the query scaling.
-    del raw["rope_scaling"], raw["rope_theta"]
-    rope = raw["rope_parameters"]
+    kept = {k: v for k, v in keys.items() if k not in ("rope_scaling", "rope_theta")}
     scaling = config.query_scaling or QueryScaling(0.0, config.max_length)
-    rope[STRENGTH] = scaling.strength
-    rope.setdefault(ORIGINAL, scaling.length)
-    return raw
+    rope = {ORIGINAL: scaling.length, **keys["rope_parameters"]}
+    return {**kept, "rope_parameters": {**rope, STRENGTH: scaling.strength}}
+
+
+MINISTRAL3 = Family(
+    "Ministral3",
+    llama.WEIGHTS,
+    Defaults(262144, num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5),
+    keys=(
+        Key(ONE_WINDOW.read, _write_windows),
+        Key(_read_query_scaling, lambda _: {}),
+    ),
+    prepare=lambda raw: (
+        raw if _rope3(raw) is not None else {**raw, "rope_parameters": ROPE3}
+    ),
+    finish=_finish3,
+)

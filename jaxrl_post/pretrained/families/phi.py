@@ -1,22 +1,17 @@
-"""Phi-3 in Hugging Face's format: joined projections, partial rotation, longrope."""
+"""Phi-3: joined projections, partial rotation, longrope."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import llama
-from jaxrl_post.pretrained.hf_config import (
-    Defaults,
-    decoder_from_hf,
-    decoder_to_hf,
-    uniform_window,
-    with_window,
-)
-from jaxrl_post.pretrained.hf_values import integer, section
+from jaxrl_post.pretrained.families.family import Family
+from jaxrl_post.pretrained.families.keys import ONE_WINDOW, Key
+from jaxrl_post.pretrained.hf_config import Defaults
+from jaxrl_post.pretrained.hf_values import Json, integer, section
 from jaxrl_post.pretrained.layout import Weight
 
-__all__ = ["WEIGHTS", "config_from_hf", "config_to_hf"]
+__all__ = ["PHI3"]
 
 QKV = "model.layers.*.self_attn.qkv_proj.weight"
 GATE_UP = "model.layers.*.mlp.gate_up_proj.weight"
@@ -29,33 +24,30 @@ WEIGHTS: Mapping[str, Weight] = {
     "layers.*.mlp.up": Weight(GATE_UP, "ffn embed", part=1),
 }
 
-DEFAULTS = Defaults(max_length=4096, rms_norm_eps=1e-5, partial=True)
 ORIGINAL = "original_max_position_embeddings"
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; all layers have the same window, if any.
-
-    Raises:
-        CheckpointError: as `decoder_from_hf`, or the scaling is not longrope.
-    """
+def _prepare(raw: Json) -> Json:
     raw = {ORIGINAL: integer(raw, ORIGINAL, 4096), **raw}
     rope = section(raw, "rope_scaling") or section(raw, "rope_parameters")
     if rope.get("rope_type", rope.get("type")) == "yarn":
         # Early releases call longrope "yarn".
         raw = {**raw, "rope_scaling": {**rope, "rope_type": "longrope"}}
-    config = decoder_from_hf(raw, DEFAULTS)
+    return raw
+
+
+def _only_longrope(raw: Json, config: ModelConfig) -> ModelConfig:
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind != "longrope":
         raise CheckpointError(f"rope_type must be longrope; got {scaling.kind}")
-    return with_window(config, raw)
+    return config
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json.
-
-    Raises:
-        CheckpointError: as `decoder_to_hf`, or the layers' windows differ.
-    """
-    raw = decoder_to_hf(config, partial=True)
-    return {ORIGINAL: 4096, **raw, "sliding_window": uniform_window(config)}
+PHI3 = Family(
+    "Phi3",
+    WEIGHTS,
+    Defaults(4096, rms_norm_eps=1e-5, partial=True),
+    keys=(Key(_only_longrope, lambda _: {}), ONE_WINDOW),
+    prepare=_prepare,
+    finish=lambda _, keys: {ORIGINAL: 4096, **keys},
+)

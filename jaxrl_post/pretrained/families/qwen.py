@@ -1,28 +1,42 @@
-"""Qwen2, Qwen2.5 and Qwen3 in Hugging Face's format: the differences from Llama."""
+"""Qwen2, Qwen2.5 and Qwen3, dense and with experts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.config import MixtureOfExperts, ModelConfig
 from jaxrl_post.pretrained.families import llama
-from jaxrl_post.pretrained.hf_config import (
-    Defaults,
-    decoder_from_hf,
-    decoder_to_hf,
+from jaxrl_post.pretrained.families.family import Family
+from jaxrl_post.pretrained.families.keys import (
+    ATTENTION_BIAS,
+    Key,
+    count_of_experts,
     layer_types,
-    layer_types_to_hf,
+    layers_from,
+    option,
+    required_experts,
     single_window,
+    uniform_window,
+    windows,
 )
-from jaxrl_post.pretrained.hf_values import flag, integer, optional_integer
+from jaxrl_post.pretrained.hf_config import Defaults
+from jaxrl_post.pretrained.hf_values import (
+    Json,
+    flag,
+    integer,
+    integers,
+    optional_integer,
+)
 from jaxrl_post.pretrained.layout import Weight
 
 __all__ = [
+    "EXPERTS",
+    "QWEN2",
+    "QWEN2_MOE",
+    "QWEN3",
+    "QWEN3_MOE",
     "WEIGHTS",
-    "qwen2_from_hf",
-    "qwen2_to_hf",
-    "qwen3_from_hf",
-    "qwen3_to_hf",
+    "shared_experts",
 ]
 
 WEIGHTS: Mapping[str, Weight] = {
@@ -35,74 +49,172 @@ WEIGHTS: Mapping[str, Weight] = {
     ),
 }
 
-
-def qwen2_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; queries, keys and values always have biases.
-
-    Raises:
-        CheckpointError: as `decoder_from_hf`, or the windows are invalid.
-    """
-    config = decoder_from_hf(raw, Defaults(max_length=32768, num_kv_heads=32))
-    return replace(config, qkv_bias=True, windows=_windows(raw, config.num_layers))
-
-
-def qwen2_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json.
-
-    Raises:
-        CheckpointError: as `decoder_to_hf`, or the windows have several widths.
-    """
-    return {**decoder_to_hf(config), **_windows_to_hf(config)}
+MLP = "model.layers.*.mlp"
+# Names of the experts' tensors, which several families share.
+EXPERTS: Mapping[str, Weight] = {
+    "layers.*.experts.router": Weight(f"{MLP}.gate.weight", "router embed"),
+    "layers.*.experts.gate": Weight(
+        f"{MLP}.experts.%.gate_proj.weight", "expert_ffn expert_embed"
+    ),
+    "layers.*.experts.up": Weight(
+        f"{MLP}.experts.%.up_proj.weight", "expert_ffn expert_embed"
+    ),
+    "layers.*.experts.down": Weight(
+        f"{MLP}.experts.%.down_proj.weight", "expert_embed expert_ffn"
+    ),
+}
 
 
-def qwen3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads config.json; every query and key head is normalised.
-
-    Raises:
-        CheckpointError: as `decoder_from_hf`, or the windows are invalid.
-    """
-    defaults = Defaults(max_length=32768, num_kv_heads=32, head_dim=128)
-    config = decoder_from_hf(raw, defaults)
-    bias = flag(raw, "attention_bias", False)
-    return replace(
-        config,
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm="head",
-        windows=_windows(raw, config.num_layers),
-    )
+def shared_experts(name: str) -> Mapping[str, Weight]:
+    """Returns the weights of the shared MLP, which a family stores under `name`."""
+    return {
+        "layers.*.experts.shared.gate": Weight(
+            f"{MLP}.{name}.gate_proj.weight", "ffn embed"
+        ),
+        "layers.*.experts.shared.up": Weight(
+            f"{MLP}.{name}.up_proj.weight", "ffn embed"
+        ),
+        "layers.*.experts.shared.down": Weight(
+            f"{MLP}.{name}.down_proj.weight", "embed ffn"
+        ),
+    }
 
 
-def qwen3_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json.
-
-    Raises:
-        CheckpointError: as `decoder_to_hf`, or the windows have several widths.
-    """
-    return {**qwen2_to_hf(config), "attention_bias": config.qkv_bias}
-
-
-def _windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Returns the window of every layer, () if all attention is full.
-
-    `layer_types` names the layers with a window; by default they are all layers from
-    `max_window_layers` on. Windows require `use_sliding_window`.
-    """
-    width = optional_integer(raw, "sliding_window", 4096)
-    if not flag(raw, "use_sliding_window", False):
-        width = None
-    first = integer(raw, "max_window_layers", 28)
-    return layer_types(
-        raw, num_layers, width, lambda layer: width is not None and layer >= first
-    )
+MOE_WEIGHTS: Mapping[str, Weight] = {
+    **WEIGHTS,
+    **EXPERTS,
+    **shared_experts("shared_expert"),
+    "layers.*.experts.shared_gate": Weight(
+        f"{MLP}.shared_expert_gate.weight", "value embed"
+    ),
+}
 
 
-def _windows_to_hf(config: ModelConfig) -> dict[str, Any]:
+def _write_windows(config: ModelConfig) -> dict[str, Any]:
     width = single_window(config)
     sliding = [i for i in range(config.num_layers) if config.window(i) is not None]
     return {
         "use_sliding_window": width is not None,
         "sliding_window": width,
         "max_window_layers": sliding[0] if sliding else config.num_layers,
-        "layer_types": layer_types_to_hf(config),
+        **layer_types(config),
     }
+
+
+WINDOWS = windows(layers_from(28), 4096, switched=True, write=_write_windows)
+
+QWEN2 = Family(
+    "Qwen2",
+    WEIGHTS,
+    Defaults(max_length=32768, num_kv_heads=32),
+    keys=(WINDOWS,),
+    options={"qkv_bias": True},
+)
+QWEN3 = Family(
+    "Qwen3",
+    WEIGHTS,
+    Defaults(max_length=32768, num_kv_heads=32, head_dim=128),
+    keys=(ATTENTION_BIAS, WINDOWS),
+    options={"qk_norm": "head"},
+)
+
+
+def _every_other(raw: Json):
+    """Every other layer from the first one on has a window, as in transformers."""
+    most = integer(raw, "max_window_layers", 28)
+    return lambda layer: layer % 2 == 0 and layer < most
+
+
+def _write_every_other(config: ModelConfig) -> dict[str, Any]:
+    width = single_window(config)
+    return {
+        **({} if width is None else layer_types(config)),
+        "use_sliding_window": width is not None,
+        "sliding_window": width or 4096,
+        "max_window_layers": config.num_layers,
+    }
+
+
+def _read_all_or_none(raw: Json, config: ModelConfig) -> ModelConfig:
+    width = optional_integer(raw, "sliding_window", 4096)
+    if not flag(raw, "use_sliding_window", False) or width is None:
+        return config
+    return replace(config, windows=(width,) * config.num_layers)
+
+
+def _write_all_or_none(config: ModelConfig) -> dict[str, Any]:
+    width = uniform_window(config)
+    return {
+        "use_sliding_window": width is not None,
+        "sliding_window": width,
+        "max_window_layers": config.num_layers if width is None else 0,
+    }
+
+
+def _experts(count: int, chosen: int, size: int, *, shared: bool) -> Key:
+    """Experts in all layers but those that config.json names.
+
+    Args:
+        count: default number of experts.
+        chosen: default number of experts of a token.
+        size: default width of an expert.
+        shared: whether every token also passes through a gated shared MLP.
+    """
+
+    def read(raw: Json, config: ModelConfig) -> ModelConfig:
+        every = integer(raw, "decoder_sparse_step", 1)
+        plain = integers(raw, "mlp_only_layers")
+        layers = range(config.num_layers)
+        experts = MixtureOfExperts(
+            num_experts=count_of_experts(raw, count),
+            experts_per_token=integer(raw, "num_experts_per_tok", chosen),
+            expert_size=integer(raw, "moe_intermediate_size", size),
+            normalize=flag(raw, "norm_topk_prob", False),
+            dense_layers=tuple(i for i in layers if i in plain or (i + 1) % every),
+        )
+        if shared:
+            width = integer(raw, "shared_expert_intermediate_size", 5632)
+            experts = replace(experts, shared_size=width, shared_gate=True)
+        return replace(config, experts=experts)
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        experts = required_experts(config)
+        if shared:
+            other = {"shared_expert_intermediate_size": experts.shared_size}
+        else:
+            # Version 4 and released files have num_experts, version 5 this key.
+            other = {"num_local_experts": experts.num_experts}
+        return {
+            "num_experts": experts.num_experts,
+            "num_experts_per_tok": experts.experts_per_token,
+            "moe_intermediate_size": experts.expert_size,
+            "norm_topk_prob": experts.normalize,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(experts.dense_layers),
+            **other,
+        }
+
+    return Key(read, write)
+
+
+QWEN2_MOE = Family(
+    "Qwen2Moe",
+    MOE_WEIGHTS,
+    Defaults(max_length=32768, num_kv_heads=16),
+    keys=(
+        _experts(60, 4, 1408, shared=True),
+        windows(_every_other, 4096, switched=True, write=_write_every_other),
+        option("qkv_bias", flag, True, "qkv_bias"),
+    ),
+)
+QWEN3_MOE = Family(
+    "Qwen3Moe",
+    MOE_WEIGHTS,
+    Defaults(max_length=32768, num_kv_heads=4),
+    keys=(
+        Key(_read_all_or_none, _write_all_or_none),
+        ATTENTION_BIAS,
+        _experts(128, 8, 768, shared=False),
+    ),
+    options={"qk_norm": "head"},
+)

@@ -5,22 +5,14 @@ for Qwen2.5-VL, Mistral or Ministral 3 for Mistral 3. A text token has the same 
 on all axes of a multimodal rotary embedding, so the standard embedding is equal to it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.pretrained.errors import CheckpointError
-from jaxrl_post.pretrained.families import mistral, qwen
+from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.hf_values import Json, flag
 
-__all__ = [
-    "PREFIXES",
-    "TENSORS",
-    "mistral3_from_hf",
-    "qwen2_5_vl_from_hf",
-    "qwen3_vl_from_hf",
-]
+__all__ = ["mistral3_text", "qwen2_5_text", "qwen3_text", "seeing"]
 
 # Prefixes of the text model's tensors in transformers 4 and 5, and their replacements.
 PREFIXES = (
@@ -46,32 +38,31 @@ QWEN2_5 = {
     "rope_theta": 1e6,
     "max_window_layers": 80,
 }
-MISTRAL: Mapping[str, Callable[[Json], ModelConfig]] = {
-    "mistral": mistral.mistral_from_hf,
-    "ministral": mistral.ministral_from_hf,
-    "ministral3": mistral.ministral3_from_hf,
-}
+MISTRAL = ("mistral", "ministral", "ministral3")
 
 
-def qwen3_vl_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads the text model of Qwen3-VL; all layers have full attention.
+def seeing(family: Family) -> Family:
+    """Lets a family also load the text model inside a vision-language model."""
+    return replace(family, prefixes=PREFIXES, vision=TENSORS)
+
+
+def qwen3_text(raw: Json) -> Json:
+    """Returns the config.json of Qwen3-VL's text model, whose attention is full.
 
     Raises:
-        CheckpointError: as `qwen3_from_hf`, or text_config is missing.
+        CheckpointError: text_config is missing.
     """
     full = {"use_sliding_window": False, "layer_types": None, "model_type": "qwen3"}
-    text = _text(raw)
-    return _tied(raw, text, qwen.qwen3_from_hf({**QWEN3, **text, **full}))
+    return {**QWEN3, **_text(raw), **full, **_tied(raw, _text(raw))}
 
 
-def qwen2_5_vl_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads the text model of Qwen2.5-VL; older files have its keys at the top level.
+def qwen2_5_text(raw: Json) -> Json:
+    """Returns the config.json of Qwen2.5-VL's text model.
 
-    Raises:
-        CheckpointError: as `qwen2_from_hf`.
+    Older files have its keys at the top level.
     """
     text = raw if raw.get("text_config") is None else _text(raw)
-    found = {**QWEN2_5, **text, "model_type": "qwen2"}
+    found = {**QWEN2_5, **text, "model_type": "qwen2", **_tied(raw, text)}
     for key in ("rope_scaling", "rope_parameters"):
         rope = found.get(key)
         if isinstance(rope, Mapping) and "mrope" in (
@@ -79,15 +70,14 @@ def qwen2_5_vl_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             rope.get("type"),
         ):
             found[key] = {**rope, "rope_type": "default"}
-    return _tied(raw, text, qwen.qwen2_from_hf(found))
+    return found
 
 
-def mistral3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads the text model of Mistral Small 3.1 and later, or of Ministral 3.
+def mistral3_text(raw: Json) -> Json:
+    """Returns the config.json of the text model of Mistral Small 3.1 or Ministral 3.
 
     Raises:
-        CheckpointError: as the text model's family, this family is not supported, or
-            text_config is missing.
+        CheckpointError: its family is not supported, or text_config is missing.
     """
     text = {"model_type": "mistral", **_text(raw)}
     family = text["model_type"]
@@ -96,7 +86,7 @@ def mistral3_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             f"text_config: model_type must be one of {', '.join(MISTRAL)}; got "
             f"{family!r}"
         )
-    return _tied(raw, text, MISTRAL[family](text))
+    return {**text, **_tied(raw, text)}
 
 
 def _text(raw: Json) -> Json:
@@ -108,8 +98,7 @@ def _text(raw: Json) -> Json:
     return text
 
 
-def _tied(raw: Json, text: Json, config: ModelConfig) -> ModelConfig:
+def _tied(raw: Json, text: Json) -> Json:
     """Ties the embeddings if the outer config or text_config does so."""
-    places = (raw, text)
-    tied = any(flag(place, "tie_word_embeddings", False) for place in places)
-    return replace(config, tie_embeddings=tied)
+    tied = [flag(place, "tie_word_embeddings", False) for place in (raw, text)]
+    return {"tie_word_embeddings": any(tied)}
