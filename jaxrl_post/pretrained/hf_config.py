@@ -103,14 +103,12 @@ def decoder_from_hf(raw: Json, defaults: Defaults) -> ModelConfig:
         )
     num_heads = integer(raw, "num_attention_heads")
     max_length = integer(raw, "max_position_embeddings", defaults.max_length)
-    if defaults.local_theta is not None:
-        rotation, local_theta = _ropes_by_layer(raw, max_length, defaults)
+    if defaults.local_theta is None:
+        local_theta, share = None, defaults.rotary_share
+        rotation = rope_from_hf(raw, max_length, theta=defaults.rope_theta, share=share)
     else:
-        local_theta, rotation = (
-            None,
-            rope_from_hf(
-                raw, max_length, theta=defaults.rope_theta, share=defaults.rotary_share
-            ),
+        rotation, local_theta = _ropes_by_layer(
+            raw, max_length, defaults, defaults.local_theta
         )
     if rotation.share != 1.0 and not defaults.partial:
         raise CheckpointError(
@@ -170,10 +168,10 @@ def decoder_to_hf(config: ModelConfig, defaults: Defaults) -> dict[str, Any]:
 
 
 def _ropes_by_layer(
-    raw: Json, max_length: int, defaults: Defaults
+    raw: Json, max_length: int, defaults: Defaults, local_theta: float
 ) -> tuple[Rotation, float]:
     """Reads the rotary embedding of full layers and the base of sliding layers."""
-    theta, local_theta = defaults.rope_theta, defaults.local_theta
+    theta = defaults.rope_theta
     rope, local_rope = layer_ropes(raw)
     if defaults.local_theta_key:
         local_theta = number(raw, defaults.local_theta_key, local_theta)

@@ -85,7 +85,7 @@ ROPE3 = {
 }
 
 
-def _rope3(raw: Json) -> Json:
+def _rope3(raw: Json) -> Any:
     return raw.get("rope_scaling") or raw.get("rope_parameters")
 
 
