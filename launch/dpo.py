@@ -1,23 +1,12 @@
 """Preference optimisation: `python -m launch.dpo --data.path pairs.jsonl`."""
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.offline import PreferenceConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
-from launch.training import beginning
-
-
-def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
-    """Imports the function that does the work, as `Program.load`."""
-    from jaxrl_post.programs.offline import run_offline
-    from jaxrl_post.programs.run import RUN_ERRORS
-
-    return run_offline, RUN_ERRORS
-
+from launch.training import beginning, offline
 
 PROGRAM = cli.Program(
     name="launch.dpo",
@@ -26,7 +15,7 @@ PROGRAM = cli.Program(
     default=beginning(
         PreferenceConfig(), Rates(checkpoint=1e-6, adapter=1e-5, preset=3e-4)
     ),
-    load=load,
+    load=offline,
     check=check_options,
 )
 

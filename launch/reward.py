@@ -4,23 +4,12 @@ Or from solutions in labelled steps: `--kind process --data.path steps.jsonl`.
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.offline import RewardConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
-from launch.training import beginning
-
-
-def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
-    """Imports the function that does the work, as `Program.load`."""
-    from jaxrl_post.programs.offline import run_offline
-    from jaxrl_post.programs.run import RUN_ERRORS
-
-    return run_offline, RUN_ERRORS
-
+from launch.training import beginning, offline
 
 PROGRAM = cli.Program(
     name="launch.reward",
@@ -31,7 +20,7 @@ PROGRAM = cli.Program(
     default=beginning(
         RewardConfig(), Rates(checkpoint=1e-5, adapter=1e-4, preset=1e-3)
     ),
-    load=load,
+    load=offline,
     check=check_options,
 )
 

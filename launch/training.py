@@ -7,7 +7,7 @@ from jaxrl_post.config.run import RunConfig
 from launch.cli import given
 from launch.recipes.beginnings import Rates, begun
 
-__all__ = ["beginning", "online"]
+__all__ = ["beginning", "offline", "online"]
 
 # With one of these options the user has an own task or model, so no demo.
 OWN = ("--model", "--env", "--data.path", "--config")
@@ -38,6 +38,14 @@ def beginning[Config: RunConfig](
         )
 
     return default
+
+
+def offline() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+    """The `Program.load` of the programs that train on a data set."""
+    from jaxrl_post.programs.offline import run_offline
+    from jaxrl_post.programs.run import RUN_ERRORS
+
+    return run_offline, RUN_ERRORS
 
 
 def online() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:

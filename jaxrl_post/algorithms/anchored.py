@@ -4,12 +4,14 @@ Each function is one composition; `pairs` describes how a batch of pairs is pack
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from jaxrl_post.algorithms.pairs import (
     Answers,
     PerPair,
     PreferenceAlgorithm,
     Valid,
+    compose_margins,
     compose_pairs,
 )
 from jaxrl_post.losses import anchored, margins, preference
@@ -157,12 +159,8 @@ def discopop(*, beta: float = 0.05, tau: float = 0.05) -> PreferenceAlgorithm:
     >>> discopop().needs_reference
     True
     """
-
-    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
-        margin = preference.log_ratio_margin(*_log_probs(chosen, rejected), valid)
-        return margins.discopop_loss(margin, valid, beta=beta, tau=tau)
-
-    return compose_pairs(loss, scale=beta)
+    loss = partial(margins.discopop_loss, beta=beta, tau=tau)
+    return compose_margins(loss, scale=beta)
 
 
 def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3) -> PreferenceAlgorithm:
@@ -185,14 +183,8 @@ def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3) -> PreferenceAlgori
     >>> exo().needs_reference
     True
     """
-
-    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
-        margin = preference.log_ratio_margin(*_log_probs(chosen, rejected), valid)
-        return margins.exo_loss(
-            margin, valid, beta=beta, label_smoothing=label_smoothing
-        )
-
-    return compose_pairs(loss, scale=beta)
+    loss = partial(margins.exo_loss, beta=beta, label_smoothing=label_smoothing)
+    return compose_margins(loss, scale=beta)
 
 
 def aot(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorithm:
@@ -218,7 +210,8 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorit
     >>> aot().needs_reference
     True
     """
-    return _of_quantiles(margins.aot_margin, beta, label_smoothing)
+    loss = partial(preference.sigmoid_loss, beta=beta, label_smoothing=label_smoothing)
+    return compose_margins(loss, scale=beta, margin=margins.aot_margin)
 
 
 def aot_unpaired(
@@ -245,7 +238,8 @@ def aot_unpaired(
     >>> aot_unpaired().needs_reference
     True
     """
-    return _of_quantiles(margins.aot_unpaired_margin, beta, label_smoothing)
+    loss = partial(preference.sigmoid_loss, beta=beta, label_smoothing=label_smoothing)
+    return compose_margins(loss, scale=beta, margin=margins.aot_unpaired_margin)
 
 
 def _of_log_ratios(
@@ -259,21 +253,3 @@ def _of_log_ratios(
         return anchored_loss(*log_ratios, valid, beta=beta)
 
     return compose_pairs(loss, scale=beta)
-
-
-def _of_quantiles(
-    margin_of: Callable[..., PerPair], beta: float, label_smoothing: float
-) -> PreferenceAlgorithm:
-    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
-        margin = margin_of(*_log_probs(chosen, rejected), valid)
-        return preference.sigmoid_loss(
-            margin, valid, beta=beta, label_smoothing=label_smoothing
-        )
-
-    return compose_pairs(loss, scale=beta)
-
-
-def _log_probs(
-    chosen: Answers, rejected: Answers
-) -> tuple[PerPair, PerPair, PerPair, PerPair]:
-    return chosen.policy, rejected.policy, chosen.reference, rejected.reference

@@ -20,10 +20,12 @@ from jaxrl_post.types import Array, Bool, Float, TokenBatch
 
 __all__ = [
     "Answers",
+    "MarginLoss",
     "PairLoss",
     "PerPair",
     "PreferenceAlgorithm",
     "Valid",
+    "compose_margins",
     "compose_pairs",
     "pair_metrics",
     "raise_early",
@@ -73,6 +75,7 @@ class Answers(NamedTuple):
 
 
 type PairLoss = Callable[[Answers, Answers, Valid], PerPair]
+type MarginLoss = Callable[[PerPair, Valid], PerPair]
 
 
 def compose_pairs(
@@ -121,6 +124,42 @@ def compose_pairs(
     algorithm = PreferenceAlgorithm(objective, needs_reference)
     raise_early(algorithm)
     return algorithm
+
+
+def compose_margins(
+    loss: MarginLoss,
+    *,
+    scale: float,
+    margin: Callable[..., PerPair] = preference.log_ratio_margin,
+    of_means: bool = False,
+) -> PreferenceAlgorithm:
+    """Builds an objective as `compose_pairs` does, from a loss of each pair's margin.
+
+    Args:
+        loss: (margin, valid) to a loss per pair, 0 where `valid` is False.
+        scale: scale of the implicit rewards, a loss's beta.
+        margin: a margin with the arguments of `losses.preference.log_ratio_margin`.
+        of_means: whether the margin is of means over tokens instead of sums.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ValueError: `loss` or `margin` rejects a hyperparameter.
+
+    >>> from functools import partial
+    >>> loss = partial(preference.hinge_loss, beta=0.1)
+    >>> compose_margins(loss, scale=0.1).needs_reference
+    True
+    """
+
+    def of_pair(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
+        if of_means:
+            chosen, rejected = chosen.means(), rejected.means()
+        log_probs = chosen.policy, rejected.policy, chosen.reference, rejected.reference
+        return loss(margin(*log_probs, valid), valid)
+
+    return compose_pairs(of_pair, scale=scale, of_means=of_means)
 
 
 def require_reference(batch: TokenBatch) -> Float[Array, "rows length"]:

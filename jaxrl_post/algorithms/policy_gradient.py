@@ -231,9 +231,7 @@ def cispo(
     )
 
 
-def rloo(
-    **shared: Unpack[SharedOptions],
-) -> Algorithm:
+def rloo(**shared: Unpack[SharedOptions]) -> Algorithm:
     """REINFORCE with a leave-one-out baseline.
 
     It is the unclipped likelihood gradient of whole sequences: each sequence's token

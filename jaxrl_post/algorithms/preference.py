@@ -3,11 +3,14 @@
 Each function is one composition; `pairs` describes how a batch of pairs is packed.
 """
 
+from functools import partial
+
 from jaxrl_post.algorithms.pairs import (
     Answers,
     PerPair,
     PreferenceAlgorithm,
     Valid,
+    compose_margins,
     compose_pairs,
 )
 from jaxrl_post.losses import preference
@@ -43,14 +46,8 @@ def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorit
     >>> dpo().needs_reference
     True
     """
-
-    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
-        margin = _margin(chosen, rejected, valid)
-        return preference.sigmoid_loss(
-            margin, valid, beta=beta, label_smoothing=label_smoothing
-        )
-
-    return compose_pairs(loss, scale=beta)
+    loss = partial(preference.sigmoid_loss, beta=beta, label_smoothing=label_smoothing)
+    return compose_margins(loss, scale=beta)
 
 
 def robust_dpo(
@@ -74,14 +71,8 @@ def robust_dpo(
     >>> robust_dpo().needs_reference
     True
     """
-
-    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
-        margin = _margin(chosen, rejected, valid)
-        return preference.robust_loss(
-            margin, valid, beta=beta, label_smoothing=label_smoothing
-        )
-
-    return compose_pairs(loss, scale=beta)
+    loss = partial(preference.robust_loss, beta=beta, label_smoothing=label_smoothing)
+    return compose_margins(loss, scale=beta)
 
 
 def ln_dpo(*, beta: float = 2.0, label_smoothing: float = 0.0) -> PreferenceAlgorithm:
@@ -103,14 +94,8 @@ def ln_dpo(*, beta: float = 2.0, label_smoothing: float = 0.0) -> PreferenceAlgo
     >>> ln_dpo().needs_reference
     True
     """
-
-    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
-        margin = _margin(chosen.means(), rejected.means(), valid)
-        return preference.sigmoid_loss(
-            margin, valid, beta=beta, label_smoothing=label_smoothing
-        )
-
-    return compose_pairs(loss, scale=beta, of_means=True)
+    loss = partial(preference.sigmoid_loss, beta=beta, label_smoothing=label_smoothing)
+    return compose_margins(loss, scale=beta, of_means=True)
 
 
 def hinge(*, beta: float = 0.1) -> PreferenceAlgorithm:
@@ -131,12 +116,8 @@ def hinge(*, beta: float = 0.1) -> PreferenceAlgorithm:
     >>> hinge().needs_reference
     True
     """
-
-    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
-        margin = _margin(chosen, rejected, valid)
-        return preference.hinge_loss(margin, valid, beta=beta)
-
-    return compose_pairs(loss, scale=beta)
+    loss = partial(preference.hinge_loss, beta=beta)
+    return compose_margins(loss, scale=beta)
 
 
 def ipo(*, beta: float = 0.1) -> PreferenceAlgorithm:
@@ -158,12 +139,8 @@ def ipo(*, beta: float = 0.1) -> PreferenceAlgorithm:
     >>> ipo().needs_reference
     True
     """
-
-    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
-        margin = _margin(chosen.means(), rejected.means(), valid)
-        return preference.ipo_loss(margin, valid, beta=beta)
-
-    return compose_pairs(loss, scale=beta, of_means=True)
+    loss = partial(preference.ipo_loss, beta=beta)
+    return compose_margins(loss, scale=beta, of_means=True)
 
 
 def alpha_divergence_dpo(
@@ -191,16 +168,9 @@ def alpha_divergence_dpo(
     >>> alpha_divergence_dpo(alpha=1.0).needs_reference
     True
     """
-
-    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
-        margin = preference.alpha_divergence_margin(
-            *_log_probs(chosen, rejected), valid, alpha=alpha
-        )
-        return preference.sigmoid_loss(
-            margin, valid, beta=beta, label_smoothing=label_smoothing
-        )
-
-    return compose_pairs(loss, scale=beta)
+    loss = partial(preference.sigmoid_loss, beta=beta, label_smoothing=label_smoothing)
+    margin = partial(preference.alpha_divergence_margin, alpha=alpha)
+    return compose_margins(loss, scale=beta, margin=margin)
 
 
 def jensen_shannon_dpo(
@@ -227,14 +197,9 @@ def jensen_shannon_dpo(
     >>> jensen_shannon_dpo().needs_reference
     True
     """
-
-    def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
-        margin = preference.jensen_shannon_margin(*_log_probs(chosen, rejected), valid)
-        return preference.sigmoid_loss(
-            margin, valid, beta=beta, label_smoothing=label_smoothing
-        )
-
-    return compose_pairs(loss, scale=beta)
+    loss = partial(preference.sigmoid_loss, beta=beta, label_smoothing=label_smoothing)
+    margin = preference.jensen_shannon_margin
+    return compose_margins(loss, scale=beta, margin=margin)
 
 
 def wpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorithm:
@@ -264,20 +229,10 @@ def wpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorit
         weights = preference.wpo_weights(
             chosen.means().policy, rejected.means().policy, valid
         )
-        margin = _margin(chosen, rejected, valid)
+        log_probs = chosen.policy, rejected.policy, chosen.reference, rejected.reference
+        margin = preference.log_ratio_margin(*log_probs, valid)
         return weights * preference.sigmoid_loss(
             margin, valid, beta=beta, label_smoothing=label_smoothing
         )
 
     return compose_pairs(loss, scale=beta)
-
-
-def _margin(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
-    return preference.log_ratio_margin(*_log_probs(chosen, rejected), valid)
-
-
-def _log_probs(
-    chosen: Answers, rejected: Answers
-) -> tuple[PerPair, PerPair, PerPair, PerPair]:
-    """The arguments of the margins in `losses.preference`."""
-    return chosen.policy, rejected.policy, chosen.reference, rejected.reference

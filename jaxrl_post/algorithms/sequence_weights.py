@@ -244,9 +244,7 @@ def gdpo(
     return composed._replace(advantages=partial(estimate, weights=weights))
 
 
-def opo(
-    **shared: Unpack[SharedOptions],
-) -> Algorithm:
+def opo(**shared: Unpack[SharedOptions]) -> Algorithm:
     """On-Policy RL with Optimal reward baseline.
 
     It is REINFORCE with the group's mean reward, weighted by length, as baseline.
@@ -276,9 +274,7 @@ def opo(
     )
 
 
-def remax(
-    **shared: Unpack[SharedOptions],
-) -> Algorithm:
+def remax(**shared: Unpack[SharedOptions]) -> Algorithm:
     """REINFORCE with the reward of the prompt's greedy completion as baseline.
 
     One sample per prompt is enough. `advantages` takes (rewards [groups, samples],

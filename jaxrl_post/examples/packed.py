@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 import grain
 import numpy as np
@@ -60,61 +60,39 @@ class Examples(Protocol):
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Preference pairs: a prompt with its chosen answer, then with its rejected one.
-
-    The order in a packed row, chosen first, tells them apart.
+class Splits[Item]:
+    """Training and held-out items, each of which is one example.
 
     Attributes:
-        train: training pairs.
-        eval: held-out pairs.
-        margin: factor; times the difference of a pair's scores, it gives the margin.
+        train: training items.
+        eval: held-out items.
     """
 
-    train: Sequence[Preference]
-    eval: Sequence[Preference]
-    margin: float = 0.0
+    train: Sequence[Item]
+    eval: Sequence[Item]
+
+    noun: ClassVar[str]
+
+    def items(self, split: Split) -> Sequence[Item]:
+        """The items of a split."""
+        return self.train if split == "train" else self.eval
 
     def size(self, split: Split) -> int:
-        """Number of pairs."""
-        return len(_of(self, split))
+        """Number of items."""
+        return len(self.items(split))
 
     def texts(self) -> list[str]:
-        """Texts of the first pairs, to train a preset's tokenizer."""
+        """Texts of the first training items, to train a preset's tokenizer."""
         return shortened(
-            text
-            for pair in self.train[:TEXTS]
-            for text in (
-                *(message.content for message in pair.messages),
-                pair.chosen,
-                pair.rejected,
-            )
+            text for item in self.train[:TEXTS] for text in self.texts_of(item)
         )
 
-    def written(
-        self, tokenizer: Tokenizer, split: Split, index: int
-    ) -> tuple[str, ...]:
-        """The texts of both sequences."""
-        pair = _of(self, split)[index]
-        answers = pair.chosen, pair.rejected
-        return tuple(written(tokenizer, pair.messages, each) for each in answers)
+    def texts_of(self, item: Item) -> Iterable[str]:
+        """The texts of an item."""
+        raise NotImplementedError
 
-    def encode(
-        self, tokenizer: Tokenizer, split: Split, index: int
-    ) -> tuple[packing.Sequence, ...]:
-        """Two sequences, chosen and rejected."""
-        pair = _of(self, split)[index]
-        chosen, rejected = (
-            packing.Sequence.of(*chat.answered(tokenizer, pair.messages, answer))
-            for answer in (pair.chosen, pair.rejected)
-        )
-        if self.margin:
-            margin = self.margin * (pair.margin or 0.0)
-            chosen = replace(chosen, margins=_everywhere(margin, chosen))
-        return chosen, rejected
-
-    def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Pairs":
-        """Drops pairs with a prompt plus answer that is too long; logs their number.
+    def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> Self:
+        """Drops items with a prompt plus answer that is too long; logs their number.
 
         Args:
             tokenizer: the model's tokenizer.
@@ -124,73 +102,96 @@ class Pairs:
             ConfigError: a split would be empty.
         """
         train, held_out = (
-            _kept(self, _of(self, split), split, tokenizer, max_tokens, "pairs")
+            [
+                self.items(split)[index]
+                for index in fitting(self, split, tokenizer, max_tokens, self.noun)
+            ]
             for split in SPLITS
         )
         return replace(self, train=train, eval=held_out)
 
+
+@dataclass(frozen=True)
+class Pairs(Splits[Preference]):
+    """Preference pairs: a prompt with its chosen answer, then with its rejected one.
+
+    The order in a packed row, chosen first, tells them apart.
+
+    Attributes:
+        margin: factor; times the difference of a pair's scores, it gives the margin.
+    """
+
+    noun: ClassVar[str] = "pairs"
+
+    margin: float = 0.0
+
+    def texts_of(self, item: Preference) -> Iterable[str]:
+        """The texts of the prompt and both answers."""
+        prompt = (message.content for message in item.messages)
+        return (*prompt, item.chosen, item.rejected)
+
+    def written(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[str, ...]:
+        """The texts of both sequences."""
+        pair = self.items(split)[index]
+        answers = pair.chosen, pair.rejected
+        return tuple(written(tokenizer, pair.messages, each) for each in answers)
+
+    def encode(
+        self, tokenizer: Tokenizer, split: Split, index: int
+    ) -> tuple[packing.Sequence, ...]:
+        """Two sequences, chosen and rejected."""
+        pair = self.items(split)[index]
+        chosen, rejected = (
+            packing.Sequence.of(*chat.answered(tokenizer, pair.messages, answer))
+            for answer in (pair.chosen, pair.rejected)
+        )
+        if self.margin:
+            margin = self.margin * (pair.margin or 0.0)
+            chosen = replace(chosen, margins=_everywhere(margin, chosen))
+        return chosen, rejected
+
     def imitated(self) -> "Judgements":
         """The chosen answers, for supervised fine-tuning."""
         train, held_out = (
-            [Judged(p.messages, p.chosen, True, p.group) for p in _of(self, split)]
+            [Judged(p.messages, p.chosen, True, p.group) for p in self.items(split)]
             for split in SPLITS
         )
         return Judgements(train, held_out)
 
 
 @dataclass(frozen=True)
-class Judgements:
-    """Judged answers, with the labels 1 for desirable answers and -1 for others.
+class Judgements(Splits[Judged]):
+    """Judged answers, with the labels 1 for desirable answers and -1 for others."""
 
-    Attributes:
-        train: training answers.
-        eval: held-out answers.
-    """
+    noun: ClassVar[str] = "answers"
 
-    train: Sequence[Judged]
-    eval: Sequence[Judged]
-
-    def size(self, split: Split) -> int:
-        """Number of answers."""
-        return len(_of(self, split))
-
-    def texts(self) -> list[str]:
-        """Texts of the first answers, to train a preset's tokenizer."""
-        return shortened(
-            text
-            for each in self.train[:TEXTS]
-            for text in (*(message.content for message in each.messages), each.answer)
-        )
+    def texts_of(self, item: Judged) -> Iterable[str]:
+        """The texts of the prompt and the answer."""
+        return (*(message.content for message in item.messages), item.answer)
 
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:
         """The text of the prompt and the answer."""
-        each = _of(self, split)[index]
+        each = self.items(split)[index]
         return (written(tokenizer, each.messages, each.answer),)
 
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[packing.Sequence, ...]:
         """One sequence: the prompt and the answer."""
-        each = _of(self, split)[index]
+        each = self.items(split)[index]
         prompt, target = chat.answered(tokenizer, each.messages, each.answer)
         made = packing.Sequence.of(prompt, target)
         labels = _everywhere(1.0 if each.desirable else -1.0, made)
         return (replace(made, labels=labels),)
 
-    def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Judgements":
-        """Drops answers that are too long, like `Pairs.fitting`."""
-        train, held_out = (
-            _kept(self, _of(self, split), split, tokenizer, max_tokens, "answers")
-            for split in SPLITS
-        )
-        return Judgements(train, held_out)
-
     def imitated(self) -> "Judgements":
         """The desirable answers, for supervised fine-tuning."""
         train, held_out = (
-            [each for each in _of(self, split) if each.desirable] for split in SPLITS
+            [each for each in self.items(split) if each.desirable] for split in SPLITS
         )
         return Judgements(train, held_out)
 
@@ -204,7 +205,7 @@ class Judgements:
             ConfigError: a prompt has more than half of a split's answers.
         """
         try:
-            answers = [answers_to_others(_of(self, split)) for split in SPLITS]
+            answers = [answers_to_others(self.items(split)) for split in SPLITS]
         except ValueError as error:
             raise ConfigError(
                 f"--data.path: {error}; give answers to more prompts, or another "
@@ -239,53 +240,41 @@ class Mismatched:
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:
         """The text of the prompt and the uncut other answer."""
-        messages = _of(self.judgements, split)[index].messages
+        messages = self.judgements.items(split)[index].messages
         return (written(tokenizer, messages, self.answers[split][index]),)
 
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[packing.Sequence, ...]:
         """One sequence: the prompt and the other answer, cut to `max_tokens`."""
-        messages = _of(self.judgements, split)[index].messages
+        messages = self.judgements.items(split)[index].messages
         answer = self.answers[split][index]
         prompt, target = chat.answered(tokenizer, messages, answer)
         return (packing.Sequence.of(prompt, target[: self.max_tokens - len(prompt)]),)
 
 
 @dataclass(frozen=True)
-class Solutions:
+class Solutions(Splits[Solution]):
     """Solutions in steps; each step has its label at its last token.
 
     Attributes:
-        train: training solutions.
-        eval: held-out solutions.
         separator: text after each step; the step is judged at its last token.
     """
 
-    train: Sequence[Solution]
-    eval: Sequence[Solution]
+    noun: ClassVar[str] = "solutions"
+
     separator: str
 
-    def size(self, split: Split) -> int:
-        """Number of solutions."""
-        return len(_of(self, split))
-
-    def texts(self) -> list[str]:
-        """Texts of the first solutions, to train a preset's tokenizer."""
-        return shortened(
-            text
-            for each in self.train[:TEXTS]
-            for text in (
-                *(message.content for message in each.messages),
-                *(step + self.separator for step in each.steps),
-            )
-        )
+    def texts_of(self, item: Solution) -> Iterable[str]:
+        """The texts of the prompt and the steps."""
+        prompt = (message.content for message in item.messages)
+        return (*prompt, *(step + self.separator for step in item.steps))
 
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:
         """The text of the prompt and the steps, each with its separator."""
-        each = _of(self, split)[index]
+        each = self.items(split)[index]
         steps = "".join(step + self.separator for step in each.steps)
         return (written(tokenizer, each.messages) + steps,)
 
@@ -293,19 +282,11 @@ class Solutions:
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[packing.Sequence, ...]:
         """One sequence: the prompt and the steps, each judged at its last token."""
-        each = _of(self, split)[index]
+        each = self.items(split)[index]
         sequence = judged_tokens(
             tokenizer, each.messages, each.steps, each.labels, self.separator
         )
         return (sequence,)
-
-    def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Solutions":
-        """Drops solutions that are too long, like `Pairs.fitting`."""
-        train, held_out = (
-            _kept(self, _of(self, split), split, tokenizer, max_tokens, "solutions")
-            for split in SPLITS
-        )
-        return replace(self, train=train, eval=held_out)
 
 
 def packed(
@@ -364,36 +345,8 @@ def batches(
         )
 
 
-@runtime_checkable
-class _InTwo[Item](Protocol):
-    """A data set with training and held-out items."""
-
-    @property
-    def train(self) -> Sequence[Item]: ...
-
-    @property
-    def eval(self) -> Sequence[Item]: ...
-
-
 def _everywhere(value: float, sequence: packing.Sequence) -> np.ndarray:
     return np.full(len(sequence.tokens), value, np.float32)
-
-
-def _of[Item](examples: _InTwo[Item], split: Split) -> Sequence[Item]:
-    return examples.train if split == "train" else examples.eval
-
-
-def _kept[Item](
-    examples: "Pairs | Judgements | Solutions",
-    items: Sequence[Item],
-    split: Split,
-    tokenizer: Tokenizer,
-    max_tokens: int,
-    noun: str,
-) -> list[Item]:
-    """The items of a split that are not too long."""
-    kept = fitting(examples, split, tokenizer, max_tokens, noun)
-    return [items[index] for index in kept]
 
 
 def fitting(

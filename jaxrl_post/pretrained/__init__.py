@@ -13,7 +13,6 @@ True
 
 from jaxrl_post.pretrained.errors import CheckpointError, CheckpointWarning
 from jaxrl_post.pretrained.hf import load, save
-from jaxrl_post.pretrained.orbax_files import save_orbax
 from jaxrl_post.pretrained.peft.files import load_adapter, save_adapter
 
 __all__ = [
@@ -23,5 +22,4 @@ __all__ = [
     "load_adapter",
     "save",
     "save_adapter",
-    "save_orbax",
 ]

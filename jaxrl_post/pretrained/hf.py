@@ -1,4 +1,4 @@
-"""Loads a model directory shard by shard, and saves one in Hugging Face's format."""
+"""Loads a model directory shard by shard, and saves one."""
 
 import itertools
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from jaxrl_post.pretrained.orbax_files import (
     is_orbax_directory,
     open_arrays,
     own_weights,
+    write_arrays,
 )
 from jaxrl_post.pretrained.param_files import (
     check_same,
@@ -57,7 +58,10 @@ from jaxrl_post.pretrained.weight_health import WeightHealth
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array
 
-__all__ = ["load", "save"]
+__all__ = ["Format", "load", "save"]
+
+# The format of the weights.
+type Format = Literal["huggingface", "orbax"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +80,7 @@ def load(
     dtype: DTypeLike | None = None,
     head: Head | None = None,
 ) -> tuple[ModelConfig, DecoderParams[Array]]:
-    """Loads a model directory in Hugging Face's format or written by `save_orbax`.
+    """Loads a model directory in either format of `save`.
 
     On a mesh each process reads only the regions that its own devices hold. Regions are
     read one after the other, so that the host holds about two tensors (one as stored,
@@ -167,8 +171,9 @@ def save(
     tokenizer: SavesItself | None = None,
     source: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 5_000_000_000,
+    format: Format = "huggingface",
 ) -> None:
-    """Saves a checkpoint that `load` and transformers 4 and 5 can load.
+    """Saves a model directory that `load` can load, and transformers 4 and 5 too.
 
     Shards are transposed on their devices and fetched one after the other, so that the
     host holds one tensor at a time. Saving is atomic: `path` is complete or does not
@@ -182,13 +187,20 @@ def save(
         source: a model directory whose special-token ids and generation_config.json
             are copied. Without `source`, config.json has no end-of-text token.
         max_file_bytes: limit of tensor bytes per file; larger models get several files.
+        format: "orbax" writes the weights as a folder `params` that any program with
+            Orbax can read, and transformers cannot. The host then holds a copy of the
+            parameters, and a file may exceed its limit by one chunk (4 MiB).
 
     Raises:
-        CheckpointError: `path` is not empty, the parameters do not fit `config`, or
-            the family's checkpoint format cannot express `config`.
+        CheckpointError: `path` is not empty, the parameters do not fit `config`, the
+            family's checkpoint format cannot express `config`, or Orbax cannot write.
+        ValueError: `max_file_bytes` is smaller than one of Orbax's chunks.
     """
     with new_model_directory(path, config, params, tokenizer, source) as made:
         staging, values = made
+        if format == "orbax":
+            write_arrays(staging, values, max_file_bytes, path)
+            return
         entries = entries_of(family_of(config.model_type).weights, param_specs(config))
         write_parameters(staging, entries, values, max_file_bytes)
 

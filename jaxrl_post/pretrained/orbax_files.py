@@ -1,4 +1,4 @@
-"""Saves and opens model directories with an Orbax checkpoint of our parameters.
+"""Reads and writes the weights of a model directory as an Orbax checkpoint.
 
 The directory has a folder `params` beside config.json and the tokenizer. This folder is
 an Orbax checkpoint: a flat dictionary from parameter paths, such as
@@ -18,9 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.params import DecoderParams
-from jaxrl_post.pretrained.directory import SavesItself, new_model_directory
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.layout import Index, Weight
 from jaxrl_post.pretrained.name_map import paths
@@ -32,7 +29,7 @@ __all__ = [
     "is_orbax_directory",
     "open_arrays",
     "own_weights",
-    "save_orbax",
+    "write_arrays",
 ]
 
 PARAMS = "params"
@@ -51,47 +48,28 @@ CACHE_BYTES = 1 << 26
 DTYPES = {**STORED_DTYPES, "float64": "F64"}
 
 
-def save_orbax(
+def write_arrays(
+    directory: Path,
+    values: Mapping[str, Array],
+    max_file_bytes: int,
     path: str | os.PathLike[str],
-    config: ModelConfig,
-    params: DecoderParams[Array],
-    *,
-    tokenizer: SavesItself | None = None,
-    source: str | os.PathLike[str] | None = None,
-    max_file_bytes: int = 5_000_000_000,
 ) -> None:
-    """Saves a model directory with Orbax arrays, which `pretrained.load` can load.
+    """Writes parameters as the Orbax folder of a model directory.
 
-    Saving is atomic: `path` is complete or does not exist. The host holds a copy of the
-    parameters (none if they are on CPU devices already) and the arrays being
-    compressed: one gigabyte or the largest array.
+    The host holds a copy of the parameters (none if they are on CPU devices already)
+    and the arrays being compressed: one gigabyte or the largest array.
 
     Args:
-        path: the directory to make; existing files are never overwritten.
-        config: the model's config.
-        params: in any sharding that this process can read; stored in their own dtype.
-        tokenizer: saved beside the model.
-        source: a model directory whose special-token ids and generation_config.json
-            are copied. Without `source`, config.json has no end-of-text token.
+        directory: the model directory.
+        values: the parameters by path.
         max_file_bytes: size at which a new file is started, >= CHUNK_BYTES; a file may
             exceed it by one chunk.
+        path: of the model, for messages.
 
     Raises:
-        CheckpointError: `path` is not empty, the parameters do not fit `config`, the
-            family's checkpoint format cannot express `config`, the disk is full, or
-            JAX runs with several processes.
+        CheckpointError: a dtype cannot be stored, the disk is full, or JAX runs with
+            several processes.
         ValueError: `max_file_bytes` is too small.
-
-    >>> import tempfile, jax
-    >>> from jaxrl_post import pretrained
-    >>> from jaxrl_post.models import initialize, param_specs
-    >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
-    >>> params = initialize(jax.random.key(0), param_specs(config))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_orbax(f"{folder}/tiny", config, params)
-    ...     same_config, same_params = pretrained.load(f"{folder}/tiny")
-    >>> config == same_config
-    True
     """
     if max_file_bytes < CHUNK_BYTES:
         raise ValueError(
@@ -102,23 +80,22 @@ def save_orbax(
         # Orbax would wait for the other processes, and refuses arrays of a single one.
         raise CheckpointError(
             f"{path}: Orbax cannot save from one of {jax.process_count()} processes; "
-            f"use pretrained.save, and then: python -m launch.convert --format orbax"
+            f'save with format="huggingface", and then: python -m launch.convert '
+            f"--format orbax"
         )
-    with new_model_directory(path, config, params, tokenizer, source) as made:
-        staging, values = made
-        for name, value in values.items():
-            if value.dtype.name not in STORED_DTYPES:
-                raise CheckpointError(
-                    f"params: {name} must have one of the dtypes "
-                    f"{', '.join(STORED_DTYPES)}; got {value.dtype}"
-                )
-        try:
-            _write(staging / PARAMS, values, max_file_bytes)
-        except (OSError, ValueError, RuntimeError) as error:
+    for name, value in values.items():
+        if value.dtype.name not in STORED_DTYPES:
             raise CheckpointError(
-                f"{path}: the parameters could not be written: {_first_line(error)}; "
-                f"nothing was left behind, so free space and save again"
-            ) from error
+                f"params: {name} must have one of the dtypes "
+                f"{', '.join(STORED_DTYPES)}; got {value.dtype}"
+            )
+    try:
+        _write(directory / PARAMS, values, max_file_bytes)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: the parameters could not be written: {_first_line(error)}; "
+            f"nothing was left behind, so free space and save again"
+        ) from error
 
 
 def is_orbax_directory(directory: Path) -> bool:

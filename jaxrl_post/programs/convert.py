@@ -84,15 +84,15 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
         architecture, params, tokenizer, source = _from_run(run, config, console)
     else:
         architecture, params, tokenizer, source = _from_directory(config)
-    save = {"huggingface": pretrained.save, "orbax": pretrained.save_orbax}
     with naming("--output"):
-        save[config.format](
+        pretrained.save(
             config.output,
             architecture,
             params,
             tokenizer=tokenizer,
             source=source,
             max_file_bytes=int(config.max_shard_gb * 1e9),
+            format=config.format,
         )
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     dtype = params.embedding.dtype

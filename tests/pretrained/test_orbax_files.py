@@ -1,6 +1,7 @@
 """Model directories of Orbax's arrays: what is written, what is read and refused."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -18,13 +19,15 @@ import tensorstore
 
 from jaxrl_post import pretrained
 from jaxrl_post.models import MixtureOfExperts, ModelConfig
-from jaxrl_post.pretrained import CheckpointError, save_orbax
+from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.pretrained.name_map import paths
 from jaxrl_post.pretrained.orbax_files import CHUNK_BYTES
 from jaxrl_post.sharding import MeshError, create_mesh
 from tests import tiny
 from tests.pretrained.checkpoints import edit_config
 from tests.tiny import BF16, CONFIG, F32
+
+save_orbax = functools.partial(pretrained.save, format="orbax")
 
 FIXTURES = Path(__file__).parents[1] / "parity" / "fixtures"
 
@@ -390,7 +393,8 @@ def test_a_failed_save_leaves_nothing(tmp_path):
 # these complain whenever they are collected.
 FULL_DISK = """
 import dataclasses, resource, sys
-from jaxrl_post.pretrained import CheckpointError, save_orbax
+from jaxrl_post import pretrained
+from jaxrl_post.pretrained import CheckpointError
 from tests import tiny
 
 config = dataclasses.replace(tiny.CONFIG, vocab_size=4096)
@@ -398,7 +402,7 @@ params = tiny.params(config)
 # A file that may not grow is what a full disk looks like to a writer.
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 try:
-    save_orbax(sys.argv[1], config, params)
+    pretrained.save(sys.argv[1], config, params, format="orbax")
 except CheckpointError as error:
     print(error)
 """

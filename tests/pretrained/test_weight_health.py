@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_post import pretrained
-from jaxrl_post.pretrained import CheckpointWarning, save_orbax
+from jaxrl_post.pretrained import CheckpointWarning
 from tests import tiny
 from tests.pretrained.checkpoints import edit_tensors
 
@@ -75,7 +75,8 @@ def test_a_matrix_with_one_number_is_no_matrix_of_zeros(saved):
 def test_arrays_of_orbax_are_looked_at_too(tmp_path):
     params = tiny.shared()
     damaged = params.embedding.at[3, 1].set(np.nan)
-    save_orbax(tmp_path / "o", tiny.CONFIG, params.replace(embedding=damaged))
+    damaged = params.replace(embedding=damaged)
+    pretrained.save(tmp_path / "o", tiny.CONFIG, damaged, format="orbax")
     with pytest.warns(CheckpointWarning, match=r"infinity: embedding, in params"):
         pretrained.load(tmp_path / "o")
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol, runtime_checkable
 
 from jaxrl_post.envs.env import Answer, Message, Split, Step, Task, TaskSequence
+from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 
-__all__ = ["Game", "GameSession", "game_tasks", "open_game"]
+__all__ = ["Game", "GameSession", "Games"]
 
 
 @runtime_checkable
@@ -33,10 +33,6 @@ class Game(Protocol):
         ...
 
 
-# Makes a new game from a random number generator.
-type NewGame = Callable[[Random], Game]
-
-
 @dataclass
 class GameSession:
     """The session of one game that the policy plays."""
@@ -51,47 +47,78 @@ class GameSession:
         """Does nothing: a game holds no resources."""
 
 
-def game_tasks(
-    new: NewGame, split: Split, *, seed: int, size: int, begun: int
-) -> TaskSequence:
-    """The tasks of a split: games, each with a unique number in its prompt.
+@dataclass(frozen=True, kw_only=True)
+class Games:
+    """The base of environments whose tasks are games, each made from a random seed.
 
     Games of "eval" start with the first turn. Games of "train" start after a random
     number of random turns, at most `begun`: so a supervised warm start sees all parts
     of a game, and a policy that cannot finish a game yet still practises its end.
 
-    Args:
-        new: makes a game.
-        split: "train" or "eval".
-        seed: seeds the random choice of the games.
-        size: number of tasks.
+    Attributes:
         begun: maximum number of turns that the prompt of a training game holds.
+        slips: share of the demonstrations, in [0, 1], that are a random turn.
+        seed: seeds the random choice of the games.
+        train_size: number of training games.
+        eval_size: number of held-out games.
     """
 
-    def make(index: int) -> Task:
-        name = f"{seed} {split} {index}"
-        # Even numbers belong to "train", odd ones to "eval": the prompts differ.
-        number = 2 * index + (split == "eval")
-        game, rng = new(Random(name)), Random(f"{name} turns")
-        messages = [Message("user", f"{number} {game.opening()}")]
-        turns = rng.randint(0, begun) if split == "train" else 0
-        for _ in range(turns):
-            said = game.whim(rng)
-            step = game.play(said)
-            if step.done:
-                break
-            messages += [Message("assistant", said), *step.messages]
-        data = {"game": name}
-        task = Task(index, tuple(messages), "", data)
-        return Task(index, tuple(messages), open_game(new, task).advice(), data)
+    begun: int = 0
+    slips: float = 0.0
+    seed: int = 0
+    train_size: int = 5000
+    eval_size: int = 200
 
-    return TaskSequence(size, make)
+    def __post_init__(self) -> None:
+        for argument in ("train_size", "eval_size"):
+            require_integer(argument, getattr(self, argument), 1, 2**30)
+        require_share("slips", self.slips)
 
+    def tasks(self, split: Split) -> TaskSequence:
+        """The games of a split, each with a unique number in its prompt."""
 
-def open_game(new: NewGame, task: Task) -> Game:
-    """The game of a task, after the turns that its prompt already holds."""
-    game = new(Random(task.data["game"]))
-    for message in task.messages:
-        if message.role == "assistant":
-            game.play(message.content)
-    return game
+        def make(index: int) -> Task:
+            name = f"{self.seed} {split} {index}"
+            # Even numbers belong to "train", odd ones to "eval": the prompts differ.
+            number = 2 * index + (split == "eval")
+            game, rng = self._new(Random(name)), Random(f"{name} turns")
+            messages = [Message("user", f"{number} {game.opening()}")]
+            turns = rng.randint(0, self.begun) if split == "train" else 0
+            for _ in range(turns):
+                said = game.whim(rng)
+                step = game.play(said)
+                if step.done:
+                    break
+                messages += [Message("assistant", said), *step.messages]
+            data = {"game": name}
+            task = Task(index, tuple(messages), "", data)
+            return Task(index, tuple(messages), self._game(task).advice(), data)
+
+        return TaskSequence(
+            self.train_size if split == "train" else self.eval_size, make
+        )
+
+    def open(self, task: Task) -> GameSession:
+        """Opens the session of a task's game."""
+        return GameSession(self._game(task))
+
+    def demonstration(self, task: Task) -> str:
+        """A good next turn or, for a share `slips` of the games, a random one."""
+        rng = Random(f"{task.data['game']} slip")
+        if rng.random() < self.slips:
+            return self._slip(task, rng)
+        return task.reference
+
+    def _slip(self, task: Task, rng: Random) -> str:
+        return self._game(task).whim(rng)
+
+    def _game(self, task: Task) -> Game:
+        """The game of a task, after the turns that its prompt already holds."""
+        game = self._new(Random(task.data["game"]))
+        for message in task.messages:
+            if message.role == "assistant":
+                game.play(message.content)
+        return game
+
+    def _new(self, rng: Random) -> Game:
+        raise NotImplementedError

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from random import Random
 
-from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence
-from jaxrl_post.envs.tasks.games import Game, GameSession, game_tasks, open_game
-from jaxrl_post.envs.tasks.ranges import require_integer, require_share
+from jaxrl_post.envs.env import Message, Step, Task
+from jaxrl_post.envs.tasks.games import Game, Games
+from jaxrl_post.envs.tasks.ranges import require_integer
 
 __all__ = ["Guess"]
 
 
 @dataclass(frozen=True)
-class Guess:
+class Guess(Games):
     """Guess a number from 1 to `size`; every wrong guess is answered with a hint.
 
     The prompt is "14 1-7?": the number of the game, which is unrelated to the answer,
@@ -51,43 +51,26 @@ class Guess:
 
     size: int = 7
     guesses: int = 3
+    _: KW_ONLY
     begun: int = 2
     slips: float = 0.8
-    seed: int = 0
-    train_size: int = 5000
-    eval_size: int = 200
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for argument, low, high in (
             ("size", 1, 99),
             ("guesses", 1, 99),
             ("begun", 0, self.guesses - 1),
-            ("train_size", 1, 2**30),
-            ("eval_size", 1, 2**30),
         ):
             require_integer(argument, getattr(self, argument), low, high)
-        require_share("slips", self.slips)
 
     @property
     def name(self) -> str:
         """A short name for logs."""
         return f"guess({self.size},{self.guesses})"
 
-    def tasks(self, split: Split) -> TaskSequence:
-        """The games of a split; those of "train" may start after some turns."""
-        size = self.train_size if split == "train" else self.eval_size
-        return game_tasks(self._new, split, seed=self.seed, size=size, begun=self.begun)
-
-    def open(self, task: Task) -> GameSession:
-        """Opens the session of a task's game."""
-        return GameSession(open_game(self._new, task))
-
-    def demonstration(self, task: Task) -> str:
-        """The right number or, for a share `slips` of the games, a random one."""
-        rng = Random(f"{task.data['game']} slip")
-        if rng.random() < self.slips:
-            return str(rng.randint(1, self.size))
-        return task.reference
+    def _slip(self, task: Task, rng: Random) -> str:
+        return str(rng.randint(1, self.size))
 
     def _new(self, rng: Random) -> Game:
         return _Round(rng.randint(1, self.size), self.size, self.guesses)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from random import Random
 
-from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence
-from jaxrl_post.envs.tasks.games import Game, GameSession, game_tasks, open_game
-from jaxrl_post.envs.tasks.ranges import require_integer, require_share
+from jaxrl_post.envs.env import Message, Step
+from jaxrl_post.envs.tasks.games import Game, Games
+from jaxrl_post.envs.tasks.ranges import require_integer
 
 __all__ = ["World"]
 
@@ -18,7 +18,7 @@ _KEY, _CHEST = 0.25, 0.75
 
 
 @dataclass(frozen=True)
-class World:
+class World(Games):
     """Four rooms, a key and a chest; the policy sees the room that it is in.
 
     The prompt is "8 hall: chest; s w": the number of the game, the room, the things in
@@ -51,42 +51,22 @@ class World:
     """
 
     turns: int = 8
+    _: KW_ONLY
     begun: int = 6
     slips: float = 0.5
-    seed: int = 0
-    train_size: int = 5000
-    eval_size: int = 200
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for argument, low, high in (
             ("turns", 1, 99),
             ("begun", 0, self.turns - 1),
-            ("train_size", 1, 2**30),
-            ("eval_size", 1, 2**30),
         ):
             require_integer(argument, getattr(self, argument), low, high)
-        require_share("slips", self.slips)
 
     @property
     def name(self) -> str:
         """A short name for logs."""
         return f"world({self.turns})"
-
-    def tasks(self, split: Split) -> TaskSequence:
-        """The games of a split; those of "train" may start after some turns."""
-        size = self.train_size if split == "train" else self.eval_size
-        return game_tasks(self._new, split, seed=self.seed, size=size, begun=self.begun)
-
-    def open(self, task: Task) -> GameSession:
-        """Opens the session of a task's game."""
-        return GameSession(open_game(self._new, task))
-
-    def demonstration(self, task: Task) -> str:
-        """The best next turn or, for a share `slips` of the games, a random one."""
-        rng = Random(f"{task.data['game']} slip")
-        if rng.random() < self.slips:
-            return open_game(self._new, task).whim(rng)
-        return task.reference
 
     def _new(self, rng: Random) -> Game:
         rooms = list(_ROOMS)

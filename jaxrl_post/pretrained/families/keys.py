@@ -55,7 +55,10 @@ def option(
         *fields: the options of `ModelConfig` that get the value.
         written: the attribute that is written; the first field by default.
 
-    >>> cap = option("cap", optional_number, 4.0, "logit_softcap")
+    >>> cap = option("cap", integer, 4, "logit_softcap")
+    >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
+    >>> cap.write(cap.read({"cap": 30}, config))
+    {'cap': 30}
     """
 
     def read(raw: Json, config: ModelConfig) -> ModelConfig:
