@@ -211,7 +211,7 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorit
     True
     """
     loss = partial(preference.sigmoid_loss, beta=beta, label_smoothing=label_smoothing)
-    return compose_margins(loss, scale=beta, margin=margins.aot_margin)
+    return compose_margins(loss, scale=beta, margin_of=margins.aot_margin)
 
 
 def aot_unpaired(
@@ -239,7 +239,7 @@ def aot_unpaired(
     True
     """
     loss = partial(preference.sigmoid_loss, beta=beta, label_smoothing=label_smoothing)
-    return compose_margins(loss, scale=beta, margin=margins.aot_unpaired_margin)
+    return compose_margins(loss, scale=beta, margin_of=margins.aot_unpaired_margin)
 
 
 def _of_log_ratios(

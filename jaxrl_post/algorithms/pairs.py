@@ -130,7 +130,7 @@ def compose_margins(
     loss: MarginLoss,
     *,
     scale: float,
-    margin: Callable[..., PerPair] = preference.log_ratio_margin,
+    margin_of: Callable[..., PerPair] = preference.log_ratio_margin,
     of_means: bool = False,
 ) -> PreferenceAlgorithm:
     """Builds an objective as `compose_pairs` does, from a loss of each pair's margin.
@@ -138,14 +138,14 @@ def compose_margins(
     Args:
         loss: (margin, valid) to a loss per pair, 0 where `valid` is False.
         scale: scale of the implicit rewards, a loss's beta.
-        margin: a margin with the arguments of `losses.preference.log_ratio_margin`.
+        margin_of: a margin with the arguments of `losses.preference.log_ratio_margin`.
         of_means: whether the margin is of means over tokens instead of sums.
 
     Returns:
         The algorithm.
 
     Raises:
-        ValueError: `loss` or `margin` rejects a hyperparameter.
+        ValueError: `loss` or `margin_of` rejects a hyperparameter.
 
     >>> from functools import partial
     >>> loss = partial(preference.hinge_loss, beta=0.1)
@@ -157,7 +157,7 @@ def compose_margins(
         if of_means:
             chosen, rejected = chosen.means(), rejected.means()
         log_probs = chosen.policy, rejected.policy, chosen.reference, rejected.reference
-        return loss(margin(*log_probs, valid), valid)
+        return loss(margin_of(*log_probs, valid), valid)
 
     return compose_pairs(of_pair, scale=scale, of_means=of_means)
 

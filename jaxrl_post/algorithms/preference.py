@@ -170,7 +170,7 @@ def alpha_divergence_dpo(
     """
     loss = partial(preference.sigmoid_loss, beta=beta, label_smoothing=label_smoothing)
     margin = partial(preference.alpha_divergence_margin, alpha=alpha)
-    return compose_margins(loss, scale=beta, margin=margin)
+    return compose_margins(loss, scale=beta, margin_of=margin)
 
 
 def jensen_shannon_dpo(
@@ -199,7 +199,7 @@ def jensen_shannon_dpo(
     """
     loss = partial(preference.sigmoid_loss, beta=beta, label_smoothing=label_smoothing)
     margin = preference.jensen_shannon_margin
-    return compose_margins(loss, scale=beta, margin=margin)
+    return compose_margins(loss, scale=beta, margin_of=margin)
 
 
 def wpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorithm:

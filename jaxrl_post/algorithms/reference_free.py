@@ -98,7 +98,8 @@ def cpo(
     >>> cpo().needs_reference
     False
     """
-    _require_weight(nll_weight)
+    if nll_weight < 0:
+        raise ValueError(f"nll_weight must be >= 0, got {nll_weight}")
 
     def loss(chosen: Answers, rejected: Answers, valid: Valid) -> PerPair:
         contrast = reference_free.cpo_loss(
@@ -142,8 +143,3 @@ def orpo(*, beta: float = 0.1) -> PreferenceAlgorithm:
         return beta * odds - likelihood
 
     return compose_pairs(loss, scale=beta, of_means=True, needs_reference=False)
-
-
-def _require_weight(nll_weight: float) -> None:
-    if nll_weight < 0:
-        raise ValueError(f"nll_weight must be >= 0, got {nll_weight}")

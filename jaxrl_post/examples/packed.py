@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -60,7 +60,7 @@ class Examples(Protocol):
 
 
 @dataclass(frozen=True)
-class Splits[Item]:
+class Splits[Item](Examples):
     """Training and held-out items, each of which is one example.
 
     Attributes:
@@ -91,7 +91,9 @@ class Splits[Item]:
         """The texts of an item."""
         raise NotImplementedError
 
-    def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> Self:
+    def fitting[Same: "Splits[Any]"](
+        self: Same, tokenizer: Tokenizer, max_tokens: int
+    ) -> Same:
         """Drops items with a prompt plus answer that is too long; logs their number.
 
         Args:

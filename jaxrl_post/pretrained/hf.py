@@ -171,7 +171,7 @@ def save(
     tokenizer: SavesItself | None = None,
     source: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 5_000_000_000,
-    format: Format = "huggingface",
+    weights_format: Format = "huggingface",
 ) -> None:
     """Saves a model directory that `load` can load, and transformers 4 and 5 too.
 
@@ -187,9 +187,9 @@ def save(
         source: a model directory whose special-token ids and generation_config.json
             are copied. Without `source`, config.json has no end-of-text token.
         max_file_bytes: limit of tensor bytes per file; larger models get several files.
-        format: "orbax" writes the weights as a folder `params` that any program with
-            Orbax can read, and transformers cannot. The host then holds a copy of the
-            parameters, and a file may exceed its limit by one chunk (4 MiB).
+        weights_format: "orbax" writes the weights as a folder `params` that any program
+            with Orbax can read, and transformers cannot. The host then holds a copy of
+            the parameters, and a file may exceed its limit by one chunk (4 MiB).
 
     Raises:
         CheckpointError: `path` is not empty, the parameters do not fit `config`, the
@@ -198,7 +198,7 @@ def save(
     """
     with new_model_directory(path, config, params, tokenizer, source) as made:
         staging, values = made
-        if format == "orbax":
+        if weights_format == "orbax":
             write_arrays(staging, values, max_file_bytes, path)
             return
         entries = entries_of(family_of(config.model_type).weights, param_specs(config))

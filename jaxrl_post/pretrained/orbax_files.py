@@ -80,8 +80,8 @@ def write_arrays(
         # Orbax would wait for the other processes, and refuses arrays of a single one.
         raise CheckpointError(
             f"{path}: Orbax cannot save from one of {jax.process_count()} processes; "
-            f'save with format="huggingface", and then: python -m launch.convert '
-            f"--format orbax"
+            f'save with weights_format="huggingface", and then: '
+            f"python -m launch.convert --format orbax"
         )
     for name, value in values.items():
         if value.dtype.name not in STORED_DTYPES:

@@ -92,7 +92,7 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
             tokenizer=tokenizer,
             source=source,
             max_file_bytes=int(config.max_shard_gb * 1e9),
-            format=config.format,
+            weights_format=config.format,
         )
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     dtype = params.embedding.dtype

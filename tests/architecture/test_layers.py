@@ -58,7 +58,7 @@ def test_no_import_has_a_side_effect(package):
 def test_fine_tuning_loads_neither_sampler_nor_rollout():
     program = (
         "import sys, launch.sft\n"
-        "launch.sft.load()\n"
+        "launch.sft.PROGRAM.load()\n"
         "print(*(name for name in sys.modules if name.startswith('jaxrl_post.')))\n"
     )
     finished = run(sys.executable, "-c", program)

@@ -53,6 +53,7 @@ GLOSSARY = {
     "lambda_negative": "rate of VESPO's kernel, negative advantages",
     "lambda_positive": "rate of VESPO's kernel, positive advantages",
     "low": "lower bound",
+    "margin_of": "margin of the log-probs of a pair",
     "max_age": "in versions",
     "max_length": "in tokens",
     "max_log_ratio": "clamp of a log-ratio",

@@ -6,7 +6,6 @@ import itertools
 import pytest
 
 from jaxrl_post.envs import Answer, StatefulEnvironment, make
-from jaxrl_post.envs.tasks.games import open_game
 from jaxrl_post.envs.tasks.guess import Guess
 from jaxrl_post.envs.tasks.world import World
 from jaxrl_post.envs.workers.sessions import Sessions
@@ -81,7 +80,7 @@ def test_every_world_can_be_won_in_six_turns():
     environment = World(turns=6, begun=0, train_size=2000)
     lengths = collections.Counter()
     for task in environment.tasks("train"):
-        game = open_game(environment._new, task)
+        game = environment.game(task)
         steps = []
         while not steps or not steps[-1].done:
             steps.append(game.play(game.advice()))

@@ -27,7 +27,7 @@ from tests import tiny
 from tests.pretrained.checkpoints import edit_config
 from tests.tiny import BF16, CONFIG, F32
 
-save_orbax = functools.partial(pretrained.save, format="orbax")
+save_orbax = functools.partial(pretrained.save, weights_format="orbax")
 
 FIXTURES = Path(__file__).parents[1] / "parity" / "fixtures"
 
@@ -402,7 +402,7 @@ params = tiny.params(config)
 # A file that may not grow is what a full disk looks like to a writer.
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 try:
-    pretrained.save(sys.argv[1], config, params, format="orbax")
+    pretrained.save(sys.argv[1], config, params, weights_format="orbax")
 except CheckpointError as error:
     print(error)
 """

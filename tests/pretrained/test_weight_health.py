@@ -76,7 +76,7 @@ def test_arrays_of_orbax_are_looked_at_too(tmp_path):
     params = tiny.shared()
     damaged = params.embedding.at[3, 1].set(np.nan)
     damaged = params.replace(embedding=damaged)
-    pretrained.save(tmp_path / "o", tiny.CONFIG, damaged, format="orbax")
+    pretrained.save(tmp_path / "o", tiny.CONFIG, damaged, weights_format="orbax")
     with pytest.warns(CheckpointWarning, match=r"infinity: embedding, in params"):
         pretrained.load(tmp_path / "o")
 

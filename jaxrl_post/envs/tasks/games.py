@@ -92,7 +92,7 @@ class Games:
                 messages += [Message("assistant", said), *step.messages]
             data = {"game": name}
             task = Task(index, tuple(messages), "", data)
-            return Task(index, tuple(messages), self._game(task).advice(), data)
+            return Task(index, tuple(messages), self.game(task).advice(), data)
 
         return TaskSequence(
             self.train_size if split == "train" else self.eval_size, make
@@ -100,7 +100,7 @@ class Games:
 
     def open(self, task: Task) -> GameSession:
         """Opens the session of a task's game."""
-        return GameSession(self._game(task))
+        return GameSession(self.game(task))
 
     def demonstration(self, task: Task) -> str:
         """A good next turn or, for a share `slips` of the games, a random one."""
@@ -110,9 +110,9 @@ class Games:
         return task.reference
 
     def _slip(self, task: Task, rng: Random) -> str:
-        return self._game(task).whim(rng)
+        return self.game(task).whim(rng)
 
-    def _game(self, task: Task) -> Game:
+    def game(self, task: Task) -> Game:
         """The game of a task, after the turns that its prompt already holds."""
         game = self._new(Random(task.data["game"]))
         for message in task.messages:

@@ -13,9 +13,9 @@ from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.families.keys import (
     ATTENTION_BIAS,
     Key,
-    constant,
     option,
     required_experts,
+    written,
 )
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import (
@@ -151,7 +151,7 @@ DEEPSEEK_V3 = _family(
         MixtureOfExperts(256, 8, 2048, scale=2.5, num_groups=8, groups_per_token=4),
         glm.first_dense(3),
     ),
-    constant(topk_method="noaux_tc", scoring_func="sigmoid"),
+    written(lambda _: {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
     ignored=glm.NEXT_TOKEN_LAYERS,
 )
 
@@ -224,7 +224,7 @@ def _write_types(config: ModelConfig) -> dict[str, Any]:
     layers = range(config.num_layers)
     dense = layers if config.experts is None else config.experts.dense_layers
     kinds = [DENSE if layer in dense else SPARSE for layer in layers]
-    return {"mlp_layer_types": kinds}
+    return {"mlp_layer_types": kinds, "topk_method": "noaux_tc"}
 
 
 GLM4_MOE_LITE = _family(
@@ -232,8 +232,7 @@ GLM4_MOE_LITE = _family(
     Defaults(max_length=202752, rms_norm_eps=1e-5),
     option("rope_interleave", flag, True, "rope_interleaved"),
     glm.balanced_experts(MixtureOfExperts(64, 4, 1536, scale=1.8), _dense_by_type),
-    Key(lambda _, config: config, _write_types),
-    constant(topk_method="noaux_tc"),
+    written(_write_types),
     latent=LatentAttention(
         kv_rank=512, nope_dim=192, rope_dim=64, value_dim=256, query_rank=768
     ),

@@ -11,9 +11,9 @@ from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.families.keys import (
     ATTENTION_BIAS,
     Key,
-    constant,
     option,
     windows,
+    written,
 )
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import (
@@ -63,7 +63,7 @@ GEMMA = Family(
         tie_embeddings=True,
         activation=TANH,
     ),
-    keys=(ATTENTION_BIAS, SCALED, constant(hidden_activation=None)),
+    keys=(ATTENTION_BIAS, SCALED, written(lambda _: {"hidden_activation": None})),
     options={"norm_plus_one": True},
     prepare=_with_tanh,
 )
@@ -138,7 +138,7 @@ GEMMA3 = vision.seeing(
             SCALED,
             Key(_read_scale, _write_scale),
             windows(_all_but_every_sixth, 4096, nullable=False),
-            constant(attn_logit_softcapping=None),
+            written(lambda _: {"attn_logit_softcapping": None}),
             option("final_logit_softcapping", optional_number, None, "logit_softcap"),
         ),
         options={**GEMMA2.options, "qk_norm": "head"},

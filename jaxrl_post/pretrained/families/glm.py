@@ -10,11 +10,10 @@ from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.families.keys import (
     ATTENTION_BIAS,
     Key,
-    layer_types,
     layers_from,
     option,
-    single_window,
     windows,
+    written,
 )
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import Json, flag, integer, number, optional_flag
@@ -174,21 +173,14 @@ def _require_counts(raw: Json) -> Json:
     return raw
 
 
-def _write_windows(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "sliding_window": single_window(config),
-        "max_window_layers": config.num_layers,
-        **layer_types(config),
-    }
-
-
 DOTS1 = replace(
     GLM4_MOE,
     architecture="Dots1",
     defaults=Defaults(max_length=2048, num_kv_heads=32),
     keys=(
         ATTENTION_BIAS,
-        windows(layers_from(62), 4096, write=_write_windows),
+        windows(layers_from(62), 4096),
+        written(lambda config: {"max_window_layers": config.num_layers}),
         balanced_experts(MixtureOfExperts(1, 1, 1408, normalize=False), first_dense(0)),
     ),
     options={"qk_norm": "head"},

@@ -7,11 +7,11 @@ from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import llama
 from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.families.keys import (
-    constant,
     count_of_experts,
     option,
     wide_experts,
     windows,
+    written,
 )
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import Json, flag, integer, number, section
@@ -93,7 +93,7 @@ GPT_OSS = Family(
                 "experts_per_token": experts.experts_per_token,
             },
         ),
-        constant(swiglu_limit=LIMIT),
+        written(lambda _: {"swiglu_limit": LIMIT}),
     ),
     options={"sinks": True, "activation": "gpt_oss"},
     prepare=_prepare,

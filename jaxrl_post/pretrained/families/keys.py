@@ -15,7 +15,6 @@ __all__ = [
     "ONE_WINDOW",
     "Key",
     "all_layers",
-    "constant",
     "count_of_experts",
     "layers_from",
     "option",
@@ -24,6 +23,7 @@ __all__ = [
     "uniform_window",
     "wide_experts",
     "windows",
+    "written",
 ]
 
 
@@ -70,9 +70,9 @@ def option(
     return Key(read, write)
 
 
-def constant(**keys: Any) -> Key:
+def written(write: Callable[[ModelConfig], dict[str, Any]]) -> Key:
     """Keys that are written, and not read."""
-    return Key(lambda _, config: config, lambda _: keys)
+    return Key(lambda _, config: config, write)
 
 
 # Llama's keys: `attention_bias` is for all four projections.

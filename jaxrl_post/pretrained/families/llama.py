@@ -11,11 +11,9 @@ from jaxrl_post.pretrained.families.keys import (
     ATTENTION_BIAS,
     MLP_BIAS,
     Key,
-    constant,
-    layer_types,
     option,
-    single_window,
     windows,
+    written,
 )
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import Json, flag, integer, integers, number
@@ -126,12 +124,11 @@ def _with_new_names(raw: Json) -> Json:
 INTERNLM3 = replace(
     LLAMA,
     defaults=Defaults(32768, num_kv_heads=2, head_dim=128, rms_norm_eps=1e-5),
+    keys=(
+        *LLAMA.keys,
+        written(lambda config: {"qkv_bias": config.qkv_bias, "bias": config.mlp_bias}),
+    ),
     prepare=_with_new_names,
-    finish=lambda config, keys: {
-        **keys,
-        "qkv_bias": config.qkv_bias,
-        "bias": config.mlp_bias,
-    },
     classifier=None,
     judges_tokens=False,
 )
@@ -180,7 +177,7 @@ CWM = Family(
         MLP_BIAS,
         windows(lambda raw: lambda layer: bool(layer % 4), 8192, nullable=False),
         # The id of Llama 3, because transformers accepts no null here.
-        constant(bos_token_id=128000),
+        written(lambda _: {"bos_token_id": 128000}),
     ),
     prepare=_with_cwm_rope,
     classifier=None,
@@ -220,22 +217,14 @@ def _unrotated_slide(raw: Json):
     return lambda layer: sliding and not rotated[layer]
 
 
-def _write_smollm3_windows(config: ModelConfig) -> dict[str, Any]:
-    width = single_window(config)
-    return {
-        "use_sliding_window": width is not None,
-        "sliding_window": width,
-        **layer_types(config),
-    }
-
-
 SMOLLM3 = Family(
     "SmolLM3",
     WEIGHTS,
     Defaults(32768, num_kv_heads=4, rope_theta=2e6, tie_embeddings=True),
     keys=(
         Key(_read_unrotated, _write_unrotated),
-        windows(_unrotated_slide, write=_write_smollm3_windows),
+        windows(_unrotated_slide),
+        written(lambda config: {"use_sliding_window": bool(config.windows)}),
         ATTENTION_BIAS,
         MLP_BIAS,
     ),
