@@ -19,7 +19,7 @@ from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import RunConfig
-from jaxrl_post.mesh_spec import read_mesh
+from jaxrl_post.mesh_spec import MeshError, read_mesh
 
 __all__ = [
     "REWARD_A_TURN",
@@ -195,6 +195,10 @@ def _check_kind(config: RewardConfig) -> None:
 
 def _check_rl(config: RLConfig) -> None:
     check_algorithm(config.algorithm, config.critic, config.distill)
+    try:
+        read_mesh(config.rollout.mesh)
+    except MeshError as error:
+        raise MeshError(f"--rollout.{error}") from error
     _check_rollout(config)
     _check_turns(config)
     name, rollout, update = config.algorithm.name, config.rollout, config.update

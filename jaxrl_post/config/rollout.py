@@ -20,6 +20,13 @@ class RolloutConfig:
     """How samples are drawn and judged.
 
     Attributes:
+        mesh: mesh of the sampler, on the devices of --mesh; "" for the same mesh, on
+            which the sampler uses the trainer's own arrays. On another mesh it has a
+            copy of the parameters, made anew for every step. Where --mesh has fsdp, a
+            mesh of dp and tp decodes without gathering the weights for every token.
+        dtype: dtype of the sampler's parameters; None for that of --dtype.
+        publish_mib: with another mesh or dtype, most MiB of parameters that are moved
+            at a time; it bounds the temporary memory.
         prompts_per_step: prompts, each with a group of samples, in the batch of a step.
         samples_per_prompt: samples of a prompt, which form its group.
         max_prompt_tokens: most tokens of a prompt; 0 for those of the environment's
@@ -66,6 +73,9 @@ class RolloutConfig:
         deadline_s: most seconds for all rollouts of a step.
     """
 
+    mesh: Annotated[str, FREE] = ""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    publish_mib: Annotated[int, COUNT, FREE] = 1024
     prompts_per_step: Annotated[int, COUNT] = 32
     samples_per_prompt: Annotated[int, COUNT] = 8
     max_prompt_tokens: Annotated[int, NOT_NEGATIVE] = 0

@@ -255,13 +255,15 @@ def layout_table(
     reference: PyTree | None = None,
     critic: PyTree | None = None,
     cache: PyTree | None = None,
+    sampler: PyTree | None = None,
+    sampler_mesh: Mesh | None = None,
 ) -> list[tuple[str, str, str]]:
     """Returns rows (what, layout, MiB per device) for everything that takes memory.
 
     Activations are an estimate; the rest is exact. Shared arrays, such as a base under
-    two adapters, count once, in the first row.
+    two adapters, count once, in the first row. `sampler` is the sampler's own copy of
+    the parameters, on `sampler_mesh`, if it has one.
     """
-    axes = ", ".join(f"{name}={size}" for name, size in model.mesh.shape.items())
     adaptation = model.adaptation
     frozen = "" if adaptation is None else ", frozen"
     parts = [
@@ -270,9 +272,10 @@ def layout_table(
         ("optimizer", "float32 moments and master weights", optimizer),
         ("reference", "frozen parameters", reference),
         ("critic", "parameters and optimizer", critic),
+        ("sampler's copy", f"on {_axes(sampler_mesh or model.mesh)}", sampler),
         ("KV cache", "of all slots", cache),
     ]
-    table, known = [("mesh", axes, "")], set[int]()
+    table, known = [("mesh", _axes(model.mesh), "")], set[int]()
     for name, what, tree in parts:
         leaves = [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in known]
         known.update(map(id, leaves))
@@ -282,6 +285,10 @@ def layout_table(
     what = f"estimate: {rows} rows of {row_tokens} tokens, remat {update.remat}"
     table.append(("activations", what, f"{estimate / 2**20:,.1f}"))
     return table
+
+
+def _axes(mesh: Mesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
 def context_of(config: ModelConfig) -> int:

@@ -31,12 +31,12 @@ from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.learner.model import Model, open_model, versions
 from jaxrl_post.programs.experience import make_collector
 from jaxrl_post.programs.hub import fetch
+from jaxrl_post.programs.layouts import SamplerLayout
 from jaxrl_post.programs.rl import make_engine
 from jaxrl_post.programs.scores import Scores, score, solves
 from jaxrl_post.records.directory import replace_file
 from jaxrl_post.rollout.collector import Sampler
 from jaxrl_post.rollout.episode import Episode, Group
-from jaxrl_post.rollout.weights import publish
 from jaxrl_post.sampler import Completion, Request, SamplingParams
 from jaxrl_post.sampler.requests import SampleId
 
@@ -163,9 +163,10 @@ def evaluate(
             disable=console is None or not console.is_terminal,
         ) as progress,
     ):
-        engine = make_engine(rollout, model, seed=config.seed)
+        weights = SamplerLayout(model.mesh, model.dtype)
+        engine = make_engine(rollout, model, weights, seed=config.seed)
         sampler = _Counted(
-            publish(engine, model.params, version=0),
+            weights.publish(engine, model, model.params, version=0),
             progress,
             progress.add_task("samples", total=total),
         )

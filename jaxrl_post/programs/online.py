@@ -36,6 +36,7 @@ from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs.experience import Evaluation, Experience, make_collector
 from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.judge import open_judge
+from jaxrl_post.programs.layouts import gathered_bytes, sampler_layout
 from jaxrl_post.programs.loop import train
 from jaxrl_post.programs.rl import Trainer, make_engine
 from jaxrl_post.programs.run import (
@@ -229,8 +230,9 @@ def _trainer(
         reference=reference,
         critic=critic,
     )
-    engine = make_engine(config.rollout, model, seed=config.seed)
-    return Trainer(engine, experience, updater, demonstrations)
+    weights = sampler_layout(config.rollout, model)
+    engine = make_engine(config.rollout, model, weights, seed=config.seed)
+    return Trainer(engine, experience, updater, weights, demonstrations)
 
 
 def _loop(
@@ -290,6 +292,7 @@ class _Training:
 def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
     updater = trainer.updater
     critic, reference = updater.critic, updater.reference
+    copies = trainer.weights.copies
     rows = layout_table(
         updater.model,
         updater.config.update,
@@ -301,8 +304,20 @@ def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
         if critic is None
         else (critic.state, critic.model.adaptation and critic.model.base),
         cache=trainer.engine.cache,
+        sampler=copies,
+        sampler_mesh=trainer.weights.mesh,
     )
     print_table(run.console, rows)
+    gathered = gathered_bytes(updater.model.base if copies is None else copies)
+    if gathered:
+        run.console.print(
+            f"sampling: fsdp splits the weights, so every decoded token gathers "
+            f"{gathered / 2**20:,.1f} MiB of them on every device; with --rollout.mesh "
+            "of dp and tp they stay where they are",
+            style="yellow",
+            markup=False,
+            highlight=False,
+        )
 
 
 def _evaluated(evaluation: Evaluation) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A step of reinforcement learning: collect, credit, update."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_post.config.rl import RLConfig
@@ -12,9 +12,10 @@ from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Updater
 from jaxrl_post.programs.experience import Evaluation, Experience
+from jaxrl_post.programs.layouts import SamplerLayout
 from jaxrl_post.programs.scores import FailedRolloutsError
 from jaxrl_post.rollout.episode import Group
-from jaxrl_post.rollout.weights import Published, publish
+from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig
 from jaxrl_post.sharding import split_size
 
@@ -29,13 +30,16 @@ class Trainer:
         engine: the sampler.
         experience: collects episodes.
         updater: trains on them.
+        weights: how the sampler gets the parameters.
         demonstrations: to train on instead of episodes; None for episodes.
     """
 
     engine: Engine
     experience: Experience
     updater: Updater
+    weights: SamplerLayout
     demonstrations: Demonstrations | None = None
+    _bytes_moved: int = field(default=0, init=False)
 
     @property
     def config(self) -> RLConfig:
@@ -76,13 +80,13 @@ class Trainer:
         return metrics, groups
 
     def publish(self) -> Published:
-        """Hands the current parameters to the sampler, without a copy."""
+        """Hands the current parameters to the sampler."""
         updater = self.updater
-        return publish(
-            self.engine,
-            updater.model.whole(updater.state.params),
-            int(updater.state.step),
+        published = self.weights.publish(
+            self.engine, updater.model, updater.state.params, int(updater.state.step)
         )
+        self._bytes_moved += published.bytes_moved
+        return published
 
     def evaluate(self) -> Evaluation:
         """Answers the held-out tasks greedily, without effect on training.
@@ -123,7 +127,9 @@ class Trainer:
         publishing = time.perf_counter() - begin
         groups, metrics = self.experience.collect(published, number)
         metrics["time/publish"] = publishing
-        metrics["publish/bytes_moved"] = float(published.bytes_moved)
+        # An evaluation may have moved this version before.
+        metrics["publish/bytes_moved"] = float(self._bytes_moved)
+        self._bytes_moved = 0
         sequences, found = self.updater.sequences(
             groups, published.version, self.experience.environment.name
         )
@@ -145,15 +151,18 @@ class Trainer:
         return found
 
 
-def make_engine(rollout: RolloutConfig, model: Model, *, seed: int) -> Engine:
+def make_engine(
+    rollout: RolloutConfig, model: Model, weights: SamplerLayout, *, seed: int
+) -> Engine:
     """Makes a sampler with sizes from the configuration.
 
     Args:
         rollout: how samples are drawn.
-        model: architecture, mesh and tokenizer; its parameters are not used.
+        model: architecture and tokenizer; its parameters are not used.
+        weights: the sampler's mesh and dtype.
         seed: of the sampling noise.
     """
-    split = split_size("batch", model.mesh, model.rules)
+    split = split_size("batch", weights.mesh, model.rules)
     prompts = rollout.prompts_per_step + rollout.partial
     slots = rollout.num_slots or prompts * rollout.samples_per_prompt
     calls = -(-rollout.max_tokens // 16)
@@ -168,8 +177,8 @@ def make_engine(rollout: RolloutConfig, model: Model, *, seed: int) -> Engine:
         model.config,
         sizes,
         seed=seed,
-        dtype=model.dtype,
-        mesh=model.mesh,
+        dtype=weights.dtype,
+        mesh=weights.mesh,
         rules=model.rules,
         detokenize=model.tokenizer.decode,
     )

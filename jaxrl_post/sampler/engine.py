@@ -3,6 +3,7 @@
 import bisect
 import collections
 from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -240,16 +241,18 @@ class Engine:
         running = self.scheduler.running
         if not running:
             return
-        self._admit(params, admissions)
         steps = self.sizes.steps_per_call
         longest = max(r.length for r in running.values())
-        self._state, emitted = self._decode(
-            params,
-            self._state,
-            self._keep,
-            view_length=self._bucket(self._view_buckets, longest + steps - 1),
-            truncate=any(r.request.sampling.truncates for r in running.values()),
-        )
+        # The trainer, whose mesh is set around this call, may have another one.
+        with nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+            self._admit(params, admissions)
+            self._state, emitted = self._decode(
+                params,
+                self._state,
+                self._keep,
+                view_length=self._bucket(self._view_buckets, longest + steps - 1),
+                truncate=any(r.request.sampling.truncates for r in running.values()),
+            )
         self._keep = np.ones_like(self._keep)
         self._burst = _Burst(emitted, version)
 

@@ -88,6 +88,37 @@ def test_a_mesh_trains_as_one_device_does(run_here, model, one_device, tmp_path,
 
 
 @pytest.mark.processes
+def test_a_sampler_on_a_mesh_of_its_own_gives_the_same_run(run_here, model, tmp_path):
+    """fsdp8 that samples on dp2,tp4, against dp2,tp4 alone."""
+    found, expected, texts = {}, {}, []
+    for run, metric, mesh in (
+        (tmp_path / "own", found, ["--mesh=fsdp8", "--rollout.mesh=dp2,tp4"]),
+        (tmp_path / "same", expected, ["--mesh=dp2,tp4"]),
+    ):
+        output = run_here(
+            "launch.grpo", *options(run, model, "--log-samples=32", *mesh)
+        )
+        metric |= metrics(run)
+        rows = list(read_rows(run / "samples.jsonl"))
+        texts.append([row["completion"] for row in rows if row["step"] == 2])
+        assert ("sampler's copy" in output) == (run.name == "own")
+        assert "gathers" not in output
+    # The second step's samples are of parameters after an update on each mesh.
+    assert texts[0] == texts[1]
+    for step in (1, 2):
+        for name in ("train/loss", "train/grad_norm", "policy/entropy"):
+            assert found[step][name] == pytest.approx(expected[step][name], abs=1e-4)
+        assert found[step]["reward/mean"] == expected[step]["reward/mean"]
+        assert found[step]["mismatch/token_mult_prob_error"] == pytest.approx(1, 1e-4)
+        assert expected[step]["publish/bytes_moved"] == 0
+        # A device gets its quarter of every matrix, of which it had an eighth of the
+        # rows or columns, crosswise: it lacks 1/4 - 1/32 of it. Norms and the biases
+        # of q, k and v, which fsdp does not split, need nothing.
+        matrices = 320 * 32 + 32 * 4 * (8 + 4 + 4) + 8 * 4 * 32 + 3 * 32 * 64
+        assert found[step]["publish/bytes_moved"] == 8 * matrices * 7 // 32 * 4
+
+
+@pytest.mark.processes
 def test_a_run_of_one_device_goes_on_on_eight(run_here, model, one_device, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(one_device, run)

@@ -28,6 +28,7 @@ from jaxrl_post.learner.updater import Critic, Updater
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs import rl
 from jaxrl_post.programs.experience import Experience, make_collector
+from jaxrl_post.programs.layouts import sampler_layout
 from jaxrl_post.rollout.episode import Episode
 from jaxrl_post.sampler import Engine
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
@@ -93,7 +94,8 @@ def _parts(
     made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill)
     learner, _ = _begin(model, made.objective)
     watched = Watched(**{f.name: getattr(learner, f.name) for f in fields(learner)})
-    return made, watched, rl.make_engine(RL.rollout, model, seed=0)
+    weights = sampler_layout(RL.rollout, model)
+    return made, watched, rl.make_engine(RL.rollout, model, weights, seed=0)
 
 
 def make_trainer(
@@ -135,7 +137,8 @@ def make_trainer(
         reference=reference,
         critic=critic,
     )
-    return rl.Trainer(engine, experience, updater, demonstrations)
+    weights = sampler_layout(config.rollout, model)
+    return rl.Trainer(engine, experience, updater, weights, demonstrations)
 
 
 def changed(section: str, **values) -> RLConfig:

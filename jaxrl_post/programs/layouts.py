@@ -1,0 +1,163 @@
+"""The sampler's layout of the parameters: where they lie, and what decoding costs."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.learner.model import Model
+from jaxrl_post.models import param_specs
+from jaxrl_post.models.matrix import is_matrix, part_axes
+from jaxrl_post.models.spec import ParamSpec, abstract, is_spec
+from jaxrl_post.rollout.weights import Published, Relayout, publish
+from jaxrl_post.sampler import Engine
+from jaxrl_post.sharding import MeshError, Rules, dividing_axes, parse_mesh
+from jaxrl_post.types import Array, PyTree
+
+__all__ = ["SamplerLayout", "gathered_bytes", "sampler_layout"]
+
+
+@dataclass
+class SamplerLayout:
+    """How the sampler gets its parameters.
+
+    Attributes:
+        mesh: the sampler's mesh, on the trainer's devices.
+        dtype: dtype of the sampler's parameters.
+        trained: moves the trained parameters to `mesh`; None where the sampler uses the
+            trainer's own arrays.
+        frozen: moves an adapter's base, once; None without one.
+    """
+
+    mesh: Mesh
+    dtype: jnp.dtype
+    trained: Relayout | None = None
+    frozen: Relayout | None = None
+
+    @property
+    def copies(self) -> PyTree:
+        """Abstract arrays of the sampler's own copies; None without copies."""
+        moved = (self.trained, self.frozen)
+        return [each.targets for each in moved if each is not None] or None
+
+    def publish(
+        self, engine: Engine, model: Model, params: PyTree, version: int
+    ) -> Published:
+        """Binds a version of the parameters to the engine.
+
+        Args:
+            engine: on `mesh`.
+            model: whose adapter's base is used, if it has one.
+            params: the trained parameters.
+            version: number of optimizer steps taken.
+        """
+        if self.trained is None:
+            return publish(engine, model.whole(params), version)
+        own, sent = self.trained(params)
+        if self.frozen is not None and model.adaptation is not None:
+            base, once = self.frozen(model.adaptation.base)
+            model = replace(model, adaptation=replace(model.adaptation, base=base))
+            sent += once
+        return Published(engine, model.whole(own), version, sent)
+
+
+def sampler_layout(rollout: RolloutConfig, model: Model) -> SamplerLayout:
+    """Reads `--rollout.mesh` and `--rollout.dtype`.
+
+    Args:
+        rollout: how samples are drawn.
+        model: the trained model, on the trainer's mesh.
+
+    Raises:
+        MeshError: the mesh does not fit the devices or the model.
+    """
+    dtype = jnp.dtype(rollout.dtype or model.dtype)
+    try:
+        mesh = _same_devices(rollout.mesh, model.mesh)
+        if mesh is model.mesh and dtype == model.dtype:
+            return SamplerLayout(mesh, dtype)
+        trained, frozen = _targets(model, mesh, dtype)
+    except MeshError as error:
+        raise MeshError(f"--rollout.{error}") from error
+    size = rollout.publish_mib * 2**20
+    return SamplerLayout(
+        mesh,
+        dtype,
+        Relayout(trained, group_bytes=size),
+        None if frozen is None else Relayout(frozen, group_bytes=size),
+    )
+
+
+def gathered_bytes(params: PyTree) -> int:
+    """Bytes of weights that a device receives for every decoded token.
+
+    Decoding gathers the parts of the parameters that the batch's mesh axes split, which
+    are fsdp and, apart from routed experts, ep.
+
+    Args:
+        params: arrays, in the sampler's layout.
+    """
+    total = 0
+    for leaf in jax.tree.leaves(params):
+        if not isinstance(leaf.sharding, NamedSharding):
+            continue
+        whole = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for entry in leaf.sharding.spec:
+            names = (entry,) if isinstance(entry, str) else entry or ()
+            if "fsdp" in names:
+                whole *= math.prod(leaf.sharding.mesh.shape[name] for name in names)
+        own = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        total += (whole - own) * leaf.dtype.itemsize
+    return total
+
+
+def _same_devices(spec: str, mesh: Mesh) -> Mesh:
+    """A mesh of another shape over a mesh's devices, in the same order.
+
+    The order is kept because one program moves the parameters from mesh to mesh.
+    """
+    shape = parse_mesh(spec, mesh.size) if spec else dict(mesh.shape)
+    if shape == dict(mesh.shape):
+        return mesh
+    grid = np.asarray(mesh.devices).reshape(tuple(shape.values()))
+    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _targets(model: Model, mesh: Mesh, dtype: jnp.dtype) -> tuple[PyTree, PyTree]:
+    """(trained parameters, base of an adapter or None) as the sampler wants them."""
+    if model.adaptation is None:
+        return abstract(model.specs, dtype, mesh, model.rules), None
+
+    def adapter(struct: Any, leaf: Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=struct.sharding)
+
+    def base(spec: ParamSpec, leaf: Any) -> PyTree:
+        if not is_matrix(leaf):
+            return abstract(spec, dtype, mesh, model.rules)
+        axes = part_axes(leaf, spec.axes)
+        return jax.tree.map(lambda a, own: _part(a, own, mesh, model.rules), leaf, axes)
+
+    specs = param_specs(model.config)
+    own = abstract(model.specs, dtype, mesh, model.rules)
+    return (
+        jax.tree.map(adapter, own, model.params),
+        jax.tree.map(base, specs, model.adaptation.base, is_leaf=is_spec),
+    )
+
+
+def _part(
+    array: Array, axes: tuple[str | None, ...], mesh: Mesh, rules: Rules
+) -> jax.ShapeDtypeStruct:
+    """The layout of a quantised matrix's codes or scales; uneven dims are whole."""
+    entries = [
+        dividing_axes(axis, size, mesh, rules) or None
+        for size, axis in zip(array.shape, axes, strict=True)
+    ]
+    sharding = NamedSharding(mesh, P(*entries))
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

@@ -1,0 +1,146 @@
+"""The sampler's own mesh and dtype: it samples what the trainer's parameters say."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post import models
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.learner.model import Adaptation, Model
+from jaxrl_post.models.adapters.lora import (
+    LoRAConfig,
+    adapter_specs,
+    initialize_adapter,
+)
+from jaxrl_post.models.adapters.quantized import quantize
+from jaxrl_post.programs.layouts import gathered_bytes, sampler_layout
+from jaxrl_post.rollout.weights import buffer_pointers
+from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
+from tests import tiny
+
+pytestmark = pytest.mark.meshes
+
+SIZES = EngineConfig(
+    num_slots=8, max_prompt_tokens=8, max_tokens=8, steps_per_call=4, prefill_tokens=32
+)
+REQUEST = Request(
+    3, (1, 2, 3), 8, sampling=SamplingParams(temperature=1.0, max_tokens=8)
+)
+# A block of 16 quantised values, as the model has no dimension of 64.
+KINDS = {
+    "plain": {},
+    "lora": {"lora": LoRAConfig(rank=4)},
+    "dora": {"lora": LoRAConfig(rank=4, dora=True)},
+    "int8": {"lora": LoRAConfig(rank=4), "kind": "int8"},
+    "nf4": {"lora": LoRAConfig(rank=4), "kind": "nf4"},
+}
+
+
+def make_model(mesh, lora=None, kind=None) -> Model:
+    mesh = create_mesh(mesh)
+    config, specs = tiny.CONFIG, models.param_specs(tiny.CONFIG)
+    params, adaptation = tiny.params(mesh=mesh), None
+    if lora is not None:
+        base = params if kind is None else quantize(params, kind, block=2)
+        specs = adapter_specs(config, lora)
+        params = initialize_adapter(
+            jax.random.key(0), base, config, lora, mesh=mesh, rules=DEFAULT_RULES
+        )
+        # A new adapter changes nothing: B is zero.
+        params = jax.tree.map(lambda leaf: leaf + 0.1, params)
+        adaptation = Adaptation(base, lora)
+    tokenizer = Tokenizer.train(["0123456789"], vocab_size=300)
+    return Model(
+        "tiny", config, specs, params, tokenizer, mesh, DEFAULT_RULES, preset=True,
+        adaptation=adaptation,
+    )  # fmt: skip
+
+
+def sampled(model, rollout, params=None):
+    """Completions, and what was published."""
+    layout = sampler_layout(rollout, model)
+    engine = Engine(model.config, SIZES, mesh=layout.mesh, dtype=layout.dtype, seed=7)
+    # As in a run, whose mesh is set around everything.
+    with jax.set_mesh(model.mesh):
+        published = layout.publish(engine, model, params or model.params, 1)
+        published.submit(REQUEST)
+        done = []
+        while published.busy:
+            published.dispatch()
+            done += published.collect()
+    return sorted(done, key=lambda c: c.sample_index), published, layout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_samples_are_those_of_the_trainers_own_arrays(kind):
+    model = make_model("fsdp4,tp2", **KINDS[kind])
+    expected, own, _ = sampled(model, RolloutConfig())
+    found, moved, layout = sampled(model, RolloutConfig(mesh="dp2,tp4"))
+    assert dict(layout.mesh.shape) == {"dp": 2, "fsdp": 1, "ep": 1, "tp": 4}
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.tokens.ids, other.tokens.ids)
+        np.testing.assert_allclose(
+            one.tokens.logprobs, other.tokens.logprobs, atol=1e-5, rtol=1e-4
+        )
+    assert own.bytes_moved == 0
+    assert moved.bytes_moved > 0
+    # Every array lies on the sampler's mesh, or is the same on all devices.
+    for leaf in jax.tree.leaves(moved.params):
+        assert "fsdp" not in str(leaf.sharding.spec)
+
+
+def test_the_next_version_is_moved_and_the_frozen_base_is_not():
+    model = make_model("fsdp8", **KINDS["lora"])
+    layout = sampler_layout(RolloutConfig(mesh="dp2,tp4"), model)
+    engine = Engine(model.config, SIZES, mesh=layout.mesh)
+    first = layout.publish(engine, model, model.params, 1)
+    base = first.params.layers[0].attention.query.base
+    changed = jax.tree.map(lambda leaf: 2 * leaf, model.params)
+    second = layout.publish(engine, model, changed, 2)
+    query = second.params.layers[0].attention.query
+    assert query.base is base
+    np.testing.assert_array_equal(query.down, changed["layers.0.attention.query"].down)
+    assert 0 < second.bytes_moved < first.bytes_moved
+    # An evaluation after the step publishes the same version again.
+    assert layout.publish(engine, model, changed, 2).bytes_moved == 0
+
+
+def test_another_dtype_is_close_and_the_same_layout_is_no_copy():
+    model = make_model("dp2,tp4")
+    expected, own, layout = sampled(model, RolloutConfig(mesh="tp4,dp2"))
+    assert layout.mesh is model.mesh
+    assert layout.copies is None
+    assert buffer_pointers(own.params) == buffer_pointers(model.params)
+    found, narrow, _ = sampled(model, RolloutConfig(dtype="bfloat16"))
+    assert narrow.params.embedding.dtype == jnp.bfloat16
+    # A cast sends nothing.
+    assert narrow.bytes_moved == 0
+    np.testing.assert_allclose(
+        found[0].tokens.logprobs[0], expected[0].tokens.logprobs[0], atol=0.1
+    )
+
+
+def test_what_decoding_gathers_is_counted():
+    split = make_model("fsdp8")
+    params = jax.tree.leaves(split.params)
+    total = sum(leaf.nbytes for leaf in params)
+    whole = sum(leaf.nbytes for leaf in params if leaf.ndim == 1)  # The norms.
+    assert gathered_bytes(split.params) == (total - whole) * 7 // 8
+    layout = sampler_layout(RolloutConfig(mesh="dp2,tp4"), split)
+    assert gathered_bytes(layout.copies) == 0
+    assert gathered_bytes(make_model("dp2,tp4").params) == 0
+
+
+def test_a_mesh_that_does_not_fit_names_the_option():
+    model = make_model("fsdp8")
+    with pytest.raises(MeshError, match=r"--rollout\.mesh: 'tp3,dp2' needs 6 devices"):
+        sampler_layout(RolloutConfig(mesh="tp3,dp2"), model)
+    narrow = dataclasses.replace(tiny.CONFIG, intermediate_size=20)
+    model = dataclasses.replace(model, specs=models.param_specs(narrow))
+    with pytest.raises(MeshError, match=r"--rollout\.mesh: .*=20, which tp=8 does not"):
+        sampler_layout(RolloutConfig(mesh="tp8"), model)
