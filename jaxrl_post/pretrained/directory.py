@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ __all__ = ["CONFIG_FILE", "SavesItself", "new_model_directory", "read_config_fil
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+REMOVE_SECONDS = 10.0
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -78,7 +80,16 @@ def new_model_directory(
             tokenizer.save(staging)
         staging.rename(target)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        _remove(staging)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a directory in which threads of a writer that failed may still write."""
+    end = time.monotonic() + REMOVE_SECONDS
+    while folder.exists() and time.monotonic() < end:
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            time.sleep(0.05)
 
 
 def read_config_file(directory: Path) -> dict[str, Any]:

@@ -426,6 +426,22 @@ def test_a_full_disk_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_late_thread_writes_is_removed_too(tmp_path, monkeypatch):
+    """Orbax's threads may write on for a moment after it has raised."""
+    remove, calls = shutil.rmtree, []
+
+    def disturbed(path, **options):
+        calls.append(path)
+        if len(calls) == 3:
+            remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", disturbed)
+    with pytest.raises(OSError, match="disk full"):
+        save_orbax(tmp_path / "m", CONFIG, tiny.params(), tokenizer=BrokenTokenizer())
+    assert list(tmp_path.iterdir()) == []
+    assert len(calls) == 3
+
+
 def test_nothing_is_overwritten(saved):
     before = (saved / "config.json").read_bytes()
     with pytest.raises(CheckpointError, match="m: already there; remove it or"):
