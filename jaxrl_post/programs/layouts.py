@@ -118,15 +118,25 @@ def gathered_bytes(params: PyTree) -> int:
 
 
 def _same_devices(spec: str, mesh: Mesh) -> Mesh:
-    """A mesh of another shape over a mesh's devices, in the same order.
+    """A mesh of another shape over a mesh's devices.
 
-    The order is kept because one program moves the parameters from mesh to mesh.
+    Its tp is the trainer's tp, followed by parts of the trainer's fsdp, ep and dp. So a
+    matrix that tp splits already stays where it is, and gets split further.
     """
     shape = parse_mesh(spec, mesh.size) if spec else dict(mesh.shape)
     if shape == dict(mesh.shape):
         return mesh
-    grid = np.asarray(mesh.devices).reshape(tuple(shape.values()))
-    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+    grid, tp = np.asarray(mesh.devices), mesh.axis_names.index("tp")
+    fastest = min(grid.shape[tp], shape["tp"])
+    others, width = math.prod(grid.shape[:tp]), shape["tp"] // fastest
+    if grid.shape[tp] % fastest or shape["tp"] % fastest or others % width:
+        ordered = grid
+    else:
+        # [rest, what tp takes of the other axes, tp that stays, tp that is given up]
+        split = grid.reshape(others // width, width, fastest, -1)
+        ordered = split.transpose(0, 3, 2, 1)
+    sizes = tuple(shape[name] for name in mesh.axis_names)
+    return Mesh(ordered.reshape(sizes), mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _targets(model: Model, mesh: Mesh, dtype: jnp.dtype) -> tuple[PyTree, PyTree]:

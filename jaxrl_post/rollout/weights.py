@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_post.sampler.engine import Engine
 from jaxrl_post.sampler.requests import Completion, Request, SampleId
-from jaxrl_post.sharding.reshard import Plan, plan_reshard, reshard
+from jaxrl_post.sharding.reshard import Plan, as_target, plan_reshard, reshard
 from jaxrl_post.types import Array, PyTree
 
 __all__ = ["Published", "Relayout", "buffer_pointers", "bytes_over_links", "publish"]
@@ -85,8 +85,8 @@ class Relayout:
     same objects as in the last call is not moved again.
 
     Args:
-        targets: tree of ShapeDtypeStructs with a NamedSharding each. All meshes have
-            the trainer's devices, in the same order.
+        targets: tree of ShapeDtypeStructs with a NamedSharding each, all of them on
+            the trainer's devices.
         group_bytes: > 0; most bytes that the arrays of a group take on a device, at the
             largest step of their way; a larger array is a group of its own.
 
@@ -229,6 +229,11 @@ class _Way:
             array = reshard(array, self.plan)
         return array.astype(self.target.dtype)
 
+    def arrived(self, array: Array) -> Array:
+        """Gives the moved array the target's mesh."""
+        assert isinstance(self.target.sharding, NamedSharding)
+        return array if self.plan is None else as_target(array, self.target.sharding)
+
 
 @dataclass
 class _Group:
@@ -238,7 +243,8 @@ class _Group:
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
         with jax.set_mesh(self._mesh):
-            return self._program(arrays)
+            made = self._program(arrays)
+        return [way.arrived(array) for way, array in zip(self.ways, made, strict=True)]
 
     def compiled(self, arrays: list[Any]) -> Any:
         """The compiled program."""
@@ -258,7 +264,10 @@ class _Group:
         def relayout(arrays: list[Array]) -> list[Array]:
             return [way(array) for way, array in zip(self.ways, arrays, strict=True)]
 
-        shardings = [way.target.sharding for way in self.ways]
+        shardings = [
+            way.target.sharding if way.plan is None else way.plan.sharding
+            for way in self.ways
+        ]
         return jax.jit(relayout, out_shardings=shardings)
 
 

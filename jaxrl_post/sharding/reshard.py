@@ -4,11 +4,10 @@ XLA gathers a whole array on every device where it finds no short way between tw
 shardings, as between `fsdp8` and `dp2,tp4`. Here every step is one collective whose
 result is never larger than it has to be.
 
-Both meshes number the devices in the same order, so their axes are products of common
-factors: 8 = 2 x 4 has the factors 2 and 4, of which fsdp8 is the product, and dp2 and
-tp4 are one each. A dimension of an array is then split by a list of factors, the
-slowest first. Only the last factor of a list can be taken off, and only a new last one
-can be put on, like on a stack:
+The axes of both meshes are products of common factors: 8 = 2 x 4 has the factors 2 and
+4, of which fsdp8 is the product, and dp2 and tp4 are one each. A dimension of an array
+is then split by a list of factors, the slowest first. Only the last factor of a list
+can be taken off, and only a new last one can be put on, like on a stack:
 
     move    from one dimension to another      all-to-all
     join    off a dimension, for good          all-gather
@@ -20,7 +19,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.types import Array
 
-__all__ = ["Plan", "plan_reshard", "reshard"]
+__all__ = ["Plan", "as_target", "plan_reshard", "reshard"]
 
 # The factors that split each dimension of an array, by their place in the mesh.
 type Stacks = tuple[tuple[int, ...], ...]
@@ -67,6 +66,11 @@ class Plan:
     steps: tuple[Step, ...]
     end: Stacks
 
+    @property
+    def sharding(self) -> NamedSharding:
+        """The sharding of the result, on the mesh of the factors."""
+        return NamedSharding(self.mesh, _spec(self.end, self.mesh))
+
     def values_sent(self, shape: tuple[int, ...]) -> int:
         """Number of values that devices receive from others, over all devices."""
         total, local = 0, _local(shape, self.begin, self.mesh)
@@ -101,13 +105,12 @@ def plan_reshard(
     Args:
         shape: of the array.
         source: its sharding.
-        target: its sharding afterwards, on the same devices in the same order.
+        target: its sharding afterwards, on the same devices in any order.
 
     Returns:
         The plan; None if the meshes have no common factors, such as 2 x 3 and 3 x 2, or
-        list their devices in different orders.
+        list their devices in unrelated orders.
 
-    >>> from jax.sharding import AbstractMesh
     >>> from jaxrl_post.sharding import create_mesh
     >>> whole = NamedSharding(create_mesh("dp1", jax.devices()[:1]), P())
     >>> plan_reshard((4, 4), whole, whole).steps
@@ -117,26 +120,36 @@ def plan_reshard(
     assert isinstance(one, Mesh)
     assert isinstance(other, Mesh)
     devices = list(one.devices.flat)
-    if devices != list(other.devices.flat):
+    strides = _strides(one, devices), _strides(other, devices)
+    factors = _factors([part for axes in strides for axis in axes for part in axis])
+    if factors is None or math.prod(factors) != len(devices):
         return None
-    factors = _factors(one.devices.shape, other.devices.shape)
-    if factors is None:
-        return None
-    begin = _stacks(source, len(shape), factors)
-    end = _stacks(target, len(shape), factors)
+    begin, end = (
+        _stacks(sharding, axes, len(shape), factors)
+        for sharding, axes in zip((source, target), strides, strict=True)
+    )
     names = tuple(f"factor{place}" for place in range(len(factors)))
     grid = np.array(devices, dtype=object).reshape(factors)
     mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    for stacks, sharding in ((begin, source), (end, target)):
+        if _parts(shape, NamedSharding(mesh, _spec(stacks, mesh))) != _parts(
+            shape, sharding
+        ):
+            return None  # The mesh steps through the devices irregularly.
     steps = tuple(_steps(shape, list(map(list, begin)), end, factors))
     return Plan(mesh, begin, steps, end)
 
 
 def reshard(array: Array, plan: Plan) -> Array:
-    """Carries out a plan, inside jit; the result has the target's sharding.
+    """Carries out a plan, inside jit.
 
     Args:
         array: with the source's sharding.
         plan: from `plan_reshard`.
+
+    Returns:
+        The array with the sharding `plan.sharding`. Every device has its part of the
+        target; `as_target` gives it the target's mesh outside of jit.
     """
     names, sizes = plan.mesh.axis_names, plan.mesh.devices.shape
 
@@ -163,26 +176,73 @@ def reshard(array: Array, plan: Plan) -> Array:
     )(array)
 
 
-def _factors(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The sizes of the coarsest mesh of which both meshes' axes are products."""
-    cuts = {1}
-    for shape in (one, other):
-        cuts |= set(np.cumprod(shape).tolist())
-    ordered = sorted(cuts)
-    if any(larger % cut for cut, larger in itertools.pairwise(ordered)):
+def as_target(array: Array, target: NamedSharding) -> Array:
+    """Gives the result of `reshard` its mesh; the same buffers, nothing is copied."""
+    held = {shard.device: shard.data for shard in array.addressable_shards}
+    parts = [held[device] for device in target.addressable_devices]
+    return jax.make_array_from_single_device_arrays(array.shape, target, parts)
+
+
+# (size, stride) of the factors of an axis, the slowest first.
+type Strides = tuple[tuple[int, int], ...]
+
+
+def _parts(shape: tuple[int, ...], sharding: NamedSharding) -> dict[Any, Any]:
+    """The part of an array on each device."""
+    return {
+        device: [part.indices(n) for part, n in zip(index, shape, strict=True)]
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+
+
+def _strides(mesh: Mesh, devices: list[Any]) -> list[Strides]:
+    """How each axis of a mesh steps through a list of its devices."""
+    places = {device: place for place, device in enumerate(devices)}
+    grid = np.vectorize(places.__getitem__, otypes=[int])(mesh.devices)
+    found = []
+    for axis, size in enumerate(grid.shape):
+        index: list[Any] = [0] * grid.ndim
+        index[axis] = slice(None)
+        line = grid[tuple(index)]
+        parts, inner = list[tuple[int, int]](), 1
+        while inner < size:
+            stride, count = int(line[inner] - line[0]), 1
+            while inner * count < size and line[inner * count] - line[0] == (
+                stride * count
+            ):
+                count += 1
+            parts.append((count, stride))
+            inner *= count
+        found.append(tuple(reversed(parts)))
+    return found
+
+
+def _factors(parts: list[tuple[int, int]]) -> tuple[int, ...] | None:
+    """The sizes of the coarsest mesh of which all axes are products, slowest first."""
+    cuts = sorted({1} | {s for size, stride in parts for s in (stride, stride * size)})
+    if cuts[0] < 1 or any(larger % cut for cut, larger in itertools.pairwise(cuts)):
         return None
-    return tuple(larger // cut for cut, larger in itertools.pairwise(ordered)) or (1,)
+    sizes = [larger // cut for cut, larger in itertools.pairwise(cuts)]
+    return tuple(reversed(sizes)) or (1,)
 
 
-def _stacks(sharding: NamedSharding, ndim: int, factors: tuple[int, ...]) -> Stacks:
+def _stacks(
+    sharding: NamedSharding,
+    strides: list[Strides],
+    ndim: int,
+    factors: tuple[int, ...],
+) -> Stacks:
     """The factors that split each dimension."""
-    places, taken = {}, 0
-    for name, size in sharding.mesh.shape.items():
-        first, product = taken, 1
-        while product < size:
-            product *= factors[taken]
-            taken += 1
-        places[name] = tuple(range(first, taken))
+    # The stride of each factor, by its place.
+    steps = [math.prod(factors[place + 1 :]) for place in range(len(factors))]
+    places = {}
+    for axis, parts in zip(sharding.mesh.axis_names, strides, strict=True):
+        places[axis] = tuple(
+            place
+            for size, stride in parts
+            for place, step in enumerate(steps)
+            if stride <= step < stride * size
+        )
     stacks = []
     for entry in (*sharding.spec, *(None,) * ndim)[:ndim]:
         axes = (entry,) if isinstance(entry, str) else entry or ()

@@ -18,7 +18,7 @@ from jaxrl_post.models.adapters.lora import (
 )
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.programs.layouts import gathered_bytes, sampler_layout
-from jaxrl_post.rollout.weights import buffer_pointers
+from jaxrl_post.rollout.weights import buffer_pointers, bytes_over_links
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
 from tests import tiny
@@ -144,3 +144,18 @@ def test_a_mesh_that_does_not_fit_names_the_option():
     model = dataclasses.replace(model, specs=models.param_specs(narrow))
     with pytest.raises(MeshError, match=r"--rollout\.mesh: .*=20, which tp=8 does not"):
         sampler_layout(RolloutConfig(mesh="tp8"), model)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sampler"),
+    [("fsdp8", "dp2,tp4"), ("fsdp4,tp2", "dp2,tp4"), ("fsdp4,tp2", "tp8"),
+     ("fsdp2,tp4", "dp4,tp2"), ("dp2,fsdp2,tp2", "dp2,tp4")],
+)  # fmt: skip
+def test_devices_receive_what_they_lack_and_nothing_else(trainer, sampler):
+    model = make_model(trainer)
+    layout = sampler_layout(RolloutConfig(mesh=sampler), model)
+    [targets] = layout.copies
+    pairs = zip(jax.tree.leaves(model.params), jax.tree.leaves(targets), strict=True)
+    lacked = sum(bytes_over_links(*pair) for pair in pairs)
+    engine = Engine(model.config, SIZES, mesh=layout.mesh)
+    assert layout.publish(engine, model, model.params, 1).bytes_moved == lacked > 0

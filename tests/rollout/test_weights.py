@@ -62,7 +62,7 @@ def test_every_value_arrives(source, target):
     assert sent >= lacked
     assert (sent == 0) == (source == target)
     if source == "fsdp8" and "fsdp" not in target:
-        # Between these every collective brings a device what it lacks and nothing else.
+        # In these every collective brings a device what it lacks and nothing else.
         assert sent == lacked
 
 
