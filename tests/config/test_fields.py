@@ -106,6 +106,8 @@ RULES = {
         "rollout.steps_per_call": "at least 0",
         "rollout.overlong_buffer": "at least 0",
         "rollout.overlong_penalty": "at least 0",
+        "rollout.mesh": "free",
+        "rollout.publish_mib": "at least 1, free",
         "rollout.max_draws": "at least 1",
         "rollout.reward_workers": "at least 1, free",
         "rollout.reward_deadline_s": "greater than 0, free",
