@@ -133,8 +133,9 @@ def _fitting(
 
 
 def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
-    """Sets `max_prompt_tokens` from the prompts; checks critic and row length."""
+    """Sets `max_prompt_tokens` from the prompts; checks critic, mesh and row length."""
     check_critic(config, model)
+    sampler_layout(config.rollout, model)
     _, longest = fitting(model.tokenizer, model.config)
     rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
     config = dataclasses.replace(config, rollout=rollout)

@@ -144,6 +144,12 @@ def test_a_mesh_that_does_not_fit_is_refused_at_once(run_here, tmp_path):
     assert "heads" in output
     assert "Traceback" not in output
     assert not (run / "metrics.jsonl").exists()
+    output = run_here(
+        "launch.grpo", *arguments[:1], "--rollout.mesh=tp8", *QUICK, code=1
+    )
+    assert "error: --rollout.mesh: " in output
+    assert "heads" in output
+    assert "warm start" not in output
 
 
 @pytest.mark.processes
