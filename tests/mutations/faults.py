@@ -362,4 +362,49 @@ RESUME = [
     ),
 ]
 
-FAULTS = [*LOSSES, *SAMPLER, *PACKING, *EXAMPLES, *COLLECTOR, *RESUME]
+LAYOUTS = [
+    Fault(
+        "parameters of the last step stay in the sampler",
+        "rollout/weights.py",
+        "if all(leaves[place] is self._sources[place] for place in places):",
+        "if self._placed[places[0]] is not None:",
+        "rollout/test_weights.py",
+    ),
+    Fault(
+        "the sampler's last copy is kept beside the new one",
+        "rollout/weights.py",
+        "self._placed[way.place].delete()",
+        "pass",
+        "rollout/test_weights.py",
+    ),
+    Fault(
+        "a device keeps the part of its neighbour",
+        "sharding/reshard.py",
+        "start = jax.lax.axis_index(name) * size",
+        "start = (sizes[factor] - 1 - jax.lax.axis_index(name)) * size",
+        "sharding/test_reshard.py",
+    ),
+    Fault(
+        "what a move sends counts what stays",
+        "sharding/reshard.py",
+        "total += local * (size - 1) // size",
+        "total += local",
+        "sharding/test_reshard.py",
+    ),
+    Fault(
+        "the sampler gets a new base and an old adapter",
+        "programs/layouts.py",
+        "own, sent = self.trained(params)",
+        "own, sent = self.trained(model.params)",
+        "programs/test_layouts.py",
+    ),
+    Fault(
+        "the sampler decodes under the trainer's mesh",
+        "sampler/engine.py",
+        "with nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):",
+        "with nullcontext():",
+        "programs/test_layouts.py",
+    ),
+]
+
+FAULTS = [*LAYOUTS, *LOSSES, *SAMPLER, *PACKING, *EXAMPLES, *COLLECTOR, *RESUME]
