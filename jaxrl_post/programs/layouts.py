@@ -18,6 +18,7 @@ from jaxrl_post.models.spec import ParamSpec, abstract, is_spec
 from jaxrl_post.rollout.weights import Published, Relayout, publish
 from jaxrl_post.sampler import Engine
 from jaxrl_post.sharding import MeshError, Rules, dividing_axes, parse_mesh
+from jaxrl_post.sharding.reshard import plan_reshard
 from jaxrl_post.types import Array, PyTree
 
 __all__ = ["SamplerLayout", "gathered_bytes", "sampler_layout"]
@@ -121,7 +122,8 @@ def _same_devices(spec: str, mesh: Mesh) -> Mesh:
     """A mesh of another shape over a mesh's devices.
 
     Its tp is the trainer's tp, followed by parts of the trainer's fsdp, ep and dp. So a
-    matrix that tp splits already stays where it is, and gets split further.
+    matrix that tp splits already stays where it is, and gets split further. Where no
+    way between the two can be planned, the order is the trainer's, which XLA needs.
     """
     shape = parse_mesh(spec, mesh.size) if spec else dict(mesh.shape)
     if shape == dict(mesh.shape):
@@ -129,14 +131,19 @@ def _same_devices(spec: str, mesh: Mesh) -> Mesh:
     grid, tp = np.asarray(mesh.devices), mesh.axis_names.index("tp")
     fastest = min(grid.shape[tp], shape["tp"])
     others, width = math.prod(grid.shape[:tp]), shape["tp"] // fastest
-    if grid.shape[tp] % fastest or shape["tp"] % fastest or others % width:
-        ordered = grid
-    else:
+    sizes = tuple(shape[name] for name in mesh.axis_names)
+
+    def shaped(devices: np.ndarray) -> Mesh:
+        return Mesh(devices.reshape(sizes), mesh.axis_names, axis_types=mesh.axis_types)
+
+    if grid.shape[tp] % fastest == shape["tp"] % fastest == others % width == 0:
         # [rest, what tp takes of the other axes, tp that stays, tp that is given up]
         split = grid.reshape(others // width, width, fastest, -1)
-        ordered = split.transpose(0, 3, 2, 1)
-    sizes = tuple(shape[name] for name in mesh.axis_names)
-    return Mesh(ordered.reshape(sizes), mesh.axis_names, axis_types=mesh.axis_types)
+        ordered = shaped(split.transpose(0, 3, 2, 1))
+        whole = NamedSharding(mesh, P()), NamedSharding(ordered, P())
+        if plan_reshard((1,), *whole) is not None:
+            return ordered
+    return shaped(grid)
 
 
 def _targets(model: Model, mesh: Mesh, dtype: jnp.dtype) -> tuple[PyTree, PyTree]:

@@ -1,6 +1,10 @@
 """The sampler's own mesh and dtype: it samples what the trainer's parameters say."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -159,3 +163,40 @@ def test_devices_receive_what_they_lack_and_nothing_else(trainer, sampler):
     lacked = sum(bytes_over_links(*pair) for pair in pairs)
     engine = Engine(model.config, SIZES, mesh=layout.mesh)
     assert layout.publish(engine, model, model.params, 1).bytes_moved == lacked > 0
+
+
+TWELVE = """
+import numpy as np, jax, jax.numpy as jnp
+from jaxrl_post.models.spec import ParamSpec, abstract
+from jaxrl_post.programs.layouts import _same_devices
+from jaxrl_post.rollout.weights import Relayout
+from jaxrl_post.sharding import create_mesh, named_shardings
+
+specs = {"w": ParamSpec((12, 12), ("embed", "ffn"))}
+trainer = create_mesh("dp3,fsdp2,tp2")
+values = np.arange(144, dtype=np.float32).reshape(12, 12)
+params = {"w": jax.device_put(values, named_shardings(specs, trainer)["w"])}
+for text in ("tp6,dp2", "tp12", "tp4,dp3", "dp4,tp3"):
+    targets = abstract(specs, jnp.dtype("float32"), _same_devices(text, trainer))
+    moved, _ = Relayout(targets)(params)
+    for shard in moved["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, values[shard.index])
+    print(text)
+"""
+
+
+@pytest.mark.processes
+def test_meshes_whose_sizes_have_no_common_factors():
+    """Twelve devices: where no way can be planned, XLA finds one."""
+    flags = "--xla_force_host_platform_device_count=12"
+    finished = subprocess.run(
+        [sys.executable, "-c", TWELVE],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == ["tp6,dp2", "tp12", "tp4,dp3", "dp4,tp3"]
