@@ -40,7 +40,7 @@ from jaxrl_post.learner.model import versions
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.pretrained.presets import PRESETS
-from jaxrl_post.rollout.weights import publish
+from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.tokens import Tokens
@@ -134,7 +134,7 @@ def _make_step(
     def step(number: int) -> dict[str, float]:
         nonlocal state
         begin = time.perf_counter()
-        published = publish(engine, state.params, number)
+        published = Published(engine, state.params, number)
         rollout = time.perf_counter()
         requests = [
             Request(

@@ -1,5 +1,6 @@
 """Data sets for training without sampling: preferences, judged answers, steps."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -87,9 +88,9 @@ class Splits[Item](Examples):
             text for item in self.train[:TEXTS] for text in self.texts_of(item)
         )
 
+    @abstractmethod
     def texts_of(self, item: Item) -> Iterable[str]:
         """The texts of an item."""
-        raise NotImplementedError
 
     def fitting[Same: "Splits[Any]"](
         self: Same, tokenizer: Tokenizer, max_tokens: int

@@ -15,7 +15,7 @@ from jaxrl_post.learner.model import Model
 from jaxrl_post.models import param_specs
 from jaxrl_post.models.matrix import is_matrix, part_axes
 from jaxrl_post.models.spec import ParamSpec, abstract, is_spec
-from jaxrl_post.rollout.weights import Published, Relayout, publish
+from jaxrl_post.rollout.weights import Published, Relayout
 from jaxrl_post.sampler import Engine
 from jaxrl_post.sharding import MeshError, Rules, dividing_axes, parse_mesh
 from jaxrl_post.sharding.reshard import plan_reshard
@@ -59,7 +59,7 @@ class SamplerLayout:
             version: number of optimizer steps taken.
         """
         if self.trained is None:
-            return publish(engine, model.whole(params), version)
+            return Published(engine, model.whole(params), version)
         own, sent = self.trained(params)
         if self.frozen is not None and model.adaptation is not None:
             base, once = self.frozen(model.adaptation.base)
@@ -96,13 +96,13 @@ def sampler_layout(rollout: RolloutConfig, model: Model) -> SamplerLayout:
 
 
 def gathered_bytes(params: PyTree) -> int:
-    """Bytes of weights that a device receives for every decoded token.
+    """Bytes of weights that fsdp has a device receive for every decoded token.
 
-    Decoding gathers the parts of the parameters that the batch's mesh axes split, which
-    are fsdp and, apart from routed experts, ep.
+    Decoding gathers the dimensions that fsdp splits, alone or together with ep. What ep
+    splits alone is not counted: for routed experts it is not gathered.
 
     Args:
-        params: arrays, in the sampler's layout.
+        params: arrays or ShapeDtypeStructs, in the sampler's layout.
     """
     total = 0
     for leaf in jax.tree.leaves(params):

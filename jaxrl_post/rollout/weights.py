@@ -20,7 +20,7 @@ from jaxrl_post.sampler.requests import Completion, Request, SampleId
 from jaxrl_post.sharding.reshard import Plan, as_target, plan_reshard, reshard
 from jaxrl_post.types import Array, PyTree
 
-__all__ = ["Published", "Relayout", "buffer_pointers", "bytes_over_links", "publish"]
+__all__ = ["Published", "Relayout", "buffer_pointers", "bytes_over_links"]
 
 
 class Published:
@@ -33,11 +33,12 @@ class Published:
         engine: the engine, which holds no parameters of its own.
         params: the parameters of this version.
         version: recorded with every sampled token.
-        bytes_moved: bytes that publishing sent over the links between devices.
+        bytes_moved: bytes that publishing sent over the links between devices; 0 for
+            the trainer's own arrays.
     """
 
     def __init__(
-        self, engine: Engine, params: PyTree, version: int, bytes_moved: int
+        self, engine: Engine, params: PyTree, version: int, bytes_moved: int = 0
     ) -> None:
         self.engine, self.params = engine, params
         self.version, self.bytes_moved = version, bytes_moved
@@ -62,17 +63,6 @@ class Published:
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
         """Stops samples (all for None); returns completions of the tokens so far."""
         return self.engine.cancel(samples)
-
-
-def publish(engine: Engine, params: PyTree, version: int) -> Published:
-    """Binds the trainer's parameters to the engine: the same arrays, nothing moves.
-
-    Args:
-        engine: the engine to bind, on the parameters' mesh.
-        params: the trainer's arrays.
-        version: number of optimizer steps taken.
-    """
-    return Published(engine, params, version, 0)
 
 
 class Relayout:

@@ -15,7 +15,7 @@ from jaxrl_post.learner.learner import Learner
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.metrics import masked
 from jaxrl_post.models import param_specs
-from jaxrl_post.rollout.weights import buffer_pointers, publish
+from jaxrl_post.rollout.weights import Published, buffer_pointers
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from tests import tiny
@@ -78,7 +78,7 @@ def test_an_update_between_two_generations_copies_nothing(mesh, learner, engine)
         for version in range(2):
             before = buffer_pointers(state.params)
             with jax.transfer_guard_device_to_device("disallow"):
-                sampler = publish(engine, state.params, version)
+                sampler = Published(engine, state.params, version)
                 done = run(sampler, request)
             assert sampler.bytes_moved == 0
             assert sampler.params is state.params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol, runtime_checkable
@@ -48,7 +49,7 @@ class GameSession:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Games:
+class Games(ABC):
     """The base of environments whose tasks are games, each made from a random seed.
 
     Games of "eval" start with the first turn. Games of "train" start after a random
@@ -120,5 +121,6 @@ class Games:
                 game.play(message.content)
         return game
 
+    @abstractmethod
     def _new(self, rng: Random) -> Game:
-        raise NotImplementedError
+        """Makes a game."""
