@@ -15,6 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tyro
 from rich.console import Console
 
+from launch.several import several
+
 __all__ = ["Program", "Stop", "call", "given", "main", "read_options"]
 
 # Exit status that shells report for a program that Ctrl-C ended.
@@ -85,21 +87,13 @@ def main(program: Program[Any], arguments: list[str] | None = None) -> int:
         run, errors = program.load()
 
         def train(config: Any, *, console: Console, command: str) -> None:
-            stop = Stop(console)
-            outcome: Any = run(
-                config, console=console, command=command, should_stop=stop
-            )
-            for name in ("model", "report"):
-                path = getattr(outcome, name)
-                if path is not None:
-                    console.print(
-                        f"{name + ':':<7} {path}", markup=False, highlight=False
-                    )
-            if not outcome.completed:
-                console.print(
-                    f"stopped after step {outcome.step}, all of it saved; "
-                    "the same command goes on from here"
+            with several(config.processes, console) as shown:
+                # Not before: connecting takes SIGTERM for JAX's own use.
+                stop = Stop(console)
+                outcome: Any = run(
+                    config, console=shown, command=command, should_stop=stop
                 )
+                _tell(outcome, shown)
 
         return train, errors
 
@@ -133,6 +127,19 @@ def call(program: Program[Any], arguments: list[str] | None = None) -> int:
         console.print("stopped")
         return INTERRUPTED
     return 0
+
+
+def _tell(outcome: Any, console: Console) -> None:
+    """Prints what a run has made."""
+    for name in ("model", "report"):
+        path = getattr(outcome, name)
+        if path is not None:
+            console.print(f"{name + ':':<7} {path}", markup=False, highlight=False)
+    if not outcome.completed:
+        console.print(
+            f"stopped after step {outcome.step}, all of it saved; "
+            "the same command goes on from here"
+        )
 
 
 def read_options[Config](program: Program[Config], arguments: list[str]) -> Config:

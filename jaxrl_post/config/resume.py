@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl_post.config.fields import FREE, fields_of
 from jaxrl_post.config.run import RunConfig
 
-__all__ = ["differences"]
+__all__ = ["differences", "flattened"]
 
 
 def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
@@ -27,7 +27,7 @@ def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     >>> differences(saved, RunConfig())
     ['seed: 3 then, 0 now']
     """
-    before, now = _flat(saved), _flat(dataclasses.asdict(config))
+    before, now = flattened(saved), flattened(dataclasses.asdict(config))
     free = [name for name, _, notes in fields_of(config) if FREE in notes]
     return [
         f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
@@ -37,11 +37,16 @@ def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     ]
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options by their whole names; tuples as lists, as JSON holds them.
+
+    >>> flattened({"seed": 0, "update": {"epochs": 2}})
+    {'seed': 0, 'update.epochs': 2}
+    """
     flat: dict[str, Any] = {}
     for name, item in value.items():
         if isinstance(item, Mapping):
-            flat |= _flat(item, f"{prefix}{name}.")
+            flat |= flattened(item, f"{prefix}{name}.")
         else:
             flat[prefix + name] = list(item) if isinstance(item, tuple) else item
     return flat

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from jaxrl_post.config.fields import ANY, COUNT, FREE, NOT_NEGATIVE, POSITIVE
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.processes import ProcessesConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -136,6 +137,7 @@ class RunConfig:
         log: trackers that get the metrics, beside metrics.jsonl: tensorboard, wandb,
             trackio.
         log_project: project in wandb and trackio; None for their default.
+        processes: the processes of the run, if there are several.
     """
 
     run_dir: Annotated[str | None, FREE] = None
@@ -156,3 +158,4 @@ class RunConfig:
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     log: Annotated[tuple[TrackerName, ...], FREE] = ("tensorboard",)
     log_project: Annotated[str | None, FREE] = None
+    processes: Annotated[ProcessesConfig, FREE] = field(default_factory=ProcessesConfig)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -12,11 +13,11 @@ import grain
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from grain.checkpoint import CheckpointRestore, CheckpointSave
 
 from jaxrl_post.learner.manifest import find_damage, write_manifest
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.pretrained.name_map import paths
+from jaxrl_post.sharding import processes
 from jaxrl_post.types import PyTree
 
 __all__ = ["CheckpointError", "Checkpoints", "abstract_state"]
@@ -87,7 +88,7 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """Returns the step of the newest checkpoint, None if there is none."""
-        return self._manager.latest_step()
+        return processes.agree("newest checkpoint", self._manager.latest_step())
 
     def steps(self) -> list[int]:
         """Returns the steps of all checkpoints, the oldest first."""
@@ -126,6 +127,15 @@ class Checkpoints:
         Raises:
             CheckpointError: there are checkpoints, but none is whole; none is renamed.
         """
+        # Process 0 renames, when all processes have read which checkpoints there are.
+        processes.exchange("checkpoints", self.steps())
+        if processes.index() == 0:
+            self._set_damaged_aside()
+        if processes.count() > 1:
+            processes.exchange("damaged checkpoints are set aside", None)
+            self._manager.reload()
+
+    def _set_damaged_aside(self) -> None:
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
             damage = self.damage(step)
@@ -172,10 +182,14 @@ class Checkpoints:
             wanted = sum(file.stat().st_size for file in files if file.is_file())
         disk = shutil.disk_usage(self.directory)
         # Some file systems have no size and report 0 for both.
-        if disk.total and disk.free < wanted:
+        spaces = processes.exchange(
+            "free disk", [wanted, disk.free if disk.total else math.inf]
+        )
+        wanted, free = spaces[0][0], min(free for _, free in spaces)
+        if free < wanted:
             raise self._failed(
-                f"one takes about {wanted / 1e6:,.1f} MB, and "
-                f"{disk.free / 1e6:,.1f} MB are free"
+                f"one takes about {wanted / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are "
+                "free"
             )
 
     def save(
@@ -205,7 +219,9 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(paths(state)),
-                    data=CheckpointSave(iterator),
+                    # Not grain's own handler: it writes one file a process, which
+                    # another number of processes could not restore.
+                    data=ocp.args.JsonSave(iterator.get_state()),
                     meta=ocp.args.JsonSave(dict(meta)),
                 ),
             )
@@ -246,12 +262,13 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardRestore(wanted),
-                    data=CheckpointRestore(iterator),
+                    data=ocp.args.JsonRestore(),
                     meta=ocp.args.JsonRestore(),
                 ),
             )
         structure = jax.tree.structure(abstract)
         leaves = jax.tree.leaves(_ordered(restored["state"], wanted))
+        iterator.set_state(restored["data"])
         return jax.tree.unflatten(structure, leaves), restored["meta"]
 
     def restore_params(

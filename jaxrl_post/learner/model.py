@@ -31,6 +31,7 @@ from jaxrl_post.sharding import (
     create_mesh,
     named_shardings,
     per_device_bytes,
+    processes,
     split_size,
 )
 from jaxrl_post.types import PyTree
@@ -189,6 +190,9 @@ def save_model(
 ) -> None:
     """Saves a trained model and replaces an earlier, perhaps incomplete, save.
 
+    Of several processes all call it, process 0 writes, and the call ends in all of
+    them when the model is whole.
+
     A value head beside the vocabulary is left out, because the policy is saved. An
     adapter is merged, and also saved by itself, beside the model, in PEFT's format.
 
@@ -210,6 +214,7 @@ def save_model(
         beside = target.with_name(adapter)
         _make_room(beside)
         save_adapter(beside, config, params, adaptation.lora, _base_for_peft(model))
+    processes.exchange(f"{target.name} is saved", None)
 
 
 def _base_for_peft(model: Model) -> str | None:
@@ -225,6 +230,8 @@ def _base_for_peft(model: Model) -> str | None:
 
 def _make_room(target: Path) -> None:
     """Removes a directory and the temporary directories of interrupted saves."""
+    if processes.index():
+        return
     for left in (target, *target.parent.glob(f".{target.name}.*")):
         shutil.rmtree(left, ignore_errors=True)
 

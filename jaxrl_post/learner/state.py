@@ -94,15 +94,15 @@ def create(
     """
     narrow = any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(params))
 
-    def rest(params: PyTree) -> tuple[PyTree, Any]:
+    def rest(params: PyTree) -> tuple[Any, PyTree, Any]:
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-        return (wide if narrow else None), optimizer.init(wide)
+        step = jnp.zeros((), jnp.int32)
+        return step, (wide if narrow else None), optimizer.init(wide)
 
-    out = None if layout is None else (layout.master, layout.opt_state)
-    master, opt_state = jax.jit(rest, out_shardings=out)(params)
-    step = jnp.zeros((), jnp.int32)
+    out = None
     if layout is not None:
-        step = jax.device_put(step, layout.step)
+        out = layout.step, layout.master, layout.opt_state
+    step, master, opt_state = jax.jit(rest, out_shardings=out)(params)
     return TrainState(step=step, params=params, master=master, opt_state=opt_state)
 
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.pretrained.errors import CheckpointError
@@ -18,7 +20,13 @@ from jaxrl_post.pretrained.name_map import paths, some
 from jaxrl_post.pretrained.tensor_files import read_json
 from jaxrl_post.types import Array
 
-__all__ = ["CONFIG_FILE", "SavesItself", "new_model_directory", "read_config_file"]
+__all__ = [
+    "CONFIG_FILE",
+    "SavesItself",
+    "new_model_directory",
+    "read_config_file",
+    "staged",
+]
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -42,8 +50,8 @@ def new_model_directory(
     params: DecoderParams[Array],
     tokenizer: SavesItself | None,
     source: str | os.PathLike[str] | None,
-) -> Iterator[tuple[Path, dict[str, Array]]]:
-    """Makes a model directory atomically: `path` is complete or does not exist.
+) -> Iterator[tuple[Path | None, dict[str, Array]]]:
+    """Makes a model directory atomically, as `staged` does.
 
     Args:
         path: the directory to make; existing files are never overwritten.
@@ -54,30 +62,53 @@ def new_model_directory(
             are copied. Without `source`, config.json has no end-of-text token.
 
     Yields:
-        (a temporary directory, the parameters by path); the caller writes the
-        parameters into the directory, which is then renamed to `path`.
+        (what `staged` yields, the parameters by path); the caller writes the
+        parameters into the directory.
 
     Raises:
         CheckpointError: `path` is not empty, the parameters do not fit `config`, or
             the family's checkpoint format cannot express `config`.
     """
-    target = Path(path).absolute()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise CheckpointError(f"{target}: already there; remove it or save elsewhere")
     raw = write_config(config)
     values = _match(config, params)
     dtype = params.embedding.dtype.name
     raw |= {"dtype": dtype, "torch_dtype": dtype, **_special_tokens(source, raw)}
     text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
-    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    staging.mkdir(parents=True)
-    try:
+    with staged(path) as staging:
         yield staging, values
+        if staging is None:
+            return
         (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
         if source is not None and (Path(source) / GENERATION_FILE).is_file():
             shutil.copyfile(Path(source) / GENERATION_FILE, staging / GENERATION_FILE)
         if tokenizer is not None:
             tokenizer.save(staging)
+
+
+@contextmanager
+def staged(path: str | os.PathLike[str]) -> Iterator[Path | None]:
+    """Makes a directory atomically: `path` is complete or does not exist.
+
+    Args:
+        path: the directory to make; existing files are never overwritten.
+
+    Yields:
+        A temporary directory, which is renamed to `path` at the end. In a program of
+        several processes process 0 writes, and the others get None.
+
+    Raises:
+        CheckpointError: `path` is not empty.
+    """
+    if jax.process_index():
+        yield None
+        return
+    target = Path(path).absolute()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target}: already there; remove it or save elsewhere")
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    staging.mkdir(parents=True)
+    try:
+        yield staging
         staging.rename(target)
     finally:
         _remove(staging)
@@ -139,10 +170,5 @@ def _match(config: ModelConfig, params: DecoderParams[Array]) -> dict[str, Array
             raise CheckpointError(
                 f"params: {path} has shape {value.shape}, but the config asks for "
                 f"{spec.shape}"
-            )
-        if not value.is_fully_addressable:
-            raise CheckpointError(
-                f"params: {path} is spread over several processes; move it to one that "
-                f"can read all of it before saving"
             )
     return found

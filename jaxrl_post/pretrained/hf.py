@@ -177,12 +177,13 @@ def save(
 
     Shards are transposed on their devices and fetched one after the other, so that the
     host holds one tensor at a time. Saving is atomic: `path` is complete or does not
-    exist.
+    exist. Of several processes all call it, and process 0 writes: each tensor is
+    gathered on the devices for as long as that takes.
 
     Args:
         path: the directory to make; existing files are never overwritten.
         config: the model's config.
-        params: in any sharding that this process can read; stored in their own dtype.
+        params: in any sharding; stored in their own dtype.
         tokenizer: saved beside the model.
         source: a model directory whose special-token ids and generation_config.json
             are copied. Without `source`, config.json has no end-of-text token.

@@ -49,7 +49,7 @@ DTYPES = {**STORED_DTYPES, "float64": "F64"}
 
 
 def write_arrays(
-    directory: Path,
+    directory: Path | None,
     values: Mapping[str, Array],
     max_file_bytes: int,
     path: str | os.PathLike[str],
@@ -60,7 +60,7 @@ def write_arrays(
     and the arrays being compressed: one gigabyte or the largest array.
 
     Args:
-        directory: the model directory.
+        directory: the model directory; None in a process that does not write.
         values: the parameters by path.
         max_file_bytes: size at which a new file is started, >= CHUNK_BYTES; a file may
             exceed it by one chunk.
@@ -83,6 +83,7 @@ def write_arrays(
             f'save with weights_format="huggingface", and then: '
             f"python -m launch.convert --format orbax"
         )
+    assert directory is not None, "there is one process"
     for name, value in values.items():
         if value.dtype.name not in STORED_DTYPES:
             raise CheckpointError(

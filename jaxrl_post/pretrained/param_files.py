@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.layout import Index
@@ -122,7 +123,7 @@ def load_parameter(
 
 
 def write_parameters(
-    directory: Path,
+    directory: Path | None,
     entries: Sequence[Entry],
     values: Mapping[str, Array],
     max_file_bytes: int,
@@ -130,9 +131,10 @@ def write_parameters(
     """Writes parameters as the tensors that the entries name.
 
     Args:
-        directory: directory to write to; see `write_tensors`.
+        directory: directory to write to; see `write_tensors`. None in the processes
+            that only take part in gathering what process 0 writes.
         entries: entries of all parameters, in the order of writing.
-        values: the parameters by path, in any sharding that this process can read.
+        values: the parameters by path, in any sharding.
         max_file_bytes: limit of tensor data per file, in bytes.
 
     Raises:
@@ -158,6 +160,11 @@ def write_parameters(
             _fill(tensor, part, values[part.path])
         return tensor
 
+    if directory is None:
+        for tensor in tensors:
+            for part in sharers[tensor.name]:
+                _whole(part, values[part.path])
+        return
     write_tensors(directory, tensors, source, max_file_bytes)
 
 
@@ -190,6 +197,11 @@ def _fill(tensor: np.ndarray, entry: Entry, value: Array) -> None:
     Every shard is transposed on its own device: indexing the sharded array would
     all-gather all experts once for every expert.
     """
+    if not value.is_fully_addressable:
+        sizes = value.shape if entry.expert is None else value.shape[1:]
+        everything = tuple(slice(0, size) for size in sizes)
+        entry.write(tensor, np.asarray(_whole(entry, value)), everything)
+        return
     order = entry.layout.order
     for shard in value.addressable_shards:
         if shard.replica_id != 0:
@@ -205,6 +217,36 @@ def _fill(tensor: np.ndarray, entry: Entry, value: Array) -> None:
                     continue
                 own = _expert(order, shard.data, entry.expert - start)
         entry.write(tensor, np.asarray(own), tuple(index))
+
+
+def _whole(entry: Entry, value: Array) -> Array:
+    """Gathers a parameter, or one expert of it, on every device of its mesh.
+
+    For arrays that no process can read alone. All processes must call it, in the same
+    order; one tensor is gathered at a time.
+    """
+    assert isinstance(value.sharding, NamedSharding), "a run's arrays lie on a mesh"
+    replicated = NamedSharding(value.sharding.mesh, P())
+    order = entry.layout.order
+    if entry.expert is None:
+        whole = _gathered(order, replicated)(value)
+    else:
+        whole = _gathered_expert(order, replicated)(value, entry.expert)
+    return whole.block_until_ready()
+
+
+@functools.cache
+def _gathered(order: tuple[int, ...], replicated: NamedSharding) -> Callable:
+    return jax.jit(lambda value: value.transpose(order), out_shardings=replicated)
+
+
+@functools.cache
+def _gathered_expert(order: tuple[int, ...], replicated: NamedSharding) -> Callable:
+    def run(value: Array, number: Array) -> Array:
+        own = jax.lax.dynamic_index_in_dim(value, number, keepdims=False)
+        return own.transpose(order)
+
+    return jax.jit(run, out_shardings=replicated)
 
 
 # Under jit the result is always a new array: a `jax.Array` caches its NumPy value, so

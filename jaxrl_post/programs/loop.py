@@ -10,8 +10,10 @@ import jax
 
 from jaxrl_post.learner.checkpoint import abstract_state
 from jaxrl_post.learner.state import TrainState
+from jaxrl_post.programs.agreement import check_same_state
 from jaxrl_post.programs.run import Run
 from jaxrl_post.records.sinks import Progress
+from jaxrl_post.sharding import processes
 
 __all__ = ["Training", "train"]
 
@@ -96,7 +98,11 @@ def train(
         while step < config.steps and not stopped:
             step += 1
             metrics = training.step(step) | {"time/checkpoint": saving}
-            stopped = should_stop()
+            if processes.count() > 1:
+                position = training.indices.get_state()
+                check_same_state(f"after step {step}", metrics, position)
+            # A signal may reach only one of several processes.
+            stopped = any(processes.exchange("stop", should_stop()))
             last = step == config.steps or stopped
             # A signal ends the run soon, so skip the evaluation.
             evaluates = not stopped and config.eval.due(step, config.steps)

@@ -50,11 +50,13 @@ from jaxrl_post.programs.run import (
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.sinks import (
     ACCURACY,
+    NoLog,
     Sample,
     SampleLog,
     warnings_shown,
 )
 from jaxrl_post.rollout.episode import Group
+from jaxrl_post.sharding import processes
 
 __all__ = ["run_rl"]
 
@@ -254,7 +256,7 @@ class _Training:
     trainer: Trainer
     directory: RunDirectory
     trained_on: Sequence[Group] = ()
-    samples: SampleLog = field(init=False)
+    samples: SampleLog | NoLog = field(init=False)
 
     @property
     def indices(self) -> grain.DatasetIterator:
@@ -264,8 +266,12 @@ class _Training:
     def layout(self) -> TrainState:
         return self.trainer.layout
 
-    def logs(self, resume_step: int) -> SampleLog:
-        self.samples = SampleLog(self.directory, resume_step=resume_step)
+    def logs(self, resume_step: int) -> SampleLog | NoLog:
+        self.samples = (
+            NoLog()
+            if processes.index()
+            else SampleLog(self.directory, resume_step=resume_step)
+        )
         return self.samples
 
     def snapshot(self) -> TrainState:

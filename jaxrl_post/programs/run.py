@@ -25,13 +25,15 @@ from jaxrl_post.learner.learner import DivergenceError, begin_training
 from jaxrl_post.learner.model import Model, open_model, save_model, versions
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
+from jaxrl_post.programs.agreement import check_same_program, locked
 from jaxrl_post.programs.hub import Fetched
 from jaxrl_post.records.directory import RunDescription, RunDirectory
-from jaxrl_post.records.lock import run_lock
 from jaxrl_post.records.path import run_path
 from jaxrl_post.records.report import write_report
-from jaxrl_post.records.sinks import MetricsLog, warnings_shown
+from jaxrl_post.records.sinks import MetricsLog, NoLog, warnings_shown
 from jaxrl_post.records.trackers import Tracking
+from jaxrl_post.sharding import processes
+from jaxrl_post.sharding.processes import ProcessesError
 
 __all__ = [
     "RUN_ERRORS",
@@ -51,6 +53,7 @@ RUN_ERRORS = (
     OSError,
     CheckpointError,
     DivergenceError,
+    ProcessesError,
 )
 
 
@@ -62,7 +65,7 @@ class Outcome:
         step: last finished step.
         completed: False if the run was stopped before its last step.
         model: directory of the trained model; None if the run was stopped.
-        report: path of report.html; None for no report.
+        report: path of report.html; None in all processes but process 0.
     """
 
     step: int
@@ -93,13 +96,17 @@ class Run[Config: RunConfig]:
     console: Console
     command: str
 
-    def open_metrics(self, latest: int | None) -> MetricsLog:
+    def open_metrics(self, latest: int | None) -> MetricsLog | NoLog:
         """Opens the metrics log, cut back to the checkpoint that the run resumes.
+
+        Process 0 writes it.
 
         Args:
             latest: step of that checkpoint; None for a new run.
         """
         config = self.config
+        if processes.index():
+            return NoLog()
         return MetricsLog(
             self.directory,
             resume_step=-1 if latest is None else latest,
@@ -109,7 +116,9 @@ class Run[Config: RunConfig]:
         )
 
     def describe(self) -> None:
-        """Writes config.json, which a resumed run is compared with."""
+        """Writes config.json, in process 0; a resumed run is compared with it."""
+        if processes.index():
+            return
         mesh = ",".join(f"{name}{n}" for name, n in self.model.mesh.shape.items())
         head = self.model.config.head
         config = self.fetched.named(self.config)
@@ -173,19 +182,25 @@ def open_run[Config: RunConfig](
             in the folder `initial`, from which a resumed run starts.
 
     Raises:
-        ConfigError: the directory holds another run, another process holds it, or the
-            run's learning-rate schedule has ended.
+        ConfigError: the directory holds another run, another process holds it, the
+            processes do not share it, or the run's learning-rate schedule has ended.
+        ProcessesError: the processes have other options, software or code.
         CheckpointError: the run has checkpoints, and none is whole.
         MeshError: the mesh does not fit; raised before anything is compiled.
     """
     config = fetched.config
     directory = RunDirectory(run_path(config))
     initial = directory.path / "initial"
-    resumable = config.resume and (initial / "config.json").is_file()
     with ExitStack() as stack:
         stack.enter_context(warnings_shown(console))
-        stack.enter_context(run_lock(directory.path, command))
+        check_same_program(config)
+        stack.enter_context(locked(directory.path, command))
+        # Every process reads before process 0 writes.
         saved = directory.read_description() if config.resume else None
+        resumable = processes.agree(
+            "initial model",
+            config.resume and (initial / "config.json").is_file(),
+        )
         config = with_horizons(config, None if saved is None else saved.config)
         model = open_model(
             str(initial) if resumable else config.model,
@@ -331,4 +346,5 @@ def finish(
         if critic is not None:
             target = run.directory.path / "critic"
             save_model(target, critic, critic.params, adapter="critic_adapter")
-    return Outcome(step, completed, saved, write_report(run.directory))
+    report = None if processes.index() else write_report(run.directory)
+    return Outcome(step, completed, saved, report)

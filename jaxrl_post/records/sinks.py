@@ -25,6 +25,7 @@ __all__ = [
     "REWARD",
     "TOKENS_PER_SECOND",
     "MetricsLog",
+    "NoLog",
     "Progress",
     "Sample",
     "SampleLog",
@@ -202,6 +203,19 @@ class SampleLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class NoLog:
+    """Stands for a log in the processes of a run that write none."""
+
+    def write(self, step: int, rows: object) -> None:
+        """Writes nothing."""
+
+    def __enter__(self) -> "NoLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class Progress:

@@ -5,10 +5,7 @@ device decodes, and collects the burst. Unfinished episodes can be suspended, wr
 into a checkpoint, and continued under other parameters.
 """
 
-import concurrent.futures
-import contextlib
 import dataclasses
-import queue
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,20 +16,17 @@ from jaxrl_post.envs.workers.pool import Outcome
 from jaxrl_post.rollout import flight as flights
 from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.rollout.flight import Flight, Limits
+from jaxrl_post.rollout.judgements import Judgements, Judges
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, SamplingParams
 from jaxrl_post.tokens import Tokens
 
 __all__ = [
     "Codec",
     "Collector",
-    "Judges",
     "RolloutTimeoutError",
     "Sampler",
     "SeveralTurnsError",
 ]
-
-
-type _Judgement = concurrent.futures.Future[Outcome]
 
 
 class RolloutTimeoutError(RuntimeError):
@@ -66,21 +60,6 @@ class Sampler(Protocol):
 
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
         """Stops samples (all for None); returns completions of the tokens so far."""
-        ...
-
-
-@runtime_checkable
-class Judges(Protocol):
-    """Worker processes in which an environment answers turns, under a deadline."""
-
-    def submit(
-        self, task: Task, conversation: tuple[Message, ...], session: SampleId
-    ) -> concurrent.futures.Future[Outcome]:
-        """Requests the answer to the turn that ends a conversation."""
-        ...
-
-    def end(self, session: SampleId) -> None:
-        """Closes the session of a finished episode, if it has one."""
         ...
 
 
@@ -147,15 +126,10 @@ class Collector:
         default_factory=lambda: {"rollout": 0.0, "reward": 0.0}
     )
     _open: dict[int, _Open] = field(default_factory=dict, init=False)
-    # The requested judgements by number, in the order of the requests.
-    _judging: dict[int, SampleId] = field(default_factory=dict, init=False)
-    # The requested judgements that a round still waits for, see `grace_s`.
-    _due: set[int] = field(default_factory=set, init=False)
-    _asked: int = field(default=0, init=False)
-    # The threads of the workers put finished judgements here.
-    _arrived: queue.SimpleQueue[tuple[int, _Judgement]] = field(
-        default_factory=queue.SimpleQueue, init=False
-    )
+    _judgements: Judgements = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._judgements = Judgements(self.judges)
 
     @property
     def in_flight(self) -> int:
@@ -237,7 +211,10 @@ class Collector:
         if sampler.busy:
             sampler.dispatch()
         dispatched = time.perf_counter()
-        self._take_judgements(sampler, deadline)
+        for sample, outcome in self._judgements.take(
+            deadline, grace_s=self.grace_s, idle=not sampler.busy
+        ):
+            self._judged(sample, outcome, sampler)
         judged = time.perf_counter()
         for completion in sampler.collect():
             self._completed(completion)
@@ -285,7 +262,8 @@ class Collector:
         Raises:
             ChangedTaskError: a task differs from the one that its episodes began with.
         """
-        self._open, self._judging, self._due = {}, {}, set()
+        self._open = {}
+        self._judgements.forget()
         for group in value:
             task = tasks[group["prompt_id"]]
             found = [Flight.from_json(each, task) for each in group["flights"]]
@@ -346,52 +324,13 @@ class Collector:
         group.flights[sample[1]] = flight
         if flight.awaits == "nobody":
             group.unfinished -= 1
-            self.judges.end(sample)
+            self._judgements.end(sample)
         return effect
 
     def _ask(self, sample: SampleId) -> None:
         """Requests the judgement of the last turn."""
         flight = self._open[sample[0]].flights[sample[1]]
-        number, self._asked = self._asked, self._asked + 1
-        self._judging[number] = sample
-        self._due.add(number)
-        future = self.judges.submit(flight.task, flight.conversation, sample)
-        future.add_done_callback(lambda done: self._arrived.put((number, done)))
-
-    def _take_judgements(self, sampler: Sampler, deadline: float) -> None:
-        """Applies the judgements that have arrived, and waits for those in `_due`.
-
-        All of these were requested in earlier rounds.
-        """
-        ready = self._arrivals(time.monotonic())
-        if self.grace_s:
-            while not self._due <= ready.keys():
-                # The grace restarts at each arrival: it bounds one judgement, not all.
-                grace = min(time.monotonic() + self.grace_s, deadline)
-                if not (more := self._arrivals(grace)):
-                    break
-                ready |= more
-            self._due.clear()
-        if not ready and self._judging and not sampler.busy:
-            # Nothing decodes, so the round can only wait for a judgement.
-            ready = self._arrivals(deadline)
-        # In the order of the requests, so that a replayed run submits the same samples.
-        for number in sorted(ready):
-            self._due.discard(number)
-            sample = self._judging.pop(number)
-            self._judged(sample, ready[number].result(timeout=0), sampler)
-
-    def _arrivals(self, until: float) -> dict[int, _Judgement]:
-        """Judgements that have arrived; waits for the first one, at most to `until`."""
-        found: dict[int, _Judgement] = {}
-        with contextlib.suppress(queue.Empty):
-            while True:
-                left = 0.0 if found else max(0.0, until - time.monotonic())
-                number, judgement = self._arrived.get(timeout=left)
-                # Judgements requested before `restore` are dropped.
-                if number in self._judging:
-                    found[number] = judgement
-        return found
+        self._judgements.request(flight.task, flight.conversation, sample)
 
     def _judged(self, sample: SampleId, outcome: Outcome, sampler: Sampler) -> None:
         group, step = self._open[sample[0]], outcome.step
@@ -428,7 +367,7 @@ class Collector:
             missing = sum(group.unfinished for group in self._open.values())
             raise RolloutTimeoutError(
                 f"rollout: {missing} episodes were not finished after "
-                f"{self.deadline_s:g} s, {len(self._judging)} of them waiting for a "
+                f"{self.deadline_s:g} s, {len(self._judgements)} of them waiting for a "
                 "reward; raise the rollout deadline or lower max_tokens"
             )
 

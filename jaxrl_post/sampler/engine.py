@@ -423,7 +423,7 @@ class Engine:
         if mesh is not None:
             shardings = _state_shardings(jax.eval_shape(empty), mesh, rules)
             replicated = NamedSharding(mesh, P())
-            self._key = jax.device_put(self._key, replicated)
+            self._key = jax.jit(lambda key: key, out_shardings=replicated)(self._key)
         self._state = jax.jit(empty, out_shardings=shardings)()
 
         # The counters count traces, one per compilation.

@@ -7,6 +7,7 @@ from jaxrl_post.sharding.partition import (
     named_shardings,
     partition_spec,
     per_device_bytes,
+    place,
     split_size,
 )
 from jaxrl_post.sharding.rules import DEFAULT_RULES, Rules
@@ -24,5 +25,6 @@ __all__ = [
     "parse_mesh",
     "partition_spec",
     "per_device_bytes",
+    "place",
     "split_size",
 ]

@@ -58,6 +58,10 @@ TRAINING = {
     "warm_start.learning_rate": "greater than 0",
     "log": "free",
     "log_project": "free",
+    "processes.coordinator": "free",
+    "processes.count": "at least 1, free",
+    "processes.index": "at least 0, free",
+    "processes.deadline_s": "greater than 0, free",
     **under("optimizer", OPTIMIZER),
     **under("lora", LORA),
 }

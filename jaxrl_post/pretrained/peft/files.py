@@ -11,8 +11,6 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +34,7 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.matrix import expert_dims, matrices, target_name
 from jaxrl_post.models.params import param_specs
 from jaxrl_post.models.spec import abstract, is_spec
+from jaxrl_post.pretrained.directory import staged
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import family_of
 from jaxrl_post.pretrained.layout import Layout, Slot
@@ -189,12 +188,13 @@ def save_adapter(
     for names of the experts and warns about missing keys: there, merge the adapter, or
     adapt only attention and routed experts.
 
-    Saving is atomic: `path` is complete or does not exist.
+    Saving is atomic: `path` is complete or does not exist. Of several processes all
+    call it, and process 0 writes.
 
     Args:
         path: the directory to make; existing files are never overwritten.
         config: the base model's config.
-        adapter: in any sharding that this process can read; stored in its own dtype.
+        adapter: in any sharding; stored in its own dtype.
         lora: the adapter's config.
         base_model: name or directory of the base model, from which PEFT loads it.
 
@@ -217,9 +217,6 @@ def save_adapter(
     >>> lora == same_lora
     True
     """
-    target = Path(path).absolute()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise CheckpointError(f"{target}: already there; remove it or save elsewhere")
     check_adapter(adapter, config, lora)
     if config.head == "lm+value" and "value_head" in adapter:
         raise CheckpointError(
@@ -237,16 +234,12 @@ def save_adapter(
     text = json.dumps(options, indent=2, sort_keys=True) + "\n"
     named = [replace(each, name=PREFIX + each.name) for each in (*entries, *whole)]
     values = paths(adapter)
-    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    staging.mkdir(parents=True)
-    try:
+    with staged(path) as staging:
         total = sum(value.nbytes for value in values.values())
         write_parameters(staging, named, values, max_file_bytes=total)
-        (staging / SINGLE_FILE).rename(staging / TENSOR_FILE)
-        (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
-        staging.rename(target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if staging is not None:
+            (staging / SINGLE_FILE).rename(staging / TENSOR_FILE)
+            (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def _options(

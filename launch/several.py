@@ -1,0 +1,73 @@
+"""Runs a program as one of the processes of a run: who prints, and how all end."""
+
+import atexit
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from jaxrl_post.config.processes import ProcessesConfig
+
+__all__ = ["AGAIN", "several"]
+
+# Exit status of a process whose run may simply be started again: another process died.
+# BSD's sysexits.h calls it EX_TEMPFAIL.
+AGAIN = 75
+
+
+@contextmanager
+def several(config: ProcessesConfig, console: Console) -> Iterator[Console]:
+    """Connects this process with the others of its run, if there are any.
+
+    Args:
+        config: names the processes; empty options find them in the environment.
+        console: for messages to the user.
+
+    Yields:
+        The console of the run: `console` in process 0, a silent one in the others.
+
+    Raises:
+        ValueError, ProcessesError: as `processes.find` and `processes.started`.
+    """
+    from jaxrl_post.sharding import processes
+
+    found = processes.find(
+        config.coordinator,
+        config.count,
+        config.index,
+        deadline_s=config.deadline_s,
+    )
+
+    def on_end(reason: str, message: str) -> None:
+        remedy = (
+            "; start all processes again to go on from the last checkpoint"
+            if reason == "gone"
+            else ""
+        )
+        number = 0 if found is None else found.index
+        console.print(
+            f"error: {message}. Process {number} ends too{remedy}",
+            style="bold red",
+            markup=False,
+        )
+        _leave(AGAIN if reason == "gone" else 1)
+
+    try:
+        with processes.started(found, on_end, deadline_s=config.deadline_s) as remarks:
+            for remark in remarks:
+                console.print(remark, style="yellow", markup=False)
+            yield Console(quiet=True) if processes.index() else console
+    except BaseException:
+        if found is not None:
+            # JAX's exit handler would wait for processes that are ending themselves.
+            atexit.register(_leave, 1)
+        raise
+
+
+def _leave(status: int) -> None:
+    """Ends the process at once, with its output written."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
