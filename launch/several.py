@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from jaxrl_post.config.processes import ProcessesConfig
+from jaxrl_post.config.run import ProcessesConfig
 
 __all__ = ["AGAIN", "several"]
 

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 from jaxrl_post.config.fields import ANY, COUNT, FREE, NOT_NEGATIVE, POSITIVE
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.processes import ProcessesConfig
 
 __all__ = [
     "CheckpointConfig",
     "EvalConfig",
+    "ProcessesConfig",
     "RunConfig",
     "TrackerName",
     "UpdateConfig",
@@ -106,6 +106,25 @@ class WarmStartConfig:
     steps: Annotated[int, NOT_NEGATIVE] = 0
     examples_per_step: Annotated[int, COUNT] = 64
     learning_rate: Annotated[float, POSITIVE] = 2e-3
+
+
+@dataclass(frozen=True)
+class ProcessesConfig:
+    """The processes of a run, which execute the same command, one or more per host.
+
+    Slurm, Open MPI, Cloud TPU and GKE tell all of this by themselves.
+
+    Attributes:
+        coordinator: HOST:PORT at which process 0 listens.
+        count: number of processes.
+        index: of this process, from 0.
+        deadline_s: seconds in which all processes must have been started.
+    """
+
+    coordinator: str | None = None
+    count: Annotated[int | None, COUNT] = None
+    index: Annotated[int | None, NOT_NEGATIVE] = None
+    deadline_s: Annotated[float, POSITIVE] = 300.0
 
 
 @dataclass(frozen=True)

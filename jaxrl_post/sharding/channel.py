@@ -378,7 +378,7 @@ def _listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ProcessesError(
             f"--processes.coordinator: process 0 cannot listen on port {port}: "
-            f"{error.strerror}. Choose another port for this run, on every process"
+            f"{os.strerror(error.errno or 0)}. Choose another port for this run, on every process"
         ) from error
 
 

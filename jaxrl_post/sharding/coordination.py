@@ -85,7 +85,8 @@ def _serve(host: str, count: int) -> None:
         except RuntimeError:
             if tried == TRIES - 1:
                 raise
-    print(port, flush=True)  # noqa: T201
+    sys.stdout.write(f"{port}\n")
+    sys.stdout.flush()
     if sys.stdin.buffer.read() != DONE:
         time.sleep(LINGER_S)
     service.shutdown()

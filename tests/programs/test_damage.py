@@ -167,7 +167,7 @@ def test_what_killed_saves_left_is_removed_and_what_was_set_aside_is_not(tmp_pat
 
 def test_a_file_that_cannot_be_read_says_so_in_one_line(written, tmp_path):
     shutil.copytree(written, tmp_path / "c")
-    empty(tmp_path / "c" / "2" / "data" / "process_0-of-1.json")
+    empty(tmp_path / "c" / "2" / "data" / "metadata")
     checkpoints = Checkpoints(tmp_path / "c")
     with pytest.raises(
         CheckpointError, match=r"step 2 in .*c cannot be read: "

@@ -1,0 +1,140 @@
+"""Runs of several processes equal those of one, and end together."""
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl_post import models, pretrained
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.records.directory import read_rows
+from launch.several import AGAIN
+from tests.e2e.conftest import QUICK, programs
+
+pytestmark = pytest.mark.processes
+
+# Metrics of a clock, and of programs that were compiled.
+OWN = ("time/", "throughput/", "sampler/")
+DEADLINE_S = 300
+
+
+def started(
+    start: Callable[..., subprocess.Popen[str]],
+    count: int,
+    module: str,
+    *arguments: str,
+    devices: int = 8,
+    own: tuple[tuple[str, ...], ...] = (),
+) -> list[subprocess.Popen[str]]:
+    """Starts the processes of a run, with so many devices in all.
+
+    `own` are further options of each process.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return [
+        start(
+            module,
+            *arguments,
+            f"--processes.coordinator=127.0.0.1:{port}",
+            f"--processes.count={count}",
+            f"--processes.index={index}",
+            *(own[index] if own else ()),
+            devices=devices // count,
+        )
+        for index in range(count)
+    ]
+
+
+def ended(processes: list[subprocess.Popen[str]], *, code: int = 0) -> list[str]:
+    """Waits for processes; returns what each has written."""
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes == [code] * len(processes), "\n---\n".join(outputs)
+    return outputs
+
+
+def rows(run: Path) -> list[dict]:
+    file = run / "metrics.jsonl"
+    return list(read_rows(file)) if file.exists() else []
+
+
+def weights(run: Path) -> dict[str, np.ndarray]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def assert_same_run(expected: Path, found: Path, *, tolerance: float) -> None:
+    """Compares metrics and trained parameters; equal to the last bit for 0."""
+    assert len(rows(expected)) == len(rows(found)) > 1
+    for one, other in zip(rows(expected), rows(found), strict=True):
+        assert one["step"] == other["step"]
+        for name, value in one["metrics"].items():
+            if not name.startswith(OWN):
+                assert other["metrics"][name] == pytest.approx(
+                    value, rel=tolerance, abs=tolerance
+                ), (one["step"], name)
+    theirs = weights(found)
+    for name, value in weights(expected).items():
+        np.testing.assert_allclose(
+            theirs[name], value, rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A model whose heads tp4 divides."""
+    import jax
+
+    config = models.ModelConfig(
+        "qwen2", 320, 32, 64, 1, num_heads=8, num_kv_heads=4, max_length=1024,
+        qkv_bias=True, tie_embeddings=True,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    params = models.initialize(jax.random.key(0), models.param_specs(config))
+    text = "How many apples does Ann have? 12 + 30 = 42. #### 42"
+    tokenizer = Tokenizer.train([text] * 3, vocab_size=config.vocab_size)
+    pretrained.save(folder, config, params, tokenizer=tokenizer)
+    return folder
+
+
+def options(run: Path, model: Path, *more: str, steps: int = 3) -> list[str]:
+    return [
+        f"--run-dir={run}", f"--model={model}", *QUICK, f"--steps={steps}",
+        "--eval.every=2", "--checkpoint.every=1", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_process(model, tmp_path_factory) -> Path:
+    """Three steps in one process with eight devices."""
+    run = tmp_path_factory.mktemp("one") / "run"
+    mesh = "--mesh=dp2,fsdp2,tp2"
+    with programs() as start:
+        ended([start("launch.grpo", *options(run, model, mesh), devices=8)])
+    return run
+
+
+def test_two_processes_train_as_one_does(program, model, one_process, tmp_path):
+    run = tmp_path / "run"
+    mesh = "--mesh=dp2,fsdp2,tp2"
+    outputs = ended(started(program, 2, "launch.grpo", *options(run, model, mesh)))
+    assert_same_run(one_process, run, tolerance=1e-5)
+    assert f"model:  {run / 'model'}" in outputs[0]
+    assert (run / "report.html").stat().st_size > 100_000
+    # Process 0 alone speaks.
+    assert "step 3/3" in outputs[0]
+    assert "step" not in outputs[1]
+    names = {path.name for path in run.iterdir()}
+    assert not any(name.startswith(".") for name in names), names
+    config, _ = pretrained.load(run / "model")
+    assert config.num_layers == 1
+    saved = json.loads((run / "config.json").read_text())
+    assert saved["mesh"] == "dp2,fsdp2,ep1,tp2"
