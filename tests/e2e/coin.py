@@ -1,5 +1,8 @@
 """An environment that an untrained model solves about half of the time."""
 
+import os
+import random
+import time
 import zlib
 from dataclasses import dataclass
 
@@ -40,6 +43,16 @@ class Coin:
 
     def demonstration(self, task: Task) -> str:
         return f"{task.id}"
+
+
+@dataclass(frozen=True)
+class LateCoin(Coin):
+    """A coin that takes another time to fall in every process."""
+
+    def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
+        # Of this worker's own number, so that no two processes wait alike.
+        time.sleep(random.Random(f"{os.getpid()} {task.id}").uniform(0, 0.2))
+        return super().step(task, conversation)
 
 
 @dataclass(frozen=True)

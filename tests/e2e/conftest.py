@@ -45,7 +45,7 @@ def surroundings(devices: int, folder: Path) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         # Where `coin` is, for the program and its workers.
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{ROOT}",
     }
 
 
@@ -56,29 +56,30 @@ def programs() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def keep_what_is_compiled() -> None:
         """Of those that ended well: a full disk, too, leaves half a file."""
-        for process, folder in started:
+        for process, cache in started:
             if process.poll() is not None:
-                compiled.give_back(folder, ended_well=process.returncode == 0)
+                compiled.give_back(cache, ended_well=process.returncode == 0)
 
     def start(
         module: str,
         *arguments: str,
         devices: int = 1,
         largest_file: int | None = None,
+        folder: Path = ROOT,
     ) -> subprocess.Popen[str]:
         keep_what_is_compiled()
         how = ["-m"] if largest_file is None else ["-c", LIMITED, str(largest_file)]
-        folder = compiled.borrow()
+        cache = compiled.borrow()
         process = subprocess.Popen(
             [sys.executable, *how, module, *arguments],
-            cwd=ROOT,
-            env=surroundings(devices, folder),
+            cwd=folder,
+            env=surroundings(devices, cache),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
         )
-        started.append((process, folder))
+        started.append((process, cache))
         return process
 
     yield start

@@ -1,12 +1,11 @@
 """Runs of several processes equal those of one, and end together."""
 
 import json
-import random
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +32,11 @@ def started(
     *arguments: str,
     devices: int = 8,
     own: tuple[tuple[str, ...], ...] = (),
+    folders: Sequence[Path] = (),
 ) -> list[subprocess.Popen[str]]:
     """Starts the processes of a run, with so many devices in all.
 
-    `own` are further options of each process.
+    `own` are further options of each process, `folders` where each is started.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -49,6 +49,7 @@ def started(
             f"--processes.index={index}",
             *(own[index] if own else ()),
             devices=devices // count,
+            **({"folder": folders[index]} if folders else {}),
         )
         for index in range(count)
     ]
@@ -122,10 +123,18 @@ def one_process(model, tmp_path_factory) -> Path:
     return run
 
 
-def test_two_processes_train_as_one_does(program, model, one_process, tmp_path):
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def two_processes(model, tmp_path_factory) -> tuple[Path, list[str]]:
+    """The same three steps in two processes with four devices each."""
+    run = tmp_path_factory.mktemp("two") / "run"
     mesh = "--mesh=dp2,fsdp2,tp2"
-    outputs = ended(started(program, 2, "launch.grpo", *options(run, model, mesh)))
+    with programs() as start:
+        outputs = ended(started(start, 2, "launch.grpo", *options(run, model, mesh)))
+    return run, outputs
+
+
+def test_two_processes_train_as_one_does(one_process, two_processes):
+    run, outputs = two_processes
     assert_same_run(one_process, run, tolerance=1e-5)
     assert f"model:  {run / 'model'}" in outputs[0]
     assert (run / "report.html").stat().st_size > 100_000
@@ -138,3 +147,98 @@ def test_two_processes_train_as_one_does(program, model, one_process, tmp_path):
     assert config.num_layers == 1
     saved = json.loads((run / "config.json").read_text())
     assert saved["mesh"] == "dp2,fsdp2,ep1,tp2"
+
+
+def test_a_death_ends_all_and_a_second_start_changes_nothing(
+    program, model, two_processes, tmp_path
+):
+    expected, _ = two_processes
+    run = tmp_path / "run"
+    arguments = options(run, model, "--mesh=dp2,fsdp2,tp2")
+    for dead in (1, 0):
+        processes = started(program, 2, "launch.grpo", *arguments)
+        until_row(run, 2 - dead, processes)
+        kill(processes, dead)
+    ended(started(program, 2, "launch.grpo", *arguments))
+    assert_same_run(expected, run, tolerance=0)
+
+
+def until_row(run: Path, count: int, processes: list[subprocess.Popen[str]]) -> None:
+    """Waits until metrics.jsonl has more than so many rows."""
+    deadline = time.monotonic() + DEADLINE_S
+    while len(rows(run)) <= count and all(each.poll() is None for each in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def kill(processes: list[subprocess.Popen[str]], dead: int) -> None:
+    """Kills a process; the others must end soon, and say which one died."""
+    assert processes[dead].poll() is None, processes[dead].communicate()[0]
+    processes[dead].send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    for index, process in enumerate(processes):
+        if index == dead:
+            continue
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == AGAIN, output
+        told = f"error: process {dead} (host {socket.gethostname()}, pid "
+        assert f"{told}{processes[dead].pid}) is gone" in output
+        assert f"Process {index} ends too; start all processes again" in output
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_sigterm_to_one_saves_in_all_and_one_process_goes_on(
+    program, run_here, model, two_processes, tmp_path, stopped
+):
+    expected, _ = two_processes
+    run = tmp_path / "run"
+    arguments = options(run, model, "--mesh=dp2,fsdp2,tp2")
+    processes = started(program, 2, "launch.grpo", *arguments)
+    until_row(run, 0, processes)
+    processes[stopped].send_signal(signal.SIGTERM)
+    outputs = ended(processes)
+    assert "SIGTERM: finishing this step, then saving" in outputs[stopped]
+    last = rows(run)[-1]["step"]
+    assert f"stopped after step {last}, all of it saved" in outputs[0]
+    assert (run / "checkpoints" / str(last)).is_dir()
+    # With another number of processes the order of sums may differ.
+    assert f"resumed at step {last} of 3" in run_here("launch.grpo", *arguments)
+    assert_same_run(expected, run, tolerance=1e-5)
+
+
+def test_judgements_may_arrive_in_any_order(program, model, two_processes, tmp_path):
+    expected, _ = two_processes
+    run = tmp_path / "run"
+    arguments = options(run, model, "--mesh=dp2,fsdp2,tp2", "--env=coin:LateCoin")
+    outputs = ended(started(program, 2, "launch.grpo", *arguments))
+    assert "step 3/3" in outputs[0]
+    assert_same_run(expected, run, tolerance=0)
+
+
+def test_other_options_are_refused_by_name(program, model, tmp_path):
+    processes = started(
+        program, 2, "launch.grpo", *options(tmp_path / "run", model),
+        own=((), ("--seed=1",)),
+    )  # fmt: skip
+    told = (
+        "error: start: process 1 differs from process 0 in --seed: 1 there, 0 in "
+        "process 0"
+    )
+    for output in ended(processes, code=1):
+        assert told in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_is_not_shared_is_refused(program, model, tmp_path):
+    # Each of the processes has a file system of its own, as far as this path goes.
+    folders = [tmp_path / "host-0", tmp_path / "host-1"]
+    for folder in folders:
+        folder.mkdir()
+    processes = started(
+        program, 2, "launch.grpo", *options(Path("run"), model),
+        folders=folders,
+    )  # fmt: skip
+    for output in ended(processes, code=1):
+        assert "--run-dir: process 1 cannot use run: No such file or dir" in output
+        assert "All hosts must share it" in output
