@@ -3,9 +3,9 @@
 import bisect
 import collections
 from collections.abc import Callable, Iterable, Sequence, Set
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +145,8 @@ class Engine:
         self._view_buckets = (*half, sizes.max_length)
         self._keep = np.ones(sizes.num_slots, np.bool_)
         self._burst: _Burst | None = None
-        self._compile(jnp.dtype(dtype))
+        with self._own_mesh():
+            self._compile(jnp.dtype(dtype))
 
     @property
     def max_compilations(self) -> int:
@@ -243,8 +244,7 @@ class Engine:
             return
         steps = self.sizes.steps_per_call
         longest = max(r.length for r in running.values())
-        # The trainer, whose mesh is set around this call, may have another one.
-        with nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+        with self._own_mesh():
             self._admit(params, admissions)
             self._state, emitted = self._decode(
                 params,
@@ -283,6 +283,10 @@ class Engine:
             if running.id in slots:
                 self._keep[slots[running.id]] = False
         return done
+
+    def _own_mesh(self) -> AbstractContextManager[Any]:
+        """Sets the engine's mesh: the trainer's, which may be another one, is set."""
+        return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def _bucket(self, buckets: tuple[int, ...], length: int) -> int:
         return buckets[min(bisect.bisect_left(buckets, length), len(buckets) - 1)]

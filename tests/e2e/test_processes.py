@@ -23,6 +23,15 @@ pytestmark = pytest.mark.processes
 # Metrics of a clock, and of programs that were compiled.
 OWN = ("time/", "throughput/", "sampler/")
 DEADLINE_S = 300
+# Of the programs that read a data set.
+READS = (
+    "--examples-per-step=8",
+    "--update.row-tokens=64",
+    "--update.microbatch-tokens=512",
+    "--eval.num-tasks=8",
+    "--optimizer.learning-rate=3e-4",
+    "--optimizer.schedule=constant",
+)
 
 
 def started(
@@ -106,6 +115,18 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Path:
+    """Preference pairs, a third of them held out by the loader."""
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    lines = [
+        {"prompt": f"{n} + 1 =", "chosen": f"{n + 1}", "rejected": f"{n + 2}"}
+        for n in range(60)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
 def options(run: Path, model: Path, *more: str, steps: int = 3) -> list[str]:
     return [
         f"--run-dir={run}", f"--model={model}", *QUICK, f"--steps={steps}",
@@ -161,6 +182,44 @@ def test_a_death_ends_all_and_a_second_start_changes_nothing(
         kill(processes, dead)
     ended(started(program, 2, "launch.grpo", *arguments))
     assert_same_run(expected, run, tolerance=0)
+
+
+# What every program needs beside the options of all; each has another way through the
+# library: a critic, chats, pairs with a reference, an adapter, a sampler's own mesh.
+PROGRAMS = {
+    "grpo": ("launch.grpo", (*QUICK, "--algorithm.kl-coefficient=0.01")),
+    "ppo": ("launch.ppo", (*QUICK, "--update.minibatches=2")),
+    "sft": ("launch.sft", ("--env=coin:Coin", "--max-tokens=32", *READS)),
+    "dpo": ("launch.dpo", ("--max-tokens=32", *READS)),
+    "lora": ("launch.grpo", (*QUICK, "--lora.rank=4", "--lora.quantize=int8")),
+    "layouts": (
+        "launch.grpo",
+        (*QUICK, "--rollout.mesh=dp2,tp4", "--rollout.publish-mib=1"),
+    ),
+}
+MESHES = ("dp2,tp4", "fsdp4,tp2", "dp2,fsdp2,tp2")
+
+
+@pytest.mark.all  # test_two_processes_train_as_one_does guards the same.
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_trains_in_several_processes_as_in_one(
+    program, run_here, model, pairs, tmp_path, name, mesh, count
+):
+    module, more = PROGRAMS[name]
+    data = [f"--data.path={pairs}"] if name == "dpo" else []
+
+    def arguments(run: Path) -> list[str]:
+        return [
+            f"--run-dir={run}", f"--model={model}", *more, *data, f"--mesh={mesh}",
+            "--steps=20", "--eval.every=10", "--checkpoint.every=10",
+        ]  # fmt: skip
+
+    one, several = tmp_path / "one", tmp_path / "several"
+    run_here(module, *arguments(one))
+    ended(started(program, count, module, *arguments(several)))
+    assert_same_run(one, several, tolerance=1e-5)
 
 
 def until_row(run: Path, count: int, processes: list[subprocess.Popen[str]]) -> None:
