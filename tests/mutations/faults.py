@@ -73,9 +73,9 @@ SAMPLER = [
     ),
     Fault(
         "the sampler reads too little of the cache",
-        "sampler/engine.py",
-        "view_length=self._bucket(self._view_buckets, longest + steps - 1)",
-        "view_length=self._bucket(self._view_buckets, longest - steps)",
+        "sampler/sizes.py",
+        "longest + self.steps_per_call - 1",
+        "longest - self.steps_per_call",
         "sampler/test_engine.py",
     ),
     Fault(
