@@ -97,7 +97,7 @@ def test_a_decoding_step_reads_the_weights_and_the_cache_once():
     # What goes in and out of the products is below three percent of the weights.
     assert weights + cache < step < 1.03 * weights + cache
     assert model.decode(rows, view, 16, view).bytes == 16 * step
-    # A view that is a part of the cache is copied out and back in once.
+    # A view that is a part of the cache is copied out and back, each read and written.
     copy = 4 * rows * view * 131072
     assert model.decode(rows, view, 16, 2 * view).bytes == 16 * step + copy
 

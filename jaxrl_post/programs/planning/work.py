@@ -159,7 +159,8 @@ class ModelWork:
         attended = Work(
             pairs * self._cached_pair_flops(), own * length * self.cache_bytes
         )
-        return self._lookup(tokens) + self._forward(needed, tokens) + attended
+        embedded = self._lookup(tokens) + self._gather(self._table())
+        return embedded + self._forward(needed, tokens) + attended
 
     def start(self, slots: int, length: int) -> Work:
         """One call of the sampler's start, which copies the prompts' cache entries.
@@ -173,6 +174,9 @@ class ModelWork:
     def decode(self, slots: int, view: int, steps: int, capacity: int) -> Work:
         """One burst of decoding.
 
+        The compiler gathers the layers and the head at every step, and the embedding,
+        which may be the head too, once per burst.
+
         Args:
             slots: samples over all devices.
             view: cache entries that a step reads per sample.
@@ -181,12 +185,15 @@ class ModelWork:
                 view out of the cache and back.
         """
         own = self._local(slots)
-        step = self._lookup(own) + self._forward(self.products(), own)
+        step = self._lookup(own) + self._forward(self._layers(), own)
+        step += self._multiplied(self._table(), own)
+        if not self.config.tie_embeddings:
+            step += self._gather(self._table())
         step += Work(
             own * view * self._cached_pair_flops(), own * (view + 1) * self.cache_bytes
         )
         copied = 0 if view == capacity else 4 * own * view * self.cache_bytes
-        return step * steps + Work(0.0, copied)
+        return step * steps + self._gather(self._table()) + Work(0.0, copied)
 
     def accumulate(
         self, rows: int, length: int, scored: float, remat: Remat, *, scan: bool
@@ -219,7 +226,8 @@ class ModelWork:
         # gradient before it is summed over devices.
         owned = sum(product.size / product.parts for product in self.products())
         sums = Work(0.0, 2 * 4 * (owned + self._table().size))
-        return work + self._scores(scored) + sums
+        tables = self._gather(self._table()) * (1 if self.config.tie_embeddings else 2)
+        return work + tables + self._scores(scored) + sums
 
     def tiles(self, scored: float) -> int:
         """Tiles of logits of a device, if the loss counts `scored` tokens in total."""
@@ -253,40 +261,43 @@ class ModelWork:
 
         Nothing in a layer depends on the output of an MLP but a norm or a gate.
         """
-        last, experts = product.name.endswith(("mlp.down", "shared.down")), None
-        if product.name.endswith("shared.down"):
-            experts = self.config.experts
+        experts = self.config.experts
         gated = experts is not None and experts.shared_gate
-        return not last or gated or self.config.norm_placement != "before"
+        last = product.name.endswith("mlp.down") or (
+            product.name.endswith("shared.down") and not gated
+        )
+        return not last or self.config.norm_placement != "before"
 
     def _table(self) -> Product:
         """The embedding, or the matrix of the head, which has the same layout."""
         return self._product("unembedding", param_specs(self.config).embedding)
 
     def _lookup(self, tokens: float) -> Work:
-        """Looks tokens up in the embedding, which is gathered before if it is split."""
-        table = self._table()
-        gathered = (1 + 1 / table.parts) * (table.parts > 1)
-        if self.config.tie_embeddings:
-            gathered = 0.0  # It is gathered for the head anyway.
-        itemsize = self.dtype.itemsize
-        return Work(0.0, (table.size * gathered + 2 * tokens * table.inputs) * itemsize)
+        """Looks tokens up in the embedding."""
+        return Work(0.0, 2 * tokens * self._table().inputs * self.dtype.itemsize)
 
     def _forward(self, products: Iterable[Product], tokens: float) -> Work:
         """The products of a forward pass over a device's tokens."""
-        return sum((self._multiplied(p, tokens) for p in products), NO_WORK)
+        return sum(
+            (self._gather(p) + self._multiplied(p, tokens) for p in products), NO_WORK
+        )
+
+    def _gather(self, product: Product) -> Work:
+        """Reads a device's part of a matrix and writes the whole, if it is split."""
+        if product.parts == 1:
+            return NO_WORK
+        values = product.size * (1 + 1 / product.parts)
+        return Work(0.0, values * self.dtype.itemsize)
 
     def _multiplied(self, product: Product, tokens: float) -> Work:
         rows, itemsize = product.rows(tokens), self.dtype.itemsize
         # Devices along ep apply their experts to the tokens of the whole group.
         group = tokens * product.all_experts / product.experts if product.chosen else 0
-        # A gathered matrix: each part is read, the whole is written, then read.
-        touches = product.used(group) + (1 + 1 / product.parts) * (product.parts > 1)
         wide = 4 if product.name == "unembedding" else itemsize
         moved = rows * (product.inputs * itemsize + product.outputs * wide)
         return Work(
             2 * rows * product.inputs * product.outputs,
-            product.size * touches * itemsize + moved,
+            product.size * product.used(group) * itemsize + moved,
         )
 
     def _scores(self, scored: float) -> Work:
@@ -331,7 +342,7 @@ class ModelWork:
             else:
                 shape.append(size // by)
         leaf, chosen, total = name.rpartition(".")[2], 0, 1
-        if experts > 1 or "experts" in spec.axes:
+        if "experts" in spec.axes:
             assert self.config.experts is not None
             chosen = self.config.experts.experts_per_token
             total = self.config.experts.num_experts
