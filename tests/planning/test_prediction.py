@@ -113,7 +113,9 @@ def test_decoding_under_fsdp_receives_the_weights_at_every_step(tmp_path):
     assert decode["link_bytes"] == pytest.approx(steps * every + once, rel=0.01)
     assert decode["calls"] == 128 // steps
     seconds = made["prediction"]["seconds"]
-    assert seconds["decode"] >= decode["calls"] * decode["link_bytes"] / 200e9
+    links = decode["calls"] * decode["link_bytes"] / 200e9
+    assert made["prediction"]["programs"][decode["name"]]["links"] == links
+    assert seconds["decode"] >= links
     assert "publish" not in seconds
     assert seconds["step"] == pytest.approx(
         sum(value for name, value in seconds.items() if name != "step")

@@ -26,7 +26,7 @@ from jaxrl_post.programs.planning.compiling import (
     compiler_options,
     slice_devices,
 )
-from jaxrl_post.programs.planning.prediction import assumptions, phases
+from jaxrl_post.programs.planning.prediction import assumptions, phases, times
 from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.programs.planning.sampling import make_sampler
 from jaxrl_post.programs.planning.training import counts, make_trainer
@@ -152,6 +152,11 @@ def _prediction(
     return {
         "chip": dataclasses.asdict(chip),
         "seconds": phases(made, chip),
+        "programs": {
+            entry.name: spent._asdict()
+            for entry in made
+            if (spent := times(entry, chip)) is not None
+        },
         "assumptions": assumptions(config, chip),
     }
 
