@@ -67,19 +67,6 @@ class Engine:
         rules: Rules = DEFAULT_RULES,
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        if sizes.max_length > config.max_length:
-            raise ValueError(
-                f"Engine: max_prompt_tokens + max_tokens is {sizes.max_length}, longer "
-                f"than the model's context of {config.max_length}; lower one of them"
-            )
-        limit = config.rotation_limit
-        if limit is not None and sizes.max_length > limit:
-            raise ValueError(
-                f"Engine: max_prompt_tokens + max_tokens is {sizes.max_length}, longer "
-                f"than {limit}, where the model's rope_scaling begins to rotate a "
-                "sequence by its own length: keys in the cache would be of another "
-                "rotation than the queries; lower one of them"
-            )
         self.config, self.sizes, self.rules = config, sizes, rules
         self.scheduler = Scheduler(sizes.num_slots)
         self.prefilled_prompts = 0

@@ -32,6 +32,9 @@ class DeviceFunctions:
         mesh: mesh of the parameters; None on one device.
         rules: logical axis to mesh axes.
         compilations: number of traces by function's name, one per compilation.
+
+    Raises:
+        ValueError: the model's context does not allow the sizes.
     """
 
     config: ModelConfig
@@ -40,6 +43,22 @@ class DeviceFunctions:
     mesh: Mesh | None
     rules: Rules
     compilations: collections.Counter[str]
+
+    def __post_init__(self) -> None:
+        sizes, config = self.sizes, self.config
+        if sizes.max_length > config.max_length:
+            raise ValueError(
+                f"Engine: max_prompt_tokens + max_tokens is {sizes.max_length}, longer "
+                f"than the model's context of {config.max_length}; lower one of them"
+            )
+        limit = config.rotation_limit
+        if limit is not None and sizes.max_length > limit:
+            raise ValueError(
+                f"Engine: max_prompt_tokens + max_tokens is {sizes.max_length}, longer "
+                f"than {limit}, where the model's rope_scaling begins to rotate a "
+                "sequence by its own length: keys in the cache would be of another "
+                "rotation than the queries; lower one of them"
+            )
 
     @property
     def state_shape(self) -> device.DecodeState:

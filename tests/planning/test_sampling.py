@@ -170,3 +170,6 @@ def test_what_cannot_be_planned():
     long = PlannedRollout(prompts_per_step=1, max_prompt_tokens=100, max_tokens=40)
     with pytest.raises(PlanError, match=r"--row-tokens: .* completion, 140; got 128"):
         step("fsdp8", long)
+    wide = dataclasses.replace(ROLLOUT, max_tokens=8192)
+    with pytest.raises(ValueError, match=r"is 8216, longer than .* context of 4096"):
+        step("fsdp8", wide)
