@@ -73,15 +73,7 @@ class Sampler:
         self, relayout: Relayout, trained: PyTree, rest: PyTree
     ) -> Iterator[Program]:
         sources, targets = jax.tree.leaves(trained), jax.tree.leaves(self.params)
-        alike = collections.defaultdict[Any, list[Group]](list)
-        for group in relayout.groups(trained):
-            # Groups of the same arrays are one program to the compiler.
-            kind = [
-                (sources[i].shape, sources[i].sharding, targets[i].sharding)
-                for i in group.places
-            ]
-            alike[tuple(kind)].append(group)
-        for number, groups in enumerate(alike.values(), 1):
+        for number, groups in enumerate(_alike(relayout.groups(trained)), 1):
             group = groups[0]
             own, moved = (
                 [tree[i] for i in group.places] for tree in (sources, targets)
@@ -229,6 +221,15 @@ def make_sampler(
         ModelWork(architecture, own, rules, dtype),
         Relayout(params, group_bytes=options.publish_mib * 2**20) if moved else None,
     )
+
+
+def _alike(groups: list[Group]) -> list[list[Group]]:
+    """Groups of arrays of the same shapes and ways, which compile to one program."""
+    found = collections.defaultdict[Any, list[Group]](list)
+    for group in groups:
+        ways = tuple((way.dtype, way.source, way.target) for way in group.ways)
+        found[ways].append(group)
+    return list(found.values())
 
 
 def _starts(count: int, stops: int) -> Starts:

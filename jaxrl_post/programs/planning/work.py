@@ -220,6 +220,7 @@ class ModelWork:
         again = int(remat != "none") + int(length > QUERY_TILE)
         work += Work(pairs * (1 + again + 2), 0.0)
         if scan:
+            # Weights into the stack, gradients out of it, each read and written.
             stacked = sum(p.size / p.parts for p in layers)
             work += Work(0.0, 4 * stacked * self.dtype.itemsize)
         # The float32 sums of gradients are read and written, and so is the embedding's
