@@ -1,4 +1,4 @@
-"""Whether a train step fits a TPU slice: `python -m launch.plan`."""
+"""Whether a step fits a TPU slice, and its seconds: `python -m launch.plan`."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
         os.environ.setdefault(name, value)
     import jax
 
-    from jaxrl_post.programs.plan import plan
+    from jaxrl_post.programs.planning import plan
 
     # Run on the CPU: a TPU of this machine may be busy with a run.
     jax.config.update("jax_platforms", "cpu")
@@ -35,8 +35,8 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
 
 PROGRAM = cli.Program(
     name="launch.plan",
-    description="Compiles the train step of GRPO for a TPU slice, without one, and "
-    "says whether it fits.",
+    description="Compiles a step of GRPO for a TPU slice, without one, and says "
+    "whether it fits and how long it takes at best.",
     default=lambda arguments: PlanConfig(model=tyro.MISSING, topology=tyro.MISSING),
     load=load,
 )

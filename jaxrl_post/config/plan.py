@@ -4,14 +4,45 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxrl_post.config.fields import ANY
+from jaxrl_post.config.fields import ANY, COUNT, NOT_NEGATIVE
 from jaxrl_post.config.lora import AdapterConfig
 
-__all__ = ["PlanConfig", "PlanError"]
+__all__ = ["PlanConfig", "PlanError", "PlannedRollout"]
 
 
 class PlanError(ValueError):
     """A plan that cannot be made."""
+
+
+@dataclass(frozen=True)
+class PlannedRollout:
+    """The samples of the planned step; the names are those of a run's --rollout.*.
+
+    Attributes:
+        prompts_per_step: prompts of a step; 0 plans the train step alone, of one
+            microbatch, with a sampler elsewhere.
+        samples_per_prompt: samples of a prompt, which form its group.
+        max_prompt_tokens: tokens of every prompt.
+        max_tokens: tokens of every completion. The prediction takes each to be so long.
+        mesh: mesh of the sampler, on the devices of --mesh; "" for the same mesh, on
+            which the sampler uses the trainer's own arrays.
+        dtype: dtype of the sampler's parameters; None for that of --dtype.
+        publish_mib: with another mesh or dtype, most MiB of parameters that are moved
+            at a time.
+        num_slots: number of samples that decode at once; 0 for all of a step.
+        steps_per_call: tokens that each sample decodes between two looks of the host; 0
+            chooses.
+    """
+
+    prompts_per_step: Annotated[int, NOT_NEGATIVE] = 0
+    samples_per_prompt: Annotated[int, COUNT] = 8
+    max_prompt_tokens: Annotated[int, COUNT] = 512
+    max_tokens: Annotated[int, COUNT] = 1536
+    mesh: str = ""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    publish_mib: Annotated[int, COUNT] = 1024
+    num_slots: Annotated[int, NOT_NEGATIVE] = 0
+    steps_per_call: Annotated[int, NOT_NEGATIVE] = 0
 
 
 @dataclass(frozen=True)
@@ -34,9 +65,7 @@ class PlanConfig:
         dtype: dtype of the parameters; below float32 the optimizer has float32 masters
             of those that it trains.
         lora: adapter that is trained in place of the model, in float32.
-        slots: number of sequences whose keys and values the sampler holds at the same
-            time; 0 for a sampler elsewhere.
-        slot_tokens: most tokens of such a sequence.
+        rollout: samples of a step, and the sampler's layout.
         compiler_options: options of XLA, as NAME=VALUE. A run takes the same through
             LIBTPU_INIT_ARGS="--NAME=VALUE".
         json: file to which the plan is written.
@@ -53,8 +82,7 @@ class PlanConfig:
     scan_layers: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     lora: AdapterConfig = field(default_factory=AdapterConfig)
-    slots: Annotated[int, ANY] = 0
-    slot_tokens: Annotated[int, ANY] = 4096
+    rollout: PlannedRollout = field(default_factory=PlannedRollout)
     compiler_options: tuple[str, ...] = ()
     json: Path | None = None
     hlo: Path | None = None

@@ -21,7 +21,7 @@ from jaxrl_post.sharding import MeshError, Rules, dividing_axes, parse_mesh
 from jaxrl_post.sharding.reshard import plan_reshard
 from jaxrl_post.types import Array, PyTree
 
-__all__ = ["SamplerLayout", "gathered_bytes", "sampler_layout"]
+__all__ = ["SamplerLayout", "gathered_bytes", "same_devices", "sampler_layout"]
 
 
 @dataclass
@@ -80,7 +80,7 @@ def sampler_layout(rollout: RolloutConfig, model: Model) -> SamplerLayout:
     """
     dtype = jnp.dtype(rollout.dtype or model.dtype)
     try:
-        mesh = _same_devices(rollout.mesh, model.mesh)
+        mesh = same_devices(rollout.mesh, model.mesh)
         if mesh is model.mesh and dtype == model.dtype:
             return SamplerLayout(mesh, dtype)
         trained, frozen = _targets(model, mesh, dtype)
@@ -118,12 +118,19 @@ def gathered_bytes(params: PyTree) -> int:
     return total
 
 
-def _same_devices(spec: str, mesh: Mesh) -> Mesh:
+def same_devices(spec: str, mesh: Mesh) -> Mesh:
     """A mesh of another shape over a mesh's devices.
 
     Its tp is the trainer's tp, followed by parts of the trainer's fsdp, ep and dp. So a
     matrix that tp splits already stays where it is, and gets split further. Where no
     way between the two can be planned, the order is the trainer's, which XLA needs.
+
+    Args:
+        spec: axes of the mesh, such as "dp4,tp4"; "" for `mesh` itself.
+        mesh: the trainer's mesh.
+
+    Raises:
+        MeshError: the axes do not fill the mesh's devices.
     """
     shape = parse_mesh(spec, mesh.size) if spec else dict(mesh.shape)
     if shape == dict(mesh.shape):

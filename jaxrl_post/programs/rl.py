@@ -19,7 +19,7 @@ from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig
 from jaxrl_post.sharding import split_size
 
-__all__ = ["Trainer", "make_engine"]
+__all__ = ["Trainer", "engine_sizes", "make_engine"]
 
 
 @dataclass
@@ -162,16 +162,10 @@ def make_engine(
         weights: the sampler's mesh and dtype.
         seed: of the sampling noise.
     """
-    split = split_size("batch", weights.mesh, model.rules)
-    prompts = rollout.prompts_per_step + rollout.partial
-    slots = rollout.num_slots or prompts * rollout.samples_per_prompt
-    calls = -(-rollout.max_tokens // 16)
-    sizes = EngineConfig(
-        num_slots=-(-slots // split) * split,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_tokens=rollout.max_tokens,
-        steps_per_call=rollout.steps_per_call or -(-rollout.max_tokens // calls),
-        max_stop_ids=max(4, len(model.tokenizer.stop_ids)),
+    sizes = engine_sizes(
+        rollout,
+        split_size("batch", weights.mesh, model.rules),
+        stop_ids=len(model.tokenizer.stop_ids),
     )
     return Engine(
         model.config,
@@ -181,4 +175,27 @@ def make_engine(
         mesh=weights.mesh,
         rules=model.rules,
         detokenize=model.tokenizer.decode,
+    )
+
+
+def engine_sizes(rollout: RolloutConfig, split: int, *, stop_ids: int) -> EngineConfig:
+    """Sizes of a run's sampler.
+
+    Args:
+        rollout: how samples are drawn.
+        split: parts into which the sampler's mesh splits a batch; the slots fill them.
+        stop_ids: number of the tokenizer's stop ids.
+
+    >>> engine_sizes(RolloutConfig(max_prompt_tokens=64), 16, stop_ids=1).num_slots
+    256
+    """
+    prompts = rollout.prompts_per_step + rollout.partial
+    slots = rollout.num_slots or prompts * rollout.samples_per_prompt
+    calls = -(-rollout.max_tokens // 16)
+    return EngineConfig(
+        num_slots=-(-slots // split) * split,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_tokens=rollout.max_tokens,
+        steps_per_call=rollout.steps_per_call or -(-rollout.max_tokens // calls),
+        max_stop_ids=max(4, stop_ids),
     )

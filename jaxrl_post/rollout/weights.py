@@ -20,7 +20,7 @@ from jaxrl_post.sampler.requests import Completion, Request, SampleId
 from jaxrl_post.sharding.reshard import Plan, as_target, plan_reshard, reshard
 from jaxrl_post.types import Array, PyTree
 
-__all__ = ["Published", "Relayout", "buffer_pointers", "bytes_over_links"]
+__all__ = ["Group", "Published", "Relayout", "buffer_pointers", "bytes_over_links"]
 
 
 class Published:
@@ -99,7 +99,7 @@ class Relayout:
         self.targets = targets
         self._structure = jax.tree.structure(targets)
         self._group_bytes = group_bytes
-        self._groups: list[_Group] | None = None
+        self._groups: list[Group] | None = None
         # The arrays of the last call, and what became of them.
         self._sources: list[Any] = []
         self._placed: list[Any] = []
@@ -121,13 +121,12 @@ class Relayout:
             self._sources = [None] * len(leaves)
             self._placed = [None] * len(leaves)
         for group in self._groups:
-            places = [way.place for way in group.ways]
-            if all(leaves[place] is self._sources[place] for place in places):
+            if all(leaves[i] is self._sources[i] for i in group.places):
                 continue
             for way in group.ways:
                 if self._placed[way.place] is not None:
                     self._placed[way.place].delete()
-            made = group([leaves[way.place] for way in group.ways])
+            made = group([leaves[place] for place in group.places])
             # The next program's temporary buffers come after this one's.
             for way, array in zip(group.ways, jax.block_until_ready(made), strict=True):
                 self._placed[way.place] = array
@@ -147,10 +146,21 @@ class Relayout:
         """
         leaves = self._leaves(tree)
         analyses = [
-            group.compiled([leaves[way.place] for way in group.ways]).memory_analysis()
-            for group in self._grouped(leaves)
+            group.compiled([leaves[place] for place in group.places]).memory_analysis()
+            for group in self.groups(tree)
         ]
         return max((found.temp_size_in_bytes for found in analyses), default=0)
+
+    def groups(self, tree: PyTree) -> list["Group"]:
+        """The programs that move a tree, in order; nothing is compiled or moved.
+
+        Args:
+            tree: arrays, or ShapeDtypeStructs with shardings, in the trainer's layout.
+
+        Raises:
+            ValueError: the tree has another structure than the targets.
+        """
+        return self._grouped(self._leaves(tree))
 
     def _leaves(self, tree: PyTree) -> list[Any]:
         leaves, structure = jax.tree.flatten(tree)
@@ -158,9 +168,9 @@ class Relayout:
             raise ValueError("tree: must have the structure of the targets")
         return leaves
 
-    def _grouped(self, leaves: Sequence[Any]) -> list["_Group"]:
+    def _grouped(self, leaves: Sequence[Any]) -> list["Group"]:
         """Groups the arrays that have another layout than their target."""
-        groups, total = list[_Group](), 0
+        groups, total = list[Group](), 0
         for place, target in enumerate(jax.tree.leaves(self.targets)):
             leaf = leaves[place]
             same = leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim)
@@ -168,7 +178,7 @@ class Relayout:
                 continue
             way = _Way(place, leaf.dtype, leaf.sharding, target)
             if not groups or total + way.largest_bytes > self._group_bytes:
-                groups.append(_Group([]))
+                groups.append(Group([]))
                 total = 0
             groups[-1].ways.append(way)
             total += way.largest_bytes
@@ -226,23 +236,38 @@ class _Way:
 
 
 @dataclass
-class _Group:
-    """Arrays that one program moves."""
+class Group:
+    """Arrays that one program of a `Relayout` moves.
+
+    Attributes:
+        ways: where each array goes.
+    """
 
     ways: list[_Way]
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
-        with jax.set_mesh(self._mesh):
-            made = self._program(arrays)
+        with jax.set_mesh(self.mesh):
+            made = self.program(arrays)
         return [way.arrived(array) for way, array in zip(self.ways, made, strict=True)]
 
     def compiled(self, arrays: list[Any]) -> Any:
         """The compiled program."""
-        with jax.set_mesh(self._mesh):
-            return self._program.lower(arrays).compile()
+        with jax.set_mesh(self.mesh):
+            return self.program.lower(arrays).compile()
 
     @property
-    def _mesh(self) -> Mesh:
+    def places(self) -> list[int]:
+        """Places of the arrays among the leaves of the tree."""
+        return [way.place for way in self.ways]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that all devices together receive from others."""
+        return sum(way.bytes_sent for way in self.ways)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that is set around the program."""
         # All arrays come from one mesh and go to one mesh.
         way = self.ways[0]
         mesh = way.source.mesh if way.plan is None else way.plan.mesh
@@ -250,7 +275,9 @@ class _Group:
         return mesh
 
     @cached_property
-    def _program(self) -> Any:
+    def program(self) -> Any:
+        """The jitted function, from the list of arrays to the list of moved ones."""
+
         def relayout(arrays: list[Array]) -> list[Array]:
             return [way(array) for way, array in zip(self.ways, arrays, strict=True)]
 

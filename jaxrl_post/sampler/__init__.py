@@ -1,6 +1,7 @@
 """Samples from the policy with the trainer's arrays: continuous batching over slots."""
 
-from jaxrl_post.sampler.engine import Engine, EngineConfig
+from jaxrl_post.sampler.engine import Engine
 from jaxrl_post.sampler.requests import Completion, Request, SamplingParams
+from jaxrl_post.sampler.sizes import EngineConfig
 
 __all__ = ["Completion", "Engine", "EngineConfig", "Request", "SamplingParams"]

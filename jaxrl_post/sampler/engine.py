@@ -4,70 +4,26 @@ import bisect
 import collections
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig
 from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.requests import Completion, Request, SampleId
 from jaxrl_post.sampler.sampling import SamplingArrays
 from jaxrl_post.sampler.scheduler import Admission, Running, Scheduler
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, partition_spec
+from jaxrl_post.sampler.sizes import EngineConfig
+from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.tokens import Tokens
-from jaxrl_post.types import Array, PyTree
+from jaxrl_post.types import Array
 
-__all__ = ["Engine", "EngineConfig"]
-
-SMALLEST_BUCKET = 16
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Sizes of the sampler; each determines shapes, so a change needs recompilation.
-
-    Attributes:
-        num_slots: number of samples that decode at the same time.
-        max_prompt_tokens: maximum length of a prompt.
-        max_tokens: maximum number of tokens that a request may sample.
-        steps_per_call: decoding steps per burst; the host sees tokens only in between.
-        prefill_tokens: prompt tokens per prefill call, padding included.
-        max_stop_ids: maximum number of stop ids of a request.
-    """
-
-    num_slots: int = 64
-    max_prompt_tokens: int = 256
-    max_tokens: int = 256
-    steps_per_call: int = 16
-    prefill_tokens: int = 1024
-    max_stop_ids: int = 4
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(
-                    f"EngineConfig: {name} must be at least 1; got {value}"
-                )
-
-    @property
-    def max_length(self) -> int:
-        """Maximum number of tokens in a slot, prompt and completion."""
-        return self.max_prompt_tokens + self.max_tokens
-
-
-def _buckets(largest: int) -> tuple[int, ...]:
-    """Padded lengths: powers of two from SMALLEST_BUCKET, then `largest` itself."""
-    sizes, size = [], SMALLEST_BUCKET
-    while size < largest:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, largest)
+__all__ = ["Engine"]
 
 
 class _Burst(NamedTuple):
@@ -111,47 +67,27 @@ class Engine:
         rules: Rules = DEFAULT_RULES,
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        if sizes.max_length > config.max_length:
-            raise ValueError(
-                f"Engine: max_prompt_tokens + max_tokens is {sizes.max_length}, longer "
-                f"than the model's context of {config.max_length}; lower one of them"
-            )
-        limit = config.rotation_limit
-        if limit is not None and sizes.max_length > limit:
-            raise ValueError(
-                f"Engine: max_prompt_tokens + max_tokens is {sizes.max_length}, longer "
-                f"than {limit}, where the model's rope_scaling begins to rotate a "
-                "sequence by its own length: keys in the cache would be of another "
-                "rotation than the queries; lower one of them"
-            )
         self.config, self.sizes, self.rules = config, sizes, rules
         self.scheduler = Scheduler(sizes.num_slots)
         self.prefilled_prompts = 0
         self.compilations: collections.Counter[str] = collections.Counter()
         self._mesh, self._detokenize = mesh, detokenize
-        self._key = jax.random.key(seed)
-        # A request that continues a cancelled sample has a longer prompt.
-        longer = [
-            size
-            for size in _buckets(sizes.max_length)
-            if size > sizes.max_prompt_tokens
-        ]
-        self._prompt_buckets = (*_buckets(sizes.max_prompt_tokens), *longer)
-        # Decoding copies the prefix of the cache that it reads; the copy is worth its
-        # memory only if it is at most half of the cache.
-        half = [
-            size for size in _buckets(sizes.max_length) if 2 * size <= sizes.max_length
-        ]
-        self._view_buckets = (*half, sizes.max_length)
         self._keep = np.ones(sizes.num_slots, np.bool_)
         self._burst: _Burst | None = None
+        self._functions = DeviceFunctions(
+            config, sizes, jnp.dtype(dtype), mesh, rules, self.compilations
+        )
         with self._own_mesh():
-            self._compile(jnp.dtype(dtype))
+            replicate = jax.jit(
+                lambda key: key, out_shardings=self._functions.replicated
+            )
+            self._key = replicate(jax.random.key(seed))
+            self._state = self._functions.empty()
 
     @property
     def max_compilations(self) -> int:
         """Upper bound on the number of programs that this engine compiles."""
-        return 3 * len(self._prompt_buckets) + 2 * len(self._view_buckets)
+        return 3 * len(self.sizes.prompt_buckets) + 2 * len(self.sizes.view_buckets)
 
     @property
     def busy(self) -> bool:
@@ -242,15 +178,14 @@ class Engine:
         running = self.scheduler.running
         if not running:
             return
-        steps = self.sizes.steps_per_call
         longest = max(r.length for r in running.values())
         with self._own_mesh():
             self._admit(params, admissions)
-            self._state, emitted = self._decode(
+            self._state, emitted = self._functions.decode(
                 params,
                 self._state,
                 self._keep,
-                view_length=self._bucket(self._view_buckets, longest + steps - 1),
+                view_length=self.sizes.view_length(longest),
                 truncate=any(r.request.sampling.truncates for r in running.values()),
             )
         self._keep = np.ones_like(self._keep)
@@ -288,19 +223,15 @@ class Engine:
         """Sets the engine's mesh: the trainer's, which may be another one, is set."""
         return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
-    def _bucket(self, buckets: tuple[int, ...], length: int) -> int:
-        return buckets[min(bisect.bisect_left(buckets, length), len(buckets) - 1)]
-
     def _admit(self, params: DecoderParams[Array], admissions: list[Admission]) -> None:
         by_length: dict[int, list[Admission]] = collections.defaultdict(list)
         for admission in admissions:
             if admission.prefill:
                 prompt = admission.request.prompt
-                bucket = self._bucket(self._prompt_buckets, len(prompt))
-                by_length[bucket].append(admission)
+                by_length[self.sizes.prompt_length(len(prompt))].append(admission)
         for length, group in sorted(by_length.items()):
             while group:
-                rows = self._prefill_rows(length, len(group))
+                rows = self.sizes.prefill_rows(length, len(group))
                 self._prefill_group(params, group[:rows], rows, length)
                 group = group[rows:]
         self.prefilled_prompts += sum(map(len, by_length.values()))
@@ -308,17 +239,12 @@ class Engine:
         self._keep[[admission.slot for admission in admissions]] = True
         if admissions:
             longest = max(len(a.request.prompt) for a in admissions)
-            self._state = self._start(
+            self._state = self._functions.start(
                 self._state,
                 self._starts(admissions),
                 self._key,
-                length=self._bucket(self._prompt_buckets, longest),
+                length=self.sizes.prompt_length(longest),
             )
-
-    def _prefill_rows(self, length: int, prompts: int) -> int:
-        """Rows of the next prefill call: `many`, or an eighth of it for few prompts."""
-        many = max(1, min(self.sizes.prefill_tokens // length, self.sizes.num_slots))
-        return many if 2 * prompts > many else -(-many // 8)
 
     def _prefill_group(
         self,
@@ -332,7 +258,7 @@ class Engine:
         for row, admission in enumerate(group):
             prompts[row, : len(admission.request.prompt)] = admission.request.prompt
             slots[row] = admission.slot
-        self._state = self._prefill(params, self._state, prompts, slots)
+        self._state = self._functions.prefill(params, self._state, prompts, slots)
 
     def _starts(self, admissions: list[Admission]) -> device.Starts:
         count = self.sizes.num_slots
@@ -413,65 +339,3 @@ class Engine:
         first = len(tokens) - new + 1
         end = first + bisect.bisect_left(range(first, len(tokens)), True, key=complete)
         return end - len(before)
-
-    def _compile(self, dtype: jnp.dtype) -> None:
-        """Creates the empty state and the jitted functions."""
-        sizes, config, rules, mesh = self.sizes, self.config, self.rules, self._mesh
-
-        def empty() -> device.DecodeState:
-            return device.DecodeState.empty(
-                config, sizes.num_slots, sizes.max_length, sizes.max_stop_ids, dtype
-            )
-
-        shardings = replicated = None
-        if mesh is not None:
-            shardings = _state_shardings(jax.eval_shape(empty), mesh, rules)
-            replicated = NamedSharding(mesh, P())
-            self._key = jax.jit(lambda key: key, out_shardings=replicated)(self._key)
-        self._state = jax.jit(empty, out_shardings=shardings)()
-
-        # The counters count traces, one per compilation.
-        def prefill(params, state, prompts, slots):
-            self.compilations["prefill"] += 1
-            return device.prefill(params, config, state, prompts, slots, rules)
-
-        def start(state, starts, key, length):
-            self.compilations["start"] += 1
-            return device.start(state, starts, key, length)
-
-        def decode(params, state, keep, view_length, truncate):
-            self.compilations["decode"] += 1
-            return device.decode(
-                params,
-                config,
-                state,
-                keep,
-                rules,
-                num_steps=sizes.steps_per_call,
-                view_length=view_length,
-                truncate=truncate,
-            )
-
-        self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=shardings)
-        self._start = jax.jit(
-            start, static_argnames="length", donate_argnums=0, out_shardings=shardings
-        )
-        self._decode = jax.jit(
-            decode,
-            static_argnames=("view_length", "truncate"),
-            donate_argnums=1,
-            out_shardings=None if mesh is None else (shardings, replicated),
-        )
-
-
-def _state_shardings(state: PyTree, mesh: Mesh, rules: Rules) -> PyTree:
-    """Shards slots over the batch axes and key/value heads over the kv_heads axes."""
-
-    def one(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        axes = ("batch", "kv_heads", None, None) if leaf.ndim == 4 else ("batch", None)
-        spec = partition_spec(
-            leaf.shape, axes[: leaf.ndim], mesh, rules, name="num_slots"
-        )
-        return NamedSharding(mesh, spec)
-
-    return jax.tree.map(one, state)

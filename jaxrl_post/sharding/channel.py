@@ -378,7 +378,8 @@ def _listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ProcessesError(
             f"--processes.coordinator: process 0 cannot listen on port {port}: "
-            f"{os.strerror(error.errno or 0)}. Choose another port for this run, on every process"
+            f"{os.strerror(error.errno or 0)}. Choose another port for this run, on "
+            "every process"
         ) from error
 
 

@@ -166,8 +166,13 @@ RULES = {
     PlanConfig: {
         "rows": "any",
         "row_tokens": "any",
-        "slots": "any",
-        "slot_tokens": "any",
+        "rollout.prompts_per_step": "at least 0",
+        "rollout.samples_per_prompt": "at least 1",
+        "rollout.max_prompt_tokens": "at least 1",
+        "rollout.max_tokens": "at least 1",
+        "rollout.publish_mib": "at least 1",
+        "rollout.num_slots": "at least 0",
+        "rollout.steps_per_call": "at least 0",
         **under("lora", LORA),
     },
 }

@@ -10,7 +10,7 @@ from rich.console import Console
 from jaxrl_post import pretrained
 from jaxrl_post.config.plan import PlanConfig, PlanError
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.programs.plan import plan
+from jaxrl_post.programs.planning import plan
 from launch import convert, dpo, evaluate, sft
 from tests.hub_server import Hub, commit_of, serving
 

@@ -73,9 +73,9 @@ SAMPLER = [
     ),
     Fault(
         "the sampler reads too little of the cache",
-        "sampler/engine.py",
-        "view_length=self._bucket(self._view_buckets, longest + steps - 1)",
-        "view_length=self._bucket(self._view_buckets, longest - steps)",
+        "sampler/sizes.py",
+        "longest + self.steps_per_call - 1",
+        "longest - self.steps_per_call",
         "sampler/test_engine.py",
     ),
     Fault(
@@ -366,8 +366,8 @@ LAYOUTS = [
     Fault(
         "parameters of the last step stay in the sampler",
         "rollout/weights.py",
-        "if all(leaves[place] is self._sources[place] for place in places):",
-        "if self._placed[places[0]] is not None:",
+        "if all(leaves[i] is self._sources[i] for i in group.places):",
+        "if self._placed[group.places[0]] is not None:",
         "rollout/test_weights.py",
     ),
     Fault(
@@ -407,4 +407,35 @@ LAYOUTS = [
     ),
 ]
 
-FAULTS = [*LAYOUTS, *LOSSES, *SAMPLER, *PACKING, *EXAMPLES, *COLLECTOR, *RESUME]
+PLANS = [
+    Fault(
+        "a collective in a loop counts once",
+        "programs/planning/hlo.py",
+        "times * trips",
+        "times",
+        "planning/test_hlo.py",
+    ),
+    Fault(
+        "remat costs no computation",
+        "programs/planning/work.py",
+        'if remat == "full":',
+        "if False:",
+        "planning/test_work.py",
+    ),
+    Fault(
+        "every expert computes every token",
+        "programs/planning/work.py",
+        "return tokens * (self.chosen or 1)",
+        "return tokens * self.experts",
+        "planning/test_work.py",
+    ),
+    Fault(
+        "a step decodes as many samples as there are slots",
+        "programs/planning/sampling.py",
+        "return -(-samples // self.functions.sizes.num_slots)",
+        "return 1",
+        "planning/test_sampling.py",
+    ),
+]
+
+FAULTS = [*LAYOUTS, *PLANS, *LOSSES, *SAMPLER, *PACKING, *EXAMPLES, *COLLECTOR, *RESUME]

@@ -168,7 +168,7 @@ def test_devices_receive_what_they_lack_and_nothing_else(trainer, sampler):
 TWELVE = """
 import numpy as np, jax, jax.numpy as jnp
 from jaxrl_post.models.spec import ParamSpec, abstract
-from jaxrl_post.programs.layouts import _same_devices
+from jaxrl_post.programs.layouts import same_devices
 from jaxrl_post.rollout.weights import Relayout
 from jaxrl_post.sharding import create_mesh, named_shardings
 
@@ -177,7 +177,7 @@ trainer = create_mesh("dp3,fsdp2,tp2")
 values = np.arange(144, dtype=np.float32).reshape(12, 12)
 params = {"w": jax.device_put(values, named_shardings(specs, trainer)["w"])}
 for text in ("tp6,dp2", "tp12", "tp4,dp3", "dp4,tp3"):
-    targets = abstract(specs, jnp.dtype("float32"), _same_devices(text, trainer))
+    targets = abstract(specs, jnp.dtype("float32"), same_devices(text, trainer))
     moved, _ = Relayout(targets)(params)
     for shard in moved["w"].addressable_shards:
         np.testing.assert_array_equal(shard.data, values[shard.index])

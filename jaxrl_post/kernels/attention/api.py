@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxrl_post.kernels.attention.reference import attend, visible
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["attention"]
+__all__ = ["QUERY_TILE", "attention"]
 
 Implementation = Literal["reference", "xla"]
 

@@ -1,6 +1,12 @@
 """Log-probability and entropy of tokens: one definition for trainer and sampler."""
 
-from jaxrl_post.kernels.token_logprob.api import TokenLogprob, token_logprob
+from jaxrl_post.kernels.token_logprob.api import TokenLogprob, tile_rows, token_logprob
 from jaxrl_post.kernels.token_logprob.reference import exponentials, from_logits
 
-__all__ = ["TokenLogprob", "exponentials", "from_logits", "token_logprob"]
+__all__ = [
+    "TokenLogprob",
+    "exponentials",
+    "from_logits",
+    "tile_rows",
+    "token_logprob",
+]

@@ -17,7 +17,7 @@ from jaxrl_post.kernels.token_logprob.reference import (
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, TableSplit, partition_spec
 from jaxrl_post.types import Array, Bool, Float, Int
 
-__all__ = ["TokenLogprob", "token_logprob"]
+__all__ = ["TokenLogprob", "tile_rows", "token_logprob"]
 
 Implementation = Literal["xla", "reference"]
 
@@ -148,9 +148,18 @@ def _plan(
         batch = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
         split = TableSplit.of(weight_shape, batch, mesh, rules)
     columns = weight_shape[0] // math.prod(mesh.shape[axis] for axis in split.vocab)
-    tile = max(8, min(TILE_BYTES // (4 * columns), 1024) // 8 * 8)
+    tile = tile_rows(columns)
     layout = xla.Layout(tile, vocab_size, float(temperature), softcap, split.vocab)
     return _Plan(layout, split, sharded)
+
+
+def tile_rows(columns: int) -> int:
+    """Rows of a tile of logits with `columns` columns on a device.
+
+    >>> tile_rows(32064), tile_rows(256)
+    (520, 1024)
+    """
+    return max(8, min(TILE_BYTES // (4 * columns), 1024) // 8 * 8)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

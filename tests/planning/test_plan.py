@@ -1,7 +1,9 @@
 """`launch.plan`: programs of a TPU slice from shapes alone."""
 
+import dataclasses
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -25,9 +27,9 @@ from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.learner.model import Model
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.pretrained.families import write_config
-from jaxrl_post.programs import plan as plan_compile
-from jaxrl_post.programs import plan_programs
-from jaxrl_post.programs.hlo import Collective, collectives
+from jaxrl_post.programs.planning import compiling
+from jaxrl_post.programs.planning.plan import HBM_GIB, programs
+from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.types import TokenBatch
 from launch import plan
@@ -40,33 +42,6 @@ tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="needs libtpu, the compiler for TPUs (extra tpu)",
 )
-
-HLO = """
-  %ag = bf16[8,4]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=1, dimensions={0}
-  %ags = (f32[4,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%p), channel_id=2
-  %agd = f32[16,4]{1,0} all-gather-done(%ags)
-  %ar = (f32[16]{0}, f32[8]{0}) all-reduce(%a, %b), channel_id=3, to_apply=%add
-  %ars = (f32[16]{0}, f32[8]{0}) all-reduce-start(%a, %b), channel_id=4
-  %cp = (s8[64]{0}, s8[64]{0}, u32[], u32[]) collective-permute-start(%c), channel_id=5
-  %again = bf16[8,4]{1,0} all-gather(%p.1), channel_id=6, dimensions={0}
-  ROOT %same = bf16[8,4]{1,0} all-gather(%p.2), channel_id=6, dimensions={0}
-  %f = f32[4096]{0} fusion(%ag, %all-gather.7), kind=kLoop, calls=%fused
-  %a2a = pred[40]{0} all-to-all(%d), dimensions={0}
-"""
-
-
-def test_collectives_of_a_program_largest_first():
-    assert collectives(HLO) == (
-        Collective("all-gather", "f32[16,4]", 1, 256),
-        Collective("all-reduce", "f32[16]", 2, 96),
-        Collective("all-gather", "bf16[8,4]", 2, 64),
-        Collective("collective-permute", "s8[64]", 1, 64),
-        Collective("all-to-all", "pred[40]", 1, 40),
-    )
-
-
-def test_a_program_without_communication():
-    assert collectives("%f = f32[4]{0} add(%a, %b)") == ()
 
 
 def planned(**options) -> plan_config.PlanConfig:
@@ -88,9 +63,7 @@ def kinds(tree):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_programs_are_those_of_a_learner(mesh, dtype):
     """A learner with arrays has the states and accumulators that were planned."""
-    empty, accumulate, apply = plan_programs.programs(
-        planned(dtype=dtype), CONFIG, mesh
-    )
+    empty, accumulate, apply = programs(planned(dtype=dtype), CONFIG, mesh)
     assert [p.name for p in (empty, accumulate, apply)] == [
         "empty",
         "accumulate",
@@ -129,7 +102,7 @@ def test_the_programs_are_those_of_a_learner(mesh, dtype):
 @pytest.mark.parametrize("kind", [None, "int8", "nf4"])
 def test_an_adapters_programs_are_those_of_its_learner(mesh, kind):
     lora = AdapterConfig(rank=4, quantize=kind)
-    empty, accumulate, apply = plan_programs.programs(planned(lora=lora), CONFIG, mesh)
+    empty, accumulate, apply = programs(planned(lora=lora), CONFIG, mesh)
     specs = models.param_specs(CONFIG)
     params = models.initialize(jax.random.key(0), specs, jnp.bfloat16, mesh)
     model = Model(
@@ -148,23 +121,11 @@ def test_an_adapters_programs_are_those_of_its_learner(mesh, kind):
     assert kinds(accumulate.beside[0]) == kinds(state.replace(params=None))
 
 
-@pytest.mark.meshes
-def test_a_sampler_on_the_slice_keeps_its_cache(mesh):
-    *_, apply = plan_programs.programs(planned(slots=8, slot_tokens=32), CONFIG, mesh)
-    shapes = [
-        leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(apply.beside)
-    ]
-    # One layer's keys and values; dp and fsdp split the slots, tp the heads.
-    assert shapes == [(2, 1, 32, 16)] * 2
-    *_, apply = plan_programs.programs(planned(), CONFIG, mesh)
-    assert jax.tree.leaves(apply.beside) == []
-
-
 def test_rows_must_fill_the_batch_axes(mesh):
     with pytest.raises(
-        plan_programs.PlanError, match=r"--rows: .* multiple of 4, .* got 6 of 16"
+        plan_config.PlanError, match=r"--rows: .* multiple of 4, .* got 6 of 16"
     ):
-        list(plan_programs.programs(planned(rows=6), CONFIG, mesh))
+        list(programs(planned(rows=6), CONFIG, mesh))
 
 
 def run(*arguments: str) -> int:
@@ -193,6 +154,7 @@ def tiny(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @tpu_compiler
 def test_a_tiny_step_for_a_slice_that_is_not_there(tiny, capsys):
     arguments = f"--model={tiny}", "--topology=v5e:2x2", "--mesh=fsdp2,tp2"
@@ -221,32 +183,36 @@ def test_a_tiny_step_for_a_slice_that_is_not_there(tiny, capsys):
     assert "all-gather" in (tiny / "hlo" / "accumulate.txt").read_text()
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @tpu_compiler
-def test_a_step_that_does_not_fit_ends_with_status_1(tiny, capsys):
-    arguments = f"--model={tiny}", "--topology=v5e:2x2", "--row-tokens=128"
-    # 4096 / 4 slots x 262144 tokens x 2 heads x 16 x 2 bytes, keys and values: 32 GiB.
-    assert run(*arguments, "--slots=4096", "--slot-tokens=262144") == 1
-    assert "error: does not fit: 32." in capsys.readouterr().out
+def test_a_step_that_does_not_fit_ends_with_status_1(tmp_path, capsys):
+    # 2 x 6,291,456 x 64 parameters on every device, with 18 bytes each: 13.5 GiB, and
+    # what a program computes.
+    wide = dataclasses.replace(CONFIG, vocab_size=3 * 2**21)
+    (tmp_path / "config.json").write_text(json.dumps(write_config(wide)))
+    arguments = f"--model={tmp_path}", "--topology=v5e:2x2", "--row-tokens=128"
+    assert run(*arguments, "--mesh=dp4") == 1
+    assert re.search(r"error: does not fit: 1\d\.\d\d of 15", capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @tpu_compiler
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_memory_is_what_the_compiler_says(name):
     plan.load()  # What libtpu reads of the process's environment.
-    device = plan_compile.slice_devices(name)[0]
+    device = compiling.slice_devices(name)[0]
     mesh = create_mesh("dp1", [device])
     large = jax.ShapeDtypeStruct(
         (2**28, 256), jnp.float32, sharding=NamedSharding(mesh, P())
     )
-    program = plan_programs.Program("large", jax.jit(lambda x: x.T + 1.0), (large,), ())
-    with pytest.raises(
-        plan_compile.DoesNotFitError, match="large: does not fit"
-    ) as error:
-        plan_compile.compile_program(program, {}, None)
-    limit = plan_compile.HBM_GIB[device.device_kind]
+    program = Program("large", jax.jit(lambda x: x.T + 1.0), (large,), (), mesh)
+    with pytest.raises(compiling.DoesNotFitError, match="large: does not fit") as error:
+        compiling.compile_program(program, {}, None)
+    limit = HBM_GIB[device.device_kind]
     assert f"available HBM ({limit:.2f}G)" in str(error.value)
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @tpu_compiler
 @pytest.mark.parametrize("name", ["v9x:2x2", "v5e:3x5", "sixteen"])
 def test_a_slice_that_does_not_exist(name, capsys):
@@ -255,6 +221,7 @@ def test_a_slice_that_does_not_exist(name, capsys):
     assert f"error: --topology: the compiler knows no '{name}'; write" in printed
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @tpu_compiler
 def test_options_of_the_compiler_have_a_value(capsys):
     arguments = "--model=qwen3-0.6b", "--topology=v5e:2x2"

@@ -1,0 +1,358 @@
+"""FLOPs and memory traffic of a device, counted from a model's shapes.
+
+XLA's own cost analysis counts the body of a loop once, so it knows neither the number
+of layers of a scan nor that of decoding steps. Here every matrix product is counted:
+
+    FLOPs   2 x rows x inputs x outputs
+    bytes   the matrix, rows x inputs and rows x outputs, each read or written once
+
+and for attention the products of queries with all keys, masked ones included, and of
+the probabilities with all values. Elementwise operations are taken to be part of the
+products (no bytes, no FLOPs), and so are the scores of a tile of attention, which the
+compiler keeps on the chip.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_post.kernels.attention import QUERY_TILE
+from jaxrl_post.kernels.token_logprob import tile_rows
+from jaxrl_post.models import ModelConfig, param_specs
+from jaxrl_post.models.decoder import Remat
+from jaxrl_post.models.spec import ParamSpec, is_spec
+from jaxrl_post.sharding import Rules, dividing_axes, split_size
+
+__all__ = ["NO_WORK", "ModelWork", "Product", "Work"]
+
+# Leaves of the parameters that are factors of matrix products; the others are norms,
+# biases and the embedding, which is looked up.
+MATRICES = (
+    "query", "key", "value", "output",
+    "query_down", "query_up", "kv_down", "kv_up",
+    "gate", "up", "down", "router", "shared_gate", "unembedding",
+)  # fmt: skip
+# Their inputs are their last dimension, as of [experts, hidden] and [vocab, hidden].
+TRANSPOSED = ("router", "shared_gate", "unembedding")
+# Their outputs are their last dimension, and not all dimensions but the first.
+NARROW = ("output", "down")
+
+# Of an AdamW step, per parameter: reads the gradient twice (its norm comes first), and
+# reads and writes both moments, all float32.
+UPDATE_BYTES = 4 * (2 + 2 * 2)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device computes and moves to or from its memory.
+
+    Attributes:
+        flops: floating-point operations.
+        bytes: read from and written to HBM.
+    """
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(self.flops * times, self.bytes * times)
+
+
+NO_WORK = Work(0.0, 0.0)
+
+
+class Product(NamedTuple):
+    """A matrix of the model in products of one device.
+
+    Attributes:
+        name: path of the parameter.
+        inputs: values that go into a row, on the device.
+        outputs: values that come out of a row, on the device.
+        experts: matrices that the device holds of this kind; 1 without experts.
+        chosen: experts of a token; 0 for a matrix that is applied to every token.
+        all_experts: number of experts over all devices.
+        parts: parts over which the batch's mesh axes split the matrix; the parts are
+            gathered before a product.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    experts: int = 1
+    chosen: int = 0
+    all_experts: int = 1
+    parts: int = 1
+
+    @property
+    def size(self) -> int:
+        """Parameters of a device after the gather."""
+        return self.experts * self.inputs * self.outputs
+
+    def rows(self, tokens: float) -> float:
+        """Rows of a device that computes `tokens` tokens, if experts are balanced."""
+        return tokens * (self.chosen or 1)
+
+    def used(self, tokens: float) -> float:
+        """Share of the experts that any of `tokens` tokens chooses, at random."""
+        if not self.chosen:
+            return 1.0
+        return 1.0 - (1.0 - self.chosen / self.all_experts) ** tokens
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """Counts the work of a model's programs on one device of a mesh.
+
+    Attributes:
+        config: the model's config.
+        mesh: of the parameters; only its shape is used.
+        rules: logical axis to mesh axes.
+        dtype: of parameters and activations.
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    rules: Rules
+    dtype: jnp.dtype
+
+    def products(self) -> tuple[Product, ...]:
+        """The matrices of all layers and of the head, in the order of the tree."""
+        leaves = jax.tree_util.tree_leaves_with_path(
+            param_specs(self.config), is_leaf=is_spec
+        )
+        found = []
+        for path, spec in leaves:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            if self.config.tie_embeddings and name == "embedding":
+                name = "unembedding"
+            if name.rpartition(".")[2] in MATRICES:
+                found.append(self._product(name, spec))
+        return tuple(found)
+
+    def prefill(self, rows: int, length: int) -> Work:
+        """One call of the sampler's prefill.
+
+        The last layer stops at its keys and values, because prefill has no logits.
+
+        Args:
+            rows: prompts of the call.
+            length: padded tokens of a prompt.
+        """
+        tokens, own = self._local(rows * length), self._local(rows)
+        depth = self.config.num_layers
+        last = f"layers.{depth - 1}."
+        needed = [
+            product
+            for product in self._layers()
+            if not product.name.startswith(last)
+            or product.name.rpartition(".")[2] in ("key", "value", "kv_down")
+        ]
+        pairs = own * length * length * (depth - 1) / depth
+        attended = Work(
+            pairs * self._cached_pair_flops(), own * length * self.cache_bytes
+        )
+        embedded = self._lookup(tokens) + self._gather(self._table())
+        return embedded + self._forward(needed, tokens) + attended
+
+    def start(self, slots: int, length: int) -> Work:
+        """One call of the sampler's start, which copies the prompts' cache entries.
+
+        Args:
+            slots: samples over all devices.
+            length: cache entries that are copied per sample.
+        """
+        return Work(0.0, 2 * self._local(slots) * length * self.cache_bytes)
+
+    def decode(self, slots: int, view: int, steps: int, capacity: int) -> Work:
+        """One burst of decoding.
+
+        The compiler gathers the layers and the head at every step, and the embedding,
+        which may be the head too, once per burst.
+
+        Args:
+            slots: samples over all devices.
+            view: cache entries that a step reads per sample.
+            steps: of the burst.
+            capacity: cache entries of a slot. If `view` is less, the burst copies the
+                view out of the cache and back.
+        """
+        own = self._local(slots)
+        step = self._lookup(own) + self._forward(self._layers(), own)
+        step += self._multiplied(self._table(), own)
+        if not self.config.tie_embeddings:
+            step += self._gather(self._table())
+        step += Work(
+            own * view * self._cached_pair_flops(), own * (view + 1) * self.cache_bytes
+        )
+        copied = 0 if view == capacity else 4 * own * view * self.cache_bytes
+        return step * steps + self._gather(self._table()) + Work(0.0, copied)
+
+    def accumulate(
+        self, rows: int, length: int, scored: float, remat: Remat, *, scan: bool
+    ) -> Work:
+        """One call of the learner's accumulate: a forward and a backward pass.
+
+        Args:
+            rows: packed rows over all devices.
+            length: tokens of a row.
+            scored: tokens over all devices that the loss counts; only these have
+                logits.
+            remat: what the backward pass computes again.
+            scan: whether the weights of the layers are stacked, which copies them.
+        """
+        tokens = self._local(rows * length)
+        layers = self._layers()
+        # Of the backward pass's two products one reads the matrix, and one writes its
+        # gradient, as large as the gathered matrix.
+        work = self._lookup(tokens) + self._forward(layers, tokens) * (1 + 2)
+        if remat == "full":
+            work += self._forward(filter(self._recomputed, layers), tokens)
+        pairs = tokens * length * self._pair_flops()
+        # A tile's backward pass computes its scores again, whatever is kept.
+        again = int(remat != "none") + int(length > QUERY_TILE)
+        work += Work(pairs * (1 + again + 2), 0.0)
+        if scan:
+            # Weights into the stack, gradients out of it, each read and written.
+            stacked = sum(p.size / p.parts for p in layers)
+            work += Work(0.0, 4 * stacked * self.dtype.itemsize)
+        # The float32 sums of gradients are read and written, and so is the embedding's
+        # gradient before it is summed over devices.
+        owned = sum(product.size / product.parts for product in self.products())
+        sums = Work(0.0, 2 * 4 * (owned + self._table().size))
+        tables = self._gather(self._table()) * (1 if self.config.tie_embeddings else 2)
+        return work + tables + self._scores(scored) + sums
+
+    def tiles(self, scored: float) -> int:
+        """Tiles of logits of a device, if the loss counts `scored` tokens in total."""
+        own = scored / split_size("batch", self.mesh, self.rules)
+        return max(1, math.ceil(own / tile_rows(self._table().outputs)))
+
+    def apply(self, parameters: float) -> Work:
+        """The optimizer step.
+
+        Args:
+            parameters: trained parameters that a device owns.
+        """
+        wide = self.dtype == jnp.float32
+        # The weights that are updated are float32; narrower ones are written beside.
+        weights = 2 * 4 + (0 if wide else self.dtype.itemsize)
+        return Work(0.0, parameters * (UPDATE_BYTES + weights))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers, on one device."""
+        heads, key, value = self.config.cache_shape
+        parts = self._parts("kv_heads", heads)
+        width = heads // parts * (key + value) * self.dtype.itemsize
+        return width * self.config.num_layers
+
+    def _layers(self) -> list[Product]:
+        return [p for p in self.products() if p.name != "unembedding"]
+
+    def _recomputed(self, product: Product) -> bool:
+        """Whether the backward pass of a layer needs the outputs of a product.
+
+        Nothing in a layer depends on the output of an MLP but a norm or a gate.
+        """
+        experts = self.config.experts
+        gated = experts is not None and experts.shared_gate
+        last = product.name.endswith("mlp.down") or (
+            product.name.endswith("shared.down") and not gated
+        )
+        return not last or self.config.norm_placement != "before"
+
+    def _table(self) -> Product:
+        """The embedding, or the matrix of the head, which has the same layout."""
+        return self._product("unembedding", param_specs(self.config).embedding)
+
+    def _lookup(self, tokens: float) -> Work:
+        """Looks tokens up in the embedding."""
+        return Work(0.0, 2 * tokens * self._table().inputs * self.dtype.itemsize)
+
+    def _forward(self, products: Iterable[Product], tokens: float) -> Work:
+        """The products of a forward pass over a device's tokens."""
+        return sum(
+            (self._gather(p) + self._multiplied(p, tokens) for p in products), NO_WORK
+        )
+
+    def _gather(self, product: Product) -> Work:
+        """Reads a device's part of a matrix and writes the whole, if it is split."""
+        if product.parts == 1:
+            return NO_WORK
+        values = product.size * (1 + 1 / product.parts)
+        return Work(0.0, values * self.dtype.itemsize)
+
+    def _multiplied(self, product: Product, tokens: float) -> Work:
+        rows, itemsize = product.rows(tokens), self.dtype.itemsize
+        # Devices along ep apply their experts to the tokens of the whole group.
+        group = tokens * product.all_experts / product.experts if product.chosen else 0
+        wide = 4 if product.name == "unembedding" else itemsize
+        moved = rows * (product.inputs * itemsize + product.outputs * wide)
+        return Work(
+            2 * rows * product.inputs * product.outputs,
+            product.size * product.used(group) * itemsize + moved,
+        )
+
+    def _scores(self, scored: float) -> Work:
+        """Log-probs of a device's share of the scored tokens, and their gradients."""
+        head, tiles = self._table(), self.tiles(scored)
+        once = self._multiplied(head, tile_rows(head.outputs))
+        # Forward, two products backward, and the logits again but for the first tile.
+        # Every tile adds to a float32 gradient of the matrix.
+        return once * (4 * tiles - 1) + Work(0.0, 2 * 4 * head.size * tiles)
+
+    def _pair_flops(self) -> float:
+        """FLOPs of one query with one key, on a device, over all layers."""
+        latent, config = self.config.latent, self.config
+        value = config.head_dim if latent is None else latent.value_dim
+        return self._head_flops(config.head_dim + value)
+
+    def _cached_pair_flops(self) -> float:
+        """As `_pair_flops`, with a cache; latent attention's keys are also values."""
+        _, key, value = self.config.cache_shape
+        return self._head_flops(key + (value or key))
+
+    def _head_flops(self, width: int) -> float:
+        heads = self.config.num_heads // self._parts("heads", self.config.num_heads)
+        return 2 * heads * width * self.config.num_layers
+
+    def _local(self, count: float) -> float:
+        """A device's part of rows or tokens; all of them if they do not divide."""
+        split = split_size("batch", self.mesh, self.rules)
+        return count if count % split else count / split
+
+    def _product(self, name: str, spec: ParamSpec) -> Product:
+        shape, parts, experts = [], 1, 1
+        batch = self.rules.mesh_axes("batch")
+        for size, axis in zip(spec.shape, spec.axes, strict=True):
+            axes = dividing_axes(axis, size, self.mesh, self.rules)
+            by = math.prod(self.mesh.shape[a] for a in axes)
+            if axis == "experts":
+                experts = size // by
+            elif set(axes) & set(batch):
+                parts *= by
+                shape.append(size)
+            else:
+                shape.append(size // by)
+        leaf, chosen, total = name.rpartition(".")[2], 0, 1
+        if "experts" in spec.axes:
+            assert self.config.experts is not None
+            chosen = self.config.experts.experts_per_token
+            total = self.config.experts.num_experts
+        if leaf in TRANSPOSED:
+            shape = [shape[1], shape[0]]
+        cut = len(shape) - 1 if leaf in NARROW else 1
+        inputs, outputs = math.prod(shape[:cut]), math.prod(shape[cut:])
+        return Product(name, inputs, outputs, experts, chosen, total, parts)
+
+    def _parts(self, axis: str, size: int) -> int:
+        axes = dividing_axes(axis, size, self.mesh, self.rules)
+        return math.prod(self.mesh.shape[a] for a in axes)

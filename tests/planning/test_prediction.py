@@ -1,0 +1,156 @@
+"""Seconds of a step: rooflines by hand, and the links of compiled programs."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_post import models
+from jaxrl_post.config.plan import PlanConfig, PlannedRollout
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.pretrained.families import write_config
+from jaxrl_post.programs.layouts import gathered_bytes
+from jaxrl_post.programs.planning.chips import CHIPS, Chip
+from jaxrl_post.programs.planning.compiling import ProgramPlan, slice_devices
+from jaxrl_post.programs.planning.prediction import assumptions, phases, times
+from jaxrl_post.sharding import create_mesh
+from launch import plan
+
+# One operation, one byte of memory and half a byte of a link per second.
+SLOW = Chip(1.0, 1.0, 0.5, "a page")
+
+
+def entry(name: str, calls: int, flops, memory, links: float) -> ProgramPlan:
+    return ProgramPlan(name, 0, 0, 0, 0, 0, 0, 0.0, (), calls, flops, memory, links)
+
+
+def test_a_program_takes_as_long_as_its_slowest_part():
+    found = times(entry("decode 64", 3, 2.0, 4.0, 1.0), SLOW)
+    assert found == (3 * 2.0, 3 * 4.0, 3 * 2.0)
+    assert found is not None
+    assert (found.seconds, found.bound) == (12.0, "memory")
+    assert times(entry("apply", 1, None, None, 1.0), SLOW) is None
+
+
+def test_the_step_is_the_sum_of_its_phases():
+    made = [
+        entry("publish 1", 2, 0.0, 1.0, 1.0),
+        entry("publish 2", 1, 0.0, 5.0, 1.0),
+        entry("decode 32", 2, 3.0, 1.0, 0.0),
+        entry("decode 64", 1, 3.0, 7.0, 0.0),
+    ]
+    assert phases(made, SLOW) == {
+        "publish": 2 * 2.0 + 5.0,
+        "decode": 2 * 3.0 + 7.0,
+        "step": 9.0 + 13.0,
+    }
+    assert phases([entry("apply", 1, None, None, 1.0)], SLOW) == {}
+
+
+def test_rates_are_those_of_the_vendors_pages():
+    """FLOP/s, bytes per second of HBM, and half of the links' bidirectional ones."""
+    assert {
+        kind: (chip.flops, chip.memory_bandwidth, chip.link_bandwidth)
+        for kind, chip in CHIPS.items()
+    } == {
+        "TPU v5 lite": (197e12, 819e9, 200e9),
+        "TPU v5": (459e12, 2765e9, 600e9),
+        "TPU v6 lite": (918e12, 1638e9, 400e9),
+    }
+
+
+def test_assumptions_name_the_inputs_and_the_source():
+    rollout = PlannedRollout(prompts_per_step=4, max_prompt_tokens=7, max_tokens=9)
+    said = " ".join(assumptions(PlanConfig("m", "v5e:2x2", rollout=rollout), SLOW))
+    assert "4 prompts x 8, each of 7 prompt tokens and 9 decoded tokens" in said
+    assert "(a page)" in said
+    alone = " ".join(assumptions(PlanConfig("m", "v5e:2x2"), SLOW))
+    assert "A step is one microbatch" in alone
+
+
+tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs libtpu, the compiler for TPUs (extra tpu)",
+)
+# Large enough that the compiler gathers weights instead of activations.
+CONFIG = ModelConfig("llama", 2048, 512, 2048, 4, num_heads=8, num_kv_heads=8)
+
+
+def planned(folder: Path, *arguments: str) -> dict:
+    (folder / "config.json").write_text(json.dumps(write_config(CONFIG)))
+    file = folder / "plan.json"
+    common = f"--model={folder}", "--topology=v5e:2x2", f"--json={file}"
+    assert plan.main([*common, *arguments]) == 0
+    return json.loads(file.read_text())
+
+
+def program(made: dict, name: str) -> dict:
+    (found,) = (p for p in made["programs"] if p["name"].startswith(name))
+    return found
+
+
+SAMPLED = (
+    "--rollout.prompts-per-step=8",
+    "--rollout.max-prompt-tokens=128",
+    "--rollout.max-tokens=128",
+    "--row-tokens=256",
+)
+
+
+@pytest.mark.usefixtures("compiled_anew")
+@tpu_compiler
+def test_decoding_under_fsdp_receives_the_weights_at_every_step(tmp_path):
+    made = planned(tmp_path, "--mesh=fsdp4", *SAMPLED)
+    decode = program(made, "decode")
+    steps, mesh = 16, create_mesh("fsdp4", slice_devices("v5e:2x2"))
+    specs = models.param_specs(CONFIG)
+    params = models.abstract(specs, jnp.bfloat16, mesh)
+    # The compiler takes the gather of the embedding out of the loop.
+    once = gathered_bytes(params.embedding)
+    every = gathered_bytes(params) - once
+    assert decode["link_bytes"] == pytest.approx(steps * every + once, rel=0.01)
+    assert decode["calls"] == 128 // steps
+    seconds = made["prediction"]["seconds"]
+    links = decode["calls"] * decode["link_bytes"] / 200e9
+    assert made["prediction"]["programs"][decode["name"]]["links"] == links
+    assert seconds["decode"] >= links
+    assert "publish" not in seconds
+    assert seconds["step"] == pytest.approx(
+        sum(value for name, value in seconds.items() if name != "step")
+    )
+
+
+@pytest.mark.usefixtures("compiled_anew")
+@tpu_compiler
+def test_another_layout_is_paid_for_once_and_saves_every_step(tmp_path, capsys):
+    made = planned(tmp_path, "--mesh=fsdp4", "--rollout.mesh=dp2,tp2", *SAMPLED)
+    publish = program(made, "publish")
+    # The plan's arithmetic, and the collectives that the compiler made of it.
+    compiled = sum(c["received"] * c["count"] for c in publish["collectives"])
+    assert compiled == pytest.approx(publish["link_bytes"], rel=0.01)
+    seconds = made["prediction"]["seconds"]
+    assert seconds["publish"] > 0
+    decode = program(made, "decode")
+    # All-reduces over tp2 in place of gathers.
+    gathers = [c for c in decode["collectives"] if c["kind"] == "all-gather"]
+    assert all(c["bytes"] < 2048 * 512 for c in gathers)
+    printed = capsys.readouterr().out
+    assert "predicted: publish 0.0" in printed
+    assert "link GB" in printed
+
+
+@pytest.mark.usefixtures("compiled_anew")
+@tpu_compiler
+@pytest.mark.parametrize("scan", ["--scan-layers", "--no-scan-layers"])
+def test_a_loop_over_layers_counts_as_its_layers(tmp_path, scan):
+    made = planned(tmp_path, "--mesh=fsdp4", "--row-tokens=512", scan)
+    received = program(made, "accumulate")["link_bytes"]
+    mesh = create_mesh("fsdp4", slice_devices("v5e:2x2"))
+    params = models.abstract(models.param_specs(CONFIG), jnp.bfloat16, mesh)
+    layers = gathered_bytes(params.layers)
+    tables = gathered_bytes((params.embedding, params.unembedding))
+    # Weights forward and backward, gradients once; those of the tables in float32.
+    assert received >= 3 * layers + 3 * tables
+    assert received < 4.5 * layers + 4 * tables

@@ -1,0 +1,175 @@
+"""The sampler's programs in a plan are those of an engine and of a relayout."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_post import models
+from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.plan import PlanConfig, PlanError, PlannedRollout
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.programs.planning.plan import programs
+from jaxrl_post.programs.planning.sampling import make_sampler
+from jaxrl_post.rollout.weights import Relayout
+from jaxrl_post.sampler import Engine, Request, SamplingParams
+from jaxrl_post.sharding import MeshError, create_mesh, per_device_bytes
+
+pytestmark = pytest.mark.meshes
+
+CONFIG = ModelConfig("llama", 128, 64, 128, 2, num_heads=8, num_kv_heads=4)
+# 8 x 4 samples of 24 and 40 tokens, in three bursts of 14.
+ROLLOUT = PlannedRollout(
+    prompts_per_step=8, samples_per_prompt=4, max_prompt_tokens=24, max_tokens=40
+)
+
+MOVED = dataclasses.replace(ROLLOUT, mesh="dp2,tp4")
+
+
+def planned(rollout: PlannedRollout = ROLLOUT, **options) -> PlanConfig:
+    return PlanConfig("tiny", "v5e:2x4", row_tokens=128, rollout=rollout, **options)
+
+
+def step(mesh: str, rollout: PlannedRollout = ROLLOUT, **options) -> dict:
+    made = programs(planned(rollout, **options), CONFIG, create_mesh(mesh))
+    return {program.name: program for program in made}
+
+
+def kinds(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding.spec), tree)
+
+
+def test_the_programs_of_a_step_in_order():
+    found = step("fsdp8")
+    assert {name: program.calls for name, program in found.items()} == {
+        # 1024 tokens of 24 are 42 rows, 32 slots are fewer; an eighth for few prompts.
+        "prefill 4 x 24": 2,
+        "start 24": 1,
+        # The first burst ends at 37, beyond half of the cache.
+        "decode 64": 3,
+        "empty": 1,
+        # 32 samples of 64 tokens, two in a row of 128: 16 rows, 8 of a microbatch.
+        "accumulate": 2,
+        "apply": 1,
+    }
+
+
+def test_more_samples_than_slots_take_turns():
+    found = step("fsdp8", dataclasses.replace(ROLLOUT, num_slots=8))
+    assert found["decode 64"].calls == 4 * 3
+    assert found["start 24"].calls == 4
+
+
+def test_the_state_is_that_of_an_engine():
+    own = create_mesh("dp2,fsdp2,tp2")
+    sampler = make_sampler(planned(), CONFIG, own)
+    assert sampler is not None
+    engine = Engine(
+        CONFIG, sampler.functions.sizes, mesh=own, dtype=jnp.dtype("bfloat16")
+    )
+    assert kinds(sampler.state.cache) == kinds(engine.cache)
+    assert per_device_bytes(sampler.state) == per_device_bytes(engine._state)
+
+
+def test_the_arguments_are_those_of_an_engine():
+    own = create_mesh("dp8")
+    sampler = make_sampler(planned(), CONFIG, own)
+    assert sampler is not None
+    specs = models.param_specs(CONFIG)
+    params = models.initialize(jax.random.key(0), specs, jnp.bfloat16, own)
+    engine = Engine(
+        CONFIG, sampler.functions.sizes, mesh=own, dtype=jnp.dtype("bfloat16")
+    )
+    called = dict[str, tuple]()
+
+    def recorded(name, function):
+        def call(*arguments, **static):
+            called[name] = (jax.tree.map(jnp.shape, arguments), static)
+            return function(*arguments, **static)
+
+        return call
+
+    for name in ("prefill", "start", "decode"):
+        function = getattr(engine._functions, name)
+        engine._functions.__dict__[name] = recorded(name, function)
+    for prompt in range(8):
+        sampling = SamplingParams(max_tokens=1)
+        engine.submit(Request(prompt, (1,) * 24, 4, sampling=sampling))
+    with jax.set_mesh(own):
+        engine.step(params)
+    for program in sampler.programs(sampler.params, ()):
+        name = program.name.split()[0]
+        shapes = jax.tree.map(lambda leaf: leaf.shape, program.arguments)
+        found, static = called[name]
+        assert shapes == found
+        if name == "start":
+            assert program.static == static
+
+
+def test_another_layout_is_published_as_in_a_run():
+    mesh = create_mesh("fsdp8")
+    sampler = make_sampler(planned(MOVED), CONFIG, mesh)
+    assert sampler is not None
+    assert dict(sampler.mesh.shape) == {"dp": 2, "fsdp": 1, "ep": 1, "tp": 4}
+    specs = models.param_specs(CONFIG)
+    params = models.initialize(jax.random.key(0), specs, jnp.bfloat16, mesh)
+    _, sent = Relayout(sampler.params)(params)
+    found = step("fsdp8", MOVED)
+    publish = [p for name, p in found.items() if name.startswith("publish")]
+    assert sum(p.calls * p.received * mesh.size for p in publish) == sent > 0
+    # Each group's arrays are arguments or results; all others stay.
+    whole = per_device_bytes(params) + per_device_bytes(sampler.params)
+    for program in publish:
+        moved = per_device_bytes(program.arguments)
+        others = per_device_bytes(program.beside[1])
+        assert whole - others >= moved > 0
+
+
+def test_small_groups_of_equal_arrays_are_one_program():
+    sampler = make_sampler(planned(MOVED), CONFIG, create_mesh("fsdp8"))
+    assert sampler is not None
+    assert sampler.relayout is not None
+    sampler.relayout._group_bytes = 1
+    trained = models.abstract(
+        models.param_specs(CONFIG), jnp.bfloat16, create_mesh("fsdp8")
+    )
+    made = list(sampler._publish(sampler.relayout, trained, ()))
+    groups = sampler.relayout.groups(trained)
+    assert sum(program.calls for program in made) == len(groups)
+    # Two layers, and gate and up, are alike.
+    assert len(made) < len(groups) / 2
+
+
+def test_a_copy_stays_in_memory_while_the_trainer_works():
+    own, copied = step("fsdp8"), step("fsdp8", MOVED)
+    sampler = make_sampler(planned(MOVED), CONFIG, create_mesh("fsdp8"))
+    assert sampler is not None
+    for name in ("accumulate", "apply"):
+        (state, none), (moved_state, copy) = (
+            made[name].beside[1] for made in (own, copied)
+        )
+        assert none == ()
+        assert per_device_bytes(copy) == per_device_bytes(sampler.params)
+        # Four key/value heads over tp4, slots over dp2; before, slots over fsdp8.
+        assert state.cache.keys[0].shape == moved_state.cache.keys[0].shape
+        assert per_device_bytes(state.cache) == per_device_bytes(moved_state.cache)
+
+
+def test_a_sampler_elsewhere_takes_no_memory():
+    found = step("fsdp8", PlannedRollout())
+    assert list(found) == ["empty", "accumulate", "apply"]
+    assert jax.tree.leaves(found["apply"].beside) == []
+
+
+def test_what_cannot_be_planned():
+    with pytest.raises(MeshError, match=r"^--rollout\.mesh: "):
+        step("fsdp8", dataclasses.replace(ROLLOUT, mesh="dp3"))
+    with pytest.raises(PlanError, match=r"of an adapter .* got 8 with --lora.rank 4"):
+        step("fsdp8", lora=AdapterConfig(rank=4))
+    long = PlannedRollout(prompts_per_step=1, max_prompt_tokens=100, max_tokens=40)
+    with pytest.raises(PlanError, match=r"--row-tokens: .* completion, 140; got 128"):
+        step("fsdp8", long)
+    wide = dataclasses.replace(ROLLOUT, max_tokens=8192)
+    with pytest.raises(ValueError, match=r"is 8216, longer than .* context of 4096"):
+        step("fsdp8", wide)

@@ -1,0 +1,252 @@
+"""FLOPs and bytes of a model's programs: published numbers, sums by hand, XLA's."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_post import models
+from jaxrl_post.algorithms import grpo
+from jaxrl_post.kernels.token_logprob import tile_rows
+from jaxrl_post.learner import step as pure
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.models.config import LatentAttention, MixtureOfExperts
+from jaxrl_post.pretrained.presets import PRESETS
+from jaxrl_post.programs.planning.work import ModelWork, Work
+from jaxrl_post.sampler import EngineConfig
+from jaxrl_post.sampler.jitted import DeviceFunctions
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.types import TokenBatch
+
+BF16 = jnp.dtype("bfloat16")
+DENSE = ModelConfig("llama", 512, 128, 256, 2, num_heads=8, num_kv_heads=4)
+LATENT = ModelConfig(
+    "deepseek_v3", 512, 128, 256, 2, num_heads=8, num_kv_heads=8,
+    latent=LatentAttention(32, nope_dim=16, rope_dim=8, value_dim=16, query_rank=24),
+)  # fmt: skip
+EXPERTS = ModelConfig(
+    "qwen3_moe", 512, 128, 256, 2, num_heads=8, num_kv_heads=4,
+    experts=MixtureOfExperts(16, 2, expert_size=32, shared_size=64),
+)  # fmt: skip
+
+
+def work(config: ModelConfig, mesh: str = "dp1", dtype=BF16) -> ModelWork:
+    made = create_mesh(mesh, jax.devices()[: 1 if mesh == "dp1" else 8])
+    return ModelWork(config, made, DEFAULT_RULES, jnp.dtype(dtype))
+
+
+def decoded(model: ModelWork, slots: int = 1, view: int = 0) -> Work:
+    return model.decode(slots, view, 1, view)
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices"),
+    [
+        # All parameters but the table that is looked up and the norms.
+        ("llama-3.1-8b", 8_030_261_248 - 128256 * 4096 - 65 * 4096),
+        # Tied: the table is the head's matrix. Norms, and biases of q, k and v.
+        ("qwen2.5-1.5b", 1_543_714_304 - 57 * 1536 - 28 * (12 + 2 + 2) * 128),
+        # "37B activated for each token" (arXiv:2412.19437), less the embedding: the
+        # head, 3 dense layers, 58 of 8 + 1 experts, and attention.
+        (
+            "deepseek-v3",
+            129280 * 7168
+            + 3 * 3 * 7168 * 18432
+            + 58 * (9 * 3 * 7168 * 2048 + 256 * 7168)
+            + 61
+            * (
+                7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256
+                + 128 * 128 * 7168
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_a_token_costs_two_flops_per_parameter_in_its_products(name, matrices):
+    assert decoded(work(PRESETS[name])).flops == 2 * matrices
+
+
+def test_deepseek_activates_37_billion_parameters():
+    billions = decoded(work(PRESETS["deepseek-v3"])).flops / 2e9
+    embedding = 129280 * 7168 / 1e9
+    assert billions + embedding == pytest.approx(37.5, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # Layers x key/value heads x head dims x (key, value) x bfloat16.
+        ("llama-3.1-8b", 32 * 8 * 128 * 2 * 2),
+        ("llama-3.3-70b", 80 * 8 * 128 * 2 * 2),
+        ("qwen3-30b-a3b", 48 * 4 * 128 * 2 * 2),
+        # The latent and the rotated key: 70 kB.
+        ("deepseek-v3", 61 * (512 + 64) * 2),
+    ],
+)
+def test_bytes_of_a_token_in_the_cache(name, expected):
+    assert work(PRESETS[name]).cache_bytes == expected
+
+
+def test_a_decoding_step_reads_the_weights_and_the_cache_once():
+    model = work(PRESETS["llama-3.1-8b"])
+    weights = 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
+    rows, view = 64, 4096
+    # Of 16.06 GB, 15.01 GB are in products; 131,072 bytes a token of the cache.
+    step = model.decode(rows, view, 1, view).bytes
+    cache = rows * (view + 1) * 131072
+    # What goes in and out of the products is below three percent of the weights.
+    assert weights + cache < step < 1.03 * weights + cache
+    assert model.decode(rows, view, 16, view).bytes == 16 * step
+    # A view that is a part of the cache is copied out and back, each read and written.
+    copy = 4 * rows * view * 131072
+    assert model.decode(rows, view, 16, 2 * view).bytes == 16 * step + copy
+
+
+def test_attention_costs_four_flops_per_head_dimension_and_key():
+    model = work(DENSE)
+    with_keys, without = decoded(model, 8, 100), decoded(model, 8)
+    # Two products, each of two FLOPs: 8 slots, 8 heads of 16 dims, 2 layers.
+    assert with_keys.flops - without.flops == 8 * 100 * 4 * 8 * 16 * 2
+
+
+@pytest.mark.meshes
+def test_a_device_computes_its_share():
+    whole, split = work(DENSE), work(DENSE, "dp2,fsdp2,tp2")
+    one, part = decoded(whole, 64, 128), decoded(split, 64, 128)
+    assert part.flops == one.flops / 8
+    # 4 key/value heads over tp2, slots over dp2 and fsdp2.
+    assert split.cache_bytes == whole.cache_bytes / 2
+    # With tp4 a model of 2 key/value heads has all of them on every device.
+    few = ModelConfig("llama", 512, 128, 256, 2, num_heads=8, num_kv_heads=2)
+    assert work(few, "dp2,tp4").cache_bytes == work(few).cache_bytes
+
+
+@pytest.mark.meshes
+def test_a_split_matrix_is_read_in_parts_written_and_read_whole():
+    moved = decoded(work(DENSE, "dp2,fsdp4"), 8).bytes
+    still = decoded(work(DENSE, "dp8"), 8).bytes
+    table, layer = 512 * 128, 3 * 128 * 256 + 2 * 128 * 128 + 2 * 128 * 64
+    # The embedding is gathered too, though it is not read whole.
+    gathered = 2 * (2 * table + 2 * layer)
+    assert moved - still == gathered * (1 + 1 / 4)
+
+
+@pytest.mark.meshes
+def test_experts_of_a_device_compute_the_tokens_of_their_group():
+    whole, split = work(EXPERTS), work(EXPERTS, "dp2,ep4")
+    assert decoded(split, 64).flops == decoded(whole, 64).flops / 8
+    (gate, *_) = (p for p in split.products() if p.name.endswith("experts.gate"))
+    assert (gate.experts, gate.chosen, gate.parts) == (4, 2, 1)
+    # Of 16 experts a token chooses 2; of two tokens one misses both 49 in 64 times.
+    assert gate.used(1) == 2 / 16
+    assert gate.used(2) == 1 - (14 / 16) ** 2
+
+
+def test_prefill_that_does_not_divide_is_computed_everywhere():
+    model = work(DENSE, "dp1")
+    one = model.prefill(1, 64)
+    assert model.prefill(4, 64).flops == 4 * one.flops
+    # Written: 64 tokens of keys and values.
+    assert one.bytes > 64 * model.cache_bytes
+
+
+@pytest.mark.meshes
+def test_rows_of_a_prefill_are_split_only_if_they_divide():
+    model = work(DENSE, "dp8")
+    one, eight = model.prefill(1, 64), model.prefill(8, 64)
+    attention = 64 * 64 * 4 * 8 * 16
+    # One row's tokens are split over the devices, its attention is not.
+    assert one.flops == (eight.flops - attention) / 8 + attention
+
+
+def test_training_costs_six_flops_per_parameter_and_token():
+    config = PRESETS["llama-3.1-8b"]
+    model, tokens = work(config), 4 * 4096
+    down = 32 * 4096 * 14336
+    layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + 3 * down
+    attention = 32 * tokens * 4096 * 4 * 4096
+    none = model.accumulate(4, 4096, 0, "none", scan=False).flops
+    full = model.accumulate(4, 4096, 0, "full", scan=False).flops
+    # No scored token still computes a tile of logits.
+    tile = 3 * 2 * tile_rows(128256) * 128256 * 4096
+    # Attention recomputes its scores: 2 forward, 2 backward; one more with remat. The
+    # backward pass needs no output of a layer's last product.
+    assert none == 6 * layers * tokens + 4 * attention + tile
+    assert full == (8 * layers - 2 * down) * tokens + 5 * attention + tile
+
+
+def test_the_optimizer_step_moves_34_bytes_per_parameter():
+    # Gradient twice, moments and masters in and out, the bfloat16 parameter.
+    assert work(DENSE).apply(1000) == Work(0.0, 1000 * (8 + 16 + 8 + 2))
+    assert work(DENSE, dtype="float32").apply(1000) == Work(0.0, 1000 * (8 + 16 + 8))
+
+
+CONFIGS = {"dense": DENSE, "latent": LATENT, "experts": EXPERTS}
+
+
+def xla_flops(function, *arguments, **static) -> float:
+    """XLA's count of a program without loops, before it is optimized."""
+    return function.lower(*arguments, **static).cost_analysis()["flops"]
+
+
+def functions(config: ModelConfig) -> tuple[DeviceFunctions, tuple]:
+    sizes = EngineConfig(
+        num_slots=256, max_prompt_tokens=64, max_tokens=64, steps_per_call=1
+    )
+    made = DeviceFunctions(
+        config, sizes, BF16, None, DEFAULT_RULES, collections.Counter()
+    )
+    params = models.abstract(models.param_specs(config), BF16)
+    return made, (params, made.state_shape)
+
+
+@pytest.mark.parametrize("name", ["dense", "latent"])
+def test_xla_counts_a_decoding_step_alike(name):
+    made, (params, state) = functions(CONFIGS[name])
+    keep = jax.ShapeDtypeStruct((256,), jnp.bool_)
+    found = xla_flops(made.decode, params, state, keep, view_length=128, truncate=False)
+    expected = work(CONFIGS[name]).decode(256, 128, 1, 128).flops
+    # XLA also counts elementwise operations.
+    assert expected < found < 1.1 * expected
+
+
+@pytest.mark.parametrize("name", ["dense", "latent"])
+def test_xla_counts_a_prefill_alike(name):
+    made, (params, state) = functions(CONFIGS[name])
+    prompts = jax.ShapeDtypeStruct((64, 64), jnp.int32)
+    slots = jax.ShapeDtypeStruct((64,), jnp.int32)
+    found = xla_flops(made.prefill, params, state, prompts, slots)
+    expected = work(CONFIGS[name]).prefill(64, 64).flops
+    assert expected < found < 1.1 * expected
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("name", ["dense", "latent"])
+def test_xla_counts_a_training_pass_alike(name, remat):
+    config, shape = CONFIGS[name], (16, 64)
+    policy = pure.Policy(config, remat=remat)
+    params = models.abstract(models.param_specs(config), BF16)
+    integers = jax.ShapeDtypeStruct(shape, jnp.int32)
+    floats = jax.ShapeDtypeStruct(shape, jnp.float32)
+    batch = TokenBatch(
+        tokens=integers,
+        positions=integers,
+        segment_ids=integers,
+        loss_mask=jax.ShapeDtypeStruct(shape, jnp.bool_),
+        advantages=floats,
+        behavior_logprobs=floats,
+        versions=integers,
+    )
+    objective = grpo().objective
+    total = jax.eval_shape(
+        lambda *inputs: pure.empty_accumulator(policy, objective, *inputs),
+        params,
+        batch,
+    )
+
+    def accumulate(params, total, batch):
+        return pure.accumulate(policy, objective, params, total, batch)
+
+    found = xla_flops(jax.jit(accumulate), params, total, batch)
+    expected = work(config).accumulate(*shape, 1024, remat, scan=False).flops
+    assert expected < found < 1.1 * expected
