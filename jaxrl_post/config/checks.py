@@ -13,6 +13,7 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.horizon import check_schedules
+from jaxrl_post.config.judges import check_judges
 from jaxrl_post.config.offline import OfflineConfig, RewardConfig, SFTConfig
 from jaxrl_post.config.paths import check_paths, naming
 from jaxrl_post.config.reward_model import RewardModelConfig
@@ -199,6 +200,7 @@ def _check_rl(config: RLConfig) -> None:
         read_mesh(config.rollout.mesh)
     except MeshError as error:
         raise MeshError(f"--rollout.{error}") from error
+    check_judges(config.rollout.judges, config.rollout.reward_cpus, "rollout.")
     _check_rollout(config)
     _check_turns(config)
     name, rollout, update = config.algorithm.name, config.rollout, config.update

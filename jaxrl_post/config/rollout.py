@@ -61,7 +61,11 @@ class RolloutConfig:
         overlong_penalty: reward that a completion of `max_tokens` tokens loses.
         max_draws: with dynamic sampling, most prompts drawn for a step, as a multiple
             of `prompts_per_step`; after that the step takes the groups that it has.
+        judges: where answers are judged. local: in processes of this machine; ray: on
+            the Ray cluster that is there, or else one on this machine; ray:HOST:PORT:
+            on the nodes of that cluster; ray:local: always on one of this machine.
         reward_workers: number of processes that judge answers.
+        reward_cpus: with judges on a Ray cluster, CPUs reserved for each process.
         reward_deadline_s: most seconds for one judgement.
         reward_memory_gib: most GiB of address space of a process that judges; a step
             that needs more fails. None for no limit.
@@ -94,7 +98,9 @@ class RolloutConfig:
     overlong_buffer: Annotated[int, NOT_NEGATIVE] = 0
     overlong_penalty: Annotated[float, NOT_NEGATIVE] = 1.0
     max_draws: Annotated[int, COUNT] = 4
+    judges: Annotated[str, FREE] = "local"
     reward_workers: Annotated[int, COUNT, FREE] = 1
+    reward_cpus: Annotated[float, POSITIVE, FREE] = 1.0
     reward_deadline_s: Annotated[float, POSITIVE, FREE] = 10.0
     reward_memory_gib: Annotated[float | None, POSITIVE, FREE] = None
     reward_grace_s: Annotated[float, NOT_NEGATIVE, FREE] = 0.25

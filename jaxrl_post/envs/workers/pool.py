@@ -238,6 +238,7 @@ class WorkerPool:
         try:
             worker.start()
         except WorkerStartError as error:
+            worker.end(grace_s=0.0)
             started.set_exception(error)
             return
         started.set_result(None)

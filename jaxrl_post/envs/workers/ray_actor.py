@@ -1,7 +1,7 @@
 """The actor that holds a worker process on a node of a Ray cluster.
 
 Ray sends the class to the node by value, since the node's own search path may not have
-this package. Hence its methods import what they need, after `__init__` has set the path.
+this package. So its methods import what they need, after `__init__` has set the path.
 """
 
 import json

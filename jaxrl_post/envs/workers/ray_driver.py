@@ -12,6 +12,7 @@ command: to serve a worker over the socket that comes with it, or to kill a work
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import struct
@@ -45,28 +46,28 @@ def main() -> None:
     import ray
 
     try:
-        context = ray.init(
+        ray.init(
             address=settings["address"],
             include_dashboard=False,
             log_to_driver=False,
-            logging_level="error",
+            logging_level=logging.ERROR,
         )
     # The boundary of the process: the trainer raises WorkerLostError with this text.
     except Exception as error:
         _send(control, {"kind": "failed", "error": _described(error)})
         return
     ignore_stop_signals()  # ray.init has set a handler.
-    _send(control, {"kind": "ready", "address": context.address_info["gcs_address"]})
+    _send(control, {"kind": "ready"})
     _serve_all(control, settings)
     ray.shutdown(wait_for_processes=True)
 
 
 def _serve_all(control: socket.socket, settings: dict[str, Any]) -> None:
     """Obeys commands until the trainer has closed its end."""
-    import ray
+    from ray import cloudpickle
 
     # Sent to the nodes by value: their search paths may not have this package.
-    ray.cloudpickle.register_pickle_by_value(ray_actor)
+    cloudpickle.register_pickle_by_value(ray_actor)
     seats: dict[int, _Seat] = {}
     while True:
         try:
@@ -124,14 +125,14 @@ class _Seat(threading.Thread):
         self._leave()
 
     def _reply(self, frame: bytes) -> bytes:
-        import ray
+        from ray.exceptions import RayError
 
         header, _, payload = frame.partition(b"\n")
         fields = json.loads(header)
         try:
             return self._obeyed(fields, payload)
         # An actor or a node died, did not answer, or has no room.
-        except (ray.exceptions.RayError, _NoRoomError) as error:
+        except (RayError, _NoRoomError) as error:
             self._leave()
             lost = {"kind": "lost", "error": _described(error)}
             return json.dumps(lost).encode()
@@ -142,10 +143,9 @@ class _Seat(threading.Thread):
         limit_s = fields["limit_s"] + ANSWER_GRACE_S
         match fields["command"]:
             case "start":
-                if self._host is None:
-                    self._take_place()
+                host = self._host or self._placed()
                 settings = json.dumps(fields["settings"])
-                answer = self._host.start.remote(payload, settings)
+                answer = host.start.remote(payload, settings)
                 return ray.get(answer, timeout=limit_s)
             case "ask":
                 answer = self._host.ask.remote(payload, fields["calls"])
@@ -155,7 +155,7 @@ class _Seat(threading.Thread):
                 ray.get(self._host.end.remote(fields["limit_s"]), timeout=limit_s)
                 return json.dumps({"kind": "ended"}).encode()
 
-    def _take_place(self) -> None:
+    def _placed(self) -> Any:
         """Creates the actor and waits until a node has room for it."""
         import ray
 
@@ -173,6 +173,7 @@ class _Seat(threading.Thread):
             if self._killed.is_set() or time.monotonic() > expires:
                 raise _NoRoomError(self._no_room())
         ray.get(placed, timeout=ANSWER_GRACE_S)
+        return self._host
 
     def _no_room(self) -> str:
         import ray
@@ -182,8 +183,8 @@ class _Seat(threading.Thread):
         return (
             f"no node had {cpus:g} CPUs free for a worker within {timeout_s:g} s: the "
             f"cluster has {there.get('CPU', 0):g} CPUs, of which "
-            f"{free.get('CPU', 0):g} are free. Ask for fewer workers, or for fewer CPUs "
-            "for each, or add nodes"
+            f"{free.get('CPU', 0):g} are free. Ask for fewer workers, or for fewer "
+            "CPUs for each, or add nodes"
         )
 
     def _leave(self) -> None:
