@@ -7,6 +7,7 @@ answered by a line.
 
 import sys
 
+from ray._common.utils import reset_ray_address
 from ray.cluster_utils import Cluster
 
 NODE = {"num_cpus": 2, "include_dashboard": False}
@@ -18,6 +19,8 @@ def say(line: str) -> None:
 
 
 cluster = Cluster(initialize_head=True, head_node_args=NODE)
+# Otherwise every program of this machine that calls ray.init() would join it.
+reset_ray_address()
 second = cluster.add_node(**NODE)
 say(cluster.address)
 for line in sys.stdin:

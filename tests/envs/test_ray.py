@@ -39,6 +39,9 @@ class Nodes:
             stderr=self._log,
             text=True,
         )
+        self.address = ""
+
+    def wait_for_address(self) -> None:
         self.address = self._line()
 
     def tell(self, command: str) -> None:
@@ -75,6 +78,7 @@ def nodes(ray_token, tmp_path_factory) -> Iterator[Nodes]:
     """Two nodes; a test that kills one adds another."""
     nodes = Nodes(tmp_path_factory.mktemp("ray"))
     with contextlib.closing(nodes):
+        nodes.wait_for_address()
         yield nodes
 
 
