@@ -13,12 +13,11 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.horizon import check_schedules
-from jaxrl_post.config.judges import check_judges
 from jaxrl_post.config.offline import OfflineConfig, RewardConfig, SFTConfig
 from jaxrl_post.config.paths import check_paths, naming
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.rollout import RolloutConfig, check_judges
 from jaxrl_post.config.run import RunConfig
 from jaxrl_post.mesh_spec import MeshError, read_mesh
 

@@ -15,8 +15,8 @@ from jaxrl_post.config.fields import (
     Range,
     check_numbers,
 )
-from jaxrl_post.config.judges import check_judges
 from jaxrl_post.config.paths import check_output, check_paths
+from jaxrl_post.config.rollout import check_judges
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = ["EvaluateConfig", "check_evaluation", "result_files"]

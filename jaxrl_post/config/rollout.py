@@ -1,8 +1,10 @@
 """The options of sampling and judging."""
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import (
     COUNT,
     FREE,
@@ -11,8 +13,9 @@ from jaxrl_post.config.fields import (
     SHARE,
     Range,
 )
+from jaxrl_post.envs.workers.hosts import check_hosts
 
-__all__ = ["RolloutConfig"]
+__all__ = ["RolloutConfig", "check_judges"]
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,34 @@ class RolloutConfig:
     reward_grace_s: Annotated[float, NOT_NEGATIVE, FREE] = 0.25
     max_failed_share: Annotated[float, SHARE, FREE] = 0.25
     deadline_s: Annotated[float, POSITIVE, FREE] = 3600.0
+
+
+def check_judges(judges: str, reward_cpus: float, section: str) -> None:
+    """Refuses judges that are nowhere, and CPUs that nobody reserves.
+
+    Args:
+        judges: the option of this name, as `check_hosts` has it.
+        reward_cpus: the option of this name.
+        section: of both options, such as "rollout.", for messages.
+
+    Raises:
+        ConfigError: names the option.
+
+    >>> check_judges("slurm", 1.0, "rollout.")
+    Traceback (most recent call last):
+    jaxrl_post.config.errors.ConfigError: --rollout.judges: must be ... got 'slurm'
+    """
+    try:
+        check_hosts(judges)
+    except ValueError as error:
+        raise ConfigError(f"--{section}judges: {error}") from error
+    if judges == "local" and reward_cpus != RolloutConfig.reward_cpus:
+        raise ConfigError(
+            f"--{section}reward-cpus: processes of this machine reserve no CPUs; got "
+            f"{reward_cpus:g}; drop the option, or give --{section}judges ray"
+        )
+    if judges != "local" and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            f"--{section}judges {judges}: there is no module 'ray': "
+            "pip install 'jaxrl_post[ray]'"
+        )

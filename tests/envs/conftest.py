@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 
 from jaxrl_post.envs import WorkerPool
-from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.envs.workers.interface import MakeWorker
+from jaxrl_post.envs.workers.ray_worker import RayCluster
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +36,10 @@ def ray_token() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def local_ray(ray_token) -> Iterator[MakeWorker]:
-    with open_hosts("ray:local", cpus_per_worker=0.01) as make_worker:
-        yield make_worker
+    with RayCluster("local", cpus_per_worker=0.01) as cluster:
+        driver = cluster._driver
+        yield cluster.worker
+        assert cluster._driver is driver, "the connection to the cluster was lost"
 
 
 @pytest.fixture(scope="session", params=["local", "ray"])

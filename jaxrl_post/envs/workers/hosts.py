@@ -31,7 +31,7 @@ def check_hosts(hosts: str) -> None:
     """
     kind, colon, address = hosts.partition(":")
     known = hosts == "local" or (kind == "ray" and bool(address) == bool(colon))
-    port = re.fullmatch(r".+:(\d+)", address)
+    port = re.fullmatch(r"[^/]+:(\d+)", address)
     if port is not None:
         known = known and 0 < int(port[1]) < 2**16
     elif address not in ("", "local"):

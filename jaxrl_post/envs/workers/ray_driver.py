@@ -69,9 +69,10 @@ def _serve_all(control: socket.socket, settings: dict[str, Any]) -> None:
     # Sent to the nodes by value: their search paths may not have this package.
     cloudpickle.register_pickle_by_value(ray_actor)
     seats: dict[int, _Seat] = {}
+    # No deadline: commands come as long as the trainer lives.
+    control.settimeout(None)
     while True:
         try:
-            # No deadline: commands come as long as the trainer lives.
             message, descriptors, _, _ = socket.recv_fds(control, COMMAND.size, 1)
         except ConnectionError:
             return
