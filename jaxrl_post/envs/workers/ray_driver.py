@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import struct
-import sys
 import threading
 import time
 from typing import Any
@@ -93,8 +91,7 @@ class _Seat(threading.Thread):
 
     Args:
         connection: to the trainer's `RayWorker`.
-        settings: `cpus` of the actor; `timeout_s`, maximum seconds until it is placed;
-            `address` and `directory` of the caller.
+        settings: `cpus` of the actor; `timeout_s`, maximum seconds until it is placed.
     """
 
     def __init__(self, connection: socket.socket, settings: dict[str, Any]) -> None:
@@ -144,7 +141,7 @@ class _Seat(threading.Thread):
         limit_s = fields["limit_s"] + ANSWER_GRACE_S
         match fields["command"]:
             case "start":
-                host = self._host or self._placed()
+                host = self._host or self._placed(fields["path"], fields["directory"])
                 settings = json.dumps(fields["settings"])
                 answer = host.start.remote(payload, settings)
                 return ray.get(answer, timeout=limit_s)
@@ -156,7 +153,7 @@ class _Seat(threading.Thread):
                 ray.get(self._host.end.remote(fields["limit_s"]), timeout=limit_s)
                 return json.dumps({"kind": "ended"}).encode()
 
-    def _placed(self) -> Any:
+    def _placed(self, path: list[str], directory: str) -> Any:
         """Creates the actor and waits until a node has room for it."""
         import ray
 
@@ -166,8 +163,7 @@ class _Seat(threading.Thread):
             max_concurrency=2,
             scheduling_strategy="SPREAD",
         )
-        path = [os.path.abspath(entry) for entry in sys.path]
-        self._host = make.remote(path, os.getcwd())
+        self._host = make.remote(path, directory)
         placed = self._host.node.remote()
         expires = time.monotonic() + self._settings["timeout_s"]
         while not ray.wait([placed], timeout=_POLL_S)[0]:

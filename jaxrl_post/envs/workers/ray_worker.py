@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import os
 import socket
+import sys
 import threading
 import time
 from types import TracebackType
@@ -201,13 +203,18 @@ class RayWorker:
             if self._connection is None:
                 self._number, self._connection = self._cluster.open()
         settings = self._settings
-        options = {
-            "deadline_s": settings.deadline_s,
-            "start_timeout_s": settings.start_timeout_s,
-            "memory_bytes": settings.memory_bytes,
+        fields = {
+            "command": "start",
+            "path": [os.path.abspath(e) for e in sys.path if isinstance(e, str)],
+            "directory": os.getcwd(),
+            "settings": {
+                "deadline_s": settings.deadline_s,
+                "start_timeout_s": settings.start_timeout_s,
+                "memory_bytes": settings.memory_bytes,
+            },
         }
         reply = self._request(
-            {"command": "start", "settings": options},
+            fields,
             settings.environment,
             settings.start_timeout_s,
             extra_s=self._cluster.timeout_s,
