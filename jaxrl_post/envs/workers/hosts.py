@@ -12,6 +12,8 @@ from jaxrl_post.envs.workers.ray_worker import RayCluster
 
 __all__ = ["check_hosts", "open_hosts"]
 
+_HOSTS = re.compile(r"local|ray(:local|:[^/]+:(?P<port>\d+))?")
+
 
 def check_hosts(hosts: str) -> None:
     """Refuses a text that names no hosts. Does not import Ray.
@@ -29,14 +31,9 @@ def check_hosts(hosts: str) -> None:
     Traceback (most recent call last):
     ValueError: must be local, ray, ray:local or ray:HOST:PORT; got '10.0.0.1:6379'
     """
-    kind, colon, address = hosts.partition(":")
-    known = hosts == "local" or (kind == "ray" and bool(address) == bool(colon))
-    port = re.fullmatch(r"[^/]+:(\d+)", address)
-    if port is not None:
-        known = known and 0 < int(port[1]) < 2**16
-    elif address not in ("", "local"):
-        known = False
-    if not known:
+    named = _HOSTS.fullmatch(hosts)
+    port = None if named is None else named["port"]
+    if named is None or (port is not None and not 0 < int(port) < 2**16):
         raise ValueError(
             f"must be local, ray, ray:local or ray:HOST:PORT; got {hosts!r}"
         )
