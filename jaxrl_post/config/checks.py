@@ -17,7 +17,7 @@ from jaxrl_post.config.offline import OfflineConfig, RewardConfig, SFTConfig
 from jaxrl_post.config.paths import check_paths, naming
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.rollout import RolloutConfig, check_judges
 from jaxrl_post.config.run import RunConfig
 from jaxrl_post.mesh_spec import MeshError, read_mesh
 
@@ -199,6 +199,7 @@ def _check_rl(config: RLConfig) -> None:
         read_mesh(config.rollout.mesh)
     except MeshError as error:
         raise MeshError(f"--rollout.{error}") from error
+    check_judges(config.rollout.judges, config.rollout.reward_cpus, "rollout.")
     _check_rollout(config)
     _check_turns(config)
     name, rollout, update = config.algorithm.name, config.rollout, config.update

@@ -16,6 +16,7 @@ from jaxrl_post.config.fields import (
     check_numbers,
 )
 from jaxrl_post.config.paths import check_output, check_paths
+from jaxrl_post.config.rollout import check_judges
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = ["EvaluateConfig", "check_evaluation", "result_files"]
@@ -58,7 +59,11 @@ class EvaluateConfig:
             fsdp, ep, tp); by default all devices are on dp.
         dtype: dtype of the parameters; None for the checkpoint's own.
         num_slots: number of samples that decode at once.
+        judges: where answers are judged. local: in processes of this machine; ray: on
+            the Ray cluster that is there, or else one on this machine; ray:HOST:PORT:
+            on the nodes of that cluster; ray:local: always on one of this machine.
         reward_workers: number of processes that judge answers.
+        reward_cpus: with judges on a Ray cluster, CPUs reserved for each process.
         reward_deadline_s: most seconds for one judgement.
         reward_memory_gib: most GiB of address space of a process that judges; a step
             that needs more fails. None for no limit.
@@ -88,7 +93,9 @@ class EvaluateConfig:
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
     num_slots: Annotated[int, COUNT] = 64
+    judges: str = "local"
     reward_workers: Annotated[int, COUNT] = 1
+    reward_cpus: Annotated[float, POSITIVE] = 1.0
     reward_deadline_s: Annotated[float, POSITIVE] = 10.0
     reward_memory_gib: Annotated[float | None, POSITIVE] = None
     deadline_s: Annotated[float, POSITIVE] = 24 * 3600.0
@@ -104,6 +111,7 @@ def check_evaluation(config: EvaluateConfig) -> None:
     """
     check_numbers(config)
     read_mesh(config.mesh)
+    check_judges(config.judges, config.reward_cpus, "")
     greedy = config.sampling_defaults == "greedy" and not config.temperature
     if greedy and config.samples > 1:
         raise ConfigError(

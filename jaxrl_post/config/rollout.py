@@ -1,8 +1,10 @@
 """The options of sampling and judging."""
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import (
     COUNT,
     FREE,
@@ -11,8 +13,9 @@ from jaxrl_post.config.fields import (
     SHARE,
     Range,
 )
+from jaxrl_post.envs.workers.hosts import check_hosts
 
-__all__ = ["RolloutConfig"]
+__all__ = ["RolloutConfig", "check_judges"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,11 @@ class RolloutConfig:
         overlong_penalty: reward that a completion of `max_tokens` tokens loses.
         max_draws: with dynamic sampling, most prompts drawn for a step, as a multiple
             of `prompts_per_step`; after that the step takes the groups that it has.
+        judges: where answers are judged. local: in processes of this machine; ray: on
+            the Ray cluster that is there, or else one on this machine; ray:HOST:PORT:
+            on the nodes of that cluster; ray:local: always on one of this machine.
         reward_workers: number of processes that judge answers.
+        reward_cpus: with judges on a Ray cluster, CPUs reserved for each process.
         reward_deadline_s: most seconds for one judgement.
         reward_memory_gib: most GiB of address space of a process that judges; a step
             that needs more fails. None for no limit.
@@ -94,9 +101,42 @@ class RolloutConfig:
     overlong_buffer: Annotated[int, NOT_NEGATIVE] = 0
     overlong_penalty: Annotated[float, NOT_NEGATIVE] = 1.0
     max_draws: Annotated[int, COUNT] = 4
+    judges: Annotated[str, FREE] = "local"
     reward_workers: Annotated[int, COUNT, FREE] = 1
+    reward_cpus: Annotated[float, POSITIVE, FREE] = 1.0
     reward_deadline_s: Annotated[float, POSITIVE, FREE] = 10.0
     reward_memory_gib: Annotated[float | None, POSITIVE, FREE] = None
     reward_grace_s: Annotated[float, NOT_NEGATIVE, FREE] = 0.25
     max_failed_share: Annotated[float, SHARE, FREE] = 0.25
     deadline_s: Annotated[float, POSITIVE, FREE] = 3600.0
+
+
+def check_judges(judges: str, reward_cpus: float, section: str) -> None:
+    """Refuses judges that are nowhere, and CPUs that nobody reserves.
+
+    Args:
+        judges: the option of this name, as `check_hosts` has it.
+        reward_cpus: the option of this name.
+        section: of both options, such as "rollout.", for messages.
+
+    Raises:
+        ConfigError: names the option.
+
+    >>> check_judges("slurm", 1.0, "rollout.")
+    Traceback (most recent call last):
+    jaxrl_post.config.errors.ConfigError: --rollout.judges: must be ... got 'slurm'
+    """
+    try:
+        check_hosts(judges)
+    except ValueError as error:
+        raise ConfigError(f"--{section}judges: {error}") from error
+    if judges == "local" and reward_cpus != RolloutConfig.reward_cpus:
+        raise ConfigError(
+            f"--{section}reward-cpus: processes of this machine reserve no CPUs; got "
+            f"{reward_cpus:g}; drop the option, or give --{section}judges ray"
+        )
+    if judges != "local" and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            f"--{section}judges {judges}: there is no module 'ray': "
+            "pip install 'jaxrl_post[ray]'"
+        )

@@ -24,6 +24,7 @@ from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data import chat
 from jaxrl_post.data.generation import GenerationDefaults, read_generation_defaults
 from jaxrl_post.envs import Environment, Task, WorkerPool
+from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import distinct
 from jaxrl_post.examples.texts import environment_texts
@@ -150,11 +151,13 @@ def evaluate(
     )
     with (
         jax.set_mesh(model.mesh),
+        open_hosts(config.judges, config.reward_cpus) as make_worker,
         WorkerPool(
             environment,
             config.reward_workers,
             deadline_s=config.reward_deadline_s,
             memory_limit_gib=config.reward_memory_gib,
+            make_worker=make_worker,
         ) as judges,
         # Progress lines are for a terminal; a log file gets only the table.
         Progress(

@@ -17,6 +17,7 @@ from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import WorkerPool
+from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import TaskSets, fitting_prompts, open_tasks
@@ -107,12 +108,16 @@ def run_rl(
     ) as run:
         rollout = run.config.rollout
         kept, _ = fitting(run.model.tokenizer, run.model.config)
-        with WorkerPool(
-            environment,
-            rollout.reward_workers,
-            deadline_s=rollout.reward_deadline_s,
-            memory_limit_gib=rollout.reward_memory_gib,
-        ) as judges:
+        with (
+            open_hosts(rollout.judges, rollout.reward_cpus) as make_worker,
+            WorkerPool(
+                environment,
+                rollout.reward_workers,
+                deadline_s=rollout.reward_deadline_s,
+                memory_limit_gib=rollout.reward_memory_gib,
+                make_worker=make_worker,
+            ) as judges,
+        ):
             trainer = _trainer(run, kept, judges, algorithm)
             _print_layout(run, trainer)
             return _loop(run, trainer, should_stop)

@@ -62,6 +62,25 @@ def one_device(model, tmp_path_factory) -> Path:
 
 
 @pytest.mark.processes
+# That judges elsewhere judge alike: tests/envs/test_every_host.py.
+@pytest.mark.all
+@pytest.mark.processes
+def test_judges_of_a_ray_cluster_train_as_those_of_this_machine_do(
+    program, model, tmp_path
+):
+    pytest.importorskip("ray", reason="needs the extra ray")
+    runs = {hosts: tmp_path / hosts for hosts in ("local", "ray:local")}
+    for hosts, run in runs.items():
+        given = options(run, model, f"--rollout.judges={hosts}", "--eval.every=1")
+        ends(program("launch.grpo", *given, "--rollout.reward-workers=2"))
+    expected, found = (metrics(run) for run in runs.values())
+    assert sorted(expected) == sorted(found) == [0, 1, 2]
+    for step, row in expected.items():
+        for name, value in row.items():
+            if not name.startswith(("time/", "throughput/", "sampler/")):
+                assert found[step][name] == value, (step, name)
+
+
 @pytest.mark.parametrize(
     "mesh",
     [

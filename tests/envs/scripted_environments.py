@@ -19,6 +19,18 @@ from jaxrl_post.envs.env import Answer, Message, Split, Step, Task
 from jaxrl_post.envs.workers.wire import encode_step, send_frame
 
 PROMPT = (Message("user", "do something"),)
+# What `Counter` is asked.
+COUNT = Task(3, (Message("user", "count"),), "")
+
+
+def said(*turns: str) -> tuple[Message, ...]:
+    """An episode of the counter so far: its answers, and a last turn."""
+    messages = [*COUNT.messages]
+    for number, turn in enumerate(turns, 1):
+        messages.append(Answer("assistant", turn, "stop", 2))
+        if number < len(turns):
+            messages.append(Message("user", f"{number}"))
+    return tuple(messages)
 
 
 def reply(reward: object = 1.0, **metrics: object) -> Step:
@@ -64,6 +76,15 @@ def meet(directory: str, me: str, other: str) -> Step:
     while not Path(directory, other).exists():
         time.sleep(0.01)
     return reply()
+
+
+def node() -> float:
+    """Tells the nodes of a Ray cluster apart."""
+    return float(os.environ.get("RAY_RAYLET_PID", 0))
+
+
+def echo(number: str) -> Step:
+    return reply(float(number), node=node())
 
 
 def hang_with_child(path: str) -> Step:
@@ -158,7 +179,7 @@ SCRIPTS = {
     "use alarm": use_alarm,
     "write junk": write_junk_to_the_socket,
 }
-WITH_ARGUMENTS = {"meet": meet, "hang with child": hang_with_child}
+WITH_ARGUMENTS = {"echo": echo, "meet": meet, "hang with child": hang_with_child}
 
 
 @dataclass(frozen=True)
@@ -253,7 +274,7 @@ class Count:
             answer_twice({"kind": "ok", "number": 1, "step": encode_step(reply())})
         if said == "another number":
             answer_twice({"kind": "ok", "number": 99, "step": encode_step(reply())})
-        metrics = {"pid": float(os.getpid()), "born": self.born}
+        metrics = {"pid": float(os.getpid()), "born": self.born, "node": node()}
         return Step(0.5, said == "done", (Message("user", content),), metrics)
 
     def close(self) -> None:

@@ -107,6 +107,7 @@ MISTAKES = [
     ),
     (grpo, ("--rollout.samples-per-prompt", "1"), "grpo compares the samples of a pro"),
     (grpo, ("--algorithm.name=rloo", "--update.epochs=2"), "rloo weighs no token by h"),
+    (grpo, ("--rollout.judges", "nowhere"), "--rollout.judges: must be local, ray"),
     (
         grpo,
         ("--algorithm.name=max_rl", "--rollout.overlong-buffer=2"),

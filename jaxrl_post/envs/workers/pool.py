@@ -1,4 +1,4 @@
-"""A pool of worker processes that run an environment, with deadlines and restarts."""
+"""A pool of workers that run an environment, with deadlines and restarts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from jaxrl_post.envs.env import (
     StatelessEnvironment,
     Task,
 )
-from jaxrl_post.envs.workers.process import (
+from jaxrl_post.envs.workers.interface import (
+    MakeWorker,
     Outcome,
-    WorkerProcess,
+    WorkerLostError,
     WorkerSettings,
     WorkerStartError,
 )
+from jaxrl_post.envs.workers.process import WorkerProcess
 from jaxrl_post.envs.workers.sessions import turns_of
 from jaxrl_post.envs.workers.wire import LARGEST_FRAME, Ask
 
@@ -35,12 +37,16 @@ __all__ = ["Outcome", "WorkerPool", "WorkerStartError"]
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+# Before another try to start a worker for which there was no machine.
+_LOST_WAIT_S = 1.0
 _KILL_WAIT_S = 10.0
 _CRASH_WINDOW_S = 60.0
+# Workers that one request may lose, with their machines, before it fails.
+_MOST_LOSSES = 3
 
 
 class WorkerPool:
-    """Worker processes that answer the policy's turns, one turn per worker at a time.
+    """Workers that answer the policy's turns, one turn per worker at a time.
 
     `submit` does not raise if a reward function fails: the future resolves to an
     `Outcome` with the error. In asyncio, `await asyncio.wrap_future(pool.submit(...))`.
@@ -51,6 +57,9 @@ class WorkerPool:
     the first turn. If that worker dies, the turn that it was answering fails. The other
     episodes with a session in it continue in another worker, which replays their
     earlier turns.
+
+    If a worker is lost with its machine, the environment is not the cause. Then another
+    worker answers the turn too, unless the turn has lost three workers.
 
     A step runs in the main thread of its worker. Each worker is in a process session of
     its own, so Ctrl-C in the terminal interrupts only the caller. The last 8 KiB of a
@@ -67,11 +76,14 @@ class WorkerPool:
             MemoryError; None for no limit.
         max_crashes_per_minute: number of crashes of the pool's workers within a minute,
             timeouts not counted, after which no worker is replaced in that minute.
+        make_worker: makes each worker; by default a process of this machine. `hosts`
+            has the others.
 
     Raises:
         ValueError: if an argument is out of range, or the environment does not pickle
             or has neither `step` nor `open`.
         WorkerStartError: if a worker does not start; with the worker's output.
+        WorkerLostError: if no machine has room for a worker.
 
     >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
     >>> environment = Arithmetic()
@@ -92,6 +104,7 @@ class WorkerPool:
         start_timeout_s: float = 60.0,
         memory_limit_gib: float | None = None,
         max_crashes_per_minute: int = 30,
+        make_worker: MakeWorker = WorkerProcess,
     ) -> None:
         for argument, value in (
             ("num_workers", num_workers),
@@ -117,12 +130,13 @@ class WorkerPool:
             start_timeout_s=start_timeout_s,
             memory_bytes=memory_bytes,
         )
+        self._start_timeout_s = start_timeout_s
         self._jobs = _Jobs(num_workers)
         self._crashes = _CrashLog(max_crashes_per_minute)
         self._closing = threading.Event()
-        self._workers = [WorkerProcess(settings) for _ in range(num_workers)]
+        self._workers = [make_worker(settings) for _ in range(num_workers)]
         self._threads: list[threading.Thread] = []
-        self._start_all(start_timeout_s)
+        self._start_all()
 
     def submit(
         self,
@@ -196,7 +210,7 @@ class WorkerPool:
     ) -> None:
         self.close()
 
-    def _start_all(self, timeout_s: float) -> None:
+    def _start_all(self) -> None:
         starts: list[Future[None]] = [Future() for _ in self._workers]
         # Daemon threads: a caller that forgot to close the pool can still exit.
         self._threads = [
@@ -206,9 +220,9 @@ class WorkerPool:
         for thread in self._threads:
             thread.start()
         try:
-            for start in starts:
-                # `WorkerProcess.start` enforces the deadline; this one is a backup.
-                start.result(timeout=timeout_s + _KILL_WAIT_S)
+            for worker, start in zip(self._workers, starts, strict=True):
+                # `start` enforces the deadline; this one is a backup.
+                start.result(timeout=worker.start_limit_s + _KILL_WAIT_S)
         except BaseException:
             self.close(deadline_s=0.0)
             raise
@@ -224,14 +238,19 @@ class WorkerPool:
         try:
             worker.start()
         except WorkerStartError as error:
+            worker.end(grace_s=0.0)
             started.set_exception(error)
             return
         started.set_result(None)
         while (job := self._next_job(index)) is not None:
-            if not job.future.set_running_or_notify_cancel():
+            if not job.begin():
                 continue
             try:
                 outcome = worker.ask(job.request, job.calls)
+            except WorkerLostError as error:
+                self._jobs.leave(index)
+                self._ask_another(job, error)
+                continue
             # The boundary of the thread: the caller waits for the future in any case.
             except Exception as error:
                 worker.end(grace_s=0.0)
@@ -247,16 +266,28 @@ class WorkerPool:
             job.future.set_result(outcome)
         worker.end()
 
+    def _ask_another(self, job: _Job, error: WorkerLostError) -> None:
+        """Queues a job again whose worker was lost."""
+        logger.warning("a worker was lost: %s", error)
+        job.losses += 1
+        if job.losses == _MOST_LOSSES:
+            job.fail(f"it lost {_MOST_LOSSES} workers, the last one so: {error}")
+        elif not self._jobs.put(job):
+            job.fail(f"the worker pool was closed, and the worker was lost: {error}")
+
     def _next_job(self, index: int) -> _Job | None:
         """Restarts the worker if it is dead, then waits for a job; None at the end."""
         worker = self._workers[index]
+        died = time.monotonic()
         while not worker.alive and not self._closing.is_set():
             if self._crashes.may_restart():
                 try:
                     worker.start()
+                except WorkerLostError as error:
+                    self._without_room(error, time.monotonic() - died)
                 except WorkerStartError as error:
                     self._crashes.record(str(error))
-            elif any(other.alive for other in self._workers):
+            elif self._any_alive():
                 # Other workers can run the jobs.
                 self._closing.wait(_POLL_S)
             else:
@@ -264,16 +295,26 @@ class WorkerPool:
         # No deadline: an idle worker waits for a job, or for the None from `close`.
         return None if self._closing.is_set() else self._jobs.take(index)
 
+    def _without_room(self, error: WorkerLostError, dead_s: float) -> None:
+        """Fails the waiting jobs if no worker is left and none could be placed."""
+        if not self._any_alive() and dead_s >= self._start_timeout_s:
+            while (job := self._jobs.unassigned()) is not None:
+                if job.begin():
+                    job.fail(f"no worker is left: {error}")
+        self._closing.wait(_LOST_WAIT_S)
+
+    def _any_alive(self) -> bool:
+        return any(worker.alive for worker in self._workers)
+
     def _fail_one_job(self) -> None:
         job = self._jobs.unassigned()
         if job is None:
             self._closing.wait(_POLL_S)
-        elif job.future.set_running_or_notify_cancel():
-            error = self._crashes.describe()
-            job.future.set_result(Outcome(None, error, "crashed", 0.0))
+        elif job.begin():
+            job.fail(self._crashes.describe())
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Job:
     request: bytes
     future: Future[Outcome]
@@ -281,6 +322,22 @@ class _Job:
     # Maximum number of calls of the environment, each with its own deadline.
     calls: int
     ends: bool = False
+    # Workers that were lost while they answered.
+    losses: int = 0
+
+    def begin(self) -> bool:
+        """Whether a worker may answer: False if the caller has cancelled the future."""
+        # A future is set running once; after a loss it runs already.
+        return self.losses > 0 or self.future.set_running_or_notify_cancel()
+
+    def fail(self, error: str) -> None:
+        """Resolves the future of a job that was begun."""
+        self.future.set_result(Outcome(None, error, "crashed", 0.0))
+
+    def drop(self, reason: str) -> None:
+        """Cancels the future; if the job was begun, fails it."""
+        if not self.future.cancel():
+            self.fail(reason)
 
 
 class _Jobs:
@@ -347,14 +404,14 @@ class _Jobs:
                 waiting += self._drained(worker)
                 inbox.put(None)
         for job in waiting:
-            job.future.cancel()
+            job.drop("the worker pool was closed")
 
     def _assign(self, job: _Job) -> None:
         home = self._homes.get(job.session)
         if home is not None:
             self._give(job, home)
         elif job.ends:
-            job.future.cancel()  # The session died with its worker.
+            job.drop("the session died with its worker")
         elif self._idle:
             self._give(job, min(self._idle))
         else:

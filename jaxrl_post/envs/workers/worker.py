@@ -12,14 +12,13 @@ import faulthandler
 import functools
 import itertools
 import json
-import os
 import pickle
-import signal
 import socket
 import traceback
 from collections.abc import Iterator
 
 from jaxrl_post.envs.env import Environment, NeedsPreparation
+from jaxrl_post.envs.workers.child import ignore_stop_signals, take_connection
 from jaxrl_post.envs.workers.sessions import Sessions
 from jaxrl_post.envs.workers.wire import (
     Ask,
@@ -43,8 +42,8 @@ def main() -> None:
     and each later frame is a pickled `Ask`. All steps run in the main thread, because
     graders such as math-verify use SIGALRM.
     """
-    connection = _take_connection()
-    _ignore_stop_signals()
+    connection = take_connection()
+    ignore_stop_signals()
     faulthandler.enable(_STDERR)
     settings = json.loads(receive_frame(connection, expires=None))
     deadline_s = settings["deadline_s"]
@@ -75,26 +74,6 @@ def _load(pickled: bytes) -> Environment:
     if isinstance(environment, NeedsPreparation):
         environment.prepare()
     return environment
-
-
-def _take_connection() -> socket.socket:
-    """Moves the socket away from descriptor 0, from which `input()` would read."""
-    connection = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    return connection
-
-
-def _ignore_stop_signals() -> None:
-    """Makes the process ignore SIGINT and SIGTERM: only the pool stops a worker.
-
-    A cluster may send SIGTERM to every process of a job while the trainer still needs
-    rewards for its last step. The handler is an empty function, not SIG_IGN: programs
-    that an environment starts would inherit SIG_IGN and could not be terminated.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
 
 
 def _limit_memory(memory_bytes: int | None) -> None:
