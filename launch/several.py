@@ -3,7 +3,7 @@
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -37,6 +37,7 @@ def several(config: ProcessesConfig, console: Console) -> Iterator[Console]:
         config.coordinator,
         config.count,
         config.index,
+        whole_host=_alone_on_host(os.environ),
         deadline_s=config.deadline_s,
     )
 
@@ -64,6 +65,19 @@ def several(config: ProcessesConfig, console: Console) -> Iterator[Console]:
             # JAX's exit handler would wait for processes that are ending themselves.
             atexit.register(_leave, 1)
         raise
+
+
+def _alone_on_host(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm or Open MPI started one process on every host.
+
+    >>> _alone_on_host({"SLURM_STEP_TASKS_PER_NODE": "1(x4)"})
+    True
+    >>> _alone_on_host({"SLURM_STEP_TASKS_PER_NODE": "8(x3),4"})
+    False
+    """
+    slurm = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    tasks = [part.partition("(")[0] for part in slurm.split(",")]
+    return set(tasks) == {"1"} or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
 
 
 def _leave(status: int) -> None:

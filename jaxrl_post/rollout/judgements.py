@@ -13,11 +13,10 @@ import queue
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxrl_post.envs.env import Message, Task
-from jaxrl_post.envs.workers.pool import Outcome
-from jaxrl_post.envs.workers.wire import decode_step, encode_step
+from jaxrl_post.envs.workers.interface import Outcome, decode_outcome, encode_outcome
 from jaxrl_post.sampler.requests import SampleId
 from jaxrl_post.sharding import processes
 
@@ -123,10 +122,12 @@ class Judgements:
         while True:
             left = expires - time.monotonic()
             found = self._local(max(0.0, min(left, pause)))
-            told = {number: _encoded(outcome) for number, outcome in found.items()}
+            told = {
+                number: encode_outcome(outcome) for number, outcome in found.items()
+            }
             everyone = processes.exchange("judgements", [left <= pause, told])
             merged = {
-                int(number): _decoded(value)
+                int(number): decode_outcome(value)
                 for _, theirs in everyone
                 for number, value in theirs.items()
             }
@@ -156,13 +157,3 @@ def _is_ours(sample: SampleId) -> bool:
     consecutive prompts.
     """
     return sum(sample) % processes.count() == processes.index()
-
-
-def _encoded(outcome: Outcome) -> dict[str, Any]:
-    step = None if outcome.step is None else encode_step(outcome.step)
-    return {**vars(outcome), "step": step}
-
-
-def _decoded(value: dict[str, Any]) -> Outcome:
-    step = None if value["step"] is None else decode_step(value["step"])
-    return Outcome(**{**value, "step": step})

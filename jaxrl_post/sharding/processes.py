@@ -86,6 +86,7 @@ def find(
     count: int | None = None,
     index: int | None = None,
     *,
+    whole_host: bool = False,
     deadline_s: float = 300.0,
 ) -> Processes | None:
     """Finds out whether this process is one of several.
@@ -97,6 +98,8 @@ def find(
         coordinator: HOST:PORT at which process 0 listens.
         count: number of processes.
         index: of this process, from 0.
+        whole_host: whether this process has all devices of its host. Otherwise, under
+            Slurm and Open MPI, it has the one device of its number on the host.
         deadline_s: seconds that an environment may take to answer.
 
     Returns:
@@ -135,9 +138,8 @@ def find(
             f"--processes.index: must be 0 to {count - 1} for {count} processes; "
             f"got {index}"
         )
-    found = Processes(
-        coordinator, count, index, None if local is None else tuple(local)
-    )
+    own = None if whole_host or local is None else tuple(local)
+    found = Processes(coordinator, count, index, own)
     _ = found.address
     return found
 

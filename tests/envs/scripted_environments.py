@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_post.envs.env import Answer, Message, Split, Step, Task
-from jaxrl_post.envs.workers.wire import encode_step, send_frame
+from jaxrl_post.envs.workers.wire import encode_step
+from jaxrl_post.frames import send_frame
 
 PROMPT = (Message("user", "do something"),)
 # What `Counter` is asked.

@@ -5,13 +5,8 @@ import time
 import pytest
 
 from jaxrl_post.envs import Message, Step
-from jaxrl_post.envs.workers.wire import (
-    decode_step,
-    encode_step,
-    receive_frame,
-    receive_reply,
-    send_frame,
-)
+from jaxrl_post.envs.workers.wire import decode_step, encode_step, receive_reply
+from jaxrl_post.frames import receive_frame, send_frame
 
 
 @pytest.fixture

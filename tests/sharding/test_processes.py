@@ -37,6 +37,8 @@ def test_slurm_names_them(monkeypatch):
         monkeypatch.setenv(name, value)
     # The job's number makes the port: 4097 % 4096 above 65536 - 4096.
     assert find() == Processes("node007:61441", 4, 2, (0,))
+    # One process a host drives all of the host's devices.
+    assert find(whole_host=True) == Processes("node007:61441", 4, 2, None)
     # An option has precedence.
     assert find("node007:4000") == Processes("node007:4000", 4, 2, (0,))
 

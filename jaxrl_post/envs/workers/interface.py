@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -126,26 +125,25 @@ class Worker(Protocol):
 type MakeWorker = Callable[[WorkerSettings], Worker]
 
 
-def encode_outcome(outcome: Outcome) -> bytes:
+def encode_outcome(outcome: Outcome) -> dict[str, Any]:
     """An outcome as a JSON object.
 
     >>> encode_outcome(Outcome(None, "it died", "crashed", 0.5))
-    b'{"kind": "crashed", "error": "it died", "seconds": 0.5, "step": null}'
+    {'kind': 'crashed', 'error': 'it died', 'seconds': 0.5, 'step': None}
     """
-    fields = {
+    return {
         "kind": outcome.kind,
         "error": outcome.error,
         "seconds": outcome.seconds,
         "step": None if outcome.step is None else encode_step(outcome.step),
     }
-    return json.dumps(fields).encode()
 
 
 def decode_outcome(fields: dict[str, Any]) -> Outcome:
-    """The outcome whose JSON object `encode_outcome` wrote.
+    """The outcome that `encode_outcome` encoded.
 
     >>> outcome = Outcome(Step(1.0, done=True), None, "ok", 0.5)
-    >>> decode_outcome(json.loads(encode_outcome(outcome))) == outcome
+    >>> decode_outcome(encode_outcome(outcome)) == outcome
     True
     """
     step = fields["step"]

@@ -30,7 +30,8 @@ from jaxrl_post.envs.workers.interface import (
 )
 from jaxrl_post.envs.workers.process import WorkerProcess
 from jaxrl_post.envs.workers.sessions import turns_of
-from jaxrl_post.envs.workers.wire import LARGEST_FRAME, Ask
+from jaxrl_post.envs.workers.wire import Ask
+from jaxrl_post.frames import LARGEST_FRAME
 
 __all__ = ["Outcome", "WorkerPool", "WorkerStartError"]
 

@@ -14,7 +14,8 @@ from jaxrl_post.envs.workers.interface import (
     WorkerSettings,
     WorkerStartError,
 )
-from jaxrl_post.envs.workers.wire import Reply, decode_step, receive_reply, send_frame
+from jaxrl_post.envs.workers.wire import Reply, decode_step, receive_reply
+from jaxrl_post.frames import send_frame
 
 __all__ = ["WorkerProcess"]
 

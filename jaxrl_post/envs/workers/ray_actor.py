@@ -66,7 +66,8 @@ class Host:
         """Has the worker process answer a request; returns the outcome as JSON."""
         from jaxrl_post.envs.workers.interface import encode_outcome
 
-        return encode_outcome(self._worker.ask(request, calls))
+        outcome = self._worker.ask(request, calls)
+        return json.dumps(encode_outcome(outcome)).encode()
 
     def end(self, grace_s: float) -> None:
         """Ends the worker process."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxrl_post.envs.workers import ray_actor
 from jaxrl_post.envs.workers.child import ignore_stop_signals, take_connection
-from jaxrl_post.envs.workers.wire import receive_frame, send_frame
+from jaxrl_post.frames import receive_frame, send_frame
 
 __all__ = ["ANSWER_GRACE_S", "COMMAND", "KILL", "SERVE", "main"]
 

@@ -23,7 +23,8 @@ from jaxrl_post.envs.workers.interface import (
     decode_outcome,
 )
 from jaxrl_post.envs.workers.ray_driver import ANSWER_GRACE_S, COMMAND, KILL, SERVE
-from jaxrl_post.envs.workers.wire import Reply, receive_reply, send_frame
+from jaxrl_post.envs.workers.wire import Reply, receive_reply
+from jaxrl_post.frames import send_frame
 
 __all__ = ["RayCluster", "RayWorker"]
 

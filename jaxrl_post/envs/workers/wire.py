@@ -15,18 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxrl_post.envs.env import Message, Step, Task
-from jaxrl_post.frames import LARGEST_FRAME, receive_frame, send_frame
+from jaxrl_post.frames import receive_frame
 
 __all__ = [
-    "LARGEST_FRAME",
     "LONGEST_MESSAGES",
     "Ask",
     "Reply",
     "decode_step",
     "encode_step",
-    "receive_frame",
     "receive_reply",
-    "send_frame",
 ]
 
 type Reply = dict[Literal["kind", "error", "step", "number"], Any]

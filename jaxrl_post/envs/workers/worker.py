@@ -20,13 +20,8 @@ from collections.abc import Iterator
 from jaxrl_post.envs.env import Environment, NeedsPreparation
 from jaxrl_post.envs.workers.child import ignore_stop_signals, take_connection
 from jaxrl_post.envs.workers.sessions import Sessions
-from jaxrl_post.envs.workers.wire import (
-    Ask,
-    Reply,
-    encode_step,
-    receive_frame,
-    send_frame,
-)
+from jaxrl_post.envs.workers.wire import Ask, Reply, encode_step
+from jaxrl_post.frames import receive_frame, send_frame
 
 __all__ = ["main"]
 

@@ -1,0 +1,163 @@
+"""The files that start a run on a cluster: they parse, and start again what died."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.several import AGAIN
+
+PODS = Path(__file__).parents[2] / "launch" / "pods"
+RUN = ["launch.grpo", "--mesh=dp4,tp8", "--run-dir=/shared/my runs/a"]
+KILLED = 128 + 9
+
+pytestmark = pytest.mark.processes
+
+
+def attempts(
+    folder: Path, script: str, command: str, statuses: list[int], **environment: str
+) -> tuple[int, list[list[str]]]:
+    """Runs a script against a cluster's command that ends with these statuses.
+
+    Returns the script's status, and the arguments of every call of the command.
+    """
+    calls = folder / "calls"
+    calls.mkdir()
+    stand_in = folder / command
+    stand_in.write_text(
+        "#!/usr/bin/env bash\n"
+        f"number=$(ls {shlex.quote(str(calls))} | wc -l)\n"
+        f"statuses=({' '.join(map(str, statuses))})\n"
+        f'printf "%s\\n" "$@" > {shlex.quote(str(calls))}/$number\n'
+        'exit "${statuses[$number]}"\n'
+    )
+    stand_in.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(PODS / script), *RUN],
+        env={
+            **os.environ,
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=60,
+        check=False,
+    )
+    files = sorted(calls.iterdir(), key=lambda file: int(file.name))
+    return done.returncode, [file.read_text().splitlines() for file in files]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status", "calls"),
+    [
+        # A death, another one, then the end of the run.
+        ([KILLED, AGAIN, 0], 0, 3),
+        # What an option does wrong, it does wrong every time.
+        ([1, 0], 1, 1),
+        ([2, 0], 2, 1),
+        # At some point a person must look.
+        ([KILLED] * 4, KILLED, 3),
+    ],
+)
+def test_slurm_starts_again_what_died(tmp_path, statuses, status, calls):
+    found, made = attempts(tmp_path, "slurm.sbatch", "srun", statuses, ATTEMPTS="3")
+    assert (found, len(made)) == (status, calls)
+    for call in made:
+        assert call[-len(RUN) - 2 :] == [".venv/bin/python", "-m", *RUN]
+        # The processes say who died before they end: Slurm must not end them first.
+        assert "--kill-on-bad-exit=0" in call
+
+
+def test_slurm_gives_every_host_one_process_and_time_to_save():
+    lines = (PODS / "slurm.sbatch").read_text().splitlines()
+    options = [line.split(" ", 1)[1] for line in lines if line.startswith("#SBATCH")]
+    assert "--ntasks-per-node=1" in options
+    assert "--signal=TERM@120" in options
+
+
+@pytest.mark.parametrize(
+    ("statuses", "soonest", "status", "calls"),
+    [
+        ([1, 1, 0], "0", 0, 3),
+        ([1] * 4, "0", 1, 3),
+        # It failed at once, so it would again.
+        ([1, 0], "60", 1, 1),
+    ],
+)
+def test_tpu_hosts_are_started_again(tmp_path, statuses, soonest, status, calls):
+    found, made = attempts(
+        tmp_path, "tpu_vm.sh", "gcloud", statuses,
+        ATTEMPTS="3", SOONEST_S=soonest, TPU="my-tpu", ZONE="a-zone", FOLDER="my code",
+    )  # fmt: skip
+    assert (found, len(made)) == (status, calls)
+    for call in made:
+        assert call[:5] == ["compute", "tpus", "tpu-vm", "ssh", "my-tpu"]
+        assert {"--zone=a-zone", "--worker=all"} <= set(call)
+        [remote] = [part for part in call if part.startswith("--command=")]
+        # What the shell of a host makes of it.
+        assert shlex.split(remote.removeprefix("--command=")) == [
+            "cd", "my code", "&&", ".venv/bin/python", "-m", *RUN,
+        ]  # fmt: skip
+
+
+def test_a_tpu_must_be_named(tmp_path):
+    found, made = attempts(tmp_path, "tpu_vm.sh", "gcloud", [0], ZONE="a-zone")
+    assert (found != 0, made) == (True, [])
+
+
+def test_a_jobset_starts_again_what_died_and_nothing_else():
+    manifest = yaml.safe_load((PODS / "jobset.yaml").read_text())
+    assert manifest["apiVersion"].startswith("jobset.x-k8s.io/")
+    spec = manifest["spec"]
+    assert spec["network"] == {
+        "enableDNSHostnames": True,
+        "publishNotReadyAddresses": True,
+    }
+    [replicated] = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert job["parallelism"] == job["completions"]
+    assert (job["completionMode"], job["backoffLimit"]) == ("Indexed", 0)
+    # An error of the program ends the job for good; a death does not.
+    [rule] = job["podFailurePolicy"]["rules"]
+    [container] = job["template"]["spec"]["containers"]
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert rule["onExitCodes"]["values"] == [1, 2]
+    assert AGAIN not in rule["onExitCodes"]["values"]
+    assert spec["failurePolicy"]["maxRestarts"] > 0
+    assert spec["failurePolicy"]["rules"] == [
+        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+    # podFailurePolicy requires it, and a container that restarts alone has no peers.
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_the_pods_of_a_jobset_give_the_program_its_processes():
+    manifest = yaml.safe_load((PODS / "jobset.yaml").read_text())
+    [replicated] = manifest["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    [container] = job["template"]["spec"]["containers"]
+    name, jobs = manifest["metadata"]["name"], replicated["name"]
+    assert [each["name"] for each in container["env"]] == ["JOBSET_NAME"]
+    [script] = container["args"]
+    shown = subprocess.run(
+        # The program itself prints its arguments, so that its shell reads the line.
+        ["/bin/sh", "-c", script.replace("exec python -m", "printf '%s\\n'")],
+        env={"JOBSET_NAME": name, "JOB_COMPLETION_INDEX": "3"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.splitlines()
+    port = container["ports"][0]["containerPort"]
+    assert shown[0] == "launch.grpo"
+    # JobSet's name of the first pod of the first job.
+    assert f"--processes.coordinator={name}-{jobs}-0-0.{name}:{port}" in shown
+    assert f"--processes.count={job['completions']}" in shown
+    assert "--processes.index=3" in shown
+    assert json.dumps(manifest)  # Nothing in it that is YAML alone.
