@@ -136,3 +136,15 @@ QUICK = (
     "--optimizer.learning-rate=3e-4",
     "--optimizer.schedule=constant",
 )
+
+# Episodes of several turns that are under way when a step is taken.
+EPISODES = (
+    "--env=coin:Relay",
+    "--rollout.max-turns=3",
+    "--rollout.max-prompt-tokens=24",
+    "--rollout.partial=6",
+    "--rollout.num-slots=32",
+    "--algorithm.turn-credit=turns",
+    # Judges of a machine under load are not taken for slow ones.
+    "--rollout.reward-grace-s=60",
+)

@@ -1,6 +1,7 @@
 """Runs of several processes equal those of one, and end together."""
 
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from jaxrl_post import models, pretrained
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.records.directory import read_rows
 from launch.several import AGAIN
-from tests.e2e.conftest import QUICK, programs
+from tests.e2e.conftest import EPISODES, QUICK, programs
 
 pytestmark = pytest.mark.processes
 
@@ -191,6 +192,8 @@ PROGRAMS = {
     "ppo": ("launch.ppo", (*QUICK, "--update.minibatches=2")),
     "sft": ("launch.sft", ("--env=coin:Coin", "--max-tokens=32", *READS)),
     "dpo": ("launch.dpo", ("--max-tokens=32", *READS)),
+    # Several turns, of which some are under way when a step is taken.
+    "episodes": ("launch.grpo", (*QUICK, *EPISODES)),
     "lora": ("launch.grpo", (*QUICK, "--lora.rank=4", "--lora.quantize=int8")),
     "layouts": (
         "launch.grpo",
@@ -222,12 +225,17 @@ def test_every_program_trains_in_several_processes_as_in_one(
     assert_same_run(one, several, tolerance=1e-5)
 
 
-def until_row(run: Path, count: int, processes: list[subprocess.Popen[str]]) -> None:
-    """Waits until metrics.jsonl has more than so many rows."""
+def until(happened: Callable[[], bool], processes: list[subprocess.Popen[str]]) -> None:
+    """Waits for something that processes do, unless one ends."""
     deadline = time.monotonic() + DEADLINE_S
-    while len(rows(run)) <= count and all(each.poll() is None for each in processes):
+    while not happened() and all(each.poll() is None for each in processes):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def until_row(run: Path, count: int, processes: list[subprocess.Popen[str]]) -> None:
+    """Waits until metrics.jsonl has more than so many rows."""
+    until(lambda: len(rows(run)) > count, processes)
 
 
 def kill(processes: list[subprocess.Popen[str]], dead: int) -> None:
@@ -246,7 +254,30 @@ def kill(processes: list[subprocess.Popen[str]], dead: int) -> None:
     assert time.monotonic() - begin < 60
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.all  # test_a_death_ends_all_and_a_second_start_changes_nothing guards it.
+def test_many_deaths_change_nothing(program, model, request, tmp_path):
+    """At random moments, also while they start, of each role in turn."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    mesh, steps = "--mesh=dp2,fsdp2,tp2", 12
+    ended(started(program, 2, "launch.grpo", *options(whole, model, mesh, steps=steps)))
+    arguments = options(broken, model, mesh, steps=steps)
+    draw = random.Random(0)
+    for number in range(request.config.getoption("--kills")):
+        # All are there once the directory is locked; from then on a death is noticed.
+        (broken / "lock").unlink(missing_ok=True)
+        processes = started(program, 2, "launch.grpo", *arguments)
+        until(lambda: (broken / "lock").exists(), processes)
+        # Half of them while the programs start or resume, half in a step.
+        if number % 2:
+            until_row(broken, len(rows(broken)), processes)
+        time.sleep(draw.uniform(0, 2 if number % 2 else 12))
+        if processes[number // 2 % 2].poll() is None:
+            kill(processes, number // 2 % 2)
+    ended(started(program, 2, "launch.grpo", *arguments))
+    assert_same_run(whole, broken, tolerance=0)
+
+
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.all), 1])
 def test_sigterm_to_one_saves_in_all_and_one_process_goes_on(
     program, run_here, model, two_processes, tmp_path, stopped
 ):

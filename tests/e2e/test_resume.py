@@ -12,26 +12,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_post.records.directory import read_rows
-from tests.e2e.conftest import QUICK
+from tests.e2e.conftest import EPISODES, QUICK
 
 STEPS = 24
-# Every part that has state: updates from an earlier policy, groups that wait;
+# Every part that has state: updates from an earlier policy, groups that wait; and, in
+# EPISODES, episodes that are under way when a step is taken.
 UPDATES = (
     "--update.minibatches=2",
     "--update.epochs=2",
     "--rollout.dynamic-sampling",
     "--algorithm.kl-coefficient=0.01",
-)
-# and episodes of several turns that are under way when a step is taken.
-EPISODES = (
-    "--env=coin:Relay",
-    "--rollout.max-turns=3",
-    "--rollout.max-prompt-tokens=24",
-    "--rollout.partial=6",
-    "--rollout.num-slots=32",
-    "--algorithm.turn-credit=turns",
-    # Judges of a machine under load are not taken for slow ones.
-    "--rollout.reward-grace-s=60",
 )
 
 
