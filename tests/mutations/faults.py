@@ -245,9 +245,9 @@ COLLECTOR = [
     ),
     Fault(
         "a judgement goes to the sample that was asked about last",
-        "rollout/collector.py",
-        "sample = self._judging.pop(number)",
-        "sample = self._judging.pop(max(self._judging))",
+        "rollout/judgements.py",
+        "yield self._waiting.pop(number), ready[number]",
+        "yield self._waiting.pop(max(self._waiting)), ready[number]",
         "rollout/test_collector.py",
     ),
     Fault(
@@ -401,8 +401,8 @@ LAYOUTS = [
     Fault(
         "the sampler decodes under the trainer's mesh",
         "sampler/engine.py",
-        "with nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):",
-        "with nullcontext():",
+        "return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)",
+        "return nullcontext()",
         "programs/test_layouts.py",
     ),
 ]
@@ -438,4 +438,59 @@ PLANS = [
     ),
 ]
 
-FAULTS = [*LAYOUTS, *PLANS, *LOSSES, *SAMPLER, *PACKING, *EXAMPLES, *COLLECTOR, *RESUME]
+PROCESSES = [
+    Fault(
+        "an exchange returns the values in the order in which they came",
+        "sharding/channel.py",
+        "values = [found[index] for index in range(self.count)]",
+        "values = [found[index] for index in sorted(found, reverse=True)]",
+        "sharding/test_channel.py",
+    ),
+    Fault(
+        "two exchanges of other names are one",
+        "sharding/channel.py",
+        'if frame["at"] != [self._sequence, name]:',
+        'if frame["at"][0] != self._sequence:',
+        "sharding/test_channel.py",
+    ),
+    Fault(
+        "process 0 keeps a death to itself",
+        "sharding/channel.py",
+        "if self.index == 0:\n            self._tell(",
+        "if self.index:\n            self._tell(",
+        "sharding/test_channel.py",
+    ),
+    Fault(
+        "a process applies only the judgements of its own workers",
+        "rollout/judgements.py",
+        "for _, theirs in everyone",
+        "for _, theirs in [everyone[processes.index()]]",
+        "e2e/test_processes.py",
+    ),
+    Fault(
+        "a signal stops the process that got it alone",
+        "programs/loop.py",
+        'any(processes.exchange("stop", should_stop()))',
+        'processes.exchange("stop", should_stop())[processes.index()]',
+        "e2e/test_processes.py",
+    ),
+    Fault(
+        "the tensor of several processes is written in the order of its axes",
+        "pretrained/param_files.py",
+        "jax.jit(lambda value: value.transpose(order), out_shardings=replicated)",
+        "jax.jit(lambda value: value, out_shardings=replicated)",
+        "e2e/test_processes.py",
+    ),
+]
+
+FAULTS = [
+    *PROCESSES,
+    *LAYOUTS,
+    *PLANS,
+    *LOSSES,
+    *SAMPLER,
+    *PACKING,
+    *EXAMPLES,
+    *COLLECTOR,
+    *RESUME,
+]
