@@ -313,8 +313,8 @@ RESUME = [
     Fault(
         "a resumed run trains on its first examples again",
         "learner/checkpoint.py",
-        "data=CheckpointRestore(iterator),",
-        'data=CheckpointRestore(__import__("copy").copy(iterator)),',
+        'iterator.set_state(restored["data"])',
+        "pass",
         "learner/test_checkpoint.py",
     ),
     Fault(
