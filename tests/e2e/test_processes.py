@@ -43,10 +43,12 @@ def started(
     devices: int = 8,
     own: tuple[tuple[str, ...], ...] = (),
     folders: Sequence[Path] = (),
+    largest_files: Sequence[int | None] = (),
 ) -> list[subprocess.Popen[str]]:
     """Starts the processes of a run, with so many devices in all.
 
-    `own` are further options of each process, `folders` where each is started.
+    `own` are further options of each process, `folders` where each is started, and
+    `largest_files` limits the files that each can write.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -60,6 +62,7 @@ def started(
             *(own[index] if own else ()),
             devices=devices // count,
             **({"folder": folders[index]} if folders else {}),
+            **({"largest_file": largest_files[index]} if largest_files else {}),
         )
         for index in range(count)
     ]
@@ -318,6 +321,26 @@ def test_other_options_are_refused_by_name(program, model, tmp_path):
     for output in ended(processes, code=1):
         assert told in output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.all  # test_an_error_anywhere_is_an_error_everywhere guards the same.
+def test_one_that_cannot_write_its_part_ends_all(program, model, tmp_path):
+    run = tmp_path / "run"
+    arguments = options(run, model, "--mesh=fsdp8")
+    # As on a full disk: the arrays of a checkpoint do not fit.
+    processes = started(
+        program, 2, "launch.grpo", *arguments, largest_files=(None, 2**16)
+    )
+    outputs = ended(processes, code=1)
+    assert "error: checkpoint: " in outputs[1]
+    assert "could not be written" in outputs[1]
+    assert f"error: process 1 (host {socket.gethostname()}, pid " in outputs[0]
+    assert "failed: checkpoint: " in outputs[0]
+    # No part of a checkpoint passes for a whole one.
+    folder = run / "checkpoints"
+    assert [path for path in folder.iterdir() if path.name.isdigit()] == []
+    ended(started(program, 2, "launch.grpo", *arguments))
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3]
 
 
 def test_a_directory_that_is_not_shared_is_refused(program, model, tmp_path):
