@@ -15,12 +15,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tyro
 from rich.console import Console
 
-from launch.several import several
+from launch.several import several, status_of
 
 __all__ = ["Program", "Stop", "call", "given", "main", "read_options"]
-
-# Exit status that shells report for a program that Ctrl-C ended.
-INTERRUPTED = 128 + signal.SIGINT
 
 
 class Stop:
@@ -87,7 +84,7 @@ def main(program: Program[Any], arguments: list[str] | None = None) -> int:
         run, errors = program.load()
 
         def train(config: Any, *, console: Console, command: str) -> None:
-            with several(config.processes, console) as shown:
+            with several(config.processes, console, errors) as shown:
                 # Not before: connecting takes SIGTERM for JAX's own use.
                 stop = Stop(console)
                 outcome: Any = run(
@@ -120,12 +117,11 @@ def call(program: Program[Any], arguments: list[str] | None = None) -> int:
         run, errors = program.load()
         command = f"python -m {program.name} {shlex.join(arguments)}".strip()
         run(config, console=console, command=command)
-    except errors as error:
-        console.print(f"error: {error}", style="bold red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        console.print("stopped")
-        return INTERRUPTED
+    except BaseException as error:
+        status = status_of(error, errors, console)
+        if status is None:
+            raise
+        return status
     return 0
 
 

@@ -1,8 +1,9 @@
 """Runs a program as one of the processes of a run: who prints, and how all end."""
 
-import atexit
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -10,20 +11,28 @@ from rich.console import Console
 
 from jaxrl_post.config.run import ProcessesConfig
 
-__all__ = ["AGAIN", "several"]
+__all__ = ["AGAIN", "several", "status_of"]
 
 # Exit status of a process whose run may simply be started again: another process died.
 # BSD's sysexits.h calls it EX_TEMPFAIL.
 AGAIN = 75
+# Exit status that shells report for a program that Ctrl-C ended.
+INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextmanager
-def several(config: ProcessesConfig, console: Console) -> Iterator[Console]:
+def several(
+    config: ProcessesConfig, console: Console, expected: tuple[type[Exception], ...]
+) -> Iterator[Console]:
     """Connects this process with the others of its run, if there are any.
+
+    If it is one of several and the body raises, all of them end here: threads of JAX
+    and Orbax that wait for another process would hold up a normal exit.
 
     Args:
         config: names the processes; empty options find them in the environment.
         console: for messages to the user.
+        expected: errors that are printed without a traceback.
 
     Yields:
         The console of the run: `console` in process 0, a silent one in the others.
@@ -60,11 +69,26 @@ def several(config: ProcessesConfig, console: Console) -> Iterator[Console]:
             for remark in remarks:
                 console.print(remark, style="yellow", markup=False)
             yield Console(quiet=True) if processes.index() else console
-    except BaseException:
-        if found is not None:
-            # JAX's exit handler would wait for processes that are ending themselves.
-            atexit.register(_leave, 1)
-        raise
+    except BaseException as error:
+        if found is None:
+            raise
+        status = status_of(error, expected, console)
+        if status is None:
+            traceback.print_exc()
+        _leave(status or 1)
+
+
+def status_of(
+    error: BaseException, expected: tuple[type[Exception], ...], console: Console
+) -> int | None:
+    """Prints an expected error; returns its exit status, None for another error."""
+    if isinstance(error, expected):
+        console.print(f"error: {error}", style="bold red", markup=False)
+        return 1
+    if isinstance(error, KeyboardInterrupt):
+        console.print("stopped")
+        return INTERRUPTED
+    return None
 
 
 def _alone_on_host(environment: Mapping[str, str]) -> bool:

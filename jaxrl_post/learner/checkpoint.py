@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -23,6 +24,8 @@ from jaxrl_post.types import PyTree
 __all__ = ["CheckpointError", "Checkpoints", "abstract_state"]
 
 _log = logging.getLogger(__name__)
+
+_POLL_S = 0.02
 
 # Orbax writes these after the manifest, and restores without them.
 UNREAD = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -73,6 +76,9 @@ class Checkpoints:
     ) -> None:
         self.directory = directory
         self._saving: int | None = None
+        self._broken = False
+        self._errors = _LoggedErrors()
+        logging.getLogger("absl").addHandler(self._errors)
         self._manager = ocp.CheckpointManager(
             directory.absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -235,8 +241,14 @@ class Checkpoints:
             CheckpointError: the save failed.
         """
         try:
+            # With several processes, Orbax raises the error of one of them only when
+            # all others have waited for it in vain, until the deadline of the save.
+            while processes.count() > 1 and self._manager.is_saving_in_progress():
+                self._errors.check()
+                time.sleep(_POLL_S)
             self._manager.wait_until_finished()
         except Exception as error:
+            self._broken = True
             raise self._failed(_brief(error)) from error
 
     def restore(
@@ -313,6 +325,9 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for an unfinished save and releases the threads."""
+        logging.getLogger("absl").removeHandler(self._errors)
+        if self._broken and processes.count() > 1:
+            return  # The threads wait for other processes, which are about to end.
         self.wait()
         self._manager.close()
 
@@ -358,6 +373,27 @@ class Checkpoints:
             f"checkpoint: {what} could not be written to {self.directory}: {why}. "
             f"{kept} space there and run again to resume"
         )
+
+
+class _LoggedErrors(logging.Handler):
+    """Keeps the first error that Orbax's threads log, to raise it in the main thread.
+
+    A thread of Orbax that fails keeps its error for itself while it waits for the other
+    processes, but logs it before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._first: BaseException | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and self._first is None:
+            self._first = record.exc_info[1]
+
+    def check(self) -> None:
+        """Raises the error, if there is one."""
+        if self._first is not None:
+            raise self._first
 
 
 def _brief(error: Exception) -> str:
