@@ -248,6 +248,7 @@ class Channel:
             return
         if self.index == 0:
             self._tell({"reason": reason, "end": message})
+            self._drain()
         self._on_end(reason, message)
 
 

@@ -10,9 +10,10 @@ A program of one process starts nothing, and its exchanges return its own value.
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -319,14 +320,21 @@ def check_equal(name: str, values: Mapping[str, Any]) -> None:
     """
     if _channel is None:
         return
-    ours, *others = exchange(name, dict(values))
-    for number, theirs in enumerate(others, start=1):
-        if theirs == ours:
-            continue
-        first = next(
-            each for each in (*ours, *theirs) if theirs.get(each) != ours.get(each)
-        )
-        raise ProcessesError(
-            f"{name}: process {number} differs from process 0 in {first}: "
-            f"{theirs.get(first)!r:.200} there, {ours.get(first)!r:.200} in process 0"
-        )
+    # As text, because NaN is not equal to itself.
+    ours = {each: json.dumps(value, sort_keys=True) for each, value in values.items()}
+    if (found := _difference(exchange(name, ours))) is not None:
+        raise ProcessesError(f"{name}: {found}")
+
+
+def _difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
+    """Describes the first value that a process has otherwise than process 0."""
+    ours = everyone[0]
+    for number, theirs in enumerate(everyone):
+        for each in (*ours, *theirs):
+            if theirs.get(each) != ours.get(each):
+                return (
+                    f"process {number} differs from process 0 in {each}: "
+                    f"{theirs.get(each)!s:.200} there, {ours.get(each)!s:.200} in "
+                    "process 0"
+                )
+    return None

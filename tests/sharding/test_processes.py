@@ -89,6 +89,19 @@ def test_what_is_missing_or_wrong_is_named(given, message):
         find(*given)
 
 
+def test_the_first_difference_is_named():
+    ours = {"--seed": "0", "loss": "NaN", "--mesh": '"dp8"'}
+    assert processes._difference([ours, dict(ours), dict(ours)]) is None
+    assert processes._difference([ours, dict(ours), ours | {"--mesh": '"tp8"'}]) == (
+        'process 2 differs from process 0 in --mesh: "tp8" there, "dp8" in process 0'
+    )
+    more = ours | {"the version of ray": '"2.60"'}
+    assert processes._difference([ours, more]) == (
+        'process 1 differs from process 0 in the version of ray: "2.60" there, None in '
+        "process 0"
+    )
+
+
 def test_clocks_that_differ_by_minutes_are_remarked():
     [remark] = processes._clock_remarks({1: 0.4, 2: -130.2, 3: 59.0})
     assert remark.startswith("the clock of process 2 is 130 s behind that of process 0")
