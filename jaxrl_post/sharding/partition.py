@@ -95,7 +95,8 @@ def place(tree: PyTree, sharding: NamedSharding) -> PyTree:
 
     >>> import numpy as np
     >>> mesh = jax.make_mesh((1,), ("dp",))
-    >>> place({"x": np.arange(4)}, NamedSharding(mesh, P("dp")))["x"].is_fully_addressable
+    >>> placed = place({"x": np.arange(4)}, NamedSharding(mesh, P("dp")))
+    >>> placed["x"].sharding.spec == P("dp")
     True
     """
     if sharding.is_fully_addressable:
