@@ -132,6 +132,18 @@ def test_a_split_matrix_is_read_in_parts_written_and_read_whole():
 
 
 @pytest.mark.meshes
+def test_split_experts_are_gathered_once_per_burst():
+    model = work(EXPERTS, "dp2,fsdp4")
+    (two, four) = (model.decode(64, 0, steps, 0).bytes for steps in (2, 4))
+    still = work(EXPERTS, "dp8")
+    step = still.decode(64, 0, 4, 0).bytes - still.decode(64, 0, 2, 0).bytes
+    # Of what is split, attention, the shared MLP, the router and the head come anew.
+    attention = 2 * 128 * 128 + 2 * 128 * 64
+    others = 2 * (attention + 3 * 128 * 64 + 16 * 128) + 512 * 128
+    assert four - two == step + 2 * others * 2 * (1 + 1 / 4)
+
+
+@pytest.mark.meshes
 def test_experts_of_a_device_compute_the_tokens_of_their_group():
     whole, split = work(EXPERTS), work(EXPERTS, "dp2,ep4")
     assert decoded(split, 64).flops == decoded(whole, 64).flops / 8

@@ -174,8 +174,8 @@ class ModelWork:
     def decode(self, slots: int, view: int, steps: int, capacity: int) -> Work:
         """One burst of decoding.
 
-        The compiler gathers the layers and the head at every step, and the embedding,
-        which may be the head too, once per burst.
+        The compiler gathers layers and head at every step, but experts and the
+        embedding, which may be the head too, once per burst.
 
         Args:
             slots: samples over all devices.
@@ -185,15 +185,18 @@ class ModelWork:
                 view out of the cache and back.
         """
         own = self._local(slots)
-        step = self._lookup(own) + self._forward(self._layers(), own)
-        step += self._multiplied(self._table(), own)
-        if not self.config.tie_embeddings:
-            step += self._gather(self._table())
-        step += Work(
+        step = self._lookup(own) + Work(
             own * view * self._cached_pair_flops(), own * (view + 1) * self.cache_bytes
         )
+        burst = self._gather(self._table())
+        for product in self.products():
+            step += self._multiplied(product, own)
+            if product.chosen:
+                burst += self._gather(product)
+            elif not (product.name == "unembedding" and self.config.tie_embeddings):
+                step += self._gather(product)
         copied = 0 if view == capacity else 4 * own * view * self.cache_bytes
-        return step * steps + self._gather(self._table()) + Work(0.0, copied)
+        return step * steps + burst + Work(0.0, copied)
 
     def accumulate(
         self, rows: int, length: int, scored: float, remat: Remat, *, scan: bool
