@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from jaxrl_post.frames import receive_frame, send_frame
 
-__all__ = ["Channel", "OnEnd", "ProcessesError", "gather", "join"]
+__all__ = ["Channel", "OnEnd", "ProcessesError", "gather", "is_local", "join"]
 
 # Why the processes end: one has an error, or one is gone and may be started again.
 type Reason = Literal["failed", "gone"]
@@ -354,6 +354,15 @@ def join(
     return Channel(index, count, {0: link}, on_end, silence_s=silence_s), welcome
 
 
+def is_local(host: str) -> bool:
+    """Whether a host's name is one that only this machine has for itself.
+
+    >>> is_local("127.0.0.1"), is_local("10.0.0.1")
+    (True, False)
+    """
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def _named(index: int, host: str, pid: int) -> str:
     return f"process {index} (host {host}, pid {pid})"
 
@@ -366,7 +375,7 @@ def _listed(names: list[str]) -> str:
 def _listener(host: str, port: int) -> socket.socket:
     # The name of this host may be one that the other hosts reach it by, so listen on
     # all of its addresses, but stay on this machine if all processes are here.
-    local = host in ("localhost", "::1") or host.startswith("127.")
+    local = is_local(host)
     both = not local and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or host == "::1" else socket.AF_INET
     try:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import clusters
@@ -191,53 +191,73 @@ def started(
     if processes is None:
         yield []
         return
-    coordination: Coordination | None = None
-    remarks: list[str] = []
-    if processes.index == 0:
-        host = processes.address[0]
-        local = host in ("localhost", "::1") or host.startswith("127.")
-
-        def welcome() -> dict[str, Any]:
-            nonlocal coordination
-            listen = "127.0.0.1" if local else "[::]"
-            coordination = Coordination(listen, processes.count)
-            return {"port": coordination.port}
-
-        _channel, clocks = channel.gather(
-            processes.address,
-            processes.count,
-            welcome,
-            on_end,
-            deadline_s=deadline_s,
-        )
-        assert coordination is not None, "all have come"
-        port = coordination.port
-        remarks = _clock_remarks(clocks)
-    else:
-        _channel, greeting = channel.join(
-            processes.address,
-            processes.count,
-            processes.index,
-            on_end,
-            deadline_s=deadline_s,
-        )
-        port = greeting["port"]
+    met = (_host if processes.index == 0 else _guest)(processes, on_end, deadline_s)
+    _channel = met.channel
     try:
-        _initialize(processes, port, deadline_s)
-        yield remarks
+        _initialize(processes, met.port, deadline_s)
+        yield _clock_remarks(met.clocks)
         exchange("end", None)
     except BaseException as error:
         # What compiled code raises when another process dies is less clear than what
         # the channel says about it, which ends this process.
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(_VERDICT_S)
-        _channel.fail(str(error) or type(error).__name__)
+        met.channel.fail(str(error) or type(error).__name__)
         raise
+    finally:
+        _channel = None
     jax.distributed.shutdown()
-    _channel.close()
-    _channel = None
-    if coordination is not None:
-        coordination.close()
+    met.channel.close()
+    # After an error it ends by itself: JAX here still has its connection.
+    if met.coordination is not None:
+        met.coordination.close()
+
+
+class _Met(NamedTuple):
+    """What a process has once all others are there.
+
+    Attributes:
+        channel: to the others.
+        port: of JAX's coordination service.
+        clocks: seconds that each other process's clock is ahead; only process 0 knows.
+        coordination: the process of the service, in process 0.
+    """
+
+    channel: Channel
+    port: int
+    clocks: Mapping[int, float]
+    coordination: Coordination | None
+
+
+def _host(processes: Processes, on_end: OnEnd, deadline_s: float) -> _Met:
+    """Process 0 waits for the others, then starts JAX's coordination service."""
+    host, started = processes.address[0], list[Coordination]()
+    listen = "[::]"
+    if host == "::1":
+        listen = "[::1]"
+    elif channel.is_local(host):
+        listen = "127.0.0.1"
+
+    def welcome() -> dict[str, Any]:
+        started.append(Coordination(listen, processes.count))
+        return {"port": started[0].port}
+
+    made, clocks = channel.gather(
+        processes.address, processes.count, welcome, on_end, deadline_s=deadline_s
+    )
+    return _Met(made, started[0].port, clocks, started[0])
+
+
+def _guest(processes: Processes, on_end: OnEnd, deadline_s: float) -> _Met:
+    """Any other process connects to process 0."""
+    made, greeting = channel.join(
+        processes.address,
+        processes.count,
+        processes.index,
+        on_end,
+        deadline_s=deadline_s,
+    )
+    return _Met(made, greeting["port"], {}, None)
 
 
 def _clock_remarks(clocks: Mapping[int, float]) -> list[str]:
