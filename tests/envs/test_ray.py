@@ -159,7 +159,9 @@ def test_a_connection_that_dies_is_made_anew(nodes, scripted):
         RayCluster(nodes.address) as cluster,
         WorkerPool(scripted.Scripted(), 2, make_worker=cluster.worker) as pool,
     ):
-        judge(pool, 20, 10, lambda: cluster._driver.kill())
+        killed = cluster._driver
+        judge(pool, 20, 10, killed.kill)
+        assert cluster._driver is not killed
 
 
 def test_too_few_cpus_are_an_error_that_counts_them(nodes, scripted):
