@@ -73,6 +73,19 @@ class WorkerSettings:
     start_timeout_s: float
     memory_bytes: int | None
 
+    @property
+    def limits(self) -> dict[str, float | None]:
+        """All settings but the environment, as a JSON object.
+
+        >>> WorkerSettings(b"", 10.0, 60.0, None).limits
+        {'deadline_s': 10.0, 'start_timeout_s': 60.0, 'memory_bytes': None}
+        """
+        return {
+            "deadline_s": self.deadline_s,
+            "start_timeout_s": self.start_timeout_s,
+            "memory_bytes": self.memory_bytes,
+        }
+
 
 class Worker(Protocol):
     """A process that runs an environment, on this machine or another.

@@ -59,15 +59,10 @@ class WorkerProcess:
             WorkerStartError: if it does not become ready in time; with its output.
         """
         settings = self._settings
-        preamble = {
-            "deadline_s": settings.deadline_s,
-            "start_timeout_s": settings.start_timeout_s,
-            "memory_bytes": settings.memory_bytes,
-        }
         child = self._launched()
         expires = time.monotonic() + self.start_limit_s
         try:
-            preface = json.dumps(preamble).encode()
+            preface = json.dumps(settings.limits).encode()
             send_frame(child.connection, preface, expires=expires)
             send_frame(child.connection, settings.environment, expires=expires)
             reply = receive_reply(child.connection, expires=expires)

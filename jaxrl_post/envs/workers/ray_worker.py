@@ -208,11 +208,7 @@ class RayWorker:
             "command": "start",
             "path": [os.path.abspath(e) for e in sys.path if isinstance(e, str)],
             "directory": os.getcwd(),
-            "settings": {
-                "deadline_s": settings.deadline_s,
-                "start_timeout_s": settings.start_timeout_s,
-                "memory_bytes": settings.memory_bytes,
-            },
+            "settings": settings.limits,
         }
         reply = self._request(
             fields,
