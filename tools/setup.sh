@@ -8,6 +8,12 @@
 set -eu
 cd "$(dirname "$0")/.."
 
+case ${1:-} in
+-*)
+    sed -n '2,7s/^# \{0,1\}//p' "$0"
+    exit 2
+    ;;
+esac
 extras=${1:-}
 stamp=.venv/installed-${extras:-core}
 unfinished=.venv/unfinished

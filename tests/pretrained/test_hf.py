@@ -1,6 +1,7 @@
 """Checkpoint directories: what is read, what is written, and how much is held."""
 
 import dataclasses
+import itertools
 import json
 import tracemalloc
 from typing import Any
@@ -17,6 +18,7 @@ from jaxrl_post.models import ModelConfig, unembedding
 from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
 from tests import tiny
+from tests.memory import numpy_bytes, peak_beyond_result
 from tests.pretrained.checkpoints import edit_config, edit_tensors
 from tests.tiny import BF16, F32
 
@@ -212,18 +214,6 @@ LARGER = ModelConfig(
 TENSOR = 1024 * 256 * 4
 
 
-def peak_beyond_result(function):
-    """Bytes that Python and NumPy held at the worst moment, less those at the end."""
-    tracemalloc.start()
-    try:
-        result = function()
-        end, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    del result
-    return peak - end
-
-
 @pytest.mark.parametrize("spec", [None, "fsdp8", "dp4,tp2"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_loading_holds_about_two_tensors(tmp_path, spec, dtype):
@@ -242,7 +232,7 @@ def test_saving_holds_about_one_tensor(tmp_path, spec):
     """The tensor, and the shard that is being copied into it."""
     mesh = None if spec is None else create_mesh(spec)
     params = tiny.params(LARGER, mesh=mesh)
-    names = iter("ab")
+    names = map(str, itertools.count())
     save = lambda: pretrained.save(tmp_path / next(names), LARGER, params)  # noqa: E731
     save()
     assert peak_beyond_result(save) < 1.4 * TENSOR
@@ -254,12 +244,12 @@ def test_saving_leaves_no_host_copy_on_the_parameters(tmp_path):
     pretrained.save(tmp_path / "a", LARGER, params)
     tracemalloc.start()
     pretrained.save(tmp_path / "b", LARGER, params)
-    kept, _ = tracemalloc.get_traced_memory()
+    kept = numpy_bytes()
     np.asarray(params.embedding)
-    with_copy, _ = tracemalloc.get_traced_memory()
+    with_copy = numpy_bytes()
     tracemalloc.stop()
     assert kept < 0.2 * TENSOR
-    assert with_copy > TENSOR  # The measurement does see such a copy.
+    assert with_copy >= TENSOR  # The measurement does see such a copy.
 
 
 # Writing.

@@ -1,12 +1,12 @@
 """Parameters on disk in every kind of place: exact, by regions, in bounded memory."""
 
+import itertools
 import json
 import math
 import os
 import socket
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import jax
@@ -25,6 +25,7 @@ from jaxrl_post.pretrained.param_files import (
 )
 from jaxrl_post.pretrained.tensor_files import open_tensors
 from jaxrl_post.sharding import create_mesh
+from tests.memory import peak_beyond_result
 from tests.pretrained import toy
 from tests.pretrained.stored import Stored
 from tests.tiny import BF16, F32
@@ -235,18 +236,6 @@ LARGER = toy.specs(vocab=1024, embed=128, ffn=128, experts=8, heads=64, num_laye
 TENSOR = 8 * 128 * 256 * 4
 
 
-def peak_beyond_result(function):
-    """Bytes that Python and NumPy held at the worst moment, less those at the end."""
-    tracemalloc.start()
-    try:
-        result = function()
-        end, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    del result
-    return peak - end
-
-
 def test_the_sizes_are_as_said():
     shapes = [entry.shape for entry in entries_of(toy.WEIGHTS, LARGER)]
     assert 4 * max(math.prod(shape) for shape in shapes) == TENSOR
@@ -291,7 +280,7 @@ def test_saving_holds_about_one_tensor(tmp_path, spec):
     """The tensor, and the shard that is being copied into it."""
     mesh = None if spec is None else create_mesh(spec)
     values = toy.on_devices(LARGER, toy.values(LARGER), mesh)
-    names = iter("ab")
+    names = map(str, itertools.count())
     save = lambda: write(tmp_path / next(names), LARGER, values)  # noqa: E731
     save()
     assert peak_beyond_result(save) < 1.4 * TENSOR
