@@ -1,16 +1,19 @@
 """Time of one GRPO step by phase, against that of its matrix products alone.
 
     python -m benchmarks.grpo_step --shape small --json benchmarks/results/FILE.json
+    python -m benchmarks.grpo_step --prompt-tokens 256 --stop-share 0.02
 
 Work: 8 prompts x 8 samples, 16 prompt tokens, 64 completion tokens each (no stop
 token), group-centred advantages of random rewards, one AdamW step. The weights are
-random, since only speed is measured.
+random, since only speed is measured. With `--stop-share` a completion ends at each
+token with that probability, so that lengths differ as in practice.
 
-`ideal` is the time of the same matrix products alone, with `jnp.dot` on operands of the
-same shape, in this run. Generation has the projections and the vocabulary product of 64
-rows, 64 times. Training has the same products at a microbatch's rows, times three (one
-forward, two backward). Recomputation and attention are left out, so a share of 100 %
-cannot be reached.
+`ideal` is the time of the matrix products of the new tokens alone, with `jnp.dot` in
+this run. A new token is one that was sampled, or a token of a prompt, once for its
+group. Generation has the projections and the vocabulary product of a row per slot, as
+often as its sampled tokens fill the slots, and the prompts' projections. Training has
+the same products at a microbatch's tokens, times three (one forward, two backward).
+Recomputation and attention are left out, so a share of 100 % cannot be reached.
 """
 
 import json
@@ -45,7 +48,7 @@ from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.tokens import Tokens
 
-PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 8, 16, 64
+PROMPTS, SAMPLES = 8, 8
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,14 @@ class Options:
             layers, vocabulary 32000).
         json: file to write the result to.
         repeats: timed steps, after one that compiles.
-        microbatch_rows: packed rows of one forward and backward pass.
+        prompt_tokens: tokens of each prompt.
+        max_tokens: maximum tokens of a completion.
+        stop_share: share of the vocabulary's tokens that end a completion.
+        trees: whether a group's prompt is packed and trained once.
+        row_tokens: length of a packed row; 0 for a group's, or, without trees, for a
+            sequence's.
+        microbatch_rows: packed rows of one forward and backward pass; 0 for one group,
+            or, without trees, eight sequences.
         remat: what a layer keeps of the forward pass for the backward pass.
         dtype: of the parameters.
     """
@@ -65,9 +75,30 @@ class Options:
     shape: Literal["tiny", "small"] = "small"
     json: Path | None = None
     repeats: int = 5
-    microbatch_rows: int = 8
+    prompt_tokens: int = 16
+    max_tokens: int = 64
+    stop_share: float = 0.0
+    trees: bool = True
+    row_tokens: int = 0
+    microbatch_rows: int = 0
     remat: Literal["none", "dots", "full"] = "none"
     dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @property
+    def longest(self) -> int:
+        """Maximum tokens of a sequence."""
+        return self.prompt_tokens + self.max_tokens
+
+    @property
+    def row(self) -> int:
+        """Tokens of a packed row."""
+        group = self.prompt_tokens + SAMPLES * self.max_tokens
+        return self.row_tokens or (group if self.trees else self.longest)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a microbatch."""
+        return self.microbatch_rows or (1 if self.trees else 8)
 
 
 def main(options: Options) -> dict[str, Any]:
@@ -78,11 +109,13 @@ def main(options: Options) -> dict[str, Any]:
         step = _make_step(options, config, mesh)
         phases = [step(number) for number in range(options.repeats + 1)][1:]
         peak = _peak_memory()
-        ideal = _ideal(config, options)
-    seconds = {
-        name: statistics.median(phase[name] for phase in phases) for name in phases[0]
-    }
-    sampled = PROMPTS * SAMPLES * TOKENS
+        seconds = {
+            name: statistics.median(phase[name] for phase in phases)
+            for name in phases[0]
+        }
+        sampled = statistics.mean(phase.pop("sampled") for phase in phases)
+        ideal = _ideal(config, options, sampled)
+    del seconds["sampled"]
     return {
         "shape": options.shape,
         "dtype": options.dtype,
@@ -90,6 +123,8 @@ def main(options: Options) -> dict[str, Any]:
         "seconds_best_step": min(phase["step"] for phase in phases),
         "ideal_seconds": ideal,
         "share_of_ideal": {name: ideal[name] / seconds[name] for name in ideal},
+        "sampled_tokens": sampled,
+        "packing_fill": seconds.pop("fill"),
         "generated_tokens_per_second": sampled / seconds["rollout"],
         "tokens_per_second": sampled / seconds["step"],
         "peak_memory_gib": peak,
@@ -119,16 +154,20 @@ def _make_step(
         max_grad_norm=1.0,
         layout=layout,
         mesh=mesh,
-        microbatch_rows=options.microbatch_rows,
+        microbatch_rows=options.rows,
     )
+    random = np.random.default_rng(0)
+    stops = round(options.stop_share * config.vocab_size)
+    stop_ids = random.permutation(config.vocab_size)[:stops].tolist()
+    sampling = SamplingParams(max_tokens=options.max_tokens, stop_ids=tuple(stop_ids))
     sizes = EngineConfig(
         num_slots=PROMPTS * SAMPLES,
-        max_prompt_tokens=PROMPT_TOKENS,
-        max_tokens=TOKENS,
-        steps_per_call=TOKENS // 2,
+        max_prompt_tokens=options.prompt_tokens,
+        max_tokens=options.max_tokens,
+        steps_per_call=16 if stops else options.max_tokens // 2,
+        max_stop_ids=max(4, stops),
     )
     engine = Engine(config, sizes, dtype=dtype, mesh=mesh)
-    random = np.random.default_rng(0)
     del params
 
     def step(number: int) -> dict[str, float]:
@@ -139,9 +178,11 @@ def _make_step(
         requests = [
             Request(
                 prompt_id=number * PROMPTS + index,
-                prompt=tuple(random.integers(0, config.vocab_size, PROMPT_TOKENS)),
+                prompt=tuple(
+                    random.integers(0, config.vocab_size, options.prompt_tokens)
+                ),
                 num_samples=SAMPLES,
-                sampling=SamplingParams(max_tokens=TOKENS),
+                sampling=sampling,
             )
             for index in range(PROMPTS)
         ]
@@ -156,12 +197,16 @@ def _make_step(
         sequences = [
             packing.Sequence(
                 Tokens.context(prompts[completion.prompt_id]) + completion.tokens,
-                np.full(PROMPT_TOKENS + len(completion.tokens), advantage, np.float32),
+                np.full(
+                    options.prompt_tokens + len(completion.tokens),
+                    advantage,
+                    np.float32,
+                ),
             )
             for completion, advantage in zip(done, advantages, strict=True)
         ]
-        length = PROMPT_TOKENS + TOKENS
-        batch = packing.pack(sequences, length, learner.microbatch_rows)
+        units = packing.trees(sequences) if options.trees else sequences
+        batch = packing.pack(units, options.row, learner.microbatch_rows)
         state, metrics = learner.update(state, batch, where=f"step {number}")
         jax.block_until_ready(state.params)
         end = time.perf_counter()
@@ -171,13 +216,15 @@ def _make_step(
             "train": end - train,
             "step": end - begin,
             "mismatch": metrics["mismatch/token_mult_prob_error"],
+            "fill": np.count_nonzero(batch.ends) / batch.tokens.size,
+            "sampled": float(sum(len(completion.tokens) for completion in done)),
         }
 
     return step
 
 
-def _ideal(config: ModelConfig, options: Options) -> dict[str, float]:
-    """Seconds of the matrix products alone."""
+def _ideal(config: ModelConfig, options: Options, sampled: float) -> dict[str, float]:
+    """Seconds of the matrix products of a step's new tokens alone."""
     hidden, dim = config.hidden_size, config.head_dim
     per_layer = [
         (hidden, config.num_heads * dim),
@@ -188,18 +235,23 @@ def _ideal(config: ModelConfig, options: Options) -> dict[str, float]:
         (hidden, config.intermediate_size),
         (config.intermediate_size, hidden),
     ]
-    slots, length = PROMPTS * SAMPLES, PROMPT_TOKENS + TOKENS
-    rows = options.microbatch_rows * length
-    calls = slots // options.microbatch_rows
-    head_rows = options.microbatch_rows * TOKENS
+    slots, prompts = PROMPTS * SAMPLES, PROMPTS * options.prompt_tokens
 
-    def total(rows: int, head_rows: int) -> float:
-        layers = sum(_product(rows, k, n, options.dtype) for k, n in per_layer)
-        head = _product(head_rows, hidden, config.vocab_size, options.dtype)
-        return config.num_layers * layers + head
+    def of_layers(rows: int) -> float:
+        products = sum(_product(rows, k, n, options.dtype) for k, n in per_layer)
+        return config.num_layers * products
 
-    rollout = TOKENS * total(slots, slots)
-    train = 3 * calls * total(rows, head_rows)
+    def of_head(rows: int) -> float:
+        return _product(rows, hidden, config.vocab_size, options.dtype)
+
+    # The tokens of a microbatch, of which as many are scored as of the batch.
+    tokens = options.rows * options.row
+    share = sampled / (sampled + prompts)
+    scored = max(1, round(tokens * share))
+    rollout = sampled / slots * (of_layers(slots) + of_head(slots))
+    rollout += of_layers(prompts)
+    calls = (sampled + prompts) / tokens
+    train = 3 * calls * (of_layers(tokens) + of_head(scored))
     return {"rollout": rollout, "train": train, "step": rollout + train}
 
 
@@ -249,6 +301,8 @@ def show(result: dict[str, Any]) -> None:
     console.print(f"{result['shape']}, {result['dtype']}, {result['machine']}")
     console.print(table)
     console.print(
+        f"{result['sampled_tokens']:,.0f} tokens sampled, rows "
+        f"{result['packing_fill']:.0%} full\n"
         f"generation {result['generated_tokens_per_second']:,.0f} tokens/s, whole step "
         f"{result['tokens_per_second']:,.0f} tokens/s, "
         f"peak memory {result['peak_memory_gib']:.2f} GiB"

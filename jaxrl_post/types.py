@@ -3,12 +3,13 @@
 Alignment: every per-token array of a `TokenBatch` is aligned to the token that it
 describes. `behavior_logprobs[r, t]` is the log-probability of `tokens[r, t]` given the
 tokens before it, and `loss_mask[r, t]` says whether the policy produced `tokens[r, t]`.
-The first token of a segment has no predecessor, so its mask is always False.
+The first token of a sequence has no predecessor, so its mask is always False.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
@@ -97,13 +98,22 @@ HostOrDevice = Any
 class TokenBatch:
     """Packed token sequences, with the per-token arrays that training needs.
 
-    Several sequences ("segments") may lie side by side in a row; attention, positions
-    and sequence-level losses never cross a segment's border.
+    A row is a forest of sequences in depth-first order. What sequences share, such as
+    the prompt of a group of samples, stands in the row once, before what follows it. A
+    sequence without anything shared is a tree of one node. The tokens that a token sees
+    are those on its path from the root of its tree.
+
+    `ends` says all of it: the token at index i sees that at index j exactly if
+    j <= i < ends[j]. As a segment id for the functions of `losses`, it tells the
+    sequences of a row apart: a node has the number of its last child, and the leaves
+    have numbers of their own. Shared tokens that are trained on therefore count as
+    their last child's.
 
     Attributes:
         tokens: int32 [rows, length], ids in [0, vocab_size).
-        positions: int32 [rows, length], 0-based within the segment.
-        segment_ids: int32 [rows, length]; 0 is padding, 1.. number the row's segments.
+        positions: int32 [rows, length], 0-based along the path.
+        ends: int32 [rows, length]: one past the last token of the tokens that follow
+            this one, those of all branches; 0 is padding.
         loss_mask: bool [rows, length], True where the policy produced the token.
         advantages: float32 [rows, length], constant with respect to the parameters.
         behavior_logprobs: float32 [rows, length], the sampler's, in nats.
@@ -120,25 +130,28 @@ class TokenBatch:
         raw_advantages: float32 [rows, length] or None: advantages before whitening, for
             metrics.
         token_rewards: float32 [rows, length] or None: one reward per token, for
-            algorithms with `Algorithm.credit`. None means that a segment's reward
+            algorithms with `Algorithm.credit`. None means that a sequence's reward
             stands in `advantages` and is earned at its last token.
         stale: bool [rows, length] or None: True for tokens sampled by older parameters
             than those at the start of this batch's updates. `mismatch/` metrics leave
             them out, because their log-probs differ by design. None: no such tokens.
-        truncated: bool [rows, length] or None: True at the last token of a segment
-            whose end was cut off.
+        truncated: bool [rows, length] or None: True at the last token of a
+            sequence whose end was cut off.
+        bootstrap: float32 [rows, length] or None: the critic's value after that token,
+            0 elsewhere.
         reference_point: float32 [rows, length] or None: the reference point of KTO
             (`algorithms.unpaired`), the same at every token, in nats.
         labels: float32 [rows, length] or None: what an example says of its answer at
-            each of its tokens, 1 for desirable and -1 for undesirable (KTO); or of a
-            step at its judged token, from 0 for wrong to 1 for right (process rewards).
+            each of its tokens: 1 for desirable or chosen, -1 for undesirable (KTO) or
+            rejected; or of a step at its judged token, from 0 for wrong to 1 for right
+            (process rewards).
         margins: float32 [rows, length] or None: how far the reward of a chosen answer
             should be above that of the rejected one, at the chosen answer's tokens.
     """
 
     tokens: Int[HostOrDevice, "rows length"]
     positions: Int[HostOrDevice, "rows length"]
-    segment_ids: Int[HostOrDevice, "rows length"]
+    ends: Int[HostOrDevice, "rows length"]
     loss_mask: Bool[HostOrDevice, "rows length"]
     advantages: Float[HostOrDevice, "rows length"]
     behavior_logprobs: Float[HostOrDevice, "rows length"]
@@ -151,6 +164,7 @@ class TokenBatch:
     token_rewards: Float[HostOrDevice, "rows length"] | None = None
     stale: Bool[HostOrDevice, "rows length"] | None = None
     truncated: Bool[HostOrDevice, "rows length"] | None = None
+    bootstrap: Float[HostOrDevice, "rows length"] | None = None
     reference_point: Float[HostOrDevice, "rows length"] | None = None
     labels: Float[HostOrDevice, "rows length"] | None = None
     margins: Float[HostOrDevice, "rows length"] | None = None
@@ -159,6 +173,32 @@ class TokenBatch:
     def shape(self) -> tuple[int, ...]:
         """(rows, length)."""
         return self.tokens.shape
+
+    @property
+    def previous(self) -> Int[Array, "rows length"]:
+        """The index in its row of the token before each token on its path.
+
+        0 at a path's first token, which has none, and for padding.
+
+        >>> import numpy as np
+        >>> prompt_and_two_answers = np.array([[6, 6, 4, 4, 6, 6, 0]], np.int32)
+        >>> previous_tokens(prompt_and_two_answers).tolist()
+        [[0, 0, 1, 2, 1, 4, 0]]
+        """
+        return previous_tokens(self.ends)
+
+
+@jax.jit
+def previous_tokens(
+    ends: Int[HostOrDevice, "rows length"],
+) -> Int[Array, "rows length"]:
+    """Returns `TokenBatch.previous` from `TokenBatch.ends`."""
+    index = jnp.arange(ends.shape[1], dtype=jnp.int32)
+    # Of the tokens that a token sees, the one before it. The square of the length is
+    # compared, but never stored.
+    before = index[None, :] < index[:, None]
+    seen = before & (jnp.asarray(ends)[:, None, :] > index[:, None])
+    return jnp.where(seen, index, 0).max(axis=-1)
 
 
 def rows(batch: TokenBatch, start: int, stop: int) -> TokenBatch:

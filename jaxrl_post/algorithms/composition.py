@@ -164,11 +164,11 @@ def compose(
     @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         policy_logprobs = require_logprobs(predictions)
-        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        mask = in_sequence(batch.loss_mask, batch.ends)
         current = jax.lax.stop_gradient(policy_logprobs)
         proximal = batch.proximal_logprobs
         proximal = current if proximal is None else proximal
-        behavior, ids = batch.behavior_logprobs, batch.segment_ids
+        behavior, ids = batch.behavior_logprobs, batch.ends
         old = behavior if anchor == "behavior" else proximal
         term = policy_loss(policy_logprobs, old, batch.advantages, mask, ids)
         per_token, metrics = term.loss, _policy_metrics(term, current, proximal, mask)
@@ -294,7 +294,7 @@ def raise_early(algorithm: Algorithm) -> None:
         batch = TokenBatch(
             tokens=ids,
             positions=ids,
-            segment_ids=ids,
+            ends=ids,
             loss_mask=ids > 0,
             advantages=algorithm.advantages(*_inputs(algorithm, zeros, ids > 0)),
             behavior_logprobs=zeros,
@@ -302,6 +302,7 @@ def raise_early(algorithm: Algorithm) -> None:
             reference_logprobs=zeros,
             values_before=zeros,
             truncated=ids > 0,
+            bootstrap=zeros,
         )
         predictions = Predictions(
             logprobs=zeros,

@@ -1,8 +1,9 @@
 """Turns a preference loss into an objective on packed pairs.
 
-In a row of a `TokenBatch` the segments 2k - 1 and 2k are a pair: the chosen answer,
-then the rejected one, each after its own copy of the prompt. The loss mask marks the
-answers. The count of a loss is the number of pairs.
+In a row of a `TokenBatch` the two answers of a pair stand side by side: the rejected
+one, with its own copy of the prompt if it has one, begins where the chosen one ends.
+The loss mask marks the answers, and the labels are 1 at the tokens of the chosen answer
+and -1 at those of the rejected one. The count of a loss is the number of pairs.
 """
 
 from collections.abc import Callable
@@ -179,15 +180,34 @@ def require_reference(batch: TokenBatch) -> Float[Array, "rows length"]:
 def sides(
     values: Float[Array, "rows length"], batch: TokenBatch
 ) -> tuple[PerPair, PerPair]:
-    """Sums over the chosen and over the rejected answers of a row's pairs."""
-    totals = segment_totals(values, batch.segment_ids)
-    pairs = values.shape[-1] // 2
-    return totals[:, 1 : 2 * pairs : 2], totals[:, 2 : 2 * pairs + 1 : 2]
+    """Sums over the chosen and over the rejected answers of a row's pairs.
+
+    Returns:
+        Two arrays [rows, length + 1] with a slot per segment id; 0 in the slots that
+        are not a chosen answer's.
+
+    Raises:
+        ValueError: the batch has no labels.
+    """
+    if batch.labels is None:
+        raise ValueError(
+            "batch.labels must be given, got None; they hold 1 at the tokens of chosen "
+            "answers and -1 at those of rejected ones"
+        )
+    mask = in_sequence(batch.loss_mask, batch.ends)
+    liked = counted((batch.labels > 0).astype(jnp.float32), mask)
+    chosen = segment_totals(liked, batch.ends) > 0
+    totals = segment_totals(values, batch.ends)
+    # The rejected answer begins where the chosen one ends, and a segment's id is the
+    # index after its end.
+    follower = jnp.pad(batch.ends, ((0, 0), (0, 1)))
+    rejected = jnp.take_along_axis(totals, follower, axis=-1)
+    return jnp.where(chosen, totals, 0.0), jnp.where(chosen, rejected, 0.0)
 
 
 def valid_pairs(batch: TokenBatch) -> Valid:
     """Mask of the slots that hold a pair with counted tokens in both answers."""
-    mask = in_sequence(batch.loss_mask, batch.segment_ids)
+    mask = in_sequence(batch.loss_mask, batch.ends)
     chosen, rejected = sides(mask.astype(jnp.float32), batch)
     return (chosen > 0) & (rejected > 0)
 
@@ -211,7 +231,7 @@ def raise_early(algorithm: PreferenceAlgorithm) -> None:
         batch = TokenBatch(
             tokens=ids,
             positions=ids,
-            segment_ids=ids,
+            ends=ids,
             loss_mask=ids > 0,
             advantages=zeros,
             behavior_logprobs=zeros,
@@ -232,7 +252,7 @@ def raise_early(algorithm: PreferenceAlgorithm) -> None:
 def _answers(
     predictions: Predictions, batch: TokenBatch, needs_reference: bool
 ) -> tuple[Answers, Answers]:
-    mask = in_sequence(batch.loss_mask, batch.segment_ids)
+    mask = in_sequence(batch.loss_mask, batch.ends)
     nothing = jnp.zeros(mask.shape, jnp.float32)
     reference = require_reference(batch) if needs_reference else nothing
     kept = (require_logprobs(predictions), reference, jnp.ones(mask.shape, jnp.float32))

@@ -24,9 +24,8 @@ def bradley_terry(
 ) -> Callable[[Predictions, TokenBatch], Objective]:
     """Bradley-Terry: the value after an answer's last token is its reward.
 
-    The advantage at a chosen answer's last token is the pair's target margin, by which
-    its reward should exceed the rejected answer's; 0 for none. The advantages of
-    rejected answers are not read.
+    The batch's `margins` at a chosen answer's last token are the pair's target margin,
+    by which its reward should exceed the rejected answer's; without them it is 0.
 
     Args:
         centering: >= 0, weight of the squared sum of a pair's rewards; TRL recommends
@@ -50,9 +49,9 @@ def bradley_terry(
     @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         values = _require_values(predictions)
-        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        mask = in_sequence(batch.loss_mask, batch.ends)
         ones = jnp.ones(values.shape, jnp.float32)
-        last = returns.at_last_token(ones, mask, batch.segment_ids) > 0
+        last = returns.at_last_token(ones, mask, batch.ends) > 0
         chosen, rejected = sides(counted(values, last), batch)
         margin = jnp.zeros_like(chosen)
         if batch.margins is not None:
@@ -71,7 +70,7 @@ def process_reward() -> Callable[[Predictions, TokenBatch], Objective]:
     """Process reward model: the value at a step's last token is the logit of "right".
 
     The loss mask marks the last tokens of the steps that are judged, and `batch.labels`
-    holds their labels, in [0, 1]. A segment is a solution; its steps are in order.
+    holds their labels, in [0, 1]. A sequence is a solution; its steps are in order.
 
     Metrics are fractions: process/step_accuracy, of steps whose verdict agrees with the
     label, both thresholded at probability 1/2; process/first_error_accuracy, of
@@ -93,9 +92,9 @@ def process_reward() -> Callable[[Predictions, TokenBatch], Objective]:
     @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         logits, labels = _require_values(predictions), _require_labels(batch)
-        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        mask = in_sequence(batch.loss_mask, batch.ends)
         losses = reward_model.process_reward_loss(logits, labels, mask)
-        metrics = _verdicts(logits > 0, labels >= 0.5, mask, batch.segment_ids)
+        metrics = _verdicts(logits > 0, labels >= 0.5, mask, batch.ends)
         return Objective(masked(losses, mask), metrics)
 
     return objective

@@ -26,4 +26,4 @@ def next_token(predictions: Predictions, batch: TokenBatch) -> Objective:
     2.0
     """
     losses = supervised.next_token_loss(require_logprobs(predictions), batch.loss_mask)
-    return Objective(reduce.token_mean(losses, batch.loss_mask, batch.segment_ids), {})
+    return Objective(reduce.token_mean(losses, batch.loss_mask, batch.ends), {})

@@ -102,16 +102,16 @@ def ppo(
 
     @checked
     def credit(batch: TokenBatch) -> TokenBatch:
-        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        mask = in_sequence(batch.loss_mask, batch.ends)
         rewards = _token_rewards(batch, mask, kl_coefficient, kl_estimator)
         values = _require_values(batch)
-        after = _after_truncation(batch, values) if bootstrap_truncated else None
+        after = _after_truncation(batch) if bootstrap_truncated else None
         estimate = partial(
             returns.gae,
             rewards,
             values,
             mask,
-            batch.segment_ids,
+            batch.ends,
             gamma=gamma,
             bootstrap=after,
         )
@@ -175,12 +175,10 @@ def reinforce_plus_plus(
 
     @checked
     def credit(batch: TokenBatch) -> TokenBatch:
-        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        mask = in_sequence(batch.loss_mask, batch.ends)
         rewards = _token_rewards(batch, mask, kl_coefficient, kl_estimator)
-        per_token = returns.reinforce_plus_plus(
-            rewards, mask, batch.segment_ids, gamma=gamma
-        )
-        raw = returns.discounted_returns(rewards, mask, batch.segment_ids, gamma=gamma)
+        per_token = returns.reinforce_plus_plus(rewards, mask, batch.ends, gamma=gamma)
+        raw = returns.discounted_returns(rewards, mask, batch.ends, gamma=gamma)
         return batch.replace(advantages=per_token, raw_advantages=raw)  # type: ignore[attr-defined]
 
     composed = compose(
@@ -227,7 +225,7 @@ def reinforce_plus_plus_baseline(
 
     @checked
     def credit(batch: TokenBatch) -> TokenBatch:
-        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        mask = in_sequence(batch.loss_mask, batch.ends)
         per_token = whitening.whitened(batch.advantages, mask)
         return batch.replace(  # type: ignore[attr-defined]
             advantages=per_token, raw_advantages=batch.advantages
@@ -277,7 +275,7 @@ def distillation(
 
     @checked
     def credit(batch: TokenBatch) -> TokenBatch:
-        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        mask = in_sequence(batch.loss_mask, batch.ends)
         # `distill.on_policy_advantages`, clamped to +-20 nats: one token that the
         # teacher never writes must not dominate the batch.
         penalty = kl.k1(_start(batch), _require_reference(batch), mask)
@@ -353,7 +351,7 @@ def _token_rewards(
 ) -> Float[Array, "rows length"]:
     """Rewards at the tokens that earned them, minus the penalty at every token."""
     if batch.token_rewards is None:
-        rewards = returns.at_last_token(batch.advantages, mask, batch.segment_ids)
+        rewards = returns.at_last_token(batch.advantages, mask, batch.ends)
     else:
         rewards = counted(batch.token_rewards, mask)
     if not kl_coefficient:
@@ -373,16 +371,14 @@ def _require_reference(batch: TokenBatch) -> Float[Array, "rows length"]:
     return batch.reference_logprobs
 
 
-def _after_truncation(
-    batch: TokenBatch, values: Float[Array, "rows length"]
-) -> Float[Array, "rows length"]:
+def _after_truncation(batch: TokenBatch) -> Float[Array, "rows length"]:
     """The critic's value after the last token of truncated answers, else 0."""
-    if batch.truncated is None:
+    if batch.bootstrap is None:
         raise ValueError(
-            "batch.truncated must be given, got None; mark the segments that were cut"
+            "batch.bootstrap must be given, got None; score the batch with the critic, "
+            "with the answers marked that were cut"
         )
-    # The value before the next token is the value after this one.
-    return counted(jnp.roll(values, -1, axis=-1), batch.truncated)
+    return batch.bootstrap
 
 
 def _require_values(batch: TokenBatch) -> Float[Array, "rows length"]:
@@ -397,7 +393,7 @@ def _require_values(batch: TokenBatch) -> Float[Array, "rows length"]:
 def _value_objective(clip: float | None):
     @checked
     def value_objective(predictions: Predictions, batch: TokenBatch) -> Objective:
-        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        mask = in_sequence(batch.loss_mask, batch.ends)
         old, targets = _require_values(batch), batch.returns
         if predictions.values_after is None or targets is None:
             raise ValueError(
@@ -405,10 +401,10 @@ def _value_objective(clip: float | None):
                 "got None; use a model with a value head, and the algorithm's `credit`"
             )
         # The value before a token is the value after the previous one. The mask is
-        # False at a segment's first token, so the wrapped value is not counted.
-        values = jnp.roll(predictions.values_after, 1, axis=-1)
+        # False at a path's first token, which has none.
+        values = jnp.take_along_axis(predictions.values_after, batch.previous, axis=-1)
         losses = value.clipped_value_loss(values, old, targets, mask, value_clip=clip)
-        loss = reduce.token_mean(losses, mask, batch.segment_ids)
+        loss = reduce.token_mean(losses, mask, batch.ends)
         metrics = {
             "critic/value": masked(values, mask),
             "critic/return": masked(targets, mask),

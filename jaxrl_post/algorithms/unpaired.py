@@ -1,8 +1,7 @@
 """KTO: an objective on packed answers that are labelled desirable or undesirable.
 
-In a row of a `TokenBatch` every segment is a prompt and an answer, which the loss mask
-marks. The advantages of an answer's tokens are its label: > 0 if it is desirable. The
-count of a loss is the number of answers.
+The loss mask marks the answers of a `TokenBatch`, and the labels of an answer's tokens
+are 1 if it is desirable and -1 if not. The count of a loss is the number of answers.
 """
 
 from typing import NamedTuple
@@ -120,8 +119,8 @@ def _answers(predictions: Predictions, batch: TokenBatch) -> _Answers:
 
 def _totals(values: Float[Array, "rows length"], batch: TokenBatch) -> PerAnswer:
     """Sums over the counted tokens of each answer; 0 for segment 0, the padding."""
-    mask = in_sequence(batch.loss_mask, batch.segment_ids)
-    return segment_totals(counted(values, mask), batch.segment_ids)
+    mask = in_sequence(batch.loss_mask, batch.ends)
+    return segment_totals(counted(values, mask), batch.ends)
 
 
 def _require_labels(batch: TokenBatch) -> Float[Array, "rows length"]:
@@ -145,6 +144,6 @@ def _reference_point(batch: TokenBatch) -> Float[Array, ""]:
             "batch.reference_point must be given, got None; it holds the mean of the "
             "algorithm's `mismatched` at every token"
         )
-    mask = in_sequence(batch.loss_mask, batch.segment_ids)
+    mask = in_sequence(batch.loss_mask, batch.ends)
     # All counted tokens hold the same value, so the maximum is that value or 0.
     return jnp.maximum(counted(batch.reference_point, mask).max(), 0.0)

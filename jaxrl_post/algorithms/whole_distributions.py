@@ -119,8 +119,8 @@ def _mean_divergence(predictions: Predictions, batch: TokenBatch) -> Objective:
             "predictions.divergence must be given, got None; predict with a model and "
             "its teacher"
         )
-    mask = in_sequence(batch.loss_mask, batch.segment_ids)
-    loss = reduce.token_mean(divergence, mask, batch.segment_ids)
+    mask = in_sequence(batch.loss_mask, batch.ends)
+    loss = reduce.token_mean(divergence, mask, batch.ends)
     metrics = {"distill/divergence": jax.lax.stop_gradient(loss)}
     if predictions.teacher_entropy is not None:
         metrics["distill/teacher_entropy"] = masked(predictions.teacher_entropy, mask)

@@ -28,8 +28,11 @@ class UpdateConfig:
         minibatches: parts of a batch; each serves one optimizer step of a pass.
         epochs: passes over a batch, so that a step of the run takes minibatches *
             epochs optimizer steps.
+        trees: pack and train once what sequences have in common: the prompt of a
+            group's samples, the question of a pair. Without, each sequence is whole.
         row_tokens: length of a packed row in tokens; 0 for the longest prompt plus the
-            longest completion.
+            longest completion, or, with `trees`, for a group with its prompt, if it has
+            at most a device's share of `microbatch_tokens`.
         microbatch_tokens: tokens, padding included, of one forward and backward pass;
             gradients of the microbatches are summed. Fewer need less memory.
         remat: what a layer keeps of the forward pass for the backward pass, which
@@ -45,6 +48,7 @@ class UpdateConfig:
 
     minibatches: Annotated[int, COUNT] = 1
     epochs: Annotated[int, COUNT] = 1
+    trees: Annotated[bool, FREE] = True
     row_tokens: Annotated[int, NOT_NEGATIVE] = 0
     microbatch_tokens: Annotated[int, COUNT, FREE] = 4096
     remat: Annotated[Literal["none", "dots", "full"], FREE] = "none"

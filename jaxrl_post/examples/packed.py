@@ -118,7 +118,8 @@ class Splits[Item](Examples):
 class Pairs(Splits[Preference]):
     """Preference pairs: a prompt with its chosen answer, then with its rejected one.
 
-    The order in a packed row, chosen first, tells them apart.
+    The rejected answer comes right after the chosen one, and the labels, 1 and -1, tell
+    them apart.
 
     Attributes:
         margin: factor; times the difference of a pair's scores, it gives the margin.
@@ -147,8 +148,8 @@ class Pairs(Splits[Preference]):
         """Two sequences, chosen and rejected."""
         pair = self.items(split)[index]
         chosen, rejected = (
-            packing.Sequence.of(*chat.answered(tokenizer, pair.messages, answer))
-            for answer in (pair.chosen, pair.rejected)
+            _labelled(*chat.answered(tokenizer, pair.messages, answer), label)
+            for answer, label in ((pair.chosen, 1.0), (pair.rejected, -1.0))
         )
         if self.margin:
             margin = self.margin * (pair.margin or 0.0)
@@ -187,9 +188,7 @@ class Judgements(Splits[Judged]):
         """One sequence: the prompt and the answer."""
         each = self.items(split)[index]
         prompt, target = chat.answered(tokenizer, each.messages, each.answer)
-        made = packing.Sequence.of(prompt, target)
-        labels = _everywhere(1.0 if each.desirable else -1.0, made)
-        return (replace(made, labels=labels),)
+        return (_labelled(prompt, target, 1.0 if each.desirable else -1.0),)
 
     def imitated(self) -> "Judgements":
         """The desirable answers, for supervised fine-tuning."""
@@ -300,6 +299,7 @@ def packed(
     *,
     row_tokens: int,
     row_multiple: int,
+    trees: bool = True,
 ) -> TokenBatch:
     """Packs examples of a split into one batch.
 
@@ -310,12 +310,14 @@ def packed(
         indices: indices of the examples within the split.
         row_tokens: tokens per row.
         row_multiple: the number of rows is a multiple of this.
+        trees: whether examples with the same context share it.
 
     Raises:
         ConfigError: as the data set's `encode`.
     """
     chosen = [examples.encode(tokenizer, split, index) for index in indices]
-    return packing.pack(chosen, row_tokens, row_multiple)
+    units = packing.trees(chosen) if trees else chosen
+    return packing.pack(units, row_tokens, row_multiple)
 
 
 def batches(
@@ -326,6 +328,7 @@ def batches(
     count: int,
     row_tokens: int,
     row_multiple: int,
+    trees: bool = True,
 ) -> Iterator[TokenBatch]:
     """Yields batches of training examples without end; raises as `packed` does.
 
@@ -336,6 +339,7 @@ def batches(
         count: number of examples per batch.
         row_tokens: tokens per row.
         row_multiple: the number of rows is a multiple of this.
+        trees: whether examples with the same context share it.
     """
     while True:
         yield packed(
@@ -345,7 +349,15 @@ def batches(
             [int(next(indices)) for _ in range(count)],
             row_tokens=row_tokens,
             row_multiple=row_multiple,
+            trees=trees,
         )
+
+
+def _labelled(
+    prompt: Sequence[int], target: Sequence[int], label: float
+) -> packing.Sequence:
+    made = packing.Sequence.of(prompt, target)
+    return replace(made, labels=_everywhere(label, made))
 
 
 def _everywhere(value: float, sequence: packing.Sequence) -> np.ndarray:

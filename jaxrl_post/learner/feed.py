@@ -50,6 +50,7 @@ class Feed:
         row_tokens: length of a packed row.
         learner: gives the policy and the size of a microbatch.
         reference: scores the batches; None if the objective needs no reference.
+        trees: whether examples with the same context share it.
     """
 
     examples: Examples
@@ -58,6 +59,7 @@ class Feed:
     row_tokens: int
     learner: Learner
     reference: Reference | None
+    trees: bool = True
 
     def draw(self, split: Split, indices: Iterable[int]) -> Drawn:
         """Packs the examples of a step.
@@ -100,6 +102,7 @@ class Feed:
             indices,
             row_tokens=self.row_tokens,
             row_multiple=self.learner.microbatch_rows,
+            trees=self.trees,
         )
 
     def _scored(self, batch: TokenBatch) -> TokenBatch:

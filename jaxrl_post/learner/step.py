@@ -39,9 +39,9 @@ __all__ = [
     "apply",
     "empty_accumulator",
     "grad_norm",
-    "hidden_states",
     "measure",
     "predict",
+    "states_before",
     "train_step",
 ]
 
@@ -98,16 +98,32 @@ class Accumulator:
     metrics: dict[str, Metric]
 
 
-def hidden_states(
+def states_before(
     policy: Policy, params: PyTree, batch: TokenBatch
 ) -> Float[Array, "rows length hidden"]:
-    """Returns the last hidden states of a packed batch, in the parameters' dtype."""
+    """Returns the states that predict the tokens of a packed batch.
+
+    A token is predicted by the last hidden state of the token before it on its path.
+    They are in the parameters' dtype.
+    """
+    return _before(_hidden_states(policy, params, batch), batch)
+
+
+def _before(
+    hidden: Float[Array, "rows length hidden"], batch: TokenBatch
+) -> Float[Array, "rows length hidden"]:
+    return jnp.take_along_axis(hidden, batch.previous[..., None], axis=1)
+
+
+def _hidden_states(
+    policy: Policy, params: PyTree, batch: TokenBatch
+) -> Float[Array, "rows length hidden"]:
     return forward(
         params,
         policy.config,
         batch.tokens,
         positions=batch.positions,
-        segment_ids=batch.segment_ids,
+        ends=batch.ends,
         rules=policy.rules,
         remat=policy.remat,
         scan=policy.scan,
@@ -121,42 +137,40 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
     given after every token.
     """
     if policy.config.experts is None:
-        hidden, own = hidden_states(policy, params, batch), Predictions()
+        hidden, own = _hidden_states(policy, params, batch), Predictions()
     else:
         hidden, own = _routed_states(policy, params, batch)
     after = None if policy.config.head == "lm" else values(params, hidden)
     if not policy.config.predicts_tokens:
         return own._replace(values_after=after)
-    # The state at t predicts the token at t + 1. The mask is False at every segment's
-    # first token, so the token that wraps around is masked.
-    previous = functools.partial(jnp.roll, shift=-1, axis=1)
     # Logits are c tanh(z / (d c)) / T with divisor d: the cap d c with temperature d T.
     cap, divisor = policy.config.logit_softcap, policy.config.logit_divisor
     predicted = token_logprob(
-        hidden,
+        _before(hidden, batch),
         unembedding(params),
-        previous(batch.tokens),
-        mask=previous(batch.loss_mask),
+        jnp.asarray(batch.tokens),
+        mask=jnp.asarray(batch.loss_mask),
         temperature=policy.temperature * divisor,
         softcap=None if cap is None else cap * divisor,
         rules=policy.rules,
     )
-    logprobs, entropy = (jnp.roll(value, 1, axis=1) for value in predicted)
-    return own._replace(logprobs=logprobs, entropy=entropy, values_after=after)
+    return own._replace(
+        logprobs=predicted.logprob, entropy=predicted.entropy, values_after=after
+    )
 
 
 def _routed_states(
     policy: Policy, params: PyTree, batch: TokenBatch
 ) -> tuple[Array, Predictions]:
     """Returns hidden states of a model with experts, and its routers' losses."""
-    mask = batch.segment_ids > 0
+    mask = batch.ends > 0
     hidden, routing = forward_with_routing(
         params,
         policy.config,
         batch.tokens,
         mask=mask,
         positions=batch.positions,
-        segment_ids=batch.segment_ids,
+        ends=batch.ends,
         rules=policy.rules,
         remat=policy.remat,
         scan=policy.scan,

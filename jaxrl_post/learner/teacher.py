@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.algorithms import Predictions
 from jaxrl_post.algorithms.objective import Divergence
-from jaxrl_post.learner.step import Policy, hidden_states
+from jaxrl_post.learner.step import Policy, states_before
 from jaxrl_post.losses.distribution_kl import entropy
 from jaxrl_post.losses.sequences import in_sequence
 from jaxrl_post.models import logits, unembedding
@@ -58,7 +58,7 @@ class Comparison:
         Returns:
             Predictions without log-probs; 0 for tokens that the loss mask excludes.
         """
-        mask = in_sequence(batch.loss_mask, batch.segment_ids)
+        mask = in_sequence(batch.loss_mask, batch.ends)
         frozen = jax.lax.stop_gradient(self.params)
         # In float32, so that the gradient is summed over chunks in float32.
         own = self._whole(unembedding(params)).astype(jnp.float32)
@@ -77,16 +77,14 @@ class Comparison:
             compare,
             (own, teachers),
             (
-                hidden_states(self.student, params, batch),
-                hidden_states(self.teacher, frozen, batch),
+                states_before(self.student, params, batch),
+                states_before(self.teacher, frozen, batch),
             ),
-            # The state at t predicts the token at t + 1. The mask is False at every
-            # segment's first token, so the token that wraps around is masked.
-            jnp.roll(mask, -1, axis=1),
+            mask,
             self.student.rules,
             self.chunk_bytes,
         )
-        divergence, entropies, theirs = (jnp.roll(each, 1, axis=1) for each in found)
+        divergence, entropies, theirs = found
         return Predictions(
             entropy=entropies, divergence=divergence, teacher_entropy=theirs
         )

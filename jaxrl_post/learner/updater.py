@@ -1,6 +1,7 @@
 """The updates of an RL step: scores batches, assigns credit, takes optimizer steps."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +26,10 @@ from jaxrl_post.losses import shaping
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.episode import Group
 from jaxrl_post.rollout.metrics import rollout_metrics
+from jaxrl_post.sharding import split_size
 from jaxrl_post.types import TokenBatch
 
-__all__ = ["Critic", "Updater", "row_tokens"]
+__all__ = ["Critic", "Updater", "longest_sequence", "row_tokens"]
 
 
 @dataclass
@@ -106,15 +108,15 @@ class Updater:
     ) -> dict[str, float]:
         """Takes the optimizer steps of a batch; metrics are means over them."""
         update = self.config.update
-        pieces = self._minibatches(sequences, number)
+        pieces, metrics = self._minibatches(sequences, number)
         # A divergence from a teacher has no ratio, so it needs no proximal log-probs.
         anchored = self.algorithm.divergence is None
         needs_proximal = anchored and update.minibatches * update.epochs > 1
         with self._phase("logprobs"):
             pieces = [self._scored(piece, needs_proximal) for piece in pieces]
-            credit_metrics: dict[str, float] = {}
             if self.algorithm.credit is not None:
-                pieces, credit_metrics = credited(self._credit, pieces)
+                pieces, found = credited(self._credit, pieces)
+                metrics |= found
         collected: list[dict[str, float]] = []
         with self._phase("train"):
             for epoch in range(update.epochs):
@@ -122,7 +124,7 @@ class Updater:
                     where = f"step {number}, epoch {epoch + 1}, minibatch {index + 1}"
                     collected.append(self._updated(piece, number, where))
             jax.block_until_ready(self.state.params)
-        return credit_metrics | {
+        return metrics | {
             name: float(np.mean([metrics[name] for metrics in collected]))
             for name in collected[0]
         }
@@ -218,24 +220,37 @@ class Updater:
 
     def _minibatches(
         self, sequences: list[packing.Sequence], number: int
-    ) -> list[TokenBatch]:
-        """Splits the sequences of a batch into packed minibatches."""
-        count = min(self.config.update.minibatches, max(len(sequences), 1))
+    ) -> tuple[list[TokenBatch], dict[str, float]]:
+        """Splits the sequences of a batch into packed minibatches, with metrics."""
+        update = self.config.update
+        count = min(update.minibatches, max(len(sequences), 1))
         if count > 1:
+            # What is packed once also comes into one minibatch, but for those at the
+            # borders: minibatches have equally many sequences.
+            shared = [[each] for each in sequences]
+            if update.trees:
+                shared = packing.by_context(sequences)
             order = np.random.default_rng([self.config.seed, number])
-            sequences = [sequences[i] for i in order.permutation(len(sequences))]
-        length = row_tokens(self.config)
+            chosen = [shared[i] for i in order.permutation(len(shared))]
+            sequences = [sequence for each in chosen for sequence in each]
+        borders = [len(sequences) * i // count for i in range(count + 1)]
+        units = [
+            packing.trees(part) if update.trees else part
+            for part in (
+                sequences[first:last] for first, last in itertools.pairwise(borders)
+            )
+        ]
+        length = row_tokens(self.config, self.model)
         multiple = self.learner.microbatch_rows
-        batches = [
-            packing.pack(sequences[i::count], length, multiple) for i in range(count)
-        ]
-        if not self.config.rollout.partial:
-            return batches
-        version = int(self.state.step)
-        return [
-            batch.replace(stale=batch.loss_mask & (batch.versions < version))  # type: ignore[attr-defined]
-            for batch in batches
-        ]
+        batches = [packing.pack(part, length, multiple) for part in units]
+        metrics = _packing_metrics(sequences, units, batches)
+        if self.config.rollout.partial:
+            version = int(self.state.step)
+            batches = [
+                batch.replace(stale=batch.loss_mask & (batch.versions < version))  # type: ignore[attr-defined]
+                for batch in batches
+            ]
+        return batches, metrics
 
     def _scored(self, batch: TokenBatch, needs_proximal: bool) -> TokenBatch:
         found: dict[str, Any] = {}
@@ -254,7 +269,10 @@ class Updater:
             values = self.critic.learner.scorer.predict(whole, batch).values_after
         if values is not None:
             # The value before a token is the critic's output after the previous token.
-            found["values_before"] = np.roll(values, 1, axis=1)
+            said, previous = np.asarray(values), np.asarray(batch.previous)
+            found["values_before"] = np.take_along_axis(said, previous, axis=1)
+            if batch.truncated is not None:
+                found["bootstrap"] = np.where(batch.truncated, said, np.float32(0))
         return batch.replace(**found)  # type: ignore[attr-defined]
 
     @functools.cached_property
@@ -263,10 +281,44 @@ class Updater:
         return jax.jit(self.algorithm.credit)
 
 
-def row_tokens(config: RLConfig) -> int:
-    """Returns the length of a packed row."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
-    length = config.update.row_tokens or -(-longest // 8) * 8
+def _packing_metrics(
+    sequences: Sequence[packing.Sequence],
+    units: Sequence[Sequence[packing.Unit]],
+    batches: Sequence[TokenBatch],
+) -> dict[str, float]:
+    """How full the rows are, what trees save, and what their splits repeat."""
+    whole = sum(packing.num_tokens(each) for each in sequences)
+    distinct = sum(packing.num_tokens(each) for part in units for each in part)
+    used = sum(int(np.count_nonzero(batch.ends)) for batch in batches)
+    return {
+        "packing/fill": used / sum(batch.tokens.size for batch in batches),
+        "packing/shared": 1 - used / max(whole, 1),
+        "packing/repeated_tokens": float(used - distinct),
+    }
+
+
+def longest_sequence(config: RLConfig) -> int:
+    """Returns the tokens of the longest prompt with the longest completion."""
+    return config.rollout.max_prompt_tokens + config.rollout.max_tokens
+
+
+def row_tokens(config: RLConfig, model: Model) -> int:
+    """Returns the length of a packed row.
+
+    Raises:
+        ConfigError: a sequence may be longer than `--update.row-tokens`.
+    """
+    longest, update, rollout = longest_sequence(config), config.update, config.rollout
+    length = update.row_tokens
+    if not length:
+        length = -(-longest // 8) * 8
+        if update.trees:
+            group = rollout.max_prompt_tokens
+            group += rollout.samples_per_prompt * rollout.max_tokens
+            share = update.microbatch_tokens // split_size(
+                "batch", model.mesh, model.rules
+            )
+            length = max(length, min(-(-group // 8) * 8, share // 8 * 8))
     if length < longest:
         raise ConfigError(
             f"--update.row-tokens: must be at least the longest prompt plus "

@@ -114,7 +114,8 @@ def explained_variance(
         mask: bool, True where a token counts.
 
     Returns:
-        float32 scalar <= 1, without gradient; 0 where the returns do not vary.
+        float32 scalar <= 1, without gradient; 0 where the returns do not vary by more
+        than the rounding of float32.
 
     >>> values, returns = jnp.array([1.0, 2.0]), jnp.array([1.0, 3.0])
     >>> explained_variance(values, returns, jnp.array([True, True])).item()
@@ -124,10 +125,11 @@ def explained_variance(
     returns = counted(jax.lax.stop_gradient(returns), mask)
     total = _variance(returns, mask)
     residual = _variance(returns - values, mask)
-    # Not `total > 0`, which would hide a NaN.
-    return jnp.where(
-        total == 0, 0.0, 1.0 - residual / jnp.where(total == 0, 1.0, total)
-    )
+    # Returns that are equal in theory differ by the rounding of advantage plus value.
+    size = masked(jnp.square(returns) + jnp.square(values), mask).mean()
+    # Not `total > ...`, which would hide a NaN.
+    constant = total <= (16 * float(jnp.finfo(jnp.float32).eps)) ** 2 * size
+    return jnp.where(constant, 0.0, 1.0 - residual / jnp.where(constant, 1.0, total))
 
 
 def _errors(

@@ -25,15 +25,15 @@ class Context(NamedTuple):
     """Inputs of attention beside the hidden states.
 
     Attributes:
-        positions: int32, within the segment.
-        segment_ids: int32, or None if each row is one sequence.
+        positions: int32, along the sequence.
+        ends: int32, as `TokenBatch.ends`; None if each row is one sequence.
         tables: cosines and sines of the layer's rotation; None for no rotation.
         window: the layer's sliding window in tokens, None for full attention.
         entry: the layer's part of a cache; None: attention among these tokens alone.
     """
 
     positions: Int[Array, "batch length"]
-    segment_ids: Int[Array, "batch length"] | None
+    ends: Int[Array, "batch length"] | None
     tables: tuple[Array, Array] | None
     window: int | None
     entry: LayerCache | None
@@ -186,10 +186,10 @@ def _attend(
         constrain(seen.value, KV_AXES, rules),
         query_positions=context.positions,
         kv_positions=seen.positions,
-        query_segment_ids=context.segment_ids,
-        kv_segment_ids=context.segment_ids,
+        ends=context.ends,
         window=context.window,
         scale=config.score_scale,
         softcap=config.attention_softcap,
         sinks=sinks,
+        rules=rules,
     )

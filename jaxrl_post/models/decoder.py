@@ -37,7 +37,7 @@ def forward(
     tokens: Int[Array, "batch length"],
     *,
     positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
+    ends: Int[Array, "batch length"] | None = None,
     kv_view: KVView | None = None,
     rules: Rules = DEFAULT_RULES,
     remat: Remat = "none",
@@ -45,15 +45,16 @@ def forward(
 ) -> Any:
     """Maps tokens to final hidden states, after the last norm.
 
-    A token attends to the tokens of its own segment at its own or an earlier position.
+    A token attends to itself and to the tokens before it: in its row, or, with `ends`,
+    on its path.
 
     Args:
         params: parameters in the compute dtype.
         config: the model's config, static under jit.
         tokens: int32 ids in [0, vocab_size).
         positions: int32; default 0, 1, 2, ... along each row.
-        segment_ids: int32, for packed rows; 0 marks padding, which attends to padding
-            alone. Default: every row is one segment.
+        ends: int32, for packed rows, as `TokenBatch.ends`; 0 marks padding, whose
+            hidden states mean nothing. Default: every row is one sequence.
         kv_view: cache with keys and values of earlier tokens, to which those of
             `tokens` are added. None: attention among `tokens` alone (training).
         rules: sharding of activations under the mesh of `jax.set_mesh`, if any.
@@ -66,11 +67,11 @@ def forward(
         the pair (hidden, the updated view).
 
     Raises:
-        ValueError: `segment_ids` together with `kv_view`.
+        ValueError: `ends` together with `kv_view`.
     """
-    if kv_view is not None and segment_ids is not None:
+    if kv_view is not None and ends is not None:
         raise ValueError(
-            "forward: segment_ids cannot be combined with kv_view; a view's row is one "
+            "forward: ends cannot be combined with kv_view; a view's row is one "
             "sequence already"
         )
     hidden, entries, _ = _run(
@@ -78,7 +79,7 @@ def forward(
         config,
         tokens,
         positions,
-        segment_ids,
+        ends,
         kv_view,
         None,
         rules,
@@ -95,7 +96,7 @@ def forward_with_routing(
     *,
     mask: Bool[Array, "batch length"],
     positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
+    ends: Int[Array, "batch length"] | None = None,
     rules: Rules = DEFAULT_RULES,
     remat: Remat = "none",
     scan: bool = False,
@@ -108,7 +109,7 @@ def forward_with_routing(
         tokens: int32 ids.
         mask: False for tokens that the statistics leave out, such as padding.
         positions: as in `forward`.
-        segment_ids: as in `forward`.
+        ends: as in `forward`.
         rules: as in `forward`.
         remat: as in `forward`.
         scan: as in `forward`.
@@ -119,7 +120,7 @@ def forward_with_routing(
     if config.experts is None:
         raise ValueError(f"routing: {config.model_type} has no experts; use forward")
     hidden, _, routed = _run(
-        params, config, tokens, positions, segment_ids, None, mask, rules, remat, scan
+        params, config, tokens, positions, ends, None, mask, rules, remat, scan
     )
     found = [entry for entry in routed if entry is not None]
     stacked = [jnp.stack(parts) for parts in zip(*found, strict=True)]
@@ -175,7 +176,7 @@ class _Place(NamedTuple):
     """Inputs of a layer beside its hidden states: positions, masks and its cache."""
 
     positions: Array
-    segment_ids: Array | None
+    ends: Array | None
     tables: tuple[Array, Array]
     local_tables: tuple[Array, Array]
     mask: Array | None
@@ -187,7 +188,7 @@ def _run(
     config: ModelConfig,
     tokens: Array,
     positions: Array | None,
-    segment_ids: Array | None,
+    ends: Array | None,
     kv_view: KVView | None,
     mask: Array | None,
     rules: Rules,
@@ -202,7 +203,7 @@ def _run(
     local = tables
     if config.local_rope_theta is not None:
         local = rope_tables(config, positions, local=True)
-    place = _Place(positions, segment_ids, tables, local, mask, None)
+    place = _Place(positions, ends, tables, local, mask, None)
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     entries, routed = [], []
     if scan and kv_view is None:
@@ -342,7 +343,7 @@ def _attention(
     tables = place.tables if window is None else place.local_tables
     if index in config.unrotated_layers:
         tables = None
-    context = Context(place.positions, place.segment_ids, tables, window, place.entry)
+    context = Context(place.positions, place.ends, tables, window, place.entry)
     if config.latent is None:
         return grouped_query(config, params.attention, x, context, rules)  # type: ignore[arg-type]
     return latent_attention(

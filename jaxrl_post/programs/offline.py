@@ -287,7 +287,15 @@ def _training(
         reference = open_reference(model, learner, job.reference, "--loss.reference")
     _print_layout(run, learner, state, reference, row_tokens)
     measured = job.measured(examples)
-    feed = Feed(examples, measured, model.tokenizer, row_tokens, learner, reference)
+    feed = Feed(
+        examples,
+        measured,
+        model.tokenizer,
+        row_tokens,
+        learner,
+        reference,
+        config.update.trees,
+    )
     return _Training(
         config,
         feed,
@@ -348,9 +356,10 @@ def _step(
     state, metrics = feed.learner.update(state, batch, where=f"step {number}")
     jax.block_until_ready(state.params)
     end = time.perf_counter()
-    tokens = float(np.sum(batch.segment_ids > 0))
+    tokens = float(np.sum(batch.ends > 0))
     return state, metrics | {
         "train/tokens": float(np.sum(batch.loss_mask)),
+        "packing/fill": tokens / batch.tokens.size,
         "throughput/tokens_per_second": tokens / (end - begin),
         "time/data": read - begin,
         "time/logprobs": scored - read,

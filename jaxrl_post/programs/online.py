@@ -32,7 +32,7 @@ from jaxrl_post.learner.reference import (
     require_directory,
 )
 from jaxrl_post.learner.state import TrainState
-from jaxrl_post.learner.updater import Critic, Updater, row_tokens
+from jaxrl_post.learner.updater import Critic, Updater, longest_sequence, row_tokens
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs.experience import Evaluation, Experience, make_collector
 from jaxrl_post.programs.hub import fetch_run
@@ -146,7 +146,7 @@ def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
     _, longest = fitting(model.tokenizer, model.config)
     rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
     config = dataclasses.replace(config, rollout=rollout)
-    row_tokens(config)
+    row_tokens(config, model)
     return config
 
 
@@ -162,14 +162,15 @@ def _warm_started(
         _demonstrations(tasks, config, model),
         config.update,
         seed=config.seed,
-        row_tokens=row_tokens(config),
+        row_tokens=row_tokens(config, model),
         console=console,
     )
 
 
 def _demonstrations(tasks: TaskSets, config: RLConfig, model: Model) -> Demonstrations:
-    """The demonstrations that fit into a packed row."""
-    demonstrations = Demonstrations(tasks, row_tokens(config))
+    """The demonstrations that are not longer than a sample may be."""
+    longest = config.update.row_tokens or longest_sequence(config)
+    demonstrations = Demonstrations(tasks, longest)
     return demonstrations.fitting(model.tokenizer, "--update.row-tokens")
 
 
@@ -184,7 +185,7 @@ def _trainer(
     begin = functools.partial(
         begin_training,
         update=config.update,
-        row_tokens=row_tokens(config),
+        row_tokens=row_tokens(config, model),
         temperature=config.rollout.temperature,
     )
     critic = None
@@ -309,7 +310,7 @@ def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
         updater.model,
         updater.config.update,
         rows=updater.learner.microbatch_rows,
-        row_tokens=row_tokens(updater.config),
+        row_tokens=row_tokens(updater.config, updater.model),
         optimizer=(updater.state.opt_state, updater.state.master),
         reference=None if reference is None else reference.params,
         critic=None

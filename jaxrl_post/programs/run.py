@@ -281,7 +281,7 @@ def warm_started(
         warm: number of steps and learning rate; 0 steps return the model unchanged.
         model: the preset; its arrays are donated.
         examples: to imitate.
-        update: sets the size of a microbatch.
+        update: sets the size of a microbatch, and how rows are packed.
         seed: of the order of the examples.
         row_tokens: length of a packed row.
         console: for messages to the user.
@@ -305,6 +305,7 @@ def warm_started(
         count=warm.examples_per_step,
         row_tokens=row_tokens,
         row_multiple=learner.microbatch_rows,
+        trees=update.trees,
     )
     losses: list[float] = []
     begin = time.perf_counter()

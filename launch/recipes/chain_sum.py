@@ -26,7 +26,7 @@ def chain_sum() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=0, max_tokens=4
         ),
-        update=UpdateConfig(row_tokens=64, microbatch_tokens=1024),
+        update=UpdateConfig(microbatch_tokens=1024),
         # AdamW's moments begin anew after the warm start: smaller steps at first.
         optimizer=OptimizerConfig(
             learning_rate=2e-4, warmup_steps=20, schedule="linear", beta2=0.98

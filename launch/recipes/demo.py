@@ -34,7 +34,7 @@ def demo() -> RLConfig:
             max_prompt_tokens=0,
             max_tokens=4,
         ),
-        update=UpdateConfig(row_tokens=64, microbatch_tokens=1024),
+        update=UpdateConfig(microbatch_tokens=1024),
         optimizer=OptimizerConfig(
             learning_rate=5e-4, warmup_steps=5, schedule="linear", beta2=0.98
         ),

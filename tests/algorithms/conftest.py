@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.types import TokenBatch
+from tests.packed_rows import ends_of
 
 LENGTHS = [6, 3, 5, 2, 4, 6]
 
@@ -22,7 +23,7 @@ def ragged(seed: int = 0) -> list[dict[str, np.ndarray]]:
             {
                 "tokens": rng.integers(0, 99, length),
                 "positions": np.arange(length),
-                "segment_ids": np.ones(length, int),
+                "ends": np.ones(length, int),
                 "loss_mask": np.arange(length) >= 1 + index % 2,
                 "advantages": np.full(length, rng.normal()),
                 "behavior_logprobs": proximal + rng.normal(0, 0.4, length),
@@ -41,11 +42,12 @@ def rows_of(rows, width, uncounted=0.0) -> tuple[jnp.ndarray, TokenBatch]:
     for row in rows:
         for name, laid in fields.items():
             parts = [np.asarray(sequence[name]) for sequence in row]
-            if name == "segment_ids":
+            if name == "ends":
                 parts = [part * (i + 1) for i, part in enumerate(parts)]
             joined = np.concatenate(parts)
             laid.append(np.pad(joined, (0, width - len(joined))))
     arrays = {name: np.stack(laid) for name, laid in fields.items()}
+    arrays["ends"] = ends_of(arrays["ends"]).astype(np.int64)
     for name, array in arrays.items():
         if array.dtype == np.float64:
             filled = np.where(arrays["loss_mask"], array, uncounted)

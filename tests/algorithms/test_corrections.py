@@ -66,7 +66,7 @@ every_correction = pytest.mark.parametrize("name", CASES)
 
 def sequences_of(batch):
     """(row, counted places, proximal, behavior) of every sequence, in float64."""
-    ids, mask = np.asarray(batch.segment_ids), np.asarray(batch.loss_mask)
+    ids, mask = np.asarray(batch.ends), np.asarray(batch.loss_mask)
     q, b = (
         np.asarray(x, np.float64)
         for x in (batch.proximal_logprobs, batch.behavior_logprobs)
@@ -83,7 +83,7 @@ def apply(name, batch):
         batch.proximal_logprobs,
         batch.behavior_logprobs,
         batch.loss_mask,
-        batch.segment_ids,
+        batch.ends,
     )
 
 

@@ -108,7 +108,7 @@ def test_what_stands_in_uncounted_places_changes_nothing(
 @every_algorithm
 def test_padding_is_never_counted_even_under_a_true_mask(name, unpacked):
     policy_logprobs, batch = unpacked
-    stray = batch.replace(loss_mask=batch.loss_mask | (batch.segment_ids == 0))
+    stray = batch.replace(loss_mask=batch.loss_mask | (batch.ends == 0))
     assert stray.loss_mask.sum() > batch.loss_mask.sum()
     value, gradient = STEPS[name](policy_logprobs, stray)
     expected, expected_gradient = STEPS[name](policy_logprobs, batch)

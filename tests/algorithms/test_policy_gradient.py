@@ -149,7 +149,7 @@ def test_on_policy_gradient_equals_reinforce(name, reduction, unpacked):
 
     def reinforce(policy_logprobs):
         values = policy.reinforce(policy_logprobs, batch.advantages, batch.loss_mask)
-        return reduction(values, batch.loss_mask, batch.segment_ids).mean()
+        return reduction(values, batch.loss_mask, batch.ends).mean()
 
     gradient = jax.grad(lambda p: make().objective(Predictions(p), batch).loss.mean())(
         policy_logprobs

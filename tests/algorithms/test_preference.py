@@ -1,5 +1,6 @@
 """Objectives on packed pairs against float64 formulas of each answer's own sums."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -48,13 +49,15 @@ def lay_out(rows, uncounted=0.0):
     shape = (len(rows), WIDTH)
     arrays = {name: np.zeros(shape) for name in ("policy", "reference", "values")}
     mask, ids = np.zeros(shape, bool), np.zeros(shape, np.int32)
+    labels = np.zeros(shape, np.float32)
     for row, pairs in enumerate(rows):
         start = 0
-        for number, (pair, side) in enumerate((p, s) for p in pairs for s in (0, 1)):
+        for pair, side in itertools.product(pairs, (0, 1)):
             sequence = CONTENT[pair, side]
             places = slice(start, start + len(sequence["mask"]))
             start = places.stop
-            ids[row, places], mask[row, places] = number + 1, sequence["mask"]
+            ids[row, places], mask[row, places] = places.stop, sequence["mask"]
+            labels[row, places] = -1 if side else 1
             for name, array in arrays.items():
                 array[row, places] = sequence[name]
     for name in ("policy", "reference"):
@@ -67,12 +70,13 @@ def lay_out(rows, uncounted=0.0):
     batch = TokenBatch(
         tokens=ids,
         positions=ids,
-        segment_ids=ids,
+        ends=ids,
         loss_mask=jnp.array(mask),
         advantages=zeros,
         behavior_logprobs=zeros,
         versions=ids,
         reference_logprobs=reference,
+        labels=jnp.array(labels),
     )
     return policy, values, batch
 
@@ -284,8 +288,8 @@ def test_gradient_equals_finite_differences_of_the_formula(name):
             (loss(step, 0.0) - loss(-step, 0.0)) / (2 * step),
             (loss(0.0, step) - loss(0.0, -step)) / (2 * step),
         ]
-        ids = np.where(batch.loss_mask[row], batch.segment_ids[row], 0)
-        expected = np.array([0.0, *slopes])[ids]
+        side = np.where(batch.labels[row] > 0, 0, 1)
+        expected = np.where(batch.loss_mask[row], np.array(slopes)[side], 0.0)
         np.testing.assert_allclose(gradient[row], expected, rtol=1e-4, atol=1e-6)
 
 
@@ -330,7 +334,7 @@ def test_an_incomplete_pair_contributes_nothing(name):
     assert count == expected_count == len(PAIRS)
     for key, metric in metrics.items():
         assert metric.count == without[key].count
-    incomplete = (jnp.arange(4)[:, None] == 1) & (batch.segment_ids > 2)
+    incomplete = (jnp.arange(4)[:, None] == 1) & (batch.ends > 9)
     assert batch.loss_mask[incomplete].sum() == 3
     assert (gradient[incomplete] == 0).all()
     assert (gradient[batch.loss_mask & ~incomplete] != 0).all()
@@ -386,9 +390,9 @@ def test_dpo_at_initialisation():
 
     loss, gradient = jax.value_and_grad(mean)(batch.reference_logprobs)
     np.testing.assert_allclose(loss, np.log(2), rtol=1e-6)
-    ids, mask = np.asarray(batch.segment_ids), np.asarray(batch.loss_mask)
-    incomplete = (np.arange(4)[:, None] == 1) & (ids > 2)
-    sign = np.where(ids % 2 == 1, -1.0, 1.0)
+    mask = np.asarray(batch.loss_mask)
+    incomplete = (np.arange(4)[:, None] == 1) & np.asarray(batch.ends > 9)
+    sign = -np.asarray(batch.labels)
     expected = np.where(mask & ~incomplete, sign * BETA / 2 / len(PAIRS), 0.0)
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 

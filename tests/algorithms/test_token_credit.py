@@ -140,7 +140,7 @@ def sequences_of(batch: TokenBatch):
     if batch.proximal_logprobs is None:
         arrays["start"] = batch.behavior_logprobs
     arrays = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
-    ids, mask = np.asarray(batch.segment_ids), np.asarray(batch.loss_mask)
+    ids, mask = np.asarray(batch.ends), np.asarray(batch.loss_mask)
     for row in range(len(ids)):
         for segment in range(1, ids[row].max() + 1):
             places = (row, np.flatnonzero(mask[row] & (ids[row] == segment)))
@@ -309,7 +309,7 @@ def test_the_expected_gradient_of_distillation_is_the_reverse_kls():
         batch = TokenBatch(
             tokens=jnp.array([[0, token]]),
             positions=jnp.array([[0, 1]]),
-            segment_ids=ids,
+            ends=jnp.array([[2, 2]]),
             loss_mask=jnp.array([[False, True]]),
             advantages=jnp.full((1, 2), 7.0),
             behavior_logprobs=after_prompt(start[token]),
@@ -441,7 +441,7 @@ def cut_batch() -> TokenBatch:
     row = {
         "tokens": [5, 1, 2, 5, 3, 0],
         "positions": [0, 1, 2, 0, 1, 0],
-        "segment_ids": [1, 1, 1, 2, 2, 0],
+        "ends": [3, 3, 3, 5, 5, 0],
         "versions": [0] * 6,
     }
     masks = {
@@ -451,9 +451,9 @@ def cut_batch() -> TokenBatch:
     numbers = {
         "advantages": [0.0, 1.0, 1.0, 0.0, 2.0, 0.0],
         "behavior_logprobs": [0.0] * 6,
-        # What is said before a token is said after the one in front of it: 4 after b,
-        # 8 after c.
         "values_before": [9.0, 1.0, 2.0, 4.0, 3.0, 8.0],
+        # Said after b and after c.
+        "bootstrap": [0.0, 0.0, 4.0, 0.0, 8.0, 0.0],
     }
     return TokenBatch(
         **{name: jnp.array([values], jnp.int32) for name, values in row.items()},
@@ -484,8 +484,8 @@ def test_what_was_cut_may_earn_what_the_critic_expects_after_it(
     np.testing.assert_allclose(credited.advantages[counted], advantages, atol=1e-6)
     np.testing.assert_allclose(credited.returns[counted], targets, atol=1e-6)
     if bootstrap:
-        with pytest.raises(ValueError, match=r"batch\.truncated must be given"):
-            credit(batch.replace(truncated=None))
+        with pytest.raises(ValueError, match=r"batch\.bootstrap must be given"):
+            credit(batch.replace(bootstrap=None))
 
 
 def test_advantages_before_whitening_are_kept_for_the_metrics():

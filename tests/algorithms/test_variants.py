@@ -157,7 +157,7 @@ def test_on_policy_gradient_equals_reinforce(name, reduction, unpacked):
 
     def reinforce(policy_logprobs):
         values = policy.reinforce(policy_logprobs, batch.advantages, batch.loss_mask)
-        return reduction(values, batch.loss_mask, batch.segment_ids).mean()
+        return reduction(values, batch.loss_mask, batch.ends).mean()
 
     gradient = jax.grad(
         lambda p: algorithm.objective(Predictions(p), batch).loss.mean()
@@ -256,6 +256,6 @@ def test_opsm_keeps_what_another_opsm_reports(unpacked):
         batch.proximal_logprobs,
         batch.advantages,
         batch.loss_mask,
-        batch.segment_ids,
+        batch.ends,
     )
     np.testing.assert_array_equal(twice(*arrays).loss, once(*arrays).loss)

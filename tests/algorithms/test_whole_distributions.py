@@ -28,7 +28,7 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count(unpacked):
     divergence, entropy = divergences(batch)
     predictions = Predictions(divergence=divergence, teacher_entropy=entropy)
     found = distribution_distillation().objective(predictions, batch)
-    mask = np.asarray(batch.loss_mask & (batch.segment_ids > 0))
+    mask = np.asarray(batch.loss_mask & (batch.ends > 0))
     expected = np.asarray(divergence, np.float64)[mask]
     assert float(found.loss.count) == mask.sum() > 10
     assert float(found.loss.mean()) == pytest.approx(expected.mean(), rel=1e-6)
@@ -66,7 +66,7 @@ def test_the_gradient_is_one_for_each_token_that_counts(unpacked):
         predictions = Predictions(divergence=divergence, teacher_entropy=entropy)
         return distribution_distillation().objective(predictions, batch).loss.sum
 
-    mask = batch.loss_mask & (batch.segment_ids > 0)
+    mask = batch.loss_mask & (batch.ends > 0)
     np.testing.assert_array_equal(jax.grad(total)(divergence), mask)
 
 

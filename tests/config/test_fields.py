@@ -43,6 +43,7 @@ TRAINING = {
     "update.minibatches": "at least 1",
     "update.epochs": "at least 1",
     "update.row_tokens": "at least 0",
+    "update.trees": "free",
     "update.microbatch_tokens": "at least 1, free",
     "update.remat": "free",
     "update.scan_layers": "free",

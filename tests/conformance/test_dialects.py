@@ -228,7 +228,7 @@ def sampled_batch():
     batch = TokenBatch(
         tokens=ids,
         positions=ids,
-        segment_ids=ids,
+        ends=ids * shape[1],
         loss_mask=jnp.array(mask),
         proximal_logprobs=known[0],
         reference_logprobs=known[1],

@@ -19,7 +19,7 @@ def batch() -> TokenBatch:
     return TokenBatch(
         tokens=ids,
         positions=ids,
-        segment_ids=ids,
+        ends=ids * ids.sum(axis=1, keepdims=True),
         loss_mask=mask,
         advantages=jnp.array([[1.0] * 4, [-2.0] * 4]),
         behavior_logprobs=POLICY,
@@ -47,7 +47,7 @@ def test_the_kl_and_the_policy_term_share_one_denominator(name):
     penalty = reduction(
         kl.k3(POLICY, data.reference_logprobs, data.loss_mask),
         data.loss_mask,
-        data.segment_ids,
+        data.ends,
     )
     assert with_kl.count == plain.count == penalty.count
     np.testing.assert_allclose(

@@ -29,7 +29,7 @@ def loss(made, p, q, a, mask, entropies):
     batch = TokenBatch(
         tokens=ids,
         positions=ids,
-        segment_ids=ids,
+        ends=ids * LENGTH,
         loss_mask=jnp.array(mask),
         advantages=jnp.array(a, jnp.float32),
         behavior_logprobs=jnp.array(q, jnp.float32),

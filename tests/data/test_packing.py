@@ -40,16 +40,16 @@ def test_a_sequence_is_a_prompt_and_what_the_policy_produced():
 
 
 def test_rows_worked_by_hand():
-    """First fit, longest first: 7 | 5 into row 0, 6 and 4 into row 1, 3 opens row 2."""
+    """Longest first, where least room is left: 7, 5 | 6, 4 | 3."""
     parts = [(2, 1), (3, 4), (1, 3), (2, 3), (1, 5)]  # 3, 7, 4, 5, 6 tokens
     batch = pack(
         [sequence(n, *part) for n, part in enumerate(parts)], length=12, row_multiple=2
     )
     assert batch.shape == (4, 12)
-    assert batch.segment_ids.tolist() == [
-        [1] * 7 + [2] * 5,
-        [1] * 6 + [2] * 4 + [0] * 2,
-        [1] * 3 + [0] * 9,
+    assert batch.ends.tolist() == [
+        [7] * 7 + [12] * 5,
+        [6] * 6 + [10] * 4 + [0] * 2,
+        [3] * 3 + [0] * 9,
         [0] * 12,
     ]
     assert batch.tokens[1].tolist() == [*range(401, 407), *range(201, 205), 0, 0]
@@ -72,15 +72,18 @@ def test_every_sequence_is_there_once_and_whole(parts, row_multiple):
     assert rows >= row_multiple
     found = []
     for row in range(rows):
-        segments = batch.segment_ids[row]
-        used = segments > 0
-        # 1, 1, 2, 2, 2, ..., then padding alone.
+        ends = batch.ends[row]
+        used = ends > 0
+        # 2, 2, 5, 5, 5, ..., then padding alone.
         assert not used[used.argmin() :].any() or used.all()
-        assert (np.diff(segments[used]) >= 0).all()
-        assert set(segments[used]) == set(range(1, segments.max() + 1))
+        assert (np.diff(ends[used]) >= 0).all()
         assert not batch.loss_mask[row][~used].any()
-        for number in range(1, segments.max() + 1):
-            span = segments == number
+        start = 0
+        while start < used.sum():
+            span = np.zeros(length, np.bool_)
+            span[start : ends[start]] = True
+            assert (ends[span] == ends[start]).all()
+            start = ends[start]
             source = sequences[int(batch.tokens[row][span][0]) // 100]
             found.append(int(batch.tokens[row][span][0]) // 100)
             assert batch.positions[row][span].tolist() == list(range(span.sum()))
@@ -107,7 +110,7 @@ def test_the_first_token_is_never_trained_on_even_if_asked():
 def test_packing_is_deterministic_and_keeps_equal_lengths_in_order():
     sequences = [sequence(n, 1, 3) for n in range(6)]
     first, second = (pack(sequences, LENGTH, 1) for _ in range(2))
-    for name in (*FIELDS, "positions", "segment_ids"):
+    for name in (*FIELDS, "positions", "ends"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
     starts = first.tokens[first.positions == 0]
     assert starts.tolist() == [1, 101, 201, 301, 401, 501]
@@ -116,12 +119,12 @@ def test_packing_is_deterministic_and_keeps_equal_lengths_in_order():
 def test_no_sequences_give_empty_rows():
     batch = pack([], 8, 3)
     assert batch.shape == (3, 8)
-    assert not batch.segment_ids.any()
+    assert not batch.ends.any()
     assert not batch.loss_mask.any()
 
 
 def test_a_sequence_longer_than_a_row_is_refused():
-    message = r"sequence 1 has 13 tokens, a row only 12; raise the row length"
+    message = r"unit 1 has 13 tokens that must stay together, a row only 12; raise"
     with pytest.raises(ValueError, match=f"^pack: {message}"):
         pack([sequence(0, 1, 2), sequence(1, 6, 7)], LENGTH, 1)
 

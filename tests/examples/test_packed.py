@@ -1,5 +1,6 @@
 """Pairs, judged answers, steps: what is packed, in which order, what does not fit."""
 
+import itertools
 import logging
 from collections import Counter
 from dataclasses import replace
@@ -18,6 +19,7 @@ from jaxrl_post.examples.packed import (
     packed,
 )
 from jaxrl_post.messages import Message
+from tests.packed_rows import sequences_in
 from tests.programs.trainers import make_model
 
 
@@ -51,26 +53,26 @@ def test_a_pair_is_two_segments_side_by_side_the_chosen_first():
     )
     batch, seen = next(data), set()
     assert batch.shape == (2, 64)
-    for row in range(2):
-        assert batch.segment_ids[row].max() % 2 == 0
-        for first in range(1, int(batch.segment_ids[row].max()), 2):
-            texts = []
-            for segment in (first, first + 1):
-                inside = batch.segment_ids[row] == segment
-                tokens = batch.tokens[row][inside]
-                mask = batch.loss_mask[row][inside]
-                assert tokens[mask][-1] == tokenizer.eos_id
-                assert batch.margins is None
-                texts.append(
-                    tuple(
-                        tokenizer.decode(part.tolist())
-                        for part in (tokens[~mask], tokens)
-                    )
+    answers = list(sequences_in(batch))
+    for (row, first), (same_row, second) in itertools.batched(answers, 2, strict=True):
+        assert row == same_row
+        # The rejected answer begins where the chosen one ends.
+        assert batch.ends[row, first[-1]] == second[batch.loss_mask[row][second]][0]
+        texts = []
+        for places, label in ((first, 1), (second, -1)):
+            tokens, mask = batch.tokens[row][places], batch.loss_mask[row][places]
+            assert tokens[mask][-1] == tokenizer.eos_id
+            assert (batch.labels[row][places][mask] == label).all()
+            assert batch.margins is None
+            texts.append(
+                tuple(
+                    tokenizer.decode(part.tolist()) for part in (tokens[~mask], tokens)
                 )
-            (prompt, chosen), (same_prompt, rejected) = texts
-            assert prompt == same_prompt
-            assert rejected == prompt + "no"
-            seen.add(chosen)
+            )
+        (prompt, chosen), (same_prompt, rejected) = texts
+        assert prompt == same_prompt
+        assert rejected == prompt + "no"
+        seen.add(chosen)
     assert seen == {f"{i}=" + "y" * (i + 1) for i in range(4)}
 
 
@@ -143,8 +145,7 @@ def test_a_solution_is_one_segment_whose_steps_are_judged_at_their_ends():
     solutions = Solutions(STEPS, STEPS[:1], separator=";\n")
     assert (solutions.size("train"), solutions.size("eval")) == (3, 1)
     batch = packed(solutions, tokenizer, "train", [2, 0], row_tokens=32, row_multiple=1)
-    assert batch.segment_ids.max() == 2
-    first, second = (batch.segment_ids[0] == segment for segment in (1, 2))
+    (_, first), (_, second) = sequences_in(batch)
     for inside, text, labels in (
         (first, "2=no;\nno;\nyes;\n", [0.0, 0.0, 1.0]),
         (second, "0=yes;\n", [1.0]),
@@ -170,9 +171,11 @@ def test_chosen_examples_of_a_split_are_packed():
     tokenizer = make_model().tokenizer
     judgements = Judgements(JUDGED, JUDGED[2:])
     batch = packed(judgements, tokenizer, "eval", [3, 0], row_tokens=32, row_multiple=1)
-    assert batch.segment_ids.max() == 2
-    tokens = batch.tokens[0][batch.segment_ids[0] == 1].tolist()
-    assert tokenizer.decode(tokens) in ("2=n2", "1=y1")
+    found = [batch.tokens[0][places] for _, places in sequences_in(batch)]
+    texts = {tokenizer.decode(tokens.tolist()) for tokens in found}
+    assert texts == {
+        judgements.eval[i].group + judgements.eval[i].answer for i in (3, 0)
+    }
 
 
 def test_answers_that_are_too_long_are_left_out_and_counted(caplog):

@@ -1,6 +1,5 @@
 """Attention against a float64 loop over queries, heads and keys."""
 
-import functools
 import inspect
 
 import jax
@@ -8,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.kernels.attention import api, attention
+from jaxrl_post.kernels.attention import api, attention, tiles
+from jaxrl_post.sharding import create_mesh
 
 IMPLEMENTATIONS = ["reference", "xla"]
-# Two rows of seven tokens: three packed sequences and padding; one sequence.
-SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 0], [1] * 7], np.int32)
-POSITIONS = np.array([[0, 1, 2, 0, 1, 0, 0], range(7)], np.int32)
+# Two rows of seven tokens: a prompt of two with answers of one, two and one tokens,
+# then another sequence; one sequence.
+ENDS = np.array([[6, 6, 3, 5, 5, 6, 7], [7] * 7], np.int32)
+POSITIONS = np.array([[0, 1, 2, 2, 3, 2, 0], range(7)], np.int32)
 ARANGE = np.array([range(7)] * 2, np.int32)
 
 
@@ -28,7 +29,7 @@ def arrays(queries, keys, heads, kv_heads, *, batch=2, dim=4, dtype=jnp.float32)
 
 
 def oracle(
-    query, key, value, query_positions, kv_positions, segments=None, window=None,
+    query, key, value, query_positions, kv_positions, ends=None, window=None,
     softcap=None, sinks=None,
 ):  # fmt: skip
     query, key, value = (np.asarray(array, np.float64) for array in (query, key, value))
@@ -39,8 +40,8 @@ def oracle(
         seen = []
         for s in range(key.shape[2]):
             back = query_positions[b][t] - kv_positions[b][s]
-            same = segments is None or segments[b][t] == segments[b][s]
-            if same and back >= 0 and (window is None or back < window):
+            on_path = back >= 0 if ends is None else s <= t < ends[b][s]
+            if on_path and (window is None or back < window):
                 seen.append(s)
         scores = key[b, h // group, seen] @ query[b, t, h] / np.sqrt(dim)
         if softcap is not None:
@@ -51,35 +52,35 @@ def oracle(
     return out
 
 
-def run(arrays, positions, kv_positions=None, segments=None, **options):
+def run(arrays, positions, kv_positions=None, ends=None, **options):
     kv_positions = positions if kv_positions is None else kv_positions
-    ids = None if segments is None else jnp.asarray(segments)
     return attention(
         *arrays,
         query_positions=jnp.asarray(positions),
         kv_positions=jnp.asarray(kv_positions),
-        query_segment_ids=ids,
-        kv_segment_ids=ids,
+        ends=None if ends is None else jnp.asarray(ends),
         **options,
     )
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "positions", "segments", "window"),
+    ("heads", "kv_heads", "positions", "ends", "window"),
     [
         pytest.param(4, 4, ARANGE, None, None, id="multi-head"),
-        pytest.param(4, 2, POSITIONS, SEGMENTS, None, id="grouped, packed"),
+        pytest.param(4, 2, POSITIONS, ENDS, None, id="grouped, packed"),
         pytest.param(4, 1, ARANGE, None, 3, id="multi-query, window"),
-        pytest.param(6, 2, POSITIONS, SEGMENTS, 2, id="grouped, packed, window"),
+        pytest.param(6, 2, POSITIONS, ENDS, 2, id="grouped, packed, window"),
         pytest.param(2, 2, ARANGE, None, 1, id="itself alone"),
     ],
 )
 def test_every_implementation_equals_the_oracle(
-    monkeypatch, heads, kv_heads, positions, segments, window
+    monkeypatch, heads, kv_heads, positions, ends, window
 ):
-    monkeypatch.setattr(api, "QUERY_TILE", 3)  # 7 queries: three tiles, 2 to fill up
+    # 7 queries: three tiles, 2 to fill up.
+    monkeypatch.setattr(api, "QUERY_TILE", 3)
+    monkeypatch.setattr(api, "TILE", 3)
     operands = arrays(7, 7, heads, kv_heads)
-    expected = oracle(*operands, positions, positions, segments, window)
+    expected = oracle(*operands, positions, positions, ends, window)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=expected.shape))
     grads = {}
     for name in IMPLEMENTATIONS:
@@ -88,7 +89,7 @@ def test_every_implementation_equals_the_oracle(
             out = run(
                 operands,
                 positions,
-                segments=segments,
+                ends=ends,
                 window=window,
                 implementation=name,
             )
@@ -108,16 +109,16 @@ def test_every_implementation_equals_the_oracle(
 def test_softcap_sinks_and_values_of_another_width(
     monkeypatch, implementation, softcap
 ):
-    monkeypatch.setattr(api, "QUERY_TILE", 3)
+    monkeypatch.setattr(api, "TILE", 3)
     query, key, value = arrays(7, 7, 6, 2)
     value = value[..., :3]
     sinks = jnp.array([-1e30, -2.0, 0.0, 1.0, 5.0, 40.0])
     options = {"softcap": softcap, "sinks": sinks}
     expected = oracle(
-        query, key, value, POSITIONS, POSITIONS, SEGMENTS, 2, **options
+        query, key, value, POSITIONS, POSITIONS, ENDS, 2, **options
     )  # fmt: skip
     out = run(
-        (query, key, value), POSITIONS, segments=SEGMENTS, window=2,
+        (query, key, value), POSITIONS, ends=ENDS, window=2,
         implementation=implementation, **options,
     )  # fmt: skip
     assert out.shape == (2, 7, 6, 3)
@@ -190,15 +191,15 @@ def test_one_query_a_row_over_a_cache():
 @pytest.mark.parametrize("window", [None, 2])
 def test_what_is_not_visible_changes_nothing(window):
     query, key, value = arrays(7, 7, 4, 2)
-    options = {"segments": SEGMENTS, "window": window}
+    options = {"ends": ENDS, "window": window}
     before = run((query, key, value), POSITIONS, **options)
-    # Token 4 of row 0 is the second of its segment: it alone sees itself.
+    # Token 4 of row 0 is the last of its answer: it alone sees itself.
     key, value = (array.at[0, :, 4].add(9.0) for array in (key, value))
     after = run((query, key, value), POSITIONS, **options)
     others = np.arange(7) != 4
     np.testing.assert_array_equal(before[0, others], after[0, others])
     np.testing.assert_array_equal(before[1], after[1])
-    assert float(jnp.abs(after[0, 4] - before[0, 4]).min()) > 1
+    assert float(jnp.abs(after[0, 4] - before[0, 4]).min()) > 0.1
 
 
 def test_a_query_that_sees_nothing_gets_the_mean_of_all_values():
@@ -252,16 +253,132 @@ def test_heads_that_share_unevenly_are_refused():
         run(arrays(7, 7, 3, 2), ARANGE)
 
 
-@pytest.mark.parametrize("given", ["query_segment_ids", "kv_segment_ids"])
-def test_segment_ids_on_one_side_are_refused(given):
-    call = functools.partial(
-        attention,
-        *arrays(7, 7, 2, 2),
-        query_positions=jnp.asarray(ARANGE),
-        kv_positions=jnp.asarray(ARANGE),
-    )
-    with pytest.raises(ValueError, match="segment ids of both queries and keys, or no"):
-        call(**{given: jnp.asarray(SEGMENTS)})
+def test_ends_of_other_tokens_than_the_queries_are_refused():
+    message = r"queries and keys are the same tokens; got 1 queries a row and ends of"
+    with pytest.raises(ValueError, match=message):
+        run(arrays(1, 7, 2, 2), POSITIONS[:, :1], POSITIONS, ends=ENDS)
+
+
+# Forests.
+
+
+def forest(random, length, depth):
+    """Positions and ends of a random forest in one row, with padding at its end."""
+    positions, ends = np.zeros(length, np.int32), np.zeros(length, np.int32)
+
+    def grow(start, room, position, level):
+        """Writes siblings from `start` on; returns the index after them."""
+        while room > 0 and random.random() < 0.85:
+            own = int(random.integers(1, max(2, room // 2)))
+            positions[start : start + own] = position + np.arange(own)
+            end = start + own
+            if level < depth:
+                end = grow(end, room - own, position + own, level + 1)
+            ends[start : start + own] = end
+            room -= end - start
+            start = end
+        return start
+
+    grow(0, length - int(random.integers(0, 4)), 0, 1)
+    return positions, ends
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_forests_equal_the_reference(monkeypatch, seed):
+    """Up to five levels, windows, softcaps and sinks, in float32."""
+    monkeypatch.setattr(api, "TILE", 4)
+    # One tile at a time, or 16.
+    monkeypatch.setattr(tiles, "SCORE_BYTES", [1, 2**12][seed % 4 // 2])
+    random = np.random.default_rng(seed)
+    rows = [forest(random, 26, depth=5) for _ in range(3)]
+    positions, ends = (np.stack(each) for each in zip(*rows, strict=True))
+    query, key, value = arrays(26, 26, 4, 2, batch=3)
+    options = {
+        "ends": ends,
+        "window": [None, 3][seed % 2],
+        "softcap": [None, 0.8, None][seed % 3],
+    }
+    sinks = jnp.linspace(-1, 1, 4) if seed % 4 == 0 else None
+    weights = np.random.default_rng(1).normal(size=(3, 26, 4, 4))
+    # A query of padding sees nothing, and what it gets is not used.
+    weights = jnp.float32(weights * (ends > 0)[:, :, None, None])
+
+    def value_and_grads(implementation):
+        def total(*operands):
+            out = run(
+                operands[:3], positions, sinks=operands[3],
+                implementation=implementation, **options,
+            )  # fmt: skip
+            return (out * weights).sum(), out
+
+        differentiated = (0, 1, 2) if sinks is None else (0, 1, 2, 3)
+        grad = jax.jit(jax.value_and_grad(total, differentiated, has_aux=True))
+        (_, out), grads = grad(query, key, value, sinks)
+        return [jnp.where(ends[:, :, None, None] > 0, out, 0.0), *grads]
+
+    for found, expected in zip(
+        *map(value_and_grads, ("xla", "reference")), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        assert float(jnp.abs(found).max()) > 0.01
+
+
+def test_tiles_without_a_visible_score_are_skipped():
+    """A prompt of one tile, three answers of one tile each: 4 + 3 of 10 tiles."""
+    ends = np.repeat([16, 8, 12, 16], 4)[None].astype(np.int32)
+    positions = np.concatenate([np.arange(4), *[np.arange(4, 8)] * 3])[None]
+    settings = tiles.Settings(4, 1.0, None, None)
+
+    def listed(settings, ends, positions):
+        facts = tiles._facts(jnp.int32(positions), jnp.asarray(ends), 4)
+        tasks = tiles._tasks(facts, len(ends), settings, 1)
+        count = int(tasks.num_chunks)
+        pairs = np.stack([tasks.queries[:count], tasks.keys[:count]], axis=1)
+        return sorted(map(tuple, pairs.tolist()))
+
+    own = [(i, i) for i in range(4)]
+    assert listed(settings, ends, positions) == sorted([*own, (1, 0), (2, 0), (3, 0)])
+    # Every token sees itself alone.
+    window = settings._replace(window=1)
+    assert listed(window, ends, positions) == own
+    whole = np.full((2, 16), 16, np.int32)
+    plain = np.broadcast_to(np.arange(16), (2, 16))
+    assert len(listed(settings, whole, plain)) == 2 * 10
+    # Padding is not computed.
+    whole[1, 4:] = 0
+    whole[1, :4] = 4
+    assert len(listed(settings, whole, plain)) == 10 + 1
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize(
+    ("spec", "kv_heads"),
+    [
+        ("dp2,tp4", 8),
+        pytest.param("dp2,tp4", 2, id="two devices read one key head"),
+        pytest.param("fsdp2,tp2,dp2", 1, id="all devices read one key head"),
+        ("dp8", 2),
+    ],
+)
+def test_a_mesh_changes_nothing(monkeypatch, spec, kv_heads):
+    monkeypatch.setattr(api, "TILE", 4)
+    random = np.random.default_rng(0)
+    rows = [forest(random, 18, depth=3) for _ in range(8)]
+    positions, ends = (np.stack(each) for each in zip(*rows, strict=True))
+    sinks = jnp.linspace(-1, 1, 8)
+    operands = (*arrays(18, 18, 8, kv_heads, batch=8), sinks)
+    used = jnp.float32(ends > 0)[:, :, None, None]
+
+    def total(*operands):
+        out = run(operands[:3], positions, ends=ends, sinks=operands[3]) * used
+        return jnp.square(out).sum(), out
+
+    grad = jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True)
+    expected = jax.tree.leaves(jax.jit(grad)(*operands))
+    with jax.set_mesh(create_mesh(spec)):
+        found = jax.tree.leaves(jax.jit(grad)(*operands))
+    for left, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
 
 
 def test_an_empty_window_is_refused():

@@ -23,7 +23,7 @@ def options(module, *arguments: str):
 )
 def test_without_a_model_or_a_task_it_is_the_demo(module, start):
     assert options(module) == options(module, "--recipe", "demo") == start()
-    assert options(module, "--steps=3").update.row_tokens == 64
+    assert options(module, "--steps=3").update.microbatch_tokens == 1024
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,12 @@ def train(model, objective, batch, *, steps=3):
 
 def pairs():
     """Two answers to a prompt, side by side in a row."""
-    many = sequences()
+    many = [
+        dataclasses.replace(
+            each, labels=np.full(len(each.tokens), 1.0 - 2 * (i % 2), np.float32)
+        )
+        for i, each in enumerate(sequences())
+    ]
     both = list(zip(many[::2], many[1::2], strict=True))
     made = packing.pack(both, 32, 16)
     return made.replace(

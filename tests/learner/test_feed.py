@@ -103,11 +103,9 @@ def test_the_reference_scores_answers_and_mismatched_ones():
         assert (found[batch.loss_mask] < 0).all()
     texts = [
         {
-            each.tokenizer.decode(
-                batch.tokens[row][batch.segment_ids[row] == s].tolist()
-            )
+            each.tokenizer.decode(batch.tokens[row][batch.ends[row] == s].tolist())
             for row in range(batch.shape[0])
-            for s in np.unique(batch.segment_ids[row])
+            for s in np.unique(batch.ends[row])
             if s
         }
         for batch in (drawn.batch, drawn.measured)

@@ -98,7 +98,7 @@ def distributions(config, params, packed) -> np.ndarray:
         config,
         packed.tokens,
         positions=packed.positions,
-        segment_ids=packed.segment_ids,
+        ends=packed.ends,
     )
     table = np.float64(models.unembedding(params))
     states = np.asarray(hidden, np.float64)
@@ -162,7 +162,7 @@ def test_chunks_give_the_gradient_of_whole_logits(name):
             config,
             packed.tokens,
             positions=packed.positions,
-            segment_ids=packed.segment_ids,
+            ends=packed.ends,
         )
         return models.logits(params, config, hidden) / TEMPERATURE
 

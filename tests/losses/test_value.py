@@ -137,6 +137,18 @@ def test_returns_that_do_not_vary_have_no_variance_to_explain(num):
         assert value.explained_variance(v, jnp.full(num, constant), mask) == 0
 
 
+def test_returns_that_differ_by_rounding_have_no_variance_to_explain():
+    """Advantage plus value, where all returns are 0.7 in theory."""
+    v = jnp.asarray(np.random.default_rng(0).normal(size=64), jnp.float32)
+    returns = (jnp.float32(0.7) - v) + v
+    assert float(jnp.std(returns)) > 0
+    mask = jnp.ones(64, bool)
+    assert value.explained_variance(v, returns, mask) == 0
+    # What is more than rounding counts.
+    returns = returns.at[0].add(1e-3)
+    assert value.explained_variance(v, returns, mask) < -100
+
+
 def test_one_return_has_no_variance_to_explain():
     v = jnp.array([1.0, 2.0, 3.0])
     assert value.explained_variance(v, v, jnp.array([False, True, False])) == 0

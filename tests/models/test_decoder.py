@@ -20,6 +20,7 @@ from jaxrl_post.models import (
 )
 from jaxrl_post.sharding import create_mesh
 from tests import tiny
+from tests.packed_rows import ends_of
 
 # Every optional part, and a window in the second layer.
 RICH = dataclasses.replace(
@@ -63,7 +64,7 @@ def test_packed_rows_equal_separate_rows(rich):
     packed = run(
         rich, RICH, row,
         positions=jnp.asarray(positions, jnp.int32)[None],
-        segment_ids=jnp.asarray(segments, jnp.int32)[None],
+        ends=jnp.asarray(ends_of([segments])),
     )  # fmt: skip
     for number, size in enumerate(sizes):
         start = sum(sizes[:number])
@@ -73,11 +74,11 @@ def test_packed_rows_equal_separate_rows(rich):
 
 def test_padding_changes_nothing(rich):
     row = tokens(1, 9)
-    segments = jnp.asarray([[1] * 6 + [0] * 3], jnp.int32)
+    ends = jnp.asarray([[6] * 6 + [0] * 3], jnp.int32)
     short = run(rich, RICH, row[:, :6])
     for seed in (1, 2):
         other = row.at[:, 6:].set(tokens(1, 3, seed=seed))
-        padded = run(rich, RICH, other, segment_ids=segments)
+        padded = run(rich, RICH, other, ends=ends)
         assert np.isfinite(padded).all()
         np.testing.assert_allclose(padded[:, :6], short, **CLOSE)
 
@@ -233,12 +234,12 @@ def test_what_is_beyond_the_cache_is_dropped(rich):
         assert changed.tolist() == [[False] * 4, [False, False, True, False]]
 
 
-def test_segment_ids_and_a_view_together_are_refused():
+def test_ends_and_a_view_together_are_refused():
     cache = KVCache.zeros(tiny.CONFIG, 1, 4, tiny.F32)
-    with pytest.raises(ValueError, match="segment_ids cannot be combined with kv_view"):
+    with pytest.raises(ValueError, match="ends cannot be combined with kv_view"):
         forward(
             tiny.shared(), tiny.CONFIG, tokens(1, 2),
-            segment_ids=jnp.ones((1, 2), jnp.int32), kv_view=cache,
+            ends=jnp.full((1, 2), 2, jnp.int32), kv_view=cache,
         )  # fmt: skip
 
 

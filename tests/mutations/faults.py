@@ -110,24 +110,24 @@ SAMPLER = [
 
 PACKING = [
     Fault(
-        "a segment's first token is trained on",
+        "a sequence's first token is trained on",
         "data/packing.py",
         "batch.loss_mask[row, start] = False",
         "pass",
         "data/test_packing.py",
     ),
     Fault(
-        "positions go on over a row's segments",
+        "positions go on over a row's sequences",
         "data/packing.py",
-        "batch.positions[row, span] = np.arange(size)",
+        "batch.positions[row, span] = np.arange(position, position + size)",
         "batch.positions[row, span] = np.arange(start, start + size)",
         "data/test_packing.py",
     ),
     Fault(
-        "all segments of a row are one",
+        "a token is seen to the end of its row",
         "data/packing.py",
-        "batch.segment_ids[row, span] = number",
-        "batch.segment_ids[row, span] = 1",
+        "batch.ends[row, span] = end",
+        "batch.ends[row, span] = batch.shape[1]",
         "data/test_packing.py",
     ),
     Fault(
@@ -147,9 +147,51 @@ PACKING = [
     Fault(
         "log-probs are of the token behind",
         "learner/step.py",
-        "logprobs, entropy = (jnp.roll(value, 1, axis=1) for value in predicted)",
-        "logprobs, entropy = predicted",
+        "_before(hidden, batch),",
+        "hidden,",
         "learner/test_learner.py sampler/test_engine.py",
+    ),
+    Fault(
+        "every answer of a group is predicted from the token to its left",
+        "types.py",
+        "return jnp.where(seen, index, 0).max(axis=-1)",
+        "return jnp.broadcast_to(jnp.maximum(index - 1, 0), ends.shape)",
+        "data/test_trees.py learner/test_trees.py",
+    ),
+    Fault(
+        "a node that is repeated is trained on each time",
+        "data/packing.py",
+        "Tree(context if number else unit.node, ",
+        "Tree(unit.node, ",
+        "data/test_trees.py",
+    ),
+    Fault(
+        "the answers to a prompt see each other",
+        "kernels/attention/tiles.py",
+        "seen = (of_key.indices[:, None] <= index) & (index < of_key.ends[:, None])",
+        "seen = of_key.indices[:, None] <= index",
+        "kernels/test_attention.py learner/test_trees.py",
+    ),
+    Fault(
+        "a tile that holds the end of a prompt is skipped",
+        "kernels/attention/tiles.py",
+        "active = last_end[:, k] > jnp.asarray(q * tile, jnp.int32)",
+        "active = last_end[:, k] > jnp.asarray((q + 1) * tile, jnp.int32)",
+        "kernels/test_attention.py learner/test_trees.py",
+    ),
+    Fault(
+        "the gradient of a tile's keys is that of the last tile of queries",
+        "kernels/attention/tiles.py",
+        "_put(total, blocks, _take(total, blocks) + new)",
+        "_put(total, blocks, new)",
+        "kernels/test_attention.py learner/test_trees.py",
+    ),
+    Fault(
+        "the rejected answer of a pair is the chosen one of the next",
+        "algorithms/pairs.py",
+        "follower = jnp.pad(batch.ends, ((0, 0), (0, 1)))",
+        "follower = jnp.pad(batch.ends, ((0, 0), (0, 1))).at[:, 1:].set(batch.ends)",
+        "algorithms/test_preference.py learner/test_trees.py",
     ),
     Fault(
         "the mean of a step is the mean of its microbatches",
@@ -168,8 +210,8 @@ PACKING = [
     Fault(
         "a critic's values are those after the token",
         "learner/updater.py",
-        'found["values_before"] = np.roll(values, 1, axis=1)',
-        'found["values_before"] = values',
+        'found["values_before"] = np.take_along_axis(said, previous, axis=1)',
+        'found["values_before"] = said',
         "programs/test_rl.py",
     ),
     Fault(

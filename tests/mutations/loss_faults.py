@@ -262,8 +262,8 @@ LOSSES = [
     Fault(
         "the critic learns what it says after the token",
         "algorithms/token_credit.py",
-        "values = jnp.roll(predictions.values_after, 1, axis=-1)",
-        "values = predictions.values_after",
+        "jnp.take_along_axis(predictions.values_after, batch.previous, axis=-1)",
+        "predictions.values_after",
         "algorithms/test_token_credit.py",
     ),
 ]

@@ -38,12 +38,10 @@ def load(checkpoint: Path) -> Loaded:
 
 
 # Not jitted: the operations of one case are then compiled already for the next.
-def score(config, params, tokens, positions=None, segment_ids=None):
-    arrays = [tokens, positions, segment_ids]
-    tokens, positions, segment_ids = jax.tree.map(jnp.asarray, arrays)
-    hidden = forward(
-        params, config, tokens, positions=positions, segment_ids=segment_ids
-    )
+def score(config, params, tokens, positions=None, ends=None):
+    arrays = [tokens, positions, ends]
+    tokens, positions, ends = jax.tree.map(jnp.asarray, arrays)
+    hidden = forward(params, config, tokens, positions=positions, ends=ends)
     return logits(params, config, hidden)
 
 
@@ -102,16 +100,16 @@ def test_packed_rows_equal_separate_ones(checkpoint):
     length = case.tokens.shape[1]
     # (row of the fixture, tokens of it), side by side.
     layout = [[(0, length - 9), (1, 7)], [(1, length - 7), (0, 6)]]
-    packed, positions, segment_ids = np.zeros((3, 2, length), np.int32)
+    packed, positions, ends = np.zeros((3, 2, length), np.int32)
     for row, pieces in enumerate(layout):
         start = 0
-        for segment, (source, count) in enumerate(pieces, start=1):
+        for source, count in pieces:
             place = slice(start, start + count)
             packed[row, place] = case.tokens[source, :count]
             positions[row, place] = np.arange(count)
-            segment_ids[row, place] = segment
             start += count
-    found = score(case.config, case.params, packed, positions, segment_ids)
+            ends[row, place] = start
+    found = score(case.config, case.params, packed, positions, ends)
     for row, ((first, count), (second, rest)) in enumerate(layout):
         end = count + rest
         assert gap(found[row, :count], case.expected[first, :count]) < TOLERANCE
@@ -122,11 +120,11 @@ def test_padding_on_the_left_changes_nothing(checkpoint):
     case = at_fixed_rotation(load(checkpoint))
     length, shift = case.tokens.shape[1], 3
     kept = length - shift
-    tokens, positions, segment_ids = np.zeros((3, 2, length), np.int32)
+    tokens, positions, ends = np.zeros((3, 2, length), np.int32)
     tokens[:, shift:] = case.tokens[:, :kept]
     positions[:, shift:] = np.arange(kept)
-    segment_ids[:, shift:] = 1
-    found = score(case.config, case.params, tokens, positions, segment_ids)
+    ends[:, shift:] = length
+    found = score(case.config, case.params, tokens, positions, ends)
     assert gap(found[:, shift:], case.expected[:, :kept]) < TOLERANCE
 
 

@@ -58,6 +58,7 @@ def test_rates_are_those_of_the_vendors_pages():
         "TPU v5 lite": (197e12, 819e9, 200e9),
         "TPU v5": (459e12, 2765e9, 600e9),
         "TPU v6 lite": (918e12, 1638e9, 400e9),
+        "NVIDIA H100 80GB HBM3": (989.5e12, 3350e9, 450e9),
     }
 
 
@@ -151,6 +152,9 @@ def test_a_loop_over_layers_counts_as_its_layers(tmp_path, scan):
     params = models.abstract(models.param_specs(CONFIG), jnp.bfloat16, mesh)
     layers = gathered_bytes(params.layers)
     tables = gathered_bytes((params.embedding, params.unembedding))
-    # Weights forward and backward, gradients once; those of the tables in float32.
-    assert received >= 3 * layers + 3 * tables
+    # Weights forward and backward, gradients once; those of the tables in float32. The
+    # last layer's backward pass follows its forward pass: without a loop, the compiler
+    # may keep some of its gathered weights.
+    last = gathered_bytes(params.layers[-1]) if scan == "--no-scan-layers" else 0
+    assert received >= 3 * layers - last + 3 * tables
     assert received < 4.5 * layers + 4 * tables

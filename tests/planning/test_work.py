@@ -243,7 +243,7 @@ def test_xla_counts_a_training_pass_alike(name, remat):
     batch = TokenBatch(
         tokens=integers,
         positions=integers,
-        segment_ids=integers,
+        ends=integers,
         loss_mask=jax.ShapeDtypeStruct(shape, jnp.bool_),
         advantages=floats,
         behavior_logprobs=floats,

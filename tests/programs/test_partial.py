@@ -12,6 +12,7 @@ import pytest
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import Task, WorkerPool
 from jaxrl_post.rollout.flight import ChangedTaskError
+from tests.packed_rows import sequences_in
 from tests.programs.trainers import RL, assert_same, changed, make_trainer
 
 pytestmark = pytest.mark.processes
@@ -212,33 +213,30 @@ def test_rewards_stay_with_their_turns(coin, judges, name, discount):
         for episode in group.episodes:
             by_ids[tuple(episode.tokens.ids.tolist())] = (group, episode)
     told_apart = 0
-    for row, segment in {*zip(*np.nonzero(batch.segment_ids), strict=True)}:
-        del segment
-        for number in range(1, batch.segment_ids[row].max() + 1):
-            there = batch.segment_ids[row] == number
-            group, episode = by_ids[tuple(batch.tokens[row][there].tolist())]
-            turns, advantages = episode.turn_ids, batch.advantages[row][there]
-            for turn, found in enumerate(episode.turns, 1):
-                mine = turns == turn
-                if name == "grpo":
-                    # Compared with the same turn of the group's other samples.
-                    others = [e for e in group.episodes if len(e.turns) >= turn]
-                    end = None if discount else turn
-                    returns = np.float32(
-                        [sum(t.reward for t in e.turns[turn - 1 : end]) for e in others]
-                    )
-                    own = sum(t.reward for t in episode.turns[turn - 1 : end])
-                    spread = returns.std(ddof=1) if len(returns) > 1 else 0.0
-                    expected = (own - returns.mean()) / (spread + 1e-4)
-                    np.testing.assert_allclose(
-                        advantages[mine], expected, rtol=2e-3, atol=2e-3
-                    )
-                else:
-                    rewards = batch.token_rewards[row][there]
-                    last = np.flatnonzero(mine)[-1]
-                    assert rewards[last] == found.reward
-                    assert not rewards[mine][:-1].any()
-            told_apart += len(set(advantages[turns > 0].tolist())) > 1
+    for row, there in sequences_in(batch):
+        group, episode = by_ids[tuple(batch.tokens[row][there].tolist())]
+        turns, advantages = episode.turn_ids, batch.advantages[row][there]
+        for turn, found in enumerate(episode.turns, 1):
+            mine = turns == turn
+            if name == "grpo":
+                # Compared with the same turn of the group's other samples.
+                others = [e for e in group.episodes if len(e.turns) >= turn]
+                end = None if discount else turn
+                returns = np.float32(
+                    [sum(t.reward for t in e.turns[turn - 1 : end]) for e in others]
+                )
+                own = sum(t.reward for t in episode.turns[turn - 1 : end])
+                spread = returns.std(ddof=1) if len(returns) > 1 else 0.0
+                expected = (own - returns.mean()) / (spread + 1e-4)
+                np.testing.assert_allclose(
+                    advantages[mine], expected, rtol=2e-3, atol=2e-3
+                )
+            else:
+                rewards = batch.token_rewards[row][there]
+                last = np.flatnonzero(mine)[-1]
+                assert rewards[last] == found.reward
+                assert not rewards[mine][:-1].any()
+        told_apart += len(set(advantages[turns > 0].tolist())) > 1
     assert told_apart, "the test shows nothing"
 
 

@@ -19,11 +19,13 @@ from jaxrl_post.programs.scores import FailedRolloutsError
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.batch import GroupFacts
 from jaxrl_post.rollout.queue import GroupQueue
+from tests.packed_rows import sequences_in
 from tests.programs.trainers import (
     RL,
     assert_same,
     changed,
     host,
+    make_model,
     make_trainer,
     with_last_turn,
 )
@@ -341,13 +343,20 @@ def test_an_evaluation_that_fails_stops_the_run(coin):
 
 def test_rows_hold_the_longest_prompt_and_completion():
     rows = changed("update", row_tokens=0)
-    assert row_tokens(rows) == 24, "20, rounded up to a multiple of 8"
-    assert row_tokens(RL) == 24
-    assert row_tokens(changed("update", row_tokens=20)) == 20
+    model = make_model()
+    # A prompt of 16 with 4 answers of 4 tokens each.
+    assert row_tokens(rows, model) == 32
+    for tokens, length in ((39, 32), (31, 24), (8, 24)):
+        few = changed("update", row_tokens=0, microbatch_tokens=tokens)
+        assert row_tokens(few, model) == length
+    whole = changed("update", row_tokens=0, trees=False)
+    assert row_tokens(whole, model) == 24, "20, rounded up to a multiple of 8"
+    assert row_tokens(RL, model) == 24
+    assert row_tokens(changed("update", row_tokens=20), model) == 20
     with pytest.raises(
         ConfigError, match=r"--update.row-tokens: must be at least .* 20; got 19"
     ):
-        row_tokens(changed("update", row_tokens=19))
+        row_tokens(changed("update", row_tokens=19), model)
 
 
 def ppo(**critic) -> RLConfig:
@@ -375,7 +384,7 @@ def test_a_critic_is_asked_before_each_token_and_trained_on_the_same_batch(
     assert np.ptp(batch.values_before[rows, columns]) > 0
     np.testing.assert_allclose(
         batch.values_before[rows, columns],
-        after[rows, columns - 1],
+        after[rows, np.asarray(batch.previous)[rows, columns]],
         rtol=1e-5,
         atol=1e-6,
     )
@@ -477,17 +486,15 @@ def test_demonstrations_take_the_place_of_rollouts(coin, judges):
     ((_, batch),) = trainer.updater.learner.seen
     tokenizer = trainer.updater.model.tokenizer
     found = set()
-    for row in range(batch.shape[0]):
-        for segment in range(1, batch.segment_ids[row].max() + 1):
-            inside = batch.segment_ids[row] == segment
-            found.add(tokenizer.decode(batch.tokens[row][inside].tolist()))
+    for row, places in sequences_in(batch):
+        found.add(tokenizer.decode(batch.tokens[row][places].tolist()))
     tasks = environment.tasks("train")
     shown = {
         tasks[i].messages[0].content + environment.demonstration(tasks[i])
         for i in range(len(tasks))
     }
     # Four prompts of four samples each would have been drawn.
-    assert (batch.positions[batch.segment_ids > 0] == 0).sum() == 16
+    assert len(list(sequences_in(batch))) == 16
     assert found <= shown
     after = trainer.updater.learner.evaluate(trainer.updater.state.params, batch)
     assert after["loss"] < metrics["train/loss"]
@@ -528,12 +535,11 @@ def test_remax_compares_with_the_greedy_answer(coin, judges):
                 group.greedy.reward
             )
     batch = trainer.updater.learner.seen[-1][1]
-    for row in range(batch.shape[0]):
-        for segment in set(batch.segment_ids[row]) - {0}:
-            there = batch.segment_ids[row] == segment
-            tokens = tuple(batch.tokens[row][there].tolist())
-            trained = batch.loss_mask[row] & there
-            assert set(batch.advantages[row][trained].tolist()) == {values[tokens]}
+    for row, places in sequences_in(batch):
+        tokens = tuple(batch.tokens[row][places].tolist())
+        trained = batch.loss_mask[row][places]
+        found = batch.advantages[row][places][trained]
+        assert set(found.tolist()) == {values[tokens]}
     # Greedy: the same prompt has the same answer, whatever the noise.
     restored = GroupQueue.from_json(
         json.loads(json.dumps(GroupQueue(groups).to_json()))

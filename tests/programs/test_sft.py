@@ -5,7 +5,6 @@ import logging
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxrl_post.algorithms import Predictions, supervised
@@ -17,6 +16,7 @@ from jaxrl_post.envs import Message, Task, TaskSequence
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.packed import batches as batches_of
+from tests.packed_rows import sequences_in
 
 TOKENIZER = Tokenizer.train([f"{i}=abcde" for i in range(9)])
 
@@ -50,10 +50,7 @@ def test_the_demonstration_and_its_end_are_learned_and_the_prompt_is_not():
     batch = next(batches(Shown()))
     assert batch.shape == (3, 16)
     learned = set()
-    for row, segment in {
-        (r, int(s)) for r in range(3) for s in np.unique(batch.segment_ids[r]) if s
-    }:
-        inside = batch.segment_ids[row] == segment
+    for row, inside in sequences_in(batch):
         tokens, mask = batch.tokens[row][inside], batch.loss_mask[row][inside]
         prompt, target = tokens[~mask].tolist(), tokens[mask].tolist()
         assert target[-1] == TOKENIZER.eos_id

@@ -106,7 +106,7 @@ def test_a_packed_row_keeps_each_token_with_its_advantage():
         if episode.reward is not None
         for token, on in zip(episode.tokens.ids, episode.tokens.sampled, strict=True)
     }
-    real = packed.segment_ids > 0
+    real = packed.ends > 0
     found = dict(
         zip(packed.tokens[real].tolist(), packed.advantages[real].tolist(), strict=True)
     )

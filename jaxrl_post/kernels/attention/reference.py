@@ -12,19 +12,18 @@ MASKED = -1e30
 
 
 def visible(
-    query_positions: Array,
-    kv_positions: Array,
-    query_segment_ids: Array | None,
-    kv_segment_ids: Array | None,
-    window: int | None,
+    query_positions: Array, kv_positions: Array, ends: Array | None, window: int | None
 ) -> Bool[Array, "batch queries keys"]:
-    """Mask of the keys that each query sees: same segment, not later, in the window."""
+    """Mask of the keys that each query sees, as `api.attention` defines it."""
     distance = query_positions[:, :, None] - kv_positions[:, None, :]
-    mask = distance >= 0
+    if ends is None:
+        mask = distance >= 0
+    else:
+        index = jnp.arange(ends.shape[1], dtype=jnp.int32)
+        mask = index[None, None, :] <= index[None, :, None]
+        mask &= index[None, :, None] < ends[:, None, :]
     if window is not None:
         mask &= distance < window
-    if query_segment_ids is not None and kv_segment_ids is not None:
-        mask &= query_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
     return mask
 
 

@@ -1,4 +1,4 @@
-"""Peak rates of TPU chips, from their vendor's documentation."""
+"""Peak rates of chips, from their vendors' documentation."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,8 @@ class Chip:
         flops: bfloat16 floating-point operations per second.
         memory_bandwidth: bytes per second between the chip and its HBM.
         link_bandwidth: bytes per second that a chip receives over all of its links to
-            other chips: half of the bidirectional bandwidth.
+            other chips: half of the bidirectional bandwidth. Of a GPU, those within a
+            host.
         source: title and address of the page with these numbers.
     """
 
@@ -34,5 +35,12 @@ CHIPS = {
     ),
     "TPU v6 lite": Chip(
         918e12, 1638e9, 800e9 / 2, "TPU v6e, https://cloud.google.com/tpu/docs/v6e"
+    ),
+    # SXM, dense: the page gives twice the FLOPs, with sparsity.
+    "NVIDIA H100 80GB HBM3": Chip(
+        1979e12 / 2,
+        3350e9,
+        900e9 / 2,
+        "NVIDIA H100, https://www.nvidia.com/en-us/data-center/h100/",
     ),
 }

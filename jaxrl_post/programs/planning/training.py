@@ -220,7 +220,7 @@ def _batch(rows: int, length: int, sharding: Any) -> TokenBatch:
     return TokenBatch(
         tokens=array(jnp.int32),
         positions=array(jnp.int32),
-        segment_ids=array(jnp.int32),
+        ends=array(jnp.int32),
         loss_mask=array(jnp.bool_),
         advantages=array(jnp.float32),
         behavior_logprobs=array(jnp.float32),

@@ -7,9 +7,10 @@ of layers of a scan nor that of decoding steps. Here every matrix product is cou
     bytes   the matrix, rows x inputs and rows x outputs, each read or written once
 
 and for attention the products of queries with all keys, masked ones included, and of
-the probabilities with all values. Elementwise operations are taken to be part of the
-products (no bytes, no FLOPs), and so are the scores of a tile of attention, which the
-compiler keeps on the chip.
+the probabilities with all values: an upper bound, since training skips the tiles that
+are masked. Elementwise operations are taken to be part of the products (no bytes, no
+FLOPs), and so are the scores of a tile of attention, which the compiler keeps on the
+chip.
 """
 
 import math
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_post.kernels.attention import QUERY_TILE
+from jaxrl_post.kernels.attention import TILE
 from jaxrl_post.kernels.token_logprob import tile_rows
 from jaxrl_post.models import ModelConfig, param_specs
 from jaxrl_post.models.decoder import Remat
@@ -220,7 +221,7 @@ class ModelWork:
             work += self._forward(filter(self._recomputed, layers), tokens)
         pairs = tokens * length * self._pair_flops()
         # A tile's backward pass computes its scores again, whatever is kept.
-        again = int(remat != "none") + int(length > QUERY_TILE)
+        again = int(remat != "none") + int(length > TILE)
         work += Work(pairs * (1 + again + 2), 0.0)
         if scan:
             # Weights into the stack, gradients out of it, each read and written.

@@ -1,0 +1,378 @@
+"""Attention of packed rows by tiles of queries x keys; masked tiles are skipped.
+
+A forest of sequences leaves most of the scores below the diagonal masked: a completion
+sees its prompt and itself, not the group's other completions. The tiles that hold a
+visible score are listed when the program runs, so that one program serves every batch
+and the work follows the batch. The softmax is computed online, tile by tile, and the
+backward pass computes the scores again, so memory grows with the length and not with
+its square.
+
+References:
+    Dao et al., FlashAttention, arXiv:2205.14135.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_post.kernels.attention.reference import MASKED
+from jaxrl_post.types import Array
+
+__all__ = ["Settings", "attend_tiles"]
+
+# Bytes of the scores that are computed at a time: few, so that they stay in a
+# processor's cache, or many, so that an accelerator has enough to do.
+SCORE_BYTES = 2**20
+ACCELERATOR_SCORE_BYTES = 2**26
+
+
+class Settings(NamedTuple):
+    """Static facts of one call.
+
+    Attributes:
+        tile: queries, and keys, of a tile.
+        scale: of the scores.
+        window: tokens that a query looks back, itself included; None for all.
+        softcap: c in c tanh(scores / c), after the scale; None for no cap.
+    """
+
+    tile: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class _Facts(NamedTuple):
+    """What decides whether a query sees a key, [blocks, tile] each.
+
+    Attributes:
+        indices: int32, a token's place in its row.
+        positions: int32, along the token's path.
+        ends: int32, as in `attention`.
+    """
+
+    indices: Array
+    positions: Array
+    ends: Array
+
+
+class _Tasks(NamedTuple):
+    """The tiles with a visible score, as blocks of queries and of keys.
+
+    The entries of one chunk have distinct blocks of queries and distinct blocks of
+    keys, so their sums can be written at once. Unused entries are out of range.
+    """
+
+    queries: Array
+    keys: Array
+    num_chunks: Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_tiles(
+    settings: Settings,
+    query: Array,
+    key: Array,
+    value: Array,
+    positions: Array,
+    ends: Array,
+    sinks: Array | None,
+) -> Array:
+    """Computes attention among the tokens of packed rows.
+
+    Args:
+        settings: static.
+        query: [batch, length, heads, head_dim].
+        key: [batch, kv_heads, length, head_dim].
+        value: [batch, kv_heads, length, value_dim].
+        positions: int32 [batch, length].
+        ends: int32 [batch, length].
+        sinks: [heads], or None.
+
+    Returns:
+        [batch, length, heads, value_dim] in `query`'s dtype; 0 for a query that sees no
+        key.
+    """
+    return _forward(settings, query, key, value, positions, ends, sinks)[0]
+
+
+def _forward(settings: Settings, *arrays: Array | None) -> tuple[Array, Any]:
+    out, normalizer = _on_platform(_attended, settings, *arrays)
+    return out, (*arrays, out, normalizer)
+
+
+def _attended(
+    settings: Settings,
+    chunk: int,
+    query: Array,
+    key: Array,
+    value: Array,
+    positions: Array,
+    ends: Array,
+    sinks: Array | None,
+) -> tuple[Array, Array]:
+    """Returns the attended values, and the scores' log-sum-exp by block and row."""
+    batch, length, kv_heads = *query.shape[:2], key.shape[1]
+    queries = _query_blocks(query, kv_heads, settings.tile)
+    keys, values, facts, tasks = _keys(settings, chunk, key, value, positions, ends)
+    blocks, _, rows, _ = queries.shape
+    if sinks is None:
+        top = jnp.full((blocks, kv_heads, rows), MASKED, jnp.float32)
+        total = jnp.zeros_like(top)
+    else:
+        # A sink is a score that every query sees, with a value of 0.
+        by_row = _by_row(sinks, kv_heads, settings.tile)
+        top = jnp.broadcast_to(by_row, (blocks, kv_heads, rows))
+        total = jnp.ones_like(top)
+    mixed = jnp.zeros((blocks, kv_heads, rows, value.shape[-1]), jnp.float32)
+
+    def step(number: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        q, k = _chunk(tasks, number, chunk)
+        scores, seen = _scores(settings, queries, keys, facts, q, k)
+        top, total, mixed = (_take(array, q) for array in state)
+        higher = jnp.maximum(top, scores.max(axis=-1))
+        weights = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0.0)
+        shrink = jnp.exp(top - higher)
+        total = total * shrink + weights.sum(axis=-1)
+        chosen = _take(values, k)
+        mixed = mixed * shrink[..., None] + _product(
+            "cnqk,cnkd->cnqd", weights.astype(chosen.dtype), chosen
+        )
+        found = higher, total, mixed
+        return tuple(_put(a, q, new) for a, new in zip(state, found, strict=True))
+
+    top, total, mixed = jax.lax.fori_loop(
+        0, tasks.num_chunks, step, (top, total, mixed)
+    )
+    total = jnp.where(total > 0, total, 1.0)
+    mixed = (mixed / total[..., None]).astype(query.dtype)
+    normalizer = top + jnp.log(total)
+    out = _from_query_blocks(mixed, batch, length, settings.tile)
+    return out, normalizer
+
+
+def _backward(settings: Settings, saved: tuple, cotangent: Array) -> tuple:
+    return _on_platform(_gradients, settings, *saved, cotangent)
+
+
+def _gradients(
+    settings: Settings,
+    chunk: int,
+    query: Array,
+    key: Array,
+    value: Array,
+    positions: Array,
+    ends: Array,
+    sinks: Array | None,
+    out: Array,
+    normalizer: Array,
+    cotangent: Array,
+) -> tuple:
+    """Returns the cotangents of `attend_tiles`'s arrays."""
+    batch, length, kv_heads = *query.shape[:2], key.shape[1]
+    split = functools.partial(_query_blocks, kv_heads=kv_heads, tile=settings.tile)
+    queries, towards = split(query), split(cotangent)
+    keys, values, facts, tasks = _keys(settings, chunk, key, value, positions, ends)
+    # The gradient of a softmax: p (dp - sum p dp), and the sum is out . d out.
+    inner = (split(out).astype(jnp.float32) * towards.astype(jnp.float32)).sum(axis=-1)
+
+    def step(number: Array, grads: tuple[Array, ...]) -> tuple[Array, ...]:
+        q, k = _chunk(tasks, number, chunk)
+        scores, seen = _scores(settings, queries, keys, facts, q, k)
+        weights = jnp.exp(scores - _take(normalizer, q)[..., None])
+        weights = jnp.where(seen, weights, 0.0)
+        d_out, chosen = _take(towards, q), _take(values, k)
+        d_weights = _product("cnqd,cnkd->cnqk", d_out, chosen)
+        d_scores = weights * (d_weights - _take(inner, q)[..., None])
+        if settings.softcap is not None:
+            slope = 1.0 - jnp.square(scores / settings.softcap)
+            # Hidden scores are far outside of the cap.
+            d_scores = jnp.where(seen, d_scores * slope, 0.0)
+        d_scores = (d_scores * settings.scale).astype(key.dtype)
+        found = (
+            (q, _product("cnqk,cnkd->cnqd", d_scores, _take(keys, k))),
+            (k, _product("cnqk,cnqd->cnkd", d_scores, _take(queries, q))),
+            (k, _product("cnqk,cnqd->cnkd", weights.astype(d_out.dtype), d_out)),
+        )
+        return tuple(
+            _put(total, blocks, _take(total, blocks) + new)
+            for total, (blocks, new) in zip(grads, found, strict=True)
+        )
+
+    zeros = tuple(jnp.zeros(a.shape, jnp.float32) for a in (queries, keys, values))
+    d_query, d_key, d_value = jax.lax.fori_loop(0, tasks.num_chunks, step, zeros)
+    d_sinks = None
+    if sinks is not None:
+        share = jnp.exp(_by_row(sinks, kv_heads, settings.tile) - normalizer)
+        d_sinks = -(share * inner).sum(axis=0).reshape(len(sinks), -1).sum(axis=-1)
+        d_sinks = d_sinks.astype(sinks.dtype)
+    return (
+        _from_query_blocks(d_query, batch, length, settings.tile).astype(query.dtype),
+        _from_key_blocks(d_key, batch, length).astype(key.dtype),
+        _from_key_blocks(d_value, batch, length).astype(value.dtype),
+        None,
+        None,
+        d_sinks,
+    )
+
+
+def _keys(
+    settings: Settings,
+    chunk: int,
+    key: Array,
+    value: Array,
+    positions: Array,
+    ends: Array,
+) -> tuple[Array, Array, _Facts, _Tasks]:
+    """Blocks of keys and of values, and which tiles of them are to be computed."""
+    keys, values = (_key_blocks(array, settings.tile) for array in (key, value))
+    facts = _facts(positions, ends, settings.tile)
+    return keys, values, facts, _tasks(facts, key.shape[0], settings, chunk)
+
+
+def _on_platform(function: Callable, settings: Settings, *arrays: Array | None) -> Any:
+    """Calls `function` with the number of tiles at a time that suits the platform."""
+    query = cast("Array", arrays[0])
+    one = query.shape[2] * settings.tile**2 * 4
+
+    def run(size: int) -> Callable:
+        return functools.partial(function, settings, max(1, size // one))
+
+    # Decided when the program is lowered, which may be for another platform.
+    return jax.lax.platform_dependent(
+        *arrays, cpu=run(SCORE_BYTES), default=run(ACCELERATOR_SCORE_BYTES)
+    )
+
+
+def _scores(
+    settings: Settings, queries: Array, keys: Array, facts: _Facts, q: Array, k: Array
+) -> tuple[Array, Array]:
+    """Scores of a chunk of tiles, and which are visible; the others are `MASKED`."""
+    scores = _product("cnqd,cnkd->cnqk", _take(queries, q), _take(keys, k))
+    scores = scores * settings.scale
+    if settings.softcap is not None:
+        scores = settings.softcap * jnp.tanh(scores / settings.softcap)
+    of_query, of_key = (_Facts(*(_take(a, b) for a in facts)) for b in (q, k))
+    index = of_query.indices[:, :, None]
+    seen = (of_key.indices[:, None] <= index) & (index < of_key.ends[:, None])
+    if settings.window is not None:
+        back = of_query.positions[:, :, None] - of_key.positions[:, None]
+        seen &= back < settings.window
+    # [chunk, tile, tile] for every head of a group.
+    group = queries.shape[2] // settings.tile
+    seen = jnp.tile(seen, (1, group, 1))[:, None]
+    return jnp.where(seen, scores, MASKED), seen
+
+
+def _tasks(facts: _Facts, batch: int, settings: Settings, chunk: int) -> _Tasks:
+    """Lists the tiles that hold a visible score."""
+    tile = settings.tile
+    blocks = facts.ends.shape[0] // batch
+    by_row = _Facts(*(array.reshape(batch, blocks, tile) for array in facts))
+    # A diagonal of tiles, q - k constant, has every block at most once a row.
+    q, k = np.tril_indices(blocks)
+    order = np.argsort(q - k, kind="stable")
+    q, k = q[order], k[order]
+    last_end = by_row.ends.max(axis=-1)
+    active = last_end[:, k] > jnp.asarray(q * tile, jnp.int32)
+    if settings.window is not None:
+        first, last = by_row.positions.min(axis=-1), by_row.positions.max(axis=-1)
+        active &= first[:, q] - last[:, k] < settings.window
+    # Diagonal by diagonal, and within one row by row.
+    diagonal = np.broadcast_to(q - k, (batch, len(q)))
+    order = np.argsort(diagonal, axis=None, kind="stable")
+    diagonal = diagonal.reshape(-1)[order]
+    first = np.arange(batch)[:, None] * blocks
+    q, k = ((first + block).reshape(-1)[order] for block in (q, k))
+    active = active.reshape(-1)[order]
+    count = jax.ops.segment_sum(active.astype(jnp.int32), jnp.asarray(diagonal), blocks)
+    chunks = (count + chunk - 1) // chunk
+    # A diagonal begins with a new chunk.
+    begin = chunk * (jnp.cumsum(chunks) - chunks)
+    rank = jnp.cumsum(active) - 1 - (jnp.cumsum(count) - count)[diagonal]
+    size = len(q) + blocks * chunk
+    place = jnp.where(active, begin[diagonal] + rank, size)
+    unused = jnp.full((size,), batch * blocks, jnp.int32)
+    queries, keys = (
+        unused.at[place].set(jnp.asarray(block, jnp.int32), mode="drop")
+        for block in (q, k)
+    )
+    return _Tasks(queries, keys, chunks.sum())
+
+
+def _facts(positions: Array, ends: Array, tile: int) -> _Facts:
+    length = ends.shape[1]
+    indices = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ends.shape)
+    # Padding ends at 0, so no query sees it.
+    padded = (_padded(array, tile) for array in (indices, positions, ends))
+    return _Facts(*(array.reshape(-1, tile) for array in padded))
+
+
+def _padded(array: Array, tile: int, axis: int = 1) -> Array:
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, -array.shape[axis] % tile)
+    return jnp.pad(array, widths)
+
+
+def _query_blocks(array: Array, kv_heads: int, tile: int) -> Array:
+    """[batch, length, heads, dim] to [blocks, kv_heads, group * tile, dim]."""
+    batch, _, heads, dim = array.shape
+    split = _padded(array, tile).reshape(
+        batch, -1, tile, kv_heads, heads // kv_heads, dim
+    )
+    split = split.transpose(0, 1, 3, 4, 2, 5)
+    return split.reshape(-1, kv_heads, heads // kv_heads * tile, dim)
+
+
+def _from_query_blocks(blocks: Array, batch: int, length: int, tile: int) -> Array:
+    _, kv_heads, rows, dim = blocks.shape
+    split = blocks.reshape(batch, -1, kv_heads, rows // tile, tile, dim)
+    split = split.transpose(0, 1, 4, 2, 3, 5)
+    return split.reshape(batch, -1, kv_heads * rows // tile, dim)[:, :length]
+
+
+def _key_blocks(array: Array, tile: int) -> Array:
+    """[batch, kv_heads, length, dim] to [blocks, kv_heads, tile, dim]."""
+    batch, kv_heads, _, dim = array.shape
+    split = _padded(array, tile, axis=2).reshape(batch, kv_heads, -1, tile, dim)
+    return split.swapaxes(1, 2).reshape(-1, kv_heads, tile, dim)
+
+
+def _from_key_blocks(blocks: Array, batch: int, length: int) -> Array:
+    _, kv_heads, tile, dim = blocks.shape
+    split = blocks.reshape(batch, -1, kv_heads, tile, dim).swapaxes(1, 2)
+    return split.reshape(batch, kv_heads, -1, dim)[:, :, :length]
+
+
+def _by_row(sinks: Array, kv_heads: int, tile: int) -> Array:
+    """[heads] to [kv_heads, group * tile]."""
+    by_head = sinks.astype(jnp.float32).reshape(kv_heads, -1)
+    return jnp.repeat(by_head, tile, axis=-1)
+
+
+def _chunk(tasks: _Tasks, number: Array, chunk: int) -> tuple[Array, Array]:
+    return tuple(  # type: ignore[return-value]
+        jax.lax.dynamic_slice_in_dim(array, number * chunk, chunk)
+        for array in (tasks.queries, tasks.keys)
+    )
+
+
+def _take(array: Array, blocks: Array) -> Array:
+    """Returns blocks of `array`; an out-of-range index gives zeros."""
+    return array.at[blocks].get(mode="fill", fill_value=0)
+
+
+def _put(array: Array, blocks: Array, values: Array) -> Array:
+    """Replaces blocks of `array`; out-of-range indices are ignored."""
+    return array.at[blocks].set(values, mode="drop", unique_indices=True)
+
+
+def _product(form: str, one: Array, other: Array) -> Array:
+    return jnp.einsum(form, one, other, preferred_element_type=jnp.float32)
+
+
+attend_tiles.defvjp(_forward, _backward)

@@ -1,0 +1,206 @@
+"""Loss and gradients of trees equal those of rows that repeat what is shared."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post import algorithms, models
+from jaxrl_post.algorithms import supervised
+from jaxrl_post.algorithms.preference import dpo
+from jaxrl_post.algorithms.reward_model import bradley_terry
+from jaxrl_post.algorithms.unpaired import kto
+from jaxrl_post.algorithms.whole_distributions import distribution_distillation
+from jaxrl_post.data import packing
+from jaxrl_post.kernels.attention import api
+from jaxrl_post.learner import step as pure
+from jaxrl_post.learner.step import Policy
+from jaxrl_post.learner.teacher import Comparison
+from jaxrl_post.losses import distill
+from jaxrl_post.sharding import create_mesh, named_shardings
+from tests import tiny
+
+# Rows of several tiles; a group has up to 9 + 4 * 8 tokens.
+TILE, LENGTH = 8, 48
+GROUPS, SAMPLES = 6, 4
+
+
+def samples(*, pairs: bool) -> list[packing.Sequence]:
+    """Groups with a prompt each, of four samples or of two pairs."""
+    random = np.random.default_rng(0)
+    made = []
+    for _ in range(GROUPS):
+        prompt = random.integers(0, 40, random.integers(3, 10)).tolist()
+        for sample in range(SAMPLES):
+            size = int(random.integers(1, 9))
+            sequence = packing.Sequence.of(
+                prompt,
+                random.integers(0, 40, size).tolist(),
+                behavior_logprobs=(-2 - random.random(size)).tolist(),
+                advantage=float(random.normal()),
+            )
+            count = len(sequence.tokens)
+            label = 1 - 2 * (sample % 2)
+            made.append(
+                dataclasses.replace(
+                    sequence,
+                    labels=np.full(count, label, np.float32) if pairs else None,
+                    truncated=None if pairs else sample == 0,
+                )
+            )
+    return made
+
+
+def packed(case: "Case", *, shared: bool):
+    units = samples(pairs=case.pairs)
+    if case.pairs:
+        units = list(zip(units[::2], units[1::2], strict=True))
+    made = packing.pack(packing.trees(units) if shared else units, LENGTH, 8)
+    used, distinct = (
+        sum(map(packing.num_tokens, each)) for each in (units, packing.trees(units))
+    )
+    assert np.count_nonzero(made.ends) == (distinct if shared else used)
+    assert distinct < 0.7 * used
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An objective on a head, with what its batches need beforehand."""
+
+    objective: object
+    head: str = "lm"
+    pairs: bool = False
+    credit: object = None
+    compared: bool = False
+
+    @property
+    def config(self):
+        return dataclasses.replace(tiny.CONFIG, head=self.head)
+
+    @property
+    def predictor(self):
+        policy = Policy(self.config, temperature=0.9)
+        if not self.compared:
+            return policy
+        teacher = tiny.params(self.config, seed=2)
+        return Comparison(policy, policy, distill.forward_kl, teacher, 1)
+
+    def scored(self, batch):
+        """Adds the log-probs and values of another model, and the credit."""
+        # Near the policy, so that ratios are near 1.
+        other = jax.tree.map(
+            lambda one, noise: one + 0.02 * noise,
+            tiny.params(self.config),
+            tiny.params(self.config, seed=1),
+        )
+        said = pure.predict(Policy(self.config, temperature=0.9), other, batch)
+        found = {"reference_point": jnp.full(batch.shape, 0.1)}
+        if said.logprobs is not None:
+            found["reference_logprobs"] = found["proximal_logprobs"] = said.logprobs
+        if said.values_after is not None and self.credit is not None:
+            found["values_before"] = jnp.take_along_axis(
+                said.values_after, batch.previous, axis=1
+            )
+            found["bootstrap"] = jnp.where(batch.truncated, said.values_after, 0.0)
+        batch = batch.replace(**found)
+        return batch if self.credit is None else self.credit(batch)
+
+
+PPO = algorithms.shared_backbone(
+    algorithms.ppo(lambda_=0.9, value_lambda=0.8, gamma=0.95, bootstrap_truncated=True),
+    coefficient=0.5,
+)
+CASES = {
+    "grpo": Case(algorithms.grpo(kl_coefficient=0.1).objective),
+    "gspo": Case(algorithms.gspo().objective),
+    "ppo with a critic": Case(PPO.objective, "lm+value", credit=PPO.credit),
+    "sft": Case(supervised.next_token),
+    "dpo": Case(dpo(beta=0.3).objective, pairs=True),
+    "kto": Case(kto(beta=0.3).objective, pairs=True),
+    "reward model": Case(bradley_terry(), "value", pairs=True),
+    "distillation": Case(distribution_distillation().objective, compared=True),
+}
+
+
+@functools.cache
+def outcome(name: str, shared: bool, mesh_spec: str = ""):
+    """Loss, metrics and gradients of a batch, on one device or on a mesh."""
+    case = CASES[name]
+    batch = packed(case, shared=shared)
+    specs = models.param_specs(case.config)
+    params = tiny.params(case.config)
+
+    def run(params, batch):
+        batch = case.scored(batch)
+        empty = pure.empty_accumulator(case.predictor, case.objective, params, batch)
+        return pure.accumulate(case.predictor, case.objective, params, empty, batch)
+
+    batch = jax.tree.map(jnp.asarray, batch)
+    if not mesh_spec:
+        return jax.jit(run)(params, batch)
+    mesh = create_mesh(mesh_spec)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, named_shardings(specs, mesh))
+        rows = NamedSharding(mesh, P(("dp", "fsdp", "ep")))
+        return jax.device_get(jax.jit(run)(params, jax.device_put(batch, rows)))
+
+
+def assert_equal(found, expected):
+    for name, metric in expected.metrics.items():
+        mean = found.metrics[name].mean()
+        np.testing.assert_allclose(
+            mean, metric.mean(), rtol=1e-5, atol=1e-5, err_msg=name
+        )
+    np.testing.assert_allclose(
+        found.loss.mean(), expected.loss.mean(), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(found.loss.count, expected.loss.count)
+    largest = 0.0
+    for left, right in zip(
+        jax.tree.leaves(found.grads), jax.tree.leaves(expected.grads), strict=True
+    ):
+        # Of the mean loss.
+        left, right = (np.asarray(each) / expected.loss.count for each in (left, right))
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
+        largest = max(largest, float(np.abs(right).max()))
+    assert largest > 1e-2, "the test shows nothing"
+
+
+@pytest.fixture(autouse=True)
+def _several_tiles(monkeypatch):
+    monkeypatch.setattr(api, "TILE", TILE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trees_train_as_rows_that_repeat_the_prompt(name):
+    assert_equal(outcome(name, True), outcome(name, False))
+
+
+# The others are in the longer tier, and guarded by these.
+EVERY_DAY = {
+    ("grpo", "fsdp4,tp2"),
+    ("ppo with a critic", "dp8"),
+    ("dpo", "dp2,tp4"),
+    ("distillation", "fsdp4,tp2"),
+}
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(
+            name, mesh, marks=[] if (name, mesh) in EVERY_DAY else [pytest.mark.all]
+        )
+        for name in CASES
+        for mesh in ("dp8", "fsdp4,tp2", "dp2,tp4")
+    ],
+)
+def test_trees_train_alike_on_every_mesh(name, mesh):
+    assert_equal(outcome(name, True, mesh), outcome(name, False))
