@@ -16,6 +16,7 @@ the same products at a microbatch's tokens, times three (one forward, two backwa
 Recomputation and attention are left out, so a share of 100 % cannot be reached.
 """
 
+import dataclasses
 import json
 import resource
 import statistics
@@ -164,9 +165,10 @@ def _make_step(
         num_slots=PROMPTS * SAMPLES,
         max_prompt_tokens=options.prompt_tokens,
         max_tokens=options.max_tokens,
-        steps_per_call=16 if stops else options.max_tokens // 2,
+        steps_per_call=32,
         max_stop_ids=max(4, stops),
     )
+    sizes = dataclasses.replace(sizes, cache_tokens=sizes.cache_for_groups(SAMPLES))
     engine = Engine(config, sizes, dtype=dtype, mesh=mesh)
     del params
 

@@ -54,6 +54,9 @@ class RolloutConfig:
             with those of `partial`.
         steps_per_call: tokens that each sample decodes between two looks of the host; 0
             chooses.
+        cache_tokens: tokens, over all devices, whose keys and values the sampler holds;
+            samples wait while its cache is full. What the samples of a prompt share
+            counts once; what is left keeps earlier turns. 0 for what all slots need.
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
             differ (DAPO); groups beyond that wait for the next step.
         truncated: reward of an answer that was cut at `max_tokens`. zero: 0, whatever
@@ -96,6 +99,7 @@ class RolloutConfig:
     stop_strings: tuple[str, ...] = ()
     num_slots: Annotated[int, NOT_NEGATIVE] = 0
     steps_per_call: Annotated[int, NOT_NEGATIVE] = 0
+    cache_tokens: Annotated[int, NOT_NEGATIVE] = 0
     dynamic_sampling: bool = False
     truncated: Literal["reward", "zero", "mask"] = "zero"
     overlong_buffer: Annotated[int, NOT_NEGATIVE] = 0

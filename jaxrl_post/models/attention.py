@@ -5,6 +5,7 @@ from typing import NamedTuple, cast
 import jax.numpy as jnp
 
 from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.decode_attention import decode_attention
 from jaxrl_post.models.cache import LayerCache
 from jaxrl_post.models.config import LatentAttention, ModelConfig
 from jaxrl_post.models.layers import norm, project, to_heads
@@ -39,14 +40,6 @@ class Context(NamedTuple):
     entry: LayerCache | None
 
 
-class Seen(NamedTuple):
-    """Keys and values [batch, kv_heads, keys, dim] to attend to, and positions."""
-
-    key: Array
-    value: Array
-    positions: Int[Array, "batch keys"]
-
-
 def grouped_query(
     config: ModelConfig,
     params: AttentionParams[Array],
@@ -71,8 +64,8 @@ def grouped_query(
         query, key, value = (jnp.clip(a, -bound, bound) for a in (query, key, value))
     query, key = _rotate(config, query, context), _rotate(config, key, context)
     query = _scaled(config, query, context)
-    entry, seen = _remember(context, key.swapaxes(1, 2), value.swapaxes(1, 2))
-    attended = _attend(config, query, seen, context, rules, params.sinks)
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    attended, entry = _attend(config, query, key, value, context, rules, params.sinks)
     attended = attended.reshape(x.shape[0], -1)
     return project(attended, params.output, params.output_bias, inputs=2), entry
 
@@ -113,18 +106,16 @@ def latent_attention(
         key_rope = jnp.broadcast_to(key_rope, (*key_nope.shape[:3], latent.rope_dim))
         key = jnp.concatenate([key_nope, key_rope], axis=-1)
         query = jnp.concatenate([query_nope, query_rope], axis=-1)
-        entry, seen = _remember(context, key.swapaxes(1, 2), value.swapaxes(1, 2))
-        attended = _attend(config, query, seen, context, rules)
+        key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        attended, entry = _attend(config, query, key, value, context, rules)
     else:
         up = dense(params.kv_up, x.dtype)
         compressed = compressed.reshape(*shape, 1, -1)
         row = jnp.concatenate([compressed, key_rope], axis=-1).swapaxes(1, 2)
-        entry, seen = _remember(context, row, row[..., :0])
         moved = jnp.einsum("blhn,rhn->blhr", query_nope, up[..., : latent.nope_dim])
         query = jnp.concatenate([moved, query_rope], axis=-1)
-        # The keys serve as values, because cutting off r would copy the cache.
-        seen = seen._replace(value=seen.key)
-        mixed = _attend(config, query, seen, context, rules)[..., : latent.kv_rank]
+        mixed, entry = _attend(config, query, row, row[..., :0], context, rules)
+        mixed = mixed[..., : latent.kv_rank]
         attended = jnp.einsum("blhr,rhv->blhv", mixed, up[..., latent.nope_dim :])
     attended = attended.reshape(x.shape[0], -1)
     return project(attended, params.output, params.output_bias, inputs=2), entry
@@ -162,34 +153,47 @@ def _scaled(config: ModelConfig, query: Array, context: Context) -> Array:
     return query * factor[:, :, None, None].astype(query.dtype)
 
 
-def _remember(
-    context: Context, key: Array, value: Array
-) -> tuple[LayerCache | None, Seen]:
-    """Writes to the cache, if any, and returns all keys and values to attend to."""
-    if context.entry is None:
-        return None, Seen(key, value, context.positions)
-    entry = context.entry.write(key, value, context.positions)
-    return entry, Seen(*entry.read())
-
-
 def _attend(
     config: ModelConfig,
     query: Array,
-    seen: Seen,
+    key: Array,
+    value: Array,
     context: Context,
     rules: Rules,
     sinks: Array | None = None,
-) -> Float[Array, "batch length heads value_dim"]:
-    return attention(
-        constrain(query, HEAD_AXES, rules),
-        constrain(seen.key, KV_AXES, rules),
-        constrain(seen.value, KV_AXES, rules),
-        query_positions=context.positions,
-        kv_positions=seen.positions,
-        ends=context.ends,
-        window=context.window,
-        scale=config.score_scale,
-        softcap=config.attention_softcap,
-        sinks=sinks,
-        rules=rules,
+) -> tuple[Float[Array, "batch length heads value_dim"], LayerCache | None]:
+    """Attends to these tokens, or writes them to the cache and attends to all of it."""
+    query = constrain(query, HEAD_AXES, rules)
+    settings = {
+        "query_positions": context.positions,
+        "window": context.window,
+        "scale": config.score_scale,
+        "softcap": config.attention_softcap,
+        "sinks": sinks,
+        "rules": rules,
+    }
+    if context.entry is None:
+        attended = attention(
+            query,
+            constrain(key, KV_AXES, rules),
+            constrain(value, KV_AXES, rules),
+            kv_positions=context.positions,
+            ends=context.ends,
+            **settings,
+        )
+        return attended, None
+    entry = context.entry.write(key, value, context.positions)
+    shared, keys, values = entry.shared, entry.keys, entry.values
+    if not values.shape[-1]:
+        # The keys serve as values, because cutting off r would copy the cache.
+        values = keys
+        shared = None if shared is None else shared._replace(value=shared.key)
+    attended = decode_attention(
+        query,
+        constrain(keys, KV_AXES, rules),
+        constrain(values, KV_AXES, rules),
+        kv_positions=entry.positions,
+        shared=shared,
+        **settings,
     )
+    return attended, entry

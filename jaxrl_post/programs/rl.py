@@ -1,5 +1,6 @@
 """A step of reinforcement learning: collect, credit, update."""
 
+import dataclasses
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -191,11 +192,17 @@ def engine_sizes(rollout: RolloutConfig, split: int, *, stop_ids: int) -> Engine
     """
     prompts = rollout.prompts_per_step + rollout.partial
     slots = rollout.num_slots or prompts * rollout.samples_per_prompt
-    calls = -(-rollout.max_tokens // 16)
-    return EngineConfig(
+    calls = -(-rollout.max_tokens // 32)
+    sizes = EngineConfig(
         num_slots=-(-slots // split) * split,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_tokens=rollout.max_tokens,
         steps_per_call=rollout.steps_per_call or -(-rollout.max_tokens // calls),
         max_stop_ids=max(4, stop_ids),
+        cache_tokens=rollout.cache_tokens,
     )
+    if rollout.cache_tokens or rollout.max_turns > 1 or rollout.partial:
+        # Samples of a prompt differ in their later turns, and where they were stopped.
+        return sizes
+    groups = sizes.cache_for_groups(rollout.samples_per_prompt, split)
+    return dataclasses.replace(sizes, cache_tokens=groups)

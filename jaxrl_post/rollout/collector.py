@@ -314,6 +314,9 @@ class Collector:
             sample,
             flights.Generated(completion.tokens, text, completion.finish_reason),
         )
+        if completion.finish_reason == "failed":
+            self._advance(sample, flights.Failed(f"sampler: {completion.error}"))
+            return
         self._ask(sample)
 
     def _advance(self, sample: SampleId, event: flights.Event) -> flights.Effect:

@@ -2,6 +2,7 @@
 
 import bisect
 import collections
+import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -12,12 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxrl_post.models import DecoderParams, KVCache, ModelConfig
+from jaxrl_post.models import DecoderParams, ModelConfig
+from jaxrl_post.sampler import batches
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.requests import Completion, Request, SampleId
-from jaxrl_post.sampler.sampling import SamplingArrays
-from jaxrl_post.sampler.scheduler import Admission, Running, Scheduler
+from jaxrl_post.sampler.scheduler import Burst, Sample, Scheduler
 from jaxrl_post.sampler.sizes import EngineConfig
 from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.tokens import Tokens
@@ -26,18 +27,24 @@ from jaxrl_post.types import Array
 __all__ = ["Engine"]
 
 
-class _Burst(NamedTuple):
-    """The result of decoding steps that were dispatched and not yet collected."""
+class _Running(NamedTuple):
+    """A burst that was dispatched and not yet collected."""
 
+    burst: Burst
     emitted: device.Emitted
     version: int
 
 
 class Engine:
-    """Continuous batching over fixed slots; parameters are an argument of each call.
+    """Continuous batching; parameters are an argument of each call.
 
     The engine keeps no parameters and decodes with the caller's arrays. So a trainer's
     update needs no copy, and donating the old arrays invalidates nothing here.
+
+    Keys and values lie in pages. A prompt is prefilled and held once for all of its
+    samples, and a decoding step reads it once for them. A later request that begins
+    with tokens whose keys the cache still holds, such as the next turn of a
+    conversation, prefills the rest alone. The batch shrinks as samples finish.
 
     `dispatch` starts a burst of decoding steps and returns at once; `collect` waits for
     the burst. The host can work in between. At most one burst runs at a time.
@@ -47,13 +54,17 @@ class Engine:
         sizes: the engine's sizes.
         seed: seed of the sampling noise; the noise of a token depends only on the seed,
             the prompt id, the sample index and the position.
-        dtype: dtype of the KV cache; use that of the parameters.
+        dtype: dtype of the cache; use that of the parameters.
         mesh: mesh of the parameters; None on one device.
         rules: logical axis to mesh axes.
         detokenize: token ids to text; needed for stop strings only.
+        recompute_cache: whether running samples compute their keys and values again
+            when the parameters change. False keeps those of the earlier parameters.
 
     Raises:
-        ValueError: the model's context or the mesh does not allow the sizes.
+        ValueError: the model's context does not allow the sizes, or the cache does not
+            hold one sample.
+        MeshError: the mesh does not divide the slots.
     """
 
     def __init__(
@@ -66,28 +77,25 @@ class Engine:
         mesh: Mesh | None = None,
         rules: Rules = DEFAULT_RULES,
         detokenize: Callable[[Sequence[int]], str] | None = None,
+        recompute_cache: bool = False,
     ) -> None:
         self.config, self.sizes, self.rules = config, sizes, rules
-        self.scheduler = Scheduler(sizes.num_slots)
-        self.prefilled_prompts = 0
         self.compilations: collections.Counter[str] = collections.Counter()
         self._mesh, self._detokenize = mesh, detokenize
-        self._keep = np.ones(sizes.num_slots, np.bool_)
-        self._burst: _Burst | None = None
+        self._recompute = recompute_cache
+        self._running: _Running | None = None
+        # The arrays that computed what the cache holds, without keeping them alive.
+        self._seen: list[weakref.ref[Any]] = []
         self._functions = DeviceFunctions(
             config, sizes, jnp.dtype(dtype), mesh, rules, self.compilations
         )
+        self.scheduler = Scheduler(sizes, self._functions.split)
         with self._own_mesh():
             replicate = jax.jit(
                 lambda key: key, out_shardings=self._functions.replicated
             )
             self._key = replicate(jax.random.key(seed))
-            self._state = self._functions.empty()
-
-    @property
-    def max_compilations(self) -> int:
-        """Upper bound on the number of programs that this engine compiles."""
-        return 3 * len(self.sizes.prompt_buckets) + 2 * len(self.sizes.view_buckets)
+            self._pages = self._functions.empty()
 
     @property
     def busy(self) -> bool:
@@ -95,9 +103,14 @@ class Engine:
         return self.scheduler.busy
 
     @property
-    def cache(self) -> KVCache:
-        """The KV cache; the next `dispatch` donates it, so keep no reference."""
-        return self._state.cache
+    def cache(self) -> device.Pages:
+        """The cache; the next `dispatch` donates it, so keep no reference."""
+        return self._pages
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Number of tokens that have been prefilled."""
+        return self.scheduler.prefilled_tokens
 
     def submit(self, request: Request) -> None:
         """Queues a request.
@@ -162,7 +175,7 @@ class Engine:
         return self.collect()
 
     def dispatch(self, params: DecoderParams[Array], *, version: int = 0) -> None:
-        """Admits samples to free slots and starts a burst of `steps_per_call` steps.
+        """Prefills what waiting samples need and starts a burst of decoding steps.
 
         Does not wait for the device. Does nothing while a burst is running, or if no
         request is waiting or running.
@@ -172,31 +185,46 @@ class Engine:
                 not be donated before `collect` returns.
             version: recorded with every token of this burst.
         """
-        if self._burst is not None:
+        if self._running is not None or not self.busy:
             return
-        admissions = self.scheduler.admit()
-        running = self.scheduler.running
-        if not running:
-            return
-        longest = max(r.length for r in running.values())
+        self._notice(params)
+        split = self._functions.split
         with self._own_mesh():
-            self._admit(params, admissions)
-            self._state, emitted = self._functions.decode(
+            burst = None
+            while burst is None:
+                chunks = self.scheduler.prefill()
+                for rows in batches.prefill_calls(chunks, self.sizes, split):
+                    self._pages = self._functions.prefill(params, self._pages, rows)
+                burst = self.scheduler.burst()
+            self._pages, emitted = self._functions.decode(
                 params,
-                self._state,
-                self._keep,
-                view_length=self.sizes.view_length(longest),
-                truncate=any(r.request.sampling.truncates for r in running.values()),
+                self._pages,
+                batches.rows(burst, self.sizes, split),
+                self._key,
+                np.int32(burst.floor),
+                truncate=burst.truncate,
             )
-        self._keep = np.ones_like(self._keep)
-        self._burst = _Burst(emitted, version)
+        self._running = _Running(burst, emitted, version)
 
     def collect(self) -> list[Completion]:
-        """Waits for the running burst; returns finished completions in slot order."""
-        if self._burst is None:
+        """Waits for the running burst; returns finished completions."""
+        if self._running is None:
             return []
-        burst, self._burst = self._burst, None
-        return self._finished(jax.device_get(burst.emitted), burst.version)
+        running, self._running = self._running, None
+        emitted = jax.device_get(running.emitted)
+        done: list[Completion] = []
+        for part, samples in enumerate(running.burst.rows):
+            for index, sample in enumerate(samples):
+                row = part * running.burst.slots + index
+                count = int((emitted.tokens[:, row] >= 0).sum())
+                tokens = Tokens.generated(
+                    emitted.tokens[:count, row],
+                    emitted.logprobs[:count, row],
+                    version=running.version,
+                    log_masses=emitted.log_masses[:count, row],
+                )
+                done += self._advance(sample, tokens)
+        return done
 
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
         """Waits for the running burst, then cancels running and waiting samples.
@@ -212,119 +240,53 @@ class Engine:
         """
         done = self.collect()
         chosen: Set[SampleId] | None = None if samples is None else set(samples)
-        slots = {running.id: slot for slot, running in self.scheduler.running.items()}
-        for running in self.scheduler.cancel(chosen):
-            done.append(running.finished("cancelled"))
-            if running.id in slots:
-                self._keep[slots[running.id]] = False
-        return done
+        cancelled = self.scheduler.cancel(chosen)
+        return done + [sample.finished("cancelled") for sample in cancelled]
 
     def _own_mesh(self) -> AbstractContextManager[Any]:
         """Sets the engine's mesh: the trainer's, which may be another one, is set."""
         return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
-    def _admit(self, params: DecoderParams[Array], admissions: list[Admission]) -> None:
-        by_length: dict[int, list[Admission]] = collections.defaultdict(list)
-        for admission in admissions:
-            if admission.prefill:
-                prompt = admission.request.prompt
-                by_length[self.sizes.prompt_length(len(prompt))].append(admission)
-        for length, group in sorted(by_length.items()):
-            while group:
-                rows = self.sizes.prefill_rows(length, len(group))
-                self._prefill_group(params, group[:rows], rows, length)
-                group = group[rows:]
-        self.prefilled_prompts += sum(map(len, by_length.values()))
-        # The new samples must not be stopped by the `keep` of earlier ones.
-        self._keep[[admission.slot for admission in admissions]] = True
-        if admissions:
-            longest = max(len(a.request.prompt) for a in admissions)
-            self._state = self._functions.start(
-                self._state,
-                self._starts(admissions),
-                self._key,
-                length=self.sizes.prompt_length(longest),
+    def _notice(self, params: DecoderParams[Array]) -> None:
+        """Forgets what the cache holds if any array is not that of the last burst."""
+        leaves = jax.tree.leaves(params)
+        if len(leaves) == len(self._seen) and all(
+            seen() is leaf for seen, leaf in zip(self._seen, leaves, strict=True)
+        ):
+            return
+        if self._seen:
+            self.scheduler.forget(restart=self._recompute)
+        self._seen = [weakref.ref(leaf) for leaf in leaves]
+
+    def _advance(self, sample: Sample, tokens: Tokens) -> list[Completion]:
+        """Records what a burst sampled; the completion if the sample has ended."""
+        finite = np.isfinite(tokens.logprobs)
+        count = int(finite.argmin()) if not finite.all() else len(tokens)
+        failed = count < len(tokens)
+        self.scheduler.advance(sample, tokens[:count], drop=failed)
+        sampling = sample.request.sampling
+        cut = self._stop_string_end(sample, count)
+        if cut is not None:
+            sample.tokens = sample.tokens[:cut]
+            return [self.scheduler.release(sample).finished("stop_string")]
+        if failed:
+            error = (
+                f"request {sample.request.prompt_id}, sample {sample.sample_index}: "
+                f"the logits of token {len(sample.tokens)} were not finite. Are the "
+                "parameters finite, and does the dtype hold the activations?"
             )
+            return [self.scheduler.release(sample).finished("failed", error)]
+        if sample.tokens.ids[-1] in sampling.stop_ids:
+            return [self.scheduler.release(sample).finished("stop")]
+        if not sample.remaining:
+            return [self.scheduler.release(sample).finished("length")]
+        return []
 
-    def _prefill_group(
-        self,
-        params: DecoderParams[Array],
-        group: list[Admission],
-        rows: int,
-        length: int,
-    ) -> None:
-        prompts = np.zeros((rows, length), np.int32)
-        slots = np.full((rows,), self.sizes.num_slots, np.int32)
-        for row, admission in enumerate(group):
-            prompts[row, : len(admission.request.prompt)] = admission.request.prompt
-            slots[row] = admission.slot
-        self._state = self._functions.prefill(params, self._state, prompts, slots)
-
-    def _starts(self, admissions: list[Admission]) -> device.Starts:
-        count = self.sizes.num_slots
-        integers = lambda: np.zeros((count,), np.int32)  # noqa: E731
-        starts = device.Starts(
-            slots=np.full((count,), count, np.int32),
-            sources=integers(),
-            tokens=integers(),
-            positions=integers(),
-            remaining=integers(),
-            prompt_ids=np.zeros((count,), np.uint32),
-            sample_indices=np.zeros((count,), np.uint32),
-            sampling=SamplingArrays(
-                np.ones((count,), np.float32),
-                integers(),
-                np.ones((count,), np.float32),
-                np.zeros((count,), np.float32),
-            ),
-            stop_ids=np.full((count, self.sizes.max_stop_ids), -1, np.int32),
-        )
-        for row, admission in enumerate(admissions):
-            request, sampling = admission.request, admission.request.sampling
-            starts.slots[row] = admission.slot
-            starts.sources[row] = admission.source
-            starts.tokens[row] = request.prompt[-1]
-            starts.positions[row] = len(request.prompt) - 1
-            starts.remaining[row] = sampling.max_tokens
-            starts.prompt_ids[row] = request.prompt_id
-            starts.sample_indices[row] = admission.sample_index
-            starts.sampling.temperature[row] = sampling.temperature
-            starts.sampling.top_k[row] = sampling.top_k
-            starts.sampling.top_p[row] = sampling.top_p
-            starts.sampling.min_p[row] = sampling.min_p
-            starts.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
-        return starts
-
-    def _finished(self, emitted: device.Emitted, version: int) -> list[Completion]:
-        done: list[Completion] = []
-        for slot, running in sorted(self.scheduler.running.items()):
-            count = int((emitted.tokens[:, slot] >= 0).sum())
-            running.tokens += Tokens.generated(
-                emitted.tokens[:count, slot],
-                emitted.logprobs[:count, slot],
-                version=version,
-                log_masses=emitted.log_masses[:count, slot],
-            )
-            sampling = running.request.sampling
-            cut = self._stop_string_end(running, count)
-            if cut is not None:
-                running.tokens = running.tokens[:cut]
-                self._keep[slot] = False
-                reason = "stop_string"
-            elif running.tokens.ids[-1] in sampling.stop_ids:
-                reason = "stop"
-            elif len(running.tokens) == sampling.max_tokens:
-                reason = "length"
-            else:
-                continue
-            done.append(self.scheduler.release(slot).finished(reason))
-        return done
-
-    def _stop_string_end(self, running: Running, new: int) -> int | None:
+    def _stop_string_end(self, running: Sample, new: int) -> int | None:
         """Number of tokens up to and including the one that completes a stop string."""
         request = running.request
         stop_strings = request.sampling.stop_strings
-        if not stop_strings or self._detokenize is None:
+        if not stop_strings or self._detokenize is None or not new:
             return None
         # Tokens sampled before a cancellation may hold the start of a stop string.
         before = request.prompt[len(request.prompt) - request.num_sampled :]

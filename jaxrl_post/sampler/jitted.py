@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.sizes import EngineConfig
-from jaxrl_post.sharding import Rules, partition_spec
+from jaxrl_post.sharding import Rules, partition_spec, split_size
 from jaxrl_post.types import PyTree
 
 __all__ = ["DeviceFunctions"]
@@ -21,9 +21,9 @@ __all__ = ["DeviceFunctions"]
 
 @dataclass(frozen=True)
 class DeviceFunctions:
-    """Jitted `empty`, `prefill`, `start` and `decode` for one model and its sizes.
+    """Jitted `empty`, `prefill` and `decode` for one model and its sizes.
 
-    Every function but `empty` donates the state. Nothing is compiled before a call.
+    Every function but `empty` donates the cache. Nothing is compiled before a call.
 
     Attributes:
         config: the model's configuration.
@@ -34,7 +34,9 @@ class DeviceFunctions:
         compilations: number of traces by function's name, one per compilation.
 
     Raises:
-        ValueError: the model's context does not allow the sizes.
+        ValueError: the model's context does not allow the sizes, or a part of the
+            cache would not hold one sample.
+        MeshError: the mesh does not divide the slots.
     """
 
     config: ModelConfig
@@ -46,6 +48,11 @@ class DeviceFunctions:
 
     def __post_init__(self) -> None:
         sizes, config = self.sizes, self.config
+        if self.mesh is not None:
+            partition_spec(
+                (sizes.num_slots,), ("batch",), self.mesh, self.rules, name="num_slots"
+            )
+        sizes.num_pages(self.split)
         if sizes.max_length > config.max_length:
             raise ValueError(
                 f"Engine: max_prompt_tokens + max_tokens is {sizes.max_length}, longer "
@@ -60,23 +67,25 @@ class DeviceFunctions:
                 "rotation than the queries; lower one of them"
             )
 
+    @cached_property
+    def split(self) -> int:
+        """Parts into which the mesh splits slots and pages."""
+        return split_size("batch", self.mesh, self.rules) if self.mesh else 1
+
     @property
-    def state_shape(self) -> device.DecodeState:
-        """ShapeDtypeStructs of the state, without shardings."""
-        return jax.eval_shape(self._empty_state)
+    def pages_shape(self) -> device.Pages:
+        """ShapeDtypeStructs of the cache, without shardings."""
+        return jax.eval_shape(self._empty_pages)
 
     @cached_property
-    def state_shardings(self) -> PyTree:
-        """Shardings of the state; None on one device.
+    def pages_shardings(self) -> PyTree:
+        """Shardings of the cache; None on one device.
 
-        Slots are split over the batch axes, key/value heads over the kv_heads axes.
-
-        Raises:
-            MeshError: the mesh does not divide the slots.
+        Pages are split over the batch axes, key/value heads over the kv_heads axes.
         """
         if self.mesh is None:
             return None
-        return jax.tree.map(self._state_sharding, self.state_shape)
+        return jax.tree.map(self._pages_sharding, self.pages_shape)
 
     @property
     def replicated(self) -> NamedSharding | None:
@@ -85,78 +94,54 @@ class DeviceFunctions:
 
     @cached_property
     def empty(self) -> Any:
-        """Function of nothing: a state in which all slots are idle."""
-        return jax.jit(self._empty_state, out_shardings=self.state_shardings)
+        """Function of nothing: an empty cache."""
+        return jax.jit(self._empty_pages, out_shardings=self.pages_shardings)
 
     @cached_property
     def prefill(self) -> Any:
-        """Function of (params, state, prompts, slots): the state."""
+        """Function of (params, pages, rows): the pages."""
 
-        def prefill(params, state, prompts, slots):
+        def prefill(params, pages, rows):
             self.compilations["prefill"] += 1
-            return device.prefill(
-                params, self.config, state, prompts, slots, self.rules
-            )
+            return device.prefill(params, self.config, pages, rows, self.rules)
 
-        return jax.jit(prefill, donate_argnums=1, out_shardings=self.state_shardings)
-
-    @cached_property
-    def start(self) -> Any:
-        """Function of (state, starts, key, length=): the state; `length` is static."""
-
-        def start(state, starts, key, length):
-            self.compilations["start"] += 1
-            return device.start(state, starts, key, length)
-
-        return jax.jit(
-            start,
-            static_argnames="length",
-            donate_argnums=0,
-            out_shardings=self.state_shardings,
-        )
+        return jax.jit(prefill, donate_argnums=1, out_shardings=self.pages_shardings)
 
     @cached_property
     def decode(self) -> Any:
-        """Function of (params, state, keep, view_length=, truncate=), the last static.
+        """Function of (params, pages, rows, key, floor, truncate=), the last static.
 
-        Returns the state and what `steps_per_call` steps emitted.
+        Returns the pages and what up to `steps_per_call` steps emitted.
         """
 
-        def decode(params, state, keep, view_length, truncate):
+        def decode(params, pages, rows, key, floor, truncate):
             self.compilations["decode"] += 1
             return device.decode(
                 params,
                 self.config,
-                state,
-                keep,
+                pages,
+                rows,
+                key,
+                floor,
                 self.rules,
                 num_steps=self.sizes.steps_per_call,
-                view_length=view_length,
+                split=self.split,
                 truncate=truncate,
             )
 
-        out = None if self.mesh is None else (self.state_shardings, self.replicated)
+        out = None if self.mesh is None else (self.pages_shardings, self.replicated)
         return jax.jit(
-            decode,
-            static_argnames=("view_length", "truncate"),
-            donate_argnums=1,
-            out_shardings=out,
+            decode, static_argnames="truncate", donate_argnums=1, out_shardings=out
         )
 
-    def _empty_state(self) -> device.DecodeState:
-        sizes = self.sizes
-        return device.DecodeState.empty(
-            self.config,
-            sizes.num_slots,
-            sizes.max_length,
-            sizes.max_stop_ids,
-            self.dtype,
-        )
+    def _empty_pages(self) -> device.Pages:
+        pages = self.sizes.num_pages(self.split)
+        return device.Pages.zeros(self.config, pages, self.dtype)
 
-    def _state_sharding(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def _pages_sharding(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         assert self.mesh is not None
-        axes = ("batch", "kv_heads", None, None) if leaf.ndim == 4 else ("batch", None)
+        axes = ("batch", "kv_heads", None, None)
         spec = partition_spec(
-            leaf.shape, axes[: leaf.ndim], self.mesh, self.rules, name="num_slots"
+            leaf.shape, axes, self.mesh, self.rules, name="cache_tokens"
         )
         return NamedSharding(self.mesh, spec)

@@ -9,8 +9,9 @@ __all__ = ["Completion", "FinishReason", "Request", "SampleId", "SamplingParams"
 
 # "stop": a stop id was sampled (it is the last token); "stop_string": a stop string
 # appeared in the text; "length": max_tokens were sampled; "cancelled": the sample was
-# cancelled, and a later request may continue it.
-FinishReason = Literal["stop", "stop_string", "length", "cancelled"]
+# cancelled, and a later request may continue it; "failed": the model's logits were not
+# finite.
+FinishReason = Literal["stop", "stop_string", "length", "cancelled", "failed"]
 
 # (prompt id, sample index).
 type SampleId = tuple[int, int]
@@ -118,9 +119,11 @@ class Completion:
             trainer computes them. `logprobs - log_masses` are the log-probabilities
             under the truncated distribution.
         finish_reason: why the sample ended.
+        error: what was wrong, if it failed; else "".
     """
 
     prompt_id: int
     sample_index: int
     tokens: Tokens
     finish_reason: FinishReason
+    error: str = ""

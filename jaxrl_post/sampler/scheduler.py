@@ -1,39 +1,46 @@
-"""Assigns samples to slots; runs on the host and does not touch the device.
+"""Decides what the device does next; runs on the host and does not touch the device.
 
-Samples are admitted in the order of their requests. A prompt is prefilled when its
-first sample is admitted; the others copy its KV cache from a slot that holds it. Such a
-slot exists, as all samples of a prompt are admitted before those of a later prompt.
+Samples start in the order of their requests. A sample first needs the keys and values
+of its context, which is the prompt and what was sampled before an interruption. The
+beginning that the cache holds is shared; the rest is a new segment, which is prefilled
+in chunks between bursts. Other samples of the prompt find that segment, even before it
+is filled, and wait for it. What a sample adds is a segment of its own.
+
+All decisions are functions of the requests and the sampled tokens, so the processes of
+a run decide alike.
 """
 
-import dataclasses
 from collections import deque
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
+from jaxrl_post.sampler.prefixes import Path, PrefixTree, Segment
 from jaxrl_post.sampler.requests import Completion, FinishReason, Request, SampleId
+from jaxrl_post.sampler.sizes import LARGEST_GROUP, EngineConfig, pages_for
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["Admission", "Running", "Scheduler"]
+__all__ = ["Burst", "Chunk", "Sample", "Scheduler"]
 
 
-@dataclass(frozen=True)
-class Admission:
-    """A sample to start in `slot`, with its prompt copied from the slot `source`."""
+@dataclass(eq=False)
+class Sample:
+    """A waiting or running sample and its tokens so far.
 
-    request: Request
-    sample_index: int
-    slot: int
-    source: int
-    prefill: bool
-
-
-@dataclass
-class Running:
-    """A sample in a slot and its tokens so far."""
+    Attributes:
+        request: what was asked for.
+        sample_index: its index among the samples of the prompt.
+        tokens: the tokens sampled so far.
+        part: the part of the mesh where it runs.
+        path: its context in the cache.
+        own: the segment of what it samples; None while it waits.
+    """
 
     request: Request
     sample_index: int
     tokens: Tokens = field(default_factory=lambda: Tokens.context(()))
+    part: int = 0
+    path: Path = ()
+    own: Segment | None = None
 
     @property
     def id(self) -> SampleId:
@@ -41,106 +48,337 @@ class Running:
         return self.request.prompt_id, self.sample_index
 
     @property
-    def length(self) -> int:
-        """Number of tokens in its slot, prompt included."""
-        return len(self.request.prompt) + len(self.tokens)
+    def remaining(self) -> int:
+        """Maximum number of tokens still to sample."""
+        return self.request.sampling.max_tokens - len(self.tokens)
 
-    def finished(self, reason: FinishReason) -> Completion:
+    @property
+    def last(self) -> int:
+        """The token to feed next."""
+        return int(self.tokens.ids[-1]) if len(self.tokens) else self.request.prompt[-1]
+
+    @property
+    def position(self) -> int:
+        """Position of the token to feed next."""
+        return len(self.request.prompt) + len(self.tokens) - 1
+
+    @property
+    def ready(self) -> bool:
+        """Whether the keys and values of its context have been computed."""
+        return all(segment.computed >= count for segment, count in self.path)
+
+    def finished(self, reason: FinishReason, error: str = "") -> Completion:
         """The completion of this sample."""
-        return Completion(*self.id, self.tokens, reason)
+        return Completion(*self.id, self.tokens, reason, error)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of a segment to prefill.
+
+    Attributes:
+        part: the part of the mesh.
+        segment: the segment.
+        before: the path before the segment.
+        first: index of the first token within the segment.
+        size: number of tokens.
+    """
+
+    part: int
+    segment: Segment
+    before: Path
+    first: int
+    size: int
+
+    @property
+    def path(self) -> Path:
+        """What these tokens attend to beside themselves."""
+        return (*self.before, (self.segment, self.first)) if self.first else self.before
+
+
+@dataclass(frozen=True)
+class Burst:
+    """The samples that decode together, and the shape of their batch.
+
+    Attributes:
+        rows: for each part of the mesh its samples, in the order of the batch.
+        groups: for each part the paths that are read, each with the rows that share it.
+        slots: rows per part, padded.
+        num_groups: groups per part, padded.
+        members: rows of a group, padded.
+        shared_pages: pages of a group, padded.
+        own_pages: pages of a row, padded.
+        floor: the burst ends when no part has more active samples than this.
+        truncate: whether a sample truncates its distribution.
+    """
+
+    rows: list[list[Sample]]
+    groups: list[list[tuple[Path, list[int]]]]
+    slots: int
+    num_groups: int
+    members: int
+    shared_pages: int
+    own_pages: int
+    floor: int
+    truncate: bool
 
 
 class Scheduler:
-    """A queue of samples over a fixed number of slots.
+    """A queue of samples over slots, and the cache of their keys and values.
 
-    >>> scheduler = Scheduler(num_slots=2)
-    >>> scheduler.submit(Request(prompt_id=7, prompt=(1, 2), num_samples=3))
-    >>> [(a.sample_index, a.slot, a.prefill) for a in scheduler.admit()]
-    [(0, 0, True), (1, 1, False)]
-    >>> scheduler.release(0).sample_index
-    0
-    >>> [(a.sample_index, a.slot, a.source) for a in scheduler.admit()]
-    [(2, 0, 0)]
+    Args:
+        sizes: the engine's sizes.
+        split: parts into which the mesh splits slots and cache.
+
+    >>> scheduler = Scheduler(EngineConfig(num_slots=4, max_prompt_tokens=16))
+    >>> scheduler.submit(Request(prompt_id=7, prompt=(1, 2), num_samples=2))
+    >>> [(chunk.first, chunk.size) for chunk in scheduler.prefill()]
+    [(0, 2)]
+    >>> burst = scheduler.burst()
+    >>> [sample.sample_index for sample in burst.rows[0]], burst.groups[0][0][1]
+    ([0, 1], [0, 1])
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.running: dict[int, Running] = {}
-        self._free = set(range(num_slots))
-        self._queue: deque[tuple[Request, int]] = deque()
-        # Slot -> the request whose prompt its cache still holds, and the reverse, by
-        # the id() of the request: each of two equal requests is prefilled.
-        self._resident: dict[int, Request] = {}
-        self._holders: dict[int, set[int]] = {}
+    def __init__(self, sizes: EngineConfig, split: int = 1) -> None:
+        pages = sizes.num_pages(split) // split
+        self.trees = [PrefixTree(pages) for _ in range(split)]
+        self.running: list[Sample] = []
+        self.prefilled_tokens = 0
+        self._sizes, self._slots = sizes, sizes.num_slots // split
+        self._queue: deque[Sample] = deque()
+        self._pending: list[tuple[int, Segment, Path]] = []
 
     @property
     def busy(self) -> bool:
         """Whether anything is running or waiting."""
         return bool(self.running or self._queue)
 
+    @property
+    def used_pages(self) -> int:
+        """Pages that samples or a future prompt may read."""
+        return sum(
+            self._sizes.num_pages(len(self.trees)) // len(self.trees) - tree.free
+            for tree in self.trees
+        )
+
     def submit(self, request: Request) -> None:
         """Appends all samples of a request to the queue."""
-        # A new object: a request that is submitted again, perhaps for other parameters,
-        # must not reuse the prompts that slots hold.
-        request = dataclasses.replace(request)
         first = request.first_sample
-        indices = range(first, first + request.num_samples)
-        self._queue.extend((request, index) for index in indices)
+        self._queue.extend(
+            Sample(request, index)
+            for index in range(first, first + request.num_samples)
+        )
 
-    def admit(self) -> list[Admission]:
-        """Fills free slots, lowest first.
+    def prefill(self) -> list[Chunk]:
+        """Starts waiting samples and gives the chunks to prefill before a burst.
 
-        The source of a copy is always a running slot: a free slot that holds the prompt
-        would be used for the sample itself. The source is never a slot that is copied
-        to in the same round, as all copies are made at once.
+        Every segment that lacks tokens advances by one chunk, so that a long prompt
+        does not hold up the samples that decode. The caller must prefill the chunks in
+        this order. [] if there is nothing to do.
         """
-        admissions: list[Admission] = []
-        copies: set[int] = set()
-        while self._queue and self._free:
-            request, index = self._queue.popleft()
-            holders = self._holders.get(id(request), set())
-            # A free slot that already holds the prompt needs no copy.
-            own = holders & self._free
-            slot = min(own or self._free)
-            sources = holders - copies
-            source = slot if own or not sources else min(sources)
-            if source != slot:
-                copies.add(slot)
-            admissions.append(Admission(request, index, slot, source, not sources))
-            self._free.remove(slot)
-            self._hold(slot, request)
-            self.running[slot] = Running(request, index)
-        return admissions
+        self._admit()
+        chunks, waiting = [], []
+        for part, segment, before in self._pending:
+            lacking = len(segment.tokens) - segment.computed
+            if not segment.pins or not lacking:
+                continue
+            size = min(lacking, self._sizes.chunks[-1])
+            chunks.append(Chunk(part, segment, before, segment.computed, size))
+            self.trees[part].grow(segment, segment.computed + size)
+            segment.computed += size
+            self.prefilled_tokens += size
+            if size < lacking:
+                waiting.append((part, segment, before))
+        self._pending = waiting
+        return chunks
 
-    def release(self, slot: int) -> Running:
-        """Frees a slot; its prompt stays resident until the slot is used again."""
-        self._free.add(slot)
-        return self.running.pop(slot)
+    def burst(self) -> Burst | None:
+        """The next burst; None if no sample has its context."""
+        sizes, split = self._sizes, len(self.trees)
+        rows: list[list[Sample]] = [[] for _ in self.trees]
+        for sample in self.running:
+            if sample.ready:
+                rows[sample.part].append(sample)
+        most = max(map(len, rows))
+        if not most:
+            return None
+        batch_sizes = sizes.batch_sizes(split)
+        slots = next(size for size in batch_sizes if size >= most)
+        floor = max((size for size in batch_sizes if size < most), default=0)
+        if self._queue:
+            floor = max(floor, most - max(1, self._slots // 8))
+        ready = [sample for part in rows for sample in part]
+        longest = 0
+        for sample in ready:
+            assert sample.own is not None
+            own = sample.own.computed
+            ahead = min(sizes.steps_per_call, sample.remaining)
+            longest = max(longest, own)
+            self.trees[sample.part].grow(sample.own, own + ahead)
+        members = max(sample.request.num_samples for sample in ready)
+        members = min(LARGEST_GROUP, 1 << (members - 1).bit_length())
+        groups = [_groups(part, members) for part in rows]
+        if max(map(len, groups)) * members > 4 * slots:
+            # The groups have become small: a row each costs less than empty places.
+            members = 1
+            groups = [_groups(part, members) for part in rows]
+        needed = max(map(len, groups))
+        pages = max(_num_pages(path) for part in groups for path, _ in part)
+        return Burst(
+            rows=rows,
+            groups=groups,
+            slots=slots,
+            num_groups=sizes.groups(needed, slots, members),
+            members=members,
+            shared_pages=sizes.shared_pages(pages),
+            own_pages=sizes.own_pages(longest),
+            floor=floor,
+            truncate=any(s.request.sampling.truncates for s in ready),
+        )
 
-    def cancel(self, samples: Set[SampleId] | None = None) -> list[Running]:
-        """Removes samples from slots and queue; returns them with their tokens so far.
+    def advance(self, sample: Sample, tokens: Tokens, *, drop: bool = False) -> None:
+        """Records tokens that a burst sampled.
+
+        Args:
+            sample: a running sample.
+            tokens: what it sampled.
+            drop: whether the keys must serve no other sample.
+        """
+        assert sample.own is not None
+        if drop:
+            for segment, _ in (*sample.path, (sample.own, 0)):
+                segment.current = False
+        # The keys of the fed tokens are in the cache: all but that of the last one.
+        # The first token that is fed after a start is the last one of the context.
+        fed = [sample.last, *tokens.ids.tolist()[:-1]]
+        if sample.position == sample.own.start - 1:
+            fed = fed[1:]
+        sample.tokens += tokens
+        sample.own.tokens += fed if len(tokens) else []
+        sample.own.computed = len(sample.own.tokens)
+
+    def release(self, sample: Sample) -> Sample:
+        """Ends a running sample; its segments serve others until they are evicted."""
+        self.running.remove(sample)
+        self._unpin(sample)
+        return sample
+
+    def cancel(self, samples: Set[SampleId] | None = None) -> list[Sample]:
+        """Removes running and waiting samples; returns them with their tokens so far.
 
         Args:
             samples: the samples to remove; None for all.
         """
-        taken = [
-            self.release(slot)
-            for slot, running in sorted(self.running.items())
-            if samples is None or running.id in samples
-        ]
-        waiting, self._queue = self._queue, deque()
-        for request, index in waiting:
-            if samples is None or (request.prompt_id, index) in samples:
-                taken.append(Running(request, index))
-            else:
-                self._queue.append((request, index))
+
+        def chosen(sample: Sample) -> bool:
+            return samples is None or sample.id in samples
+
+        taken = [self.release(sample) for sample in filter(chosen, [*self.running])]
+        taken += filter(chosen, self._queue)
+        self._queue = deque(s for s in self._queue if not chosen(s))
         return taken
 
-    def _hold(self, slot: int, request: Request) -> None:
-        """Records that a slot's cache now holds the prompt of a request."""
-        if (before := self._resident.get(slot)) is not None:
-            slots = self._holders[id(before)]
-            slots.remove(slot)
-            if not slots:
-                del self._holders[id(before)]
-        self._resident[slot] = request
-        self._holders.setdefault(id(request), set()).add(slot)
+    def forget(self, *, restart: bool) -> None:
+        """The parameters have changed: no kept key serves a new sample.
+
+        Args:
+            restart: whether running samples give up their keys too; they go to the
+                head of the queue, and their contexts are prefilled again.
+        """
+        for tree in self.trees:
+            tree.forget()
+        if restart:
+            for sample in self.running:
+                self._unpin(sample)
+            self._queue.extendleft(reversed(self.running))
+            self.running = []
+        # A segment that is partly filled would mix keys of both parameters.
+        for _, segment, _ in reversed(self._pending):
+            self._refill(segment)
+
+    def _refill(self, segment: Segment) -> None:
+        """Sends the samples back to the queue that wait for a segment."""
+        waiting = [
+            sample
+            for sample in self.running
+            if any(found is segment for found, _ in sample.path)
+        ]
+        for sample in reversed(waiting):
+            self.running.remove(sample)
+            self._unpin(sample)
+            self._queue.appendleft(sample)
+
+    def _unpin(self, sample: Sample) -> None:
+        assert sample.own is not None
+        self.trees[sample.part].unpin((*sample.path, (sample.own, 0)))
+        sample.path, sample.own = (), None
+
+    def _admit(self) -> None:
+        """Starts waiting samples, in order, while there are slots and pages."""
+        while self._queue:
+            if not self._start(self._queue[0]):
+                break
+            self.running.append(self._queue.popleft())
+
+    def _start(self, sample: Sample) -> bool:
+        """Gives a sample a slot and pages; False if there is no room now."""
+        context = [*sample.request.prompt, *sample.tokens.ids.tolist()]
+        loads = [0] * len(self.trees)
+        for other in self.running:
+            loads[other.part] += 1
+        open_parts = [p for p, load in enumerate(loads) if load < self._slots]
+        found = [(part, self.trees[part].match(context)) for part in open_parts]
+        # A sample goes where most of its context is, and otherwise where most is free.
+        found.sort(key=lambda item: loads[item[0]])
+        found.sort(key=lambda item: -_shared(item[1], len(context)))
+        if not self.running:
+            # Nothing will be freed by waiting. A path that is kept takes more pages
+            # than a segment alone.
+            found += [(part, ()) for part in open_parts]
+        own = pages_for(sample.remaining)
+        for part, path in found:
+            have = _length(path)
+            needed = pages_for(len(context) - have) + own
+            if needed <= self.trees[part].room(path):
+                self._place(sample, part, path, context[have:], own)
+                return True
+        return False
+
+    def _place(
+        self, sample: Sample, part: int, path: Path, rest: Sequence[int], own: int
+    ) -> None:
+        tree = self.trees[part]
+        tree.pin(path)
+        if rest:
+            segment = tree.begin(path, rest, pages_for(len(rest)))
+            self._pending.append((part, segment, path))
+            path = (*path, (segment, len(rest)))
+        sample.part, sample.path = part, path
+        sample.own = tree.begin(path, (), own)
+
+
+def _length(path: Path) -> int:
+    return sum(count for _, count in path)
+
+
+def _shared(path: Path, length: int) -> int:
+    """Tokens of a context in the cache, if they are most of it."""
+    have = _length(path)
+    return have if 2 * have >= length else 0
+
+
+def _num_pages(path: Path) -> int:
+    return sum(pages_for(count) for _, count in path)
+
+
+def _groups(rows: list[Sample], members: int) -> list[tuple[Path, list[int]]]:
+    """The rows by path, at most `members` of them in a group."""
+    by_path: dict[tuple[tuple[int, int], ...], tuple[Path, list[int]]] = {}
+    for row, sample in enumerate(rows):
+        key = tuple((id(segment), count) for segment, count in sample.path)
+        by_path.setdefault(key, (sample.path, []))[1].append(row)
+    return [
+        (path, found[first : first + members])
+        for path, found in by_path.values()
+        for first in range(0, len(found), members)
+    ]

@@ -1,12 +1,30 @@
-"""Sizes of the sampler, and the padded lengths for which its programs are compiled."""
+"""Sizes of the sampler, and the padded shapes for which its programs are compiled."""
 
 import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["EngineConfig"]
+__all__ = ["PAGE", "EngineConfig", "pages_for"]
 
-SMALLEST_BUCKET = 16
+# Tokens of a page of the cache. A segment of tokens begins in a page of its own.
+PAGE = 16
+# Most tokens of a sequence in one prefill call: its scores are held at once.
+LARGEST_CHUNK = 512
+# Fewer rows cost about as much: all weights are read in any case.
+SMALLEST_BATCH = 8
+# Pages of the smallest view: fewer shapes to compile.
+SMALLEST_VIEW = 4
+# Most sequences that read shared keys together. More make no better matrix product.
+LARGEST_GROUP = 16
+
+
+def pages_for(tokens: int) -> int:
+    """Number of pages that hold so many tokens.
+
+    >>> pages_for(0), pages_for(16), pages_for(17)
+    (0, 1, 2)
+    """
+    return -(-tokens // PAGE)
 
 
 @dataclass(frozen=True)
@@ -14,82 +32,165 @@ class EngineConfig:
     """Sizes of the sampler; each determines shapes, so a change needs recompilation.
 
     Attributes:
-        num_slots: number of samples that decode at the same time.
+        num_slots: maximum number of samples that decode at the same time.
         max_prompt_tokens: maximum length of a prompt.
         max_tokens: maximum number of tokens that a request may sample.
-        steps_per_call: decoding steps per burst; the host sees tokens only in between.
+        steps_per_call: maximum decoding steps per burst; the host sees tokens only in
+            between. A burst ends earlier when so many samples have finished that a
+            smaller batch serves the rest, or waiting samples can start.
         prefill_tokens: prompt tokens per prefill call, padding included.
         max_stop_ids: maximum number of stop ids of a request.
+        cache_tokens: tokens whose keys and values the cache holds; a prompt counts once
+            however many samples it has. Samples wait while it is full. 0 is what
+            `num_slots` samples of different prompts need at most.
     """
 
     num_slots: int = 64
     max_prompt_tokens: int = 256
     max_tokens: int = 256
-    steps_per_call: int = 16
+    steps_per_call: int = 32
     prefill_tokens: int = 1024
     max_stop_ids: int = 4
+    cache_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
+            if name != "cache_tokens" and value < 1:
                 raise ValueError(
                     f"EngineConfig: {name} must be at least 1; got {value}"
                 )
+        if self.cache_tokens < 0:
+            raise ValueError(
+                f"EngineConfig: cache_tokens must be at least 0; got "
+                f"{self.cache_tokens}"
+            )
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens in a slot, prompt and completion."""
+        """Maximum number of tokens of a sample, prompt and completion."""
         return self.max_prompt_tokens + self.max_tokens
 
-    @cached_property
-    def prompt_buckets(self) -> tuple[int, ...]:
-        """Padded lengths of prompts, ascending."""
-        # A request that continues a cancelled sample has a longer prompt.
-        longer = [
-            size for size in _buckets(self.max_length) if size > self.max_prompt_tokens
-        ]
-        return (*_buckets(self.max_prompt_tokens), *longer)
+    @property
+    def pages_per_sample(self) -> int:
+        """Pages that one sample with a prompt of its own needs at most."""
+        # A sample whose sampling is resumed may have a partly filled page more.
+        return pages_for(self.max_prompt_tokens) + pages_for(self.max_tokens) + 1
 
-    @cached_property
-    def view_buckets(self) -> tuple[int, ...]:
-        """Numbers of cache entries that a burst may read, ascending."""
-        # Decoding copies the prefix of the cache that it reads; the copy is worth its
-        # memory only if it is at most half of the cache.
-        half = [
-            size for size in _buckets(self.max_length) if 2 * size <= self.max_length
-        ]
-        return (*half, self.max_length)
-
-    def prompt_length(self, longest: int) -> int:
-        """Padded length of prompts of up to `longest` tokens."""
-        return _bucket(self.prompt_buckets, longest)
-
-    def view_length(self, longest: int) -> int:
-        """Cache entries that a burst reads whose longest slot has `longest` tokens.
+    def num_pages(self, split: int) -> int:
+        """Pages of the cache, a multiple of `split`.
 
         Args:
-            longest: tokens of the slot before the burst, prompt and completion.
+            split: parts into which a mesh splits the slots and the cache.
 
-        >>> sizes = EngineConfig(max_prompt_tokens=64, max_tokens=192, steps_per_call=8)
-        >>> sizes.view_length(64), sizes.view_length(122)
-        (128, 256)
+        Raises:
+            ValueError: a part does not hold one sample.
         """
-        return _bucket(self.view_buckets, longest + self.steps_per_call - 1)
+        wanted = self.num_slots * self.pages_per_sample
+        if self.cache_tokens:
+            wanted = pages_for(self.cache_tokens)
+        each = -(-wanted // split)
+        if each < self.pages_per_sample:
+            needed = self.pages_per_sample * split * PAGE
+            where = f", split over {split} parts of the mesh," if split > 1 else ""
+            raise ValueError(
+                f"EngineConfig: cache_tokens={self.cache_tokens}{where} does not hold "
+                f"one sample of {self.max_prompt_tokens} prompt tokens and "
+                f"{self.max_tokens} sampled ones in each part; it must be at least "
+                f"{needed}"
+            )
+        return each * split
 
-    def prefill_rows(self, length: int, prompts: int) -> int:
-        """Rows of the next prefill call: `many`, or an eighth of it for few prompts.
+    def cache_for_groups(self, samples: int, split: int = 1) -> int:
+        """Tokens of a cache for prompts of so many samples: `cache_tokens`.
+
+        There is room for twice the prompts that fill the slots, because the samples of
+        the next ones begin while the longest of the last ones go on.
 
         Args:
-            length: padded length of the prompts.
-            prompts: number of prompts of this length that wait.
+            samples: samples of a prompt.
+            split: parts into which a mesh splits the slots.
+
+        >>> sizes = EngineConfig(num_slots=64, max_prompt_tokens=256, max_tokens=128)
+        >>> sizes.cache_for_groups(8), 64 * (256 + 128)
+        (13312, 24576)
         """
-        many = max(1, min(self.prefill_tokens // length, self.num_slots))
-        return many if 2 * prompts > many else -(-many // 8)
+        slots = -(-self.num_slots // split)
+        prompts = min(slots, 2 * -(-slots // samples))
+        pages = prompts * pages_for(self.max_prompt_tokens)
+        pages += slots * (pages_for(self.max_tokens) + 1)
+        return split * pages * PAGE
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """Padded numbers of tokens of a sequence in a prefill call, ascending."""
+        longest = min(self.max_length, self.prefill_tokens, LARGEST_CHUNK)
+        return _powers(PAGE, max(PAGE, longest))
+
+    def chunk(self, tokens: int) -> int:
+        """Padded length of the next chunk of a sequence that lacks so many tokens."""
+        return _bucket(self.chunks, tokens)
+
+    def prefill_rows(self, chunk: int, waiting: int, split: int = 1) -> int:
+        """Rows per part of the next prefill call: many, or an eighth of it for few.
+
+        Args:
+            chunk: padded length of a row.
+            waiting: rows of this length that wait, in the part where most do.
+            split: parts into which a mesh splits the rows.
+        """
+        many = max(1, min(self.prefill_tokens // chunk, self.num_slots) // split)
+        return many if 2 * waiting > many else -(-many // 8)
+
+    def batch_sizes(self, split: int = 1) -> tuple[int, ...]:
+        """Numbers of slots per part of the mesh that a burst may have, ascending.
+
+        >>> EngineConfig(num_slots=64).batch_sizes()
+        (8, 12, 16, 24, 32, 48, 64)
+        """
+        slots = self.num_slots // split
+        smallest = min(slots, max(1, SMALLEST_BATCH // split))
+        found, size = {slots}, slots
+        while size > smallest:
+            found.add(-(-3 * size // 4))
+            size = max(smallest, -(-size // 2))
+            found.add(size)
+        return tuple(sorted(found))
+
+    def own_pages(self, tokens: int) -> int:
+        """Pages per slot that a burst reads whose longest slot has sampled `tokens`.
+
+        >>> EngineConfig(max_tokens=256, steps_per_call=8).own_pages(100)
+        8
+        """
+        most = pages_for(self.max_tokens)
+        smallest = min(SMALLEST_VIEW, most)
+        return _bucket(_powers(smallest, most), pages_for(tokens + self.steps_per_call))
+
+    def shared_pages(self, pages: int) -> int:
+        """Padded number of pages that a group shares: powers of 2, and 3/4 of them.
+
+        >>> sizes = EngineConfig()
+        >>> [sizes.shared_pages(pages) for pages in (1, 5, 9, 13)]
+        [4, 8, 12, 16]
+        """
+        pages = max(pages, min(SMALLEST_VIEW, pages_for(self.max_prompt_tokens)))
+        power = 1 << (pages - 1).bit_length()
+        middle = power * 3 // 4
+        return middle if pages <= middle and middle > 2 * SMALLEST_VIEW else power
+
+    @staticmethod
+    def groups(needed: int, slots: int, members: int) -> int:
+        """Padded number of groups of a burst.
+
+        >>> EngineConfig.groups(9, slots=64, members=8)
+        16
+        """
+        return 1 << (max(needed, slots // members) - 1).bit_length()
 
 
-def _buckets(largest: int) -> tuple[int, ...]:
-    """Padded lengths: powers of two from SMALLEST_BUCKET, then `largest` itself."""
-    sizes, size = [], SMALLEST_BUCKET
+def _powers(smallest: int, largest: int) -> tuple[int, ...]:
+    """Powers of two times `smallest`, then `largest` itself."""
+    sizes, size = [], smallest
     while size < largest:
         sizes.append(size)
         size *= 2

@@ -19,7 +19,7 @@ from jaxrl_post.sharding import MeshError, create_mesh, per_device_bytes
 pytestmark = pytest.mark.meshes
 
 CONFIG = ModelConfig("llama", 128, 64, 128, 2, num_heads=8, num_kv_heads=4)
-# 8 x 4 samples of 24 and 40 tokens, in three bursts of 14.
+# 8 x 4 samples of 24 and 40 tokens, in two bursts of 20.
 ROLLOUT = PlannedRollout(
     prompts_per_step=8, samples_per_prompt=4, max_prompt_tokens=24, max_tokens=40
 )
@@ -43,11 +43,10 @@ def kinds(tree):
 def test_the_programs_of_a_step_in_order():
     found = step("fsdp8")
     assert {name: program.calls for name, program in found.items()} == {
-        # 1024 tokens of 24 are 42 rows, 32 slots are fewer; an eighth for few prompts.
-        "prefill 4 x 24": 2,
-        "start 24": 1,
-        # The first burst ends at 37, beyond half of the cache.
-        "decode 64": 3,
+        # A prompt on each of the eight devices, padded to two pages.
+        "prefill 8 x 32": 1,
+        # 40 tokens in two bursts of 20, of a prompt's two pages and three own ones.
+        "decode 32 x 32 + 48": 2,
         "empty": 1,
         # 32 samples of 64 tokens, two in a row of 128: 16 rows, 8 of a microbatch.
         "accumulate": 2,
@@ -57,8 +56,8 @@ def test_the_programs_of_a_step_in_order():
 
 def test_more_samples_than_slots_take_turns():
     found = step("fsdp8", dataclasses.replace(ROLLOUT, num_slots=8))
-    assert found["decode 64"].calls == 4 * 3
-    assert found["start 24"].calls == 4
+    # One sample on each device, with its prompt: each of them is computed four times.
+    assert found["decode 8 x 32 + 48"].calls == 4 * 2
 
 
 def test_the_state_is_that_of_an_engine():
@@ -68,8 +67,8 @@ def test_the_state_is_that_of_an_engine():
     engine = Engine(
         CONFIG, sampler.functions.sizes, mesh=own, dtype=jnp.dtype("bfloat16")
     )
-    assert kinds(sampler.state.cache) == kinds(engine.cache)
-    assert per_device_bytes(sampler.state) == per_device_bytes(engine._state)
+    assert kinds(sampler.pages) == kinds(engine.cache)
+    assert per_device_bytes(sampler.pages) == per_device_bytes(engine.cache)
 
 
 def test_the_arguments_are_those_of_an_engine():
@@ -90,12 +89,12 @@ def test_the_arguments_are_those_of_an_engine():
 
         return call
 
-    for name in ("prefill", "start", "decode"):
+    for name in ("prefill", "decode"):
         function = getattr(engine._functions, name)
         engine._functions.__dict__[name] = recorded(name, function)
     for prompt in range(8):
         sampling = SamplingParams(max_tokens=1)
-        engine.submit(Request(prompt, (1,) * 24, 4, sampling=sampling))
+        engine.submit(Request(prompt, (prompt,) * 24, 4, sampling=sampling))
     with jax.set_mesh(own):
         engine.step(params)
     for program in sampler.programs(sampler.params, ()):
@@ -103,8 +102,7 @@ def test_the_arguments_are_those_of_an_engine():
         shapes = jax.tree.map(lambda leaf: leaf.shape, program.arguments)
         found, static = called[name]
         assert shapes == found
-        if name == "start":
-            assert program.static == static
+        assert program.static == static
 
 
 def test_another_layout_is_published_as_in_a_run():
@@ -146,14 +144,13 @@ def test_a_copy_stays_in_memory_while_the_trainer_works():
     sampler = make_sampler(planned(MOVED), CONFIG, create_mesh("fsdp8"))
     assert sampler is not None
     for name in ("accumulate", "apply"):
-        (state, none), (moved_state, copy) = (
-            made[name].beside[1] for made in (own, copied)
-        )
+        (pages, none), (moved, copy) = (made[name].beside[1] for made in (own, copied))
         assert none == ()
         assert per_device_bytes(copy) == per_device_bytes(sampler.params)
         # Four key/value heads over tp4, slots over dp2; before, slots over fsdp8.
-        assert state.cache.keys[0].shape == moved_state.cache.keys[0].shape
-        assert per_device_bytes(state.cache) == per_device_bytes(moved_state.cache)
+        # Two parts hold as many prompts as eight, and tp4 splits their heads.
+        assert pages.keys[0].shape == moved.keys[0].shape
+        assert per_device_bytes(pages) == per_device_bytes(moved)
 
 
 def test_a_sampler_elsewhere_takes_no_memory():

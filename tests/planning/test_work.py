@@ -14,8 +14,9 @@ from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.config import LatentAttention, MixtureOfExperts
 from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.programs.planning.work import ModelWork, Work
-from jaxrl_post.sampler import EngineConfig
+from jaxrl_post.sampler import EngineConfig, Request, batches
 from jaxrl_post.sampler.jitted import DeviceFunctions
+from jaxrl_post.sampler.scheduler import Scheduler
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.types import TokenBatch
 
@@ -37,7 +38,7 @@ def work(config: ModelConfig, mesh: str = "dp1", dtype=BF16) -> ModelWork:
 
 
 def decoded(model: ModelWork, slots: int = 1, view: int = 0) -> Work:
-    return model.decode(slots, view, 1, view)
+    return model.decode(slots, view, 1)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +93,17 @@ def test_a_decoding_step_reads_the_weights_and_the_cache_once():
     weights = 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
     rows, view = 64, 4096
     # Of 16.06 GB, 15.01 GB are in products; 131,072 bytes a token of the cache.
-    step = model.decode(rows, view, 1, view).bytes
     cache = rows * (view + 1) * 131072
+    # A burst copies the view out of the pages, and what it adds back.
+    burst = 2 * rows * (view + 1) * 131072
+    step = model.decode(rows, view, 1).bytes - burst
     # What goes in and out of the products is below three percent of the weights.
     assert weights + cache < step < 1.03 * weights + cache
-    assert model.decode(rows, view, 16, view).bytes == 16 * step
-    # A view that is a part of the cache is copied out and back, each read and written.
-    copy = 4 * rows * view * 131072
-    assert model.decode(rows, view, 16, 2 * view).bytes == 16 * step + copy
+    copied = 2 * rows * (view + 16) * 131072
+    assert model.decode(rows, view, 16).bytes == 16 * step + copied
+    # What a group of eight shares is read once for it, and copied once.
+    prompt = model.decode(rows, view, 1, groups=8, members=8, shared=512).bytes
+    assert prompt - step - burst == 3 * 8 * 512 * 131072
 
 
 def test_attention_costs_four_flops_per_head_dimension_and_key():
@@ -134,9 +138,9 @@ def test_a_split_matrix_is_read_in_parts_written_and_read_whole():
 @pytest.mark.meshes
 def test_split_experts_are_gathered_once_per_burst():
     model = work(EXPERTS, "dp2,fsdp4")
-    (two, four) = (model.decode(64, 0, steps, 0).bytes for steps in (2, 4))
+    (two, four) = (model.decode(64, 0, steps).bytes for steps in (2, 4))
     still = work(EXPERTS, "dp8")
-    step = still.decode(64, 0, 4, 0).bytes - still.decode(64, 0, 2, 0).bytes
+    step = still.decode(64, 0, 4).bytes - still.decode(64, 0, 2).bytes
     # Of what is split, attention, the shared MLP, the router and the head come anew.
     attention = 2 * 128 * 128 + 2 * 128 * 64
     others = 2 * (attention + 3 * 128 * 64 + 16 * 128) + 512 * 128
@@ -203,31 +207,55 @@ def xla_flops(function, *arguments, **static) -> float:
 
 def functions(config: ModelConfig) -> tuple[DeviceFunctions, tuple]:
     sizes = EngineConfig(
-        num_slots=256, max_prompt_tokens=64, max_tokens=64, steps_per_call=1
+        num_slots=256,
+        max_prompt_tokens=64,
+        max_tokens=64,
+        steps_per_call=1,
+        prefill_tokens=64 * 64,
     )
     made = DeviceFunctions(
         config, sizes, BF16, None, DEFAULT_RULES, collections.Counter()
     )
     params = models.abstract(models.param_specs(config), BF16)
-    return made, (params, made.state_shape)
+    return made, (params, made.pages_shape)
+
+
+def shapes_of(rows):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), rows)
+
+
+def waiting(made: DeviceFunctions, prompts: int, length: int) -> Scheduler:
+    """A scheduler with prompts of 4 samples each."""
+    scheduler = Scheduler(made.sizes)
+    for prompt in range(prompts):
+        scheduler.submit(Request(prompt, (prompt,) * length, 4))
+    return scheduler
 
 
 @pytest.mark.parametrize("name", ["dense", "latent"])
 def test_xla_counts_a_decoding_step_alike(name):
-    made, (params, state) = functions(CONFIGS[name])
-    keep = jax.ShapeDtypeStruct((256,), jnp.bool_)
-    found = xla_flops(made.decode, params, state, keep, view_length=128, truncate=False)
-    expected = work(CONFIGS[name]).decode(256, 128, 1, 128).flops
+    made, (params, pages) = functions(CONFIGS[name])
+    scheduler = waiting(made, 64, 64)
+    scheduler.prefill()
+    burst = scheduler.burst()
+    assert burst is not None
+    rows = shapes_of(batches.rows(burst, made.sizes, 1))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    floor = jax.ShapeDtypeStruct((), jnp.int32)
+    found = xla_flops(made.decode, params, pages, rows, key, floor, truncate=False)
+    expected = (
+        work(CONFIGS[name]).decode(256, 64, 1, groups=64, members=4, shared=64).flops
+    )
     # XLA also counts elementwise operations.
     assert expected < found < 1.1 * expected
 
 
 @pytest.mark.parametrize("name", ["dense", "latent"])
 def test_xla_counts_a_prefill_alike(name):
-    made, (params, state) = functions(CONFIGS[name])
-    prompts = jax.ShapeDtypeStruct((64, 64), jnp.int32)
-    slots = jax.ShapeDtypeStruct((64,), jnp.int32)
-    found = xla_flops(made.prefill, params, state, prompts, slots)
+    made, (params, pages) = functions(CONFIGS[name])
+    (rows,) = batches.prefill_calls(waiting(made, 64, 64).prefill(), made.sizes, 1)
+    assert rows.tokens.shape == (64, 64)
+    found = xla_flops(made.prefill, params, pages, shapes_of(rows))
     expected = work(CONFIGS[name]).prefill(64, 64).flops
     assert expected < found < 1.1 * expected
 

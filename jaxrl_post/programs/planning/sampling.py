@@ -1,10 +1,11 @@
-"""The sampler's programs from shapes alone: publish, prefill, start and decode."""
+"""The sampler's programs from shapes alone: publish, prefill and decode."""
 
 import collections
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,13 @@ from jaxrl_post.programs.planning.program import Program, placed
 from jaxrl_post.programs.planning.work import ModelWork, Work
 from jaxrl_post.programs.rl import engine_sizes
 from jaxrl_post.rollout.weights import Group, Relayout
-from jaxrl_post.sampler.decode import Starts
+from jaxrl_post.sampler import Request, SamplingParams, batches
+from jaxrl_post.sampler.decode import PrefillRows, Rows, Shared
 from jaxrl_post.sampler.jitted import DeviceFunctions
-from jaxrl_post.sampler.sampling import SamplingArrays
+from jaxrl_post.sampler.scheduler import Scheduler
+from jaxrl_post.sampler.sizes import PAGE
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, per_device_bytes, split_size
+from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import PyTree
 
 __all__ = ["Sampler", "make_sampler"]
@@ -37,7 +41,7 @@ class Sampler:
         config: the options.
         functions: the engine's jitted functions.
         params: ShapeDtypeStructs of the parameters in the sampler's layout.
-        state: of the engine's state.
+        pages: of the engine's cache.
         work: counts the programs' work.
         relayout: moves the trainer's parameters to the sampler's layout; None where
             the sampler uses the trainer's own arrays.
@@ -46,14 +50,14 @@ class Sampler:
     config: PlanConfig
     functions: DeviceFunctions
     params: PyTree
-    state: PyTree
+    pages: PyTree
     work: ModelWork
     relayout: Relayout | None
 
     @property
     def resident(self) -> PyTree:
         """The arrays that stay in memory while the trainer's programs run."""
-        return self.state, () if self.relayout is None else self.params
+        return self.pages, () if self.relayout is None else self.params
 
     def programs(self, trained: PyTree, rest: PyTree) -> Iterator[Program]:
         """The programs that sample the completions of a step, in order.
@@ -66,7 +70,6 @@ class Sampler:
         if self.relayout is not None:
             yield from self._publish(self.relayout, trained, rest)
         yield from self._prefill(beside)
-        yield self._start(beside)
         yield from self._decode(beside)
 
     def _publish(
@@ -88,7 +91,7 @@ class Sampler:
                 f"publish {number}",
                 group.program,
                 (own,),
-                (rest, others, self.state),
+                (rest, others, self.pages),
                 group.mesh,
                 calls=len(groups),
                 # What arrives is written, then read to be put into its place.
@@ -97,68 +100,78 @@ class Sampler:
             )
 
     def _prefill(self, beside: PyTree) -> Iterator[Program]:
-        sizes, rollout = self.functions.sizes, self.config.rollout
-        length = sizes.prompt_length(rollout.max_prompt_tokens)
-        calls, waiting = collections.Counter[int](), rollout.prompts_per_step
-        while waiting > 0:
-            rows = sizes.prefill_rows(length, waiting)
-            calls[rows] += 1
-            waiting -= rows
-        for rows, count in calls.items():
+        for rows, calls in self._calls.prefill.values():
+            count, length = rows.tokens.shape
             yield Program(
-                f"prefill {rows} x {length}",
+                f"prefill {count} x {length}",
                 self.functions.prefill,
-                (
-                    self.params,
-                    self.state,
-                    jax.ShapeDtypeStruct((rows, length), jnp.int32),
-                    jax.ShapeDtypeStruct((rows,), jnp.int32),
-                ),
+                (self.params, self.pages, rows),
                 beside,
                 self.mesh,
-                calls=count,
-                work=self.work.prefill(rows, length),
+                calls=calls,
+                work=self.work.prefill(count, length, _view(rows.shared)),
             )
-
-    def _start(self, beside: PyTree) -> Program:
-        sizes = self.functions.sizes
-        length = sizes.prompt_length(self.config.rollout.max_prompt_tokens)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        key = jax.ShapeDtypeStruct((), key.dtype, sharding=self.functions.replicated)
-        # It does not read the parameters: they are beside it.
-        return Program(
-            f"start {length}",
-            self.functions.start,
-            (self.state, _starts(sizes.num_slots, sizes.max_stop_ids), key),
-            (beside, self.params),
-            self.mesh,
-            static={"length": length},
-            calls=self.waves,
-            work=self.work.start(sizes.num_slots, length),
-        )
 
     def _decode(self, beside: PyTree) -> Iterator[Program]:
-        sizes, rollout = self.functions.sizes, self.config.rollout
-        steps = sizes.steps_per_call
-        views = collections.Counter(
-            sizes.view_length(rollout.max_prompt_tokens + done)
-            for done in range(0, rollout.max_tokens, steps)
-        )
-        for view, bursts in views.items():
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.ShapeDtypeStruct((), key.dtype, sharding=self.functions.replicated)
+        floor = jax.ShapeDtypeStruct((), np.int32)
+        for rows, calls in self._calls.decode.values():
+            count, pages = rows.pages.shape
+            groups = rows.shared.pages.shape[0]
+            shared, own = _view(rows.shared), pages * PAGE
             yield Program(
-                f"decode {view}",
+                f"decode {count} x {shared} + {own}",
                 self.functions.decode,
-                (
-                    self.params,
-                    self.state,
-                    jax.ShapeDtypeStruct((sizes.num_slots,), jnp.bool_),
-                ),
+                (self.params, self.pages, rows, key, floor),
                 beside,
                 self.mesh,
-                static={"view_length": view, "truncate": False},
-                calls=bursts * self.waves,
-                work=self.work.decode(sizes.num_slots, view, steps, sizes.max_length),
+                static={"truncate": False},
+                calls=calls,
+                work=self.work.decode(
+                    count,
+                    own,
+                    self.functions.sizes.steps_per_call,
+                    groups=groups,
+                    members=rows.shared.members,
+                    shared=shared,
+                ),
             )
+
+    @cached_property
+    def _calls(self) -> "_Calls":
+        """What an engine calls for a step whose samples are all of full length."""
+        sizes, split = self.functions.sizes, self.functions.split
+        rollout, calls = self.config.rollout, _Calls({}, {})
+        scheduler = Scheduler(sizes, split)
+        for prompt in range(rollout.prompts_per_step):
+            # Prompts of which no two begin alike.
+            tokens = (prompt,) * rollout.max_prompt_tokens
+            scheduler.submit(
+                Request(
+                    prompt,
+                    tokens,
+                    rollout.samples_per_prompt,
+                    sampling=SamplingParams(max_tokens=rollout.max_tokens),
+                )
+            )
+        while scheduler.busy:
+            for rows in batches.prefill_calls(scheduler.prefill(), sizes, split):
+                _count(calls.prefill, rows)
+            burst = scheduler.burst()
+            if burst is None:
+                continue
+            _count(calls.decode, batches.rows(burst, sizes, split))
+            for sample in (sample for part in burst.rows for sample in part):
+                steps = min(sizes.steps_per_call, sample.remaining)
+                sampled = np.zeros(steps, np.int32)
+                tokens = Tokens.generated(
+                    sampled, sampled.astype(np.float32), version=0
+                )
+                scheduler.advance(sample, tokens)
+                if not sample.remaining:
+                    scheduler.release(sample)
+        return calls
 
     @property
     def mesh(self) -> Mesh:
@@ -166,12 +179,12 @@ class Sampler:
         assert self.functions.mesh is not None
         return self.functions.mesh
 
-    @property
-    def waves(self) -> int:
-        """How often all slots are filled; completions are equally long."""
-        rollout = self.config.rollout
-        samples = rollout.prompts_per_step * rollout.samples_per_prompt
-        return -(-samples // self.functions.sizes.num_slots)
+
+class _Calls(NamedTuple):
+    """Shapes of the arguments of an engine's calls, each with the number of calls."""
+
+    prefill: dict[str, tuple[PrefillRows, int]]
+    decode: dict[str, tuple[Rows, int]]
 
 
 def make_sampler(
@@ -217,7 +230,7 @@ def make_sampler(
         config,
         functions,
         params,
-        placed(functions.state_shape, functions.state_shardings),
+        placed(functions.pages_shape, functions.pages_shardings),
         ModelWork(architecture, own, rules, dtype),
         Relayout(params, group_bytes=options.publish_mib * 2**20) if moved else None,
     )
@@ -232,22 +245,13 @@ def _alike(groups: list[Group]) -> list[list[Group]]:
     return list(found.values())
 
 
-def _starts(count: int, stops: int) -> Starts:
-    """The host's arrays of an engine's admissions."""
+def _count(found: dict[str, tuple[Any, int]], rows: PyTree) -> None:
+    """Counts a call by the shapes of its arguments."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), rows)
+    name = str(shapes)
+    found[name] = (shapes, found.get(name, (None, 0))[1] + 1)
 
-    def array(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((count, *more), dtype)
 
-    return Starts(
-        slots=array(np.int32),
-        sources=array(np.int32),
-        tokens=array(np.int32),
-        positions=array(np.int32),
-        remaining=array(np.int32),
-        prompt_ids=array(np.uint32),
-        sample_indices=array(np.uint32),
-        sampling=SamplingArrays(
-            array(np.float32), array(np.int32), array(np.float32), array(np.float32)
-        ),
-        stop_ids=array(np.int32, stops),
-    )
+def _view(shared: Shared | None) -> int:
+    """Tokens that a group shares, padded."""
+    return 0 if shared is None else shared.pages.shape[1] * PAGE

@@ -138,14 +138,15 @@ class ModelWork:
                 found.append(self._product(name, spec))
         return tuple(found)
 
-    def prefill(self, rows: int, length: int) -> Work:
+    def prefill(self, rows: int, length: int, before: int = 0) -> Work:
         """One call of the sampler's prefill.
 
         The last layer stops at its keys and values, because prefill has no logits.
 
         Args:
-            rows: prompts of the call.
-            length: padded tokens of a prompt.
+            rows: chunks of prompts, over all devices.
+            length: padded tokens of a chunk.
+            before: tokens in the cache before each chunk.
         """
         tokens, own = self._local(rows * length), self._local(rows)
         depth = self.config.num_layers
@@ -156,23 +157,23 @@ class ModelWork:
             if not product.name.startswith(last)
             or product.name.rpartition(".")[2] in ("key", "value", "kv_down")
         ]
-        pairs = own * length * length * (depth - 1) / depth
-        attended = Work(
-            pairs * self._cached_pair_flops(), own * length * self.cache_bytes
-        )
+        pairs = own * length * (length + before) * (depth - 1) / depth
+        # The entries before a chunk are copied out of their pages, then read.
+        entries = own * (length + 3 * before)
+        attended = Work(pairs * self._cached_pair_flops(), entries * self.cache_bytes)
         embedded = self._lookup(tokens) + self._gather(self._table())
         return embedded + self._forward(needed, tokens) + attended
 
-    def start(self, slots: int, length: int) -> Work:
-        """One call of the sampler's start, which copies the prompts' cache entries.
-
-        Args:
-            slots: samples over all devices.
-            length: cache entries that are copied per sample.
-        """
-        return Work(0.0, 2 * self._local(slots) * length * self.cache_bytes)
-
-    def decode(self, slots: int, view: int, steps: int, capacity: int) -> Work:
+    def decode(
+        self,
+        slots: int,
+        own: int,
+        steps: int,
+        *,
+        groups: int = 0,
+        members: int = 1,
+        shared: int = 0,
+    ) -> Work:
         """One burst of decoding.
 
         The compiler gathers layers and head at every step, but experts and the
@@ -180,23 +181,27 @@ class ModelWork:
 
         Args:
             slots: samples over all devices.
-            view: cache entries that a step reads per sample.
+            own: cache entries of its own that a step reads per sample.
             steps: of the burst.
-            capacity: cache entries of a slot. If `view` is less, the burst copies the
-                view out of the cache and back.
+            groups: groups of samples over all devices.
+            members: samples of a group, padded.
+            shared: cache entries that a step reads per group.
         """
-        own = self._local(slots)
-        step = self._lookup(own) + Work(
-            own * view * self._cached_pair_flops(), own * (view + 1) * self.cache_bytes
+        local, local_groups = self._local(slots), self._local(max(groups, 1))
+        entries = local * own + local_groups * shared
+        pairs = local * own + local_groups * members * shared
+        step = self._lookup(local) + Work(
+            pairs * self._cached_pair_flops(), (entries + local) * self.cache_bytes
         )
         burst = self._gather(self._table())
         for product in self.products():
-            step += self._multiplied(product, own)
+            step += self._multiplied(product, local)
             if product.chosen:
                 burst += self._gather(product)
             elif not (product.name == "unembedding" and self.config.tie_embeddings):
                 step += self._gather(product)
-        copied = 0 if view == capacity else 4 * own * view * self.cache_bytes
+        # The view is copied out of the pages, and the new entries back.
+        copied = 2 * (entries + local * steps) * self.cache_bytes
         return step * steps + burst + Work(0.0, copied)
 
     def accumulate(

@@ -1,0 +1,151 @@
+"""Attention of decoding: checks the arguments and calls an implementation."""
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post.kernels.decode_attention.reference import attend_concatenated
+from jaxrl_post.kernels.decode_attention.xla import attend_in_parts
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
+from jaxrl_post.types import Array, Float, Int
+
+__all__ = ["SharedKeys", "decode_attention"]
+
+Implementation = Literal["reference", "xla"]
+
+
+class SharedKeys(NamedTuple):
+    """Keys and values that groups of sequences share, such as a prompt's.
+
+    Attributes:
+        key: [groups, kv_heads, keys, head_dim].
+        value: like `key`, but of any width.
+        positions: int32; NO_TOKEN (the largest int32) for an entry without a token.
+        places: int32 [batch]: sequence b is member m of group g if places[b] is
+            g * members + m. No two sequences have the same place; a value of
+            groups * members or more is that of a sequence that shares nothing. On a
+            mesh that splits the batch, each device counts its own groups from 0.
+        members: places in a group.
+    """
+
+    key: Float[Array, "groups kv_heads keys head_dim"]
+    value: Float[Array, "groups kv_heads keys value_dim"]
+    positions: Int[Array, "groups keys"]
+    places: Int[Array, " batch"]
+    members: int
+
+
+def decode_attention(
+    query: Float[Array, "batch queries heads head_dim"],
+    key: Float[Array, "batch kv_heads keys head_dim"],
+    value: Float[Array, "batch kv_heads keys value_dim"],
+    *,
+    query_positions: Int[Array, "batch queries"],
+    kv_positions: Int[Array, "batch keys"],
+    shared: SharedKeys | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    rules: Rules = DEFAULT_RULES,
+    implementation: Implementation = "xla",
+) -> Float[Array, "batch queries heads value_dim"]:
+    """Attention of new tokens over cached keys: a sequence's own and shared ones.
+
+    A query sees the keys, its own and those of its group, whose position is not later
+    than its own and, with a window w, less than w before it. Shared keys are read once
+    for all sequences of a group. Both parts are merged by their log-sum-exp, so the
+    result is that of one softmax over all keys.
+
+    Args:
+        query: float, any dtype.
+        key: the same dtype.
+        value: like `key`, but of any width.
+        query_positions: int32.
+        kv_positions: int32, of the own keys.
+        shared: the shared keys; None if there are none.
+        window: as in `attention`.
+        scale: as in `attention`.
+        softcap: as in `attention`.
+        sinks: as in `attention`.
+        rules: how a mesh of `jax.set_mesh`, if any, splits batch and heads.
+        implementation: "xla", or "reference", which copies the shared keys to every
+            sequence and computes one softmax.
+
+    Returns:
+        The attended values, in `query`'s dtype. A query that sees no key gets any
+        values.
+
+    Raises:
+        ValueError: heads is not a multiple of kv_heads, a group has no member, or the
+            implementation is unknown.
+
+    References:
+        Juravsky et al., Hydragen: High-Throughput LLM Inference with Shared Prefixes,
+        arXiv:2402.05099.
+    """
+    heads, kv_heads = query.shape[2], key.shape[1]
+    if heads % kv_heads:
+        raise ValueError(
+            "decode_attention: heads must be a multiple of kv_heads; got "
+            f"{heads} and {kv_heads}"
+        )
+    if shared is not None and shared.members < 1:
+        raise ValueError(
+            "decode_attention: a group must have at least one member; got "
+            f"{shared.members}"
+        )
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"decode_attention: implementation must be one of "
+            f"{get_args(Implementation)}; got {implementation!r}"
+        )
+    factor = query.shape[3] ** -0.5 if scale is None else scale
+    attend = attend_in_parts if implementation == "xla" else attend_concatenated
+    settings = window, factor, softcap
+    members = 0 if shared is None else shared.members
+    arrays = None if shared is None else tuple(shared[:4])
+
+    def local(query: Array, key: Array, value: Array, *others: Any) -> Array:
+        query_at, kv_at, sinks, arrays = others
+        own = None if arrays is None else (*arrays, members)
+        return attend(query, key, value, query_at, kv_at, own, *settings, sinks)
+
+    arguments = query, key, value, query_positions, kv_positions, sinks, arrays
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return local(*arguments)
+    batch = dividing_axes("batch", query.shape[0], mesh, rules) or None
+    split_heads = dividing_axes("heads", heads, mesh, rules) or None
+    kv_split = dividing_axes("kv_heads", kv_heads, mesh, rules) or None
+    if kv_split != split_heads:
+        kv_split = None
+    group = heads // kv_heads
+
+    def on_device(query: Array, key: Array, value: Array, *others: Any) -> Array:
+        if kv_split is None and split_heads is not None:
+            # Key/value heads that are whole on every device: take those that the
+            # device's own query heads read.
+            own = query.shape[2]
+            first = jax.lax.axis_index(split_heads) * own
+            read = (first + jnp.arange(own)) // group
+            key, value = key[:, read], value[:, read]
+            *rest, arrays = others
+            if arrays is not None:
+                arrays = (arrays[0][:, read], arrays[1][:, read], *arrays[2:])
+            others = (*rest, arrays)
+        return local(query, key, value, *others)
+
+    of_kv, of_rows = P(batch, kv_split), P(batch)
+    specs = (
+        P(batch, None, split_heads), of_kv, of_kv, of_rows, of_rows, P(split_heads),
+        None if shared is None else (of_kv, of_kv, of_rows, of_rows),
+    )  # fmt: skip
+    return jax.shard_map(
+        on_device,
+        in_specs=specs,
+        out_specs=P(batch, None, split_heads),
+        check_vma=False,
+    )(*arguments)

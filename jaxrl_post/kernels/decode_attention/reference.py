@@ -1,0 +1,39 @@
+"""Reference of decode attention: shared keys are copied to every sequence."""
+
+import jax.numpy as jnp
+
+from jaxrl_post.kernels.attention.reference import attend, visible
+from jaxrl_post.types import Array
+
+__all__ = ["attend_concatenated"]
+
+
+def attend_concatenated(
+    query: Array,
+    key: Array,
+    value: Array,
+    query_positions: Array,
+    kv_positions: Array,
+    shared: tuple[Array, Array, Array, Array, int] | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Array | None,
+) -> Array:
+    """One softmax over the shared keys and the own keys of every sequence."""
+    if shared is not None:
+        *arrays, places, members = shared
+        group = places // members
+        key, value, kv_positions = (
+            jnp.concatenate([common.at[group].get(mode="clip"), own], axis=-axis)
+            for common, own, axis in zip(
+                arrays, (key, value, kv_positions), (2, 2, 1), strict=True
+            )
+        )
+        # A sequence that shares nothing has been given the keys of the last group.
+        count, alone = arrays[0].shape[2], group >= arrays[0].shape[0]
+        first = jnp.arange(kv_positions.shape[1]) < count
+        last = jnp.iinfo(jnp.int32).max
+        kv_positions = jnp.where(alone[:, None] & first, last, kv_positions)
+    mask = visible(query_positions, kv_positions, None, window)
+    return attend(query, key, value, mask, scale, softcap, sinks)

@@ -1,0 +1,133 @@
+"""Decode attention in two parts, shared keys and own keys, merged by log-sum-exp."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxrl_post.kernels.attention.reference import MASKED, visible
+from jaxrl_post.types import Array
+
+__all__ = ["attend_in_parts"]
+
+
+class Part(NamedTuple):
+    """A softmax over some of the keys, before it is divided by its sum.
+
+    Attributes:
+        mixed: float32 [batch, queries, heads, value_dim], sum of exp(score - top) v.
+        top: float32 [batch, queries, heads], the largest score.
+        total: float32 [batch, queries, heads], sum of exp(score - top).
+    """
+
+    mixed: Array
+    top: Array
+    total: Array
+
+
+def attend_in_parts(
+    query: Array,
+    key: Array,
+    value: Array,
+    query_positions: Array,
+    kv_positions: Array,
+    shared: tuple[Array, Array, Array, Array, int] | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Array | None,
+) -> Array:
+    """Attention over the shared keys, read once a group, and over the own keys."""
+    mask = visible(query_positions, kv_positions, None, window)
+    own = _part(query, key, value, mask, scale, softcap)
+    parts = [own]
+    if shared is not None:
+        part = _shared_part(query, query_positions, *shared, window, scale, softcap)
+        parts.append(part)
+    top = parts[0].top if len(parts) == 1 else jnp.maximum(own.top, parts[1].top)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks.astype(jnp.float32))
+    factors = [jnp.exp(part.top - top) for part in parts]
+    total = sum(p.total * f for p, f in zip(parts, factors, strict=True))
+    mixed = sum(p.mixed * f[..., None] for p, f in zip(parts, factors, strict=True))
+    if sinks is not None:
+        total = total + jnp.exp(sinks.astype(jnp.float32) - top)
+    return (mixed / jnp.asarray(total)[..., None]).astype(query.dtype)
+
+
+def _shared_part(
+    query: Array,
+    query_positions: Array,
+    key: Array,
+    value: Array,
+    positions: Array,
+    places: Array,
+    members: int,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> Part:
+    """The part of the shared keys: the queries of a group become one sequence's."""
+    batch, queries, heads, _ = query.shape
+    groups = key.shape[0]
+
+    def gathered(array: Array, empty: float) -> Array:
+        """[batch, queries, ...] as [groups, members * queries, ...]."""
+        shape = (groups * members, *array.shape[1:])
+        found = jnp.full(shape, empty, array.dtype)
+        found = found.at[places].set(array, mode="drop", unique_indices=True)
+        return found.reshape(groups, members * queries, *array.shape[2:])
+
+    # A place without a sequence stands before every key.
+    at = gathered(query_positions, -1)
+    mask = visible(at, positions, None, window)
+    part = _part(gathered(query, 0), key, value, mask, scale, softcap)
+
+    def returned(array: Array, empty: float) -> Array:
+        whole = array.reshape(groups * members, queries, heads, *array.shape[3:])
+        return whole.at[places].get(mode="fill", fill_value=empty)
+
+    assert batch == places.shape[0]
+    return Part(
+        returned(part.mixed, 0.0), returned(part.top, MASKED), returned(part.total, 0.0)
+    )
+
+
+def _part(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array,
+    scale: float,
+    softcap: float | None,
+) -> Part:
+    """Scores and weights in float32, laid out as in `attention.reference.attend`."""
+    batch, queries, heads, dim = query.shape
+    kv_heads, keys = key.shape[1], key.shape[2]
+    group = heads // kv_heads
+    grouped = query.reshape(batch, queries, kv_heads, group, dim)
+    grouped = grouped.transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(batch, kv_heads, group * queries, dim)
+    scores = jnp.einsum(
+        "bnqd,bnkd->bnqk", grouped, key, preferred_element_type=jnp.float32
+    )
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    shape = (batch, kv_heads, group, queries, keys)
+    seen = jnp.broadcast_to(mask[:, None, None], shape).reshape(scores.shape)
+    scores = jnp.where(seen, scores, MASKED)
+    top = scores.max(axis=-1)
+    weights = jnp.exp(scores - top[..., None])
+    mixed = jnp.einsum(
+        "bnqk,bnkd->bnqd",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=jnp.float32,
+    )
+
+    def by_head(array: Array) -> Array:
+        shape = (batch, kv_heads, group, queries, *array.shape[3:])
+        moved = jnp.moveaxis(array.reshape(shape), 3, 1)
+        return moved.reshape(batch, queries, heads, *array.shape[3:])
+
+    return Part(by_head(mixed), by_head(top), by_head(weights.sum(axis=-1)))

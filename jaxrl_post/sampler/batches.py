@@ -1,0 +1,150 @@
+"""The arrays that tell the device what a call computes; made on the host."""
+
+import collections
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.prefixes import Path
+from jaxrl_post.sampler.sampling import SamplingArrays
+from jaxrl_post.sampler.scheduler import Burst, Chunk
+from jaxrl_post.sampler.sizes import PAGE, EngineConfig, pages_for
+
+__all__ = ["prefill_calls", "rows"]
+
+
+def prefill_calls(
+    chunks: list[Chunk], sizes: EngineConfig, split: int
+) -> Iterator[device.PrefillRows]:
+    """Makes the arguments of the calls of `decode.prefill` for some chunks.
+
+    Args:
+        chunks: chunks of `Scheduler.prefill`.
+        sizes: the engine's sizes.
+        split: parts of the mesh.
+    """
+    by_length: dict[int, list[Chunk]] = collections.defaultdict(list)
+    for chunk in chunks:
+        by_length[sizes.chunk(chunk.size)].append(chunk)
+    for length, waiting in sorted(by_length.items()):
+        parts = [[c for c in waiting if c.part == part] for part in range(split)]
+        while most := max(map(len, parts)):
+            count = sizes.prefill_rows(length, most, split)
+            yield _prefill_rows([part[:count] for part in parts], count, length, sizes)
+            parts = [part[count:] for part in parts]
+
+
+def _prefill_rows(
+    parts: list[list[Chunk]], count: int, length: int, sizes: EngineConfig
+) -> device.PrefillRows:
+    split = len(parts)
+    tokens = np.zeros((split * count, length), np.int32)
+    starts = np.zeros((split * count,), np.int32)
+    pages = _no_pages(split * count, length // PAGE)
+    groups: list[list[tuple[Path, list[int]]]] = []
+    for part, chunks in enumerate(parts):
+        for index, chunk in enumerate(chunks):
+            row, segment = part * count + index, chunk.segment
+            last = chunk.first + chunk.size
+            tokens[row, : chunk.size] = segment.tokens[chunk.first : last]
+            starts[row] = segment.start + chunk.first
+            own = segment.pages[chunk.first // PAGE : pages_for(last)]
+            pages[row, : len(own)] = own
+        groups.append([(chunk.path, [i]) for i, chunk in enumerate(chunks)])
+    shared = None
+    most = max(_num_pages(path) for group in groups for path, _ in group)
+    if most:
+        shared = _shared(groups, count, count, 1, sizes.shared_pages(most))
+    return device.PrefillRows(tokens, starts, pages, shared)
+
+
+def rows(burst: Burst, sizes: EngineConfig, split: int) -> device.Rows:
+    """Makes the arguments of `decode.decode`.
+
+    Args:
+        burst: the samples.
+        sizes: the engine's sizes.
+        split: parts of the mesh.
+    """
+    count = split * burst.slots
+    integers = lambda: np.zeros((count,), np.int32)  # noqa: E731
+    made = device.Rows(
+        tokens=integers(),
+        positions=integers(),
+        remaining=integers(),
+        prompt_ids=np.zeros((count,), np.uint32),
+        sample_indices=np.zeros((count,), np.uint32),
+        sampling=SamplingArrays(
+            np.ones((count,), np.float32),
+            integers(),
+            np.ones((count,), np.float32),
+            np.zeros((count,), np.float32),
+        ),
+        stop_ids=np.full((count, sizes.max_stop_ids), -1, np.int32),
+        starts=integers(),
+        counts=integers(),
+        pages=_no_pages(count, burst.own_pages),
+        shared=_shared(
+            burst.groups,
+            burst.slots,
+            burst.num_groups,
+            burst.members,
+            burst.shared_pages,
+        ),
+    )
+    for part, samples in enumerate(burst.rows):
+        for index, sample in enumerate(samples):
+            row, request, own = part * burst.slots + index, sample.request, sample.own
+            assert own is not None
+            sampling = request.sampling
+            made.tokens[row] = sample.last
+            made.positions[row] = sample.position
+            made.remaining[row] = sample.remaining
+            made.prompt_ids[row] = request.prompt_id
+            made.sample_indices[row] = sample.sample_index
+            made.sampling.temperature[row] = sampling.temperature
+            made.sampling.top_k[row] = sampling.top_k
+            made.sampling.top_p[row] = sampling.top_p
+            made.sampling.min_p[row] = sampling.min_p
+            made.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
+            made.starts[row] = own.start
+            made.counts[row] = own.computed
+            pages = own.pages[: burst.own_pages]
+            made.pages[row, : len(pages)] = pages
+    return made
+
+
+def _shared(
+    groups: list[list[tuple[Path, list[int]]]],
+    slots: int,
+    num_groups: int,
+    members: int,
+    num_pages: int,
+) -> device.Shared:
+    """The pages of each part's groups, and the place of each of its slots."""
+    split = len(groups)
+    shape = (split * num_groups, num_pages)
+    pages, starts, counts = (np.zeros(shape, np.int32) for _ in range(3))
+    places = np.full((split * slots,), num_groups * members, np.int32)
+    for part, own in enumerate(groups):
+        for index, (path, found) in enumerate(own):
+            for member, row in enumerate(found):
+                places[part * slots + row] = index * members + member
+            group, at = part * num_groups + index, 0
+            for segment, count in path:
+                for page in range(pages_for(count)):
+                    pages[group, at] = segment.pages[page]
+                    starts[group, at] = segment.start + page * PAGE
+                    counts[group, at] = min(PAGE, count - page * PAGE)
+                    at += 1
+    return device.Shared(pages, starts, counts, places, members)
+
+
+def _num_pages(path: Path) -> int:
+    return sum(pages_for(count) for _, count in path)
+
+
+def _no_pages(rows: int, count: int) -> np.ndarray:
+    """Page numbers beyond every cache: nothing is written there."""
+    return np.full((rows, count), np.iinfo(np.int32).max, np.int32)

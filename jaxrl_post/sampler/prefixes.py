@@ -1,0 +1,208 @@
+"""Which tokens' keys and values the cache holds, and in which pages.
+
+A segment is a run of tokens in pages of its own. Segments form a tree: a segment goes
+on after a number of its parent's tokens, so the path from a root spells a sequence, and
+sequences with the same beginning share the segments of that beginning. A prompt is one
+segment, and what a sample adds is another.
+
+This runs on the host and does not touch the device. Each part of a mesh that splits the
+batch has pages and a tree of its own.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from jaxrl_post.sampler.sizes import PAGE, pages_for
+
+__all__ = ["Path", "PrefixTree", "Segment"]
+
+# Segments and the number of their first tokens that belong to the sequence.
+type Path = tuple[tuple[Segment, int], ...]
+
+
+class Segment:
+    """Tokens with pages of their own, after `offset` tokens of the parent.
+
+    Attributes:
+        parent: None for the beginning of a sequence.
+        offset: number of the parent's tokens that precede this segment.
+        start: position of the first token.
+        tokens: the tokens; the keys of the first `computed` ones are in the pages.
+        pages: pages, which hold PAGE tokens each.
+        computed: number of tokens whose keys and values have been computed.
+        pins: number of samples that need the segment; 0 lets it be evicted.
+        promised: number of further pages that it may take.
+        current: whether its keys are those of the engine's current parameters.
+    """
+
+    def __init__(
+        self, parent: "Segment | None", offset: int, tokens: Sequence[int]
+    ) -> None:
+        self.parent, self.offset = parent, offset
+        self.start = 0 if parent is None else parent.start + offset
+        self.tokens = list(tokens)
+        self.pages: list[int] = []
+        self.computed = 0
+        self.pins = self.promised = 0
+        self.current = True
+        self.children: list[Segment] = []
+        self.used = 0
+
+
+class PrefixTree:
+    """The segments of one part of the cache, found by their tokens.
+
+    Pages are promised before they are taken: a sample starts only if all pages that it
+    may need are free or can be freed, so no running sample is ever stopped for another.
+
+    Args:
+        num_pages: pages of this part.
+
+    >>> tree = PrefixTree(num_pages=4)
+    >>> prompt = tree.begin((), range(20), promise=1)
+    >>> tree.grow(prompt, 20)
+    >>> prompt.pages, tree.free
+    ([0, 1], 2)
+    >>> [(count, segment is prompt) for segment, count in tree.match([*range(20), 7])]
+    [(20, True)]
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._roots: list[Segment] = []
+        # A dictionary, because all processes of a run must evict in the same order.
+        self._unpinned: dict[Segment, None] = {}
+        self._idle = 0
+        self._clock = itertools.count(1)
+        self.promised = 0
+
+    @property
+    def free(self) -> int:
+        """Number of pages that hold nothing."""
+        return len(self._free)
+
+    def room(self, path: Path = ()) -> int:
+        """Pages that a new sample may be promised, if it keeps `path`."""
+        kept = sum(len(s.pages) for s, _ in path if not s.pins)
+        return len(self._free) + self._idle - kept - self.promised
+
+    def match(self, tokens: Sequence[int]) -> Path:
+        """The path of current segments that spells the most of the first tokens.
+
+        Less than a page of a segment is not worth a page to read, unless it is all of
+        the segment.
+        """
+        wanted = list(tokens)
+        best: tuple[int, Path] = (0, ())
+        waiting: list[tuple[Segment, Path, int]] = [(s, (), 0) for s in self._roots]
+        while waiting:
+            segment, before, start = waiting.pop()
+            count = _common(segment.tokens, wanted, start)
+            if count >= PAGE or count == len(segment.tokens):
+                best = max(
+                    best,
+                    (start + count, (*before, (segment, count))),
+                    key=lambda found: found[0],
+                )
+            waiting += [
+                (child, (*before, (segment, child.offset)), start + child.offset)
+                for child in segment.children
+                if child.offset <= count
+            ]
+        return tuple((segment, count) for segment, count in best[1] if count)
+
+    def pin(self, path: Path) -> None:
+        """Keeps the segments of a path until `unpin`."""
+        for segment, _ in path:
+            if not segment.pins:
+                self._unpinned.pop(segment, None)
+                self._idle -= len(segment.pages)
+            segment.pins += 1
+            segment.used = next(self._clock)
+
+    def unpin(self, path: Path) -> None:
+        """Ends a `pin`; what nobody needs any more may be evicted, the oldest first."""
+        for segment, _ in reversed(path):
+            segment.pins -= 1
+            if segment.pins:
+                continue
+            self.promised -= segment.promised
+            segment.promised = 0
+            segment.tokens = segment.tokens[: segment.computed]
+            if segment.current and segment.tokens:
+                surplus = segment.pages[pages_for(len(segment.tokens)) :]
+                self._free += reversed(surplus)
+                del segment.pages[pages_for(len(segment.tokens)) :]
+                self._unpinned[segment] = None
+                self._idle += len(segment.pages)
+            else:
+                self._remove(segment)
+
+    def begin(self, path: Path, tokens: Sequence[int], promise: int) -> Segment:
+        """A pinned segment that goes on after a path, with pages promised to it."""
+        parent, offset = path[-1] if path else (None, 0)
+        segment = Segment(parent, offset, tokens)
+        segment.pins, segment.used = 1, next(self._clock)
+        segment.promised = promise
+        (self._roots if parent is None else parent.children).append(segment)
+        self.promised += promise
+        return segment
+
+    def grow(self, segment: Segment, tokens: int) -> None:
+        """Gives a segment pages for so many tokens, out of those promised to it."""
+        while len(segment.pages) < pages_for(tokens):
+            if not self._free:
+                self._evict()
+            segment.pages.append(self._free.pop())
+            segment.promised -= 1
+            self.promised -= 1
+
+    def forget(self) -> None:
+        """The parameters have changed: nothing in the cache serves a new sequence.
+
+        Segments that samples need stay until these have finished.
+        """
+        for segment in list(self._unpinned):
+            self._idle -= len(segment.pages)
+            del self._unpinned[segment]
+            self._free += reversed(segment.pages)
+        for segment in _all(self._roots):
+            segment.current = False
+            segment.children = []
+        self._roots = []
+
+    def _evict(self) -> None:
+        """Frees the pages of the segment that was used least recently."""
+        leaves = [s for s in self._unpinned if not s.children]
+        oldest = min(leaves, key=lambda segment: segment.used)
+        del self._unpinned[oldest]
+        self._idle -= len(oldest.pages)
+        self._remove(oldest)
+
+    def _remove(self, segment: Segment) -> None:
+        self._free += reversed(segment.pages)
+        segment.pages = []
+        siblings = self._roots if segment.parent is None else segment.parent.children
+        if segment in siblings:
+            siblings.remove(segment)
+
+
+def _all(roots: list[Segment]) -> Iterator[Segment]:
+    waiting = list(roots)
+    while waiting:
+        segment = waiting.pop()
+        waiting += segment.children
+        yield segment
+
+
+def _common(tokens: list[int], wanted: list[int], start: int) -> int:
+    """Number of equal tokens at the beginning of `tokens` and of wanted[start:]."""
+    most = min(len(tokens), len(wanted) - start)
+    if tokens[:PAGE] == wanted[start : start + PAGE][: len(tokens)] and (
+        tokens[:most] == wanted[start : start + most]
+    ):
+        return most
+    for index in range(most):
+        if tokens[index] != wanted[start + index]:
+            return index
+    return most
