@@ -263,7 +263,7 @@ class Engine:
         finite = np.isfinite(tokens.logprobs)
         count = int(finite.argmin()) if not finite.all() else len(tokens)
         failed = count < len(tokens)
-        self.scheduler.advance(sample, tokens[:count], drop=failed)
+        self.scheduler.advance(sample, tokens[:count])
         sampling = sample.request.sampling
         cut = self._stop_string_end(sample, count)
         if cut is not None:

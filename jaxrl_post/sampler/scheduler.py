@@ -236,18 +236,9 @@ class Scheduler:
             truncate=any(s.request.sampling.truncates for s in ready),
         )
 
-    def advance(self, sample: Sample, tokens: Tokens, *, drop: bool = False) -> None:
-        """Records tokens that a burst sampled.
-
-        Args:
-            sample: a running sample.
-            tokens: what it sampled.
-            drop: whether the keys must serve no other sample.
-        """
+    def advance(self, sample: Sample, tokens: Tokens) -> None:
+        """Records tokens that a burst sampled."""
         assert sample.own is not None
-        if drop:
-            for segment, _ in (*sample.path, (sample.own, 0)):
-                segment.current = False
         # The keys of the fed tokens are in the cache: all but that of the last one.
         # The first token that is fed after a start is the last one of the context.
         fed = [sample.last, *tokens.ids.tolist()[:-1]]

@@ -123,8 +123,9 @@ class EngineConfig:
     @cached_property
     def chunks(self) -> tuple[int, ...]:
         """Padded numbers of tokens of a sequence in a prefill call, ascending."""
-        longest = min(self.max_length, self.prefill_tokens, LARGEST_CHUNK)
-        return _powers(PAGE, max(PAGE, longest))
+        # A chunk fills whole pages, but for the last one of a segment.
+        whole = max(1, min(self.prefill_tokens, LARGEST_CHUNK) // PAGE)
+        return _powers(PAGE, PAGE * min(whole, pages_for(self.max_length)))
 
     def chunk(self, tokens: int) -> int:
         """Padded length of the next chunk of a sequence that lacks so many tokens."""

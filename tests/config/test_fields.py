@@ -108,6 +108,7 @@ RULES = {
         "rollout.top_p": "in (0, 1]",
         "rollout.min_p": "in [0, 1]",
         "rollout.num_slots": "at least 0",
+        "rollout.cache_tokens": "at least 0",
         "rollout.steps_per_call": "at least 0",
         "rollout.overlong_buffer": "at least 0",
         "rollout.overlong_penalty": "at least 0",

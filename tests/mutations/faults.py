@@ -128,13 +128,6 @@ SAMPLER = [
         "sampler/test_cache.py",
     ),
     Fault(
-        "what a failed sample left serves others",
-        "sampler/scheduler.py",
-        "                segment.current = False\n",
-        "                pass\n",
-        "sampler/test_cache.py",
-    ),
-    Fault(
         "pages hold what a failed sample left",
         "sampler/decode.py",
         "found = jnp.where(seen[:, :, None, :, None], found, 0)",

@@ -109,6 +109,22 @@ def test_the_batch_the_cache_and_the_chunks_do_not_matter(params, expected, chan
         assert_same_samples(engine.generate(params, requests()), expected)
 
 
+def test_sizes_need_not_be_multiples_of_a_page(params):
+    sizes = EngineConfig(
+        num_slots=3, max_prompt_tokens=20, max_tokens=5, prefill_tokens=27
+    )
+    assert sizes.chunks == (16,)
+    wide = dataclasses.replace(sizes, prefill_tokens=100)
+    assert wide.chunks == (16, 32)
+    sampling = SamplingParams(max_tokens=5)
+    wanted = [
+        Request(i, prompt(n), 2, sampling=sampling) for i, n in enumerate((20, 3))
+    ]
+    expected = Engine(CONFIG, SIZES).generate(params, wanted)
+    for each in (sizes, wide):
+        assert_same_samples(Engine(CONFIG, each).generate(params, wanted), expected)
+
+
 def test_what_was_cancelled_goes_on_where_the_cache_ends(params, expected):
     engine = Engine(CONFIG, SIZES)
     (whole,) = [c for c in expected if (c.prompt_id, c.sample_index) == (11, 2)]
