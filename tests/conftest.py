@@ -4,9 +4,12 @@ import atexit
 import os
 import sys
 
-# Both must be set before jax starts a backend, hence before any other import.
+# Both must be set before jax starts a backend, hence before any other import. Most of
+# the time of the tests goes to compiling, so LLVM optimises less: a fifth less time.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    "--xla_backend_optimization_level=1 "
+    + os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -39,7 +39,8 @@ def surroundings(devices: int, folder: Path) -> dict[str, str]:
     """
     return {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": "--xla_backend_optimization_level=1 "
+        f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(folder),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
