@@ -17,10 +17,10 @@ Recomputation and attention are left out, so a share of 100 % cannot be reached.
 """
 
 import dataclasses
+import functools
+import itertools
 import json
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import machine
+from benchmarks.ideal import head_seconds, layers_seconds
+from benchmarks.machine import machine, peak_memory
 from jaxrl_post import algorithms, models
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.data import packing
@@ -60,7 +61,7 @@ class Options:
         shape: tiny (hidden 256, 4 layers, vocabulary 512) or small (hidden 512, 8
             layers, vocabulary 32000).
         json: file to write the result to.
-        repeats: timed steps, after one that compiles.
+        repeats: timed steps, of those that compile nothing.
         prompt_tokens: tokens of each prompt.
         max_tokens: maximum tokens of a completion.
         stop_share: share of the vocabulary's tokens that end a completion.
@@ -108,8 +109,12 @@ def main(options: Options) -> dict[str, Any]:
     mesh = create_mesh("", jax.devices()[:1])
     with jax.set_mesh(mesh):
         step = _make_step(options, config, mesh)
-        phases = [step(number) for number in range(options.repeats + 1)][1:]
-        peak = _peak_memory()
+        # Ragged completions need other programs in other steps: steps that compile do
+        # not count.
+        steps = (step(number) for number in itertools.count())
+        timed = (phase for phase in steps if not phase.pop("compiled"))
+        phases = list(itertools.islice(timed, options.repeats))
+        peak = peak_memory()
         seconds = {
             name: statistics.median(phase[name] for phase in phases)
             for name in phases[0]
@@ -170,10 +175,12 @@ def _make_step(
     )
     sizes = dataclasses.replace(sizes, cache_tokens=sizes.cache_for_groups(SAMPLES))
     engine = Engine(config, sizes, dtype=dtype, mesh=mesh)
+    compiled = engine.compilations
     del params
 
     def step(number: int) -> dict[str, float]:
         nonlocal state
+        before = compiled.total()
         begin = time.perf_counter()
         published = Published(engine, state.params, number)
         rollout = time.perf_counter()
@@ -219,6 +226,7 @@ def _make_step(
             "step": end - begin,
             "mismatch": metrics["mismatch/token_mult_prob_error"],
             "fill": np.count_nonzero(batch.ends) / batch.tokens.size,
+            "compiled": float(compiled.total() - before),
             "sampled": float(sum(len(completion.tokens) for completion in done)),
         }
 
@@ -227,25 +235,9 @@ def _make_step(
 
 def _ideal(config: ModelConfig, options: Options, sampled: float) -> dict[str, float]:
     """Seconds of the matrix products of a step's new tokens alone."""
-    hidden, dim = config.hidden_size, config.head_dim
-    per_layer = [
-        (hidden, config.num_heads * dim),
-        (hidden, config.num_kv_heads * dim),
-        (hidden, config.num_kv_heads * dim),
-        (config.num_heads * dim, hidden),
-        (hidden, config.intermediate_size),
-        (hidden, config.intermediate_size),
-        (config.intermediate_size, hidden),
-    ]
+    of_layers = functools.partial(layers_seconds, config, dtype=options.dtype)
+    of_head = functools.partial(head_seconds, config, dtype=options.dtype)
     slots, prompts = PROMPTS * SAMPLES, PROMPTS * options.prompt_tokens
-
-    def of_layers(rows: int) -> float:
-        products = sum(_product(rows, k, n, options.dtype) for k, n in per_layer)
-        return config.num_layers * products
-
-    def of_head(rows: int) -> float:
-        return _product(rows, hidden, config.vocab_size, options.dtype)
-
     # The tokens of a microbatch, of which as many are scored as of the batch.
     tokens = options.rows * options.row
     share = sampled / (sampled + prompts)
@@ -255,37 +247,6 @@ def _ideal(config: ModelConfig, options: Options, sampled: float) -> dict[str, f
     calls = (sampled + prompts) / tokens
     train = 3 * calls * (of_layers(tokens) + of_head(scored))
     return {"rollout": rollout, "train": train, "step": rollout + train}
-
-
-def _product(rows: int, depth: int, columns: int, dtype: str) -> float:
-    """Median seconds of one product, over several weights in turn as in a model."""
-    count = max(1, min(8, 2**27 // (depth * columns * 4)))
-    keys = jax.random.split(jax.random.key(0), count + 1)
-    left = jax.random.normal(keys[0], (rows, depth), jnp.dtype(dtype))
-    rights = [
-        jax.random.normal(key, (depth, columns), jnp.dtype(dtype)) for key in keys[1:]
-    ]
-
-    @jax.jit
-    def run(left: jax.Array, rights: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.dot(left, right) for right in rights]
-
-    jax.block_until_ready(run(left, rights))
-    times = []
-    for _ in range(7):
-        begin = time.perf_counter()
-        jax.block_until_ready(run(left, rights))
-        times.append((time.perf_counter() - begin) / count)
-    return statistics.median(times)
-
-
-def _peak_memory() -> float:
-    """Peak memory in GiB: of the device if it reports one, else of this process."""
-    stats = jax.devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        return stats["peak_bytes_in_use"] / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def show(result: dict[str, Any]) -> None:

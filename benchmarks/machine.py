@@ -1,16 +1,28 @@
-"""Describes the machine of a measurement."""
+"""Describes the machine of a measurement, and what it took of it."""
 
 import os
 import platform
+import resource
 import sys
 from pathlib import Path
 
-__all__ = ["machine"]
+import jax
+
+__all__ = ["machine", "peak_memory"]
 
 
 def machine() -> str:
     """Architecture, usable cores and processor, as "x86_64, 2 cores, Intel ..."."""
     return f"{platform.machine()}, {_cores()} cores, {_processor()}"
+
+
+def peak_memory() -> float:
+    """Peak memory in GiB: of the device if it reports one, else of this process."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"] / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def _cores() -> int:

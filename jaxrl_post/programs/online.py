@@ -39,7 +39,7 @@ from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.judge import open_judge
 from jaxrl_post.programs.layouts import gathered_bytes, sampler_layout
 from jaxrl_post.programs.loop import train
-from jaxrl_post.programs.rl import Trainer, make_engine
+from jaxrl_post.programs.rl import Trainer, engine_sizes, make_engine
 from jaxrl_post.programs.run import (
     Outcome,
     Run,
@@ -57,7 +57,7 @@ from jaxrl_post.records.sinks import (
     warnings_shown,
 )
 from jaxrl_post.rollout.episode import Group
-from jaxrl_post.sharding import processes
+from jaxrl_post.sharding import processes, split_size
 
 __all__ = ["run_rl"]
 
@@ -140,11 +140,13 @@ def _fitting(
 
 
 def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
-    """Sets `max_prompt_tokens` from the prompts; checks critic, mesh and row length."""
+    """Sets `max_prompt_tokens` from the prompts; checks critic, mesh and sizes."""
     check_critic(config, model)
-    sampler_layout(config.rollout, model)
+    weights = sampler_layout(config.rollout, model)
     _, longest = fitting(model.tokenizer, model.config)
     rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
+    split = split_size("batch", weights.mesh, model.rules)
+    engine_sizes(rollout, split, stop_ids=len(model.tokenizer.stop_ids))
     config = dataclasses.replace(config, rollout=rollout)
     row_tokens(config, model)
     return config

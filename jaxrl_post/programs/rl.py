@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data import packing
@@ -187,6 +188,9 @@ def engine_sizes(rollout: RolloutConfig, split: int, *, stop_ids: int) -> Engine
         split: parts into which the sampler's mesh splits a batch; the slots fill them.
         stop_ids: number of the tokenizer's stop ids.
 
+    Raises:
+        ConfigError: the cache would not hold one sample.
+
     >>> engine_sizes(RolloutConfig(max_prompt_tokens=64), 16, stop_ids=1).num_slots
     256
     """
@@ -201,8 +205,15 @@ def engine_sizes(rollout: RolloutConfig, split: int, *, stop_ids: int) -> Engine
         max_stop_ids=max(4, stop_ids),
         cache_tokens=rollout.cache_tokens,
     )
-    if rollout.cache_tokens or rollout.max_turns > 1 or rollout.partial:
-        # Samples of a prompt differ in their later turns, and where they were stopped.
+    if rollout.cache_tokens:
+        try:
+            sizes.num_pages(split)
+        except ValueError as error:
+            raise ConfigError(f"--rollout.cache-tokens: {error}") from error
         return sizes
-    groups = sizes.cache_for_groups(rollout.samples_per_prompt, split)
-    return dataclasses.replace(sizes, cache_tokens=groups)
+    if rollout.max_turns > 1 or rollout.partial:
+        # Samples of a prompt differ in their later turns, and where they were stopped.
+        tokens = sizes.cache_for_turns(rollout.max_turns)
+    else:
+        tokens = sizes.cache_for_groups(rollout.samples_per_prompt, split)
+    return dataclasses.replace(sizes, cache_tokens=tokens)

@@ -61,6 +61,10 @@ class Engine:
         recompute_cache: whether running samples compute their keys and values again
             when the parameters change. False keeps those of the earlier parameters.
 
+    Attributes:
+        compilations: number of compiled programs, by function.
+        decoded_rows: rows of all decoding steps, those that sampled nothing included.
+
     Raises:
         ValueError: the model's context does not allow the sizes, or the cache does not
             hold one sample.
@@ -81,6 +85,7 @@ class Engine:
     ) -> None:
         self.config, self.sizes, self.rules = config, sizes, rules
         self.compilations: collections.Counter[str] = collections.Counter()
+        self.decoded_rows = 0
         self._mesh, self._detokenize = mesh, detokenize
         self._recompute = recompute_cache
         self._running: _Running | None = None
@@ -212,6 +217,8 @@ class Engine:
             return []
         running, self._running = self._running, None
         emitted = jax.device_get(running.emitted)
+        steps = int((emitted.tokens >= 0).any(axis=1).sum())
+        self.decoded_rows += steps * emitted.tokens.shape[1]
         done: list[Completion] = []
         for part, samples in enumerate(running.burst.rows):
             for index, sample in enumerate(samples):

@@ -91,12 +91,11 @@ class EngineConfig:
         each = -(-wanted // split)
         if each < self.pages_per_sample:
             needed = self.pages_per_sample * split * PAGE
-            where = f", split over {split} parts of the mesh," if split > 1 else ""
+            where = f" in each of {split} parts of the mesh" if split > 1 else ""
             raise ValueError(
-                f"EngineConfig: cache_tokens={self.cache_tokens}{where} does not hold "
-                f"one sample of {self.max_prompt_tokens} prompt tokens and "
-                f"{self.max_tokens} sampled ones in each part; it must be at least "
-                f"{needed}"
+                f"cache_tokens={self.cache_tokens} does not hold one sample of "
+                f"{self.max_prompt_tokens} prompt tokens and {self.max_tokens} sampled "
+                f"ones{where}; it must be at least {needed}"
             )
         return each * split
 
@@ -119,6 +118,22 @@ class EngineConfig:
         pages = prompts * pages_for(self.max_prompt_tokens)
         pages += slots * (pages_for(self.max_tokens) + 1)
         return split * pages * PAGE
+
+    def cache_for_turns(self, turns: int) -> int:
+        """Tokens of a cache that keeps every slot's conversation: `cache_tokens`.
+
+        Beside the tokens, each further turn may leave two pages partly filled: that of
+        the answer before it, and that of what it adds.
+
+        Args:
+            turns: maximum turns of a conversation.
+
+        >>> sizes = EngineConfig(num_slots=2, max_prompt_tokens=64, max_tokens=16)
+        >>> sizes.cache_for_turns(1), sizes.cache_for_turns(3)
+        (192, 320)
+        """
+        pages = self.pages_per_sample + 2 * (turns - 1)
+        return self.num_slots * pages * PAGE
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post import models
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.learner.model import Adaptation, Model
@@ -22,6 +23,7 @@ from jaxrl_post.models.adapters.lora import (
 )
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.programs.layouts import gathered_bytes, sampler_layout
+from jaxrl_post.programs.rl import engine_sizes
 from jaxrl_post.rollout.weights import buffer_pointers, bytes_over_links
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
@@ -200,3 +202,23 @@ def test_meshes_whose_sizes_have_no_common_factors():
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.split() == ["tp6,dp2", "tp12", "tp4,dp3", "dp4,tp3"]
+
+
+def test_the_cache_of_a_run_holds_what_its_slots_need():
+    """A prompt of two pages and a page a sample; or every sample's own."""
+    single = RolloutConfig(
+        prompts_per_step=4, samples_per_prompt=8, max_prompt_tokens=32, max_tokens=16
+    )
+    sizes = lambda **changes: engine_sizes(  # noqa: E731
+        dataclasses.replace(single, **changes), 2, stop_ids=1
+    )
+    # In each half 16 slots: twice two prompts, and for each slot a page and one more.
+    assert sizes().num_pages(2) == 2 * (2 * 2 * 2 + 16 * 2)
+    # Two pages a prompt, one an answer, one more; two for each further turn.
+    assert sizes(partial=1).num_pages(2) == 40 * (2 + 1 + 1)
+    assert sizes(max_turns=3).num_pages(2) == 32 * (2 + 1 + 1 + 2 * 2)
+    assert sizes(cache_tokens=128).num_pages(2) == 8
+    with pytest.raises(
+        ConfigError, match=r"^--rollout.cache-tokens: .* 2 parts .* at least 128$"
+    ):
+        sizes(cache_tokens=96)

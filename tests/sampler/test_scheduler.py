@@ -145,7 +145,9 @@ def test_a_cache_that_is_too_small_is_refused():
     ):
         Scheduler(small)
     enough = dataclasses.replace(SIZES, cache_tokens=80)
-    with pytest.raises(ValueError, match=r"over 3 parts of the mesh, .* at least 240"):
+    with pytest.raises(
+        ValueError, match=r"in each of 3 parts of the mesh; .* least 240"
+    ):
         Scheduler(enough, 3)
     assert Scheduler(enough).busy is False
 

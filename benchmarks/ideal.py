@@ -1,0 +1,59 @@
+"""Seconds of a model's matrix products alone, measured with `jnp.dot`."""
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.models import ModelConfig
+
+__all__ = ["head_seconds", "layers_seconds"]
+
+
+def layers_seconds(config: ModelConfig, rows: int, dtype: str) -> float:
+    """Seconds of all layers' products with so many tokens.
+
+    Args:
+        config: of a dense model.
+        rows: number of tokens.
+        dtype: of the parameters.
+    """
+    hidden, dim = config.hidden_size, config.head_dim
+    per_layer = [
+        (hidden, config.num_heads * dim),
+        (hidden, config.num_kv_heads * dim),
+        (hidden, config.num_kv_heads * dim),
+        (config.num_heads * dim, hidden),
+        (hidden, config.intermediate_size),
+        (hidden, config.intermediate_size),
+        (config.intermediate_size, hidden),
+    ]
+    return config.num_layers * sum(_product(rows, k, n, dtype) for k, n in per_layer)
+
+
+def head_seconds(config: ModelConfig, rows: int, dtype: str) -> float:
+    """Seconds of the product with the vocabulary's matrix."""
+    return _product(rows, config.hidden_size, config.vocab_size, dtype)
+
+
+def _product(rows: int, depth: int, columns: int, dtype: str) -> float:
+    """Median seconds of one product, over several weights in turn as in a model."""
+    count = max(1, min(8, 2**27 // (depth * columns * 4)))
+    keys = jax.random.split(jax.random.key(0), count + 1)
+    left = jax.random.normal(keys[0], (rows, depth), jnp.dtype(dtype))
+    rights = [
+        jax.random.normal(key, (depth, columns), jnp.dtype(dtype)) for key in keys[1:]
+    ]
+
+    @jax.jit
+    def run(left: jax.Array, rights: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.dot(left, right) for right in rights]
+
+    jax.block_until_ready(run(left, rights))
+    times = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(left, rights))
+        times.append((time.perf_counter() - begin) / count)
+    return statistics.median(times)
