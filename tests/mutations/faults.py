@@ -514,10 +514,10 @@ PLANS = [
         "planning/test_work.py",
     ),
     Fault(
-        "a plan forgets the samples that wait for a slot",
+        "a plan samples a prompt once",
         "programs/planning/sampling.py",
-        "        while scheduler.busy:\n",
-        "        if scheduler.busy:\n",
+        "                    rollout.samples_per_prompt,\n",
+        "                    1,\n",
         "planning/test_sampling.py",
     ),
 ]
