@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrl_post.sampler import decode as device
-from jaxrl_post.sampler.prefixes import Path
+from jaxrl_post.sampler.prefixes import Path, num_pages
 from jaxrl_post.sampler.sampling import SamplingArrays
 from jaxrl_post.sampler.scheduler import Burst, Chunk
 from jaxrl_post.sampler.sizes import PAGE, EngineConfig, pages_for
@@ -24,10 +24,10 @@ def prefill_calls(
         sizes: the engine's sizes.
         split: parts of the mesh.
     """
-    by_length: dict[int, list[Chunk]] = collections.defaultdict(list)
+    alike: dict[tuple[int, int], list[Chunk]] = collections.defaultdict(list)
     for chunk in chunks:
-        by_length[sizes.chunk(chunk.size)].append(chunk)
-    for length, waiting in sorted(by_length.items()):
+        alike[chunk.wave, sizes.chunk(chunk.size)].append(chunk)
+    for (_, length), waiting in sorted(alike.items()):
         parts = [[c for c in waiting if c.part == part] for part in range(split)]
         while most := max(map(len, parts)):
             count = sizes.prefill_rows(length, most, split)
@@ -53,7 +53,7 @@ def _prefill_rows(
             pages[row, : len(own)] = own
         groups.append([(chunk.path, [i]) for i, chunk in enumerate(chunks)])
     shared = None
-    most = max(_num_pages(path) for group in groups for path, _ in group)
+    most = max(num_pages(path) for group in groups for path, _ in group)
     if most:
         shared = _shared(groups, count, count, 1, sizes.shared_pages(most))
     return device.PrefillRows(tokens, starts, pages, shared)
@@ -139,10 +139,6 @@ def _shared(
                     counts[group, at] = min(PAGE, count - page * PAGE)
                     at += 1
     return device.Shared(pages, starts, counts, places, members)
-
-
-def _num_pages(path: Path) -> int:
-    return sum(pages_for(count) for _, count in path)
 
 
 def _no_pages(rows: int, count: int) -> np.ndarray:

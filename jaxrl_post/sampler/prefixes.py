@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxrl_post.sampler.sizes import PAGE, pages_for
 
-__all__ = ["Path", "PrefixTree", "Segment"]
+__all__ = ["Path", "PrefixTree", "Segment", "num_pages"]
 
 # Segments and the number of their first tokens that belong to the sequence.
 type Path = tuple[tuple[Segment, int], ...]
@@ -185,6 +185,11 @@ class PrefixTree:
         siblings = self._roots if segment.parent is None else segment.parent.children
         if segment in siblings:
             siblings.remove(segment)
+
+
+def num_pages(path: Path) -> int:
+    """Number of pages that hold a path."""
+    return sum(pages_for(count) for _, count in path)
 
 
 def _all(roots: list[Segment]) -> Iterator[Segment]:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from jaxrl_post.sampler.prefixes import Path, PrefixTree, Segment
+from jaxrl_post.sampler.prefixes import Path, PrefixTree, Segment, num_pages
 from jaxrl_post.sampler.requests import Completion, FinishReason, Request, SampleId
 from jaxrl_post.sampler.sizes import LARGEST_GROUP, EngineConfig, pages_for
 from jaxrl_post.tokens import Tokens
@@ -65,7 +65,7 @@ class Sample:
     @property
     def ready(self) -> bool:
         """Whether the keys and values of its context have been computed."""
-        return all(segment.computed >= count for segment, count in self.path)
+        return _computed(self.path)
 
     def finished(self, reason: FinishReason, error: str = "") -> Completion:
         """The completion of this sample."""
@@ -82,6 +82,7 @@ class Chunk:
         before: the path before the segment.
         first: index of the first token within the segment.
         size: number of tokens.
+        wave: a chunk reads what chunks of earlier waves have computed.
     """
 
     part: int
@@ -89,6 +90,7 @@ class Chunk:
     before: Path
     first: int
     size: int
+    wave: int
 
     @property
     def path(self) -> Path:
@@ -173,23 +175,30 @@ class Scheduler:
         """Starts waiting samples and gives the chunks to prefill before a burst.
 
         Every segment that lacks tokens advances by one chunk, so that a long prompt
-        does not hold up the samples that decode. The caller must prefill the chunks in
-        this order. [] if there is nothing to do.
+        does not hold up the samples that decode. A segment that begins with tokens of
+        another one, such as two prompts with the same system message, follows it in a
+        later wave. The caller must compute the waves one after the other. [] if there
+        is nothing to do.
         """
         self._admit()
-        chunks, waiting = [], []
-        for part, segment, before in self._pending:
-            lacking = len(segment.tokens) - segment.computed
-            if not segment.pins or not lacking:
-                continue
-            size = min(lacking, self._sizes.chunks[-1])
-            chunks.append(Chunk(part, segment, before, segment.computed, size))
-            self.trees[part].grow(segment, segment.computed + size)
-            segment.computed += size
-            self.prefilled_tokens += size
-            if size < lacking:
-                waiting.append((part, segment, before))
-        self._pending = waiting
+        chunks: list[Chunk] = []
+        waiting, wave = self._lacking(), 0
+        while waiting:
+            able = [item for item in waiting if _computed(item[2])]
+            if not able:
+                break
+            waiting = [item for item in waiting if not _computed(item[2])]
+            for part, segment, before in able:
+                lacking = len(segment.tokens) - segment.computed
+                size = min(lacking, self._sizes.chunks[-1])
+                first = segment.computed
+                chunks.append(Chunk(part, segment, before, first, size, wave))
+                self.trees[part].grow(segment, first + size)
+            for chunk in chunks:
+                if chunk.wave == wave:
+                    chunk.segment.computed += chunk.size
+                    self.prefilled_tokens += chunk.size
+            wave += 1
         return chunks
 
     def burst(self) -> Burst | None:
@@ -223,7 +232,7 @@ class Scheduler:
             members = 1
             groups = [_groups(part, members) for part in rows]
         needed = max(map(len, groups))
-        pages = max(_num_pages(path) for part in groups for path, _ in part)
+        pages = max(num_pages(path) for part in groups for path, _ in part)
         return Burst(
             rows=rows,
             groups=groups,
@@ -284,8 +293,17 @@ class Scheduler:
             self._queue.extendleft(reversed(self.running))
             self.running = []
         # A segment that is partly filled would mix keys of both parameters.
-        for _, segment, _ in reversed(self._pending):
+        for _, segment, _ in reversed(self._lacking()):
             self._refill(segment)
+
+    def _lacking(self) -> list[tuple[int, Segment, Path]]:
+        """The segments that samples need and that have not been computed whole."""
+        self._pending = [
+            item
+            for item in self._pending
+            if item[1].pins and item[1].computed < len(item[1].tokens)
+        ]
+        return self._pending
 
     def _refill(self, segment: Segment) -> None:
         """Sends the samples back to the queue that wait for a segment."""
@@ -348,6 +366,11 @@ class Scheduler:
         sample.own = tree.begin(path, (), own)
 
 
+def _computed(path: Path) -> bool:
+    """Whether the keys and values of a path have been computed."""
+    return all(segment.computed >= count for segment, count in path)
+
+
 def _length(path: Path) -> int:
     return sum(count for _, count in path)
 
@@ -356,10 +379,6 @@ def _shared(path: Path, length: int) -> int:
     """Tokens of a context in the cache, if they are most of it."""
     have = _length(path)
     return have if 2 * have >= length else 0
-
-
-def _num_pages(path: Path) -> int:
-    return sum(pages_for(count) for _, count in path)
 
 
 def _groups(rows: list[Sample], members: int) -> list[tuple[Path, list[int]]]:

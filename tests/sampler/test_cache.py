@@ -125,6 +125,21 @@ def test_sizes_need_not_be_multiples_of_a_page(params):
         assert_same_samples(Engine(CONFIG, each).generate(params, wanted), expected)
 
 
+def test_prompts_with_the_same_beginning_share_it(params):
+    """They come at once: the second may not read what is not yet computed."""
+    system = prompt(33, seed=3)
+    sampling = SamplingParams(max_tokens=6)
+    wanted = [
+        Request(i, (*system, *prompt(4, seed=i)), 2, sampling=sampling)
+        for i in range(3)
+    ]
+    alone = Engine(CONFIG, dataclasses.replace(SIZES, num_slots=1))
+    expected = [c for r in wanted for c in alone.generate(tiny.params(), [r])]
+    engine = Engine(CONFIG, SIZES)
+    assert_same_samples(engine.generate(params, wanted), expected)
+    assert engine.prefilled_tokens == 33 + 3 * 4
+
+
 def test_what_was_cancelled_goes_on_where_the_cache_ends(params, expected):
     engine = Engine(CONFIG, SIZES)
     (whole,) = [c for c in expected if (c.prompt_id, c.sample_index) == (11, 2)]

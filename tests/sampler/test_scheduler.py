@@ -101,6 +101,26 @@ def test_a_long_prompt_does_not_hold_up_the_others():
     assert names(burst.rows[0]) == [(1, 0), (2, 0)]
 
 
+def test_a_prompt_waits_for_the_beginning_that_it_shares():
+    """What it reads must have been computed by an earlier call."""
+    scheduler = Scheduler(dataclasses.replace(SIZES, prefill_tokens=16))
+    system = tuple(range(100, 120))
+    for i in range(2):
+        prompt = (*system, *([i] * 4))
+        scheduler.submit(Request(i, prompt, sampling=SamplingParams(max_tokens=8)))
+    scheduler.submit(request(7))
+    chunks = scheduler.prefill()
+    # The second prompt reads 20 tokens of the first one, of which 16 are computed.
+    assert [(c.segment.tokens[-1], c.size, c.wave) for c in chunks] == [
+        (0, 16, 0),
+        (7, 3, 0),
+    ]
+    chunks = scheduler.prefill()
+    assert [(c.first, c.size, c.wave) for c in chunks] == [(16, 8, 0), (0, 4, 1)]
+    assert [count for _, count in chunks[1].path] == [20]
+    assert scheduler.prefilled_tokens == 16 + 3 + 8 + 4
+
+
 def test_the_batch_shrinks_and_ends_early_to_do_so():
     sizes = dataclasses.replace(SIZES, num_slots=32)
     scheduler = Scheduler(sizes)
