@@ -72,6 +72,7 @@ class Options:
             or, without trees, eight sequences.
         remat: what a layer keeps of the forward pass for the backward pass.
         dtype: of the parameters.
+        exact: whether the sampler's log-probs equal the trainer's to the last bit.
     """
 
     shape: Literal["tiny", "small"] = "small"
@@ -85,6 +86,7 @@ class Options:
     microbatch_rows: int = 0
     remat: Literal["none", "dots", "full"] = "none"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    exact: bool = False
 
     @property
     def longest(self) -> int:
@@ -154,7 +156,7 @@ def _make_step(
     state = training.create(params, optimizer, layout)
     algorithm = algorithms.grpo()
     learner = Learner(
-        policy=Policy(config, remat=options.remat),
+        policy=Policy(config, remat=options.remat, exact=options.exact),
         objective=algorithm.objective,
         optimizer=optimizer,
         max_grad_norm=1.0,
@@ -174,7 +176,7 @@ def _make_step(
         max_stop_ids=max(4, stops),
     )
     sizes = dataclasses.replace(sizes, cache_tokens=sizes.cache_for_groups(SAMPLES))
-    engine = Engine(config, sizes, dtype=dtype, mesh=mesh)
+    engine = Engine(config, sizes, dtype=dtype, mesh=mesh, exact=options.exact)
     compiled = engine.compilations
     del params
 
@@ -225,6 +227,7 @@ def _make_step(
             "train": end - train,
             "step": end - begin,
             "mismatch": metrics["mismatch/token_mult_prob_error"],
+            "unequal": metrics["mismatch/unequal"],
             "fill": np.count_nonzero(batch.ends) / batch.tokens.size,
             "compiled": float(compiled.total() - before),
             "sampled": float(sum(len(completion.tokens) for completion in done)),

@@ -102,9 +102,11 @@ def compose(
     without proximal log-probs gets one update, whose ratio is exactly 1.
 
     Metrics: policy/ratio, policy/clip_fraction_low, policy/clip_fraction_high,
-    policy/kl_to_proximal (KL(proximal || policy)), mismatch/token_mult_prob_error and
-    mismatch/kl (KL(behavior || proximal)), both without stale tokens, 0 if all tokens
-    are stale; those of the correction; and with reference log-probs
+    policy/kl_to_proximal (KL(proximal || policy)), mismatch/token_mult_prob_error,
+    mismatch/kl (KL(behavior || proximal)) and mismatch/unequal (share of tokens whose
+    log-prob under the policy is not the sampler's, to the last bit), without stale
+    tokens, 0 if all tokens are stale; with stale tokens mismatch/stale_kl, the KL of
+    these; those of the correction; and with reference log-probs
     policy/kl_to_reference (KL(policy || reference)). All KLs are k3, in nats per token.
 
     Args:
@@ -177,7 +179,11 @@ def compose(
             chosen = token_choice(jax.lax.stop_gradient(spread), mask)
             per_token = jnp.where(chosen, per_token, 0.0)
         fresh = mask if batch.stale is None else mask & ~batch.stale
-        metrics |= _mismatch_metrics(proximal, behavior, fresh)
+        metrics |= _mismatch_metrics(current, proximal, behavior, fresh)
+        if batch.stale is not None:
+            metrics["mismatch/stale_kl"] = diagnostics.approximate_kl(
+                behavior, proximal, mask & batch.stale
+            )
         if correction is not None:
             corrected = correction(proximal, behavior, mask, ids)
             per_token = jax.lax.stop_gradient(corrected.weights) * per_token
@@ -217,15 +223,18 @@ def _policy_metrics(
 
 
 def _mismatch_metrics(
+    current: Float[Array, "rows length"],
     proximal: Float[Array, "rows length"],
     behavior: Float[Array, "rows length"],
     mask: Bool[Array, "rows length"],
 ) -> dict[str, Metric]:
+    unequal = current.astype(jnp.float32) != behavior.astype(jnp.float32)
     return {
         "mismatch/token_mult_prob_error": diagnostics.token_mult_prob_error(
             proximal, behavior, mask
         ),
         "mismatch/kl": diagnostics.approximate_kl(behavior, proximal, mask),
+        "mismatch/unequal": masked(unequal.astype(jnp.float32), mask),
     }
 
 

@@ -194,12 +194,19 @@ def _check_kind(config: RewardConfig) -> None:
 
 
 def _check_rl(config: RLConfig) -> None:
+    if config.exact:
+        _check_exact(config)
     check_algorithm(config.algorithm, config.critic, config.distill)
     try:
         read_mesh(config.rollout.mesh)
     except MeshError as error:
         raise MeshError(f"--rollout.{error}") from error
     check_judges(config.rollout.judges, config.rollout.reward_cpus, "rollout.")
+    if config.mismatch.warn > config.mismatch.stop:
+        raise ConfigError(
+            f"--mismatch.warn: must be at most --mismatch.stop, "
+            f"{config.mismatch.stop:g}; got {config.mismatch.warn:g}"
+        )
     _check_rollout(config)
     _check_turns(config)
     name, rollout, update = config.algorithm.name, config.rollout, config.update
@@ -225,6 +232,19 @@ def _check_rl(config: RLConfig) -> None:
         raise ConfigError(
             f"--critic.warmup-steps: must be less than --steps, {config.steps}, or the "
             f"policy never learns; got {config.critic.warmup_steps}"
+        )
+
+
+def _check_exact(config: RLConfig) -> None:
+    """Refuses options that make sampler and trainer compute differently."""
+    if config.algorithm.name == "distillation":
+        raise ConfigError(
+            "--exact: distillation has no ratio of trainer and sampler; drop the option"
+        )
+    if config.rollout.dtype not in (None, config.dtype):
+        raise ConfigError(
+            f"--rollout.dtype: with --exact the sampler computes as the trainer does; "
+            f"got {config.rollout.dtype} beside --dtype {config.dtype}; drop the option"
         )
 
 

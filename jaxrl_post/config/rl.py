@@ -6,13 +6,30 @@ from typing import Annotated
 from jaxrl_post.config.algorithm import AlgorithmConfig, DistillConfig
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import DataConfig
-from jaxrl_post.config.fields import FREE, NOT_NEGATIVE
+from jaxrl_post.config.fields import COUNT, FREE, NOT_NEGATIVE
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import RunConfig
 
-__all__ = ["RLConfig"]
+__all__ = ["MismatchConfig", "RLConfig"]
+
+
+@dataclass(frozen=True)
+class MismatchConfig:
+    """How far sampler and trainer may differ, on the same parameters.
+
+    Both bounds are for mismatch/token_mult_prob_error, the mean factor by which they
+    differ in the probability of a sampled token: 1 where they agree. Tokens of older
+    parameters do not count.
+
+    Attributes:
+        warn: print a warning above it.
+        stop: end the run above it, before the optimizer step.
+    """
+
+    warn: Annotated[float, COUNT] = 1.05
+    stop: Annotated[float, COUNT] = 2.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,11 @@ class RLConfig(RunConfig):
         distill: how distillation compares student and teacher.
         reward: reward model that judges beside the environment.
         rollout: how samples are drawn and judged.
+        exact: the sampler's log-probs equal the trainer's to the last bit, whatever the
+            batch, at the cost of speed: a run stops if any differs, and no pass for old
+            log-probs is needed. Not for latent attention, nor for rotations that depend
+            on a sequence's length.
+        mismatch: how far sampler and trainer may differ.
     """
 
     env: str = "arithmetic"
@@ -45,3 +67,5 @@ class RLConfig(RunConfig):
     distill: DistillConfig = field(default_factory=DistillConfig)
     reward: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    exact: bool = False
+    mismatch: Annotated[MismatchConfig, FREE] = field(default_factory=MismatchConfig)

@@ -57,6 +57,12 @@ class RolloutConfig:
         cache_tokens: tokens, over all devices, whose keys and values the sampler holds;
             samples wait while its cache is full. What the samples of a prompt share
             counts once; what is left keeps earlier turns. 0 for what all slots need.
+        guesses: tokens that the sampler guesses for each sample in a forward pass, from
+            what followed the same tokens earlier in the sample or its prompt; 0 for
+            none. Right guesses save passes, and samples stay as they are. It pauses
+            where guesses are seldom right.
+        guess_rows: most rows of a forward pass with guesses: samples that decode, times
+            1 + `guesses`.
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
             differ (DAPO); groups beyond that wait for the next step.
         truncated: reward of an answer that was cut at `max_tokens`. zero: 0, whatever
@@ -100,6 +106,8 @@ class RolloutConfig:
     num_slots: Annotated[int, NOT_NEGATIVE] = 0
     steps_per_call: Annotated[int, NOT_NEGATIVE] = 0
     cache_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    guesses: Annotated[int, NOT_NEGATIVE] = 0
+    guess_rows: Annotated[int, COUNT] = 32
     dynamic_sampling: bool = False
     truncated: Literal["reward", "zero", "mask"] = "zero"
     overlong_buffer: Annotated[int, NOT_NEGATIVE] = 0

@@ -27,11 +27,15 @@ from jaxrl_post.learner.state import TrainState
 from jaxrl_post.sharding import partition_spec, place, processes, split_size
 from jaxrl_post.types import PyTree, TokenBatch, rows
 
-__all__ = ["DivergenceError", "Learner", "Scorer", "begin_training"]
+__all__ = ["DivergenceError", "Learner", "MismatchError", "Scorer", "begin_training"]
 
 
 class DivergenceError(RuntimeError):
     """The loss or gradient is not finite; no optimizer step was taken."""
+
+
+class MismatchError(RuntimeError):
+    """Sampler and trainer give tokens other log-probs; no optimizer step was taken."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,12 @@ class Learner:
     schedule: optax.Schedule | None = None
 
     def update(
-        self, state: TrainState, batch: TokenBatch, *, where: str
+        self,
+        state: TrainState,
+        batch: TokenBatch,
+        *,
+        where: str,
+        check: Callable[[dict[str, float]], None] = lambda metrics: None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Takes one optimizer step over all rows of a batch.
 
@@ -128,6 +137,7 @@ class Learner:
             state: the state before the step; donated, so do not use it again.
             batch: NumPy arrays; the number of rows is a multiple of `microbatch_rows`.
             where: name of the step, for errors.
+            check: called with the metrics before the optimizer step; may raise.
 
         Returns:
             The state after the step, and scalar metrics. If all tokens are masked, the
@@ -156,6 +166,7 @@ class Learner:
                     "and the last checkpoint is good. Lower the learning rate, or look "
                     "at this step's samples"
                 )
+        check(metrics)
         if self.schedule is not None:
             # optax multiplies floats by integers, which strict promotion refuses.
             with jax.numpy_dtype_promotion("standard"):
@@ -264,6 +275,7 @@ def begin_training(
     num_steps: int,
     row_tokens: int,
     temperature: float = 1.0,
+    exact: bool = False,
 ) -> tuple[Learner, TrainState]:
     """Makes a learner for a model, and the state of step 0.
 
@@ -275,6 +287,7 @@ def begin_training(
         num_steps: number of optimizer steps after which a schedule ends.
         row_tokens: length of a packed row.
         temperature: the sampling temperature, which divides the logits.
+        exact: as `Policy.exact`.
 
     Raises:
         ConfigError: router losses are set for a model without experts.
@@ -300,6 +313,7 @@ def begin_training(
         router_balance=update.router_balance,
         router_z=update.router_z,
         scan=update.scan_layers,
+        exact=exact,
     )
     predictor = None
     if model.adaptation is not None:

@@ -57,10 +57,13 @@ def open_reference(
         ConfigError: the directory's tokenizer has other ids.
     """
     if directory is None:
+        # Nothing is compared with a reference's last bits.
+        policy = replace(learner.policy, exact=False)
+        scorer = replace(learner.scorer, policy=policy)
         if model.adaptation is not None:
-            return Reference(learner.scorer, model.base)
+            return Reference(scorer, model.base)
         # Copy the arrays, because the first update donates the originals.
-        return Reference(learner.scorer, jax.tree.map(jnp.copy, model.params))
+        return Reference(scorer, jax.tree.map(jnp.copy, model.params))
     frozen = open_model(
         directory,
         mesh=",".join(f"{name}{size}" for name, size in model.mesh.shape.items()),

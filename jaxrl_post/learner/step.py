@@ -28,6 +28,8 @@ from jaxrl_post.models import (
     values,
 )
 from jaxrl_post.models.decoder import Remat
+from jaxrl_post.models.exact import exact_forward
+from jaxrl_post.models.exact_head import ExactHead
 from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, Float, PyTree, TokenBatch
 
@@ -74,6 +76,8 @@ class Policy:
         router_balance: weight of the experts' load-balancing loss.
         router_z: weight of the routers' z-loss.
         scan: whether repeated layers are compiled once, as a loop.
+        exact: whether the values of log-probs are those of `models.exact`, which the
+            sampler gives to the last bit. Their gradient is that of `forward`.
     """
 
     config: ModelConfig
@@ -83,6 +87,7 @@ class Policy:
     router_balance: float = 0.0
     router_z: float = 0.0
     scan: bool = False
+    exact: bool = False
 
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
         """Calls the function `predict`."""
@@ -154,9 +159,52 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
         softcap=None if cap is None else cap * divisor,
         rules=policy.rules,
     )
+    logprobs = predicted.logprob
+    if policy.exact:
+        logprobs = _with_value(logprobs, _exact_logprobs(policy, params, batch))
     return own._replace(
-        logprobs=predicted.logprob, entropy=predicted.entropy, values_after=after
+        logprobs=logprobs, entropy=predicted.entropy, values_after=after
     )
+
+
+def _exact_logprobs(
+    policy: Policy, params: PyTree, batch: TokenBatch
+) -> Float[Array, "rows length"]:
+    params, rules = jax.lax.stop_gradient(params), policy.rules
+    shape, ends = batch.tokens.shape, jnp.asarray(batch.ends)
+    hidden, _ = exact_forward(
+        params,
+        policy.config,
+        jnp.asarray(batch.tokens),
+        positions=jnp.asarray(batch.positions),
+        counted=ends > 0,
+        ends=ends,
+        rules=rules,
+    )
+    logprobs = ExactHead(params, policy.config, rules).score(
+        _before(hidden, batch).reshape(-1, hidden.shape[-1]),
+        jnp.asarray(batch.tokens).reshape(-1),
+        policy.temperature,
+        jnp.asarray(batch.loss_mask).reshape(-1),
+    )
+    return logprobs.reshape(shape)
+
+
+@jax.custom_vjp
+def _with_value(differentiable: Array, value: Array) -> Array:
+    """Returns `value`, with the gradient of `differentiable`."""
+    return value
+
+
+def _with_value_forward(differentiable: Array, value: Array) -> tuple[Array, None]:
+    return value, None
+
+
+def _with_value_backward(_: None, cotangent: Array) -> tuple[Array, Array]:
+    return cotangent, jnp.zeros_like(cotangent)
+
+
+_with_value.defvjp(_with_value_forward, _with_value_backward)
 
 
 def _routed_states(

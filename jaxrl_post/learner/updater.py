@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
 from jaxrl_post.learner.credit import credited
-from jaxrl_post.learner.learner import Learner
+from jaxrl_post.learner.learner import Learner, MismatchError
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.reference import Reference
 from jaxrl_post.learner.state import TrainState
@@ -30,6 +31,11 @@ from jaxrl_post.sharding import split_size
 from jaxrl_post.types import TokenBatch
 
 __all__ = ["Critic", "Updater", "longest_sequence", "row_tokens"]
+
+logger = logging.getLogger(__name__)
+
+# Metrics of how well sampler and trainer agree.
+FACTOR, UNEQUAL = "mismatch/token_mult_prob_error", "mismatch/unequal"
 
 
 @dataclass
@@ -122,12 +128,17 @@ class Updater:
             for epoch in range(update.epochs):
                 for index, piece in enumerate(pieces):
                     where = f"step {number}, epoch {epoch + 1}, minibatch {index + 1}"
-                    collected.append(self._updated(piece, number, where))
+                    first = not collected
+                    collected.append(self._updated(piece, number, where, first=first))
             jax.block_until_ready(self.state.params)
-        return metrics | {
+        metrics |= {
             name: float(np.mean([metrics[name] for metrics in collected]))
             for name in collected[0]
         }
+        if UNEQUAL in metrics:
+            # Later updates have other parameters than the sampler had.
+            metrics[UNEQUAL] = collected[0][UNEQUAL]
+        return metrics
 
     def snapshot(self) -> TrainState:
         """Returns all arrays of a checkpoint."""
@@ -202,8 +213,17 @@ class Updater:
             )
         )
 
-    def _updated(self, piece: TokenBatch, number: int, where: str) -> dict[str, float]:
-        """Takes one optimizer step of the critic, if any, and of the policy."""
+    def _updated(
+        self, piece: TokenBatch, number: int, where: str, *, first: bool
+    ) -> dict[str, float]:
+        """Takes one optimizer step of the critic, if any, and of the policy.
+
+        Args:
+            piece: the minibatch.
+            number: of the step.
+            where: name of the update, for errors.
+            first: whether the parameters are those that sampled.
+        """
         metrics: dict[str, float] = {}
         if self.critic is not None:
             self.critic.state, found = self.critic.learner.update(
@@ -214,9 +234,47 @@ class Updater:
                 for name, value in found.items()
             }
         if number > self.config.critic.warmup_steps:
-            self.state, found = self.learner.update(self.state, piece, where=where)
+            check = functools.partial(self._check_mismatch, where)
+            self.state, found = self.learner.update(
+                self.state, piece, where=where, check=check if first else _no_check
+            )
             metrics |= found
         return metrics
+
+    def _check_mismatch(self, where: str, metrics: dict[str, float]) -> None:
+        """Compares sampler and trainer on the same parameters, before they train.
+
+        Raises:
+            MismatchError: they differ by more than `--mismatch.stop`, or at all in
+                exact mode.
+        """
+        bounds, factor = self.config.mismatch, metrics.get(FACTOR)
+        if factor is None:
+            return
+        unequal = metrics[UNEQUAL]
+        said = (
+            f"{where}: sampler and trainer differ by a factor of {factor:.6g} in the "
+            f"probability of a sampled token ({FACTOR}); the log-probs of "
+            f"{unequal:.4%} of the tokens are not equal"
+        )
+        if self.config.exact and unequal:
+            raise MismatchError(
+                f"{said}, and --exact promises that all are. No optimizer step was "
+                "taken. Please report the model's config, --mesh and the device"
+            )
+        if factor > bounds.stop:
+            raise MismatchError(
+                f"{said}; --mismatch.stop is {bounds.stop:g}. No optimizer step was "
+                "taken. Does the sampler have the trainer's parameters and dtype? "
+                "Raise the bound to go on"
+            )
+        if factor > bounds.warn:
+            logger.warning(
+                "%s; --mismatch.warn is %g. Compare with --dtype float32, or try "
+                "--exact",
+                said,
+                bounds.warn,
+            )
 
     def _minibatches(
         self, sequences: list[packing.Sequence], number: int
@@ -255,6 +313,10 @@ class Updater:
     def _scored(self, batch: TokenBatch, needs_proximal: bool) -> TokenBatch:
         found: dict[str, Any] = {}
         values = None
+        if needs_proximal and self.config.exact and batch.stale is None:
+            # They are what the trainer would compute, to the last bit.
+            found["proximal_logprobs"] = batch.behavior_logprobs
+            needs_proximal = False
         if needs_proximal or self.model.config.head == "lm+value":
             whole = self.model.whole(self.state.params)
             predicted = self.learner.scorer.predict(whole, batch)
@@ -279,6 +341,10 @@ class Updater:
     def _credit(self) -> Callable[[TokenBatch], TokenBatch]:
         assert self.algorithm.credit is not None
         return jax.jit(self.algorithm.credit)
+
+
+def _no_check(metrics: dict[str, float]) -> None:
+    """Of later updates, whose parameters are not those that sampled."""
 
 
 def _packing_metrics(

@@ -15,7 +15,7 @@ from jaxrl_post.models.rope import apply_rope
 from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["Context", "grouped_query", "latent_attention"]
+__all__ = ["Context", "grouped_query", "latent_attention", "query_key_value"]
 
 HEAD_AXES = ("batch", "length", "heads", "head_dim")
 # Training uses the cache's layout too.
@@ -52,6 +52,24 @@ def grouped_query(
     Returns:
         The update of the residual stream, and the cache with these tokens.
     """
+    query, key, value = query_key_value(config, params, x, context)
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    attended, entry = _attend(config, query, key, value, context, rules, params.sinks)
+    attended = attended.reshape(x.shape[0], -1)
+    return project(attended, params.output, params.output_bias, inputs=2), entry
+
+
+def query_key_value(
+    config: ModelConfig,
+    params: AttentionParams[Array],
+    x: Float[Array, "tokens hidden"],
+    context: Context,
+) -> tuple[
+    Float[Array, "batch length heads head_dim"],
+    Float[Array, "batch length kv_heads head_dim"],
+    Float[Array, "batch length kv_heads head_dim"],
+]:
+    """Projects to rotated queries and keys, and to values."""
     shape = context.positions.shape
     query = to_heads(x, params.query, params.query_bias, shape)
     key = to_heads(x, params.key, params.key_bias, shape)
@@ -63,11 +81,7 @@ def grouped_query(
         bound = config.qkv_clip
         query, key, value = (jnp.clip(a, -bound, bound) for a in (query, key, value))
     query, key = _rotate(config, query, context), _rotate(config, key, context)
-    query = _scaled(config, query, context)
-    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-    attended, entry = _attend(config, query, key, value, context, rules, params.sinks)
-    attended = attended.reshape(x.shape[0], -1)
-    return project(attended, params.output, params.output_bias, inputs=2), entry
+    return _scaled(config, query, context), key, value
 
 
 def latent_attention(

@@ -22,6 +22,7 @@ __all__ = [
     "forward",
     "forward_with_routing",
     "logits",
+    "logits_of",
     "unembedding",
     "values",
 ]
@@ -138,8 +139,23 @@ def logits(
     hidden: Float[Array, "*batch hidden"],
 ) -> Float[Array, "*batch vocab"]:
     """Maps hidden states to float32 logits."""
+    return logits_of(config, unembedding(params), hidden)
+
+
+def logits_of(
+    config: ModelConfig,
+    weight: Float[Array, "vocab hidden"],
+    hidden: Float[Array, "*batch hidden"],
+) -> Float[Array, "*batch vocab"]:
+    """Maps hidden states to float32 logits by a matrix, such as that of `unembedding`.
+
+    Args:
+        config: gives the divisor and cap of the logits.
+        weight: rows of the vocabulary.
+        hidden: final hidden states.
+    """
     product = jnp.einsum(
-        "...d,vd->...v", hidden, unembedding(params), preferred_element_type=jnp.float32
+        "...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32
     )
     if config.logit_divisor != 1.0:
         product = product / config.logit_divisor

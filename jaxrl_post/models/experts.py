@@ -34,6 +34,7 @@ __all__ = [
     "busiest",
     "load_balance",
     "mixture",
+    "partial_mixture",
     "route",
     "router_z",
     "routing",
@@ -214,6 +215,29 @@ def mixture(
     return mixed, chosen
 
 
+def partial_mixture(
+    config: ModelConfig,
+    experts: MixtureOfExperts,
+    params: ExpertsParams[Array],
+    x: Float[Array, "tokens hidden"],
+    over_ffn: tuple[str, ...],
+) -> Float[Array, "tokens hidden"]:
+    """This device's part of the routed experts; the devices' parts must be added.
+
+    Args:
+        config: the model's config.
+        experts: the mixture's config.
+        params: all experts, with this device's part of their width.
+        x: normalised hidden states.
+        over_ffn: mesh axes of a `shard_map` that split the width.
+    """
+    chosen = route(experts, params, x)
+    biases = (params.gate_bias, params.up_bias, params.down_bias)
+    weights = (params.gate, params.up, params.down, *biases)
+    run = functools.partial(_local, config.activation, (), over_ffn, summed=False)
+    return run(x, chosen.experts, chosen.weights, weights)
+
+
 def _experts(
     activation: Activation,
     params: ExpertsParams[Array],
@@ -268,6 +292,7 @@ def _local(
     matrices: tuple[Any, ...],
     *,
     gathered: tuple[str, ...] = (),
+    summed: bool = True,
 ) -> Array:
     """Applies this device's experts to all tokens of its group.
 
@@ -280,6 +305,7 @@ def _local(
         weights: float32 weights of `chosen`.
         matrices: gate, up, down and their biases, of this device's experts.
         gathered: the axes of `over_experts` along which devices hold different tokens.
+        summed: whether to add the parts of the devices that split the experts.
     """
     gate_w, up_w, down_w, gate_b, up_b, down_b = matrices
     dtype = x.dtype
@@ -316,7 +342,7 @@ def _local(
     here = (own < count).reshape(-1, per_token, 1)
     out = jnp.where(here, out * weights[..., None], 0.0).sum(axis=1)
     whole = tuple(axis for axis in (*over_experts, *over_ffn) if axis not in gathered)
-    if whole:
+    if whole and summed:
         out = jax.lax.psum(out, whole)
     if gathered:
         out = jax.lax.psum_scatter(out, gathered, tiled=True)

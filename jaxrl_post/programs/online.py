@@ -11,6 +11,7 @@ from rich.console import Console
 
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.horizon import optimizer_steps
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
@@ -34,10 +35,15 @@ from jaxrl_post.learner.reference import (
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Critic, Updater, longest_sequence, row_tokens
 from jaxrl_post.models import ModelConfig
+from jaxrl_post.models.exact import check_exact
 from jaxrl_post.programs.experience import Evaluation, Experience, make_collector
 from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.judge import open_judge
-from jaxrl_post.programs.layouts import gathered_bytes, sampler_layout
+from jaxrl_post.programs.layouts import (
+    SamplerLayout,
+    gathered_bytes,
+    sampler_layout,
+)
 from jaxrl_post.programs.loop import train
 from jaxrl_post.programs.rl import Trainer, engine_sizes, make_engine
 from jaxrl_post.programs.run import (
@@ -80,8 +86,8 @@ def run_rl(
     Raises:
         ConfigError: options contradict each other or the model.
         MeshError: the mesh does not fit; raised before anything is compiled.
-        DivergenceError, FailedRolloutsError, RolloutTimeoutError, CheckpointError: the
-            last checkpoint stays whole.
+        DivergenceError, MismatchError, FailedRolloutsError, RolloutTimeoutError,
+            CheckpointError: the last checkpoint stays whole.
     """
     check_options(config)
     fetched = fetch_run(config, console=console)
@@ -143,6 +149,8 @@ def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
     """Sets `max_prompt_tokens` from the prompts; checks critic, mesh and sizes."""
     check_critic(config, model)
     weights = sampler_layout(config.rollout, model)
+    if config.exact:
+        _check_exact(model, weights)
     _, longest = fitting(model.tokenizer, model.config)
     rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
     split = split_size("batch", weights.mesh, model.rules)
@@ -150,6 +158,29 @@ def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
     config = dataclasses.replace(config, rollout=rollout)
     row_tokens(config, model)
     return config
+
+
+def _check_exact(model: Model, weights: SamplerLayout) -> None:
+    """Refuses models and meshes on which sampler and trainer cannot agree exactly."""
+    trainer, sampler = (
+        split_size("heads", mesh, model.rules) for mesh in (model.mesh, weights.mesh)
+    )
+    if trainer != sampler:
+        raise ConfigError(
+            f"--rollout.mesh: with --exact its tp must be that of --mesh, {trainer}; "
+            f"got {sampler}: sums over other parts round differently"
+        )
+    adaptation = model.adaptation
+    if trainer > 1 and adaptation is not None and adaptation.lora.dora:
+        raise ConfigError(
+            "--lora.dora: with --exact a device computes the norms of whole matrices, "
+            f"but tp splits them over {trainer}; drop the option, or use a mesh "
+            "without tp"
+        )
+    try:
+        check_exact(model.config, trainer)
+    except ValueError as error:
+        raise ConfigError(f"--exact: {error}; drop the option") from error
 
 
 def _warm_started(
@@ -201,7 +232,11 @@ def _trainer(
         )
         critic = Critic(value_model, learner, state)
     learner, state = begin(
-        model, algorithm.objective, config.optimizer, num_steps=policy_steps
+        model,
+        algorithm.objective,
+        config.optimizer,
+        num_steps=policy_steps,
+        exact=config.exact,
     )
     reference = None
     if algorithm.needs_reference or algorithm.divergence is not None:
@@ -242,7 +277,9 @@ def _trainer(
         critic=critic,
     )
     weights = sampler_layout(config.rollout, model)
-    engine = make_engine(config.rollout, model, weights, seed=config.seed)
+    engine = make_engine(
+        config.rollout, model, weights, seed=config.seed, exact=config.exact
+    )
     return Trainer(engine, experience, updater, weights, demonstrations)
 
 

@@ -78,6 +78,9 @@ class Trainer:
         metrics |= {f"time/{name}": s for name, s in self.updater.phases.items()}
         metrics["time/step"] = seconds
         metrics["throughput/tokens_per_second"] = tokens / seconds
+        guessing = self.engine.guessing
+        if guessing.passes:
+            metrics["sampler/tokens_per_pass"] = guessing.tokens / guessing.passes
         metrics["sampler/compilations"] = float(self.engine.compilations.total())
         return metrics, groups
 
@@ -154,7 +157,12 @@ class Trainer:
 
 
 def make_engine(
-    rollout: RolloutConfig, model: Model, weights: SamplerLayout, *, seed: int
+    rollout: RolloutConfig,
+    model: Model,
+    weights: SamplerLayout,
+    *,
+    seed: int,
+    exact: bool = False,
 ) -> Engine:
     """Makes a sampler with sizes from the configuration.
 
@@ -163,6 +171,7 @@ def make_engine(
         model: architecture and tokenizer; its parameters are not used.
         weights: the sampler's mesh and dtype.
         seed: of the sampling noise.
+        exact: as `Engine` has it.
     """
     sizes = engine_sizes(
         rollout,
@@ -177,6 +186,7 @@ def make_engine(
         mesh=weights.mesh,
         rules=model.rules,
         detokenize=model.tokenizer.decode,
+        exact=exact,
     )
 
 
@@ -204,6 +214,8 @@ def engine_sizes(rollout: RolloutConfig, split: int, *, stop_ids: int) -> Engine
         steps_per_call=rollout.steps_per_call or -(-rollout.max_tokens // calls),
         max_stop_ids=max(4, stop_ids),
         cache_tokens=rollout.cache_tokens,
+        guesses=rollout.guesses,
+        guess_rows=rollout.guess_rows,
     )
     if rollout.cache_tokens:
         try:

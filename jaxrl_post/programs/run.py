@@ -21,7 +21,11 @@ from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.examples.packed import Examples, batches
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.checkpoint import CheckpointError, Checkpoints
-from jaxrl_post.learner.learner import DivergenceError, begin_training
+from jaxrl_post.learner.learner import (
+    DivergenceError,
+    MismatchError,
+    begin_training,
+)
 from jaxrl_post.learner.model import Model, open_model, save_model, versions
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
@@ -53,6 +57,7 @@ RUN_ERRORS = (
     OSError,
     CheckpointError,
     DivergenceError,
+    MismatchError,
     ProcessesError,
 )
 

@@ -33,6 +33,9 @@ def rollout_metrics(
         "rollout/stopped_fraction": float(np.mean(stopped)),
         "rollout/staleness": float(np.mean(ages)),
         "rollout/kept_mass": float(np.mean(np.exp(masses.astype(np.float64)))),
+        # KL(q || p) of q, the policy p without the tokens that top-k, top-p and min-p
+        # cut: E_q[log(p / mass) - log p].
+        "mismatch/truncation_kl": abs(float(np.mean(masses.astype(np.float64)))),
         "advantage/mean": float(np.mean(values)),
         "advantage/std": float(np.std(values)),
     }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.pages import Shared
 from jaxrl_post.sampler.prefixes import Path, num_pages
 from jaxrl_post.sampler.sampling import SamplingArrays
 from jaxrl_post.sampler.scheduler import Burst, Chunk
@@ -40,7 +41,7 @@ def _prefill_rows(
 ) -> device.PrefillRows:
     split = len(parts)
     tokens = np.zeros((split * count, length), np.int32)
-    starts = np.zeros((split * count,), np.int32)
+    starts, lengths = (np.zeros((split * count,), np.int32) for _ in range(2))
     pages = _no_pages(split * count, length // PAGE)
     groups: list[list[tuple[Path, list[int]]]] = []
     for part, chunks in enumerate(parts):
@@ -49,6 +50,7 @@ def _prefill_rows(
             last = chunk.first + chunk.size
             tokens[row, : chunk.size] = segment.tokens[chunk.first : last]
             starts[row] = segment.start + chunk.first
+            lengths[row] = chunk.size
             own = segment.pages[chunk.first // PAGE : pages_for(last)]
             pages[row, : len(own)] = own
         groups.append([(chunk.path, [i]) for i, chunk in enumerate(chunks)])
@@ -56,18 +58,26 @@ def _prefill_rows(
     most = max(num_pages(path) for group in groups for path, _ in group)
     if most:
         shared = _shared(groups, count, count, 1, sizes.shared_pages(most))
-    return device.PrefillRows(tokens, starts, pages, shared)
+    return device.PrefillRows(tokens, starts, lengths, pages, shared)
 
 
-def rows(burst: Burst, sizes: EngineConfig, split: int) -> device.Rows:
+def rows(
+    burst: Burst, sizes: EngineConfig, split: int, *, guesses: bool = False
+) -> device.Rows:
     """Makes the arguments of `decode.decode`.
 
     Args:
         burst: the samples.
         sizes: the engine's sizes.
         split: parts of the mesh.
+        guesses: whether the burst guesses, from the rows' history.
     """
     count = split * burst.slots
+    history = None
+    if guesses:
+        longest = 1 + max(sample.position for part in burst.rows for sample in part)
+        length = sizes.history(longest + sizes.steps_per_call)
+        history = np.zeros((count, length), np.int32)
     integers = lambda: np.zeros((count,), np.int32)  # noqa: E731
     made = device.Rows(
         tokens=integers(),
@@ -92,6 +102,7 @@ def rows(burst: Burst, sizes: EngineConfig, split: int) -> device.Rows:
             burst.members,
             burst.shared_pages,
         ),
+        history=history,
     )
     for part, samples in enumerate(burst.rows):
         for index, sample in enumerate(samples):
@@ -112,6 +123,9 @@ def rows(burst: Burst, sizes: EngineConfig, split: int) -> device.Rows:
             made.counts[row] = own.computed
             pages = own.pages[: burst.own_pages]
             made.pages[row, : len(pages)] = pages
+            if history is not None:
+                said = (*request.prompt, *sample.tokens.ids.tolist())
+                history[row, : len(said)] = said
     return made
 
 
@@ -121,7 +135,7 @@ def _shared(
     num_groups: int,
     members: int,
     num_pages: int,
-) -> device.Shared:
+) -> Shared:
     """The pages of each part's groups, and the place of each of its slots."""
     split = len(groups)
     shape = (split * num_groups, num_pages)
@@ -138,7 +152,7 @@ def _shared(
                     starts[group, at] = segment.start + page * PAGE
                     counts[group, at] = min(PAGE, count - page * PAGE)
                     at += 1
-    return device.Shared(pages, starts, counts, places, members)
+    return Shared(pages, starts, counts, places, members)
 
 
 def _no_pages(rows: int, count: int) -> np.ndarray:

@@ -10,58 +10,31 @@ all tokens are sampled by the same code.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward, logits
-from jaxrl_post.models.cache import SharedCache
+from jaxrl_post.models.exact import exact_forward
+from jaxrl_post.models.exact_head import ExactHead
+from jaxrl_post.sampler.guessing import look_up
+from jaxrl_post.sampler.pages import (
+    Pages,
+    Shared,
+    own_entries,
+    read_pages,
+    read_paths,
+    read_shared,
+    write_pages,
+)
 from jaxrl_post.sampler.sampling import SamplingArrays, sample
 from jaxrl_post.sampler.sizes import PAGE, pages_for
-from jaxrl_post.sharding import Rules, dividing_axes
+from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, HostOrDevice, Int, Key, UInt
 
-__all__ = ["Emitted", "Pages", "PrefillRows", "Rows", "Shared", "decode", "prefill"]
-
-NO_TOKEN = jnp.iinfo(jnp.int32).max
-
-
-@struct.dataclass
-class Pages:
-    """Keys and values of all layers in pages of PAGE tokens, one array per layer."""
-
-    keys: tuple[Float[Array, "pages kv_heads page head_dim"], ...]
-    values: tuple[Float[Array, "pages kv_heads page value_dim"], ...]
-
-    @classmethod
-    def zeros(cls, config: ModelConfig, pages: int, dtype: DTypeLike) -> "Pages":
-        """Makes an empty cache."""
-        cache = KVCache.zeros(config, pages, PAGE, dtype)
-        return cls(cache.keys, cache.values)
-
-
-@struct.dataclass
-class Shared:
-    """What groups of rows read together; padded with groups without tokens.
-
-    Attributes:
-        pages: int32, pages in the order of the path; unused ones may be any.
-        starts: int32, position of each page's first token.
-        counts: int32, number of tokens of each page; 0 for unused ones.
-        places: int32, as in `kernels.decode_attention.SharedKeys`.
-        members: as there; static.
-    """
-
-    pages: Int[HostOrDevice, "groups shared_pages"]
-    starts: Int[HostOrDevice, "groups shared_pages"]
-    counts: Int[HostOrDevice, "groups shared_pages"]
-    places: Int[HostOrDevice, " rows"]
-    members: int = struct.field(pytree_node=False)
+__all__ = ["Emitted", "PrefillRows", "Rows", "decode", "prefill"]
 
 
 @struct.dataclass
@@ -71,12 +44,14 @@ class PrefillRows:
     Attributes:
         tokens: int32, padded on the right with any id.
         starts: int32, position of each row's first token.
+        sizes: int32, number of tokens of each row.
         pages: int32, pages to write to; the number of pages or more for none.
         shared: the tokens before the chunks; None if no chunk has any.
     """
 
     tokens: Int[HostOrDevice, "rows length"]
     starts: Int[HostOrDevice, " rows"]
+    sizes: Int[HostOrDevice, " rows"]
     pages: Int[HostOrDevice, "rows chunk_pages"]
     shared: Shared | None
 
@@ -97,6 +72,7 @@ class Rows:
         counts: int32, number of own entries that have been computed.
         pages: int32, own pages; the number of pages or more for none.
         shared: the context of the samples.
+        history: int32, all tokens of each row, padded with any; None without guesses.
     """
 
     tokens: Int[HostOrDevice, " rows"]
@@ -110,15 +86,16 @@ class Rows:
     counts: Int[HostOrDevice, " rows"]
     pages: Int[HostOrDevice, "rows own_pages"]
     shared: Shared
+    history: Int[HostOrDevice, "rows history"] | None = None
 
 
 @struct.dataclass
 class Emitted:
-    """The tokens that `decode` sampled; token -1 where a row sampled none."""
+    """The tokens that `decode` sampled, [steps, rows]; -1 where a row sampled none."""
 
-    tokens: Int[HostOrDevice, "*steps rows"]
-    logprobs: Float[HostOrDevice, "*steps rows"]
-    log_masses: Float[HostOrDevice, "*steps rows"]
+    tokens: Int[HostOrDevice, "steps rows"]
+    logprobs: Float[HostOrDevice, "steps rows"]
+    log_masses: Float[HostOrDevice, "steps rows"]
 
 
 def prefill(
@@ -127,6 +104,8 @@ def prefill(
     pages: Pages,
     rows: PrefillRows,
     rules: Rules,
+    *,
+    exact: bool = False,
 ) -> Pages:
     """Computes the keys and values of chunks and stores them in their pages.
 
@@ -136,10 +115,15 @@ def prefill(
         pages: donated by the engine.
         rows: the chunks.
         rules: sharding of activations.
+        exact: static; whether the keys' bits depend on their paths alone.
     """
     count, length = rows.tokens.shape
+    if exact:
+        return _prefill_exactly(params, config, pages, rows, rules)
     zeros = KVCache.zeros(config, count, length, pages.keys[0].dtype)
-    shared = None if rows.shared is None else _shared(config, pages, rows.shared, rules)
+    shared = (
+        None if rows.shared is None else read_shared(config, pages, rows.shared, rules)
+    )
     starts = jnp.asarray(rows.starts)
     view = dataclasses.replace(zeros, starts=starts, shared=shared)
     positions = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
@@ -152,7 +136,7 @@ def prefill(
         rules=rules,
     )
     first = jnp.zeros((count,), jnp.int32)
-    return _written(config, pages, view, rows.pages, first, length // PAGE, rules)
+    return write_pages(config, pages, view, rows.pages, first, length // PAGE, rules)
 
 
 def decode(
@@ -167,7 +151,9 @@ def decode(
     num_steps: int,
     split: int,
     truncate: bool,
-) -> tuple[Pages, Emitted]:
+    exact: bool = False,
+    guesses: int = 0,
+) -> tuple[Pages, Emitted, Int[Array, " rows"]]:
     """Samples up to `num_steps` tokens in every row.
 
     A row that stops goes idle. The burst ends early when no part of the mesh has more
@@ -184,195 +170,236 @@ def decode(
         num_steps: static.
         split: static; parts into which the mesh splits the rows.
         truncate: static, as in `sampling.sample`.
+        exact: static; whether a token's log-prob depends on its path alone, to the last
+            bit (`models.exact`).
+        guesses: static; tokens that a pass guesses from the rows' history.
+
+    Returns:
+        The pages, the tokens, and the number of forward passes of each row.
     """
     rows = jax.tree.map(jnp.asarray, rows)
     count = rows.tokens.shape[0]
-    view = KVCache(
-        keys=_read(config, pages.keys, rows.pages, _filled(rows), rules),
-        values=_read(config, pages.values, rows.pages, _filled(rows), rules),
-        starts=rows.starts,
-        shared=_shared(config, pages, rows.shared, rules),
-    )
+    if exact:
+        view = read_paths(
+            config, pages, rows.shared, rows.pages, rows.starts, rows.counts, rules
+        )
+    else:
+        view = KVCache(
+            keys=read_pages(config, pages.keys, rows.pages, _filled(rows), rules),
+            values=read_pages(config, pages.values, rows.pages, _filled(rows), rules),
+            starts=rows.starts,
+            shared=read_shared(config, pages, rows.shared, rules),
+        )
     sample_keys = jax.vmap(
         lambda prompt, index: jax.random.fold_in(jax.random.fold_in(key, prompt), index)
     )(rows.prompt_ids, rows.sample_indices)
-    nothing = Emitted(
-        jnp.full((num_steps, count), -1, jnp.int32),
-        jnp.zeros((num_steps, count), jnp.float32),
-        jnp.zeros((num_steps, count), jnp.float32),
-    )
+    head, width = ExactHead(params, config, rules), guesses + 1
+    sampling = rows.sampling
+    if exact:
+        # The logits come divided by the temperature; 0 stays greedy.
+        greedy = sampling.temperature == 0
+        scale = jnp.repeat(1.0 / jnp.where(greedy, 1.0, sampling.temperature), width)
+        sampling = sampling._replace(temperature=jnp.where(greedy, 0.0, 1.0))
+    sampling = jax.tree.map(lambda array: jnp.repeat(array, width), sampling)
     # What the loop does not change stays outside of its state.
     fixed = view.starts, view.shared
+    inside = jnp.arange(width, dtype=jnp.int32)
 
-    def going_on(state: Any) -> Array:
-        step, _, _, _, active, _, _ = state
-        by_part = active.reshape(split, -1).sum(axis=1)
-        return (step < num_steps) & (by_part.max() > floor)
-
-    def body(state: Any) -> Any:
-        step, tokens, positions, remaining, active, (keys, values), emitted = state
-        hidden, after = forward(
-            params,
-            config,
-            tokens[:, None],
-            positions=positions[:, None],
-            kv_view=KVCache(keys, values, *fixed),
-            rules=rules,
-        )
-        # The noise is keyed by the position of the drawn token, not of the fed one.
-        drawn_at = positions + 1
-        uniforms = jax.vmap(
-            lambda key, at: jax.random.uniform(
-                jax.random.fold_in(key, at), dtype=jnp.float32
+    def score(fed: Array, at: Array, active: Array, entries: Any) -> Any:
+        """Logits [count * width, vocab] after the fed tokens, and the new entries."""
+        keys, values = entries
+        cache = KVCache(keys, values, *fixed)
+        counted = jnp.broadcast_to(active[:, None], fed.shape)
+        if exact:
+            hidden, after = exact_forward(
+                params,
+                config,
+                fed,
+                positions=at,
+                counted=counted,
+                cache=cache,
+                rules=rules,
             )
-        )(sample_keys, drawn_at)
+        else:
+            hidden, after = forward(
+                params, config, fed, positions=at, kv_view=cache, rules=rules
+            )
+        assert after is not None
+        hidden = hidden.reshape(count * width, -1)
+        if exact:
+            scores = head.logits(hidden, scale, counted.reshape(-1))
+        else:
+            scores = logits(params, config, hidden)
+        return scores, (after.keys, after.values)
+
+    def draw(scores: Array, at: Array, active: Array) -> Emitted:
+        """The tokens after positions `at`, [count, width]."""
+        # The noise is keyed by the position of the drawn token, not of the fed one.
+        uniforms = jax.vmap(
+            lambda key, at: jax.vmap(
+                lambda at: jax.random.uniform(
+                    jax.random.fold_in(key, at), dtype=jnp.float32
+                )
+            )(at)
+        )(sample_keys, at + 1)
         drawn = sample(
-            logits(params, config, hidden[:, 0]),
-            uniforms,
-            rows.sampling,
-            truncate=truncate,
+            scores, uniforms.reshape(-1), sampling, truncate=truncate, rules=rules
         )
-        new = Emitted(
-            jnp.where(active, drawn.tokens, -1), drawn.logprobs, drawn.log_masses
-        )
-        emitted = jax.tree.map(lambda all_, one: all_.at[step].set(one), emitted, new)
-        remaining = remaining - 1
-        stopped = (drawn.tokens[:, None] == rows.stop_ids).any(axis=1)
+        logprobs = drawn.logprobs
+        if exact:
+            counted = jnp.repeat(active, width)
+            logprobs = head.logprobs(scores, drawn.tokens, counted)
+        found = Emitted(drawn.tokens, logprobs, drawn.log_masses)
+        return jax.tree.map(lambda leaf: leaf.reshape(count, width), found)
+
+    def going_on(state: _Burst) -> Array:
+        by_part = state.active.reshape(split, -1).sum(axis=1)
+        return (state.steps < num_steps) & (by_part.max() > floor)
+
+    def body(state: _Burst) -> _Burst:
+        active, at = state.active, state.positions[:, None] + inside
+        fed = state.tokens[:, None]
+        if guesses:
+            assert state.history is not None
+            guessed = look_up(state.history, state.positions + 1, guesses)
+            fed = jnp.concatenate([fed, jnp.maximum(guessed, 0)], axis=1)
+        scores, entries = score(fed, at, active, state.entries)
+        drawn = draw(scores, at, active)
+        stops = (drawn.tokens[:, :, None] == rows.stop_ids[:, None]).any(axis=2)
+        # A token counts if the one before it does, did not end the sample, and was
+        # guessed; the burst has no room for more than `num_steps`.
+        most = jnp.minimum(state.remaining, num_steps - state.counts)
+        kept = active[:, None] & (inside < most[:, None])
+        if guesses:
+            right = (guessed == drawn.tokens[:, :-1]) & ~stops[:, :-1]
+            chain = jnp.cumprod(right, axis=1, dtype=jnp.int32).astype(jnp.bool_)
+            kept = kept.at[:, 1:].set(kept[:, 1:] & chain)
+        new = kept.sum(axis=1, dtype=jnp.int32)
+        stopped = (stops & kept).any(axis=1)
+        remaining = state.remaining - new
+        counts = state.counts + new
         left = active & ~stopped & (remaining > 0)
-        return (
-            step + 1,
-            jnp.where(left, drawn.tokens, tokens),
-            jnp.where(left, drawn_at, positions),
-            jnp.where(left, remaining, 0),
-            left,
-            (after.keys, after.values),
-            emitted,
+        last = jnp.maximum(new - 1, 0)[:, None]
+        history = state.history
+        if history is not None:
+            history = _put(history, drawn.tokens, at + 1, kept)
+        place = state.counts[:, None] + inside
+        return _Burst(
+            steps=state.steps + 1,
+            tokens=jnp.where(
+                left,
+                jnp.take_along_axis(drawn.tokens, last, axis=1)[:, 0],
+                state.tokens,
+            ),
+            positions=jnp.where(left, state.positions + new, state.positions),
+            remaining=jnp.where(left, remaining, 0),
+            active=left & (counts < num_steps),
+            counts=counts,
+            passes=state.passes + active.astype(jnp.int32),
+            history=history,
+            entries=entries,
+            emitted=jax.tree.map(
+                lambda all_, one: _put(all_, one, place, kept), state.emitted, drawn
+            ),
         )
 
-    state = (
-        jnp.zeros((), jnp.int32),
-        rows.tokens,
-        rows.positions,
-        rows.remaining,
-        rows.remaining > 0,
-        (view.keys, view.values),
-        nothing,
+    nothing = Emitted(
+        jnp.full((count, num_steps), -1, jnp.int32),
+        jnp.zeros((count, num_steps), jnp.float32),
+        jnp.zeros((count, num_steps), jnp.float32),
     )
-    *_, (keys, values), emitted = jax.lax.while_loop(going_on, body, state)
+    none = jnp.zeros((count,), jnp.int32)
+    state = _Burst(
+        steps=jnp.zeros((), jnp.int32),
+        tokens=rows.tokens,
+        positions=rows.positions,
+        remaining=rows.remaining,
+        active=rows.remaining > 0,
+        counts=none,
+        passes=none,
+        history=rows.history,
+        entries=(view.keys, view.values),
+        emitted=nothing,
+    )
+    state = jax.lax.while_loop(going_on, body, state)
+    keys, values = state.entries
+    emitted = jax.tree.map(jnp.transpose, state.emitted)
     after = dataclasses.replace(view, keys=keys, values=values)
+    if exact:
+        after = own_entries(
+            config, after, rows.starts, rows.pages.shape[1] * PAGE, rules
+        )
     # A burst writes at most so many pages of a row, the first of them partly filled.
     touched = min(pages_for(num_steps - 1) + 1, rows.pages.shape[1])
     first = jnp.minimum(rows.counts // PAGE, rows.pages.shape[1] - touched)
-    return _written(config, pages, after, rows.pages, first, touched, rules), emitted
+    pages = write_pages(config, pages, after, rows.pages, first, touched, rules)
+    return pages, emitted, state.passes
+
+
+class _Burst(NamedTuple):
+    """The state of the loop of `decode`; one entry a row, unless it says otherwise.
+
+    Attributes:
+        steps: int32 scalar, forward passes so far.
+        tokens: int32, the token to feed next.
+        positions: int32, its position.
+        remaining: int32, tokens still to sample.
+        active: bool, whether the row takes part in the next pass.
+        counts: int32, tokens sampled in this burst.
+        passes: int32, forward passes in which the row took part.
+        history: int32 [rows, length], the row's tokens; None without guesses.
+        entries: keys and values of all layers.
+        emitted: the tokens sampled in this burst, [rows, steps].
+    """
+
+    steps: Array
+    tokens: Array
+    positions: Array
+    remaining: Array
+    active: Array
+    counts: Array
+    passes: Array
+    history: Array | None
+    entries: tuple[tuple[Array, ...], tuple[Array, ...]]
+    emitted: Emitted
+
+
+def _put(whole: Array, new: Array, at: Array, kept: Array) -> Array:
+    """Writes new[r, i] to whole[r, at[r, i]] where kept[r, i]."""
+    at = jnp.where(kept, at, whole.shape[1])
+    # vmap over rows, so that rows split over a mesh need no communication.
+    return jax.vmap(lambda row, new, at: row.at[at].set(new, mode="drop"))(
+        whole, new, at
+    )
+
+
+def _prefill_exactly(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    pages: Pages,
+    rows: PrefillRows,
+    rules: Rules,
+) -> Pages:
+    rows = jax.tree.map(jnp.asarray, rows)
+    count, length = rows.tokens.shape
+    none = jnp.zeros((count,), jnp.int32)
+    view = read_paths(config, pages, rows.shared, rows.pages, rows.starts, none, rules)
+    inside = jnp.arange(length, dtype=jnp.int32)
+    _, view = exact_forward(
+        params,
+        config,
+        rows.tokens,
+        positions=rows.starts[:, None] + inside,
+        counted=inside < rows.sizes[:, None],
+        cache=view,
+        rules=rules,
+    )
+    assert view is not None
+    view = own_entries(config, view, rows.starts, length, rules)
+    return write_pages(config, pages, view, rows.pages, none, length // PAGE, rules)
 
 
 def _filled(rows: Rows) -> Int[Array, "rows own_pages"]:
     """Number of computed entries of each own page."""
     before = PAGE * jnp.arange(rows.pages.shape[1], dtype=jnp.int32)
     return jnp.clip(rows.counts[:, None] - before, 0, PAGE)
-
-
-def _shared(
-    config: ModelConfig, pages: Pages, shared: Shared, rules: Rules
-) -> SharedCache:
-    """Reads what groups share."""
-    shared = jax.tree.map(jnp.asarray, shared)
-    inside = jnp.arange(PAGE, dtype=jnp.int32)
-    positions = jnp.where(
-        inside < shared.counts[..., None], shared.starts[..., None] + inside, NO_TOKEN
-    )
-    return SharedCache(
-        keys=_read(config, pages.keys, shared.pages, shared.counts, rules),
-        values=_read(config, pages.values, shared.pages, shared.counts, rules),
-        positions=positions.reshape(shared.pages.shape[0], -1),
-        places=shared.places,
-        members=shared.members,
-    )
-
-
-def _read(
-    config: ModelConfig,
-    layers: tuple[Array, ...],
-    ids: Int[Array, "rows count"],
-    filled: Int[Array, "rows count"],
-    rules: Rules,
-) -> tuple[Array, ...]:
-    """Copies pages into rows [rows, kv_heads, count * PAGE, dim].
-
-    What a page holds beyond its tokens is replaced by zeros, because an infinite or NaN
-    value of a sample that has ended would spoil the sums in which it has no weight.
-    """
-
-    def read(page: Array, ids: Array, filled: Array) -> Array:
-        found = page.at[ids].get(mode="clip")
-        seen = jnp.arange(PAGE, dtype=jnp.int32) < filled[..., None]
-        found = jnp.where(seen[:, :, None, :, None], found, 0)
-        rows, count, heads, _, dim = found.shape
-        found = found.transpose(0, 2, 1, 3, 4)
-        return found.reshape(rows, heads, count * PAGE, dim)
-
-    local = _on_parts(config, layers[0], ids.shape[0], rules, (True, False, False))(
-        read
-    )
-    return tuple(local(layer, ids, filled) for layer in layers)
-
-
-def _written(
-    config: ModelConfig,
-    pages: Pages,
-    view: KVCache,
-    ids: HostOrDevice,
-    first: Int[Array, " rows"],
-    count: int,
-    rules: Rules,
-) -> Pages:
-    """Writes `count` pages of each row of a view, from page `first` on."""
-
-    def write(page: Array, view: Array, ids: Array, first: Array) -> Array:
-        rows, heads, length, dim = view.shape
-        split = view.reshape(rows, heads, length // PAGE, PAGE, dim)
-        chosen = first[:, None] + jnp.arange(count, dtype=jnp.int32)
-        new = jnp.take_along_axis(
-            split.transpose(0, 2, 1, 3, 4), chosen[:, :, None, None, None], axis=1
-        )
-        at = jnp.take_along_axis(ids, chosen, axis=1)
-        return page.at[at].set(new, mode="drop")
-
-    ids = jnp.asarray(ids)
-    specs = (True, True, False, False)
-    local = _on_parts(config, pages.keys[0], ids.shape[0], rules, specs)(write)
-
-    def all_layers(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(local(*both, ids, first) for both in zip(old, new, strict=True))
-
-    return Pages(
-        all_layers(pages.keys, view.keys), all_layers(pages.values, view.values)
-    )
-
-
-def _on_parts(
-    config: ModelConfig,
-    page: Array,
-    rows: int,
-    rules: Rules,
-    has_heads: tuple[bool, ...],
-) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
-    """Lets each part of a mesh work on its own pages and rows, by local page numbers.
-
-    Args:
-        config: of the model.
-        page: one layer's pages.
-        rows: number of rows.
-        rules: logical axis to mesh axes.
-        has_heads: for each argument, whether its second dimension is kv_heads.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return lambda function: function
-    batch = dividing_axes("batch", page.shape[0], mesh, rules) or None
-    heads = dividing_axes("kv_heads", config.cache_shape[0], mesh, rules) or None
-    assert batch == (dividing_axes("batch", rows, mesh, rules) or None)
-    specs = tuple(P(batch, heads) if flag else P(batch) for flag in has_heads)
-    return lambda function: jax.shard_map(
-        function, in_specs=specs, out_specs=P(batch, heads), check_vma=False
-    )

@@ -16,7 +16,9 @@ from jax.typing import DTypeLike
 from jaxrl_post.models import DecoderParams, ModelConfig
 from jaxrl_post.sampler import batches
 from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.guessing import Guessing
 from jaxrl_post.sampler.jitted import DeviceFunctions
+from jaxrl_post.sampler.pages import Pages
 from jaxrl_post.sampler.requests import Completion, Request, SampleId
 from jaxrl_post.sampler.scheduler import Burst, Sample, Scheduler
 from jaxrl_post.sampler.sizes import EngineConfig
@@ -32,6 +34,8 @@ class _Running(NamedTuple):
 
     burst: Burst
     emitted: device.Emitted
+    passes: Array
+    guesses: int
     version: int
 
 
@@ -60,14 +64,17 @@ class Engine:
         detokenize: token ids to text; needed for stop strings only.
         recompute_cache: whether running samples compute their keys and values again
             when the parameters change. False keeps those of the earlier parameters.
+        exact: whether log-probs are those of `models.exact`, to the last bit. `dtype`
+            must then be that of the parameters.
 
     Attributes:
         compilations: number of compiled programs, by function.
         decoded_rows: rows of all decoding steps, those that sampled nothing included.
+        guessing: what guesses have been worth.
 
     Raises:
-        ValueError: the model's context does not allow the sizes, or the cache does not
-            hold one sample.
+        ValueError: the model's context does not allow the sizes, the cache does not
+            hold one sample, or the model cannot be exact.
         MeshError: the mesh does not divide the slots.
     """
 
@@ -82,6 +89,7 @@ class Engine:
         rules: Rules = DEFAULT_RULES,
         detokenize: Callable[[Sequence[int]], str] | None = None,
         recompute_cache: bool = False,
+        exact: bool = False,
     ) -> None:
         self.config, self.sizes, self.rules = config, sizes, rules
         self.compilations: collections.Counter[str] = collections.Counter()
@@ -89,10 +97,11 @@ class Engine:
         self._mesh, self._detokenize = mesh, detokenize
         self._recompute = recompute_cache
         self._running: _Running | None = None
+        self.guessing = Guessing(sizes.guesses, sizes.guess_rows)
         # The arrays that computed what the cache holds, without keeping them alive.
         self._seen: list[weakref.ref[Any]] = []
         self._functions = DeviceFunctions(
-            config, sizes, jnp.dtype(dtype), mesh, rules, self.compilations
+            config, sizes, jnp.dtype(dtype), mesh, rules, self.compilations, exact
         )
         self.scheduler = Scheduler(sizes, self._functions.split)
         with self._own_mesh():
@@ -108,7 +117,7 @@ class Engine:
         return self.scheduler.busy
 
     @property
-    def cache(self) -> device.Pages:
+    def cache(self) -> Pages:
         """The cache; the next `dispatch` donates it, so keep no reference."""
         return self._pages
 
@@ -201,24 +210,29 @@ class Engine:
                 for rows in batches.prefill_calls(chunks, self.sizes, split):
                     self._pages = self._functions.prefill(params, self._pages, rows)
                 burst = self.scheduler.burst()
-            self._pages, emitted = self._functions.decode(
+            guesses = self.guessing.guesses(split * burst.slots)
+            self._pages, emitted, passes = self._functions.decode(
                 params,
                 self._pages,
-                batches.rows(burst, self.sizes, split),
+                batches.rows(burst, self.sizes, split, guesses=bool(guesses)),
                 self._key,
                 np.int32(burst.floor),
                 truncate=burst.truncate,
+                guesses=guesses,
             )
-        self._running = _Running(burst, emitted, version)
+        self._running = _Running(burst, emitted, passes, guesses, version)
 
     def collect(self) -> list[Completion]:
         """Waits for the running burst; returns finished completions."""
         if self._running is None:
             return []
         running, self._running = self._running, None
-        emitted = jax.device_get(running.emitted)
-        steps = int((emitted.tokens >= 0).any(axis=1).sum())
-        self.decoded_rows += steps * emitted.tokens.shape[1]
+        emitted, passes = jax.device_get((running.emitted, running.passes))
+        width = running.guesses + 1
+        self.decoded_rows += int(passes.max()) * emitted.tokens.shape[1] * width
+        if running.guesses:
+            sampled = int((emitted.tokens >= 0).sum())
+            self.guessing.record(int(passes.sum()), sampled)
         done: list[Completion] = []
         for part, samples in enumerate(running.burst.rows):
             for index, sample in enumerate(samples):

@@ -11,7 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.models import ModelConfig
+from jaxrl_post.models.exact import check_exact
 from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.pages import Pages
 from jaxrl_post.sampler.sizes import EngineConfig
 from jaxrl_post.sharding import Rules, partition_spec, split_size
 from jaxrl_post.types import PyTree
@@ -32,10 +34,11 @@ class DeviceFunctions:
         mesh: mesh of the parameters; None on one device.
         rules: logical axis to mesh axes.
         compilations: number of traces by function's name, one per compilation.
+        exact: whether a token's log-prob depends on its path alone, to the last bit.
 
     Raises:
-        ValueError: the model's context does not allow the sizes, or a part of the
-            cache would not hold one sample.
+        ValueError: the model's context does not allow the sizes, a part of the cache
+            would not hold one sample, or the model cannot be exact.
         MeshError: the mesh does not divide the slots.
     """
 
@@ -45,9 +48,13 @@ class DeviceFunctions:
     mesh: Mesh | None
     rules: Rules
     compilations: collections.Counter[str]
+    exact: bool = False
 
     def __post_init__(self) -> None:
         sizes, config = self.sizes, self.config
+        if self.exact:
+            heads = split_size("heads", self.mesh, self.rules) if self.mesh else 1
+            check_exact(config, heads)
         if self.mesh is not None:
             partition_spec(
                 (sizes.num_slots,), ("batch",), self.mesh, self.rules, name="num_slots"
@@ -73,7 +80,7 @@ class DeviceFunctions:
         return split_size("batch", self.mesh, self.rules) if self.mesh else 1
 
     @property
-    def pages_shape(self) -> device.Pages:
+    def pages_shape(self) -> Pages:
         """ShapeDtypeStructs of the cache, without shardings."""
         return jax.eval_shape(self._empty_pages)
 
@@ -103,18 +110,21 @@ class DeviceFunctions:
 
         def prefill(params, pages, rows):
             self.compilations["prefill"] += 1
-            return device.prefill(params, self.config, pages, rows, self.rules)
+            return device.prefill(
+                params, self.config, pages, rows, self.rules, exact=self.exact
+            )
 
         return jax.jit(prefill, donate_argnums=1, out_shardings=self.pages_shardings)
 
     @cached_property
     def decode(self) -> Any:
-        """Function of (params, pages, rows, key, floor, truncate=), the last static.
+        """Function of (params, pages, rows, key, floor, truncate=, guesses=).
 
-        Returns the pages and what up to `steps_per_call` steps emitted.
+        The last two are static. Returns the pages, what up to `steps_per_call` steps
+        emitted, and the forward passes of each row.
         """
 
-        def decode(params, pages, rows, key, floor, truncate):
+        def decode(params, pages, rows, key, floor, truncate, guesses=0):
             self.compilations["decode"] += 1
             return device.decode(
                 params,
@@ -127,16 +137,21 @@ class DeviceFunctions:
                 num_steps=self.sizes.steps_per_call,
                 split=self.split,
                 truncate=truncate,
+                exact=self.exact,
+                guesses=guesses,
             )
 
-        out = None if self.mesh is None else (self.pages_shardings, self.replicated)
+        out = None
+        if self.mesh is not None:
+            out = (self.pages_shardings, self.replicated, self.replicated)
+        static = ("truncate", "guesses")
         return jax.jit(
-            decode, static_argnames="truncate", donate_argnums=1, out_shardings=out
+            decode, static_argnames=static, donate_argnums=1, out_shardings=out
         )
 
-    def _empty_pages(self) -> device.Pages:
+    def _empty_pages(self) -> Pages:
         pages = self.sizes.num_pages(self.split)
-        return device.Pages.zeros(self.config, pages, self.dtype)
+        return Pages.zeros(self.config, pages, self.dtype)
 
     def _pages_sharding(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         assert self.mesh is not None

@@ -4,14 +4,21 @@ Tokens are drawn by inverting the cumulative distribution with one uniform numbe
 row: the same distribution as Gumbel noise and argmax, without a random number for every
 entry of the vocabulary. Logits are transposed to [vocab, rows], so that a CPU computes
 the large matrix times the small one instead of the reverse, in two thirds of the time.
+
+Over a vocabulary that a mesh splits, each device sums its own blocks of 128 entries.
+The sums are gathered, so every device knows the chosen block, and the one that holds it
+knows the token. Only top-k, top-p and min-p, which rank all tokens, gather the logits.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.token_logprob import exponentials
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
 from jaxrl_post.types import Array, Float, HostOrDevice, Int
 
 __all__ = ["Sampled", "SamplingArrays", "sample"]
@@ -42,6 +49,7 @@ def sample(
     sampling: SamplingArrays,
     *,
     truncate: bool,
+    rules: Rules = DEFAULT_RULES,
 ) -> Sampled:
     """Draws one token per row.
 
@@ -50,6 +58,7 @@ def sample(
         uniforms: in [0, 1), one per row; the only source of randomness.
         sampling: per-row parameters.
         truncate: static; False requires that no row uses top-k, top-p or min-p.
+        rules: how a mesh of `jax.set_mesh`, if any, splits rows and vocabulary.
 
     Returns:
         int32 tokens, float32 log-probs and log-masses.
@@ -62,18 +71,52 @@ def sample(
     >>> sample(even, jnp.array([0.6]), full, truncate=False).tokens
     Array([2], dtype=int32)
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    vocab: tuple[str, ...] = ()
+    if not (mesh.empty or mesh.size == 1 or truncate):
+        vocab = dividing_axes("vocab", logits.shape[1], mesh, rules)
+    if not vocab:
+        return _sample(logits, uniforms, sampling, truncate=truncate)
+    batch = P(dividing_axes("batch", logits.shape[0], mesh, rules))
+    return jax.shard_map(
+        functools.partial(_sample, truncate=False, axes=vocab),
+        in_specs=(P(*batch, vocab), batch, batch),
+        out_specs=batch,
+        check_vma=False,
+    )(logits, uniforms, sampling)
+
+
+def _sample(
+    logits: Array,
+    uniforms: Array,
+    sampling: SamplingArrays,
+    *,
+    truncate: bool,
+    axes: tuple[str, ...] = (),
+) -> Sampled:
+    """Draws from a device's rows; `axes` split the vocabulary."""
     greedy = sampling.temperature == 0
     scaled = logits.T / jnp.where(greedy, 1.0, sampling.temperature)
-    weights, normalizer = exponentials(scaled, axis=0)
+    top = scaled.max(axis=0)
+    if axes:
+        top = jax.lax.pmax(top, axes)
+        weights = jnp.exp(scaled - top)
+        normalizer = jnp.log(jax.lax.psum(weights.sum(axis=0), axes)) + top
+    else:
+        weights, normalizer = exponentials(scaled, axis=0)
     kept = weights
     if truncate:
         kept = jnp.where(_kept(scaled.T, sampling).T, weights, 0.0)
     # Greedy rows keep only their maxima; a uniform of 0 then selects the first of them.
-    most_probable = (scaled == scaled.max(axis=0)).astype(jnp.float32)
-    tokens = _invert(
-        jnp.where(greedy, most_probable, kept), jnp.where(greedy, 0.0, uniforms)
-    ).astype(jnp.int32)
-    logprobs = jnp.take_along_axis(scaled, tokens[None], axis=0)[0] - normalizer
+    most_probable = (scaled == top).astype(jnp.float32)
+    tokens, own, here = _invert(
+        jnp.where(greedy, most_probable, kept), jnp.where(greedy, 0.0, uniforms), axes
+    )
+    chosen = jnp.take_along_axis(scaled, own[None], axis=0)[0]
+    if axes:
+        tokens = jax.lax.psum(jnp.where(here, tokens, 0), axes)
+        chosen = jax.lax.psum(jnp.where(here, chosen, 0.0), axes)
+    logprobs = chosen - normalizer
     log_masses = jnp.zeros_like(logprobs)
     if truncate:
         share = kept.sum(axis=0) / weights.sum(axis=0)
@@ -99,7 +142,9 @@ def _kept(scaled: Array, sampling: SamplingArrays) -> Array:
     return scaled >= threshold
 
 
-def _invert(weights: Array, uniforms: Array) -> Array:
+def _invert(
+    weights: Array, uniforms: Array, axes: tuple[str, ...] = ()
+) -> tuple[Array, Array, Array]:
     """First index at which the cumulative sum of weights exceeds uniform x total.
 
     Sums over blocks of 128 entries select the block, a cumulative sum within the block
@@ -109,18 +154,32 @@ def _invert(weights: Array, uniforms: Array) -> Array:
     Args:
         weights: [vocab, rows], not negative.
         uniforms: [rows].
+        axes: mesh axes of a `shard_map` that split the vocabulary.
+
+    Returns:
+        int32 [rows]: the token, its place among this device's weights, and whether it
+        is one of them.
     """
     vocab, rows = weights.shape
     blocks = jnp.pad(weights, ((0, -vocab % BLOCK), (0, 0))).reshape(-1, BLOCK, rows)
-    sums = blocks.sum(axis=1)
+    sums, first = blocks.sum(axis=1), jnp.int32(0)
+    count = sums.shape[0]
+    if axes:
+        sums = jax.lax.all_gather(sums, axes, tiled=True)
+        first = jax.lax.axis_index(axes)
     running = jnp.cumsum(sums, axis=0)
     target = uniforms * running[-1]
     # Rounded sums may not be monotone, so one may exceed the target at an empty block.
     block = _first((running > target) & (sums > 0), sums)
     before = jnp.take_along_axis(running - sums, block[None], axis=0)
-    inside = jnp.take_along_axis(blocks, block[None, None], axis=0)[0]
+    own = block - first * count
+    here = (own >= 0) & (own < count)
+    own = jnp.clip(own, 0, count - 1)
+    inside = jnp.take_along_axis(blocks, own[None, None], axis=0)[0]
     reached = jnp.cumsum(inside, axis=0) > target - before
-    return block * BLOCK + _first(reached & (inside > 0), inside)
+    place = own * BLOCK + _first(reached & (inside > 0), inside)
+    place = jnp.minimum(place, vocab - 1).astype(jnp.int32)
+    return place + first * vocab, place, here
 
 
 def _first(reached: Array, weights: Array) -> Array:

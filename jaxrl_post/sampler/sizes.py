@@ -43,6 +43,11 @@ class EngineConfig:
         cache_tokens: tokens whose keys and values the cache holds; a prompt counts once
             however many samples it has. Samples wait while it is full. 0 is what
             `num_slots` samples of different prompts need at most.
+        guesses: tokens that a forward pass guesses for each sample, where that may pay:
+            what followed the sample's last tokens before. Samples stay the same.
+        guess_rows: most rows of a forward pass with guesses, samples times
+            (1 + guesses): while all weights are read for few rows, more rows cost
+            little.
     """
 
     num_slots: int = 64
@@ -52,18 +57,21 @@ class EngineConfig:
     prefill_tokens: int = 1024
     max_stop_ids: int = 4
     cache_tokens: int = 0
+    guesses: int = 0
+    guess_rows: int = 32
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "cache_tokens" and value < 1:
+            if name not in ("cache_tokens", "guesses") and value < 1:
                 raise ValueError(
                     f"EngineConfig: {name} must be at least 1; got {value}"
                 )
-        if self.cache_tokens < 0:
-            raise ValueError(
-                f"EngineConfig: cache_tokens must be at least 0; got "
-                f"{self.cache_tokens}"
-            )
+        for name in ("cache_tokens", "guesses"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"EngineConfig: {name} must be at least 0; got "
+                    f"{getattr(self, name)}"
+                )
 
     @property
     def max_length(self) -> int:
@@ -193,6 +201,10 @@ class EngineConfig:
         power = 1 << (pages - 1).bit_length()
         middle = power * 3 // 4
         return middle if pages <= middle and middle > 2 * SMALLEST_VIEW else power
+
+    def history(self, tokens: int) -> int:
+        """Padded length of the samples' tokens, for guesses."""
+        return _bucket(_powers(min(256, self.max_length), self.max_length), tokens)
 
     @staticmethod
     def groups(needed: int, slots: int, members: int) -> int:

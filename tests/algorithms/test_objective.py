@@ -20,6 +20,7 @@ ALWAYS = {
     "policy/kl_to_proximal",
     "mismatch/token_mult_prob_error",
     "mismatch/kl",
+    "mismatch/unequal",
 }
 CORRECTION = {
     "correction/weight",
@@ -280,6 +281,7 @@ def test_metrics_equal_their_transcription(name, unpacked):
         "policy/kl_to_reference": k3(p - r),
         "mismatch/token_mult_prob_error": np.exp(abs(q - b)),
         "mismatch/kl": k3(b - q),
+        "mismatch/unequal": p != b,
         "correction/weight": capped,
         "correction/truncated_fraction": weights > 1.2,
         "correction/chi_square": weights**2 - 1,

@@ -147,6 +147,13 @@ def test_axes_of_parts():
     assert axes.base.scales == ("experts", None, None)
     assert axes.down == ("experts", "expert_ffn", None)
     assert axes.up == ("experts", None, None)
+    # A matrix without experts whose product sums over two dims, with DoRA.
+    matrix = Adapted(*map(jnp.zeros, ((8, 4, 16), (8, 4, 3), (3, 16), (16,))), 1.0)
+    axes = part_axes(matrix, ("heads", "head_dim", "embed"))
+    assert axes.base == ("heads", "head_dim", "embed")
+    assert axes.down == ("heads", "head_dim", None)
+    assert axes.up == (None, "embed")
+    assert axes.magnitude == ("embed",)
 
 
 # Trees.

@@ -73,36 +73,45 @@ class Watched(Learner):
         return []
 
     def update(
-        self, state: training.TrainState, batch: TokenBatch, *, where: str
+        self, state: training.TrainState, batch: TokenBatch, *, where: str, **options
     ) -> tuple[training.TrainState, dict[str, float]]:
         self.seen.append((where, batch))
-        return super().update(state, batch, where=where)
+        return super().update(state, batch, where=where, **options)
 
 
-def _begin(model: Model, objective) -> tuple[Learner, training.TrainState]:
+def _begin(
+    model: Model, objective, *, exact: bool = False
+) -> tuple[Learner, training.TrainState]:
     return begin_training(
-        model, objective, RL.optimizer, RL.update, num_steps=100, row_tokens=24
+        model,
+        objective,
+        RL.optimizer,
+        RL.update,
+        num_steps=100,
+        row_tokens=24,
+        exact=exact,
     )
 
 
 @functools.cache
 def _parts(
-    algorithm: AlgorithmConfig, distill: DistillConfig
+    algorithm: AlgorithmConfig, distill: DistillConfig, exact: bool
 ) -> tuple[Algorithm, Watched, Engine]:
     """What compiles: made once for every algorithm."""
     model = make_model()
     made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill)
-    learner, _ = _begin(model, made.objective)
+    learner, _ = _begin(model, made.objective, exact=exact)
     watched = Watched(**{f.name: getattr(learner, f.name) for f in fields(learner)})
     weights = sampler_layout(RL.rollout, model)
-    return made, watched, rl.make_engine(RL.rollout, model, weights, seed=0)
+    engine = rl.make_engine(RL.rollout, model, weights, seed=0, exact=exact)
+    return made, watched, engine
 
 
 def make_trainer(
     environment: Environment, judges: WorkerPool, config: RLConfig = RL
 ) -> rl.Trainer:
     """A trainer at step 0. Sizes and optimizer must be those of RL."""
-    algorithm, learner, engine = _parts(config.algorithm, config.distill)
+    algorithm, learner, engine = _parts(config.algorithm, config.distill, config.exact)
     model = make_model()
     jax.set_mesh(learner.mesh)
     critic = None

@@ -473,9 +473,9 @@ def test_stop_strings_need_detokenize():
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(EngineConfig)])
 def test_sizes_are_positive(field):
-    if field == "cache_tokens":
-        with pytest.raises(ValueError, match="cache_tokens must be at least 0; got -1"):
-            EngineConfig(cache_tokens=-1)
+    if field in ("cache_tokens", "guesses"):
+        with pytest.raises(ValueError, match=f"{field} must be at least 0; got -1"):
+            EngineConfig(**{field: -1})
         return
     with pytest.raises(
         ValueError, match=f"^EngineConfig: {field} must be at least 1; got 0"

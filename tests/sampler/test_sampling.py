@@ -1,13 +1,19 @@
 """From logits to tokens: exact frequencies, supports, and what is recorded."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from scipy.special import log_softmax, softmax
 
 from jaxrl_post.sampler import sampling
 from jaxrl_post.sampler.sampling import SamplingArrays, sample
+from jaxrl_post.sharding import create_mesh
 
 drawn = jax.jit(sample, static_argnames="truncate")
 
@@ -193,7 +199,7 @@ def test_rounded_sums_never_draw_a_token_without_probability():
     invert = jax.jit(sampling._invert)
     uniforms = running[rows, before] / running[rows, -1]
     for _ in range(3):
-        tokens = invert(weights, jnp.asarray(uniforms))
+        tokens, _, _ = invert(weights, jnp.asarray(uniforms))
         chosen = jnp.take_along_axis(weights, tokens[None], axis=0)
         assert (chosen > 0).all()
         uniforms = np.nextafter(uniforms, np.float32(1))
@@ -216,3 +222,35 @@ def test_a_uniform_is_all_the_randomness_there_is():
     logits = logits_of(50)
     first, second = (over_the_grid(logits)[0] for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize(("spec", "vocab"), [("dp2,tp4", 1024), ("tp8", 40)])
+def test_a_split_vocabulary_is_not_gathered(spec, vocab):
+    """The same tokens; what is gathered are sums of blocks of 128 logits."""
+    mesh = create_mesh(spec)
+    rows = 512
+    logits = np.stack([logits_of(vocab, seed) for seed in range(rows)])
+    uniforms = (np.arange(rows, dtype=np.float32) + 0.5) / rows
+    hot = np.where(np.arange(rows) % 4 == 0, 0.0, 1.3).astype(np.float32)
+    given = settings(rows)._replace(temperature=jnp.asarray(hot))
+    expected = drawn(jnp.asarray(logits), uniforms, given, truncate=False)
+    with jax.set_mesh(mesh):
+        by_row = NamedSharding(mesh, P("dp"))
+        arguments = (
+            jax.device_put(logits, NamedSharding(mesh, P("dp", "tp"))),
+            jax.device_put(uniforms, by_row),
+            jax.device_put(given, by_row),
+        )
+        run = jax.jit(sample, static_argnames="truncate")
+        found = run(*arguments, truncate=False)
+        text = run.lower(*arguments, truncate=False).compile().as_text()
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-6)
+    assert len(np.unique(np.asarray(found.tokens))) > 30
+    gathered = [
+        math.prod(map(int, shape.split(",")))
+        for shape in re.findall(r"= f32\[([\d,]+)\][^=]* all-gather\(", text)
+    ]
+    blocks = max(vocab // 128, 8)
+    assert gathered == [blocks * rows // mesh.shape["dp"]]

@@ -202,12 +202,16 @@ class Adapted:
         return grouped(x, self.base, sizes) + change
 
     def part_axes(self, axes: Axes) -> "Adapted":
-        """Replaces the arrays of routed experts by their axes; the rank has no axis."""
-        experts, inputs, outputs = axes
+        """Replaces the arrays by their axes; the rank has no axis."""
+        # A and B of routed experts both number the experts.
+        experts = self.down.ndim + self.up.ndim - 2 - self.ndim
+        first = axes[:experts]
+        inputs, outputs = axes[experts : self.down.ndim - 1], axes[self.down.ndim - 1 :]
         return self.replace(  # type: ignore[attr-defined]
             base=part_axes(self.base, axes),
-            down=(experts, inputs, None),
-            up=(experts, None, outputs),
+            down=(*first, *inputs, None),
+            up=(*first, None, *outputs),
+            magnitude=None if self.magnitude is None else outputs,
         )
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:

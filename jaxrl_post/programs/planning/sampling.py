@@ -22,8 +22,9 @@ from jaxrl_post.programs.planning.work import ModelWork, Work
 from jaxrl_post.programs.rl import engine_sizes
 from jaxrl_post.rollout.weights import Group, Relayout
 from jaxrl_post.sampler import Request, SamplingParams, batches
-from jaxrl_post.sampler.decode import PrefillRows, Rows, Shared
+from jaxrl_post.sampler.decode import PrefillRows, Rows
 from jaxrl_post.sampler.jitted import DeviceFunctions
+from jaxrl_post.sampler.pages import Shared
 from jaxrl_post.sampler.scheduler import Scheduler
 from jaxrl_post.sampler.sizes import PAGE
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, per_device_bytes, split_size
@@ -126,7 +127,7 @@ class Sampler:
                 (self.params, self.pages, rows, key, floor),
                 beside,
                 self.mesh,
-                static={"truncate": False},
+                static={"truncate": False, "guesses": 0},
                 calls=calls,
                 work=self.work.decode(
                     count,

@@ -1,0 +1,181 @@
+"""The head of a model in exact mode: logits and log-probs of rows of hidden states.
+
+A row's bits depend on the row alone; see `models.exact`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post.kernels.row_tiles import TILE, CountedRows, map_tiles
+from jaxrl_post.kernels.token_logprob import tile_rows
+from jaxrl_post.kernels.token_logprob.rows import logprob_rows
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.decoder import logits_of, unembedding
+from jaxrl_post.models.params import DecoderParams
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
+from jaxrl_post.types import Array, Bool, Float, Int
+
+__all__ = ["ExactHead"]
+
+
+class ExactHead(NamedTuple):
+    """The head of a model, from final hidden states to log-probs.
+
+    Attributes:
+        params: as in `exact_forward`.
+        config: the model's config.
+        rules: as in `forward`.
+    """
+
+    params: DecoderParams[Array]
+    config: ModelConfig
+    rules: Rules = DEFAULT_RULES
+
+    def logits(
+        self,
+        hidden: Float[Array, "rows hidden"],
+        scale: Float[Array, " rows"],
+        counted: Bool[Array, " rows"],
+    ) -> Float[Array, "rows vocab"]:
+        """Float32 logits times `scale`.
+
+        Args:
+            hidden: final hidden states.
+            scale: float32, 1 over the temperature.
+            counted: False for rows that are not computed, which get 0.
+        """
+
+        def local(
+            axes: tuple[str, ...],
+            weight: Array,
+            hidden: Array,
+            scale: Array,
+            counted: Array,
+        ) -> Array:
+            rows = CountedRows.of(counted)
+            arrays = rows.take(hidden), rows.take(scale)
+            return rows.put(_logit_rows(self.config, weight, *arrays, rows.count))
+
+        return self._run(local, (hidden, scale, counted), by_column=())
+
+    def logprobs(
+        self,
+        logits: Float[Array, "rows vocab"],
+        targets: Int[Array, " rows"],
+        counted: Bool[Array, " rows"],
+    ) -> Float[Array, " rows"]:
+        """Log-probs of tokens under softmax(logits).
+
+        Args:
+            logits: of the method of this name.
+            targets: int32 ids.
+            counted: False for rows that are not computed, which get 0.
+        """
+
+        def local(
+            axes: tuple[str, ...],
+            weight: Array,
+            logits: Array,
+            targets: Array,
+            counted: Array,
+        ) -> Array:
+            rows = CountedRows.of(counted)
+            arrays = rows.take(logits), rows.take(targets)
+            return rows.put(logprob_rows(*arrays, rows.count, axes))
+
+        return self._run(local, (logits, targets, counted), by_column=(0,))
+
+    def score(
+        self,
+        hidden: Float[Array, "rows hidden"],
+        targets: Int[Array, " rows"],
+        temperature: float,
+        counted: Bool[Array, " rows"],
+    ) -> Float[Array, " rows"]:
+        """Log-probs of tokens, with the logits of some rows in memory at a time.
+
+        Args:
+            hidden: final hidden states that predict `targets`.
+            targets: int32 ids.
+            temperature: > 0.
+            counted: False for rows that are not computed, which get 0.
+        """
+
+        def local(
+            axes: tuple[str, ...],
+            weight: Array,
+            hidden: Array,
+            targets: Array,
+            counted: Array,
+        ) -> Array:
+            rows = CountedRows.of(counted)
+            size = tile_rows(weight.shape[0]) // TILE * TILE
+            size = min(max(size, TILE), rows.order.shape[0])
+            # On the host, as a compiler may divide by a constant in another way.
+            factor = np.float32(1) / np.float32(temperature)
+            scale = jnp.full((size,), factor)
+
+            def chunk(number: Array, found: Array) -> Array:
+                first = number * size
+                # The last chunk may begin earlier and compute some rows again.
+                first = jnp.minimum(first, rows.order.shape[0] - size)
+                chosen = jax.lax.dynamic_slice_in_dim(rows.order, first, size)
+                left = jnp.clip(rows.count - first, 0, size)
+                logits = _logit_rows(self.config, weight, hidden[chosen], scale, left)
+                new = logprob_rows(logits, targets[chosen], left, axes)
+                return jax.lax.dynamic_update_slice_in_dim(found, new, first, 0)
+
+            found = jnp.zeros(rows.order.shape, jnp.float32)
+            chunks = (rows.count + size - 1) // size
+            return rows.put(jax.lax.fori_loop(0, chunks, chunk, found))
+
+        return self._run(local, (hidden, targets, counted))
+
+    def _run(
+        self,
+        local: Callable[..., Array],
+        arrays: tuple[Array, ...],
+        by_column: tuple[int, ...] | None = None,
+    ) -> Array:
+        """Calls a function of a device's rows and its columns of the vocabulary.
+
+        Args:
+            local: from mesh axes of the vocabulary, weight and arrays.
+            arrays: [rows, ...] each.
+            by_column: which of them have a dim of the vocabulary; () if the result has.
+        """
+        weight = unembedding(self.params)
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            return local((), weight, *arrays)
+        rules = self.rules
+        batch = dividing_axes("batch", arrays[0].shape[0], mesh, rules)
+        vocab = dividing_axes("vocab", weight.shape[0], mesh, rules)
+        both = P(batch, vocab)
+        return jax.shard_map(
+            functools.partial(local, vocab),
+            in_specs=(
+                P(vocab),
+                *(
+                    both if by_column and i in by_column else P(batch)
+                    for i in range(len(arrays))
+                ),
+            ),
+            out_specs=both if by_column == () else P(batch),
+            check_vma=False,
+        )(weight, *arrays)
+
+
+def _logit_rows(
+    config: ModelConfig, weight: Array, hidden: Array, scale: Array, count: Array
+) -> Float[Array, "rows columns"]:
+    def logits(hidden: Array, scale: Array) -> Array:
+        return logits_of(config, weight, hidden) * scale[:, None]
+
+    return map_tiles(logits, [hidden, scale], count)

@@ -1,0 +1,124 @@
+"""Speculative decoding: guesses of the next tokens, checked in one forward pass.
+
+A token is a function of the logits and of the noise of its position. So the tokens of
+all guessed positions are drawn from the logits of one forward pass, and a guess is
+right if it is the token that was drawn in its place. Samples are those of decoding
+without guesses: wrong guesses cost time and change nothing.
+
+References:
+    Leviathan et al., Fast Inference from Transformers via Speculative Decoding,
+    arXiv:2211.17192. Saxena, Prompt Lookup Decoding, 2023.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxrl_post.types import Array, Int
+
+__all__ = ["Guessing", "look_up"]
+
+# Tokens of a history's end that are compared with earlier places.
+LONGEST_MATCH = 3
+# A shorter match is no reason to guess.
+SHORTEST_MATCH = 2
+# Forward passes of samples after which guesses are judged, the tokens of a pass that
+# make them worth it, and the bursts without guesses after which they are tried again.
+PASSES, WORTH, PAUSE = 64, 1.3, 16
+
+
+def look_up(
+    history: Int[Array, "rows length"], sizes: Int[Array, " rows"], count: int
+) -> Int[Array, "rows count"]:
+    """Guesses what followed the last time that a sequence's last tokens occurred.
+
+    Of the earlier places where the last two tokens stand, the one counts where the
+    third is equal too, and of several the latest. What follows it may be shorter than
+    `count`; then it is repeated, as in a sequence that goes round.
+
+    Args:
+        history: int32, the tokens of each row.
+        sizes: int32, number of tokens of each row.
+        count: number of tokens to guess.
+
+    Returns:
+        int32 ids; -1 for no guess.
+
+    >>> import jax.numpy as jnp
+    >>> history = jnp.array([[5, 1, 2, 7, 8, 1, 2, 0]])
+    >>> look_up(history, jnp.array([7]), 3)
+    Array([[7, 8, 1]], dtype=int32)
+    """
+    length = history.shape[1]
+    at = jnp.arange(length, dtype=jnp.int32)
+    last = sizes[:, None] - 1
+    matching = jnp.ones(history.shape, jnp.bool_)
+    matched = jnp.zeros(history.shape, jnp.int32)
+    for back in range(LONGEST_MATCH):
+        ending = jnp.take_along_axis(history, jnp.maximum(last - back, 0), axis=1)
+        before = jnp.roll(history, back, axis=1)
+        matching &= (before == ending) & (at >= back) & (last >= back)
+        matched += matching.astype(jnp.int32)
+    usable = (at < last) & (matched >= SHORTEST_MATCH)
+    best = jnp.where(usable, matched * length + at, -1).max(axis=1, keepdims=True)
+    place = best % length
+    period = jnp.maximum(last - place, 1)
+    follows = place + 1 + jnp.arange(count, dtype=jnp.int32) % period
+    found = jnp.take_along_axis(history, jnp.clip(follows, 0, length - 1), axis=1)
+    return jnp.where(best >= 0, found, -1)
+
+
+@dataclasses.dataclass
+class Guessing:
+    """Decides whether a burst guesses; a function of the bursts before it alone.
+
+    Attributes:
+        count: guesses of a forward pass; 0 for none.
+        max_rows: most rows of a forward pass, guesses included, for which guessing
+            pays: beyond it, a pass takes longer with every row.
+        passes: forward passes of samples with guesses so far.
+        tokens: tokens that they sampled.
+
+    >>> guessing = Guessing(count=3, max_rows=32)
+    >>> guessing.guesses(slots=8), guessing.guesses(slots=12)
+    (3, 0)
+    >>> guessing.record(passes=100, tokens=101)
+    >>> guessing.guesses(slots=8)
+    0
+    """
+
+    count: int
+    max_rows: int
+    passes: int = 0
+    tokens: int = 0
+    _judged: tuple[int, int] = (0, 0)
+    _pause: int = 0
+
+    def guesses(self, slots: int) -> int:
+        """Guesses of the next burst.
+
+        Args:
+            slots: samples of its batch, over all parts of the mesh.
+        """
+        if not self.count or slots * (self.count + 1) > self.max_rows:
+            return 0
+        if self._pause:
+            self._pause -= 1
+            return 0
+        return self.count
+
+    def record(self, passes: int, tokens: int) -> None:
+        """Notes what a burst with guesses sampled.
+
+        Args:
+            passes: forward passes, summed over samples.
+            tokens: tokens.
+        """
+        self.passes += passes
+        self.tokens += tokens
+        before = self._judged
+        new = self.passes - before[0], self.tokens - before[1]
+        if new[0] >= PASSES:
+            self._judged = self.passes, self.tokens
+            if new[1] < WORTH * new[0]:
+                self._pause = PAUSE

@@ -1,0 +1,287 @@
+"""The cache on the device: pages of keys and values, and dense views of them.
+
+A call copies the pages that it reads into a view, computes, and writes the new entries
+back. On a mesh that splits the batch each part works on its own pages and rows, by
+local page numbers.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jaxrl_post.kernels.attention.paths import BLOCK
+from jaxrl_post.models import KVCache, ModelConfig
+from jaxrl_post.models.cache import SharedCache
+from jaxrl_post.sampler.sizes import PAGE
+from jaxrl_post.sharding import Rules, dividing_axes
+from jaxrl_post.types import Array, Float, HostOrDevice, Int
+
+__all__ = [
+    "Pages",
+    "Shared",
+    "own_entries",
+    "read_pages",
+    "read_paths",
+    "read_shared",
+    "write_pages",
+]
+
+NO_TOKEN = jnp.iinfo(jnp.int32).max
+
+
+@struct.dataclass
+class Pages:
+    """Keys and values of all layers in pages of PAGE tokens, one array per layer."""
+
+    keys: tuple[Float[Array, "pages kv_heads page head_dim"], ...]
+    values: tuple[Float[Array, "pages kv_heads page value_dim"], ...]
+
+    @classmethod
+    def zeros(cls, config: ModelConfig, pages: int, dtype: DTypeLike) -> "Pages":
+        """Makes an empty cache."""
+        cache = KVCache.zeros(config, pages, PAGE, dtype)
+        return cls(cache.keys, cache.values)
+
+
+@struct.dataclass
+class Shared:
+    """What groups of rows read together; padded with groups without tokens.
+
+    Attributes:
+        pages: int32, pages in the order of the path; unused ones may be any.
+        starts: int32, position of each page's first token.
+        counts: int32, number of tokens of each page; 0 for unused ones.
+        places: int32, as in `kernels.decode_attention.SharedKeys`.
+        members: as there; static.
+    """
+
+    pages: Int[HostOrDevice, "groups shared_pages"]
+    starts: Int[HostOrDevice, "groups shared_pages"]
+    counts: Int[HostOrDevice, "groups shared_pages"]
+    places: Int[HostOrDevice, " rows"]
+    members: int = struct.field(pytree_node=False)
+
+
+def read_paths(
+    config: ModelConfig,
+    pages: Pages,
+    shared: Shared | None,
+    ids: Int[Array, "rows own_pages"],
+    starts: Int[Array, " rows"],
+    counts: Int[Array, " rows"],
+    rules: Rules,
+) -> KVCache:
+    """Copies the path of every row: entry p is the token at position p.
+
+    A path lies in pages that groups share, any of which may be partly filled, and in
+    own pages. Entries without a token are zeros.
+
+    Args:
+        config: of the model.
+        pages: the cache.
+        shared: what groups of rows share; None if nothing is.
+        ids: int32, own pages of each row.
+        starts: int32, position of each row's first own entry.
+        counts: int32, number of own entries that have been computed.
+        rules: logical axis to mesh axes.
+    """
+    count, num_own = ids.shape
+    num_shared = 0 if shared is None else shared.pages.shape[1]
+    length = -(-(num_shared + num_own) * PAGE // BLOCK) * BLOCK
+    at = jnp.arange(length, dtype=jnp.int32)
+
+    def read(page: Array, own: Array, starts: Array, counts: Array, *common: Array):
+        inside = at - starts[:, None]
+        found = (inside >= 0) & (inside < counts[:, None])
+        number = jnp.clip(inside // PAGE, 0, own.shape[1] - 1)
+        chosen = jnp.take_along_axis(own, number, axis=1)
+        entry = inside % PAGE
+        if shared is not None:
+            from_ids, begins, sizes, places = common
+            group = places // shared.members
+            alone = group >= from_ids.shape[0]
+            used = (sizes[group] > 0) & ~alone[:, None]
+            # Pages lie in the order of the path; those without tokens come last.
+            begin = jnp.where(used, begins[group], NO_TOKEN)
+            before = jax.vmap(
+                lambda row: jnp.searchsorted(row, at, side="right").astype(jnp.int32)
+            )(begin)
+            number = jnp.maximum(before - 1, 0)
+            within = at - jnp.take_along_axis(begin, number, axis=1)
+            size = jnp.take_along_axis(sizes[group], number, axis=1)
+            known = (before > 0) & (within < size)
+            from_group = jnp.take_along_axis(from_ids[group], number, axis=1)
+            chosen = jnp.where(known, from_group, chosen)
+            entry = jnp.where(known, within, entry)
+            found |= known
+        entries = page.at[chosen, :, entry].get(mode="clip")
+        entries = jnp.where(found[..., None, None], entries, 0)
+        return entries.swapaxes(1, 2)
+
+    arrays: tuple[Array, ...] = (ids, starts, counts)
+    if shared is not None:
+        arrays += shared.pages, shared.starts, shared.counts, shared.places
+    specs = (True, *(False for _ in arrays))
+    local = _on_parts(config, pages.keys[0], count, rules, specs)(read)
+    return KVCache(
+        keys=tuple(local(layer, *arrays) for layer in pages.keys),
+        values=tuple(local(layer, *arrays) for layer in pages.values),
+    )
+
+
+def own_entries(
+    config: ModelConfig,
+    view: KVCache,
+    starts: Int[Array, " rows"],
+    length: int,
+    rules: Rules,
+) -> KVCache:
+    """The entries of paths from `starts` on.
+
+    Args:
+        config: of the model.
+        view: of `read_paths`.
+        starts: int32, a position of each row.
+        length: static, number of entries.
+        rules: logical axis to mesh axes.
+    """
+
+    def cut(path: Array, starts: Array) -> Array:
+        return jax.vmap(
+            lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, length, 1)
+        )(path, starts)
+
+    specs = (True, False)
+    local = _on_parts(config, view.keys[0], starts.shape[0], rules, specs)(cut)
+    return KVCache(
+        keys=tuple(local(layer, starts) for layer in view.keys),
+        values=tuple(local(layer, starts) for layer in view.values),
+    )
+
+
+def read_shared(
+    config: ModelConfig, pages: Pages, shared: Shared, rules: Rules
+) -> SharedCache:
+    """Reads what groups share."""
+    shared = jax.tree.map(jnp.asarray, shared)
+    inside = jnp.arange(PAGE, dtype=jnp.int32)
+    positions = jnp.where(
+        inside < shared.counts[..., None], shared.starts[..., None] + inside, NO_TOKEN
+    )
+    return SharedCache(
+        keys=read_pages(config, pages.keys, shared.pages, shared.counts, rules),
+        values=read_pages(config, pages.values, shared.pages, shared.counts, rules),
+        positions=positions.reshape(shared.pages.shape[0], -1),
+        places=shared.places,
+        members=shared.members,
+    )
+
+
+def read_pages(
+    config: ModelConfig,
+    layers: tuple[Array, ...],
+    ids: Int[Array, "rows count"],
+    filled: Int[Array, "rows count"],
+    rules: Rules,
+) -> tuple[Array, ...]:
+    """Copies pages into rows [rows, kv_heads, count * PAGE, dim].
+
+    What a page holds beyond its tokens is replaced by zeros, because an infinite or NaN
+    value of a sample that has ended would spoil the sums in which it has no weight.
+
+    Args:
+        config: of the model.
+        layers: keys or values of all layers, as in `Pages`.
+        ids: int32, pages of each row.
+        filled: int32, number of tokens of each page.
+        rules: logical axis to mesh axes.
+    """
+
+    def read(page: Array, ids: Array, filled: Array) -> Array:
+        found = page.at[ids].get(mode="clip")
+        seen = jnp.arange(PAGE, dtype=jnp.int32) < filled[..., None]
+        found = jnp.where(seen[:, :, None, :, None], found, 0)
+        rows, count, heads, _, dim = found.shape
+        found = found.transpose(0, 2, 1, 3, 4)
+        return found.reshape(rows, heads, count * PAGE, dim)
+
+    local = _on_parts(config, layers[0], ids.shape[0], rules, (True, False, False))(
+        read
+    )
+    return tuple(local(layer, ids, filled) for layer in layers)
+
+
+def write_pages(
+    config: ModelConfig,
+    pages: Pages,
+    view: KVCache,
+    ids: HostOrDevice,
+    first: Int[Array, " rows"],
+    count: int,
+    rules: Rules,
+) -> Pages:
+    """Writes `count` pages of each row of a view, from page `first` on.
+
+    Args:
+        config: of the model.
+        pages: the cache.
+        view: own entries of the rows, whole pages.
+        ids: int32 [rows, own_pages], where they go; the number of pages or more for
+            nowhere.
+        first: int32, a page of each row.
+        count: static.
+        rules: logical axis to mesh axes.
+    """
+
+    def write(page: Array, view: Array, ids: Array, first: Array) -> Array:
+        rows, heads, length, dim = view.shape
+        split = view.reshape(rows, heads, length // PAGE, PAGE, dim)
+        chosen = first[:, None] + jnp.arange(count, dtype=jnp.int32)
+        new = jnp.take_along_axis(
+            split.transpose(0, 2, 1, 3, 4), chosen[:, :, None, None, None], axis=1
+        )
+        at = jnp.take_along_axis(ids, chosen, axis=1)
+        return page.at[at].set(new, mode="drop")
+
+    ids = jnp.asarray(ids)
+    specs = (True, True, False, False)
+    local = _on_parts(config, pages.keys[0], ids.shape[0], rules, specs)(write)
+
+    def all_layers(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(local(*both, ids, first) for both in zip(old, new, strict=True))
+
+    return Pages(
+        all_layers(pages.keys, view.keys), all_layers(pages.values, view.values)
+    )
+
+
+def _on_parts(
+    config: ModelConfig,
+    page: Array,
+    rows: int,
+    rules: Rules,
+    has_heads: tuple[bool, ...],
+) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
+    """Lets each part of a mesh work on its own pages and rows, by local page numbers.
+
+    Args:
+        config: of the model.
+        page: one layer's pages.
+        rows: number of rows.
+        rules: logical axis to mesh axes.
+        has_heads: for each argument, whether its second dimension is kv_heads.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return lambda function: function
+    batch = dividing_axes("batch", page.shape[0], mesh, rules) or None
+    heads = dividing_axes("kv_heads", config.cache_shape[0], mesh, rules) or None
+    assert batch == (dividing_axes("batch", rows, mesh, rules) or None)
+    specs = tuple(P(batch, heads) if flag else P(batch) for flag in has_heads)
+    return lambda function: jax.shard_map(
+        function, in_specs=specs, out_specs=P(batch, heads), check_vma=False
+    )

@@ -1,0 +1,131 @@
+"""How far sampler and trainer may differ, and that in exact mode they never do."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.rl import MismatchConfig
+from jaxrl_post.envs import WorkerPool
+from jaxrl_post.learner.learner import MismatchError
+from tests.programs.trainers import RL, make_trainer
+
+EXACT = dataclasses.replace(
+    RL, exact=True, update=dataclasses.replace(RL.update, minibatches=2)
+)
+
+
+@pytest.fixture(scope="module")
+def judges(coin) -> Iterator[WorkerPool]:
+    with WorkerPool(coin.Coin()) as pool:
+        yield pool
+
+
+@pytest.fixture
+def trainer(coin, judges):
+    return make_trainer(coin.Coin(), judges, EXACT)
+
+
+def test_exact_mode_needs_no_pass_for_old_log_probs(trainer):
+    """What is left out would have computed the recorded log-probs, to the last bit."""
+    updater, scorer = trainer.updater, trainer.updater.learner.scorer
+    scored = []
+    original = updater._scored
+
+    def watched(batch, needs_proximal):
+        assert needs_proximal
+        whole = updater.model.whole(updater.state.params)
+        computed = np.asarray(scorer.predict(whole, batch).logprobs)
+        found = original(batch, needs_proximal)
+        scored.append((computed, found, batch.loss_mask))
+        return found
+
+    updater._scored = watched
+    for number in range(1, 4):
+        metrics, _ = trainer.step(number)
+        assert metrics["mismatch/unequal"] == 0
+        assert metrics["mismatch/token_mult_prob_error"] == 1
+        assert metrics["mismatch/kl"] == 0
+    assert len(scored) == 6
+    for computed, found, mask in scored:
+        assert mask.sum() > 4
+        np.testing.assert_array_equal(computed[mask], found.proximal_logprobs[mask])
+
+
+def test_exact_mode_stops_at_the_first_difference(trainer):
+    updater = trainer.updater
+    original = updater._minibatches
+
+    def changed(*arguments):
+        batches, metrics = original(*arguments)
+        first = batches[0].behavior_logprobs
+        place = tuple(np.argwhere(batches[0].loss_mask)[0])
+        first[place] = np.nextafter(first[place], -np.inf, dtype=np.float32)
+        return batches, metrics
+
+    updater._minibatches = changed
+    before = np.asarray(updater.state.params.embedding)
+    with pytest.raises(MismatchError, match=r"step 1, .*--exact promises"):
+        trainer.step(1)
+    np.testing.assert_array_equal(before, updater.state.params.embedding)
+
+
+def test_without_exact_mode_the_bounds_warn_and_stop(coin, judges, caplog):
+    bounds = MismatchConfig(warn=1.05, stop=1.5)
+    trainer = make_trainer(
+        coin.Coin(), judges, dataclasses.replace(RL, mismatch=bounds)
+    )
+    shift, original = 0.0, trainer.updater._minibatches
+
+    def changed(*arguments):
+        batches, metrics = original(*arguments)
+        moved = [
+            batch.replace(behavior_logprobs=batch.behavior_logprobs - np.float32(shift))
+            for batch in batches
+        ]
+        return moved, metrics
+
+    trainer.updater._minibatches = changed
+    with caplog.at_level(logging.WARNING):
+        trainer.step(1)
+        assert not caplog.records
+        shift = 0.2
+        metrics, _ = trainer.step(2)
+    assert metrics["mismatch/token_mult_prob_error"] == pytest.approx(np.exp(0.2), 1e-3)
+    assert "step 2, epoch 1, minibatch 1" in caplog.text
+    assert "--mismatch.warn is 1.05" in caplog.text
+    shift = 0.5
+    with pytest.raises(MismatchError, match=r"step 3.*--mismatch.stop is 1\.5"):
+        trainer.step(3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mismatch": MismatchConfig(warn=3.0, stop=2.0)},
+            "--mismatch.warn: must be at most --mismatch.stop, 2; got 3",
+        ),
+        (
+            {
+                "exact": True,
+                "rollout": dataclasses.replace(RL.rollout, dtype="bfloat16"),
+            },
+            "--rollout.dtype: with --exact",
+        ),
+        (
+            {
+                "exact": True,
+                "algorithm": dataclasses.replace(RL.algorithm, name="distillation"),
+            },
+            "--exact: distillation has no ratio",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        check_options(dataclasses.replace(RL, env="arithmetic", **changes))

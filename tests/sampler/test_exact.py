@@ -1,0 +1,242 @@
+"""Exact mode: recorded log-probs are the trainer's, to the last bit."""
+
+import contextlib
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_post.data.packing import Sequence, pack, trees
+from jaxrl_post.learner.step import Policy, predict
+from jaxrl_post.mesh_spec import read_mesh
+from jaxrl_post.models import LatentAttention, MixtureOfExperts, RopeScaling
+from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, initialize_adapter
+from jaxrl_post.models.exact import check_exact
+from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sharding import create_mesh, place
+from jaxrl_post.tokens import Tokens
+from tests import tiny
+
+# Few shapes, so that few programs are compiled; twice as many samples as slots.
+SIZES = EngineConfig(
+    num_slots=8,
+    max_prompt_tokens=64,
+    max_tokens=32,
+    steps_per_call=32,
+    prefill_tokens=16,
+    max_stop_ids=2,
+)
+DENSE = dataclasses.replace(tiny.CONFIG, max_length=128)
+FAMILIES = {
+    "dense": DENSE,
+    "experts": dataclasses.replace(
+        DENSE,
+        model_type="qwen3_moe",
+        experts=MixtureOfExperts(
+            num_experts=8,
+            experts_per_token=2,
+            expert_size=12,
+            biases=True,
+            shared_size=8,
+            shared_gate=True,
+        ),
+    ),
+    "windows": dataclasses.replace(
+        DENSE,
+        windows=(20, None),
+        attention_softcap=20.0,
+        logit_softcap=15.0,
+        norm_plus_one=True,
+        embedding_scale=4.0,
+    ),
+}
+SYSTEM = tuple(np.random.default_rng(7).integers(0, 40, 21).tolist())
+REPLY = (7, 8, 9)
+TEMPERATURE = 0.9
+
+
+def prompt(number, length):
+    rng = np.random.default_rng([number, length])
+    own = tuple(rng.integers(0, 40, length).tolist())
+    # Prompt 3 begins differently from the others.
+    return own if number == 3 else SYSTEM + own
+
+
+def with_adapter(params, config, mesh):
+    """The parameters under a LoRA adapter whose B is not zero."""
+    lora = LoRAConfig(rank=3)
+    key = jax.random.key(1)
+    adapter = initialize_adapter(key, params, config, lora, mesh=mesh)
+    moved = jax.tree.map(lambda leaf: leaf + 0.1 * jnp.sin(7 + leaf), adapter)
+    return adapted(params, moved, config, lora)
+
+
+def conversations(config, dtype, mesh, *, exact, adapter=False):
+    """Ragged answers to prompts of 1 to 61 tokens, some of them in a second turn.
+
+    Samples are more than slots, so that slots, pages and prefixes are used again, and
+    the cache begins with NaN wherever nothing has been written.
+    """
+    params = tiny.params(config, dtype=dtype, mesh=mesh)
+    if adapter:
+        params = with_adapter(params, config, mesh)
+    engine = Engine(config, SIZES, dtype=dtype, exact=exact, mesh=mesh)
+    engine._pages = jax.tree.map(lambda leaf: leaf + jnp.nan, engine._pages)
+    sampling = SamplingParams(TEMPERATURE, max_tokens=30, stop_ids=(3,))
+    lengths = (3, 20, 40, 1)
+    first = {number: prompt(number, length) for number, length in enumerate(lengths)}
+    requests = [Request(n, ids, 4, sampling=sampling) for n, ids in first.items()]
+    found = {}
+    for done in engine.generate(params, requests):
+        sampled = Tokens.context(first[done.prompt_id]) + done.tokens
+        found[done.prompt_id, done.sample_index] = sampled
+    second = [
+        Request(number, (*tokens.ids.tolist(), *REPLY), 1, sample, sampling)
+        for (number, sample), tokens in found.items()
+        if len(tokens) + len(REPLY) <= SIZES.max_prompt_tokens and number in (0, 3)
+    ]
+    assert second
+    for done in engine.generate(params, second):
+        key = done.prompt_id, done.sample_index
+        found[key] = found[key] + Tokens.context(REPLY) + done.tokens
+    return params, list(found.values())
+
+
+def scored(config, params, units, length, mesh, *, exact, gradient):
+    """The trainer's log-probs of the sampled tokens, and the sampler's."""
+    np.random.default_rng(1).shuffle(units)
+    batch = pack(units, length, 4)
+    if mesh is not None:
+        batch = place(batch, NamedSharding(mesh, P(("dp", "fsdp", "ep"))))
+    policy = Policy(config, TEMPERATURE, exact=exact)
+
+    def run(params, batch):
+        logprobs = predict(policy, params, batch).logprobs
+        return jnp.square(logprobs).sum(), logprobs
+
+    if gradient:
+        run = jax.grad(run, has_aux=True)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        _, logprobs = jax.jit(run)(params, batch)
+    mask = np.asarray(batch.loss_mask)
+    return np.asarray(logprobs)[mask], np.asarray(batch.behavior_logprobs)[mask]
+
+
+def check(config, dtype, spec=None, *, adapter=False):
+    mesh = None
+    if spec is not None:
+        size = math.prod(read_mesh(spec).values())
+        mesh = create_mesh(spec, jax.devices()[:size])
+    params, sampled = conversations(config, dtype, mesh, exact=True, adapter=adapter)
+    sequences = [Sequence(each, np.ones(len(each), np.float32)) for each in sampled]
+    count = sum(int(each.sampled.sum()) for each in sampled)
+    # Trees in the program that trains, and plain rows in the one that scores.
+    for units, length, gradient in (
+        (trees(sequences), 256, True),
+        (sequences, 130, False),
+    ):
+        ours, recorded = scored(
+            config, params, units, length, mesh, exact=True, gradient=gradient
+        )
+        assert len(ours) == count > 200
+        np.testing.assert_array_equal(ours, recorded)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("dense", tiny.F32), ("windows", tiny.F32), ("experts", tiny.BF16)],
+    ids=str,
+)
+def test_every_recorded_logprob_is_the_trainers(family, dtype):
+    check(FAMILIES[family], dtype)
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize(
+    ("family", "dtype", "spec"),
+    [
+        ("windows", tiny.BF16, "tp2"),
+        ("dense", tiny.BF16, "dp2,tp2"),
+        ("experts", tiny.F32, "fsdp2,tp2"),
+    ],
+    ids=str,
+)
+def test_on_meshes(family, dtype, spec):
+    config = FAMILIES[family]
+    # One layer compiles in half the time; `test_everywhere` has two.
+    config = dataclasses.replace(config, num_layers=1, windows=config.windows[:1])
+    check(config, dtype, spec, adapter=family == "dense")
+
+
+@pytest.mark.all
+@pytest.mark.meshes
+@pytest.mark.parametrize(
+    "spec", [None, "tp2", "dp2,tp2", "fsdp2,tp2", "ep2,tp2", "tp8"]
+)
+@pytest.mark.parametrize("dtype", [tiny.F32, tiny.BF16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everywhere(family, dtype, spec):
+    check(FAMILIES[family], dtype, spec)
+
+
+def test_without_exact_mode_most_differ():
+    """The control: the tests above can fail."""
+    params, sampled = conversations(DENSE, tiny.F32, None, exact=False)
+    sequences = [Sequence(each, np.ones(len(each), np.float32)) for each in sampled]
+    ours, recorded = scored(
+        DENSE, params, trees(sequences), 256, None, exact=False, gradient=True
+    )
+    assert (ours == recorded).mean() < 0.9
+    np.testing.assert_allclose(ours, recorded, atol=1e-4)
+
+
+def test_values_are_exact_and_the_gradient_is_that_of_the_model():
+    params = tiny.shared()
+    rng = np.random.default_rng(0)
+    units = [
+        Sequence.of(SYSTEM, rng.integers(0, 40, count).tolist()) for count in (5, 30, 2)
+    ]
+    batch = jax.tree.map(jnp.asarray, pack(trees(units), 64, 1))
+
+    def loss(params, exact):
+        policy = Policy(tiny.CONFIG, TEMPERATURE, exact=exact)
+        logprobs = predict(policy, params, batch).logprobs
+        assert logprobs is not None
+        # Linear, so that the derivative by the log-probs is the same in both.
+        weights = jnp.sin(jnp.arange(64, dtype=jnp.float32))
+        return (weights * logprobs).sum(where=batch.loss_mask), logprobs
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    ((_, ours), found), ((_, plain), expected) = run(params, True), run(params, False)
+    np.testing.assert_allclose(ours, plain, atol=1e-5)
+    assert (ours != plain).any()
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        found,
+        expected,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "parts", "why"),
+    [
+        (
+            {"latent": LatentAttention(kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4)},
+            1,
+            "latent attention",
+        ),
+        (
+            {"rope_scaling": RopeScaling("dynamic", factor=2.0, original_length=32)},
+            1,
+            "dynamic rotates a token by the length",
+        ),
+    ],
+)
+def test_refuses_models_that_cannot_be_exact(change, parts, why):
+    with pytest.raises(ValueError, match=why):
+        check_exact(dataclasses.replace(DENSE, **change), parts)
