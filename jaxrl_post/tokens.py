@@ -14,6 +14,7 @@ _DTYPES = {
     "ids": np.dtype(np.int32),
     "logprobs": np.dtype(np.float32),
     "log_masses": np.dtype(np.float32),
+    "kept_from": np.dtype(np.float32),
     "versions": np.dtype(np.int32),
     "sampled": np.dtype(np.bool_),
 }
@@ -21,7 +22,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A piece of text as the sampler saw it: five aligned NumPy arrays [tokens].
+    """A piece of text as the sampler saw it: six aligned NumPy arrays [tokens].
 
     All token fields travel in this type from the sampler to the packed batch. `+` joins
     two pieces; a slice takes a part.
@@ -32,6 +33,8 @@ class Tokens:
             token that was not sampled.
         log_masses: float32 log of the probability mass that top-k, top-p and min-p
             kept; 0 where nothing was cut or sampled.
+        kept_from: float32 probability from which on they kept tokens, between that of
+            the least kept token and the next; 0 where nothing was cut or sampled.
         versions: int32 version of the sampling parameters; -1 if not sampled.
         sampled: bool, True if the policy sampled the token. Only these are trained on.
 
@@ -48,6 +51,7 @@ class Tokens:
     ids: np.ndarray
     logprobs: np.ndarray
     log_masses: np.ndarray
+    kept_from: np.ndarray
     versions: np.ndarray
     sampled: np.ndarray
 
@@ -58,8 +62,8 @@ class Tokens:
             if type(array) is not np.ndarray or array.dtype != dtype:
                 object.__setattr__(self, name, np.asarray(array, dtype))
         shape = self.ids.shape
-        others = (self.logprobs, self.log_masses, self.versions, self.sampled)
-        if len(shape) != 1 or any(array.shape != shape for array in others):
+        arrays = [vars(self)[name] for name in _DTYPES]
+        if len(shape) != 1 or any(array.shape != shape for array in arrays):
             shapes = {name: getattr(self, name).shape for name in _DTYPES}
             raise ValueError(
                 f"Tokens: the arrays must be 1-D and of equal length; got {shapes}"
@@ -74,7 +78,7 @@ class Tokens:
             return _NONE
         zeros = np.zeros(size, np.float32)
         nobody = np.full(size, -1, np.int32)
-        return cls(array, zeros, zeros, nobody, np.zeros(size, np.bool_))
+        return cls(array, zeros, zeros, zeros, nobody, np.zeros(size, np.bool_))
 
     @classmethod
     def generated(
@@ -84,6 +88,7 @@ class Tokens:
         *,
         version: int,
         log_masses: Sequence[float] | np.ndarray | None = None,
+        kept_from: Sequence[float] | np.ndarray | None = None,
     ) -> Tokens:
         """Tokens that one version of the policy sampled.
 
@@ -92,14 +97,17 @@ class Tokens:
             logprobs: float32 [tokens].
             version: version of the parameters that sampled the tokens.
             log_masses: float32 [tokens]; None if no probability mass was cut off.
+            kept_from: float32 [tokens]; None if no token was cut off.
         """
         size = len(ids)
         masses = np.zeros(size) if log_masses is None else log_masses
+        least = np.zeros(size) if kept_from is None else kept_from
         # Copies: a slice of a device transfer would keep the whole transfer alive.
         return cls(
             np.array(ids, np.int32),
             np.array(logprobs, np.float32),
             np.array(masses, np.float32),
+            np.array(least, np.float32),
             np.full(size, version, np.int32),
             np.ones(size, np.bool_),
         )

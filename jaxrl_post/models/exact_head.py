@@ -5,7 +5,7 @@ A row's bits depend on the row alone; see `models.exact`.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,13 +69,15 @@ class ExactHead(NamedTuple):
         logits: Float[Array, "rows vocab"],
         targets: Int[Array, " rows"],
         counted: Bool[Array, " rows"],
-    ) -> Float[Array, " rows"]:
-        """Log-probs of tokens under softmax(logits).
+        kept_from: Float[Array, " rows"] | None = None,
+    ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+        """Log-probs of tokens under softmax(logits), and logs of the kept mass.
 
         Args:
             logits: of the method of this name.
             targets: int32 ids.
             counted: False for rows that are not computed, which get 0.
+            kept_from: as in `token_logprob`; with None the second result is 0.
         """
 
         def local(
@@ -84,12 +86,17 @@ class ExactHead(NamedTuple):
             logits: Array,
             targets: Array,
             counted: Array,
-        ) -> Array:
+            kept_from: Array | None,
+        ) -> tuple[Array, Array]:
             rows = CountedRows.of(counted)
-            arrays = rows.take(logits), rows.take(targets)
-            return rows.put(logprob_rows(*arrays, rows.count, axes))
+            logits, targets, kept_from = jax.tree.map(
+                rows.take, (logits, targets, kept_from)
+            )
+            found = logprob_rows(logits, targets, rows.count, axes, kept_from)
+            return rows.put(found[0]), rows.put(found[1])
 
-        return self._run(local, (logits, targets, counted), by_column=(0,))
+        arrays = (logits, targets, counted, kept_from)
+        return self._run(local, arrays, by_column=(0,))
 
     def score(
         self,
@@ -97,14 +104,16 @@ class ExactHead(NamedTuple):
         targets: Int[Array, " rows"],
         temperature: float,
         counted: Bool[Array, " rows"],
-    ) -> Float[Array, " rows"]:
-        """Log-probs of tokens, with the logits of some rows in memory at a time.
+        kept_from: Float[Array, " rows"] | None = None,
+    ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+        """What `logprobs` returns, with the logits of some rows in memory at a time.
 
         Args:
             hidden: final hidden states that predict `targets`.
             targets: int32 ids.
             temperature: > 0.
             counted: False for rows that are not computed, which get 0.
+            kept_from: as in `logprobs`.
         """
 
         def local(
@@ -113,7 +122,8 @@ class ExactHead(NamedTuple):
             hidden: Array,
             targets: Array,
             counted: Array,
-        ) -> Array:
+            kept_from: Array | None,
+        ) -> tuple[Array, Array]:
             rows = CountedRows.of(counted)
             size = tile_rows(weight.shape[0]) // TILE * TILE
             size = min(max(size, TILE), rows.order.shape[0])
@@ -121,33 +131,43 @@ class ExactHead(NamedTuple):
             factor = np.float32(1) / np.float32(temperature)
             scale = jnp.full((size,), factor)
 
-            def chunk(number: Array, found: Array) -> Array:
+            def chunk(
+                number: Array, found: tuple[Array, Array]
+            ) -> tuple[Array, Array]:
                 first = number * size
                 # The last chunk may begin earlier and compute some rows again.
                 first = jnp.minimum(first, rows.order.shape[0] - size)
                 chosen = jax.lax.dynamic_slice_in_dim(rows.order, first, size)
                 left = jnp.clip(rows.count - first, 0, size)
                 logits = _logit_rows(self.config, weight, hidden[chosen], scale, left)
-                new = logprob_rows(logits, targets[chosen], left, axes)
-                return jax.lax.dynamic_update_slice_in_dim(found, new, first, 0)
+                least = None if kept_from is None else kept_from[chosen]
+                new = logprob_rows(logits, targets[chosen], left, axes, least)
+                return jax.tree.map(
+                    lambda whole, part: jax.lax.dynamic_update_slice_in_dim(
+                        whole, part, first, 0
+                    ),
+                    found,
+                    new,
+                )
 
-            found = jnp.zeros(rows.order.shape, jnp.float32)
+            nothing = jnp.zeros(rows.order.shape, jnp.float32)
             chunks = (rows.count + size - 1) // size
-            return rows.put(jax.lax.fori_loop(0, chunks, chunk, found))
+            found = jax.lax.fori_loop(0, chunks, chunk, (nothing, nothing))
+            return rows.put(found[0]), rows.put(found[1])
 
-        return self._run(local, (hidden, targets, counted))
+        return self._run(local, (hidden, targets, counted, kept_from))
 
     def _run(
         self,
-        local: Callable[..., Array],
-        arrays: tuple[Array, ...],
+        local: Callable[..., Any],
+        arrays: tuple[Array | None, ...],
         by_column: tuple[int, ...] | None = None,
-    ) -> Array:
+    ) -> Any:
         """Calls a function of a device's rows and its columns of the vocabulary.
 
         Args:
             local: from mesh axes of the vocabulary, weight and arrays.
-            arrays: [rows, ...] each.
+            arrays: [rows, ...] each, or None; the first is one.
             by_column: which of them have a dim of the vocabulary; () if the result has.
         """
         weight = unembedding(self.params)
@@ -155,6 +175,7 @@ class ExactHead(NamedTuple):
         if mesh.empty or mesh.size == 1:
             return local((), weight, *arrays)
         rules = self.rules
+        assert arrays[0] is not None
         batch = dividing_axes("batch", arrays[0].shape[0], mesh, rules)
         vocab = dividing_axes("vocab", weight.shape[0], mesh, rules)
         both = P(batch, vocab)

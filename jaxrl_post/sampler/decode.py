@@ -96,6 +96,7 @@ class Emitted:
     tokens: Int[HostOrDevice, "steps rows"]
     logprobs: Float[HostOrDevice, "steps rows"]
     log_masses: Float[HostOrDevice, "steps rows"]
+    kept_from: Float[HostOrDevice, "steps rows"]
 
 
 def prefill(
@@ -245,11 +246,15 @@ def decode(
         drawn = sample(
             scores, uniforms.reshape(-1), sampling, truncate=truncate, rules=rules
         )
-        logprobs = drawn.logprobs
         if exact:
-            counted = jnp.repeat(active, width)
-            logprobs = head.logprobs(scores, drawn.tokens, counted)
-        found = Emitted(drawn.tokens, logprobs, drawn.log_masses)
+            logprobs, log_masses = head.logprobs(
+                scores,
+                drawn.tokens,
+                jnp.repeat(active, width),
+                drawn.kept_from if truncate else None,
+            )
+            drawn = drawn._replace(logprobs=logprobs, log_masses=log_masses)
+        found = Emitted(*drawn)
         return jax.tree.map(lambda leaf: leaf.reshape(count, width), found)
 
     def going_on(state: _Burst) -> Array:
@@ -305,8 +310,7 @@ def decode(
 
     nothing = Emitted(
         jnp.full((count, num_steps), -1, jnp.int32),
-        jnp.zeros((count, num_steps), jnp.float32),
-        jnp.zeros((count, num_steps), jnp.float32),
+        *(jnp.zeros((count, num_steps), jnp.float32) for _ in range(3)),
     )
     none = jnp.zeros((count,), jnp.int32)
     state = _Burst(

@@ -36,11 +36,20 @@ class SamplingArrays(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Token ids, log-probs under the full softmax, log of the mass after truncation."""
+    """Drawn tokens.
+
+    Attributes:
+        tokens: int32 ids.
+        logprobs: float32, under the full softmax.
+        log_masses: float32, log of the probability mass of the kept tokens.
+        kept_from: float32, a probability between that of the least kept token and that
+            of the greatest one that was cut; 0 if all tokens were kept.
+    """
 
     tokens: Int[Array, " rows"]
     logprobs: Float[Array, " rows"]
     log_masses: Float[Array, " rows"]
+    kept_from: Float[Array, " rows"]
 
 
 def sample(
@@ -61,7 +70,7 @@ def sample(
         rules: how a mesh of `jax.set_mesh`, if any, splits rows and vocabulary.
 
     Returns:
-        int32 tokens, float32 log-probs and log-masses.
+        What was drawn.
 
     >>> import jax.numpy as jnp
     >>> full = SamplingArrays(
@@ -104,9 +113,15 @@ def _sample(
         normalizer = jnp.log(jax.lax.psum(weights.sum(axis=0), axes)) + top
     else:
         weights, normalizer = exponentials(scaled, axis=0)
-    kept = weights
+    kept, kept_from = weights, jnp.zeros_like(top)
     if truncate:
-        kept = jnp.where(_kept(scaled.T, sampling).T, weights, 0.0)
+        least = _least_kept(scaled.T, sampling)
+        is_kept = scaled >= least
+        kept = jnp.where(is_kept, weights, 0.0)
+        # Between the two, so that rounding in another program moves no token across.
+        most = jnp.where(is_kept, -jnp.inf, scaled).max(axis=0)
+        kept_from = jnp.exp(0.5 * (least + most) - normalizer)
+        kept_from = jnp.where(greedy, 0.0, kept_from)
     # Greedy rows keep only their maxima; a uniform of 0 then selects the first of them.
     most_probable = (scaled == top).astype(jnp.float32)
     tokens, own, here = _invert(
@@ -121,11 +136,11 @@ def _sample(
     if truncate:
         share = kept.sum(axis=0) / weights.sum(axis=0)
         log_masses = jnp.where(greedy, 0.0, jnp.log(share))
-    return Sampled(tokens, logprobs, log_masses)
+    return Sampled(tokens, logprobs, log_masses, kept_from)
 
 
-def _kept(scaled: Array, sampling: SamplingArrays) -> Array:
-    """Mask of the tokens kept by top-k, top-p and min-p, [rows, vocab]; keeps ties."""
+def _least_kept(scaled: Array, sampling: SamplingArrays) -> Array:
+    """The least logit [rows] that top-k, top-p and min-p keep; ties are kept too."""
     vocab = scaled.shape[1]
     descending = -jnp.sort(-scaled, axis=-1)
     probabilities = jax.nn.softmax(descending, axis=-1)
@@ -138,8 +153,7 @@ def _kept(scaled: Array, sampling: SamplingArrays) -> Array:
     by_share = probabilities >= sampling.min_p[:, None] * probabilities[:, :1]
     keep = by_rank & by_mass & by_share
     keep = keep.at[:, 0].set(True)
-    threshold = jnp.min(jnp.where(keep, descending, jnp.inf), axis=-1, keepdims=True)
-    return scaled >= threshold
+    return jnp.min(jnp.where(keep, descending, jnp.inf), axis=-1)
 
 
 def _invert(

@@ -31,6 +31,7 @@ def token_logprob(
     targets: Int[Array, "batch length"],
     *,
     mask: Bool[Array, "batch length"] | None = None,
+    kept_from: Float[Array, "batch length"] | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
@@ -48,6 +49,10 @@ def token_logprob(
         unembedding: the same dtype.
         targets: int32 ids in [0, vocab_size).
         mask: rows to compute; the others give 0 and have no gradient. Default: all.
+        kept_from: float32, in [0, 1], without gradient. A token was sampled among those
+            of at least this probability, as with top-k, top-p or min-p; its log-prob is
+            then log p(target) - log(their mass). The target counts as one of them. 0
+            keeps all tokens, as None does. The entropy is that of all tokens.
         temperature: > 0; divides the logits.
         softcap: > 0, c in c tanh(logits / c), before the temperature (Gemma 2,
             arXiv:2408.00118); None for no cap.
@@ -66,6 +71,13 @@ def token_logprob(
     >>> h, w = jnp.zeros((1, 2, 3)), jnp.ones((4, 3))
     >>> token_logprob(h, w, jnp.zeros((1, 2), jnp.int32)).logprob  # -ln 4
     Array([[-1.3862944, -1.3862944]], dtype=float32)
+
+    Of probabilities 0.5, 0.25 and twice 0.125, those of at least 0.2 were kept:
+
+    >>> h, w = jnp.ones((1, 1, 1)), jnp.log(jnp.array([[4.0], [2.0], [1.0], [1.0]]))
+    >>> kept = token_logprob(h, w, jnp.ones((1, 1), int), kept_from=jnp.full((1, 1), 0.2))
+    >>> round(math.exp(kept.logprob.item()), 6)  # 0.25 / 0.75
+    0.333333
     """
     vocab_size = unembedding.shape[0] if vocab_size is None else vocab_size
     if not temperature > 0:
@@ -88,12 +100,15 @@ def token_logprob(
     mask = jnp.ones(targets.shape, jnp.bool_) if mask is None else mask
     if implementation == "reference":
         return _reference(
-            hidden, unembedding, targets, mask, temperature, softcap, vocab_size
+            *(hidden, unembedding, targets, mask, kept_from),
+            *(temperature, softcap, vocab_size),
         )
     plan = _plan(
         unembedding.shape, targets.shape, temperature, softcap, vocab_size, rules
     )
-    return TokenLogprob(*_fused(plan, hidden, unembedding, targets, mask))
+    if kept_from is not None:
+        kept_from = jax.lax.stop_gradient(kept_from)
+    return TokenLogprob(*_fused(plan, hidden, unembedding, targets, mask, kept_from))
 
 
 def _reference(
@@ -101,6 +116,7 @@ def _reference(
     unembedding: Array,
     targets: Array,
     mask: Array,
+    kept_from: Array | None,
     temperature: float,
     softcap: float | None,
     vocab_size: int,
@@ -113,7 +129,8 @@ def _reference(
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     exists = jnp.arange(unembedding.shape[0]) < vocab_size
-    both = from_logits(jnp.where(exists, logits, MASKED), targets, temperature)
+    logits = jnp.where(exists, logits, MASKED)
+    both = from_logits(logits, targets, temperature, kept_from)
     return TokenLogprob(*(jnp.where(mask, value, 0.0) for value in both))
 
 
@@ -164,38 +181,49 @@ def tile_rows(columns: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(
-    plan: _Plan, hidden: Array, weight: Array, targets: Array, mask: Array
+    plan: _Plan,
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    mask: Array,
+    kept_from: Array | None,
 ) -> tuple[Array, Array]:
-    return _fused_forward(plan, hidden, weight, targets, mask)[0]
+    return _fused_forward(plan, hidden, weight, targets, mask, kept_from)[0]
 
 
 def _fused_forward(
-    plan: _Plan, hidden: Array, weight: Array, targets: Array, mask: Array
+    plan: _Plan,
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    mask: Array,
+    kept_from: Array | None,
 ) -> tuple[tuple[Array, Array], Any]:
     layout, split, rows = plan.layout, plan.split, P(plan.split.batch)
 
-    def local(hidden: Array, weight: Array, targets: Array, mask: Array) -> Any:
-        shape = targets.shape
+    def local(hidden: Array, weight: Array, *by_row: Array | None) -> Any:
+        shape = hidden.shape[:-1]
         logprob, entropy, residuals = xla.forward(
-            hidden.reshape(-1, hidden.shape[-1]),
-            weight,
-            targets.reshape(-1),
-            mask.reshape(-1),
-            layout,
+            hidden.reshape(-1, hidden.shape[-1]), weight, *_flat(by_row), layout
         )
-        outputs = (logprob, entropy, residuals.normalizer)
-        return *(value.reshape(shape) for value in outputs), residuals.logits
+        found = (logprob, entropy, residuals.normalizer, residuals.log_mass)
+        return jax.tree.map(lambda a: a.reshape(shape), found), residuals.logits
 
     if plan.sharded:
         local = jax.shard_map(
             local,
-            in_specs=(rows, split.rows, rows, rows),
-            out_specs=(rows, rows, rows, P(split.batch, split.vocab)),
+            in_specs=(rows, split.rows, rows, rows, rows),
+            out_specs=(rows, P(split.batch, split.vocab)),
             check_vma=False,
         )
-    logprob, entropy, normalizer, logits = local(hidden, weight, targets, mask)
-    saved = (logits, hidden, weight, targets, mask, normalizer, entropy)
+    found, logits = local(hidden, weight, targets, mask, kept_from)
+    logprob, entropy, *by_row = found
+    saved = (logits, hidden, weight, targets, mask, kept_from, entropy, *by_row)
     return (logprob, entropy), saved
+
+
+def _flat(by_row: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
+    return jax.tree.map(lambda array: array.reshape(-1), by_row)
 
 
 def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) -> Any:
@@ -203,16 +231,17 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
     logits, hidden, weight, *by_row = saved
 
     def local(
-        logits: Array, hidden: Array, weight: Array, *by_row: Array
+        logits: Array, hidden: Array, weight: Array, *by_row: Array | None
     ) -> tuple[Array, Array]:
         shape = hidden.shape
-        targets, mask, normalizer, entropy, g, e = (a.reshape(-1) for a in by_row)
+        targets, mask, kept_from, entropy, normalizer, log_mass, g, e = _flat(by_row)
         d_hidden, d_weight = xla.backward(
             hidden.reshape(-1, shape[-1]),
             weight,
             targets,
             mask,
-            xla.Residuals(normalizer, entropy, logits),
+            kept_from,
+            xla.Residuals(normalizer, entropy, logits, log_mass),
             (g, e),
             layout,
         )
@@ -224,12 +253,12 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
     if plan.sharded:
         local = jax.shard_map(
             local,
-            in_specs=(P(split.batch, split.vocab), rows, split.rows, *(rows,) * 6),
+            in_specs=(P(split.batch, split.vocab), rows, split.rows, *(rows,) * 8),
             out_specs=(rows, split.gradient),
             check_vma=False,
         )
     d_hidden, d_weight = local(logits, hidden, weight, *by_row, *cotangents)
-    return d_hidden, d_weight, None, None
+    return d_hidden, d_weight, None, None, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

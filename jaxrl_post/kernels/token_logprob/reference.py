@@ -24,6 +24,7 @@ def from_logits(
     logits: Float[Array, "*batch vocab"],
     targets: Int[Array, "*batch"],
     temperature: Float[Array, "*#batch"] | float = 1.0,
+    kept_from: Float[Array, "*batch"] | None = None,
 ) -> TokenLogprob:
     """Log-probability of `targets` and entropy under softmax(logits / temperature).
 
@@ -31,6 +32,7 @@ def from_logits(
         logits: any float dtype; computed in float32.
         targets: int32 ids in [0, vocab).
         temperature: > 0, one for all or one per row.
+        kept_from: as in `token_logprob`.
 
     >>> import jax.numpy as jnp
     >>> from_logits(jnp.zeros((1, 4)), jnp.array([2])).entropy  # ln 4
@@ -43,7 +45,13 @@ def from_logits(
     log_p = scaled - normalizer[..., None]
     # Not normalizer - sum p z: at low entropy the difference is only rounding error.
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    return TokenLogprob(target - normalizer, entropy)
+    logprob = target - normalizer
+    if kept_from is not None:
+        kept = log_p >= jnp.log(kept_from)[..., None]
+        kept |= jnp.arange(logits.shape[-1]) == targets[..., None]
+        mass = jnp.sum(jnp.where(kept, jnp.exp(log_p), 0.0), axis=-1)
+        logprob = logprob - jnp.where(kept_from > 0, jnp.log(mass), 0.0)
+    return TokenLogprob(logprob, entropy)
 
 
 def exponentials(scaled: Float[Array, "..."], *, axis: int) -> tuple[Array, Array]:

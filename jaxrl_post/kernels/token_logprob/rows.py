@@ -18,14 +18,18 @@ def logprob_rows(
     targets: Int[Array, " rows"],
     count: Int[Array, ""],
     axes: tuple[str, ...] = (),
-) -> Float[Array, " rows"]:
-    """log softmax(logits)[target], float32; 0 in tiles beyond `count`.
+    kept_from: Float[Array, " rows"] | None = None,
+) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    """log softmax(logits)[target] and the log of the kept mass, float32.
+
+    Both are 0 in tiles beyond `count`.
 
     Args:
         logits: float32, this device's columns; rows a multiple of TILE.
         targets: int32 in [0, vocab).
         count: number of rows to compute; they come first.
         axes: mesh axes of a `shard_map` that split the vocabulary.
+        kept_from: as in `token_logprob`; with None the second result is 0.
     """
     columns = logits.shape[1]
     first = jax.lax.axis_index(axes) * columns if axes else jnp.int32(0)
@@ -38,11 +42,10 @@ def logprob_rows(
         found = jnp.take_along_axis(logits, jnp.where(here, own, 0)[:, None], axis=1)
         return jnp.stack([top, total, jnp.where(here, found[:, 0], 0.0)], axis=1)
 
-    of_parts = map_tiles(parts, [logits, targets], count)[None]
-    if axes:
-        of_parts = jax.lax.all_gather(of_parts[0], axes)
+    def from_all(found: Array) -> list[Array]:
+        return list(jax.lax.all_gather(found, axes)) if axes else [found]
 
-    def merged(*parts: Array) -> Array:
+    def merged(*parts: Array) -> tuple[Array, Array]:
         top = parts[0][:, 0]
         for part in parts[1:]:
             top = jnp.maximum(top, part[:, 0])
@@ -50,6 +53,29 @@ def logprob_rows(
         for part in parts:
             total = total + part[:, 1] * jnp.exp(part[:, 0] - top)
             target = target + part[:, 2]
-        return target - (top + jnp.log(total))
+        normalizer = top + jnp.log(total)
+        return target - normalizer, normalizer
 
-    return map_tiles(merged, list(of_parts), count)
+    of_parts = from_all(map_tiles(parts, [logits, targets], count))
+    logprobs, normalizers = map_tiles(merged, of_parts, count)
+    if kept_from is None:
+        return logprobs, jnp.zeros_like(logprobs)
+
+    def mass(
+        logits: Array, targets: Array, normalizers: Array, kept_from: Array
+    ) -> Array:
+        log_p = logits - normalizers[:, None]
+        target = first + jnp.arange(columns, dtype=jnp.int32) == targets[:, None]
+        kept = target | (log_p >= jnp.log(kept_from)[:, None])
+        return jnp.where(kept, jnp.exp(log_p), 0.0).sum(axis=1)
+
+    def log_mass(kept_from: Array, *masses: Array) -> Array:
+        total = jnp.zeros_like(masses[0])
+        for part in masses:
+            total = total + part
+        return jnp.where(kept_from > 0, jnp.log(total), 0.0)
+
+    masses = from_all(
+        map_tiles(mass, [logits, targets, normalizers, kept_from], count)
+    )
+    return logprobs, map_tiles(log_mass, [kept_from, *masses], count)

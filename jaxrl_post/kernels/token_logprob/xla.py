@@ -6,7 +6,8 @@ columns and the tiles' statistics are summed across `axes`. The forward pass sav
 logits of the first tile for the backward pass, which recomputes those of the others.
 
 Backward, with p = softmax(z), z = h W^T / temperature, H the entropy, and g, e the
-cotangents of log-prob and entropy: dz = g (onehot - p) - e p (log p + H).
+cotangents of log-prob and entropy: dz = g (onehot - q) - e p (log p + H). Here q is p,
+or p over the mass of the kept tokens for these and 0 for the others.
 """
 
 from typing import NamedTuple
@@ -45,15 +46,22 @@ class Residuals(NamedTuple):
         normalizer: log sum exp of the logits, [rows].
         entropy: [rows].
         logits: logits of the first tile, [tile, columns].
+        log_mass: log of the kept mass, [rows]; None if all tokens are kept.
     """
 
     normalizer: Array
     entropy: Array
     logits: Array
+    log_mass: Array | None = None
 
 
 def forward(
-    hidden: Array, weight: Array, targets: Array, mask: Array, layout: Layout
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    mask: Array,
+    kept_from: Array | None,
+    layout: Layout,
 ) -> tuple[Array, Array, Residuals]:
     """Returns log-prob and entropy [rows] (0 where masked) and the residuals."""
     rows = hidden.shape[0]
@@ -62,7 +70,8 @@ def forward(
     def tile(index: Array, by_row: tuple[Array, ...]) -> tuple[tuple, Array]:
         chosen = _tile(order, index, layout.tile)
         logits, first = _logits(_take(hidden, chosen), weight, layout)
-        stats = _statistics(logits, _take(targets, chosen) - first, layout)
+        least = None if kept_from is None else _take(kept_from, chosen)
+        stats = _statistics(logits, _take(targets, chosen) - first, least, layout)
         by_row = tuple(
             array.at[chosen].set(value, mode="drop")
             for array, value in zip(by_row, stats, strict=True)
@@ -70,12 +79,16 @@ def forward(
         return by_row, logits
 
     zeros = jnp.zeros((rows,), jnp.float32)
-    by_row, kept = tile(jnp.int32(0), (zeros, zeros, zeros))
+    by_row, kept = tile(jnp.int32(0), (zeros,) * (3 if kept_from is None else 4))
     if rows > layout.tile:
         further = lambda index, by_row: tile(index, by_row)[0]  # noqa: E731
         by_row = jax.lax.fori_loop(1, num_tiles, further, by_row)
-    target, normalizer, entropy = by_row
-    return target - normalizer, entropy, Residuals(normalizer, entropy, kept)
+    target, normalizer, entropy, *more = by_row
+    log_mass = more[0] if more else None
+    logprob = target - normalizer
+    if log_mass is not None:
+        logprob = logprob - log_mass
+    return logprob, entropy, Residuals(normalizer, entropy, kept, log_mass)
 
 
 def backward(
@@ -83,6 +96,7 @@ def backward(
     weight: Array,
     targets: Array,
     mask: Array,
+    kept_from: Array | None,
     residuals: Residuals,
     cotangents: tuple[Array, Array],
     layout: Layout,
@@ -103,9 +117,18 @@ def backward(
         target, normalizer, entropy, g, e = (_take(array, chosen) for array in by_row)
         # Rows that pad the last tile read zeros, also for g and e, so they add nothing.
         log_p = logits - normalizer[:, None]
-        spread = g[:, None] + e[:, None] * (log_p + entropy[:, None])
-        d_logits = jnp.exp(log_p) * (-spread / layout.temperature)
         column = _here(target - first, logits.shape[1])
+        if kept_from is None:
+            spread = g[:, None] + e[:, None] * (log_p + entropy[:, None])
+            d_logits = jnp.exp(log_p) * (-spread / layout.temperature)
+        else:
+            assert residuals.log_mass is not None
+            kept = _kept(log_p, column, _take(kept_from, chosen))
+            # A row that pads the last tile keeps all, of which it multiplies nothing.
+            share = jnp.exp(kept - _take(residuals.log_mass, chosen)[:, None])
+            spread = e[:, None] * (log_p + entropy[:, None])
+            d_logits = g[:, None] * share + jnp.exp(log_p) * spread
+            d_logits = d_logits * (-1.0 / layout.temperature)
         d_logits = d_logits.at[row_of_tile, column].add(
             g / layout.temperature, mode="drop", unique_indices=True
         )
@@ -189,10 +212,25 @@ def _logits(hidden: Array, weight: Array, layout: Layout) -> tuple[Array, Array]
     return logits, first
 
 
+def _kept(log_p: Array, column: Array, kept_from: Array) -> Array:
+    """Log-probs of a tile, with MASKED for tokens that were not kept.
+
+    Args:
+        log_p: [tile, columns].
+        column: the target's, out of range if another device has it.
+        kept_from: the least probability of a kept token; the target is always kept.
+    """
+    target = jnp.arange(log_p.shape[1], dtype=column.dtype) == column[:, None]
+    return jnp.where(target | (log_p >= jnp.log(kept_from)[:, None]), log_p, MASKED)
+
+
 def _statistics(
-    logits: Array, local_targets: Array, layout: Layout
-) -> tuple[Array, Array, Array]:
-    """Target logit, log-normaliser and entropy of each row of a tile."""
+    logits: Array, local_targets: Array, kept_from: Array | None, layout: Layout
+) -> tuple[Array, ...]:
+    """Target logit, log-normaliser and entropy of each row of a tile.
+
+    With `kept_from` also the log of the kept mass.
+    """
     column = _here(local_targets, logits.shape[1])
     target = jnp.take_along_axis(
         logits, column[:, None], axis=-1, mode="fill", fill_value=0.0
@@ -209,4 +247,11 @@ def _statistics(
     entropy = -(jnp.exp(log_p) * log_p).sum(axis=-1)
     if layout.axes:
         entropy = jax.lax.psum(entropy, layout.axes)
-    return target, normalizer, entropy
+    if kept_from is None:
+        return target, normalizer, entropy
+    mass = jnp.exp(_kept(log_p, column, kept_from)).sum(axis=-1)
+    if layout.axes:
+        mass = jax.lax.psum(mass, layout.axes)
+    # Where all is kept the log-prob is that of the full softmax, to the last bit.
+    log_mass = jnp.where(kept_from > 0, jnp.log(mass), 0.0)
+    return target, normalizer, entropy, log_mass
