@@ -14,7 +14,6 @@ _DTYPES = {
     "ids": np.dtype(np.int32),
     "logprobs": np.dtype(np.float32),
     "log_masses": np.dtype(np.float32),
-    "kept_from": np.dtype(np.float32),
     "versions": np.dtype(np.int32),
     "sampled": np.dtype(np.bool_),
 }
@@ -22,7 +21,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A piece of text as the sampler saw it: six aligned NumPy arrays [tokens].
+    """A piece of text as the sampler saw it: aligned NumPy arrays [tokens].
 
     All token fields travel in this type from the sampler to the packed batch. `+` joins
     two pieces; a slice takes a part.
@@ -33,13 +32,13 @@ class Tokens:
             token that was not sampled.
         log_masses: float32 log of the probability mass that top-k, top-p and min-p
             kept; 0 where nothing was cut or sampled.
-        kept_from: float32 probability from which on they kept tokens, between that of
-            the least kept token and the next; 0 where nothing was cut or sampled.
         versions: int32 version of the sampling parameters; -1 if not sampled.
         sampled: bool, True if the policy sampled the token. Only these are trained on.
+        kept: int32 [tokens, most], ids of the tokens that top-k, top-p and min-p kept,
+            padded with -1; none where nothing was cut or recorded.
 
     Raises:
-        ValueError: the arrays are not 1-D, or differ in length.
+        ValueError: the arrays are not 1-D (`kept` 2-D), or differ in length.
 
     >>> prompt = Tokens.context([5, 6])
     >>> answer = Tokens.generated([7], logprobs=[-0.5], version=3)
@@ -51,9 +50,9 @@ class Tokens:
     ids: np.ndarray
     logprobs: np.ndarray
     log_masses: np.ndarray
-    kept_from: np.ndarray
     versions: np.ndarray
     sampled: np.ndarray
+    kept: np.ndarray
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -63,11 +62,21 @@ class Tokens:
                 object.__setattr__(self, name, np.asarray(array, dtype))
         shape = self.ids.shape
         arrays = [vars(self)[name] for name in _DTYPES]
-        if len(shape) != 1 or any(array.shape != shape for array in arrays):
-            shapes = {name: getattr(self, name).shape for name in _DTYPES}
+        if (
+            len(shape) != 1
+            or any(array.shape != shape for array in arrays)
+            or self.kept.shape[:-1] != shape
+        ):
+            shapes = {name: getattr(self, name).shape for name in (*_DTYPES, "kept")}
             raise ValueError(
-                f"Tokens: the arrays must be 1-D and of equal length; got {shapes}"
+                "Tokens: the arrays must be 1-D, kept 2-D, and of equal length; got "
+                f"{shapes}"
             )
+        if self.kept.shape[1]:
+            # As narrow as it may be, so that equal pieces have equal arrays.
+            most = int((self.kept >= 0).sum(axis=1).max(initial=0))
+            narrow = np.ascontiguousarray(self.kept[:, :most], np.int32)
+            object.__setattr__(self, "kept", narrow)
 
     @classmethod
     def context(cls, ids: Iterable[int]) -> Tokens:
@@ -78,7 +87,8 @@ class Tokens:
             return _NONE
         zeros = np.zeros(size, np.float32)
         nobody = np.full(size, -1, np.int32)
-        return cls(array, zeros, zeros, zeros, nobody, np.zeros(size, np.bool_))
+        sampled = np.zeros(size, np.bool_)
+        return cls(array, zeros, zeros, nobody, sampled, _no_ids(size))
 
     @classmethod
     def generated(
@@ -88,7 +98,7 @@ class Tokens:
         *,
         version: int,
         log_masses: Sequence[float] | np.ndarray | None = None,
-        kept_from: Sequence[float] | np.ndarray | None = None,
+        kept: np.ndarray | None = None,
     ) -> Tokens:
         """Tokens that one version of the policy sampled.
 
@@ -97,19 +107,18 @@ class Tokens:
             logprobs: float32 [tokens].
             version: version of the parameters that sampled the tokens.
             log_masses: float32 [tokens]; None if no probability mass was cut off.
-            kept_from: float32 [tokens]; None if no token was cut off.
+            kept: int32 [tokens, most]; None if no ids were recorded.
         """
         size = len(ids)
         masses = np.zeros(size) if log_masses is None else log_masses
-        least = np.zeros(size) if kept_from is None else kept_from
         # Copies: a slice of a device transfer would keep the whole transfer alive.
         return cls(
             np.array(ids, np.int32),
             np.array(logprobs, np.float32),
             np.array(masses, np.float32),
-            np.array(least, np.float32),
             np.full(size, version, np.int32),
             np.ones(size, np.bool_),
+            _no_ids(size) if kept is None else np.array(kept, np.int32),
         )
 
     @classmethod
@@ -119,11 +128,21 @@ class Tokens:
         parts = [part for part in parts if len(part)]
         if len(parts) < 2:
             return parts[0] if parts else _NONE
+        most = max(part.kept.shape[1] for part in parts)
         return cls(
             *(
                 np.concatenate([getattr(part, name) for part in parts])
                 for name in _DTYPES
-            )
+            ),
+            np.concatenate([part.kept_ids(most) for part in parts]),
+        )
+
+    def kept_ids(self, width: int) -> np.ndarray:
+        """`kept` with `width` columns, at least its own."""
+        return np.pad(
+            self.kept,
+            ((0, 0), (0, width - self.kept.shape[1])),
+            constant_values=np.int32(-1),
         )
 
     def __len__(self) -> int:
@@ -133,27 +152,39 @@ class Tokens:
         return Tokens.concatenate([self, other])
 
     def __getitem__(self, span: slice) -> Tokens:
-        return Tokens(*(getattr(self, name)[span] for name in _DTYPES))
+        return Tokens(*(getattr(self, name)[span] for name in (*_DTYPES, "kept")))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tokens):
             return NotImplemented
         # Compare bits, because a checkpoint must restore -0.0 and NaN exactly.
-        return all(
+        return self.kept.shape == other.kept.shape and all(
             getattr(self, name).tobytes() == getattr(other, name).tobytes()
-            for name in _DTYPES
+            for name in (*_DTYPES, "kept")
         )
 
     __hash__ = None  # type: ignore[assignment]
 
     def to_json(self) -> dict[str, list[Any]]:
         """A JSON value from which `from_json` restores the tokens exactly."""
-        return {name: getattr(self, name).tolist() for name in _DTYPES}
+        value = {name: getattr(self, name).tolist() for name in _DTYPES}
+        return value | {
+            "kept": [[i for i in ids if i >= 0] for ids in self.kept.tolist()]
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Sequence[Any]]) -> Tokens:
         """Restores what `to_json` made."""
-        return cls(*(np.array(value[name], dtype) for name, dtype in _DTYPES.items()))
+        most = max(map(len, value["kept"]), default=0)
+        kept = [[*ids, *[-1] * (most - len(ids))] for ids in value["kept"]]
+        return cls(
+            *(np.array(value[name], dtype) for name, dtype in _DTYPES.items()),
+            np.array(kept, np.int32).reshape(len(kept), most),
+        )
 
 
-_NONE = Tokens(*(np.zeros(0, dtype) for dtype in _DTYPES.values()))
+def _no_ids(size: int) -> np.ndarray:
+    return np.zeros((size, 0), np.int32)
+
+
+_NONE = Tokens(*(np.zeros(0, dtype) for dtype in _DTYPES.values()), _no_ids(0))

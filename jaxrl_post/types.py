@@ -116,7 +116,8 @@ class TokenBatch:
             this one, those of all branches; 0 is padding.
         loss_mask: bool [rows, length], True where the policy produced the token.
         advantages: float32 [rows, length], constant with respect to the parameters.
-        behavior_logprobs: float32 [rows, length], the sampler's, in nats.
+        behavior_logprobs: float32 [rows, length], the sampler's, in nats; with
+            `kept`, those among the kept tokens.
         proximal_logprobs: float32 [rows, length] or None: log-probabilities under the
             parameters at the start of this batch's updates. None means that the batch
             gets one update, so that they equal the policy's own.
@@ -147,6 +148,9 @@ class TokenBatch:
             (process rewards).
         margins: float32 [rows, length] or None: how far the reward of a chosen answer
             should be above that of the rejected one, at the chosen answer's tokens.
+        kept: int32 [rows, length, most] or None: ids of the tokens among which a token
+            was drawn, itself one of them, padded with -1; the policy's log-prob is that
+            among them. Without ids, or with None, it is that among all tokens.
     """
 
     tokens: Int[HostOrDevice, "rows length"]
@@ -168,6 +172,7 @@ class TokenBatch:
     reference_point: Float[HostOrDevice, "rows length"] | None = None
     labels: Float[HostOrDevice, "rows length"] | None = None
     margins: Float[HostOrDevice, "rows length"] | None = None
+    kept: Int[HostOrDevice, "rows length most"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

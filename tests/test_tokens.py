@@ -61,14 +61,28 @@ def test_what_differs_is_not_equal():
         assert base != other
 
 
+def test_ids_that_were_kept_travel_along():
+    ragged = np.array([[4, -1, -1, -1], [2, 5, 0, -1], [-1, -1, -1, -1]])
+    three = Tokens.generated([4, 5, 6], [-1.0] * 3, version=1, kept=ragged)
+    assert three.kept.tolist() == [[4, -1, -1], [2, 5, 0], [-1, -1, -1]]
+    assert three[:1].kept.tolist() == [[4]]
+    assert three[2:].kept.shape == (1, 0)
+    whole = Tokens.context([9]) + three[:1] + three[1:]
+    assert whole[1:] == three
+    assert whole.kept.tolist() == [[-1, -1, -1], *three.kept.tolist()]
+    assert whole.kept_ids(4)[2].tolist() == [2, 5, 0, -1]
+    assert Tokens.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    assert three != Tokens.generated([4, 5, 6], [-1.0] * 3, version=1)
+
+
 def test_arrays_of_other_lengths_or_ranks_are_refused():
     with pytest.raises(
-        ValueError, match=r"Tokens: the arrays must be 1-D and of equal"
+        ValueError, match=r"Tokens: the arrays must be 1-D, .* of equal length"
     ):
         Tokens.generated([1, 2], [0.0], version=0)
     two = np.zeros((2, 2))
     with pytest.raises(ValueError, match=r"'ids': \(2, 2\)"):
-        Tokens(two, two, two, two, two)
+        Tokens(*[two] * 6)
 
 
 def test_they_do_not_hold_on_to_what_they_were_taken_from():

@@ -114,6 +114,10 @@ class AlgorithmConfig:
             stands at the turn's last token.
         turn_discount: discount factor per turn, of the rewards of the turns after it; 0
             credits a turn with its own reward alone.
+        support: what a sampled token is scored among if --rollout.top-k,
+            --rollout.top-p or --rollout.min-p cut tokens off. kept: the tokens that the
+            sampler kept, so that the policy is the distribution that it drew from, as
+            long as these are at most --rollout.top-k, or without it 128; full: all.
         correction: how the loss corrects for log-probs that differ between sampler and
             trainer.
     """
@@ -128,4 +132,5 @@ class AlgorithmConfig:
     reward_weights: tuple[str, ...] = ()
     turn_credit: Literal["outcome", "turns"] = "outcome"
     turn_discount: Annotated[float, SHARE] = 1.0
+    support: Literal["kept", "full"] = "kept"
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)

@@ -14,6 +14,9 @@ from jaxrl_post.config.run import RunConfig
 
 __all__ = ["MismatchConfig", "RLConfig"]
 
+# Of top-p and min-p, which keep any number: 128 ids are 512 bytes per sampled token.
+KEPT_IDS = 128
+
 
 @dataclass(frozen=True)
 class MismatchConfig:
@@ -69,3 +72,16 @@ class RLConfig(RunConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     exact: bool = False
     mismatch: Annotated[MismatchConfig, FREE] = field(default_factory=MismatchConfig)
+
+    @property
+    def kept_ids(self) -> int:
+        """Most tokens that sampling keeps to choose from and that are recorded; 0: none.
+
+        >>> RLConfig(rollout=RolloutConfig(top_k=20)).kept_ids, RLConfig().kept_ids
+        (20, 0)
+        """
+        rollout = self.rollout
+        truncates = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+        if self.algorithm.support == "full" or not truncates:
+            return 0
+        return rollout.top_k or KEPT_IDS

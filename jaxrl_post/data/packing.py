@@ -195,7 +195,13 @@ def num_tokens(unit: Unit) -> int:
     return sum(map(num_tokens, unit))
 
 
-def pack(units: Iterable[Unit], length: int, row_multiple: int) -> TokenBatch:
+def pack(
+    units: Iterable[Unit],
+    length: int,
+    row_multiple: int,
+    *,
+    kept_ids: int = 0,
+) -> TokenBatch:
     """Packs units into rows with the best-fit-decreasing heuristic.
 
     Deterministic: units of equal size keep their order. A tree that is longer than a
@@ -207,6 +213,8 @@ def pack(units: Iterable[Unit], length: int, row_multiple: int) -> TokenBatch:
             in their order.
         length: tokens per row.
         row_multiple: empty rows pad the number of rows to a multiple of this.
+        kept_ids: most ids of `Tokens.kept`; a token that has some is scored among them,
+            and has the sampler's log-prob among them. 0 scores all among all tokens.
 
     Returns:
         NumPy arrays [rows, length], at least `row_multiple` rows.
@@ -240,6 +248,8 @@ def pack(units: Iterable[Unit], length: int, row_multiple: int) -> TokenBatch:
         raise ValueError("pack: all sequences must have labels, or none of them")
     if any(each.truncated is not None for each in members):
         given["truncated"] = np.zeros((height, length), np.bool_)
+    if kept_ids:
+        given["kept"] = np.full((height, length, kept_ids), -1, np.int32)
     batch = batch.replace(**given)  # type: ignore[attr-defined]
     for row, chosen in enumerate(rows):
         start = 0
@@ -326,6 +336,11 @@ def _fill(batch: TokenBatch, row: int, unit: Unit, start: int, position: int) ->
         batch.loss_mask[row, start] = False
     batch.advantages[row, span] = sequence.advantages
     batch.behavior_logprobs[row, span] = sequence.tokens.logprobs
+    if batch.kept is not None:
+        kept = sequence.tokens.kept_ids(batch.kept.shape[-1])
+        batch.kept[row, span] = kept
+        log_masses = np.where(kept[:, 0] >= 0, sequence.tokens.log_masses, 0)
+        batch.behavior_logprobs[row, span] -= log_masses
     batch.versions[row, span] = sequence.tokens.versions
     for name, field in _OPTIONAL.items():
         if (array := getattr(sequence, name)) is not None:

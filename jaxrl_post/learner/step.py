@@ -139,7 +139,8 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
     """Returns a model's predictions for the tokens of a packed batch.
 
     Log-probs and entropies are 0 for tokens that the loss mask excludes; values are
-    given after every token.
+    given after every token. With `batch.kept` log-probs are those among the tokens that
+    the sampler kept; entropies are always those of all tokens.
     """
     if policy.config.experts is None:
         hidden, own = _hidden_states(policy, params, batch), Predictions()
@@ -150,11 +151,13 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
         return own._replace(values_after=after)
     # Logits are c tanh(z / (d c)) / T with divisor d: the cap d c with temperature d T.
     cap, divisor = policy.config.logit_softcap, policy.config.logit_divisor
+    kept = None if batch.kept is None else jnp.asarray(batch.kept)
     predicted = token_logprob(
         _before(hidden, batch),
         unembedding(params),
         jnp.asarray(batch.tokens),
         mask=jnp.asarray(batch.loss_mask),
+        kept=kept,
         temperature=policy.temperature * divisor,
         softcap=None if cap is None else cap * divisor,
         rules=policy.rules,
@@ -181,13 +184,17 @@ def _exact_logprobs(
         ends=ends,
         rules=rules,
     )
-    logprobs = ExactHead(params, policy.config, rules).score(
+    kept = None
+    if batch.kept is not None:
+        kept = jnp.asarray(batch.kept).reshape(-1, batch.kept.shape[-1])
+    logprobs, log_masses = ExactHead(params, policy.config, rules).score(
         _before(hidden, batch).reshape(-1, hidden.shape[-1]),
         jnp.asarray(batch.tokens).reshape(-1),
         policy.temperature,
         jnp.asarray(batch.loss_mask).reshape(-1),
+        kept,
     )
-    return logprobs.reshape(shape)
+    return (logprobs - log_masses).reshape(shape)
 
 
 @jax.custom_vjp

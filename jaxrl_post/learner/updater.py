@@ -300,7 +300,10 @@ class Updater:
         ]
         length = row_tokens(self.config, self.model)
         multiple = self.learner.microbatch_rows
-        batches = [packing.pack(part, length, multiple) for part in units]
+        kept = self.config.kept_ids
+        batches = [
+            packing.pack(part, length, multiple, kept_ids=kept) for part in units
+        ]
         metrics = _packing_metrics(sequences, units, batches)
         if self.config.rollout.partial:
             version = int(self.state.step)
@@ -324,7 +327,9 @@ class Updater:
             if needs_proximal:
                 found["proximal_logprobs"] = predicted.logprobs
         if self.reference is not None and self.algorithm.needs_reference:
-            predicted = self.reference.scorer.predict(self.reference.params, batch)
+            # The reference did not sample, so it has its whole distribution.
+            whole = batch.replace(kept=None)  # type: ignore[attr-defined]
+            predicted = self.reference.scorer.predict(self.reference.params, whole)
             found["reference_logprobs"] = predicted.logprobs
         if self.critic is not None:
             whole = self.critic.model.whole(self.critic.state.params)

@@ -69,7 +69,7 @@ class ExactHead(NamedTuple):
         logits: Float[Array, "rows vocab"],
         targets: Int[Array, " rows"],
         counted: Bool[Array, " rows"],
-        kept_from: Float[Array, " rows"] | None = None,
+        kept: Int[Array, "rows kept"] | None = None,
     ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
         """Log-probs of tokens under softmax(logits), and logs of the kept mass.
 
@@ -77,7 +77,7 @@ class ExactHead(NamedTuple):
             logits: of the method of this name.
             targets: int32 ids.
             counted: False for rows that are not computed, which get 0.
-            kept_from: as in `token_logprob`; with None the second result is 0.
+            kept: as in `token_logprob`; the second result is 0 without ids.
         """
 
         def local(
@@ -86,16 +86,14 @@ class ExactHead(NamedTuple):
             logits: Array,
             targets: Array,
             counted: Array,
-            kept_from: Array | None,
+            kept: Array | None,
         ) -> tuple[Array, Array]:
             rows = CountedRows.of(counted)
-            logits, targets, kept_from = jax.tree.map(
-                rows.take, (logits, targets, kept_from)
-            )
-            found = logprob_rows(logits, targets, rows.count, axes, kept_from)
+            logits, targets, kept = jax.tree.map(rows.take, (logits, targets, kept))
+            found = logprob_rows(logits, targets, rows.count, axes, kept)
             return rows.put(found[0]), rows.put(found[1])
 
-        arrays = (logits, targets, counted, kept_from)
+        arrays = (logits, targets, counted, kept)
         return self._run(local, arrays, by_column=(0,))
 
     def score(
@@ -104,7 +102,7 @@ class ExactHead(NamedTuple):
         targets: Int[Array, " rows"],
         temperature: float,
         counted: Bool[Array, " rows"],
-        kept_from: Float[Array, " rows"] | None = None,
+        kept: Int[Array, "rows kept"] | None = None,
     ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
         """What `logprobs` returns, with the logits of some rows in memory at a time.
 
@@ -113,7 +111,7 @@ class ExactHead(NamedTuple):
             targets: int32 ids.
             temperature: > 0.
             counted: False for rows that are not computed, which get 0.
-            kept_from: as in `logprobs`.
+            kept: as in `logprobs`.
         """
 
         def local(
@@ -122,7 +120,7 @@ class ExactHead(NamedTuple):
             hidden: Array,
             targets: Array,
             counted: Array,
-            kept_from: Array | None,
+            kept: Array | None,
         ) -> tuple[Array, Array]:
             rows = CountedRows.of(counted)
             size = tile_rows(weight.shape[0]) // TILE * TILE
@@ -131,16 +129,14 @@ class ExactHead(NamedTuple):
             factor = np.float32(1) / np.float32(temperature)
             scale = jnp.full((size,), factor)
 
-            def chunk(
-                number: Array, found: tuple[Array, Array]
-            ) -> tuple[Array, Array]:
+            def chunk(number: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
                 first = number * size
                 # The last chunk may begin earlier and compute some rows again.
                 first = jnp.minimum(first, rows.order.shape[0] - size)
                 chosen = jax.lax.dynamic_slice_in_dim(rows.order, first, size)
                 left = jnp.clip(rows.count - first, 0, size)
                 logits = _logit_rows(self.config, weight, hidden[chosen], scale, left)
-                least = None if kept_from is None else kept_from[chosen]
+                least = None if kept is None else kept[chosen]
                 new = logprob_rows(logits, targets[chosen], left, axes, least)
                 return jax.tree.map(
                     lambda whole, part: jax.lax.dynamic_update_slice_in_dim(
@@ -155,7 +151,7 @@ class ExactHead(NamedTuple):
             found = jax.lax.fori_loop(0, chunks, chunk, (nothing, nothing))
             return rows.put(found[0]), rows.put(found[1])
 
-        return self._run(local, (hidden, targets, counted, kept_from))
+        return self._run(local, (hidden, targets, counted, kept))
 
     def _run(
         self,

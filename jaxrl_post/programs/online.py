@@ -278,7 +278,12 @@ def _trainer(
     )
     weights = sampler_layout(config.rollout, model)
     engine = make_engine(
-        config.rollout, model, weights, seed=config.seed, exact=config.exact
+        config.rollout,
+        model,
+        weights,
+        seed=config.seed,
+        exact=config.exact,
+        kept_ids=config.kept_ids,
     )
     return Trainer(engine, experience, updater, weights, demonstrations)
 

@@ -163,6 +163,7 @@ def make_engine(
     *,
     seed: int,
     exact: bool = False,
+    kept_ids: int = 0,
 ) -> Engine:
     """Makes a sampler with sizes from the configuration.
 
@@ -172,6 +173,7 @@ def make_engine(
         weights: the sampler's mesh and dtype.
         seed: of the sampling noise.
         exact: as `Engine` has it.
+        kept_ids: as `EngineConfig` has it.
     """
     sizes = engine_sizes(
         rollout,
@@ -180,7 +182,7 @@ def make_engine(
     )
     return Engine(
         model.config,
-        sizes,
+        dataclasses.replace(sizes, kept_ids=kept_ids),
         seed=seed,
         dtype=weights.dtype,
         mesh=weights.mesh,

@@ -25,7 +25,9 @@ def rollout_metrics(
     stopped = [not e.truncated for e in episodes]
     newest = [max(int(t.sampled.versions.max()) for t in e.turns) for e in episodes]
     ages = [version - each for each in newest]
-    masses = np.concatenate([t.sampled.log_masses for e in episodes for t in e.turns])
+    sampled = [turn.sampled for e in episodes for turn in e.turns]
+    masses = np.concatenate([tokens.log_masses for tokens in sampled])
+    recorded = np.concatenate([(tokens.kept >= 0).any(axis=1) for tokens in sampled])
     return {
         "reward/trained_mean": float(np.mean(rewards)),
         "rollout/completion_length": float(np.mean(lengths)),
@@ -33,6 +35,8 @@ def rollout_metrics(
         "rollout/stopped_fraction": float(np.mean(stopped)),
         "rollout/staleness": float(np.mean(ages)),
         "rollout/kept_mass": float(np.mean(np.exp(masses.astype(np.float64)))),
+        # Tokens that are scored among all tokens, though they were not drawn from all.
+        "rollout/kept_unrecorded": float(np.mean((masses < 0) & ~recorded)),
         # KL(q || p) of q, the policy p without the tokens that top-k, top-p and min-p
         # cut: E_q[log(p / mass) - log p].
         "mismatch/truncation_kl": abs(float(np.mean(masses.astype(np.float64)))),

@@ -91,12 +91,15 @@ class Rows:
 
 @struct.dataclass
 class Emitted:
-    """The tokens that `decode` sampled, [steps, rows]; -1 where a row sampled none."""
+    """The tokens that `decode` sampled, [steps, rows]; -1 where a row sampled none.
+
+    The other fields are those of `Sampled`.
+    """
 
     tokens: Int[HostOrDevice, "steps rows"]
     logprobs: Float[HostOrDevice, "steps rows"]
     log_masses: Float[HostOrDevice, "steps rows"]
-    kept_from: Float[HostOrDevice, "steps rows"]
+    kept: Int[HostOrDevice, "steps rows kept"] | None
 
 
 def prefill(
@@ -152,6 +155,7 @@ def decode(
     num_steps: int,
     split: int,
     truncate: bool,
+    kept_ids: int = 0,
     exact: bool = False,
     guesses: int = 0,
 ) -> tuple[Pages, Emitted, Int[Array, " rows"]]:
@@ -171,6 +175,7 @@ def decode(
         num_steps: static.
         split: static; parts into which the mesh splits the rows.
         truncate: static, as in `sampling.sample`.
+        kept_ids: static, as in `sampling.sample`.
         exact: static; whether a token's log-prob depends on its path alone, to the last
             bit (`models.exact`).
         guesses: static; tokens that a pass guesses from the rows' history.
@@ -244,18 +249,28 @@ def decode(
             )(at)
         )(sample_keys, at + 1)
         drawn = sample(
-            scores, uniforms.reshape(-1), sampling, truncate=truncate, rules=rules
+            scores,
+            uniforms.reshape(-1),
+            sampling,
+            truncate=truncate,
+            kept_ids=kept_ids,
+            rules=rules,
         )
         if exact:
             logprobs, log_masses = head.logprobs(
                 scores,
                 drawn.tokens,
                 jnp.repeat(active, width),
-                drawn.kept_from if truncate else None,
+                drawn.kept,
             )
-            drawn = drawn._replace(logprobs=logprobs, log_masses=log_masses)
-        found = Emitted(*drawn)
-        return jax.tree.map(lambda leaf: leaf.reshape(count, width), found)
+            drawn = drawn._replace(logprobs=logprobs)
+            if drawn.kept is not None:
+                recorded = drawn.kept[:, 0] >= 0
+                log_masses = jnp.where(recorded, log_masses, drawn.log_masses)
+                drawn = drawn._replace(log_masses=log_masses)
+        return jax.tree.map(
+            lambda leaf: leaf.reshape(count, width, *leaf.shape[1:]), Emitted(*drawn)
+        )
 
     def going_on(state: _Burst) -> Array:
         by_part = state.active.reshape(split, -1).sum(axis=1)
@@ -310,7 +325,11 @@ def decode(
 
     nothing = Emitted(
         jnp.full((count, num_steps), -1, jnp.int32),
-        *(jnp.zeros((count, num_steps), jnp.float32) for _ in range(3)),
+        jnp.zeros((count, num_steps), jnp.float32),
+        jnp.zeros((count, num_steps), jnp.float32),
+        jnp.full((count, num_steps, kept_ids), -1, jnp.int32)
+        if truncate and kept_ids
+        else None,
     )
     none = jnp.zeros((count,), jnp.int32)
     state = _Burst(
@@ -327,7 +346,7 @@ def decode(
     )
     state = jax.lax.while_loop(going_on, body, state)
     keys, values = state.entries
-    emitted = jax.tree.map(jnp.transpose, state.emitted)
+    emitted = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), state.emitted)
     after = dataclasses.replace(view, keys=keys, values=values)
     if exact:
         after = own_entries(

@@ -243,7 +243,7 @@ class Engine:
                     emitted.logprobs[:count, row],
                     version=running.version,
                     log_masses=emitted.log_masses[:count, row],
-                    kept_from=emitted.kept_from[:count, row],
+                    kept=None if emitted.kept is None else emitted.kept[:count, row],
                 )
                 done += self._advance(sample, tokens)
         return done

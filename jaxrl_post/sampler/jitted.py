@@ -137,6 +137,7 @@ class DeviceFunctions:
                 num_steps=self.sizes.steps_per_call,
                 split=self.split,
                 truncate=truncate,
+                kept_ids=self.sizes.kept_ids,
                 exact=self.exact,
                 guesses=guesses,
             )

@@ -42,14 +42,14 @@ class Sampled(NamedTuple):
         tokens: int32 ids.
         logprobs: float32, under the full softmax.
         log_masses: float32, log of the probability mass of the kept tokens.
-        kept_from: float32, a probability between that of the least kept token and that
-            of the greatest one that was cut; 0 if all tokens were kept.
+        kept: int32, ids of the tokens that were kept, the likeliest first, padded with
+            -1; none if nothing was cut, or more were kept. None if not asked for.
     """
 
     tokens: Int[Array, " rows"]
     logprobs: Float[Array, " rows"]
     log_masses: Float[Array, " rows"]
-    kept_from: Float[Array, " rows"]
+    kept: Int[Array, "rows kept"] | None = None
 
 
 def sample(
@@ -58,6 +58,7 @@ def sample(
     sampling: SamplingArrays,
     *,
     truncate: bool,
+    kept_ids: int = 0,
     rules: Rules = DEFAULT_RULES,
 ) -> Sampled:
     """Draws one token per row.
@@ -67,6 +68,7 @@ def sample(
         uniforms: in [0, 1), one per row; the only source of randomness.
         sampling: per-row parameters.
         truncate: static; False requires that no row uses top-k, top-p or min-p.
+        kept_ids: static; ids of `Sampled.kept`, with `truncate`; 0 for none.
         rules: how a mesh of `jax.set_mesh`, if any, splits rows and vocabulary.
 
     Returns:
@@ -85,7 +87,7 @@ def sample(
     if not (mesh.empty or mesh.size == 1 or truncate):
         vocab = dividing_axes("vocab", logits.shape[1], mesh, rules)
     if not vocab:
-        return _sample(logits, uniforms, sampling, truncate=truncate)
+        return _sample(logits, uniforms, sampling, truncate=truncate, kept_ids=kept_ids)
     batch = P(dividing_axes("batch", logits.shape[0], mesh, rules))
     return jax.shard_map(
         functools.partial(_sample, truncate=False, axes=vocab),
@@ -101,6 +103,7 @@ def _sample(
     sampling: SamplingArrays,
     *,
     truncate: bool,
+    kept_ids: int = 0,
     axes: tuple[str, ...] = (),
 ) -> Sampled:
     """Draws from a device's rows; `axes` split the vocabulary."""
@@ -113,15 +116,13 @@ def _sample(
         normalizer = jnp.log(jax.lax.psum(weights.sum(axis=0), axes)) + top
     else:
         weights, normalizer = exponentials(scaled, axis=0)
-    kept, kept_from = weights, jnp.zeros_like(top)
+    kept, ids = weights, None
     if truncate:
-        least = _least_kept(scaled.T, sampling)
-        is_kept = scaled >= least
+        is_kept = scaled >= _least_kept(scaled.T, sampling)
         kept = jnp.where(is_kept, weights, 0.0)
-        # Between the two, so that rounding in another program moves no token across.
-        most = jnp.where(is_kept, -jnp.inf, scaled).max(axis=0)
-        kept_from = jnp.exp(0.5 * (least + most) - normalizer)
-        kept_from = jnp.where(greedy, 0.0, kept_from)
+        if kept_ids:
+            count = jnp.where(greedy, 0, is_kept.sum(axis=0, dtype=jnp.int32))
+            ids = _likeliest(scaled.T, count, kept_ids)
     # Greedy rows keep only their maxima; a uniform of 0 then selects the first of them.
     most_probable = (scaled == top).astype(jnp.float32)
     tokens, own, here = _invert(
@@ -136,7 +137,7 @@ def _sample(
     if truncate:
         share = kept.sum(axis=0) / weights.sum(axis=0)
         log_masses = jnp.where(greedy, 0.0, jnp.log(share))
-    return Sampled(tokens, logprobs, log_masses, kept_from)
+    return Sampled(tokens, logprobs, log_masses, ids)
 
 
 def _least_kept(scaled: Array, sampling: SamplingArrays) -> Array:
@@ -154,6 +155,20 @@ def _least_kept(scaled: Array, sampling: SamplingArrays) -> Array:
     keep = by_rank & by_mass & by_share
     keep = keep.at[:, 0].set(True)
     return jnp.min(jnp.where(keep, descending, jnp.inf), axis=-1)
+
+
+def _likeliest(scaled: Array, count: Array, width: int) -> Array:
+    """Ids of the `count` [rows] likeliest tokens, [rows, width], padded with -1.
+
+    None in a row where these are all tokens, or more than `width`.
+    """
+    vocab = scaled.shape[1]
+    most = min(width, vocab)
+    _, ids = jax.lax.top_k(scaled, most)
+    count = jnp.where((count < vocab) & (count <= most), count, 0)
+    inside = jnp.arange(most, dtype=jnp.int32) < count[:, None]
+    ids = jnp.where(inside, ids.astype(jnp.int32), -1)
+    return jnp.pad(ids, ((0, 0), (0, width - most)), constant_values=-1)
 
 
 def _invert(

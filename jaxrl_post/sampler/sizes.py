@@ -27,6 +27,9 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+MAY_BE_ZERO = ("cache_tokens", "guesses", "kept_ids")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes of the sampler; each determines shapes, so a change needs recompilation.
@@ -48,6 +51,8 @@ class EngineConfig:
         guess_rows: most rows of a forward pass with guesses, samples times
             (1 + guesses): while all weights are read for few rows, more rows cost
             little.
+        kept_ids: most tokens of those that top-k, top-p or min-p keep that are recorded
+            for each sampled one; larger sets are not. 0 records none.
     """
 
     num_slots: int = 64
@@ -59,14 +64,15 @@ class EngineConfig:
     cache_tokens: int = 0
     guesses: int = 0
     guess_rows: int = 32
+    kept_ids: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name not in ("cache_tokens", "guesses") and value < 1:
+            if name not in MAY_BE_ZERO and value < 1:
                 raise ValueError(
                     f"EngineConfig: {name} must be at least 1; got {value}"
                 )
-        for name in ("cache_tokens", "guesses"):
+        for name in MAY_BE_ZERO:
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"EngineConfig: {name} must be at least 0; got "

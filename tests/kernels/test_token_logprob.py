@@ -53,13 +53,22 @@ def oracle(hidden, weight, targets, temperature=1.0, vocab_size=None, softcap=No
     ),
 )
 def both_passes(
-    hidden, weight, targets, cotangents, mask=None, *, setting=None, **options
+    hidden,
+    weight,
+    targets,
+    cotangents,
+    mask=None,
+    kept=None,
+    *,
+    setting=None,
+    **options,
 ):
     """(log-prob, entropy), (d hidden, d unembedding); `setting` keys the cache."""
     del setting
 
     def run(hidden, weight):
-        return tuple(token_logprob(hidden, weight, targets, mask=mask, **options))
+        found = token_logprob(hidden, weight, targets, mask=mask, kept=kept, **options)
+        return tuple(found)
 
     values, pull = jax.vjp(run, hidden, weight)
     return values, pull(tuple(cotangents))
@@ -188,6 +197,66 @@ def test_masked_rows_are_zero_and_have_no_gradient_even_where_hidden_is_nan(
     )
     close([v[kept] for v in values], [v[0] for v in alone[0]])
     close((d_hidden[kept], d_weight), (alone[1][0][0], alone[1][1]))
+
+
+def kept_sets(targets, vocab):
+    """Ids of 0 to all tokens, in any order, among them the target; and their mask."""
+    rng = np.random.default_rng(3)
+    ids = np.full((*targets.shape, vocab + 1), -1, np.int32)
+    mask = np.ones((*targets.shape, vocab), np.bool_)
+    for place in np.ndindex(targets.shape):
+        others = np.setdiff1d(np.arange(vocab), targets[place])
+        count = rng.integers(1, vocab + 1) * (sum(place) % 3 > 0)
+        if count:
+            chosen = [targets[place], *rng.permutation(others)[: count - 1]]
+            ids[place][:count] = rng.permutation(chosen)
+            mask[place] = np.isin(np.arange(vocab), chosen)
+    return jnp.asarray(ids), jnp.asarray(mask)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tokens_that_were_not_kept_do_not_count(implementation, monkeypatch):
+    monkeypatch.setattr(api, "TILE_BYTES", 8 * 4 * 11)  # Five tiles of 8 rows.
+    hidden, weight, targets, cotangents = arrays(4, 9, 3, 11)
+    kept, mask = kept_sets(targets, 11)
+
+    def definition(hidden, weight):
+        logits = hidden @ weight.T / 0.7
+        among = jax.nn.log_softmax(jnp.where(mask, logits, -jnp.inf), axis=-1)
+        logprob = jnp.take_along_axis(among, targets[..., None], axis=-1)[..., 0]
+        every = jax.nn.log_softmax(logits, axis=-1)
+        return logprob, -(jnp.exp(every) * every).sum(axis=-1)
+
+    expected, pull = jax.vjp(definition, hidden, weight)
+    options = {"temperature": 0.7, "implementation": implementation, "setting": "kept"}
+    values, grads = both_passes(
+        hidden, weight, targets, cotangents, None, kept, **options
+    )
+    close(values, expected)
+    close(grads, pull(tuple(cotangents)))
+    without_ids = jnp.full((4, 9, 2), -1, jnp.int32)
+    values, grads = both_passes(
+        hidden, weight, targets, cotangents, None, without_ids, **options
+    )
+    every, every_grads = both_passes(hidden, weight, targets, cotangents, **options)
+    np.testing.assert_array_equal(values[0], every[0])
+    close(grads, every_grads, 1e-6)
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("spec", ["dp2,tp4", "fsdp4,tp2"])
+def test_kept_tokens_over_a_split_vocabulary(spec):
+    hidden, weight, targets, cotangents = arrays(4, 5, 8, 40)
+    kept, _ = kept_sets(targets, 40)
+    mask = jnp.asarray(np.random.default_rng(1).random((4, 5)) < 0.6)
+    inputs = (targets, cotangents, mask, kept)
+    expected = both_passes(hidden, weight, *inputs)
+    with jax.set_mesh(create_mesh(spec)):
+        values, grads = jax.jit(lambda h, w: both_passes.__wrapped__(h, w, *inputs))(
+            hidden, weight
+        )
+    close(values, expected[0])
+    close(grads, expected[1])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

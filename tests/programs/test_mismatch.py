@@ -14,9 +14,9 @@ from jaxrl_post.envs import WorkerPool
 from jaxrl_post.learner.learner import MismatchError
 from tests.programs.trainers import RL, make_trainer
 
-EXACT = dataclasses.replace(
-    RL, exact=True, update=dataclasses.replace(RL.update, minibatches=2)
-)
+TWICE = dataclasses.replace(RL.update, minibatches=2)
+CUT = dataclasses.replace(RL.rollout, top_k=20)
+EXACT = dataclasses.replace(RL, exact=True, update=TWICE, rollout=CUT)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,40 @@ def test_exact_mode_needs_no_pass_for_old_log_probs(trainer):
     for computed, found, mask in scored:
         assert mask.sum() > 4
         np.testing.assert_array_equal(computed[mask], found.proximal_logprobs[mask])
+
+
+@pytest.mark.parametrize("support", ["kept", "full"])
+def test_truncated_sampling_is_scored_as_it_sampled(coin, judges, support):
+    algorithm = dataclasses.replace(
+        RL.algorithm, support=support, kl_coefficient=1e-3, kl_estimator="k3"
+    )
+    config = dataclasses.replace(RL, update=TWICE, rollout=CUT, algorithm=algorithm)
+    trainer = make_trainer(coin.Coin(), judges, config)
+    updater, scored, sampled = trainer.updater, [], []
+    score, minibatches = updater._scored, updater._minibatches
+
+    def watched(sequences, number):
+        sampled.extend(each.tokens[each.tokens.sampled] for each in sequences)
+        return minibatches(sequences, number)
+
+    def watched_too(batch, needs_proximal):
+        scored.append(score(batch, needs_proximal))
+        return scored[-1]
+
+    updater._minibatches, updater._scored = watched, watched_too
+    metrics, _ = trainer.step(1)
+    # The policy is on-policy in both: it is compared with what it was scored as.
+    assert metrics["mismatch/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert metrics["mismatch/truncation_kl"] > 1
+    assert metrics["rollout/kept_unrecorded"] == (support == "full")
+    log_masses = np.concatenate([tokens.log_masses for tokens in sampled])
+    assert len(log_masses) > 16
+    # The reference has the policy's parameters and all tokens.
+    differs = np.concatenate(
+        [(b.reference_logprobs - b.proximal_logprobs)[b.loss_mask] for b in scored]
+    )
+    expected = log_masses if support == "kept" else np.zeros_like(log_masses)
+    np.testing.assert_allclose(np.sort(differs), np.sort(expected), atol=1e-5)
 
 
 def test_exact_mode_stops_at_the_first_difference(trainer):

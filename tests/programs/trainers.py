@@ -95,7 +95,7 @@ def _begin(
 
 @functools.cache
 def _parts(
-    algorithm: AlgorithmConfig, distill: DistillConfig, exact: bool
+    algorithm: AlgorithmConfig, distill: DistillConfig, exact: bool, kept_ids: int
 ) -> tuple[Algorithm, Watched, Engine]:
     """What compiles: made once for every algorithm."""
     model = make_model()
@@ -103,7 +103,9 @@ def _parts(
     learner, _ = _begin(model, made.objective, exact=exact)
     watched = Watched(**{f.name: getattr(learner, f.name) for f in fields(learner)})
     weights = sampler_layout(RL.rollout, model)
-    engine = rl.make_engine(RL.rollout, model, weights, seed=0, exact=exact)
+    engine = rl.make_engine(
+        RL.rollout, model, weights, seed=0, exact=exact, kept_ids=kept_ids
+    )
     return made, watched, engine
 
 
@@ -111,7 +113,9 @@ def make_trainer(
     environment: Environment, judges: WorkerPool, config: RLConfig = RL
 ) -> rl.Trainer:
     """A trainer at step 0. Sizes and optimizer must be those of RL."""
-    algorithm, learner, engine = _parts(config.algorithm, config.distill, config.exact)
+    algorithm, learner, engine = _parts(
+        config.algorithm, config.distill, config.exact, config.kept_ids
+    )
     model = make_model()
     jax.set_mesh(learner.mesh)
     critic = None

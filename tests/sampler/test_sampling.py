@@ -15,7 +15,7 @@ from jaxrl_post.sampler import sampling
 from jaxrl_post.sampler.sampling import SamplingArrays, sample
 from jaxrl_post.sharding import create_mesh
 
-drawn = jax.jit(sample, static_argnames="truncate")
+drawn = jax.jit(sample, static_argnames=("truncate", "kept_ids"))
 
 # All uniforms of a fine grid: frequencies are then known to 1 / GRID.
 GRID = 8192
@@ -33,12 +33,16 @@ def settings(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     )
 
 
-def over_the_grid(logits, uniforms=UNIFORMS, truncate=False, **options):
+def over_the_grid(logits, uniforms=UNIFORMS, truncate=False, kept_ids=0, **options):
     """`sample` of one row of logits at every uniform; and the frequencies."""
     rows = len(uniforms)
     tiled = jnp.tile(jnp.asarray(logits, jnp.float32), (rows, 1))
     out = drawn(
-        tiled, jnp.asarray(uniforms), settings(rows, **options), truncate=truncate
+        tiled,
+        jnp.asarray(uniforms),
+        settings(rows, **options),
+        truncate=truncate,
+        kept_ids=kept_ids,
     )
     counts = np.bincount(np.asarray(out.tokens), minlength=len(logits))
     return out, counts / rows
@@ -110,13 +114,20 @@ def test_supports_and_masses_equal_the_definition(options):
     kept = kept_by(
         probabilities, **{k: v for k, v in options.items() if k != "temperature"}
     )
-    out, frequencies = over_the_grid(logits, truncate=True, **options)
+    out, frequencies = over_the_grid(logits, truncate=True, kept_ids=200, **options)
+    narrow, _ = over_the_grid(logits, truncate=True, kept_ids=9, **options)
     mass = probabilities[kept].sum()
     expected = np.zeros_like(probabilities)
     expected[kept] = probabilities[kept] / mass
     np.testing.assert_allclose(frequencies, expected, atol=1e-3)
     assert set(np.flatnonzero(frequencies)) <= set(kept)
     np.testing.assert_allclose(out.log_masses, np.log(mass), atol=1e-5)
+    cut = len(kept) < len(probabilities)
+    for ids in (out.kept, narrow.kept):
+        recorded = sorted(kept) if cut and len(kept) <= ids.shape[1] else []
+        found = np.sort(ids, axis=1)
+        assert (found[:, : ids.shape[1] - len(recorded)] == -1).all()
+        assert (found[:, ids.shape[1] - len(recorded) :] == recorded).all()
     # The recorded log-prob is that of the full distribution.
     full = np.log(probabilities)[np.asarray(out.tokens)]
     np.testing.assert_allclose(out.logprobs, full, rtol=1e-5, atol=1e-5)
@@ -242,7 +253,7 @@ def test_a_split_vocabulary_is_not_gathered(spec, vocab):
             jax.device_put(uniforms, by_row),
             jax.device_put(given, by_row),
         )
-        run = jax.jit(sample, static_argnames="truncate")
+        run = jax.jit(sample, static_argnames=("truncate", "kept_ids"))
         found = run(*arguments, truncate=False)
         text = run.lower(*arguments, truncate=False).compile().as_text()
     np.testing.assert_array_equal(found.tokens, expected.tokens)

@@ -31,7 +31,7 @@ def token_logprob(
     targets: Int[Array, "batch length"],
     *,
     mask: Bool[Array, "batch length"] | None = None,
-    kept_from: Float[Array, "batch length"] | None = None,
+    kept: Int[Array, "batch length kept"] | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
@@ -49,10 +49,10 @@ def token_logprob(
         unembedding: the same dtype.
         targets: int32 ids in [0, vocab_size).
         mask: rows to compute; the others give 0 and have no gradient. Default: all.
-        kept_from: float32, in [0, 1], without gradient. A token was sampled among those
-            of at least this probability, as with top-k, top-p or min-p; its log-prob is
-            then log p(target) - log(their mass). The target counts as one of them. 0
-            keeps all tokens, as None does. The entropy is that of all tokens.
+        kept: int32 ids of the tokens among which top-k, top-p or min-p drew the target,
+            one of them; each once, padded with -1. Its log-prob is that among them,
+            log p(target) - log(their mass). Without ids, or with None, it is that among
+            all tokens, as the entropy always is.
         temperature: > 0; divides the logits.
         softcap: > 0, c in c tanh(logits / c), before the temperature (Gemma 2,
             arXiv:2408.00118); None for no cap.
@@ -72,11 +72,12 @@ def token_logprob(
     >>> token_logprob(h, w, jnp.zeros((1, 2), jnp.int32)).logprob  # -ln 4
     Array([[-1.3862944, -1.3862944]], dtype=float32)
 
-    Of probabilities 0.5, 0.25 and twice 0.125, those of at least 0.2 were kept:
+    Of probabilities 0.5, 0.25 and twice 0.125 only the first two were kept:
 
     >>> h, w = jnp.ones((1, 1, 1)), jnp.log(jnp.array([[4.0], [2.0], [1.0], [1.0]]))
-    >>> kept = token_logprob(h, w, jnp.ones((1, 1), int), kept_from=jnp.full((1, 1), 0.2))
-    >>> round(math.exp(kept.logprob.item()), 6)  # 0.25 / 0.75
+    >>> second = jnp.array([[1]], jnp.int32)
+    >>> found = token_logprob(h, w, second, kept=jnp.array([[[0, 1, -1]]], jnp.int32))
+    >>> round(math.exp(found.logprob.item()), 6)  # 0.25 / 0.75
     0.333333
     """
     vocab_size = unembedding.shape[0] if vocab_size is None else vocab_size
@@ -100,15 +101,13 @@ def token_logprob(
     mask = jnp.ones(targets.shape, jnp.bool_) if mask is None else mask
     if implementation == "reference":
         return _reference(
-            *(hidden, unembedding, targets, mask, kept_from),
+            *(hidden, unembedding, targets, mask, kept),
             *(temperature, softcap, vocab_size),
         )
     plan = _plan(
         unembedding.shape, targets.shape, temperature, softcap, vocab_size, rules
     )
-    if kept_from is not None:
-        kept_from = jax.lax.stop_gradient(kept_from)
-    return TokenLogprob(*_fused(plan, hidden, unembedding, targets, mask, kept_from))
+    return TokenLogprob(*_fused(plan, hidden, unembedding, targets, mask, kept))
 
 
 def _reference(
@@ -116,7 +115,7 @@ def _reference(
     unembedding: Array,
     targets: Array,
     mask: Array,
-    kept_from: Array | None,
+    kept: Array | None,
     temperature: float,
     softcap: float | None,
     vocab_size: int,
@@ -130,7 +129,7 @@ def _reference(
         logits = softcap * jnp.tanh(logits / softcap)
     exists = jnp.arange(unembedding.shape[0]) < vocab_size
     logits = jnp.where(exists, logits, MASKED)
-    both = from_logits(logits, targets, temperature, kept_from)
+    both = from_logits(logits, targets, temperature, kept)
     return TokenLogprob(*(jnp.where(mask, value, 0.0) for value in both))
 
 
@@ -186,9 +185,9 @@ def _fused(
     weight: Array,
     targets: Array,
     mask: Array,
-    kept_from: Array | None,
+    kept: Array | None,
 ) -> tuple[Array, Array]:
-    return _fused_forward(plan, hidden, weight, targets, mask, kept_from)[0]
+    return _fused_forward(plan, hidden, weight, targets, mask, kept)[0]
 
 
 def _fused_forward(
@@ -197,7 +196,7 @@ def _fused_forward(
     weight: Array,
     targets: Array,
     mask: Array,
-    kept_from: Array | None,
+    kept: Array | None,
 ) -> tuple[tuple[Array, Array], Any]:
     layout, split, rows = plan.layout, plan.split, P(plan.split.batch)
 
@@ -216,14 +215,14 @@ def _fused_forward(
             out_specs=(rows, P(split.batch, split.vocab)),
             check_vma=False,
         )
-    found, logits = local(hidden, weight, targets, mask, kept_from)
+    found, logits = local(hidden, weight, targets, mask, kept)
     logprob, entropy, *by_row = found
-    saved = (logits, hidden, weight, targets, mask, kept_from, entropy, *by_row)
+    saved = (logits, hidden, weight, targets, mask, kept, entropy, *by_row)
     return (logprob, entropy), saved
 
 
 def _flat(by_row: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
-    return jax.tree.map(lambda array: array.reshape(-1), by_row)
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), by_row)
 
 
 def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) -> Any:
@@ -234,13 +233,13 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
         logits: Array, hidden: Array, weight: Array, *by_row: Array | None
     ) -> tuple[Array, Array]:
         shape = hidden.shape
-        targets, mask, kept_from, entropy, normalizer, log_mass, g, e = _flat(by_row)
+        targets, mask, kept, entropy, normalizer, log_mass, g, e = _flat(by_row)
         d_hidden, d_weight = xla.backward(
             hidden.reshape(-1, shape[-1]),
             weight,
             targets,
             mask,
-            kept_from,
+            kept,
             xla.Residuals(normalizer, entropy, logits, log_mass),
             (g, e),
             layout,

@@ -24,7 +24,7 @@ def from_logits(
     logits: Float[Array, "*batch vocab"],
     targets: Int[Array, "*batch"],
     temperature: Float[Array, "*#batch"] | float = 1.0,
-    kept_from: Float[Array, "*batch"] | None = None,
+    kept: Int[Array, "*batch kept"] | None = None,
 ) -> TokenLogprob:
     """Log-probability of `targets` and entropy under softmax(logits / temperature).
 
@@ -32,7 +32,7 @@ def from_logits(
         logits: any float dtype; computed in float32.
         targets: int32 ids in [0, vocab).
         temperature: > 0, one for all or one per row.
-        kept_from: as in `token_logprob`.
+        kept: as in `token_logprob`.
 
     >>> import jax.numpy as jnp
     >>> from_logits(jnp.zeros((1, 4)), jnp.array([2])).entropy  # ln 4
@@ -46,11 +46,10 @@ def from_logits(
     # Not normalizer - sum p z: at low entropy the difference is only rounding error.
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
     logprob = target - normalizer
-    if kept_from is not None:
-        kept = log_p >= jnp.log(kept_from)[..., None]
-        kept |= jnp.arange(logits.shape[-1]) == targets[..., None]
-        mass = jnp.sum(jnp.where(kept, jnp.exp(log_p), 0.0), axis=-1)
-        logprob = logprob - jnp.where(kept_from > 0, jnp.log(mass), 0.0)
+    if kept is not None:
+        among = jnp.take_along_axis(log_p, jnp.maximum(kept, 0), axis=-1)
+        log_mass = jax.nn.logsumexp(jnp.where(kept < 0, MASKED, among), axis=-1)
+        logprob = logprob - jnp.where(kept[..., 0] < 0, 0.0, log_mass)
     return TokenLogprob(logprob, entropy)
 
 

@@ -18,7 +18,7 @@ def logprob_rows(
     targets: Int[Array, " rows"],
     count: Int[Array, ""],
     axes: tuple[str, ...] = (),
-    kept_from: Float[Array, " rows"] | None = None,
+    kept: Int[Array, "rows kept"] | None = None,
 ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
     """log softmax(logits)[target] and the log of the kept mass, float32.
 
@@ -29,7 +29,7 @@ def logprob_rows(
         targets: int32 in [0, vocab).
         count: number of rows to compute; they come first.
         axes: mesh axes of a `shard_map` that split the vocabulary.
-        kept_from: as in `token_logprob`; with None the second result is 0.
+        kept: as in `token_logprob`; the second result is 0 without ids.
     """
     columns = logits.shape[1]
     first = jax.lax.axis_index(axes) * columns if axes else jnp.int32(0)
@@ -58,24 +58,21 @@ def logprob_rows(
 
     of_parts = from_all(map_tiles(parts, [logits, targets], count))
     logprobs, normalizers = map_tiles(merged, of_parts, count)
-    if kept_from is None:
+    if kept is None:
         return logprobs, jnp.zeros_like(logprobs)
 
-    def mass(
-        logits: Array, targets: Array, normalizers: Array, kept_from: Array
-    ) -> Array:
-        log_p = logits - normalizers[:, None]
-        target = first + jnp.arange(columns, dtype=jnp.int32) == targets[:, None]
-        kept = target | (log_p >= jnp.log(kept_from)[:, None])
-        return jnp.where(kept, jnp.exp(log_p), 0.0).sum(axis=1)
+    def mass(logits: Array, normalizers: Array, kept: Array) -> Array:
+        own = kept - first
+        here = (kept >= 0) & (own >= 0) & (own < columns)
+        found = jnp.take_along_axis(logits, jnp.where(here, own, 0), axis=1)
+        p = jnp.exp(found - normalizers[:, None])
+        return jnp.where(here, p, 0.0).sum(axis=1)
 
-    def log_mass(kept_from: Array, *masses: Array) -> Array:
+    def log_mass(*masses: Array) -> Array:
         total = jnp.zeros_like(masses[0])
         for part in masses:
             total = total + part
-        return jnp.where(kept_from > 0, jnp.log(total), 0.0)
+        return jnp.where(total > 0, jnp.log(total), 0.0)
 
-    masses = from_all(
-        map_tiles(mass, [logits, targets, normalizers, kept_from], count)
-    )
-    return logprobs, map_tiles(log_mass, [kept_from, *masses], count)
+    masses = from_all(map_tiles(mass, [logits, normalizers, kept], count))
+    return logprobs, map_tiles(log_mass, masses, count)

@@ -6,8 +6,8 @@ columns and the tiles' statistics are summed across `axes`. The forward pass sav
 logits of the first tile for the backward pass, which recomputes those of the others.
 
 Backward, with p = softmax(z), z = h W^T / temperature, H the entropy, and g, e the
-cotangents of log-prob and entropy: dz = g (onehot - q) - e p (log p + H). Here q is p,
-or p over the mass of the kept tokens for these and 0 for the others.
+cotangents of log-prob and entropy: dz = g (onehot - q) - e p (log p + H). Here q is p;
+of a row with kept tokens it is p over their mass, and 0 for the others.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class Residuals(NamedTuple):
         normalizer: log sum exp of the logits, [rows].
         entropy: [rows].
         logits: logits of the first tile, [tile, columns].
-        log_mass: log of the kept mass, [rows]; None if all tokens are kept.
+        log_mass: log of the kept mass, [rows]; None without kept tokens.
     """
 
     normalizer: Array
@@ -60,7 +60,7 @@ def forward(
     weight: Array,
     targets: Array,
     mask: Array,
-    kept_from: Array | None,
+    kept: Array | None,
     layout: Layout,
 ) -> tuple[Array, Array, Residuals]:
     """Returns log-prob and entropy [rows] (0 where masked) and the residuals."""
@@ -70,8 +70,8 @@ def forward(
     def tile(index: Array, by_row: tuple[Array, ...]) -> tuple[tuple, Array]:
         chosen = _tile(order, index, layout.tile)
         logits, first = _logits(_take(hidden, chosen), weight, layout)
-        least = None if kept_from is None else _take(kept_from, chosen)
-        stats = _statistics(logits, _take(targets, chosen) - first, least, layout)
+        ids = None if kept is None else _local(_take(kept, chosen), first)
+        stats = _statistics(logits, _take(targets, chosen) - first, ids, layout)
         by_row = tuple(
             array.at[chosen].set(value, mode="drop")
             for array, value in zip(by_row, stats, strict=True)
@@ -79,7 +79,7 @@ def forward(
         return by_row, logits
 
     zeros = jnp.zeros((rows,), jnp.float32)
-    by_row, kept = tile(jnp.int32(0), (zeros,) * (3 if kept_from is None else 4))
+    by_row, logits = tile(jnp.int32(0), (zeros,) * (3 if kept is None else 4))
     if rows > layout.tile:
         further = lambda index, by_row: tile(index, by_row)[0]  # noqa: E731
         by_row = jax.lax.fori_loop(1, num_tiles, further, by_row)
@@ -88,7 +88,7 @@ def forward(
     logprob = target - normalizer
     if log_mass is not None:
         logprob = logprob - log_mass
-    return logprob, entropy, Residuals(normalizer, entropy, kept, log_mass)
+    return logprob, entropy, Residuals(normalizer, entropy, logits, log_mass)
 
 
 def backward(
@@ -96,7 +96,7 @@ def backward(
     weight: Array,
     targets: Array,
     mask: Array,
-    kept_from: Array | None,
+    kept: Array | None,
     residuals: Residuals,
     cotangents: tuple[Array, Array],
     layout: Layout,
@@ -117,18 +117,20 @@ def backward(
         target, normalizer, entropy, g, e = (_take(array, chosen) for array in by_row)
         # Rows that pad the last tile read zeros, also for g and e, so they add nothing.
         log_p = logits - normalizer[:, None]
-        column = _here(target - first, logits.shape[1])
-        if kept_from is None:
-            spread = g[:, None] + e[:, None] * (log_p + entropy[:, None])
-            d_logits = jnp.exp(log_p) * (-spread / layout.temperature)
-        else:
+        among_all, ids = g, None
+        if kept is not None:
+            ids = _take(kept, chosen)
+            among_all = jnp.where(ids[:, 0] < 0, g, 0.0)
+        spread = among_all[:, None] + e[:, None] * (log_p + entropy[:, None])
+        d_logits = jnp.exp(log_p) * (-spread / layout.temperature)
+        if ids is not None:
             assert residuals.log_mass is not None
-            kept = _kept(log_p, column, _take(kept_from, chosen))
-            # A row that pads the last tile keeps all, of which it multiplies nothing.
-            share = jnp.exp(kept - _take(residuals.log_mass, chosen)[:, None])
-            spread = e[:, None] * (log_p + entropy[:, None])
-            d_logits = g[:, None] * share + jnp.exp(log_p) * spread
-            d_logits = d_logits * (-1.0 / layout.temperature)
+            among_kept = _at(log_p, _local(ids, first))
+            share = jnp.exp(among_kept - _take(residuals.log_mass, chosen)[:, None])
+            d_logits = d_logits.at[
+                row_of_tile[:, None], _here(_local(ids, first), logits.shape[1])
+            ].add(-g[:, None] * share / layout.temperature, mode="drop")
+        column = _here(target - first, logits.shape[1])
         d_logits = d_logits.at[row_of_tile, column].add(
             g / layout.temperature, mode="drop", unique_indices=True
         )
@@ -212,24 +214,23 @@ def _logits(hidden: Array, weight: Array, layout: Layout) -> tuple[Array, Array]
     return logits, first
 
 
-def _kept(log_p: Array, column: Array, kept_from: Array) -> Array:
-    """Log-probs of a tile, with MASKED for tokens that were not kept.
+def _local(ids: Array, first: Array) -> Array:
+    """Ids [tile, kept] as columns; out of range where padded or another device's."""
+    return jnp.where(ids < 0, -1, ids - first)
 
-    Args:
-        log_p: [tile, columns].
-        column: the target's, out of range if another device has it.
-        kept_from: the least probability of a kept token; the target is always kept.
-    """
-    target = jnp.arange(log_p.shape[1], dtype=column.dtype) == column[:, None]
-    return jnp.where(target | (log_p >= jnp.log(kept_from)[:, None]), log_p, MASKED)
+
+def _at(log_p: Array, columns: Array) -> Array:
+    """Log-probs [tile, kept] at columns; MASKED where they are out of range."""
+    columns = _here(columns, log_p.shape[1])
+    return jnp.take_along_axis(log_p, columns, axis=-1, mode="fill", fill_value=MASKED)
 
 
 def _statistics(
-    logits: Array, local_targets: Array, kept_from: Array | None, layout: Layout
+    logits: Array, local_targets: Array, kept: Array | None, layout: Layout
 ) -> tuple[Array, ...]:
     """Target logit, log-normaliser and entropy of each row of a tile.
 
-    With `kept_from` also the log of the kept mass.
+    With the columns of kept tokens also the log of their mass, 0 for a row without any.
     """
     column = _here(local_targets, logits.shape[1])
     target = jnp.take_along_axis(
@@ -247,11 +248,9 @@ def _statistics(
     entropy = -(jnp.exp(log_p) * log_p).sum(axis=-1)
     if layout.axes:
         entropy = jax.lax.psum(entropy, layout.axes)
-    if kept_from is None:
+    if kept is None:
         return target, normalizer, entropy
-    mass = jnp.exp(_kept(log_p, column, kept_from)).sum(axis=-1)
+    mass = jnp.exp(_at(log_p, kept)).sum(axis=-1)
     if layout.axes:
         mass = jax.lax.psum(mass, layout.axes)
-    # Where all is kept the log-prob is that of the full softmax, to the last bit.
-    log_mass = jnp.where(kept_from > 0, jnp.log(mass), 0.0)
-    return target, normalizer, entropy, log_mass
+    return target, normalizer, entropy, jnp.where(mass > 0, jnp.log(mass), 0.0)
