@@ -134,7 +134,7 @@ class Tokens:
                 np.concatenate([getattr(part, name) for part in parts])
                 for name in _DTYPES
             ),
-            np.concatenate([part.kept_ids(most) for part in parts]),
+            kept=np.concatenate([part.kept_ids(most) for part in parts]),
         )
 
     def kept_ids(self, width: int) -> np.ndarray:
@@ -179,7 +179,7 @@ class Tokens:
         kept = [[*ids, *[-1] * (most - len(ids))] for ids in value["kept"]]
         return cls(
             *(np.array(value[name], dtype) for name, dtype in _DTYPES.items()),
-            np.array(kept, np.int32).reshape(len(kept), most),
+            kept=np.array(kept, np.int32).reshape(len(kept), most),
         )
 
 
@@ -187,4 +187,4 @@ def _no_ids(size: int) -> np.ndarray:
     return np.zeros((size, 0), np.int32)
 
 
-_NONE = Tokens(*(np.zeros(0, dtype) for dtype in _DTYPES.values()), _no_ids(0))
+_NONE = Tokens(*(np.zeros(0, dtype) for dtype in _DTYPES.values()), kept=_no_ids(0))

@@ -75,7 +75,7 @@ class RLConfig(RunConfig):
 
     @property
     def kept_ids(self) -> int:
-        """Most tokens that sampling keeps to choose from and that are recorded; 0: none.
+        """Ids of kept tokens that are recorded for a sampled one, at most; 0 for none.
 
         >>> RLConfig(rollout=RolloutConfig(top_k=20)).kept_ids, RLConfig().kept_ids
         (20, 0)

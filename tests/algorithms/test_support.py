@@ -112,12 +112,3 @@ def test_away_from_the_sampler_the_mean_ratio_stays_1():
     assert 1e-3 < np.median(kl) < 0.1
     assert kept.max() < 1e-5
     assert np.median(full) > 3e-3
-
-
-if __name__ == "__main__":
-    every = [first_update(seed) for seed in range(100)]
-    for key in every[0]:
-        print("first update", *key, np.median([errors[key] for errors in every]))
-    for step in (0.1, 0.5, 1.0, 2.0):
-        found = np.array([later_update(seed, step) for seed in range(100)])
-        print("step", step, "KL, kept, full:", np.median(found, axis=0))

@@ -67,7 +67,7 @@ def test_truncated_sampling_is_scored_as_it_sampled(coin, judges, support):
     score, minibatches = updater._scored, updater._minibatches
 
     def watched(sequences, number):
-        sampled.extend(each.tokens[each.tokens.sampled] for each in sequences)
+        sampled.extend(each.tokens for each in sequences)
         return minibatches(sequences, number)
 
     def watched_too(batch, needs_proximal):
@@ -80,7 +80,7 @@ def test_truncated_sampling_is_scored_as_it_sampled(coin, judges, support):
     assert metrics["mismatch/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
     assert metrics["mismatch/truncation_kl"] > 1
     assert metrics["rollout/kept_unrecorded"] == (support == "full")
-    log_masses = np.concatenate([tokens.log_masses for tokens in sampled])
+    log_masses = np.concatenate([each.log_masses[each.sampled] for each in sampled])
     assert len(log_masses) > 16
     # The reference has the policy's parameters and all tokens.
     differs = np.concatenate(

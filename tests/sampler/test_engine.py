@@ -473,7 +473,7 @@ def test_stop_strings_need_detokenize():
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(EngineConfig)])
 def test_sizes_are_positive(field):
-    if field in ("cache_tokens", "guesses"):
+    if field in ("cache_tokens", "guesses", "kept_ids"):
         with pytest.raises(ValueError, match=f"{field} must be at least 0; got -1"):
             EngineConfig(**{field: -1})
         return

@@ -30,7 +30,7 @@ SIZES = EngineConfig(
     steps_per_call=32,
     prefill_tokens=16,
     max_stop_ids=2,
-    kept_ids=8,
+    kept_ids=4,
 )
 DENSE = dataclasses.replace(tiny.CONFIG, max_length=128)
 FAMILIES = {
@@ -162,7 +162,7 @@ def check(config, dtype, spec=None, *, adapter=False, top_p=1.0):
     ids=str,
 )
 def test_every_recorded_logprob_is_the_trainers(family, dtype):
-    check(FAMILIES[family], dtype, top_p=0.4 if family == "windows" else 1.0)
+    check(FAMILIES[family], dtype, top_p=0.8 if family == "windows" else 1.0)
 
 
 @pytest.mark.meshes
@@ -180,7 +180,7 @@ def test_on_meshes(family, dtype, spec):
     # One layer compiles in half the time; `test_everywhere` has two.
     config = dataclasses.replace(config, num_layers=1, windows=config.windows[:1])
     dense = family == "dense"
-    check(config, dtype, spec, adapter=dense, top_p=0.4 if dense else 1.0)
+    check(config, dtype, spec, adapter=dense, top_p=0.8 if dense else 1.0)
 
 
 @pytest.mark.all

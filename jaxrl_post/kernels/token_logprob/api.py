@@ -200,10 +200,12 @@ def _fused_forward(
 ) -> tuple[tuple[Array, Array], Any]:
     layout, split, rows = plan.layout, plan.split, P(plan.split.batch)
 
-    def local(hidden: Array, weight: Array, *by_row: Array | None) -> Any:
+    def local(hidden: Array, weight: Array, *by_row: Any) -> Any:
         shape = hidden.shape[:-1]
+        targets, mask, kept = _flat(by_row)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
         logprob, entropy, residuals = xla.forward(
-            hidden.reshape(-1, hidden.shape[-1]), weight, *_flat(by_row), layout
+            hidden, weight, targets, mask, kept, layout
         )
         found = (logprob, entropy, residuals.normalizer, residuals.log_mass)
         return jax.tree.map(lambda a: a.reshape(shape), found), residuals.logits
@@ -221,7 +223,7 @@ def _fused_forward(
     return (logprob, entropy), saved
 
 
-def _flat(by_row: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
+def _flat(by_row: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), by_row)
 
 
@@ -230,7 +232,7 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
     logits, hidden, weight, *by_row = saved
 
     def local(
-        logits: Array, hidden: Array, weight: Array, *by_row: Array | None
+        logits: Array, hidden: Array, weight: Array, *by_row: Any
     ) -> tuple[Array, Array]:
         shape = hidden.shape
         targets, mask, kept, entropy, normalizer, log_mass, g, e = _flat(by_row)
