@@ -50,8 +50,6 @@ from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.tokens import Tokens
 
-PROMPTS, SAMPLES = 8, 8
-
 
 @dataclass(frozen=True)
 class Options:
@@ -62,6 +60,8 @@ class Options:
             layers, vocabulary 32000).
         json: file to write the result to.
         repeats: timed steps, of those that compile nothing.
+        prompts: prompts of a step.
+        samples: completions of each prompt.
         prompt_tokens: tokens of each prompt.
         max_tokens: maximum tokens of a completion.
         stop_share: share of the vocabulary's tokens that end a completion.
@@ -78,6 +78,8 @@ class Options:
     shape: Literal["tiny", "small"] = "small"
     json: Path | None = None
     repeats: int = 5
+    prompts: int = 8
+    samples: int = 8
     prompt_tokens: int = 16
     max_tokens: int = 64
     stop_share: float = 0.0
@@ -96,7 +98,7 @@ class Options:
     @property
     def row(self) -> int:
         """Tokens of a packed row."""
-        group = self.prompt_tokens + SAMPLES * self.max_tokens
+        group = self.prompt_tokens + self.samples * self.max_tokens
         return self.row_tokens or (group if self.trees else self.longest)
 
     @property
@@ -169,13 +171,15 @@ def _make_step(
     stop_ids = random.permutation(config.vocab_size)[:stops].tolist()
     sampling = SamplingParams(max_tokens=options.max_tokens, stop_ids=tuple(stop_ids))
     sizes = EngineConfig(
-        num_slots=PROMPTS * SAMPLES,
+        num_slots=options.prompts * options.samples,
         max_prompt_tokens=options.prompt_tokens,
         max_tokens=options.max_tokens,
         steps_per_call=32,
         max_stop_ids=max(4, stops),
     )
-    sizes = dataclasses.replace(sizes, cache_tokens=sizes.cache_for_groups(SAMPLES))
+    sizes = dataclasses.replace(
+        sizes, cache_tokens=sizes.cache_for_groups(options.samples)
+    )
     engine = Engine(config, sizes, dtype=dtype, mesh=mesh, exact=options.exact)
     compiled = engine.compilations
     del params
@@ -188,19 +192,19 @@ def _make_step(
         rollout = time.perf_counter()
         requests = [
             Request(
-                prompt_id=number * PROMPTS + index,
+                prompt_id=number * options.prompts + index,
                 prompt=tuple(
                     random.integers(0, config.vocab_size, options.prompt_tokens)
                 ),
-                num_samples=SAMPLES,
+                num_samples=options.samples,
                 sampling=sampling,
             )
-            for index in range(PROMPTS)
+            for index in range(options.prompts)
         ]
         prompts = {request.prompt_id: request.prompt for request in requests}
         done = engine.generate(published.params, requests, version=number)
         train = time.perf_counter()
-        rewards = random.random((PROMPTS, SAMPLES)).astype(np.float32)
+        rewards = random.random((options.prompts, options.samples)).astype(np.float32)
         valid = np.ones_like(rewards, np.bool_)
         advantages = np.asarray(
             algorithm.advantages(jnp.asarray(rewards), jnp.asarray(valid))
@@ -240,7 +244,10 @@ def _ideal(config: ModelConfig, options: Options, sampled: float) -> dict[str, f
     """Seconds of the matrix products of a step's new tokens alone."""
     of_layers = functools.partial(layers_seconds, config, dtype=options.dtype)
     of_head = functools.partial(head_seconds, config, dtype=options.dtype)
-    slots, prompts = PROMPTS * SAMPLES, PROMPTS * options.prompt_tokens
+    slots, prompts = (
+        options.prompts * options.samples,
+        options.prompts * options.prompt_tokens,
+    )
     # The tokens of a microbatch, of which as many are scored as of the batch.
     tokens = options.rows * options.row
     share = sampled / (sampled + prompts)

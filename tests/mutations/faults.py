@@ -163,6 +163,20 @@ SAMPLER = [
         "sampler/test_exact.py",
     ),
     Fault(
+        "the trainer scores among all tokens what was drawn from some",
+        "learner/step.py",
+        "        kept=kept,\n        temperature",
+        "        kept=None,\n        temperature",
+        "programs/test_mismatch.py",
+    ),
+    Fault(
+        "the reference is scored among the tokens that the policy kept",
+        "learner/updater.py",
+        "whole = batch.replace(kept=None)",
+        "whole = batch.replace(kept=batch.kept)",
+        "programs/test_mismatch.py",
+    ),
+    Fault(
         "exact mode does not compare sampler and trainer",
         "learner/updater.py",
         "if self.config.exact and unequal:",
