@@ -146,6 +146,8 @@ EPISODES = (
     "--rollout.partial=6",
     "--rollout.num-slots=32",
     "--algorithm.turn-credit=turns",
+    # The tokens that sampling kept are part of what a checkpoint holds of an episode.
+    "--rollout.top-k=20",
     # Judges of a machine under load are not taken for slow ones.
     "--rollout.reward-grace-s=60",
 )

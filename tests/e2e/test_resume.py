@@ -56,7 +56,9 @@ def test_one_kill_and_resume_is_bit_identical(program, tmp_path, record_property
 @pytest.mark.all
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "steps"), [(UPDATES, STEPS), (EPISODES, 12)], ids=["updates", "episodes"]
+    ("kind", "steps"),
+    [(UPDATES, STEPS), (EPISODES, 12), ((*UPDATES, "--exact"), STEPS)],
+    ids=["updates", "episodes", "exact"],
 )
 def test_kill_and_resume_is_bit_identical(
     program, tmp_path, request, record_property, kind, steps
