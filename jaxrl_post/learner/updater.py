@@ -305,18 +305,23 @@ class Updater:
             packing.pack(part, length, multiple, kept_ids=kept) for part in units
         ]
         metrics = _packing_metrics(sequences, units, batches)
-        if self.config.rollout.partial:
-            version = int(self.state.step)
+        version, rollout = int(self.state.step), self.config.rollout
+        stale = [batch.loss_mask & (batch.versions < version) for batch in batches]
+        # Episodes under way and groups that wait for a step are older than the step.
+        # With these options the array is always there, so that one program is compiled.
+        always = bool(rollout.partial or rollout.dynamic_sampling)
+        if always or any(each.any() for each in stale):
             batches = [
-                batch.replace(stale=batch.loss_mask & (batch.versions < version))  # type: ignore[attr-defined]
-                for batch in batches
+                batch.replace(stale=each)  # type: ignore[attr-defined]
+                for batch, each in zip(batches, stale, strict=True)
             ]
         return batches, metrics
 
     def _scored(self, batch: TokenBatch, needs_proximal: bool) -> TokenBatch:
         found: dict[str, Any] = {}
         values = None
-        if needs_proximal and self.config.exact and batch.stale is None:
+        fresh = batch.stale is None or not batch.stale.any()
+        if needs_proximal and self.config.exact and fresh:
             # They are what the trainer would compute, to the last bit.
             found["proximal_logprobs"] = batch.behavior_logprobs
             needs_proximal = False

@@ -90,6 +90,31 @@ def test_truncated_sampling_is_scored_as_it_sampled(coin, judges, support):
     np.testing.assert_allclose(np.sort(differs), np.sort(expected), atol=1e-5)
 
 
+def test_older_tokens_are_scored_again(trainer):
+    """Groups may wait for a step; their log-probs are not those of its parameters."""
+    updater, given, scored = trainer.updater, [], []
+    update, score = updater.update, updater._scored
+
+    def watched(sequences, number):
+        given.extend(sequences)
+        return update(sequences, number)
+
+    def watched_too(batch, needs_proximal):
+        scored.append(score(batch, needs_proximal))
+        return scored[-1]
+
+    updater.update = watched
+    trainer.step(1)
+    updater._scored = watched_too
+    metrics = update(given, 2)
+    assert metrics["mismatch/unequal"] == 0
+    assert metrics["mismatch/stale_kl"] > 0
+    for batch in scored:
+        np.testing.assert_array_equal(batch.stale, batch.loss_mask)
+        moved = batch.proximal_logprobs != batch.behavior_logprobs
+        assert moved[batch.loss_mask].mean() > 0.9
+
+
 def test_exact_mode_stops_at_the_first_difference(trainer):
     updater = trainer.updater
     original = updater._minibatches
