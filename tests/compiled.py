@@ -19,7 +19,10 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["borrow", "give_back", "kept", "make_room"]
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+__all__ = ["anew", "borrow", "give_back", "kept", "make_room"]
 
 ROOT = Path(__file__).parents[1] / "build" / "compiled"
 # Programs of earlier versions of the code are never asked for again.
@@ -41,6 +44,18 @@ def _machine() -> str:
 def kept(root: Path = ROOT) -> Path:
     """The folder of whole files, of this machine and this version of JAX."""
     return root / _machine()
+
+
+@contextlib.contextmanager
+def anew() -> Iterator[None]:
+    """Neither reads nor keeps programs on disk."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 def borrow(root: Path = ROOT) -> Path:
