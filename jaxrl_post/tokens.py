@@ -134,11 +134,11 @@ class Tokens:
                 np.concatenate([getattr(part, name) for part in parts])
                 for name in _DTYPES
             ),
-            kept=np.concatenate([part.kept_ids(most) for part in parts]),
+            kept=np.concatenate([part.padded_kept(most) for part in parts]),
         )
 
-    def kept_ids(self, width: int) -> np.ndarray:
-        """`kept` with `width` columns, at least its own."""
+    def padded_kept(self, width: int) -> np.ndarray:
+        """`kept` with `width` columns, int32 [tokens, width]; at least its own."""
         return np.pad(
             self.kept,
             ((0, 0), (0, width - self.kept.shape[1])),
@@ -175,8 +175,10 @@ class Tokens:
     @classmethod
     def from_json(cls, value: Mapping[str, Sequence[Any]]) -> Tokens:
         """Restores what `to_json` made."""
-        most = max(map(len, value["kept"]), default=0)
-        kept = [[*ids, *[-1] * (most - len(ids))] for ids in value["kept"]]
+        # Checkpoints of earlier versions hold no ids.
+        ragged = value.get("kept", [[]] * len(value["ids"]))
+        most = max(map(len, ragged), default=0)
+        kept = [[*ids, *[-1] * (most - len(ids))] for ids in ragged]
         return cls(
             *(np.array(value[name], dtype) for name, dtype in _DTYPES.items()),
             kept=np.array(kept, np.int32).reshape(len(kept), most),

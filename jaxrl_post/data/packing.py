@@ -337,7 +337,7 @@ def _fill(batch: TokenBatch, row: int, unit: Unit, start: int, position: int) ->
     batch.advantages[row, span] = sequence.advantages
     batch.behavior_logprobs[row, span] = sequence.tokens.logprobs
     if batch.kept is not None:
-        kept = sequence.tokens.kept_ids(batch.kept.shape[-1])
+        kept = sequence.tokens.padded_kept(batch.kept.shape[-1])
         batch.kept[row, span] = kept
         log_masses = np.where(kept[:, 0] >= 0, sequence.tokens.log_masses, 0)
         batch.behavior_logprobs[row, span] -= log_masses

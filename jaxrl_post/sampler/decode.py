@@ -289,20 +289,20 @@ def decode(
         # A token counts if the one before it does, did not end the sample, and was
         # guessed; the burst has no room for more than `num_steps`.
         most = jnp.minimum(state.remaining, num_steps - state.counts)
-        kept = active[:, None] & (inside < most[:, None])
+        accepted = active[:, None] & (inside < most[:, None])
         if guesses:
             right = (guessed == drawn.tokens[:, :-1]) & ~stops[:, :-1]
             chain = jnp.cumprod(right, axis=1, dtype=jnp.int32).astype(jnp.bool_)
-            kept = kept.at[:, 1:].set(kept[:, 1:] & chain)
-        new = kept.sum(axis=1, dtype=jnp.int32)
-        stopped = (stops & kept).any(axis=1)
+            accepted = accepted.at[:, 1:].set(accepted[:, 1:] & chain)
+        new = accepted.sum(axis=1, dtype=jnp.int32)
+        stopped = (stops & accepted).any(axis=1)
         remaining = state.remaining - new
         counts = state.counts + new
         left = active & ~stopped & (remaining > 0)
         last = jnp.maximum(new - 1, 0)[:, None]
         history = state.history
         if history is not None:
-            history = _put(history, drawn.tokens, at + 1, kept)
+            history = _put(history, drawn.tokens, at + 1, accepted)
         place = state.counts[:, None] + inside
         return _Burst(
             steps=state.steps + 1,
@@ -319,7 +319,7 @@ def decode(
             history=history,
             entries=entries,
             emitted=jax.tree.map(
-                lambda all_, one: _put(all_, one, place, kept), state.emitted, drawn
+                lambda all_, one: _put(all_, one, place, accepted), state.emitted, drawn
             ),
         )
 
@@ -387,9 +387,9 @@ class _Burst(NamedTuple):
     emitted: Emitted
 
 
-def _put(whole: Array, new: Array, at: Array, kept: Array) -> Array:
-    """Writes new[r, i] to whole[r, at[r, i]] where kept[r, i]."""
-    at = jnp.where(kept, at, whole.shape[1])
+def _put(whole: Array, new: Array, at: Array, accepted: Array) -> Array:
+    """Writes new[r, i] to whole[r, at[r, i]] where accepted[r, i]."""
+    at = jnp.where(accepted, at, whole.shape[1])
     # vmap over rows, so that rows split over a mesh need no communication.
     return jax.vmap(lambda row, new, at: row.at[at].set(new, mode="drop"))(
         whole, new, at

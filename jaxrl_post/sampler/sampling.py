@@ -116,17 +116,17 @@ def _sample(
         normalizer = jnp.log(jax.lax.psum(weights.sum(axis=0), axes)) + top
     else:
         weights, normalizer = exponentials(scaled, axis=0)
-    kept, ids = weights, None
+    left, ids = weights, None
     if truncate:
         is_kept = scaled >= _least_kept(scaled.T, sampling)
-        kept = jnp.where(is_kept, weights, 0.0)
+        left = jnp.where(is_kept, weights, 0.0)
         if kept_ids:
             count = jnp.where(greedy, 0, is_kept.sum(axis=0, dtype=jnp.int32))
             ids = _likeliest(scaled.T, count, kept_ids)
     # Greedy rows keep only their maxima; a uniform of 0 then selects the first of them.
     most_probable = (scaled == top).astype(jnp.float32)
     tokens, own, here = _invert(
-        jnp.where(greedy, most_probable, kept), jnp.where(greedy, 0.0, uniforms), axes
+        jnp.where(greedy, most_probable, left), jnp.where(greedy, 0.0, uniforms), axes
     )
     chosen = jnp.take_along_axis(scaled, own[None], axis=0)[0]
     if axes:
@@ -135,7 +135,7 @@ def _sample(
     logprobs = chosen - normalizer
     log_masses = jnp.zeros_like(logprobs)
     if truncate:
-        share = kept.sum(axis=0) / weights.sum(axis=0)
+        share = left.sum(axis=0) / weights.sum(axis=0)
         log_masses = jnp.where(greedy, 0.0, jnp.log(share))
     return Sampled(tokens, logprobs, log_masses, ids)
 

@@ -25,8 +25,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_anew():
-    # jaxlib 0.12.0 crashed here in 2 of 10 runs of all tests, by SIGABRT and SIGSEGV in
-    # `LoadedExecutable.serialize`, never in this file alone. Its cause is not known.
+    # In two runs of all tests jaxlib 0.12.0 crashed here, by SIGABRT and by SIGSEGV, in
+    # `LoadedExecutable.serialize`. Alone this file did not. The cause is not known.
     with compiled.anew():
         yield
 

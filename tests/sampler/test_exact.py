@@ -138,7 +138,7 @@ def check(config, dtype, spec=None, *, adapter=False, top_p=1.0):
     )
     cut = np.concatenate([each.log_masses[each.sampled] < -0.01 for each in sampled])
     recorded = np.concatenate(
-        [each.kept_ids(9)[each.sampled, 0] >= 0 for each in sampled]
+        [each.padded_kept(9)[each.sampled, 0] >= 0 for each in sampled]
     )
     # Some sets are recorded, some are too large to be.
     assert recorded.any() == (cut & ~recorded).any() == (top_p < 1)

@@ -107,7 +107,7 @@ def token_logprob(
     plan = _plan(
         unembedding.shape, targets.shape, temperature, softcap, vocab_size, rules
     )
-    return TokenLogprob(*_fused(plan, hidden, unembedding, targets, mask, kept))
+    return TokenLogprob(*_fused(plan, hidden, unembedding, (targets, mask, kept)))
 
 
 def _reference(
@@ -178,29 +178,26 @@ def tile_rows(columns: int) -> int:
     return max(8, min(TILE_BYTES // (4 * columns), 1024) // 8 * 8)
 
 
+# Targets, mask, and ids of kept tokens.
+type _ByRow = tuple[Array, Array, Array | None]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(
     plan: _Plan,
     hidden: Array,
     weight: Array,
-    targets: Array,
-    mask: Array,
-    kept: Array | None,
+    by_row: _ByRow,
 ) -> tuple[Array, Array]:
-    return _fused_forward(plan, hidden, weight, targets, mask, kept)[0]
+    return _fused_forward(plan, hidden, weight, by_row)[0]
 
 
 def _fused_forward(
-    plan: _Plan,
-    hidden: Array,
-    weight: Array,
-    targets: Array,
-    mask: Array,
-    kept: Array | None,
+    plan: _Plan, hidden: Array, weight: Array, by_row: _ByRow
 ) -> tuple[tuple[Array, Array], Any]:
     layout, split, rows = plan.layout, plan.split, P(plan.split.batch)
 
-    def local(hidden: Array, weight: Array, *by_row: Any) -> Any:
+    def local(hidden: Array, weight: Array, by_row: _ByRow) -> Any:
         shape = hidden.shape[:-1]
         targets, mask, kept = _flat(by_row)
         hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -213,13 +210,13 @@ def _fused_forward(
     if plan.sharded:
         local = jax.shard_map(
             local,
-            in_specs=(rows, split.rows, rows, rows, rows),
+            in_specs=(rows, split.rows, rows),
             out_specs=(rows, P(split.batch, split.vocab)),
             check_vma=False,
         )
-    found, logits = local(hidden, weight, targets, mask, kept)
-    logprob, entropy, *by_row = found
-    saved = (logits, hidden, weight, targets, mask, kept, entropy, *by_row)
+    found, logits = local(hidden, weight, by_row)
+    logprob, entropy, *more = found
+    saved = (logits, hidden, weight, *by_row, entropy, *more)
     return (logprob, entropy), saved
 
 
@@ -259,7 +256,7 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
             check_vma=False,
         )
     d_hidden, d_weight = local(logits, hidden, weight, *by_row, *cotangents)
-    return d_hidden, d_weight, None, None, None
+    return d_hidden, d_weight, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
