@@ -33,9 +33,11 @@ from rich.table import Table
 from benchmarks.ideal import head_seconds, layers_seconds
 from benchmarks.machine import machine, peak_memory
 from jaxrl_post import models
+from jaxrl_post.config.rollout import CacheDtype, RolloutConfig
 from jaxrl_post.learner.model import versions
 from jaxrl_post.models import DecoderParams, ModelConfig
 from jaxrl_post.pretrained.presets import PRESETS
+from jaxrl_post.programs.rl import cache_dtype
 from jaxrl_post.sampler import Completion, Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.types import Array
 
@@ -54,6 +56,7 @@ class Options:
         slots: numbers of samples that decode at once.
         repeats: timed runs of each.
         dtype: of the parameters.
+        cache_dtype: of keys and values; None for that of the parameters.
         json: file to write the result to.
     """
 
@@ -62,6 +65,7 @@ class Options:
     slots: tuple[int, ...] = (8, 32, 64)
     repeats: int = 3
     dtype: Literal["float32", "bfloat16"] = "float32"
+    cache_dtype: CacheDtype | None = None
     json: Path | None = None
 
 
@@ -120,6 +124,7 @@ def main(options: Options) -> dict[str, Any]:
     return {
         "shape": options.shape,
         "dtype": options.dtype,
+        "cache_dtype": options.cache_dtype,
         "runs": rows,
         "peak_memory_gib": peak_memory(),
         "date": time.strftime("%Y-%m-%d"),
@@ -150,7 +155,8 @@ def _measured(
     else:
         tokens = sizes.cache_for_groups(SAMPLES)
     sizes = dataclasses.replace(sizes, cache_tokens=tokens)
-    engine = Engine(config, sizes, dtype=jnp.dtype(options.dtype))
+    rollout = RolloutConfig(cache_dtype=options.cache_dtype)
+    engine = Engine(config, sizes, dtype=cache_dtype(rollout, options.dtype))
     runs: list[dict[str, float]] = []
     while len(runs) < options.repeats:
         before = engine.compilations.total()

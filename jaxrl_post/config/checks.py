@@ -246,6 +246,12 @@ def _check_exact(config: RLConfig) -> None:
             f"--rollout.dtype: with --exact the sampler computes as the trainer does; "
             f"got {config.rollout.dtype} beside --dtype {config.dtype}; drop the option"
         )
+    if config.rollout.cache_dtype is not None:
+        raise ConfigError(
+            "--rollout.cache-dtype: with --exact the sampler computes as the trainer "
+            f"does, which quantises no keys; got {config.rollout.cache_dtype}; drop "
+            "one of the two"
+        )
 
 
 def _check_rollout(config: RLConfig) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from jaxrl_post.config.fields import ANY, COUNT, NOT_NEGATIVE
 from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.rollout import CacheDtype
 
 __all__ = ["PlanConfig", "PlanError", "PlannedRollout"]
 
@@ -29,6 +30,7 @@ class PlannedRollout:
         dtype: dtype of the sampler's parameters; None for that of --dtype.
         publish_mib: with another mesh or dtype, most MiB of parameters that are moved
             at a time.
+        cache_dtype: how the sampler holds keys and values, as in a run.
         num_slots: number of samples that decode at once; 0 for all of a step.
         steps_per_call: tokens that each sample decodes between two looks of the host; 0
             chooses.
@@ -41,6 +43,7 @@ class PlannedRollout:
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
     publish_mib: Annotated[int, COUNT] = 1024
+    cache_dtype: CacheDtype | None = None
     num_slots: Annotated[int, NOT_NEGATIVE] = 0
     steps_per_call: Annotated[int, NOT_NEGATIVE] = 0
 

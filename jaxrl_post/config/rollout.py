@@ -15,7 +15,9 @@ from jaxrl_post.config.fields import (
 )
 from jaxrl_post.envs.workers.hosts import check_hosts
 
-__all__ = ["RolloutConfig", "check_judges"]
+__all__ = ["CacheDtype", "RolloutConfig", "check_judges"]
+
+CacheDtype = Literal["int8", "float8"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class RolloutConfig:
         cache_tokens: tokens, over all devices, whose keys and values the sampler holds;
             samples wait while its cache is full. What the samples of a prompt share
             counts once; what is left keeps earlier turns. 0 for what all slots need.
+        cache_dtype: how the sampler holds keys and values. int8, float8 (e4m3): a byte
+            each, with a float32 scale per token and head; None for the dtype of its
+            parameters. It changes what is sampled a little, so sampler and trainer
+            differ by more: keep an `algorithm.correction`, as by default.
         guesses: tokens that the sampler guesses for each sample in a forward pass, from
             what followed the same tokens earlier in the sample or its prompt; 0 for
             none. Right guesses save passes, and samples stay as they are. It pauses
@@ -106,6 +112,7 @@ class RolloutConfig:
     num_slots: Annotated[int, NOT_NEGATIVE] = 0
     steps_per_call: Annotated[int, NOT_NEGATIVE] = 0
     cache_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    cache_dtype: CacheDtype | None = None
     guesses: Annotated[int, NOT_NEGATIVE] = 0
     guess_rows: Annotated[int, COUNT] = 32
     dynamic_sampling: bool = False

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl_post.kernels.attention import attention
@@ -202,10 +203,13 @@ def _attend(
         # The keys serve as values, because cutting off r would copy the cache.
         values = keys
         shared = None if shared is None else shared._replace(value=shared.key)
+    keys, values = jax.tree.map(
+        lambda leaf: constrain(leaf, KV_AXES, rules), (keys, values)
+    )
     attended = decode_attention(
         query,
-        constrain(keys, KV_AXES, rules),
-        constrain(values, KV_AXES, rules),
+        keys,
+        values,
         kv_positions=entry.positions,
         shared=shared,
         **settings,

@@ -6,6 +6,10 @@ are in keys and values that the slot shares with others. Entries that were never
 may hold any finite number: a query at position `p` attends to positions 0..p only, and
 all of them are written, because a token's own key is written before it attends. With
 latent attention the keys hold the latents, kv_heads is 1 and the values have width 0.
+
+A cache of dtype int8 or float8_e4m3fn holds `QuantizedEntries`. A new token is
+quantised when it is written, and attends to itself as quantised; so what a token sees
+does not depend on the calls in which it and those before it were computed.
 """
 
 import dataclasses
@@ -17,7 +21,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from jaxrl_post.kernels.decode_attention import SharedKeys
+from jaxrl_post.kernels.decode_attention import (
+    CODE_DTYPES,
+    Entries,
+    QuantizedEntries,
+    SharedKeys,
+    quantize_entries,
+)
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.types import Array, Float, Int
 
@@ -49,8 +59,8 @@ class SharedCache:
         members: as there.
     """
 
-    keys: tuple[Float[Array, "groups kv_heads length head_dim"], ...]
-    values: tuple[Float[Array, "groups kv_heads length value_dim"], ...]
+    keys: tuple[Entries, ...]
+    values: tuple[Entries, ...]
     positions: Int[Array, "groups length"]
     places: Int[Array, " slots"]
     members: int = struct.field(pytree_node=False)
@@ -60,8 +70,8 @@ class SharedCache:
 class LayerCache:
     """Keys and values of one layer; see `KVCache`."""
 
-    keys: Float[Array, "slots kv_heads length head_dim"]
-    values: Float[Array, "slots kv_heads length value_dim"]
+    keys: Entries
+    values: Entries
     starts: Int[Array, " slots"] | None = None
     shared: SharedKeys | None = None
 
@@ -80,11 +90,19 @@ class LayerCache:
         def put(cache: Array, new: Array, at: Array) -> Array:
             return cache.at[:, at].set(new, mode="drop", unique_indices=True)
 
-        # vmap over slots, so that slots split over a mesh need no communication.
+        def write(cache: Entries, new: Array) -> Entries:
+            if not new.shape[-1]:
+                return cache
+            made = new
+            if isinstance(cache, QuantizedEntries):
+                made = quantize_entries(new, cache.codes.dtype)
+            # vmap over slots, so that slots split over a mesh need no communication.
+            return jax.tree.map(
+                lambda old, new: jax.vmap(put)(old, new, positions), cache, made
+            )
+
         return dataclasses.replace(
-            self,
-            keys=jax.vmap(put)(self.keys, key, positions),
-            values=jax.vmap(put)(self.values, value, positions),
+            self, keys=write(self.keys, key), values=write(self.values, value)
         )
 
     @property
@@ -108,8 +126,8 @@ class KVCache:
         shared: keys and values that slots share; None if there are none.
     """
 
-    keys: tuple[Float[Array, "slots kv_heads length head_dim"], ...]
-    values: tuple[Float[Array, "slots kv_heads length value_dim"], ...]
+    keys: tuple[Entries, ...]
+    values: tuple[Entries, ...]
     starts: Int[Array, " slots"] | None = None
     shared: SharedCache | None = None
 
@@ -117,12 +135,26 @@ class KVCache:
     def zeros(
         cls, config: ModelConfig, slots: int, length: int, dtype: DTypeLike
     ) -> "KVCache":
-        """Makes an empty cache for `slots` sequences of up to `length` tokens."""
-        heads, *widths = config.cache_shape
+        """Makes an empty cache for `slots` sequences of up to `length` tokens.
 
-        def fresh(width: int) -> tuple[Array, ...]:
-            shape = (slots, heads, length, width)
-            return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+        Args:
+            config: of the model.
+            slots: number of sequences.
+            length: most tokens of a sequence.
+            dtype: a float dtype; int8 or float8_e4m3fn for quantised entries.
+        """
+        heads, *widths = config.cache_shape
+        codes = jnp.dtype(dtype).name in CODE_DTYPES
+
+        def one(width: int) -> Entries:
+            empty = jnp.zeros((slots, heads, length, width), dtype)
+            if not codes or not width:
+                return empty
+            scales = jnp.zeros((slots, heads, length, 1), jnp.float32)
+            return QuantizedEntries(empty, scales)
+
+        def fresh(width: int) -> tuple[Entries, ...]:
+            return tuple(one(width) for _ in range(config.num_layers))
 
         keys, values = map(fresh, widths)
         return cls(keys, values)

@@ -5,6 +5,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
@@ -21,7 +24,7 @@ from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig
 from jaxrl_post.sharding import split_size
 
-__all__ = ["Trainer", "engine_sizes", "make_engine"]
+__all__ = ["Trainer", "cache_dtype", "engine_sizes", "make_engine"]
 
 
 @dataclass
@@ -184,12 +187,27 @@ def make_engine(
         model.config,
         dataclasses.replace(sizes, kept_ids=kept_ids),
         seed=seed,
-        dtype=weights.dtype,
+        dtype=cache_dtype(rollout, weights.dtype),
         mesh=weights.mesh,
         rules=model.rules,
         detokenize=model.tokenizer.decode,
         exact=exact,
     )
+
+
+def cache_dtype(rollout: RolloutConfig, dtype: DTypeLike) -> jnp.dtype:
+    """Dtype of the sampler's cache.
+
+    Args:
+        rollout: how samples are drawn.
+        dtype: of the sampler's parameters.
+
+    >>> cache_dtype(RolloutConfig(cache_dtype="float8"), "bfloat16").name
+    'float8_e4m3fn'
+    """
+    if rollout.cache_dtype == "float8":
+        return jnp.dtype(jnp.float8_e4m3fn)
+    return jnp.dtype(rollout.cache_dtype or dtype)
 
 
 def engine_sizes(rollout: RolloutConfig, split: int, *, stop_ids: int) -> EngineConfig:

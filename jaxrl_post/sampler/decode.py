@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxrl_post.kernels.decode_attention import Entries
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward, logits
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
@@ -124,7 +125,7 @@ def prefill(
     count, length = rows.tokens.shape
     if exact:
         return _prefill_exactly(params, config, pages, rows, rules)
-    zeros = KVCache.zeros(config, count, length, pages.keys[0].dtype)
+    zeros = KVCache.zeros(config, count, length, pages.dtype)
     shared = (
         None if rows.shared is None else read_shared(config, pages, rows.shared, rules)
     )
@@ -383,7 +384,7 @@ class _Burst(NamedTuple):
     counts: Array
     passes: Array
     history: Array | None
-    entries: tuple[tuple[Array, ...], tuple[Array, ...]]
+    entries: tuple[tuple[Entries, ...], tuple[Entries, ...]]
     emitted: Emitted
 
 

@@ -58,7 +58,8 @@ class Engine:
         sizes: the engine's sizes.
         seed: seed of the sampling noise; the noise of a token depends only on the seed,
             the prompt id, the sample index and the position.
-        dtype: dtype of the cache; use that of the parameters.
+        dtype: dtype of the cache: that of the parameters; or int8 or float8_e4m3fn,
+            which quantise keys and values with a scale per token and head.
         mesh: mesh of the parameters; None on one device.
         rules: logical axis to mesh axes.
         detokenize: token ids to text; needed for stop strings only.

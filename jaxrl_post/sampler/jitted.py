@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_post.kernels.decode_attention import CODE_DTYPES
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
 from jaxrl_post.sampler import decode as device
@@ -30,7 +31,7 @@ class DeviceFunctions:
     Attributes:
         config: the model's configuration.
         sizes: the engine's sizes.
-        dtype: dtype of the KV cache.
+        dtype: dtype of the KV cache, as in `KVCache.zeros`.
         mesh: mesh of the parameters; None on one device.
         rules: logical axis to mesh axes.
         compilations: number of traces by function's name, one per compilation.
@@ -55,6 +56,11 @@ class DeviceFunctions:
         if self.exact:
             heads = split_size("heads", self.mesh, self.rules) if self.mesh else 1
             check_exact(config, heads)
+            if self.dtype.name in CODE_DTYPES:
+                raise ValueError(
+                    f"Engine: a cache of {self.dtype.name} is not exact: the trainer "
+                    "does not quantise keys and values; use the parameters' dtype"
+                )
         if self.mesh is not None:
             partition_spec(
                 (sizes.num_slots,), ("batch",), self.mesh, self.rules, name="num_slots"

@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxrl_post.kernels.attention.paths import BLOCK
+from jaxrl_post.kernels.decode_attention import Entries
 from jaxrl_post.models import KVCache, ModelConfig
 from jaxrl_post.models.cache import SharedCache
 from jaxrl_post.sampler.sizes import PAGE
 from jaxrl_post.sharding import Rules, dividing_axes
-from jaxrl_post.types import Array, Float, HostOrDevice, Int
+from jaxrl_post.types import Array, HostOrDevice, Int
 
 __all__ = [
     "Pages",
@@ -35,16 +36,26 @@ NO_TOKEN = jnp.iinfo(jnp.int32).max
 
 @struct.dataclass
 class Pages:
-    """Keys and values of all layers in pages of PAGE tokens, one array per layer."""
+    """Keys and values of all layers in pages of PAGE tokens.
 
-    keys: tuple[Float[Array, "pages kv_heads page head_dim"], ...]
-    values: tuple[Float[Array, "pages kv_heads page value_dim"], ...]
+    Attributes:
+        keys: [pages, kv_heads, PAGE, head_dim] for every layer.
+        values: like the keys, but of any width.
+    """
+
+    keys: tuple[Entries, ...]
+    values: tuple[Entries, ...]
 
     @classmethod
     def zeros(cls, config: ModelConfig, pages: int, dtype: DTypeLike) -> "Pages":
-        """Makes an empty cache."""
+        """Makes an empty cache; `dtype` as in `KVCache.zeros`."""
         cache = KVCache.zeros(config, pages, PAGE, dtype)
         return cls(cache.keys, cache.values)
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Dtype of the entries, or of their codes."""
+        return jax.tree.leaves(self.keys)[0].dtype
 
 
 @struct.dataclass
@@ -126,10 +137,9 @@ def read_paths(
     if shared is not None:
         arrays += shared.pages, shared.starts, shared.counts, shared.places
     specs = (True, *(False for _ in arrays))
-    local = _on_parts(config, pages.keys[0], count, rules, specs)(read)
+    local = _on_parts(config, pages.keys, count, rules, specs)(read)
     return KVCache(
-        keys=tuple(local(layer, *arrays) for layer in pages.keys),
-        values=tuple(local(layer, *arrays) for layer in pages.values),
+        *jax.tree.map(lambda leaf: local(leaf, *arrays), (pages.keys, pages.values))
     )
 
 
@@ -156,10 +166,9 @@ def own_entries(
         )(path, starts)
 
     specs = (True, False)
-    local = _on_parts(config, view.keys[0], starts.shape[0], rules, specs)(cut)
+    local = _on_parts(config, view.keys, starts.shape[0], rules, specs)(cut)
     return KVCache(
-        keys=tuple(local(layer, starts) for layer in view.keys),
-        values=tuple(local(layer, starts) for layer in view.values),
+        *jax.tree.map(lambda leaf: local(leaf, starts), (view.keys, view.values))
     )
 
 
@@ -183,11 +192,11 @@ def read_shared(
 
 def read_pages(
     config: ModelConfig,
-    layers: tuple[Array, ...],
+    layers: tuple[Entries, ...],
     ids: Int[Array, "rows count"],
     filled: Int[Array, "rows count"],
     rules: Rules,
-) -> tuple[Array, ...]:
+) -> tuple[Entries, ...]:
     """Copies pages into rows [rows, kv_heads, count * PAGE, dim].
 
     What a page holds beyond its tokens is replaced by zeros, because an infinite or NaN
@@ -209,10 +218,9 @@ def read_pages(
         found = found.transpose(0, 2, 1, 3, 4)
         return found.reshape(rows, heads, count * PAGE, dim)
 
-    local = _on_parts(config, layers[0], ids.shape[0], rules, (True, False, False))(
-        read
-    )
-    return tuple(local(layer, ids, filled) for layer in layers)
+    specs = (True, False, False)
+    local = _on_parts(config, layers, ids.shape[0], rules, specs)(read)
+    return jax.tree.map(lambda leaf: local(leaf, ids, filled), layers)
 
 
 def write_pages(
@@ -249,19 +257,19 @@ def write_pages(
 
     ids = jnp.asarray(ids)
     specs = (True, True, False, False)
-    local = _on_parts(config, pages.keys[0], ids.shape[0], rules, specs)(write)
-
-    def all_layers(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(local(*both, ids, first) for both in zip(old, new, strict=True))
-
+    local = _on_parts(config, pages.keys, ids.shape[0], rules, specs)(write)
     return Pages(
-        all_layers(pages.keys, view.keys), all_layers(pages.values, view.values)
+        *jax.tree.map(
+            lambda old, new: local(old, new, ids, first),
+            (pages.keys, pages.values),
+            (view.keys, view.values),
+        )
     )
 
 
 def _on_parts(
     config: ModelConfig,
-    page: Array,
+    layers: tuple[Entries, ...],
     rows: int,
     rules: Rules,
     has_heads: tuple[bool, ...],
@@ -270,7 +278,7 @@ def _on_parts(
 
     Args:
         config: of the model.
-        page: one layer's pages.
+        layers: pages, or entries of rows.
         rows: number of rows.
         rules: logical axis to mesh axes.
         has_heads: for each argument, whether its second dimension is kv_heads.
@@ -278,7 +286,7 @@ def _on_parts(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return lambda function: function
-    batch = dividing_axes("batch", page.shape[0], mesh, rules) or None
+    batch = dividing_axes("batch", layers[0].shape[0], mesh, rules) or None
     heads = dividing_axes("kv_heads", config.cache_shape[0], mesh, rules) or None
     assert batch == (dividing_axes("batch", rows, mesh, rules) or None)
     specs = tuple(P(batch, heads) if flag else P(batch) for flag in has_heads)

@@ -81,7 +81,8 @@ def run(arrays, **options):
     shared = arrays["shared"]
     given = jax.tree.map(jnp.asarray, {**arrays, "shared": None})
     if shared is not None:
-        shared = SharedKeys(*map(jnp.asarray, shared[:4]), shared.members)
+        common = jax.tree.map(jnp.asarray, tuple(shared[:4]))
+        shared = SharedKeys(*common, shared.members)
     return decode_attention(**{**given, "shared": shared}, **options)
 
 

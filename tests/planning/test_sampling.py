@@ -71,6 +71,23 @@ def test_the_state_is_that_of_an_engine():
     assert per_device_bytes(sampler.pages) == per_device_bytes(engine.cache)
 
 
+def test_a_cache_of_codes_is_smaller():
+    own = create_mesh("dp2,fsdp2,tp2")
+    whole, codes = (
+        make_sampler(
+            planned(dataclasses.replace(ROLLOUT, cache_dtype=dtype)), CONFIG, own
+        )
+        for dtype in (None, "int8")
+    )
+    assert whole is not None
+    assert codes is not None
+    sizes = [per_device_bytes(each.pages) for each in (whole, codes)]
+    # Of bfloat16 two bytes an entry; of int8 one, and four for a head's scale.
+    dim = CONFIG.head_dim
+    assert sizes[1] * 2 * dim == sizes[0] * (dim + 4)
+    assert codes.work.cache_bytes * 2 * dim == whole.work.cache_bytes * (dim + 4)
+
+
 def test_the_arguments_are_those_of_an_engine():
     own = create_mesh("dp8")
     sampler = make_sampler(planned(), CONFIG, own)

@@ -1,6 +1,7 @@
 """FLOPs and bytes of a model's programs: published numbers, sums by hand, XLA's."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,14 @@ def test_deepseek_activates_37_billion_parameters():
 )
 def test_bytes_of_a_token_in_the_cache(name, expected):
     assert work(PRESETS[name]).cache_bytes == expected
+
+
+def test_bytes_of_a_token_in_a_cache_of_codes():
+    model = dataclasses.replace(
+        work(PRESETS["llama-3.1-8b"]), cache_dtype=jnp.dtype("int8")
+    )
+    # A byte for each, and float32 scales of key and value.
+    assert model.cache_bytes == 32 * 8 * (128 + 4) * 2
 
 
 def test_a_decoding_step_reads_the_weights_and_the_cache_once():

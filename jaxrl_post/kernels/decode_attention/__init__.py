@@ -1,5 +1,18 @@
 """Attention of decoding: keys that several sequences share, and keys of each alone."""
 
 from jaxrl_post.kernels.decode_attention.api import SharedKeys, decode_attention
+from jaxrl_post.kernels.decode_attention.quantized import (
+    CODE_DTYPES,
+    Entries,
+    QuantizedEntries,
+    quantize_entries,
+)
 
-__all__ = ["SharedKeys", "decode_attention"]
+__all__ = [
+    "CODE_DTYPES",
+    "Entries",
+    "QuantizedEntries",
+    "SharedKeys",
+    "decode_attention",
+    "quantize_entries",
+]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_post.kernels.decode_attention.quantized import QuantizedEntries
 from jaxrl_post.kernels.decode_attention.reference import attend_concatenated
 from jaxrl_post.kernels.decode_attention.xla import attend_in_parts
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
@@ -30,8 +31,8 @@ class SharedKeys(NamedTuple):
         members: places in a group.
     """
 
-    key: Float[Array, "groups kv_heads keys head_dim"]
-    value: Float[Array, "groups kv_heads keys value_dim"]
+    key: Float[Array, "groups kv_heads keys head_dim"] | QuantizedEntries
+    value: Float[Array, "groups kv_heads keys value_dim"] | QuantizedEntries
     positions: Int[Array, "groups keys"]
     places: Int[Array, " batch"]
     members: int
@@ -39,8 +40,8 @@ class SharedKeys(NamedTuple):
 
 def decode_attention(
     query: Float[Array, "batch queries heads head_dim"],
-    key: Float[Array, "batch kv_heads keys head_dim"],
-    value: Float[Array, "batch kv_heads keys value_dim"],
+    key: Float[Array, "batch kv_heads keys head_dim"] | QuantizedEntries,
+    value: Float[Array, "batch kv_heads keys value_dim"] | QuantizedEntries,
     *,
     query_positions: Int[Array, "batch queries"],
     kv_positions: Int[Array, "batch keys"],
@@ -61,7 +62,8 @@ def decode_attention(
 
     Args:
         query: float, any dtype.
-        key: the same dtype.
+        key: the same dtype, or quantised: a score is multiplied by its key's scale,
+            and a weight by its value's.
         value: like `key`, but of any width.
         query_positions: int32.
         kv_positions: int32, of the own keys.
@@ -108,7 +110,7 @@ def decode_attention(
     members = 0 if shared is None else shared.members
     arrays = None if shared is None else tuple(shared[:4])
 
-    def local(query: Array, key: Array, value: Array, *others: Any) -> Array:
+    def local(query: Array, key: Any, value: Any, *others: Any) -> Array:
         query_at, kv_at, sinks, arrays = others
         own = None if arrays is None else (*arrays, members)
         return attend(query, key, value, query_at, kv_at, own, *settings, sinks)
@@ -124,18 +126,19 @@ def decode_attention(
         kv_split = None
     group = heads // kv_heads
 
-    def on_device(query: Array, key: Array, value: Array, *others: Any) -> Array:
+    def on_device(query: Array, key: Any, value: Any, *others: Any) -> Array:
         if kv_split is None and split_heads is not None:
             # Key/value heads that are whole on every device: take those that the
             # device's own query heads read.
             own = query.shape[2]
             first = jax.lax.axis_index(split_heads) * own
             read = (first + jnp.arange(own)) // group
-            key, value = key[:, read], value[:, read]
             *rest, arrays = others
+            entries, beside = (key, value), ()
             if arrays is not None:
-                arrays = (arrays[0][:, read], arrays[1][:, read], *arrays[2:])
-            others = (*rest, arrays)
+                entries, beside = (key, value, *arrays[:2]), arrays[2:]
+            key, value, *common = jax.tree.map(lambda leaf: leaf[:, read], entries)
+            others = (*rest, None if arrays is None else (*common, *beside))
         return local(query, key, value, *others)
 
     of_kv, of_rows = P(batch, kv_split), P(batch)

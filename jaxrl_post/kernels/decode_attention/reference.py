@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from jaxrl_post.kernels.attention.reference import attend, visible
+from jaxrl_post.kernels.decode_attention.quantized import Entries
 from jaxrl_post.types import Array
 
 __all__ = ["attend_concatenated"]
@@ -10,19 +11,21 @@ __all__ = ["attend_concatenated"]
 
 def attend_concatenated(
     query: Array,
-    key: Array,
-    value: Array,
+    key: Entries,
+    value: Entries,
     query_positions: Array,
     kv_positions: Array,
-    shared: tuple[Array, Array, Array, Array, int] | None,
+    shared: tuple[Entries, Entries, Array, Array, int] | None,
     window: int | None,
     scale: float,
     softcap: float | None,
     sinks: Array | None,
 ) -> Array:
     """One softmax over the shared keys and the own keys of every sequence."""
+    key, value = _entries(key), _entries(value)
     if shared is not None:
-        *arrays, places, members = shared
+        *entries, positions, places, members = shared
+        arrays = [*map(_entries, entries), positions]
         group = places // members
         key, value, kv_positions = (
             jnp.concatenate([common.at[group].get(mode="clip"), own], axis=-axis)
@@ -37,3 +40,7 @@ def attend_concatenated(
         kv_positions = jnp.where(alone[:, None] & first, last, kv_positions)
     mask = visible(query_positions, kv_positions, None, window)
     return attend(query, key, value, mask, scale, softcap, sinks)
+
+
+def _entries(entries: Entries) -> Array:
+    return entries if isinstance(entries, Array) else entries.dequantize()

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxrl_post.kernels.attention.reference import MASKED, visible
+from jaxrl_post.kernels.decode_attention.quantized import Entries, QuantizedEntries
 from jaxrl_post.types import Array
 
 __all__ = ["attend_in_parts"]
@@ -26,11 +27,11 @@ class Part(NamedTuple):
 
 def attend_in_parts(
     query: Array,
-    key: Array,
-    value: Array,
+    key: Entries,
+    value: Entries,
     query_positions: Array,
     kv_positions: Array,
-    shared: tuple[Array, Array, Array, Array, int] | None,
+    shared: tuple[Entries, Entries, Array, Array, int] | None,
     window: int | None,
     scale: float,
     softcap: float | None,
@@ -57,8 +58,8 @@ def attend_in_parts(
 def _shared_part(
     query: Array,
     query_positions: Array,
-    key: Array,
-    value: Array,
+    key: Entries,
+    value: Entries,
     positions: Array,
     places: Array,
     members: int,
@@ -94,8 +95,8 @@ def _shared_part(
 
 def _part(
     query: Array,
-    key: Array,
-    value: Array,
+    key: Entries,
+    value: Entries,
     mask: Array,
     scale: float,
     softcap: float | None,
@@ -107,10 +108,11 @@ def _part(
     grouped = query.reshape(batch, queries, kv_heads, group, dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, group * queries, dim)
+    codes, key_scales = _codes(key, grouped.dtype)
     scores = jnp.einsum(
-        "bnqd,bnkd->bnqk", grouped, key, preferred_element_type=jnp.float32
+        "bnqd,bnkd->bnqk", grouped, codes, preferred_element_type=jnp.float32
     )
-    scores = scores * scale
+    scores = scores * (scale if key_scales is None else scale * key_scales)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     shape = (batch, kv_heads, group, queries, keys)
@@ -118,10 +120,12 @@ def _part(
     scores = jnp.where(seen, scores, MASKED)
     top = scores.max(axis=-1)
     weights = jnp.exp(scores - top[..., None])
+    values, value_scales = _codes(value, grouped.dtype)
+    mixing = weights if value_scales is None else weights * value_scales
     mixed = jnp.einsum(
         "bnqk,bnkd->bnqd",
-        weights.astype(value.dtype),
-        value,
+        mixing.astype(values.dtype),
+        values,
         preferred_element_type=jnp.float32,
     )
 
@@ -131,3 +135,10 @@ def _part(
         return moved.reshape(batch, queries, heads, *array.shape[3:])
 
     return Part(by_head(mixed), by_head(top), by_head(weights.sum(axis=-1)))
+
+
+def _codes(entries: Entries, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """What a matrix product reads, and a factor [batch, kv_heads, 1, keys] for it."""
+    if isinstance(entries, QuantizedEntries):
+        return entries.codes.astype(dtype), entries.scales.swapaxes(2, 3)
+    return entries, None

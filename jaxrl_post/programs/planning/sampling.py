@@ -19,7 +19,7 @@ from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs.layouts import same_devices
 from jaxrl_post.programs.planning.program import Program, placed
 from jaxrl_post.programs.planning.work import ModelWork, Work
-from jaxrl_post.programs.rl import engine_sizes
+from jaxrl_post.programs.rl import cache_dtype, engine_sizes
 from jaxrl_post.rollout.weights import Group, Relayout
 from jaxrl_post.sampler import Request, SamplingParams, batches
 from jaxrl_post.sampler.decode import PrefillRows, Rows
@@ -218,10 +218,11 @@ def make_sampler(
     except MeshError as error:
         raise MeshError(f"--rollout.{error}") from error
     rollout = RolloutConfig(**dataclasses.asdict(options))
+    cached = cache_dtype(rollout, dtype)
     functions = DeviceFunctions(
         architecture,
         engine_sizes(rollout, split_size("batch", own, rules), stop_ids=1),
-        dtype,
+        cached,
         own,
         rules,
         collections.Counter(),
@@ -232,7 +233,7 @@ def make_sampler(
         functions,
         params,
         placed(functions.pages_shape, functions.pages_shardings),
-        ModelWork(architecture, own, rules, dtype),
+        ModelWork(architecture, own, rules, dtype, cached),
         Relayout(params, group_bytes=options.publish_mib * 2**20) if moved else None,
     )
 

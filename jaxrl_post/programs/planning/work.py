@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_post.kernels.attention import TILE
+from jaxrl_post.kernels.decode_attention import CODE_DTYPES
 from jaxrl_post.kernels.token_logprob import tile_rows
 from jaxrl_post.models import ModelConfig, param_specs
 from jaxrl_post.models.decoder import Remat
@@ -117,12 +118,14 @@ class ModelWork:
         mesh: of the parameters; only its shape is used.
         rules: logical axis to mesh axes.
         dtype: of parameters and activations.
+        cache_dtype: of the cache, as in `KVCache.zeros`; None for `dtype`.
     """
 
     config: ModelConfig
     mesh: Mesh
     rules: Rules
     dtype: jnp.dtype
+    cache_dtype: jnp.dtype | None = None
 
     def products(self) -> tuple[Product, ...]:
         """The matrices of all layers and of the head, in the order of the tree."""
@@ -258,10 +261,13 @@ class ModelWork:
     @property
     def cache_bytes(self) -> int:
         """Bytes of a token's keys and values in all layers, on one device."""
-        heads, key, value = self.config.cache_shape
+        heads, *widths = self.config.cache_shape
+        dtype = self.cache_dtype or self.dtype
+        # Codes have a float32 scale per token and head.
+        beside = 4 if dtype.name in CODE_DTYPES else 0
+        size = sum(width * dtype.itemsize + beside for width in widths if width)
         parts = self._parts("kv_heads", heads)
-        width = heads // parts * (key + value) * self.dtype.itemsize
-        return width * self.config.num_layers
+        return heads // parts * size * self.config.num_layers
 
     def _layers(self) -> list[Product]:
         return [p for p in self.products() if p.name != "unembedding"]
