@@ -72,7 +72,9 @@ def main(options: Options) -> dict[str, Any]:
     layers = params.layers
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     cache = KVCache.zeros(config, SLOTS, CACHE, jnp.float32)
-    keys, values = jnp.stack(cache.keys), jnp.stack(cache.values)
+    keys, values = (
+        jnp.stack(jax.tree.leaves(layers)) for layers in (cache.keys, cache.values)
+    )
 
     def layer(weights, hidden, positions, entry) -> tuple[Any, Any]:
         tables = rope_tables(config, positions)

@@ -461,6 +461,9 @@ def _attended(
         to = jnp.where(counted, positions, entry.keys.shape[2])
         entry = entry.write(of_batch(key), of_batch(value), to)
         keys, values = entry.keys, entry.values
+        # A cache of codes is refused with exact mode.
+        assert isinstance(keys, Array)
+        assert isinstance(values, Array)
 
         def fetch(numbers: Array, block: Array) -> tuple[Array, Array]:
             sequences = last[numbers] // length

@@ -64,7 +64,7 @@ def _prefill_rows(
 def rows(
     burst: Burst, sizes: EngineConfig, split: int, *, guesses: bool = False
 ) -> device.Rows:
-    """Makes the arguments of `decode.decode`.
+    """Makes the arguments of `decode.decode`: samples as far as the host knows them.
 
     Args:
         burst: the samples.
@@ -79,9 +79,9 @@ def rows(
         length = sizes.history(longest + sizes.steps_per_call)
         history = np.zeros((count, length), np.int32)
     integers = lambda: np.zeros((count,), np.int32)  # noqa: E731
+    progress = device.Progress(integers(), integers(), integers(), integers())
     made = device.Rows(
-        tokens=integers(),
-        positions=integers(),
+        progress=progress,
         remaining=integers(),
         prompt_ids=np.zeros((count,), np.uint32),
         sample_indices=np.zeros((count,), np.uint32),
@@ -93,7 +93,6 @@ def rows(
         ),
         stop_ids=np.full((count, sizes.max_stop_ids), -1, np.int32),
         starts=integers(),
-        counts=integers(),
         pages=_no_pages(count, burst.own_pages),
         shared=_shared(
             burst.groups,
@@ -107,11 +106,13 @@ def rows(
     for part, samples in enumerate(burst.rows):
         for index, sample in enumerate(samples):
             row, request, own = part * burst.slots + index, sample.request, sample.own
-            assert own is not None
+            if own is None:
+                continue
             sampling = request.sampling
-            made.tokens[row] = sample.last
-            made.positions[row] = sample.position
-            made.remaining[row] = sample.remaining
+            progress.tokens[row] = sample.last
+            progress.positions[row] = sample.position
+            progress.remaining[row] = made.remaining[row] = sample.remaining
+            progress.counts[row] = own.computed
             made.prompt_ids[row] = request.prompt_id
             made.sample_indices[row] = sample.sample_index
             made.sampling.temperature[row] = sampling.temperature
@@ -120,7 +121,6 @@ def rows(
             made.sampling.min_p[row] = sampling.min_p
             made.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
             made.starts[row] = own.start
-            made.counts[row] = own.computed
             pages = own.pages[: burst.own_pages]
             made.pages[row, : len(pages)] = pages
             if history is not None:

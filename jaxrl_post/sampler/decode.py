@@ -10,6 +10,7 @@ all tokens are sampled by the same code.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,7 @@ from jaxrl_post.sampler.sizes import PAGE, pages_for
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, HostOrDevice, Int, Key, UInt
 
-__all__ = ["Emitted", "PrefillRows", "Rows", "decode", "prefill"]
+__all__ = ["Emitted", "PrefillRows", "Progress", "Rows", "decode", "prefill"]
 
 
 @struct.dataclass
@@ -58,33 +59,48 @@ class PrefillRows:
 
 
 @struct.dataclass
-class Rows:
-    """Samples that decode together; a fixed number, unused ones have nothing remaining.
+class Progress:
+    """How far samples have come; a burst begins with it and returns it.
 
     Attributes:
         tokens: int32, the token to feed next.
         positions: int32, the position of that token.
         remaining: int32, maximum number of tokens still to sample.
+        counts: int32, number of own entries that have been computed.
+    """
+
+    tokens: Int[HostOrDevice, " rows"]
+    positions: Int[HostOrDevice, " rows"]
+    remaining: Int[HostOrDevice, " rows"]
+    counts: Int[HostOrDevice, " rows"]
+
+
+@struct.dataclass
+class Rows:
+    """Samples that decode together; a fixed number, unused ones have nothing remaining.
+
+    Attributes:
+        progress: how far each row has come.
+        remaining: int32, tokens still to sample as far as the host knows; a burst goes
+            by this or by the progress, whichever is less. 0 for a row that has ended
+            for a reason that only the host sees.
         prompt_ids: uint32; determines the noise with `sample_indices` and the key.
         sample_indices: uint32.
         sampling: per-sample sampling parameters.
         stop_ids: int32 [rows, stops], padded with -1.
         starts: int32, position of each row's first own entry.
-        counts: int32, number of own entries that have been computed.
         pages: int32, own pages; the number of pages or more for none.
         shared: the context of the samples.
         history: int32, all tokens of each row, padded with any; None without guesses.
     """
 
-    tokens: Int[HostOrDevice, " rows"]
-    positions: Int[HostOrDevice, " rows"]
+    progress: Progress
     remaining: Int[HostOrDevice, " rows"]
     prompt_ids: UInt[HostOrDevice, " rows"]
     sample_indices: UInt[HostOrDevice, " rows"]
     sampling: SamplingArrays
     stop_ids: Int[HostOrDevice, "rows stops"]
     starts: Int[HostOrDevice, " rows"]
-    counts: Int[HostOrDevice, " rows"]
     pages: Int[HostOrDevice, "rows own_pages"]
     shared: Shared
     history: Int[HostOrDevice, "rows history"] | None = None
@@ -159,11 +175,11 @@ def decode(
     kept_ids: int = 0,
     exact: bool = False,
     guesses: int = 0,
-) -> tuple[Pages, Emitted, Int[Array, " rows"]]:
+) -> tuple[Pages, Emitted, Int[Array, " rows"], Progress]:
     """Samples up to `num_steps` tokens in every row.
 
     A row that stops goes idle. The burst ends early when no part of the mesh has more
-    than `floor` active rows.
+    than `floor` active rows; if that is so at its beginning, it touches no page.
 
     Args:
         params: the trainer's arrays.
@@ -182,13 +198,62 @@ def decode(
         guesses: static; tokens that a pass guesses from the rows' history.
 
     Returns:
-        The pages, the tokens, and the number of forward passes of each row.
+        The pages, the tokens, the number of forward passes of each row, and how far
+        the rows have come.
     """
     rows = jax.tree.map(jnp.asarray, rows)
-    count = rows.tokens.shape[0]
+    progress = dataclasses.replace(
+        rows.progress, remaining=jnp.minimum(rows.remaining, rows.progress.remaining)
+    )
+    rows = dataclasses.replace(rows, progress=progress)
+    count = rows.remaining.shape[0]
+
+    def enough(active: Array) -> Array:
+        return active.reshape(split, -1).sum(axis=1).max() > floor
+
+    def run(pages: Pages) -> tuple[Pages, Emitted, Array, Progress]:
+        return _burst(
+            params,
+            config,
+            pages,
+            rows,
+            key,
+            enough,
+            rules,
+            num_steps=num_steps,
+            truncate=truncate,
+            kept_ids=kept_ids,
+            exact=exact,
+            guesses=guesses,
+        )
+
+    def skip(pages: Pages) -> tuple[Pages, Emitted, Array, Progress]:
+        nothing = _nothing((num_steps, count), kept_ids if truncate else 0)
+        return pages, nothing, jnp.zeros((count,), jnp.int32), progress
+
+    return jax.lax.cond(enough(progress.remaining > 0), run, skip, pages)
+
+
+def _burst(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    pages: Pages,
+    rows: Rows,
+    key: Key[Array, ""],
+    enough: Callable[[Array], Array],
+    rules: Rules,
+    *,
+    num_steps: int,
+    truncate: bool,
+    kept_ids: int,
+    exact: bool,
+    guesses: int,
+) -> tuple[Pages, Emitted, Array, Progress]:
+    """`decode` while `enough` rows are active."""
+    progress, count = rows.progress, rows.remaining.shape[0]
     if exact:
         view = read_paths(
-            config, pages, rows.shared, rows.pages, rows.starts, rows.counts, rules
+            config, pages, rows.shared, rows.pages, rows.starts, progress.counts, rules
         )
     else:
         view = KVCache(
@@ -274,8 +339,7 @@ def decode(
         )
 
     def going_on(state: _Burst) -> Array:
-        by_part = state.active.reshape(split, -1).sum(axis=1)
-        return (state.steps < num_steps) & (by_part.max() > floor)
+        return (state.steps < num_steps) & enough(state.active)
 
     def body(state: _Burst) -> _Burst:
         active, at = state.active, state.positions[:, None] + inside
@@ -324,26 +388,18 @@ def decode(
             ),
         )
 
-    nothing = Emitted(
-        jnp.full((count, num_steps), -1, jnp.int32),
-        jnp.zeros((count, num_steps), jnp.float32),
-        jnp.zeros((count, num_steps), jnp.float32),
-        jnp.full((count, num_steps, kept_ids), -1, jnp.int32)
-        if truncate and kept_ids
-        else None,
-    )
     none = jnp.zeros((count,), jnp.int32)
     state = _Burst(
         steps=jnp.zeros((), jnp.int32),
-        tokens=rows.tokens,
-        positions=rows.positions,
-        remaining=rows.remaining,
-        active=rows.remaining > 0,
+        tokens=progress.tokens,
+        positions=progress.positions,
+        remaining=progress.remaining,
+        active=progress.remaining > 0,
         counts=none,
         passes=none,
         history=rows.history,
         entries=(view.keys, view.values),
-        emitted=nothing,
+        emitted=_nothing((count, num_steps), kept_ids if truncate else 0),
     )
     state = jax.lax.while_loop(going_on, body, state)
     keys, values = state.entries
@@ -355,9 +411,16 @@ def decode(
         )
     # A burst writes at most so many pages of a row, the first of them partly filled.
     touched = min(pages_for(num_steps - 1) + 1, rows.pages.shape[1])
-    first = jnp.minimum(rows.counts // PAGE, rows.pages.shape[1] - touched)
+    first = jnp.minimum(progress.counts // PAGE, rows.pages.shape[1] - touched)
     pages = write_pages(config, pages, after, rows.pages, first, touched, rules)
-    return pages, emitted, state.passes
+    computed = progress.positions + state.counts - rows.starts
+    progress = Progress(
+        state.tokens,
+        state.positions,
+        state.remaining,
+        jnp.maximum(computed, progress.counts),
+    )
+    return pages, emitted, state.passes, progress
 
 
 class _Burst(NamedTuple):
@@ -386,6 +449,16 @@ class _Burst(NamedTuple):
     history: Array | None
     entries: tuple[tuple[Entries, ...], tuple[Entries, ...]]
     emitted: Emitted
+
+
+def _nothing(shape: tuple[int, int], kept_ids: int) -> Emitted:
+    """What a burst without tokens emits, in any order of dimensions."""
+    return Emitted(
+        jnp.full(shape, -1, jnp.int32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.full((*shape, kept_ids), -1, jnp.int32) if kept_ids else None,
+    )
 
 
 def _put(whole: Array, new: Array, at: Array, accepted: Array) -> Array:
@@ -426,4 +499,4 @@ def _prefill_exactly(
 def _filled(rows: Rows) -> Int[Array, "rows own_pages"]:
     """Number of computed entries of each own page."""
     before = PAGE * jnp.arange(rows.pages.shape[1], dtype=jnp.int32)
-    return jnp.clip(rows.counts[:, None] - before, 0, PAGE)
+    return jnp.clip(rows.progress.counts[:, None] - before, 0, PAGE)

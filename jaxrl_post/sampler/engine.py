@@ -2,6 +2,7 @@
 
 import bisect
 import collections
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,7 @@ from jaxrl_post.sampler.pages import Pages
 from jaxrl_post.sampler.requests import Completion, Request, SampleId
 from jaxrl_post.sampler.scheduler import Burst, Sample, Scheduler
 from jaxrl_post.sampler.sizes import EngineConfig
-from jaxrl_post.sharding import DEFAULT_RULES, Rules
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, place
 from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import Array
 
@@ -35,6 +36,7 @@ class _Running(NamedTuple):
     burst: Burst
     emitted: device.Emitted
     passes: Array
+    progress: device.Progress
     guesses: int
     version: int
 
@@ -50,8 +52,10 @@ class Engine:
     with tokens whose keys the cache still holds, such as the next turn of a
     conversation, prefills the rest alone. The batch shrinks as samples finish.
 
-    `dispatch` starts a burst of decoding steps and returns at once; `collect` waits for
-    the burst. The host can work in between. At most one burst runs at a time.
+    `dispatch` starts bursts of decoding steps and returns at once; `collect` waits for
+    the first of them. The host can work in between. While a burst runs, a second one
+    waits on the device, which begins where the first will end. So the device goes on
+    while the host looks at the results of the first.
 
     Args:
         config: the model's configuration.
@@ -97,7 +101,7 @@ class Engine:
         self.decoded_rows = 0
         self._mesh, self._detokenize = mesh, detokenize
         self._recompute = recompute_cache
-        self._running: _Running | None = None
+        self._running: collections.deque[_Running] = collections.deque()
         self.guessing = Guessing(sizes.guesses, sizes.guess_rows)
         # The arrays that computed what the cache holds, without keeping them alive.
         self._seen: list[weakref.ref[Any]] = []
@@ -190,44 +194,39 @@ class Engine:
         return self.collect()
 
     def dispatch(self, params: DecoderParams[Array], *, version: int = 0) -> None:
-        """Prefills what waiting samples need and starts a burst of decoding steps.
+        """Prefills what waiting samples need and starts bursts of decoding steps.
 
-        Does not wait for the device. Does nothing while a burst is running, or if no
-        request is waiting or running.
+        Does not wait for the device. Does nothing while two bursts are under way, or
+        one of other parameters, or if no request is waiting or running.
 
         Args:
-            params: parameters of the config, in the engine's dtype and mesh. They must
-                not be donated before `collect` returns.
-            version: recorded with every token of this burst.
+            params: parameters of the config, in the engine's dtype and mesh.
+            version: recorded with every token of these bursts.
         """
-        if self._running is not None or not self.busy:
+        if len(self._running) > 1 or not self.busy:
+            return
+        if self._running and not self._is_seen(params):
             return
         self._notice(params)
-        split = self._functions.split
         with self._own_mesh():
-            burst = None
-            while burst is None:
-                chunks = self.scheduler.prefill()
-                for rows in batches.prefill_calls(chunks, self.sizes, split):
-                    self._pages = self._functions.prefill(params, self._pages, rows)
-                burst = self.scheduler.burst()
-            guesses = self.guessing.guesses(split * burst.slots)
-            self._pages, emitted, passes = self._functions.decode(
-                params,
-                self._pages,
-                batches.rows(burst, self.sizes, split, guesses=bool(guesses)),
-                self._key,
-                np.int32(burst.floor),
-                truncate=burst.truncate,
-                guesses=guesses,
-            )
-        self._running = _Running(burst, emitted, passes, guesses, version)
+            self._prefill(params)
+            if not self._running:
+                while (burst := self.scheduler.burst()) is None:
+                    self._prefill(params)
+                self._decode(params, burst, version)
+            last = self._running[-1]
+            if last.guesses:
+                # What the next pass guesses depends on what the host has yet to see.
+                return
+            following = self.scheduler.ahead(last.burst)
+            if following is not None:
+                self._decode(params, following, version, last.progress)
 
     def collect(self) -> list[Completion]:
-        """Waits for the running burst; returns finished completions."""
-        if self._running is None:
+        """Waits for the first burst under way; returns finished completions."""
+        if not self._running:
             return []
-        running, self._running = self._running, None
+        running = self._running.popleft()
         emitted, passes = jax.device_get((running.emitted, running.passes))
         width = running.guesses + 1
         self.decoded_rows += int(passes.max()) * emitted.tokens.shape[1] * width
@@ -237,6 +236,9 @@ class Engine:
         done: list[Completion] = []
         for part, samples in enumerate(running.burst.rows):
             for index, sample in enumerate(samples):
+                if sample.own is None:
+                    # It had ended before, as far as the host can tell.
+                    continue
                 row = part * running.burst.slots + index
                 count = int((emitted.tokens[:, row] >= 0).sum())
                 tokens = Tokens.generated(
@@ -247,21 +249,25 @@ class Engine:
                     kept=None if emitted.kept is None else emitted.kept[:count, row],
                 )
                 done += self._advance(sample, tokens)
+        if self._running and not self.scheduler.has(self._running[-1].burst):
+            self._running.clear()
         return done
 
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
-        """Waits for the running burst, then cancels running and waiting samples.
+        """Waits for all bursts under way, then cancels running and waiting samples.
 
         Args:
             samples: (prompt id, sample index) of the samples to cancel; None for all.
                 Unknown samples are ignored.
 
         Returns:
-            All completions that finished in the burst, with their own reasons. Then the
-            cancelled samples with the reason "cancelled" and their tokens so far; a
+            All completions that finished in the bursts, with their own reasons. Then
+            the cancelled samples with the reason "cancelled" and their tokens so far; a
             request with `num_sampled` continues such a sample.
         """
-        done = self.collect()
+        done: list[Completion] = []
+        while self._running:
+            done += self.collect()
         chosen: Set[SampleId] | None = None if samples is None else set(samples)
         cancelled = self.scheduler.cancel(chosen)
         return done + [sample.finished("cancelled") for sample in cancelled]
@@ -270,16 +276,51 @@ class Engine:
         """Sets the engine's mesh: the trainer's, which may be another one, is set."""
         return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
+    def _prefill(self, params: DecoderParams[Array]) -> None:
+        """Starts what can start, and computes a chunk of what it lacks."""
+        chunks = self.scheduler.prefill()
+        for rows in batches.prefill_calls(chunks, self.sizes, self._functions.split):
+            self._pages = self._functions.prefill(params, self._pages, rows)
+
+    def _decode(
+        self,
+        params: DecoderParams[Array],
+        burst: Burst,
+        version: int,
+        before: device.Progress | None = None,
+    ) -> None:
+        """Starts a burst, with the progress of the one before it if that is running."""
+        split, by_row = self._functions.split, self._functions.by_row
+        guesses = 0 if before else self.guessing.guesses(split * burst.slots)
+        rows = batches.rows(burst, self.sizes, split, guesses=bool(guesses))
+        progress = before or rows.progress
+        if before is None and by_row is not None:
+            progress = place(progress, by_row)
+        self._pages, emitted, passes, after = self._functions.decode(
+            params,
+            self._pages,
+            dataclasses.replace(rows, progress=progress),
+            self._key,
+            np.int32(burst.floor),
+            truncate=burst.truncate,
+            guesses=guesses,
+        )
+        self._running.append(_Running(burst, emitted, passes, after, guesses, version))
+
+    def _is_seen(self, params: DecoderParams[Array]) -> bool:
+        """Whether all arrays are those of the last burst."""
+        leaves = jax.tree.leaves(params)
+        return len(leaves) == len(self._seen) and all(
+            seen() is leaf for seen, leaf in zip(self._seen, leaves, strict=True)
+        )
+
     def _notice(self, params: DecoderParams[Array]) -> None:
         """Forgets what the cache holds if any array is not that of the last burst."""
-        leaves = jax.tree.leaves(params)
-        if len(leaves) == len(self._seen) and all(
-            seen() is leaf for seen, leaf in zip(self._seen, leaves, strict=True)
-        ):
+        if self._is_seen(params):
             return
         if self._seen:
             self.scheduler.forget(restart=self._recompute)
-        self._seen = [weakref.ref(leaf) for leaf in leaves]
+        self._seen = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
 
     def _advance(self, sample: Sample, tokens: Tokens) -> list[Completion]:
         """Records what a burst sampled; the completion if the sample has ended."""

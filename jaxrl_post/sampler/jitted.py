@@ -105,6 +105,16 @@ class DeviceFunctions:
         """Sharding of the emitted tokens and of the PRNG key."""
         return None if self.mesh is None else NamedSharding(self.mesh, P())
 
+    @property
+    def by_row(self) -> NamedSharding | None:
+        """Sharding of how far the rows of a burst have come."""
+        if self.mesh is None:
+            return None
+        axes = partition_spec(
+            (self.sizes.num_slots,), ("batch",), self.mesh, self.rules, name="num_slots"
+        )
+        return NamedSharding(self.mesh, axes)
+
     @cached_property
     def empty(self) -> Any:
         """Function of nothing: an empty cache."""
@@ -127,7 +137,7 @@ class DeviceFunctions:
         """Function of (params, pages, rows, key, floor, truncate=, guesses=).
 
         The last two are static. Returns the pages, what up to `steps_per_call` steps
-        emitted, and the forward passes of each row.
+        emitted, the forward passes of each row, and how far the rows have come.
         """
 
         def decode(params, pages, rows, key, floor, truncate, guesses=0):
@@ -150,7 +160,8 @@ class DeviceFunctions:
 
         out = None
         if self.mesh is not None:
-            out = (self.pages_shardings, self.replicated, self.replicated)
+            both = self.replicated, self.replicated
+            out = (self.pages_shardings, *both, self.by_row)
         static = ("truncate", "guesses")
         return jax.jit(
             decode, static_argnames=static, donate_argnums=1, out_shardings=out

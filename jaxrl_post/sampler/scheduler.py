@@ -12,7 +12,7 @@ a run decide alike.
 
 from collections import deque
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxrl_post.sampler.prefixes import Path, PrefixTree, Segment, num_pages
 from jaxrl_post.sampler.requests import Completion, FinishReason, Request, SampleId
@@ -211,11 +211,7 @@ class Scheduler:
         most = max(map(len, rows))
         if not most:
             return None
-        batch_sizes = sizes.batch_sizes(split)
-        slots = next(size for size in batch_sizes if size >= most)
-        floor = max((size for size in batch_sizes if size < most), default=0)
-        if self._queue:
-            floor = max(floor, most - max(1, self._slots // 8))
+        slots = next(size for size in sizes.batch_sizes(split) if size >= most)
         ready = [sample for part in rows for sample in part]
         longest = 0
         for sample in ready:
@@ -241,9 +237,44 @@ class Scheduler:
             members=members,
             shared_pages=sizes.shared_pages(pages),
             own_pages=sizes.own_pages(longest),
-            floor=floor,
+            floor=self._floor(most),
             truncate=any(s.request.sampling.truncates for s in ready),
         )
+
+    def ahead(self, burst: Burst) -> Burst | None:
+        """The burst that follows one whose results the host has not seen.
+
+        It has the same rows, of which some may have ended by then. None if another
+        batch is to follow: samples wait that have their context, a smaller batch serves
+        those that are known to be left, or none of them can be.
+
+        Args:
+            burst: the last one that was given.
+        """
+        live = [[s for s in part if s.own is not None] for part in burst.rows]
+        rows = {id(sample) for part in live for sample in part}
+        steps, most = self._sizes.steps_per_call, max(map(len, live))
+        batch_sizes = self._sizes.batch_sizes(len(self.trees))
+        if (
+            any(sample.ready and id(sample) not in rows for sample in self.running)
+            or not any(s.remaining > steps for part in live for s in part)
+            or any(most <= size < burst.slots for size in batch_sizes)
+        ):
+            return None
+        longest = 0
+        for sample in (sample for part in live for sample in part):
+            assert sample.own is not None
+            own = sample.own.computed
+            longest = max(longest, own + steps)
+            tree = self.trees[sample.part]
+            tree.grow(sample.own, own + min(2 * steps, sample.remaining))
+        own_pages = max(burst.own_pages, self._sizes.own_pages(longest))
+        return replace(burst, own_pages=own_pages, floor=self._floor(most))
+
+    @staticmethod
+    def has(burst: Burst) -> bool:
+        """Whether any sample of a burst is still running."""
+        return any(sample.own is not None for part in burst.rows for sample in part)
 
     def advance(self, sample: Sample, tokens: Tokens) -> None:
         """Records tokens that a burst sampled."""
@@ -295,6 +326,14 @@ class Scheduler:
         # A segment that is partly filled would mix keys of both parameters.
         for _, segment, _ in reversed(self._lacking()):
             self._refill(segment)
+
+    def _floor(self, most: int) -> int:
+        """The number of active samples of a part at which a burst of `most` ends."""
+        sizes = self._sizes.batch_sizes(len(self.trees))
+        floor = max((size for size in sizes if size < most), default=0)
+        if self._queue:
+            floor = max(floor, most - max(1, self._slots // 8))
+        return floor
 
     def _lacking(self) -> list[tuple[int, Segment, Path]]:
         """The segments that samples need and that have not been computed whole."""

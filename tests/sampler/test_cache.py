@@ -155,15 +155,15 @@ def test_what_was_cancelled_goes_on_where_the_cache_ends(params, expected):
     engine.submit(request)
     engine.step(params)
     (part,) = engine.cancel()
-    assert (len(part.tokens), engine.prefilled_tokens) == (4, 17)
+    assert (len(part.tokens), engine.prefilled_tokens) == (8, 17)
     rest = dataclasses.replace(
         request,
         prompt=(*request.prompt, *ids(part)),
-        num_sampled=4,
-        sampling=dataclasses.replace(request.sampling, max_tokens=12),
+        num_sampled=8,
+        sampling=dataclasses.replace(request.sampling, max_tokens=8),
     )
     (done,) = engine.generate(params, [rest])
-    # Of four sampled tokens three have been fed.
+    # Of eight sampled tokens seven have been fed.
     assert engine.prefilled_tokens == 17 + 1
     joined = dataclasses.replace(whole, tokens=part.tokens + done.tokens)
     assert_same_samples([joined], [whole])
@@ -199,16 +199,18 @@ def test_new_parameters_between_bursts(params, recompute):
     """Kept keys are of the parameters that computed them; or they are made anew."""
     engine = Engine(CONFIG, SIZES, recompute_cache=recompute)
     changed = tiny.params(seed=1)
-    request = Request(1, prompt(9), 2, sampling=dataclasses.replace(GREEDY))
+    sampling = dataclasses.replace(GREEDY, max_tokens=12)
+    request = Request(1, prompt(9), 2, sampling=sampling)
     engine.submit(request)
     assert engine.step(params, version=3) == []
+    assert engine.step(changed, version=4) == []
     done = engine.step(changed, version=4)
-    assert [c.tokens.versions.tolist() for c in done] == [[3] * 4 + [4] * 2] * 2
-    first = ids(done[0])[:4]
-    _, fresh = argmax_loop(changed, (*request.prompt, *first), 2)
-    near = np.allclose(done[0].tokens.logprobs[4:], fresh, atol=1e-5)
+    assert [c.tokens.versions.tolist() for c in done] == [[3] * 8 + [4] * 4] * 2
+    first = ids(done[0])[:8]
+    _, fresh = argmax_loop(changed, (*request.prompt, *first), 4)
+    near = np.allclose(done[0].tokens.logprobs[8:], fresh, atol=1e-5)
     assert near == recompute
-    assert engine.prefilled_tokens == 9 + (recompute * (9 + 4))
+    assert engine.prefilled_tokens == 9 + (recompute * (9 + 8))
 
 
 def test_logits_that_are_not_finite_fail_their_request_alone(params):

@@ -267,20 +267,23 @@ def test_a_request_reused_with_other_parameters_sees_them_in_its_prompt(engine, 
 
 
 def test_every_token_names_the_version_that_sampled_it(engine, params):
-    request = Request(1, prompt(5), 5, sampling=SamplingParams(max_tokens=6))
+    """Two bursts are under way when other parameters come, and keep their own."""
+    request = Request(1, prompt(5), 5, sampling=SamplingParams(max_tokens=12))
     engine.submit(request)
     assert engine.step(params, version=3) == []
-    done = engine.step(tiny.params(seed=1), version=4)
-    assert [c.tokens.versions.tolist() for c in done] == [[3] * 4 + [4] * 2] * 4
-    old = engine.step(params) + engine.step(params)  # the fifth sample
-    assert [c.tokens.versions.tolist() for c in old] == [[0] * 6]
+    changed = tiny.params(seed=1)
+    assert engine.step(changed, version=4) == []
+    done = engine.step(changed, version=4)
+    assert [c.tokens.versions.tolist() for c in done] == [[3] * 8 + [4] * 4] * 4
+    old = [c for _ in range(3) for c in engine.step(params)]  # the fifth sample
+    assert [c.tokens.versions.tolist() for c in old] == [[0] * 12]
     (late, *_), kept = done, engine.generate(params, [request])
-    assert ids(late)[:4] == ids(kept[0])[:4]
-    assert late.tokens.logprobs[:4] == pytest.approx(
-        kept[0].tokens.logprobs[:4], abs=1e-5
+    assert ids(late)[:8] == ids(kept[0])[:8]
+    assert late.tokens.logprobs[:8] == pytest.approx(
+        kept[0].tokens.logprobs[:8], abs=1e-5
     )
-    assert late.tokens.logprobs[4:] != pytest.approx(
-        kept[0].tokens.logprobs[4:], abs=1e-2
+    assert late.tokens.logprobs[8:] != pytest.approx(
+        kept[0].tokens.logprobs[8:], abs=1e-2
     )
 
 
@@ -301,18 +304,19 @@ def test_cancel_drops_everything_and_leaves_the_engine_ready(engine, params):
     assert_same_samples(engine.generate(params, [request]), expected)
 
 
-def test_dispatch_returns_before_the_burst_and_only_one_is_under_way(engine, params):
+def test_dispatch_and_collect_may_be_called_at_any_time(engine, params):
     request = Request(1, prompt(5), 2, sampling=GREEDY)
     expected = engine.generate(params, [request])
     assert engine.collect() == []
     engine.submit(request)
-    done = []
-    while engine.busy:
+    for _ in range(3):
         engine.dispatch(params)
-        engine.dispatch(params)
-        # What is asked for in between is admitted to the next burst.
-        done += engine.collect()
-        assert engine.collect() == []
+    # Two bursts of four steps are six tokens.
+    assert engine.collect() == []
+    done = engine.collect()
+    assert not engine.busy
+    engine.dispatch(params)
+    assert engine.collect() == []
     assert_same_samples(done, expected)
 
 
@@ -328,7 +332,7 @@ def test_a_cancelled_sample_goes_on_as_if_nothing_had_happened(engine, params):
     done, interruptions = [], 0
     while engine.busy:
         engine.dispatch(params)
-        # The burst under way is waited for: none of its tokens is lost.
+        # The bursts under way are waited for: none of their tokens is lost.
         for found in engine.cancel():
             sample = found.prompt_id, found.sample_index
             have[sample] += found.tokens
@@ -376,14 +380,15 @@ def test_a_sample_that_goes_on_has_the_same_limit(engine):
 
 
 def test_some_samples_are_cancelled_and_the_others_go_on(engine, params):
-    request = Request(1, prompt(5), 6, sampling=GREEDY)
+    sampling = dataclasses.replace(GREEDY, max_tokens=12)
+    request = Request(1, prompt(5), 6, sampling=sampling)
     expected = engine.generate(params, [request])
     engine.submit(request)
     engine.dispatch(params)
     # One of a slot, one of the queue, and one that nobody asked for.
     ended = engine.cancel([(1, 1), (1, 5), (9, 9)])
     found = {c.sample_index: len(c.tokens) for c in ended}
-    assert found == {1: 4, 5: 0}
+    assert found == {1: 8, 5: 0}
     assert {c.finish_reason for c in ended} == {"cancelled"}
     rest = []
     while engine.busy:

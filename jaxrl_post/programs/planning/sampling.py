@@ -117,7 +117,10 @@ class Sampler:
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct((), key.dtype, sharding=self.functions.replicated)
         floor = jax.ShapeDtypeStruct((), np.int32)
-        for rows, calls in self._calls.decode.values():
+        by_row = self.functions.by_row
+        for unplaced, calls in self._calls.decode.values():
+            progress = placed(unplaced.progress, by_row)
+            rows = dataclasses.replace(unplaced, progress=progress)
             count, pages = rows.pages.shape
             groups = rows.shared.pages.shape[0]
             shared, own = _view(rows.shared), pages * PAGE
