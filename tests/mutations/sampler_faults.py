@@ -150,7 +150,7 @@ SAMPLER = [
     Fault(
         "a burst's keys are written to a sample's first pages",
         "sampler/decode.py",
-        "jnp.minimum(rows.counts // PAGE,",
+        "jnp.minimum(progress.counts // PAGE,",
         "jnp.minimum(0 * rows.counts,",
         "sampler/test_engine.py sampler/test_cache.py",
     ),
