@@ -261,6 +261,11 @@ def _check_rollout(config: RLConfig) -> None:
             f"--rollout.overlong-buffer: must be at most --rollout.max-tokens, "
             f"{rollout.max_tokens}; got {rollout.overlong_buffer}"
         )
+    if rollout.draft is not None and not rollout.guesses:
+        raise ConfigError(
+            f"--rollout.draft: {rollout.draft} guesses --rollout.guesses tokens in a "
+            "pass, which are 0; give a number, such as 4, or drop the option"
+        )
     if config.critic.bootstrap_truncated and rollout.truncated == "mask":
         raise ConfigError(
             "--critic.bootstrap-truncated: --rollout.truncated mask leaves the answers "

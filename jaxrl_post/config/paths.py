@@ -21,6 +21,7 @@ MODELS = (
     "critic.model",
     "loss.reference",
     "reward.model",
+    "rollout.draft",
 )
 # Prefix of files on the hub.
 REMOTE = "hf://"

@@ -64,11 +64,14 @@ class RolloutConfig:
             parameters. It changes what is sampled a little, so sampler and trainer
             differ by more: keep an `algorithm.correction`, as by default.
         guesses: tokens that the sampler guesses for each sample in a forward pass, from
-            what followed the same tokens earlier in the sample or its prompt; 0 for
-            none. Right guesses save passes, and samples stay as they are. It pauses
-            where guesses are seldom right.
+            what followed the same tokens earlier in the sample or its prompt, or by
+            `draft`; 0 for none. Right guesses save passes, and samples stay as they
+            are. It pauses where guesses are seldom right.
         guess_rows: most rows of a forward pass with guesses: samples that decode, times
             1 + `guesses`.
+        draft: Hugging Face directory of a smaller model with the same tokens, which
+            guesses, or ORG/NAME on the hub (ORG/NAME@REVISION for a revision). It is
+            not trained.
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
             differ (DAPO); groups beyond that wait for the next step.
         truncated: reward of an answer that was cut at `max_tokens`. zero: 0, whatever
@@ -115,6 +118,7 @@ class RolloutConfig:
     cache_dtype: CacheDtype | None = None
     guesses: Annotated[int, NOT_NEGATIVE] = 0
     guess_rows: Annotated[int, COUNT] = 32
+    draft: str | None = None
     dynamic_sampling: bool = False
     truncated: Literal["reward", "zero", "mask"] = "zero"
     overlong_buffer: Annotated[int, NOT_NEGATIVE] = 0

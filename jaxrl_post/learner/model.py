@@ -262,6 +262,7 @@ def layout_table(
     reference: PyTree | None = None,
     critic: PyTree | None = None,
     cache: PyTree | None = None,
+    draft: PyTree | None = None,
     sampler: PyTree | None = None,
     sampler_mesh: Mesh | None = None,
 ) -> list[tuple[str, str, str]]:
@@ -281,6 +282,7 @@ def layout_table(
         ("critic", "parameters and optimizer", critic),
         ("sampler's copy", f"on {_axes(sampler_mesh or model.mesh)}", sampler),
         ("KV cache", "of all slots", cache),
+        ("draft model", "parameters and KV cache", draft),
     ]
     table, known = [("mesh", _axes(model.mesh), "")], set[int]()
     for name, what, tree in parts:

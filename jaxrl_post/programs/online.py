@@ -95,6 +95,7 @@ def run_rl(
     require_directory(config.algorithm.reference, "--algorithm.reference")
     require_directory(config.critic.model, "--critic.model")
     require_directory(config.reward.model, "--reward.model")
+    require_directory(config.rollout.draft, "--rollout.draft")
     algorithm = make_algorithm(
         config.algorithm, config.rollout.max_tokens, config.critic, config.distill
     )
@@ -361,6 +362,7 @@ def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
         if critic is None
         else (critic.state, critic.model.adaptation and critic.model.base),
         cache=trainer.engine.cache,
+        draft=trainer.engine.drafting,
         sampler=copies,
         sampler_mesh=trainer.weights.mesh,
     )

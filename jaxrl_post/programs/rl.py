@@ -8,12 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxrl_post import pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data import packing
+from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.demonstrations import Demonstrations
-from jaxrl_post.learner.model import Model
+from jaxrl_post.learner.model import Model, context_of
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Updater
 from jaxrl_post.programs.experience import Evaluation, Experience
@@ -21,8 +23,8 @@ from jaxrl_post.programs.layouts import SamplerLayout
 from jaxrl_post.programs.scores import FailedRolloutsError
 from jaxrl_post.rollout.episode import Group
 from jaxrl_post.rollout.weights import Published
-from jaxrl_post.sampler import Engine, EngineConfig
-from jaxrl_post.sharding import split_size
+from jaxrl_post.sampler import Draft, Engine, EngineConfig
+from jaxrl_post.sharding import MeshError, split_size
 
 __all__ = ["Trainer", "cache_dtype", "engine_sizes", "make_engine"]
 
@@ -89,6 +91,7 @@ class Trainer:
 
     def publish(self) -> Published:
         """Hands the current parameters to the sampler."""
+        self.engine.guessing.restart()
         updater = self.updater
         published = self.weights.publish(
             self.engine, updater.model, updater.state.params, int(updater.state.step)
@@ -192,7 +195,41 @@ def make_engine(
         rules=model.rules,
         detokenize=model.tokenizer.decode,
         exact=exact,
+        draft=_open_draft(rollout.draft, model, weights, sizes.max_length),
     )
+
+
+def _open_draft(
+    directory: str | None, model: Model, weights: SamplerLayout, longest: int
+) -> Draft | None:
+    """Opens the model that guesses, on the sampler's mesh.
+
+    Raises:
+        ConfigError: its tokenizer has other ids than the sampled model's, or its
+            context is shorter than the longest sample.
+        MeshError: the mesh does not divide it.
+    """
+    if directory is None:
+        return None
+    if not Tokenizer.from_directory(directory).same_ids(model.tokenizer):
+        raise ConfigError(
+            f"--rollout.draft: the tokenizer of {directory} has other ids than that of "
+            f"{model.name}, so its guesses would mean other tokens; use a model of the "
+            "same family"
+        )
+    layout = {"mesh": weights.mesh, "rules": model.rules, "dtype": weights.dtype}
+    try:
+        config, params = pretrained.load(directory, head="lm", **layout)
+    except MeshError as error:
+        raise MeshError(f"--rollout.draft: {error}") from error
+    context = context_of(config)
+    if context < longest:
+        raise ConfigError(
+            f"--rollout.draft: {directory} has a context of {context} tokens, shorter "
+            f"than a prompt and its completion, {longest}; use a model with a longer "
+            "one, or drop the option"
+        )
+    return Draft(config, params)
 
 
 def cache_dtype(rollout: RolloutConfig, dtype: DTypeLike) -> jnp.dtype:

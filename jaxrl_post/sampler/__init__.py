@@ -1,7 +1,15 @@
 """Samples from the policy with the trainer's arrays: continuous batching over slots."""
 
+from jaxrl_post.sampler.drafting import Draft
 from jaxrl_post.sampler.engine import Engine
 from jaxrl_post.sampler.requests import Completion, Request, SamplingParams
 from jaxrl_post.sampler.sizes import EngineConfig
 
-__all__ = ["Completion", "Engine", "EngineConfig", "Request", "SamplingParams"]
+__all__ = [
+    "Completion",
+    "Draft",
+    "Engine",
+    "EngineConfig",
+    "Request",
+    "SamplingParams",
+]

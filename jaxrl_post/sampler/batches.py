@@ -62,7 +62,7 @@ def _prefill_rows(
 
 
 def rows(
-    burst: Burst, sizes: EngineConfig, split: int, *, guesses: bool = False
+    burst: Burst, sizes: EngineConfig, split: int, *, history: bool = False
 ) -> device.Rows:
     """Makes the arguments of `decode.decode`: samples as far as the host knows them.
 
@@ -70,14 +70,14 @@ def rows(
         burst: the samples.
         sizes: the engine's sizes.
         split: parts of the mesh.
-        guesses: whether the burst guesses, from the rows' history.
+        history: whether the burst guesses from the tokens of each row.
     """
     count = split * burst.slots
-    history = None
-    if guesses:
+    said = None
+    if history:
         longest = 1 + max(sample.position for part in burst.rows for sample in part)
         length = sizes.history(longest + sizes.steps_per_call)
-        history = np.zeros((count, length), np.int32)
+        said = np.zeros((count, length), np.int32)
     integers = lambda: np.zeros((count,), np.int32)  # noqa: E731
     progress = device.Progress(integers(), integers(), integers(), integers())
     made = device.Rows(
@@ -101,7 +101,7 @@ def rows(
             burst.members,
             burst.shared_pages,
         ),
-        history=history,
+        history=said,
     )
     for part, samples in enumerate(burst.rows):
         for index, sample in enumerate(samples):
@@ -123,9 +123,9 @@ def rows(
             made.starts[row] = own.start
             pages = own.pages[: burst.own_pages]
             made.pages[row, : len(pages)] = pages
-            if history is not None:
-                said = (*request.prompt, *sample.tokens.ids.tolist())
-                history[row, : len(said)] = said
+            if said is not None:
+                tokens = (*request.prompt, *sample.tokens.ids.tolist())
+                said[row, : len(tokens)] = tokens
     return made
 
 

@@ -21,6 +21,7 @@ from jaxrl_post.kernels.decode_attention import Entries
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward, logits
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
+from jaxrl_post.sampler.drafting import Draft, propose
 from jaxrl_post.sampler.guessing import look_up
 from jaxrl_post.sampler.pages import (
     Pages,
@@ -175,7 +176,9 @@ def decode(
     kept_ids: int = 0,
     exact: bool = False,
     guesses: int = 0,
-) -> tuple[Pages, Emitted, Int[Array, " rows"], Progress]:
+    draft: Draft | None = None,
+    draft_pages: Pages | None = None,
+) -> tuple[Pages, Emitted, Int[Array, " rows"], Progress, Pages | None]:
     """Samples up to `num_steps` tokens in every row.
 
     A row that stops goes idle. The burst ends early when no part of the mesh has more
@@ -195,11 +198,15 @@ def decode(
         kept_ids: static, as in `sampling.sample`.
         exact: static; whether a token's log-prob depends on its path alone, to the last
             bit (`models.exact`).
-        guesses: static; tokens that a pass guesses from the rows' history.
+        guesses: static; tokens that a pass guesses, from the rows' history or by the
+            draft model.
+        draft: the draft model; None without one, or if nothing is guessed.
+        draft_pages: its cache, with all tokens of the rows but those to feed; donated
+            by the engine.
 
     Returns:
-        The pages, the tokens, the number of forward passes of each row, and how far
-        the rows have come.
+        The pages, the tokens, the number of forward passes of each row, how far the
+        rows have come, and the draft model's pages.
     """
     rows = jax.tree.map(jnp.asarray, rows)
     progress = dataclasses.replace(
@@ -211,11 +218,11 @@ def decode(
     def enough(active: Array) -> Array:
         return active.reshape(split, -1).sum(axis=1).max() > floor
 
-    def run(pages: Pages) -> tuple[Pages, Emitted, Array, Progress]:
+    def run(caches: tuple[Pages, Pages | None]) -> Any:
         return _burst(
             params,
             config,
-            pages,
+            *caches,
             rows,
             key,
             enough,
@@ -225,19 +232,23 @@ def decode(
             kept_ids=kept_ids,
             exact=exact,
             guesses=guesses,
+            draft=draft,
         )
 
-    def skip(pages: Pages) -> tuple[Pages, Emitted, Array, Progress]:
+    def skip(caches: tuple[Pages, Pages | None]) -> Any:
         nothing = _nothing((num_steps, count), kept_ids if truncate else 0)
-        return pages, nothing, jnp.zeros((count,), jnp.int32), progress
+        passes = jnp.zeros((count,), jnp.int32)
+        return caches[0], nothing, passes, progress, caches[1]
 
-    return jax.lax.cond(enough(progress.remaining > 0), run, skip, pages)
+    caches = pages, draft_pages
+    return jax.lax.cond(enough(progress.remaining > 0), run, skip, caches)
 
 
 def _burst(
     params: DecoderParams[Array],
     config: ModelConfig,
     pages: Pages,
+    draft_pages: Pages | None,
     rows: Rows,
     key: Key[Array, ""],
     enough: Callable[[Array], Array],
@@ -248,7 +259,8 @@ def _burst(
     kept_ids: int,
     exact: bool,
     guesses: int,
-) -> tuple[Pages, Emitted, Array, Progress]:
+    draft: Draft | None,
+) -> tuple[Pages, Emitted, Array, Progress, Pages | None]:
     """`decode` while `enough` rows are active."""
     progress, count = rows.progress, rows.remaining.shape[0]
     if exact:
@@ -256,12 +268,10 @@ def _burst(
             config, pages, rows.shared, rows.pages, rows.starts, progress.counts, rules
         )
     else:
-        view = KVCache(
-            keys=read_pages(config, pages.keys, rows.pages, _filled(rows), rules),
-            values=read_pages(config, pages.values, rows.pages, _filled(rows), rules),
-            starts=rows.starts,
-            shared=read_shared(config, pages, rows.shared, rules),
-        )
+        view = _view(config, pages, rows, rules)
+    draft_view = None
+    if draft is not None and draft_pages is not None:
+        draft_view = _view(draft.config, draft_pages, rows, rules)
     sample_keys = jax.vmap(
         lambda prompt, index: jax.random.fold_in(jax.random.fold_in(key, prompt), index)
     )(rows.prompt_ids, rows.sample_indices)
@@ -304,16 +314,19 @@ def _burst(
             scores = logits(params, config, hidden)
         return scores, (after.keys, after.values)
 
-    def draw(scores: Array, at: Array, active: Array) -> Emitted:
-        """The tokens after positions `at`, [count, width]."""
+    def noise(at: Array) -> Array:
+        """A uniform number for each token after positions `at`, [count, width]."""
         # The noise is keyed by the position of the drawn token, not of the fed one.
-        uniforms = jax.vmap(
+        return jax.vmap(
             lambda key, at: jax.vmap(
                 lambda at: jax.random.uniform(
                     jax.random.fold_in(key, at), dtype=jnp.float32
                 )
             )(at)
         )(sample_keys, at + 1)
+
+    def draw(scores: Array, uniforms: Array, active: Array) -> Emitted:
+        """The tokens that these numbers select, [count, width]."""
         drawn = sample(
             scores,
             uniforms.reshape(-1),
@@ -343,13 +356,26 @@ def _burst(
 
     def body(state: _Burst) -> _Burst:
         active, at = state.active, state.positions[:, None] + inside
-        fed = state.tokens[:, None]
-        if guesses:
+        fed, uniforms = state.tokens[:, None], noise(at)
+        draft_view = state.draft_view
+        if draft is not None and draft_view is not None:
+            guessed, draft_view = propose(
+                draft,
+                state.tokens,
+                at,
+                uniforms,
+                rows.sampling,
+                draft_view,
+                rules,
+                truncate=truncate,
+            )
+        elif guesses:
             assert state.history is not None
             guessed = look_up(state.history, state.positions + 1, guesses)
+        if guesses:
             fed = jnp.concatenate([fed, jnp.maximum(guessed, 0)], axis=1)
         scores, entries = score(fed, at, active, state.entries)
-        drawn = draw(scores, at, active)
+        drawn = draw(scores, uniforms, active)
         stops = (drawn.tokens[:, :, None] == rows.stop_ids[:, None]).any(axis=2)
         # A token counts if the one before it does, did not end the sample, and was
         # guessed; the burst has no room for more than `num_steps`.
@@ -383,6 +409,7 @@ def _burst(
             passes=state.passes + active.astype(jnp.int32),
             history=history,
             entries=entries,
+            draft_view=draft_view,
             emitted=jax.tree.map(
                 lambda all_, one: _put(all_, one, place, accepted), state.emitted, drawn
             ),
@@ -399,6 +426,7 @@ def _burst(
         passes=none,
         history=rows.history,
         entries=(view.keys, view.values),
+        draft_view=draft_view,
         emitted=_nothing((count, num_steps), kept_ids if truncate else 0),
     )
     state = jax.lax.while_loop(going_on, body, state)
@@ -412,7 +440,10 @@ def _burst(
     # A burst writes at most so many pages of a row, the first of them partly filled.
     touched = min(pages_for(num_steps - 1) + 1, rows.pages.shape[1])
     first = jnp.minimum(progress.counts // PAGE, rows.pages.shape[1] - touched)
-    pages = write_pages(config, pages, after, rows.pages, first, touched, rules)
+    places = rows.pages, first, touched, rules
+    pages = write_pages(config, pages, after, *places)
+    if draft is not None and draft_pages is not None and state.draft_view is not None:
+        draft_pages = write_pages(draft.config, draft_pages, state.draft_view, *places)
     computed = progress.positions + state.counts - rows.starts
     progress = Progress(
         state.tokens,
@@ -420,7 +451,7 @@ def _burst(
         state.remaining,
         jnp.maximum(computed, progress.counts),
     )
-    return pages, emitted, state.passes, progress
+    return pages, emitted, state.passes, progress, draft_pages
 
 
 class _Burst(NamedTuple):
@@ -436,6 +467,7 @@ class _Burst(NamedTuple):
         passes: int32, forward passes in which the row took part.
         history: int32 [rows, length], the row's tokens; None without guesses.
         entries: keys and values of all layers.
+        draft_view: those of the draft model; None without one.
         emitted: the tokens sampled in this burst, [rows, steps].
     """
 
@@ -448,6 +480,7 @@ class _Burst(NamedTuple):
     passes: Array
     history: Array | None
     entries: tuple[tuple[Entries, ...], tuple[Entries, ...]]
+    draft_view: KVCache | None
     emitted: Emitted
 
 
@@ -496,7 +529,13 @@ def _prefill_exactly(
     return write_pages(config, pages, view, rows.pages, none, length // PAGE, rules)
 
 
-def _filled(rows: Rows) -> Int[Array, "rows own_pages"]:
-    """Number of computed entries of each own page."""
+def _view(config: ModelConfig, pages: Pages, rows: Rows, rules: Rules) -> KVCache:
+    """What rows share, and their own computed entries."""
     before = PAGE * jnp.arange(rows.pages.shape[1], dtype=jnp.int32)
-    return jnp.clip(rows.progress.counts[:, None] - before, 0, PAGE)
+    filled = jnp.clip(rows.progress.counts[:, None] - before, 0, PAGE)
+    return KVCache(
+        keys=read_pages(config, pages.keys, rows.pages, filled, rules),
+        values=read_pages(config, pages.values, rows.pages, filled, rules),
+        starts=jnp.asarray(rows.starts),
+        shared=read_shared(config, pages, rows.shared, rules),
+    )

@@ -14,9 +14,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxrl_post.models import DecoderParams, ModelConfig
+from jaxrl_post.models import DecoderParams, ModelConfig, param_specs
+from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sampler import batches
 from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.drafting import Draft
 from jaxrl_post.sampler.guessing import Guessing
 from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.pages import Pages
@@ -25,7 +27,7 @@ from jaxrl_post.sampler.scheduler import Burst, Sample, Scheduler
 from jaxrl_post.sampler.sizes import EngineConfig
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, place
 from jaxrl_post.tokens import Tokens
-from jaxrl_post.types import Array
+from jaxrl_post.types import Array, PyTree
 
 __all__ = ["Engine"]
 
@@ -71,6 +73,8 @@ class Engine:
             when the parameters change. False keeps those of the earlier parameters.
         exact: whether log-probs are those of `models.exact`, to the last bit. `dtype`
             must then be that of the parameters.
+        draft: the model that guesses, on the same mesh; None guesses from what the
+            samples said before. Its keys and values are of `dtype` too.
 
     Attributes:
         compilations: number of compiled programs, by function.
@@ -95,6 +99,7 @@ class Engine:
         detokenize: Callable[[Sequence[int]], str] | None = None,
         recompute_cache: bool = False,
         exact: bool = False,
+        draft: Draft | None = None,
     ) -> None:
         self.config, self.sizes, self.rules = config, sizes, rules
         self.compilations: collections.Counter[str] = collections.Counter()
@@ -102,11 +107,21 @@ class Engine:
         self._mesh, self._detokenize = mesh, detokenize
         self._recompute = recompute_cache
         self._running: collections.deque[_Running] = collections.deque()
-        self.guessing = Guessing(sizes.guesses, sizes.guess_rows)
+        self.guessing = Guessing(
+            sizes.guesses,
+            sizes.guess_rows,
+            0.0 if draft is None else (sizes.guesses + 1) * _share(draft, config),
+        )
         # The arrays that computed what the cache holds, without keeping them alive.
         self._seen: list[weakref.ref[Any]] = []
+        self._draft, self._draft_pages = draft, None
+        settings = sizes, jnp.dtype(dtype), mesh, rules
+        drafting = None
+        if draft is not None:
+            own = collections.Counter[str]()
+            drafting = DeviceFunctions(draft.config, *settings, own)
         self._functions = DeviceFunctions(
-            config, sizes, jnp.dtype(dtype), mesh, rules, self.compilations, exact
+            config, *settings, self.compilations, exact, drafting
         )
         self.scheduler = Scheduler(sizes, self._functions.split)
         with self._own_mesh():
@@ -115,6 +130,8 @@ class Engine:
             )
             self._key = replicate(jax.random.key(seed))
             self._pages = self._functions.empty()
+            if drafting is not None:
+                self._draft_pages = drafting.empty()
 
     @property
     def busy(self) -> bool:
@@ -125,6 +142,11 @@ class Engine:
     def cache(self) -> Pages:
         """The cache; the next `dispatch` donates it, so keep no reference."""
         return self._pages
+
+    @property
+    def drafting(self) -> PyTree:
+        """Parameters and cache of the draft model; None without one."""
+        return self._draft and (self._draft.params, self._draft_pages)
 
     @property
     def prefilled_tokens(self) -> int:
@@ -248,7 +270,8 @@ class Engine:
                     log_masses=emitted.log_masses[:count, row],
                     kept=None if emitted.kept is None else emitted.kept[:count, row],
                 )
-                done += self._advance(sample, tokens)
+                drafted = running.guesses > 0 and self._draft is not None
+                done += self._advance(sample, tokens, drafted=drafted)
         if self._running and not self.scheduler.has(self._running[-1].burst):
             self._running.clear()
         return done
@@ -292,20 +315,36 @@ class Engine:
         """Starts a burst, with the progress of the one before it if that is running."""
         split, by_row = self._functions.split, self._functions.by_row
         guesses = 0 if before else self.guessing.guesses(split * burst.slots)
-        rows = batches.rows(burst, self.sizes, split, guesses=bool(guesses))
+        drafting: tuple[Any, ...] = ()
+        if guesses and self._draft is not None:
+            self._prefill_draft(self._draft, burst)
+            drafting = self._draft.params, self._draft_pages
+        history = guesses > 0 and not drafting
+        rows = batches.rows(burst, self.sizes, split, history=history)
         progress = before or rows.progress
         if before is None and by_row is not None:
             progress = place(progress, by_row)
-        self._pages, emitted, passes, after = self._functions.decode(
+        self._pages, emitted, passes, after, drafted = self._functions.decode(
             params,
             self._pages,
             dataclasses.replace(rows, progress=progress),
             self._key,
             np.int32(burst.floor),
+            *drafting,
             truncate=burst.truncate,
             guesses=guesses,
         )
+        if drafting:
+            self._draft_pages = drafted
         self._running.append(_Running(burst, emitted, passes, after, guesses, version))
+
+    def _prefill_draft(self, draft: Draft, burst: Burst) -> None:
+        """Feeds the draft model with what it lacks of a burst's samples."""
+        functions = self._functions.draft
+        assert functions is not None
+        chunks = self.scheduler.undrafted(burst)
+        for rows in batches.prefill_calls(chunks, self.sizes, functions.split):
+            self._draft_pages = functions.prefill(draft.params, self._draft_pages, rows)
 
     def _is_seen(self, params: DecoderParams[Array]) -> bool:
         """Whether all arrays are those of the last burst."""
@@ -322,12 +361,14 @@ class Engine:
             self.scheduler.forget(restart=self._recompute)
         self._seen = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
 
-    def _advance(self, sample: Sample, tokens: Tokens) -> list[Completion]:
+    def _advance(
+        self, sample: Sample, tokens: Tokens, *, drafted: bool
+    ) -> list[Completion]:
         """Records what a burst sampled; the completion if the sample has ended."""
         finite = np.isfinite(tokens.logprobs)
         count = int(finite.argmin()) if not finite.all() else len(tokens)
         failed = count < len(tokens)
-        self.scheduler.advance(sample, tokens[:count])
+        self.scheduler.advance(sample, tokens[:count], drafted=drafted)
         sampling = sample.request.sampling
         cut = self._stop_string_end(sample, count)
         if cut is not None:
@@ -365,3 +406,12 @@ class Engine:
         first = len(tokens) - new + 1
         end = first + bisect.bisect_left(range(first, len(tokens)), True, key=complete)
         return end - len(before)
+
+
+def _share(draft: Draft, config: ModelConfig) -> float:
+    """Parameters of the draft model, as a share of those of the sampled one."""
+    sizes = [
+        sum(spec.size for spec in jax.tree.leaves(param_specs(each), is_leaf=is_spec))
+        for each in (draft.config, config)
+    ]
+    return sizes[0] / sizes[1]

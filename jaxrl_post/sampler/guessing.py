@@ -70,12 +70,13 @@ def look_up(
 
 @dataclasses.dataclass
 class Guessing:
-    """Decides whether a burst guesses; a function of the bursts before it alone.
+    """Decides whether a burst guesses; a function of those since the last `restart`.
 
     Attributes:
         count: guesses of a forward pass; 0 for none.
         max_rows: most rows of a forward pass, guesses included, for which guessing
             pays: beyond it, a pass takes longer with every row.
+        cost: time in which a draft model guesses for a pass, as a share of the pass's.
         passes: forward passes of samples with guesses so far.
         tokens: tokens that they sampled.
 
@@ -89,6 +90,7 @@ class Guessing:
 
     count: int
     max_rows: int
+    cost: float = 0.0
     passes: int = 0
     tokens: int = 0
     _judged: tuple[int, int] = (0, 0)
@@ -107,6 +109,14 @@ class Guessing:
             return 0
         return self.count
 
+    def restart(self) -> None:
+        """Forgets what earlier guesses were worth, such as those of another policy.
+
+        A run does this at every step, so that a resumed one guesses where the first
+        did.
+        """
+        self._judged, self._pause = (self.passes, self.tokens), 0
+
     def record(self, passes: int, tokens: int) -> None:
         """Notes what a burst with guesses sampled.
 
@@ -120,5 +130,5 @@ class Guessing:
         new = self.passes - before[0], self.tokens - before[1]
         if new[0] >= PASSES:
             self._judged = self.passes, self.tokens
-            if new[1] < WORTH * new[0]:
+            if new[1] < (WORTH + self.cost) * new[0]:
                 self._pause = PAUSE

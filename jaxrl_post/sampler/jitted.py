@@ -14,6 +14,7 @@ from jaxrl_post.kernels.decode_attention import CODE_DTYPES
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
 from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.drafting import Draft
 from jaxrl_post.sampler.pages import Pages
 from jaxrl_post.sampler.sizes import EngineConfig
 from jaxrl_post.sharding import Rules, partition_spec, split_size
@@ -36,6 +37,7 @@ class DeviceFunctions:
         rules: logical axis to mesh axes.
         compilations: number of traces by function's name, one per compilation.
         exact: whether a token's log-prob depends on its path alone, to the last bit.
+        draft: functions of the draft model; of these `empty` and `prefill` are used.
 
     Raises:
         ValueError: the model's context does not allow the sizes, a part of the cache
@@ -50,6 +52,7 @@ class DeviceFunctions:
     rules: Rules
     compilations: collections.Counter[str]
     exact: bool = False
+    draft: "DeviceFunctions | None" = None
 
     def __post_init__(self) -> None:
         sizes, config = self.sizes, self.config
@@ -134,14 +137,23 @@ class DeviceFunctions:
 
     @cached_property
     def decode(self) -> Any:
-        """Function of (params, pages, rows, key, floor, truncate=, guesses=).
+        """Function of (params, pages, rows, key, floor, drafter, drafted, ...).
 
-        The last two are static. Returns the pages, what up to `steps_per_call` steps
-        emitted, the forward passes of each row, and how far the rows have come.
+        `drafter` and `drafted` are the draft model's parameters and pages, in a burst
+        that it guesses. The keywords `truncate` and `guesses` are static. Returns the
+        pages, what up to `steps_per_call` steps emitted, the forward passes of each
+        row, how far the rows have come, and the draft model's pages.
         """
+        drafts = self.draft
 
-        def decode(params, pages, rows, key, floor, truncate, guesses=0):
+        def decode(
+            params, pages, rows, key, floor, drafter=None, drafted=None, *,
+            truncate, guesses=0,
+        ):  # fmt: skip
             self.compilations["decode"] += 1
+            draft = None
+            if drafts is not None and drafter is not None:
+                draft = Draft(drafts.config, drafter)
             return device.decode(
                 params,
                 self.config,
@@ -156,15 +168,19 @@ class DeviceFunctions:
                 kept_ids=self.sizes.kept_ids,
                 exact=self.exact,
                 guesses=guesses,
+                draft=draft,
+                draft_pages=drafted,
             )
 
         out = None
         if self.mesh is not None:
             both = self.replicated, self.replicated
-            out = (self.pages_shardings, *both, self.by_row)
+            # All arrays of a cache are split alike. A burst may return none.
+            drafted = drafts and jax.tree.leaves(drafts.pages_shardings)[0]
+            out = (self.pages_shardings, *both, self.by_row, drafted)
         static = ("truncate", "guesses")
         return jax.jit(
-            decode, static_argnames=static, donate_argnums=1, out_shardings=out
+            decode, static_argnames=static, donate_argnums=(1, 6), out_shardings=out
         )
 
     def _empty_pages(self) -> Pages:

@@ -30,6 +30,7 @@ class Segment:
         tokens: the tokens; the keys of the first `computed` ones are in the pages.
         pages: pages, which hold PAGE tokens each.
         computed: number of tokens whose keys and values have been computed.
+        drafted: number of tokens whose keys of the draft model have been computed.
         pins: number of samples that need the segment; 0 lets it be evicted.
         promised: number of further pages that it may take.
         current: whether its keys are those of the engine's current parameters.
@@ -42,7 +43,7 @@ class Segment:
         self.start = 0 if parent is None else parent.start + offset
         self.tokens = list(tokens)
         self.pages: list[int] = []
-        self.computed = 0
+        self.computed = self.drafted = 0
         self.pins = self.promised = 0
         self.current = True
         self.children: list[Segment] = []

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxrl_post.sampler.prefixes import Path, PrefixTree, Segment, num_pages
 from jaxrl_post.sampler.requests import Completion, FinishReason, Request, SampleId
-from jaxrl_post.sampler.sizes import LARGEST_GROUP, EngineConfig, pages_for
+from jaxrl_post.sampler.sizes import LARGEST_GROUP, PAGE, EngineConfig, pages_for
 from jaxrl_post.tokens import Tokens
 
 __all__ = ["Burst", "Chunk", "Sample", "Scheduler"]
@@ -241,6 +241,27 @@ class Scheduler:
             truncate=any(s.request.sampling.truncates for s in ready),
         )
 
+    def undrafted(self, burst: Burst) -> list[Chunk]:
+        """What the draft model lacks of a burst's samples, in waves as in `prefill`."""
+        chunks: list[Chunk] = []
+        waves: dict[int, int] = {}
+        for part, samples in enumerate(burst.rows):
+            for sample in samples:
+                assert sample.own is not None
+                path = (*sample.path, (sample.own, sample.own.computed))
+                for depth, (segment, _) in enumerate(path):
+                    before = path[:depth]
+                    wave = max((waves.get(id(s), 0) for s, _ in path[: depth + 1]))
+                    while segment.drafted < segment.computed:
+                        # A call writes whole pages.
+                        first = segment.drafted // PAGE * PAGE
+                        size = min(segment.computed - first, self._sizes.chunks[-1])
+                        chunks.append(Chunk(part, segment, before, first, size, wave))
+                        segment.drafted = first + size
+                        wave += 1
+                        waves[id(segment)] = wave
+        return chunks
+
     def ahead(self, burst: Burst) -> Burst | None:
         """The burst that follows one whose results the host has not seen.
 
@@ -276,8 +297,14 @@ class Scheduler:
         """Whether any sample of a burst is still running."""
         return any(sample.own is not None for part in burst.rows for sample in part)
 
-    def advance(self, sample: Sample, tokens: Tokens) -> None:
-        """Records tokens that a burst sampled."""
+    def advance(self, sample: Sample, tokens: Tokens, *, drafted: bool = False) -> None:
+        """Records tokens that a burst sampled.
+
+        Args:
+            sample: a running sample.
+            tokens: of the burst.
+            drafted: whether the draft model was fed with them too.
+        """
         assert sample.own is not None
         # The keys of the fed tokens are in the cache: all but that of the last one.
         # The first token that is fed after a start is the last one of the context.
@@ -287,6 +314,8 @@ class Scheduler:
         sample.tokens += tokens
         sample.own.tokens += fed if len(tokens) else []
         sample.own.computed = len(sample.own.tokens)
+        if drafted:
+            sample.own.drafted = sample.own.computed
 
     def release(self, sample: Sample) -> Sample:
         """Ends a running sample; its segments serve others until they are evicted."""

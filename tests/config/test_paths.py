@@ -22,6 +22,7 @@ from jaxrl_post.config.offline import (
 )
 from jaxrl_post.config.paths import check_output, check_paths, naming
 from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 
 LONG = "x" * 300
 
@@ -75,6 +76,7 @@ def test_an_empty_path_is_shown():
         ("--model", SFTConfig(model=LONG)),
         ("--critic.model", RLConfig(critic=CriticConfig(model=LONG))),
         ("--algorithm.reference", RLConfig(algorithm=AlgorithmConfig(reference=LONG))),
+        ("--rollout.draft", RLConfig(rollout=RolloutConfig(draft=LONG))),
         (
             "--loss.reference",
             PreferenceConfig(loss=PreferenceLossConfig(reference=LONG)),

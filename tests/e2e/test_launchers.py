@@ -42,6 +42,10 @@ PROGRAMS = {
         "launch.ppo", *SAMPLED, "--algorithm.kl-coefficient=0.01", "--lora.rank=4",
         "--critic.lora.rank=2",
     ),
+    "drafted": (
+        "launch.grpo", *SAMPLED, "--rollout.draft={model}", "--rollout.guesses=2",
+        "--rollout.guess-rows=256", "--rollout.cache-dtype=int8",
+    ),
     "distill": ("launch.distill", *SAMPLED, "--algorithm.reference={teacher}"),
     "distill_whole": (
         "launch.distill", *SAMPLED, "--algorithm.reference={teacher}",

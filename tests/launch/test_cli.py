@@ -116,7 +116,7 @@ def test_an_option_of_the_wrong_type_is_an_error(capsys):
         ({"stepz": 3}, r"config.json: unknown key 'stepz'; known: algorithm, checkpo"),
         (
             {"rollout": {"n": 3}},
-            r"config.json: rollout: unknown key 'n'; known: cache_t",
+            r"config.json: rollout: unknown key 'n'; known: cache_d",
         ),
         ({"rollout": 3}, "rollout must be an object; got 3"),
         ({"steps": "many"}, "steps must be int; got 'many'"),

@@ -106,6 +106,38 @@ SAMPLER = [
         "sampler/test_ahead.py",
     ),
     Fault(
+        "the draft model is not fed with its last guess",
+        "sampler/drafting.py",
+        "    inputs = positions.T, uniforms.T\n"
+        "    (_, cache), guesses = jax.lax.scan(step, (tokens, cache), inputs)\n"
+        "    return guesses[:-1].T, cache\n",
+        "    inputs = positions.T[:-1], uniforms.T[:-1]\n"
+        "    (_, cache), guesses = jax.lax.scan(step, (tokens, cache), inputs)\n"
+        "    return guesses.T, cache\n",
+        "sampler/test_drafting.py",
+    ),
+    Fault(
+        "the draft model never sees what was sampled without guesses",
+        "sampler/scheduler.py",
+        "        if drafted:\n            sample.own",
+        "        if True:\n            sample.own",
+        "sampler/test_drafting.py",
+    ),
+    Fault(
+        "the draft model goes on within a page that it must write whole",
+        "sampler/scheduler.py",
+        "first = segment.drafted // PAGE * PAGE",
+        "first = segment.drafted",
+        "sampler/test_drafting.py",
+    ),
+    Fault(
+        "the draft model draws with other noise",
+        "sampler/drafting.py",
+        "inputs = positions.T, uniforms.T\n",
+        "inputs = positions.T, uniforms.T[::-1]\n",
+        "sampler/test_drafting.py",
+    ),
+    Fault(
         "quantised values are mixed with the scales of the keys",
         "kernels/decode_attention/xla.py",
         "weights * value_scales",

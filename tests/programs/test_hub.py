@@ -15,6 +15,7 @@ from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.offline import PreferenceConfig, PreferenceLossConfig, SFTConfig
 from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.programs.hub import fetch
 from tests.hub_server import Hub, commit_of, point_client_at, serving
 
@@ -93,6 +94,7 @@ def test_every_option_that_takes_a_directory_takes_a_name(served, console):
         model="Org/tiny",
         algorithm=AlgorithmConfig(reference="Org/other", kl_coefficient=0.1),
         critic=CriticConfig(model="Org/tiny@v1"),
+        rollout=RolloutConfig(draft="Org/other"),
         data=DataConfig(
             path="hf://datasets/Org/sums/data/train [1].jsonl",
             eval_path="hf://datasets/Org/sums@refs/convert/parquet/train.parquet",
@@ -100,7 +102,12 @@ def test_every_option_that_takes_a_directory_takes_a_name(served, console):
     )
     fetched = fetch(policy, console=console)
     found = fetched.config
-    for path in (found.model, found.algorithm.reference, found.critic.model):
+    for path in (
+        found.model,
+        found.algorithm.reference,
+        found.critic.model,
+        found.rollout.draft,
+    ):
         assert (Path(path) / "model.safetensors").is_file()
     assert Path(found.data.path).read_bytes() == ROWS
     assert Path(found.data.eval_path).read_bytes() == b"p"

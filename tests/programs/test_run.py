@@ -206,6 +206,7 @@ def test_skipped_rows_are_counted_and_shown_once(tmp_path):
             "--algorithm.reference",
         ),
         ({"name": "ppo"}, "--critic.model"),
+        ({}, "--rollout.draft"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused_before_a_warm_start(
@@ -215,6 +216,9 @@ def test_a_model_that_is_not_there_is_refused_before_a_warm_start(
     if option == "--critic.model":
         critic = dataclasses.replace(config.critic, model="no/such/place")
         config = dataclasses.replace(config, critic=critic)
+    if option == "--rollout.draft":
+        rollout = dataclasses.replace(config.rollout, draft="no/such/place", guesses=3)
+        config = dataclasses.replace(config, rollout=rollout)
     config = dataclasses.replace(config, run_dir=str(tmp_path / "run"))
     with pytest.raises(
         ConfigError, match=rf"{option}: no such directory: no/such/place"

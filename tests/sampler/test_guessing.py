@@ -142,6 +142,13 @@ def test_guesses_pause_where_they_are_not_worth_it():
     assert [guessing.guesses(slots=8) for _ in range(17)] == [0] * 16 + [3]
     guessing.record(passes=64, tokens=128)
     assert guessing.guesses(slots=8) == 3
+    # Another policy is judged anew, by its own passes alone.
+    guessing.record(passes=64, tokens=64)
+    assert guessing.guesses(slots=8) == 0
+    guessing.restart()
+    assert guessing.guesses(slots=8) == 3
+    guessing.record(passes=64, tokens=100)
+    assert guessing.guesses(slots=8) == 3
 
 
 def test_drawn_tokens_follow_the_distribution():

@@ -1,0 +1,86 @@
+"""The model that guesses for a run's sampler: what is opened, and what is refused."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_post import models, pretrained
+from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.learner.model import Model
+from jaxrl_post.programs import rl
+from jaxrl_post.programs.layouts import sampler_layout
+from jaxrl_post.sampler import Request, SamplingParams
+from jaxrl_post.sharding import MeshError, create_mesh
+from tests.programs.trainers import CONFIG, RL, make_model
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return make_model()
+
+
+@pytest.fixture
+def save(tmp_path, model):
+    """Writes a model directory; the trained model's own without arguments."""
+
+    def saved(tokenizer: Tokenizer = model.tokenizer, **changes) -> str:
+        config = dataclasses.replace(CONFIG, **changes)
+        params = models.initialize(jax.random.key(0), models.param_specs(config))
+        folder = tmp_path / "draft"
+        pretrained.save(folder, config, params, tokenizer=tokenizer)
+        return str(folder)
+
+    return saved
+
+
+def engine_of(model: Model, draft: str | None, **options):
+    rollout = dataclasses.replace(RL.rollout, draft=draft, guesses=3, **options)
+    weights = sampler_layout(rollout, model)
+    return rl.make_engine(rollout, model, weights, seed=0)
+
+
+def test_the_draft_guesses_for_the_runs_sampler(model, save):
+    folder = save()
+    tokens = (5, 6, 7)
+    request = Request(1, tokens, 4, sampling=SamplingParams(max_tokens=4))
+    plain = engine_of(model, None).generate(model.params, [request])
+    engine = engine_of(model, folder, guess_rows=64)
+    found = engine.generate(model.params, [request])
+    # The same parameters: four tokens in one pass.
+    assert (engine.guessing.passes, engine.guessing.tokens) == (4, 16)
+    for ours, other in zip(found, plain, strict=True):
+        np.testing.assert_array_equal(ours.tokens.ids, other.tokens.ids)
+    params, cache = engine.drafting
+    assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(model.params))
+    assert jax.tree.map(np.shape, cache) == jax.tree.map(np.shape, engine.cache)
+    assert engine_of(model, None).drafting is None
+
+
+def test_a_draft_with_other_tokens_is_refused(model, save):
+    other = Tokenizer.train(["other words"], vocab_size=CONFIG.vocab_size)
+    with pytest.raises(ConfigError, match="--rollout.draft: .* has other ids than"):
+        engine_of(model, save(other))
+
+
+def test_a_draft_with_a_short_context_is_refused(model, save):
+    with pytest.raises(
+        ConfigError, match=r"--rollout.draft: .* context of 19 tokens, .* 20; use a"
+    ):
+        engine_of(model, save(max_length=19))
+
+
+@pytest.mark.meshes
+def test_a_mesh_that_does_not_divide_the_draft_is_refused(model, save):
+    wide = dataclasses.replace(model, mesh=create_mesh("dp2,tp4"))
+    with pytest.raises(MeshError, match="^--rollout.draft: .*heads"):
+        engine_of(wide, save())
+
+
+def test_a_draft_without_guesses_is_refused():
+    rollout = dataclasses.replace(RL.rollout, draft="anywhere")
+    with pytest.raises(ConfigError, match="--rollout.draft: anywhere guesses"):
+        check_options(dataclasses.replace(RL, rollout=rollout))
