@@ -62,7 +62,7 @@ def test_the_draft_guesses_for_the_runs_sampler(model, save):
 
 def test_a_draft_with_other_tokens_is_refused(model, save):
     other = Tokenizer.train(["other words"], vocab_size=CONFIG.vocab_size)
-    with pytest.raises(ConfigError, match="--rollout.draft: .* has other ids than"):
+    with pytest.raises(ConfigError, match=r"--rollout.draft: .* has other ids than"):
         engine_of(model, save(other))
 
 
@@ -76,11 +76,11 @@ def test_a_draft_with_a_short_context_is_refused(model, save):
 @pytest.mark.meshes
 def test_a_mesh_that_does_not_divide_the_draft_is_refused(model, save):
     wide = dataclasses.replace(model, mesh=create_mesh("dp2,tp4"))
-    with pytest.raises(MeshError, match="^--rollout.draft: .*heads"):
+    with pytest.raises(MeshError, match=r"^--rollout.draft: .*heads"):
         engine_of(wide, save())
 
 
 def test_a_draft_without_guesses_is_refused():
     rollout = dataclasses.replace(RL.rollout, draft="anywhere")
-    with pytest.raises(ConfigError, match="--rollout.draft: anywhere guesses"):
+    with pytest.raises(ConfigError, match=r"--rollout.draft: anywhere guesses"):
         check_options(dataclasses.replace(RL, rollout=rollout))
