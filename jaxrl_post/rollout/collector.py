@@ -51,11 +51,11 @@ class Sampler(Protocol):
         ...
 
     def dispatch(self) -> None:
-        """Starts a burst of decoding unless one is running; does not wait for it."""
+        """Starts bursts of decoding, at most two; does not wait for them."""
         ...
 
     def collect(self) -> list[Completion]:
-        """Waits for the running burst, a bounded time; returns finished completions."""
+        """Waits for the first burst, a bounded time; returns finished completions."""
         ...
 
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
@@ -192,7 +192,7 @@ class Collector:
             self._open[prompt_id] = _Open(sampling, begun)
 
     def poll(self, sampler: Sampler, deadline: float) -> list[Group]:
-        """Runs one round: dispatches a burst, applies judgements, collects the burst.
+        """Runs one round: dispatches bursts, applies judgements, collects the first.
 
         Args:
             sampler: with parameters bound.

@@ -53,11 +53,11 @@ class Published:
         self.engine.submit(request)
 
     def dispatch(self) -> None:
-        """Starts decoding a burst with the bound parameters."""
+        """Starts decoding with the bound parameters; does not wait."""
         self.engine.dispatch(self.params, version=self.version)
 
     def collect(self) -> list[Completion]:
-        """Waits for the burst; returns finished completions."""
+        """Waits for the first burst; returns finished completions."""
         return self.engine.collect()
 
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
