@@ -9,6 +9,7 @@ is thrown away with its folder.
 """
 
 import contextlib
+import gc
 import hashlib
 import os
 import platform
@@ -20,14 +21,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
-__all__ = ["anew", "borrow", "give_back", "kept", "make_room"]
+__all__ = ["borrow", "give_back", "kept", "let_go", "make_room", "regions"]
 
 ROOT = Path(__file__).parents[1] / "build" / "compiled"
 # Programs of earlier versions of the code are never asked for again.
 LARGEST = 2 * 2**30  # bytes
 DAY = 86_400  # seconds
+# A third of what Linux allows: the largest file of tests maps about as many more.
+MOST_REGIONS = 20_000
 SUFFIX = "-cache"
 
 
@@ -46,16 +48,22 @@ def kept(root: Path = ROOT) -> Path:
     return root / _machine()
 
 
-@contextlib.contextmanager
-def anew() -> Iterator[None]:
-    """Neither reads nor keeps programs on disk."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-        compilation_cache.reset_cache()
+def regions() -> int:
+    """Regions of memory that this process maps; 0 where the system does not tell."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
+def let_go(most: int = MOST_REGIONS) -> None:
+    """Frees what this process has compiled, if it maps more regions than `most`.
+
+    XLA maps five regions and more for every program on a CPU. Linux allows a process
+    65,530 of them (vm.max_map_count). Beyond that LLVM gets no memory, and jaxlib 0.12
+    ended test processes by SIGSEGV or SIGABRT as it wrote a program to disk or read it.
+    """
+    if regions() > most:
+        jax.clear_caches()
+        gc.collect()
 
 
 def borrow(root: Path = ROOT) -> Path:

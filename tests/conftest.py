@@ -68,6 +68,13 @@ def pytest_runtest_protocol(item: pytest.Item):
         _unmarked = None
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _let_go():
+    """Half an hour of tests compiles more than a process may keep."""
+    yield
+    compiled.let_go()
+
+
 @pytest.fixture(autouse=True)
 def _restore_mesh():
     """What a test sets as the mesh is not there for the next."""

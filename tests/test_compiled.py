@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tests import compiled
@@ -120,3 +122,22 @@ def test_above_its_size_the_oldest_files_go(tmp_path):
     compiled.give_back(folder, root=tmp_path)
     compiled.make_room(tmp_path, largest=10)
     assert stored(tmp_path).keys() == {"newest-cache", "older-cache"}
+
+
+def test_what_was_compiled_can_be_let_go():
+    """Memory regions come with programs, and go with them."""
+    if not compiled.regions():
+        pytest.skip("this system does not tell a process what it maps")
+    doubled = jax.jit(lambda x: jnp.sin(x) @ x.T)
+    made = [
+        jax.jit(lambda x, n=number: (jnp.sin(x) @ x.T + n).sum(axis=0) * n)
+        for number in range(1, 41)
+    ]
+    for function in (doubled, *made):
+        function(jnp.ones((8, 8)))
+    before = compiled.regions()
+    compiled.let_go(before)
+    assert compiled.regions() == pytest.approx(before, abs=20)
+    compiled.let_go(0)
+    assert compiled.regions() < before - 3 * len(made)
+    assert doubled(jnp.zeros((2, 2))).tolist() == [[0, 0], [0, 0]]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
-from tests import compiled, tiny
+from tests import tiny
 from tests.sampler.test_engine import argmax_loop, assert_same_samples, ids
 
 SIZES = EngineConfig(
@@ -21,14 +21,6 @@ SIZES = EngineConfig(
 )
 CONFIG = dataclasses.replace(tiny.CONFIG, max_length=128)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_anew():
-    # In two runs of all tests jaxlib 0.12.0 crashed here, by SIGABRT and by SIGSEGV, in
-    # `LoadedExecutable.serialize`. Alone this file did not. The cause is not known.
-    with compiled.anew():
-        yield
 
 
 @pytest.fixture(scope="module")
