@@ -77,7 +77,8 @@ class Engine:
             samples said before. Its keys and values are of `dtype` too.
 
     Attributes:
-        compilations: number of compiled programs, by function.
+        compilations: number of compiled programs, by function; those of the draft model
+            count too.
         decoded_rows: rows of all decoding steps, those that sampled nothing included.
         guessing: what guesses have been worth.
 
@@ -118,8 +119,7 @@ class Engine:
         settings = sizes, jnp.dtype(dtype), mesh, rules
         drafting = None
         if draft is not None:
-            own = collections.Counter[str]()
-            drafting = DeviceFunctions(draft.config, *settings, own)
+            drafting = DeviceFunctions(draft.config, *settings, self.compilations)
         self._functions = DeviceFunctions(
             config, *settings, self.compilations, exact, drafting
         )
@@ -222,7 +222,8 @@ class Engine:
         one of other parameters, or if no request is waiting or running.
 
         Args:
-            params: parameters of the config, in the engine's dtype and mesh.
+            params: parameters of the config, in the engine's dtype and mesh. They may
+                be donated when the engine is no longer busy, or after `cancel`.
             version: recorded with every token of these bursts.
         """
         if len(self._running) > 1 or not self.busy:
