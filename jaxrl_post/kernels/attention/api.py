@@ -1,8 +1,8 @@
 """Attention: checks the arguments and calls an implementation."""
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.attention import tiles
 from jaxrl_post.kernels.attention.reference import attend, visible
+from jaxrl_post.kernels.dispatch import Implementation, choose
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["QUERY_TILE", "TILE", "attention"]
-
-Implementation = Literal["reference", "xla"]
 
 # Queries per tile of the "xla" implementation over a cache, which holds one tile's
 # scores at a time.
@@ -39,7 +38,8 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     rules: Rules = DEFAULT_RULES,
-    implementation: Implementation = "xla",
+    implementation: Implementation = "auto",
+    interpret: bool = False,
 ) -> Float[Array, "batch queries heads value_dim"]:
     """Causal grouped-query attention.
 
@@ -65,9 +65,12 @@ def attention(
         sinks: one logit per query head, added to the softmax's denominator only, so
             that a head may attend to no token (Xiao et al., arXiv:2309.17453).
         rules: how a mesh of `jax.set_mesh`, if any, splits batch and heads.
-        implementation: "xla" computes tiles of scores, with `ends` only those that hold
-            a visible one, and computes them again in the backward pass, so that memory
-            grows with the length; "reference" holds all scores.
+        implementation: "xla" and, on TPUs, "pallas_tpu" compute tiles of scores, with
+            `ends` only those that hold a visible one, and compute them again in the
+            backward pass, so that memory grows with the length. "reference" holds all
+            scores. "auto" takes the kernel on TPUs and "xla" elsewhere. Over a cache,
+            without `ends`, "pallas_tpu" is the same program as "xla".
+        interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
 
     Returns:
         The attended values, in `query`'s dtype. A query that sees no key gets any
@@ -76,7 +79,7 @@ def attention(
     Raises:
         ValueError: heads is not a multiple of kv_heads, there are not as many queries
             as `ends`, the window is empty, the softcap is not positive, or the
-            implementation is unknown.
+            implementation is unknown or does not run here.
 
     References:
         Ainslie et al., GQA, arXiv:2305.13245.
@@ -99,17 +102,29 @@ def attention(
         )
     if softcap is not None and not softcap > 0:
         raise ValueError(f"attention: softcap must be > 0 or None; got {softcap}")
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"attention: implementation must be one of {get_args(Implementation)}; "
-            f"got {implementation!r}"
-        )
+    implementation = choose(
+        "attention", implementation, query.dtype, interpret=interpret
+    )
     factor = query.shape[3] ** -0.5 if scale is None else scale
 
     queries = query.shape[1]
-    if ends is not None and implementation == "xla" and queries > TILE:
-        settings = tiles.Settings(TILE, float(factor), window, softcap)
-        return _packed(settings, rules, query, key, value, kv_positions, ends, sinks)
+    if ends is not None and implementation != "reference" and queries > TILE:
+        scoring = float(factor), window, softcap
+        if implementation == "pallas_tpu":
+            # Half a second that only TPUs need.
+            from jaxrl_post.kernels.attention import pallas_tpu
+
+            attend_tiles = functools.partial(
+                pallas_tpu.attend_tiles,
+                pallas_tpu.Settings(*scoring, interpret=interpret),
+            )
+        else:
+            attend_tiles = functools.partial(
+                tiles.attend_tiles, tiles.Settings(TILE, *scoring)
+            )
+        return _packed(
+            attend_tiles, rules, query, key, value, kv_positions, ends, sinks
+        )
 
     def block(query: Array, positions: Array) -> Array:
         mask = visible(positions, kv_positions, ends, window)
@@ -121,7 +136,7 @@ def attention(
 
 
 def _packed(
-    settings: tiles.Settings,
+    attend_tiles: Callable[..., Array],
     rules: Rules,
     query: Array,
     key: Array,
@@ -130,10 +145,10 @@ def _packed(
     ends: Array,
     sinks: Array | None,
 ) -> Array:
-    """Calls `attend_tiles`; each device computes its own rows and heads."""
+    """Calls `attend_tiles`, and each device computes its own rows and heads."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return tiles.attend_tiles(settings, query, key, value, positions, ends, sinks)
+        return attend_tiles(query, key, value, positions, ends, sinks)
     batch = dividing_axes("batch", query.shape[0], mesh, rules) or None
     heads = dividing_axes("heads", query.shape[2], mesh, rules) or None
     group = query.shape[2] // key.shape[1]
@@ -149,7 +164,7 @@ def _packed(
             first = jax.lax.axis_index(heads) * own
             read = (first + jnp.arange(own)) // group
             key, value = key[:, read], value[:, read]
-        return tiles.attend_tiles(settings, query, key, value, *others)
+        return attend_tiles(query, key, value, *others)
 
     of_kv, of_rows = P(batch, kv_heads), P(batch)
     return jax.shard_map(

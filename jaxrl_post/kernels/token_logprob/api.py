@@ -2,13 +2,16 @@
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_post.kernels.dispatch import Implementation, choose
 from jaxrl_post.kernels.token_logprob import xla
+from jaxrl_post.kernels.token_logprob.counted import Residuals
 from jaxrl_post.kernels.token_logprob.reference import (
     MASKED,
     TokenLogprob,
@@ -18,8 +21,6 @@ from jaxrl_post.sharding import DEFAULT_RULES, Rules, TableSplit, partition_spec
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = ["TokenLogprob", "tile_rows", "token_logprob"]
-
-Implementation = Literal["xla", "reference"]
 
 # Bytes of one tile of float32 logits on one device.
 TILE_BYTES = 64 * 2**20
@@ -36,11 +37,13 @@ def token_logprob(
     softcap: float | None = None,
     vocab_size: int | None = None,
     rules: Rules = DEFAULT_RULES,
-    implementation: Implementation = "xla",
+    implementation: Implementation = "auto",
+    interpret: bool = False,
 ) -> TokenLogprob:
     """log softmax(hidden unembedding^T / temperature)[target], without all the logits.
 
-    Memory is one tile of logits, in both passes and between them, and work is
+    Memory is one tile of logits, in both passes and between them ("xla"), or none
+    ("pallas_tpu", which keeps tiles of logits in the chip's own memory), and work is
     proportional to the rows that `mask` keeps. Differentiable in `hidden` and
     `unembedding`, through log-prob and entropy both.
 
@@ -58,14 +61,16 @@ def token_logprob(
             arXiv:2408.00118); None for no cap.
         vocab_size: number of real rows of `unembedding`; the rest is padding.
         rules: how batch and vocabulary are split over the mesh of `jax.set_mesh`.
-        implementation: "xla", or "reference", which holds all logits.
+        implementation: "auto" takes "pallas_tpu" on TPUs and "xla" elsewhere;
+            "reference" holds all logits.
+        interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
 
     Returns:
         Log-prob and entropy, float32 [batch, length], in nats.
 
     Raises:
         ValueError: the temperature or the softcap is not positive, `vocab_size` is out
-            of its range, or the implementation is unknown.
+            of its range, or the implementation is unknown or does not run here.
 
     >>> import jax.numpy as jnp
     >>> h, w = jnp.zeros((1, 2, 3)), jnp.ones((4, 3))
@@ -93,20 +98,22 @@ def token_logprob(
             f"token_logprob: vocab_size must lie in 1..{unembedding.shape[0]}, the "
             f"rows of unembedding; got {vocab_size}"
         )
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"token_logprob: implementation must be one of {get_args(Implementation)}; "
-            f"got {implementation!r}"
-        )
+    implementation = choose(
+        "token_logprob", implementation, hidden.dtype, interpret=interpret
+    )
     mask = jnp.ones(targets.shape, jnp.bool_) if mask is None else mask
     if implementation == "reference":
         return _reference(
             *(hidden, unembedding, targets, mask, kept),
             *(temperature, softcap, vocab_size),
         )
-    plan = _plan(
-        unembedding.shape, targets.shape, temperature, softcap, vocab_size, rules
-    )
+    split = _split(unembedding.shape, targets.shape, rules)
+    scaling = vocab_size, float(temperature), softcap
+    columns = unembedding.shape[0]
+    if split is not None:
+        mesh = jax.sharding.get_abstract_mesh()
+        columns //= math.prod(mesh.shape[axis] for axis in split.vocab)
+    plan = _Plan(split, columns, scaling, implementation, interpret)
     return TokenLogprob(*_fused(plan, hidden, unembedding, (targets, mask, kept)))
 
 
@@ -137,36 +144,54 @@ class _Plan(NamedTuple):
     """The static part of one call.
 
     Attributes:
-        layout: tile size and the scaling of logits.
-        split: mesh axes that split batch and vocabulary.
-        sharded: whether there is a mesh of more than one device.
+        split: mesh axes that split batch and vocabulary; None on one device.
+        columns: rows of the weight on a device.
+        scaling: number of real columns, temperature and softcap.
+        implementation: that computes it.
+        interpret: whether a Pallas kernel is interpreted.
     """
 
-    layout: xla.Layout
-    split: TableSplit
-    sharded: bool
+    split: TableSplit | None
+    columns: int
+    scaling: tuple[int, float, float | None]
+    implementation: Implementation
+    interpret: bool
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the vocabulary."""
+        return () if self.split is None else self.split.vocab
 
-def _plan(
-    weight_shape: tuple[int, ...],
-    batch_shape: tuple[int, ...],
-    temperature: float,
-    softcap: float | None,
-    vocab_size: int,
-    rules: Rules,
-) -> _Plan:
-    mesh = jax.sharding.get_abstract_mesh()
-    sharded, split = not mesh.empty and mesh.size > 1, TableSplit()
-    if sharded:
-        spec = partition_spec(
-            batch_shape, ("batch", "length"), mesh, rules, name="token_logprob batch"
+    def bound(self) -> tuple[Callable, Callable]:
+        """The forward and the backward pass of the implementation."""
+        if self.implementation == "pallas_tpu":
+            # Half a second that only TPUs need.
+            from jaxrl_post.kernels.token_logprob import pallas_tpu
+
+            module: Any = pallas_tpu
+            layout: Any = pallas_tpu.Layout(
+                *self.scaling, self.axes, interpret=self.interpret
+            )
+        else:
+            module = xla
+            layout = xla.Layout(tile_rows(self.columns), *self.scaling, self.axes)
+        return (
+            functools.partial(module.forward, layout=layout),
+            functools.partial(module.backward, layout=layout),
         )
-        batch = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
-        split = TableSplit.of(weight_shape, batch, mesh, rules)
-    columns = weight_shape[0] // math.prod(mesh.shape[axis] for axis in split.vocab)
-    tile = tile_rows(columns)
-    layout = xla.Layout(tile, vocab_size, float(temperature), softcap, split.vocab)
-    return _Plan(layout, split, sharded)
+
+
+def _split(
+    weight_shape: tuple[int, ...], batch_shape: tuple[int, ...], rules: Rules
+) -> TableSplit | None:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return None
+    spec = partition_spec(
+        batch_shape, ("batch", "length"), mesh, rules, name="token_logprob batch"
+    )
+    batch = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
+    return TableSplit.of(weight_shape, batch, mesh, rules)
 
 
 def tile_rows(columns: int) -> int:
@@ -195,68 +220,69 @@ def _fused(
 def _fused_forward(
     plan: _Plan, hidden: Array, weight: Array, by_row: _ByRow
 ) -> tuple[tuple[Array, Array], Any]:
-    layout, split, rows = plan.layout, plan.split, P(plan.split.batch)
+    forward, _ = plan.bound()
 
     def local(hidden: Array, weight: Array, by_row: _ByRow) -> Any:
         shape = hidden.shape[:-1]
-        targets, mask, kept = _flat(by_row)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        logprob, entropy, residuals = xla.forward(
-            hidden, weight, targets, mask, kept, layout
-        )
-        found = (logprob, entropy, residuals.normalizer, residuals.log_mass)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        logprob, entropy, residuals = forward(flat, weight, *_flat(by_row))
+        found = logprob, residuals._replace(entropy=entropy, logits=None)
         return jax.tree.map(lambda a: a.reshape(shape), found), residuals.logits
 
-    if plan.sharded:
+    if plan.split is not None:
+        rows = P(plan.split.batch)
         local = jax.shard_map(
             local,
-            in_specs=(rows, split.rows, rows),
-            out_specs=(rows, P(split.batch, split.vocab)),
+            in_specs=(rows, plan.split.rows, rows),
+            out_specs=(rows, P(plan.split.batch, plan.split.vocab)),
             check_vma=False,
         )
-    found, logits = local(hidden, weight, by_row)
-    logprob, entropy, *more = found
-    saved = (logits, hidden, weight, *by_row, entropy, *more)
-    return (logprob, entropy), saved
+    (logprob, residuals), logits = local(hidden, weight, by_row)
+    return (logprob, residuals.entropy), (logits, hidden, weight, by_row, residuals)
 
 
-def _flat(by_row: tuple[Any, ...]) -> tuple[Any, ...]:
+def _flat(by_row: Any) -> Any:
     return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), by_row)
 
 
 def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) -> Any:
-    layout, split, rows = plan.layout, plan.split, P(plan.split.batch)
-    logits, hidden, weight, *by_row = saved
+    _, backward = plan.bound()
 
     def local(
-        logits: Array, hidden: Array, weight: Array, *by_row: Any
+        logits: Array | None,
+        hidden: Array,
+        weight: Array,
+        by_row: _ByRow,
+        residuals: Residuals,
+        cotangents: tuple[Array, Array],
     ) -> tuple[Array, Array]:
         shape = hidden.shape
-        targets, mask, kept, entropy, normalizer, log_mass, g, e = _flat(by_row)
-        d_hidden, d_weight = xla.backward(
+        d_hidden, d_weight = backward(
             hidden.reshape(-1, shape[-1]),
             weight,
-            targets,
-            mask,
-            kept,
-            xla.Residuals(normalizer, entropy, logits, log_mass),
-            (g, e),
-            layout,
+            *_flat(by_row),
+            _flat(residuals)._replace(logits=logits),
+            _flat(cotangents),
         )
-        if split.vocab:
-            d_hidden = jax.lax.psum(d_hidden, split.vocab)
+        if plan.axes:
+            d_hidden = jax.lax.psum(d_hidden, plan.axes)
+        if plan.split is not None:
+            d_weight = plan.split.total(d_weight)
         d_hidden = d_hidden.reshape(shape).astype(hidden.dtype)
-        return d_hidden, split.total(d_weight).astype(weight.dtype)
+        return d_hidden, d_weight.astype(weight.dtype)
 
-    if plan.sharded:
+    if plan.split is not None:
+        rows = P(plan.split.batch)
+        of_logits = P(plan.split.batch, plan.split.vocab)
         local = jax.shard_map(
             local,
-            in_specs=(P(split.batch, split.vocab), rows, split.rows, *(rows,) * 8),
-            out_specs=(rows, split.gradient),
+            in_specs=(of_logits, rows, plan.split.rows, rows, rows, rows),
+            out_specs=(rows, plan.split.gradient),
             check_vma=False,
         )
-    d_hidden, d_weight = local(logits, hidden, weight, *by_row, *cotangents)
-    return d_hidden, d_weight, None
+    logits, hidden, weight, by_row, residuals = saved
+    gradients = local(logits, hidden, weight, by_row, residuals, cotangents)
+    return *gradients, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.kernels.token_logprob.counted import Residuals, counted_tiles, take
 from jaxrl_post.kernels.token_logprob.reference import MASKED
 from jaxrl_post.types import Array
 
-__all__ = ["Layout", "Residuals", "backward", "forward"]
+__all__ = ["Layout", "backward", "forward"]
 
 
 class Layout(NamedTuple):
@@ -39,22 +40,6 @@ class Layout(NamedTuple):
     axes: tuple[str, ...] = ()
 
 
-class Residuals(NamedTuple):
-    """Forward results that the backward pass needs, float32.
-
-    Attributes:
-        normalizer: log sum exp of the logits, [rows].
-        entropy: [rows].
-        logits: logits of the first tile, [tile, columns].
-        log_mass: log of the kept mass, [rows]; None without kept tokens.
-    """
-
-    normalizer: Array
-    entropy: Array
-    logits: Array
-    log_mass: Array | None = None
-
-
 def forward(
     hidden: Array,
     weight: Array,
@@ -65,13 +50,13 @@ def forward(
 ) -> tuple[Array, Array, Residuals]:
     """Returns log-prob and entropy [rows] (0 where masked) and the residuals."""
     rows = hidden.shape[0]
-    order, num_tiles = _tiles(mask, layout.tile)
+    order, num_tiles = counted_tiles(mask, layout.tile)
 
     def tile(index: Array, by_row: tuple[Array, ...]) -> tuple[tuple, Array]:
         chosen = _tile(order, index, layout.tile)
-        logits, first = _logits(_take(hidden, chosen), weight, layout)
-        ids = None if kept is None else _local(_take(kept, chosen), first)
-        stats = _statistics(logits, _take(targets, chosen) - first, ids, layout)
+        logits, first = _logits(take(hidden, chosen), weight, layout)
+        ids = None if kept is None else _local(take(kept, chosen), first)
+        stats = _statistics(logits, take(targets, chosen) - first, ids, layout)
         by_row = tuple(
             array.at[chosen].set(value, mode="drop")
             for array, value in zip(by_row, stats, strict=True)
@@ -88,7 +73,7 @@ def forward(
     logprob = target - normalizer
     if log_mass is not None:
         logprob = logprob - log_mass
-    return logprob, entropy, Residuals(normalizer, entropy, logits, log_mass)
+    return logprob, entropy, Residuals(normalizer, entropy, log_mass, logits)
 
 
 def backward(
@@ -105,7 +90,7 @@ def backward(
 
     With a split vocabulary the gradient of hidden must be summed over the devices.
     """
-    order, num_tiles = _tiles(mask, layout.tile)
+    order, num_tiles = counted_tiles(mask, layout.tile)
     by_row = (targets, residuals.normalizer, residuals.entropy, *cotangents)
     row_of_tile = jnp.arange(layout.tile, dtype=jnp.int32)
     _, first = _columns(weight, layout)
@@ -113,20 +98,20 @@ def backward(
     def tile(index: Array, logits: Array) -> tuple[Array, Array, Array]:
         """Returns a tile's row indices and its parts of the two gradients."""
         chosen = _tile(order, index, layout.tile)
-        inputs = _take(hidden, chosen)
-        target, normalizer, entropy, g, e = (_take(array, chosen) for array in by_row)
+        inputs = take(hidden, chosen)
+        target, normalizer, entropy, g, e = (take(array, chosen) for array in by_row)
         # Rows that pad the last tile read zeros, also for g and e, so they add nothing.
         log_p = logits - normalizer[:, None]
         among_all, ids = g, None
         if kept is not None:
-            ids = _take(kept, chosen)
+            ids = take(kept, chosen)
             among_all = jnp.where(ids[:, 0] < 0, g, 0.0)
         spread = among_all[:, None] + e[:, None] * (log_p + entropy[:, None])
         d_logits = jnp.exp(log_p) * (-spread / layout.temperature)
         if ids is not None:
             assert residuals.log_mass is not None
             among_kept = _at(log_p, _local(ids, first))
-            share = jnp.exp(among_kept - _take(residuals.log_mass, chosen)[:, None])
+            share = jnp.exp(among_kept - take(residuals.log_mass, chosen)[:, None])
             d_logits = d_logits.at[
                 row_of_tile[:, None], _here(_local(ids, first), logits.shape[1])
             ].add(-g[:, None] * share / layout.temperature, mode="drop")
@@ -148,10 +133,11 @@ def backward(
         return chosen, d_rows, d_weight
 
     def add(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        inputs = _take(hidden, _tile(order, index, layout.tile))
+        inputs = take(hidden, _tile(order, index, layout.tile))
         chosen, d_rows, d_weight = tile(index, _logits(inputs, weight, layout)[0])
         return carry[0].at[chosen].set(d_rows, mode="drop"), carry[1] + d_weight
 
+    assert residuals.logits is not None
     # Start the sum with the first tile: writing zeros of the weight's size to add it to
     # often takes longer than computing a tile.
     chosen, d_rows, d_weight = tile(jnp.int32(0), residuals.logits)
@@ -161,25 +147,8 @@ def backward(
     return jax.lax.fori_loop(1, num_tiles, add, (d_hidden, d_weight))
 
 
-def _tiles(mask: Array, tile: int) -> tuple[Array, Array]:
-    """Returns the counted rows, padded with an out-of-range index, and the tile count.
-
-    There is at least one tile; if no row counts, it is computed from zeros.
-    """
-    rows = mask.shape[0]
-    count = mask.sum(dtype=jnp.int32)
-    order = jnp.nonzero(mask, size=rows, fill_value=rows)[0].astype(jnp.int32)
-    order = jnp.pad(order, (0, -rows % tile), constant_values=rows)
-    return order, jnp.maximum((count + tile - 1) // tile, 1)
-
-
 def _tile(order: Array, index: Array, tile: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(order, index * tile, tile)
-
-
-def _take(array: Array, chosen: Array) -> Array:
-    """Returns rows of `array`; an out-of-range index gives zeros."""
-    return array.at[chosen].get(mode="fill", fill_value=0)
 
 
 def _columns(weight: Array, layout: Layout) -> tuple[int, Array]:

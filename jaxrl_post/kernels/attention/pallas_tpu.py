@@ -1,0 +1,660 @@
+"""Attention of packed rows as Mosaic kernels for TPUs; masked tiles are skipped.
+
+The tiles of queries x keys that hold a visible score are listed when the program runs,
+sorted by queries for the forward pass and the gradient of the queries, and by keys for
+that of keys and values. The grid is as long as the list, and the list lies in scalar
+memory, from where it tells which blocks are read next. So the work follows the batch,
+and each sum is computed in one order.
+
+Scores are transposed, a key a sublane and a query a lane. The queries of all heads that
+read one key/value head lie side by side. Then a query's maximum and sums are sums over
+sublanes, and what belongs to a query is one vector of lanes. The softmax is computed
+online; the backward pass computes the scores again, from the log-sum-exp.
+
+References:
+    Dao, FlashAttention-2, arXiv:2307.08691.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxrl_post.kernels.attention.reference import MASKED
+from jaxrl_post.types import Array
+
+__all__ = ["Settings", "Tile", "attend_tiles", "choose_tile"]
+
+# All of a kernel's VMEM. TPU v5p and v7x have 64 MiB, v5e and v6e 128.
+VMEM_BYTES = 56 * 2**20
+# Bytes of a list of tiles in scalar memory, of which there is a MiB.
+LIST_BYTES = 2**18
+# Where the maximum begins: far below a score, and far above a masked one, so that the
+# weight of a masked score is 0 even if the query has seen no key.
+LOWEST = MASKED / 2
+
+
+class Tile(NamedTuple):
+    """Queries, and keys, of a tile; powers of 2 from 128 on."""
+
+    queries: int
+    keys: int
+
+
+class Settings(NamedTuple):
+    """Static facts of one call.
+
+    Attributes:
+        scale: of the scores.
+        window: tokens that a query looks back, itself included; None for all.
+        softcap: c in c tanh(scores / c), after the scale; None for no cap.
+        tile: None: as `choose_tile` says.
+        interpret: False to compile the kernels, or how to interpret them.
+    """
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    tile: Tile | None = None
+    interpret: Any = False
+
+
+def choose_tile(batch: int, length: int, group: int) -> Tile:
+    """The tile for rows of `length` tokens and `group` query heads a key/value head.
+
+    Small tiles skip more of what the mask rules out. A tile of 1,024 queries, over all
+    heads of a group, and 512 keys keeps the matrix unit busy for about ten times as
+    long as a step of the grid takes. Very long rows need larger ones, because the list
+    of tiles must fit into scalar memory.
+
+    >>> choose_tile(8, 4096, 4), choose_tile(1, 131072, 8)
+    (Tile(queries=256, keys=512), Tile(queries=256, keys=1024))
+    """
+    whole = 2 ** max(7, math.ceil(math.log2(length)))
+    queries = max(128, 2 ** int(math.log2(1024 // min(group, 1024))))
+    tile = Tile(min(queries, whole), min(512, whole))
+    while 4 * batch * math.prod(length / size for size in tile) > LIST_BYTES:
+        one_more = tile.keys > 2 * tile.queries
+        tile = Tile(tile.queries * (1 + one_more), tile.keys * (2 - one_more))
+    return tile
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_tiles(
+    settings: Settings,
+    query: Array,
+    key: Array,
+    value: Array,
+    positions: Array,
+    ends: Array,
+    sinks: Array | None,
+) -> Array:
+    """Computes attention among the tokens of packed rows, as `tiles.attend_tiles`."""
+    return _forward(settings, query, key, value, positions, ends, sinks)[0]
+
+
+def _forward(settings: Settings, *arrays: Any) -> tuple[Array, Any]:
+    query, key, value, positions, ends, sinks = arrays
+    call = _Call.of(settings, "forward", query, key, value, positions, ends)
+    shape = call.shape
+    out, normalizer = call(
+        _forward_kernel,
+        [*call.inputs(query, key, value), ("head", _by_head(shape, sinks))],
+        [
+            ("query", shape.of_queries(shape.value_dim, query.dtype)),
+            ("lanes", shape.of_lanes()),
+        ],
+        [(1, shape.lanes), (1, shape.lanes), (shape.value_dim, shape.lanes)],
+    )
+    out = out.swapaxes(1, 2)[:, : query.shape[1]]
+    return out, (*arrays, out, normalizer)
+
+
+def _backward(settings: Settings, saved: tuple, cotangent: Array) -> tuple:
+    query, key, value, positions, ends, sinks, out, normalizer = saved
+    facts = positions, ends
+    # The gradient of a softmax: p (dp - sum p dp), and the sum is out . d out.
+    inner = (out.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum(axis=-1)
+
+    def of(kernel: str) -> tuple[_Call, list[tuple[str, Array]]]:
+        call = _Call.of(settings, kernel, query, key, value, *facts)
+        towards = ("query", call.shape.queries(cotangent))
+        lanes = [("lanes", normalizer), ("lanes", call.shape.by_lane(inner))]
+        return call, [*call.inputs(query, key, value), towards, *lanes]
+
+    call, operands = of("query")
+    shape = call.shape
+    (d_query,) = call(
+        _query_kernel,
+        operands,
+        [("query", shape.of_queries(shape.head_dim, query.dtype))],
+        [(shape.head_dim, shape.lanes)],
+    )
+    call, operands = of("key")
+    d_key, d_value = call(
+        _key_kernel,
+        operands,
+        [
+            ("key", shape.of_keys(shape.head_dim, key.dtype)),
+            ("key", shape.of_keys(shape.value_dim, value.dtype)),
+        ],
+        [(shape.tile.keys, width) for width in (shape.head_dim, shape.value_dim)],
+    )
+    d_sinks = None
+    if sinks is not None:
+        by_lane = shape.by_lane(inner)
+        share = jnp.exp(_by_head(shape, sinks) - normalizer)
+        d_sinks = -(share * by_lane).sum(axis=0).reshape(len(sinks), -1).sum(axis=-1)
+        d_sinks = d_sinks.astype(sinks.dtype)
+    length = query.shape[1]
+    return (
+        d_query.swapaxes(1, 2)[:, :length],
+        d_key[:, :, :length],
+        d_value[:, :, :length],
+        None,
+        None,
+        d_sinks,
+    )
+
+
+attend_tiles.defvjp(_forward, _backward)
+
+
+class _Shape(NamedTuple):
+    """Static sizes of one call; `length` is a multiple of both sizes of a tile."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    tile: Tile
+
+    @classmethod
+    def of(cls, settings: Settings, query: Array, key: Array, value: Array) -> "_Shape":
+        batch, length, heads, head_dim = query.shape
+        kv_heads = key.shape[1]
+        tile = settings.tile or choose_tile(batch, length, heads // kv_heads)
+        # Both are powers of 2, so that the larger one is a multiple of the other.
+        length = math.ceil(length / max(tile)) * max(tile)
+        sizes = heads, kv_heads, head_dim, value.shape[-1]
+        return cls(batch, length, *sizes, tile)
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def lanes(self) -> int:
+        """Queries of a block, of all heads of a group."""
+        return self.group * self.tile.queries
+
+    @property
+    def blocks(self) -> Tile:
+        """Blocks of queries, and of keys, of a row."""
+        return Tile(*(self.length // size for size in self.tile))
+
+    def padded(self, array: Array, axis: int) -> Array:
+        widths = [(0, 0)] * array.ndim
+        widths[axis] = (0, self.length - array.shape[axis])
+        return jnp.pad(array, widths)
+
+    def queries(self, array: Array) -> Array:
+        """[batch, length, heads, dim] to [batch, heads, padded length, dim]."""
+        return self.padded(array, 1).swapaxes(1, 2)
+
+    def by_lane(self, array: Array) -> Array:
+        """[batch, length, heads] to [blocks, kv_heads, 1, lanes]."""
+        split = self.padded(array, 1).reshape(
+            -1, self.tile.queries, self.kv_heads, self.group
+        )
+        return split.transpose(0, 2, 3, 1).reshape(-1, self.kv_heads, 1, self.lanes)
+
+    def of_queries(self, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.batch, self.heads, self.length, width), dtype)
+
+    def of_keys(self, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (self.batch, self.kv_heads, self.length, width), dtype
+        )
+
+    def of_lanes(self) -> jax.ShapeDtypeStruct:
+        blocks = self.batch * self.blocks.queries
+        shape = blocks, self.kv_heads, 1, self.lanes
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+class _List(NamedTuple):
+    """Tiles with a visible score, in the order in which they are computed.
+
+    Attributes:
+        sums: int32 [tiles], the blocks whose sums are computed, counted over all rows;
+            ascending. They are blocks of queries, or of keys for the keys' gradient.
+        others: int32 [tiles], twice the block that it meets; 1 more if every score of
+            the tile is visible.
+        count: int32 [1], of tiles. The entries after the last one repeat it.
+    """
+
+    sums: Array
+    others: Array
+    count: Array
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        shape: _Shape,
+        by_key: bool,
+        positions: Array,
+        ends: Array,
+    ) -> "_List":
+        def split(array: Array, blocks: int) -> Array:
+            return array.reshape(shape.batch, blocks, -1)
+
+        query_positions = split(positions, shape.blocks.queries)
+        key_positions = split(positions, shape.blocks.keys)
+        key_ends = split(ends, shape.blocks.keys)
+        first_query, first_key = (
+            np.arange(blocks, dtype=np.int32) * size
+            for blocks, size in zip(shape.blocks, shape.tile, strict=True)
+        )
+        first_query, first_key = first_query[:, None], first_key[None, :]
+        # One past the last.
+        end_query = first_query + shape.tile.queries
+        end_key = first_key + shape.tile.keys
+        active = key_ends.max(axis=-1)[:, None] > first_query
+        full = key_ends.min(axis=-1)[:, None] >= end_query
+        if settings.window is not None:
+            back = query_positions.min(axis=-1)[:, :, None]
+            back = back - key_positions.max(axis=-1)[:, None]
+            active &= back < settings.window
+            most = query_positions.max(axis=-1)[:, :, None]
+            most = most - key_positions.min(axis=-1)[:, None]
+            full &= most < settings.window
+        # Tiles on the diagonal are computed even for padding, so that every block of
+        # the results is written.
+        active |= (first_query < end_key) & (first_key < end_query)
+        causal = first_key < end_query
+        active &= causal
+        full &= end_key <= first_query + 1
+        if by_key:
+            active, full = active.swapaxes(1, 2), full.swapaxes(1, 2)
+        rows, columns = active.shape[1:]
+        size = active.size
+        number = jnp.arange(size, dtype=jnp.int32)
+        found = jax.lax.sort(jnp.where(active.reshape(-1), number, size))
+        # About half of all tiles lie above the diagonal.
+        found = found[: shape.batch * np.sum(causal)]
+        count = active.sum(dtype=jnp.int32)
+        found = jnp.minimum(found, found[count - 1])
+        sums, column = found // columns, found % columns
+        others = sums // rows * columns + column
+        full = full.reshape(-1)[found].astype(jnp.int32)
+        return cls(sums, 2 * others + full, count[None])
+
+
+class _Call(NamedTuple):
+    """A kernel over the listed tiles.
+
+    Attributes:
+        settings: static.
+        kernel: "forward", "query" or "key", by what it computes.
+        shape: static.
+        tiles: what is computed.
+        facts: what decides whether a query sees a key: int32 [blocks, 1, lanes],
+            positions of queries, and [blocks, 8, keys], ends and positions of keys.
+    """
+
+    settings: Settings
+    kernel: str
+    shape: _Shape
+    tiles: _List
+    facts: tuple[Array, Array]
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        kernel: str,
+        query: Array,
+        key: Array,
+        value: Array,
+        positions: Array,
+        ends: Array,
+    ) -> "_Call":
+        shape = _Shape.of(settings, query, key, value)
+        # Padding ends at 0, so no query sees it.
+        positions, ends = (shape.padded(array, 1) for array in (positions, ends))
+        tiles = _List.of(settings, shape, kernel == "key", positions, ends)
+        of_queries = positions.reshape(-1, 1, shape.tile.queries)
+        of_keys = jnp.stack([ends, positions], axis=1)
+        of_keys = of_keys.reshape(shape.batch, 2, -1, shape.tile.keys).swapaxes(1, 2)
+        of_keys = jnp.pad(of_keys, ((0, 0), (0, 0), (0, 6), (0, 0)))
+        facts = (
+            jnp.tile(of_queries, (1, 1, shape.group)),
+            of_keys.reshape(-1, 8, shape.tile.keys),
+        )
+        return cls(settings, kernel, shape, tiles, facts)
+
+    def inputs(self, query: Array, key: Array, value: Array) -> list[tuple[str, Array]]:
+        """What every kernel reads."""
+        shape = self.shape
+        return [
+            ("query", shape.queries(query)),
+            ("key", shape.padded(key, 2)),
+            ("key", shape.padded(value, 2)),
+            ("query facts", self.facts[0]),
+            ("key facts", self.facts[1]),
+        ]
+
+    def __call__(
+        self,
+        kernel: Callable[..., None],
+        operands: Sequence[tuple[str, Array]],
+        results: Sequence[tuple[str, jax.ShapeDtypeStruct]],
+        scratch: Sequence[tuple[int, int]],
+    ) -> Sequence[Array]:
+        shape, interpret = self.shape, self.settings.interpret
+        blocks, tile, by_key = shape.blocks, shape.tile, self.kernel == "key"
+
+        def spec(kind: str, array: Any) -> pl.BlockSpec:
+            def at(head: Any, task: Any, sums: Any, others: Any, _: Any) -> Any:
+                query, key = sums[task], others[task] // 2
+                if by_key:
+                    query, key = key, query
+                return {
+                    "query": (query // blocks.queries, head, query % blocks.queries, 0),
+                    "key": (key // blocks.keys, head, key % blocks.keys, 0),
+                    "query facts": (query, 0, 0),
+                    "key facts": (key, 0, 0),
+                    "lanes": (query, head, 0, 0),
+                    "head": (head, 0, 0),
+                }[kind]
+
+            block = {
+                "query": (None, shape.group, tile.queries, array.shape[-1]),
+                "key": (None, None, tile.keys, array.shape[-1]),
+                "query facts": (None, 1, shape.lanes),
+                "key facts": (None, 8, tile.keys),
+                "lanes": (None, None, 1, shape.lanes),
+                "head": (None, 1, shape.lanes),
+            }[kind]
+            return pl.BlockSpec(block, at)
+
+        num_tiles = self.tiles.count[0]
+        if not isinstance(interpret, bool):
+            # The interpreter that looks for races knows no grid that is decided at run
+            # time. Kernels skip what lies behind the last tile.
+            num_tiles = self.tiles.sums.shape[0]
+        return pl.pallas_call(
+            functools.partial(kernel, self.settings, shape),
+            out_shape=[result for _, result in results],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=3,
+                grid=(shape.kv_heads, num_tiles),
+                in_specs=[spec(*operand) for operand in operands],
+                out_specs=[spec(*result) for result in results],
+                scratch_shapes=[pltpu.VMEM(size, jnp.float32) for size in scratch],
+            ),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary"),
+                vmem_limit_bytes=VMEM_BYTES,
+            ),
+            interpret=interpret,
+            name=f"attention_{self.kernel}",
+        )(*self.tiles, *(array for _, array in operands))
+
+
+def _by_head(shape: _Shape, sinks: Array | None) -> Array:
+    """Where a query's maximum begins: its sink, or `LOWEST`. [kv_heads, 1, lanes]."""
+    if sinks is None:
+        return jnp.full((shape.kv_heads, 1, shape.lanes), LOWEST, jnp.float32)
+    by_head = sinks.astype(jnp.float32).reshape(shape.kv_heads, 1, -1)
+    return jnp.repeat(by_head, shape.tile.queries, axis=-1)
+
+
+class _Task(NamedTuple):
+    """The tile that a step of the grid computes.
+
+    Attributes:
+        query: block of queries in its row.
+        key: block of keys in its row.
+        full: whether every score is visible.
+        first: whether it is the first one of a sum.
+        last: whether it is the last one.
+        real: whether there is a tile at all.
+    """
+
+    query: Any
+    key: Any
+    full: Any
+    first: Any
+    last: Any
+    real: Any
+
+    @classmethod
+    def here(
+        cls, shape: _Shape, tiles: tuple[Any, Any, Any], *, by_key: bool = False
+    ) -> "_Task":
+        sums, others, count = tiles
+        number, end = pl.program_id(1), count[0] - 1
+        block, other = sums[number], others[number]
+        before = sums[jnp.maximum(number - 1, 0)]
+        after = sums[jnp.minimum(number + 1, end)]
+        query, key = (other // 2, block) if by_key else (block, other // 2)
+        return cls(
+            query % shape.blocks.queries,
+            key % shape.blocks.keys,
+            other % 2 == 1,
+            (number == 0) | (before != block),
+            (number == end) | (after != block),
+            number <= end,
+        )
+
+    def compute(self, step: Callable[[bool], None]) -> None:
+        """Calls `step` with whether scores must be masked."""
+        pl.when(self.real & self.full)(functools.partial(step, False))
+        pl.when(self.real & ~self.full)(functools.partial(step, True))
+
+
+def _forward_kernel(
+    settings: Settings,
+    shape: _Shape,
+    sums: Any,
+    others: Any,
+    count: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    of_query: Any,
+    of_key: Any,
+    sink: Any,
+    out: Any,
+    normalizer: Any,
+    top: Any,
+    total: Any,
+    mixed: Any,
+) -> None:
+    task = _Task.here(shape, (sums, others, count))
+
+    @pl.when(task.first & task.real)
+    def _() -> None:
+        # A sink is a score that every query sees, with a value of 0.
+        top[...] = sink[...]
+        total[...] = jnp.where(sink[...] > LOWEST, 1.0, 0.0)
+        mixed[...] = jnp.zeros_like(mixed)
+
+    def step(masked: bool) -> None:
+        queries = query[...].reshape(shape.lanes, shape.head_dim)
+        scores = _scores(
+            settings, shape, task, queries, key[...], of_query, of_key, masked
+        )
+        higher = jnp.maximum(top[...], scores.max(axis=0, keepdims=True))
+        weights = jnp.exp(scores - higher)
+        shrink = jnp.exp(top[...] - higher)
+        total[...] = total[...] * shrink + weights.sum(axis=0, keepdims=True)
+        mixed[...] = mixed[...] * shrink + _product(
+            value[...], weights.astype(value.dtype), (0, 0)
+        )
+        top[...] = higher
+
+    task.compute(step)
+
+    @pl.when(task.last & task.real)
+    def _() -> None:
+        # A query that has seen no key gets 0.
+        whole = jnp.where(total[...] > 0, total[...], 1.0)
+        found = (mixed[...] / whole).T
+        out[...] = found.reshape(out.shape).astype(out.dtype)
+        normalizer[...] = top[...] + jnp.log(whole)
+
+
+def _query_kernel(
+    settings: Settings,
+    shape: _Shape,
+    sums: Any,
+    others: Any,
+    count: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    of_query: Any,
+    of_key: Any,
+    towards: Any,
+    normalizer: Any,
+    inner: Any,
+    d_query: Any,
+    total: Any,
+) -> None:
+    task = _Task.here(shape, (sums, others, count))
+
+    @pl.when(task.first & task.real)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    def step(masked: bool) -> None:
+        queries = query[...].reshape(shape.lanes, shape.head_dim)
+        d_out = towards[...].reshape(shape.lanes, shape.value_dim)
+        scores = _scores(
+            settings, shape, task, queries, key[...], of_query, of_key, masked
+        )
+        _, d_scores = _d_scores(
+            settings, scores, value[...], d_out, normalizer[...], inner[...]
+        )
+        total[...] += _product(key[...], d_scores.astype(key.dtype), (0, 0))
+
+    task.compute(step)
+
+    @pl.when(task.last & task.real)
+    def _() -> None:
+        d_query[...] = total[...].T.reshape(d_query.shape).astype(d_query.dtype)
+
+
+def _key_kernel(
+    settings: Settings,
+    shape: _Shape,
+    sums: Any,
+    others: Any,
+    count: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    of_query: Any,
+    of_key: Any,
+    towards: Any,
+    normalizer: Any,
+    inner: Any,
+    d_key: Any,
+    d_value: Any,
+    key_total: Any,
+    value_total: Any,
+) -> None:
+    task = _Task.here(shape, (sums, others, count), by_key=True)
+
+    @pl.when(task.first & task.real)
+    def _() -> None:
+        key_total[...] = jnp.zeros_like(key_total)
+        value_total[...] = jnp.zeros_like(value_total)
+
+    def step(masked: bool) -> None:
+        queries = query[...].reshape(shape.lanes, shape.head_dim)
+        d_out = towards[...].reshape(shape.lanes, shape.value_dim)
+        scores = _scores(
+            settings, shape, task, queries, key[...], of_query, of_key, masked
+        )
+        weights, d_scores = _d_scores(
+            settings, scores, value[...], d_out, normalizer[...], inner[...]
+        )
+        value_total[...] += _product(weights.astype(d_out.dtype), d_out, (1, 0))
+        key_total[...] += _product(d_scores.astype(queries.dtype), queries, (1, 0))
+
+    task.compute(step)
+
+    @pl.when(task.last & task.real)
+    def _() -> None:
+        d_key[...] = key_total[...].astype(d_key.dtype)
+        d_value[...] = value_total[...].astype(d_value.dtype)
+
+
+def _scores(
+    settings: Settings,
+    shape: _Shape,
+    task: _Task,
+    queries: Array,
+    keys: Array,
+    of_query: Any,
+    of_key: Any,
+    masked: bool,
+) -> Array:
+    """Scores of a tile, [keys, lanes]; those that are not visible are `MASKED`."""
+    scores = _product(keys, queries, (1, 1)) * settings.scale
+    if settings.softcap is not None:
+        scores = settings.softcap * jnp.tanh(scores * (1.0 / settings.softcap))
+    if not masked:
+        return scores
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, shape.lanes), 1)
+    at_query = task.query * shape.tile.queries + lane % shape.tile.queries
+    sublane = jax.lax.broadcasted_iota(jnp.int32, (shape.tile.keys, 1), 0)
+    at_key = task.key * shape.tile.keys + sublane
+    facts = of_key[...].T
+    seen = (at_key <= at_query) & (at_query < facts[:, 0:1])
+    if settings.window is not None:
+        seen &= of_query[...] - facts[:, 1:2] < settings.window
+    return jnp.where(seen, scores, MASKED)
+
+
+def _d_scores(
+    settings: Settings,
+    scores: Array,
+    values: Array,
+    d_out: Array,
+    normalizer: Array,
+    inner: Array,
+) -> tuple[Array, Array]:
+    """Weights of a tile and the gradient of its products, [keys, lanes]."""
+    weights = jnp.exp(scores - normalizer)
+    d_scores = weights * (_product(values, d_out, (1, 1)) - inner)
+    if settings.softcap is not None:
+        # Hidden scores are far outside of the cap; their weights are 0.
+        capped = jnp.maximum(scores, -settings.softcap) * (1.0 / settings.softcap)
+        d_scores = d_scores * (1.0 - capped * capped)
+    return weights, d_scores * settings.scale
+
+
+def _product(one: Array, other: Array, axes: tuple[int, int]) -> Array:
+    """A matrix product that sums over an axis of each, in float32."""
+    exact = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        *(one, other),
+        (((axes[0],), (axes[1],)), ((), ())),
+        precision=exact,
+        preferred_element_type=jnp.float32,
+    )

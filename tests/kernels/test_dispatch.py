@@ -1,0 +1,94 @@
+"""Which implementation is taken, and what is refused."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_post.kernels import dispatch
+from jaxrl_post.kernels.dispatch import choose, platform
+from jaxrl_post.kernels.token_logprob import token_logprob
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Makes programs be traced for another platform."""
+
+    def become(name):
+        monkeypatch.setattr(dispatch, "platform", lambda: name)
+
+    return become
+
+
+def test_the_platform_is_that_of_the_devices():
+    assert platform() == "cpu"
+    with jax.set_mesh(jax.make_mesh((2,), ("dp",))):
+        assert platform() == "cpu"
+        assert jax.jit(lambda x: x if platform() == "cpu" else -x)(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("TPU v5 lite", "tpu"), ("TPU7x", "tpu"), ("NVIDIA H200", "gpu"), ("cpu", "cpu")],
+)
+def test_a_mesh_of_devices_that_are_not_here(monkeypatch, kind, expected):
+    class Device:
+        device_kind = kind
+
+    class Mesh:
+        abstract_device = Device
+
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: Mesh)
+    assert platform() == expected
+
+
+def test_auto_takes_the_kernel_where_it_runs(on):
+    assert choose("op", "auto", jnp.bfloat16) == "xla"
+    on("tpu")
+    assert choose("op", "auto", jnp.bfloat16) == "pallas_tpu"
+    assert choose("op", "auto", jnp.float32) == "pallas_tpu"
+    # No kernel computes with float16.
+    assert choose("op", "auto", jnp.float16) == "xla"
+    on("gpu")
+    assert choose("op", "auto", jnp.bfloat16) == "xla"
+
+
+def test_a_named_implementation_is_taken_or_refused(on):
+    message = (
+        r"op: pallas_tpu runs on tpu, and this program is for cpu\. Take 'auto' or "
+        r"'xla', or interpret=True to debug it here"
+    )
+    with pytest.raises(ValueError, match=message):
+        choose("op", "pallas_tpu", jnp.float32)
+    assert choose("op", "pallas_tpu", jnp.float32, interpret=True) == "pallas_tpu"
+    on("tpu")
+    assert choose("op", "xla", jnp.float32) == "xla"
+    assert choose("op", "pallas_tpu", jnp.float32) == "pallas_tpu"
+    message = "op: pallas_tpu computes with bfloat16 or float32; got float16, which "
+    with pytest.raises(ValueError, match=message):
+        choose("op", "pallas_tpu", jnp.float16)
+
+
+def test_an_unknown_implementation_is_refused():
+    # Without the tests' own check of types, which comes first.
+    with pytest.raises(ValueError, match=r"implementation must be one of .* got 'XLA'"):
+        inspect.unwrap(choose)("op", "XLA", jnp.float32)
+
+
+def test_a_kernel_asked_for_on_the_wrong_platform_is_an_error_of_the_operation():
+    hidden, weight = jnp.ones((1, 2, 3)), jnp.ones((4, 3))
+    targets = jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="token_logprob: pallas_tpu runs on tpu"):
+        token_logprob(hidden, weight, targets, implementation="pallas_tpu")
+
+
+def test_the_choice_is_logged_once(on, caplog):
+    dispatch._tell.cache_clear()
+    on("tpu")
+    with caplog.at_level("INFO", logger="jaxrl_post"):
+        for _ in range(3):
+            choose("attention", "auto", jnp.bfloat16)
+    assert [record.message for record in caplog.records] == [
+        "attention: pallas_tpu on tpu for bfloat16"
+    ]
