@@ -157,6 +157,9 @@ class RunConfig:
         checkpoint: when the run is saved.
         warm_start: supervised steps of a preset.
         lora: an adapter to train in place of the model.
+        kernels: what computes attention and log-probs in training: "auto", the Pallas
+            kernels on TPUs and XLA programs elsewhere; "xla", XLA programs;
+            "pallas_tpu", the kernels for TPUs, or an error.
         log: trackers that get the metrics, beside metrics.jsonl: tensorboard, wandb,
             trackio.
         log_project: project in wandb and trackio; None for their default.
@@ -179,6 +182,7 @@ class RunConfig:
     )
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
+    kernels: Annotated[Literal["auto", "xla", "pallas_tpu"], FREE] = "auto"
     log: Annotated[tuple[TrackerName, ...], FREE] = ("tensorboard",)
     log_project: Annotated[str | None, FREE] = None
     processes: Annotated[ProcessesConfig, FREE] = field(default_factory=ProcessesConfig)

@@ -43,6 +43,7 @@ def choose(
     dtype: DTypeLike,
     *,
     interpret: bool = False,
+    kernels: tuple[Implementation, ...] = tuple(PLATFORMS),
 ) -> Implementation:
     """The implementation that computes an operation here, never "auto".
 
@@ -51,6 +52,7 @@ def choose(
         wanted: an implementation, or "auto".
         dtype: of the operands.
         interpret: whether a Pallas kernel is interpreted, on any platform.
+        kernels: the Pallas implementations that the operation has.
 
     Raises:
         ValueError: `wanted` is unknown, or does not run here with this dtype.
@@ -66,16 +68,21 @@ def choose(
     here, name = platform(), jax.numpy.dtype(dtype).name
     if wanted == "auto":
         wanted = "xla"
-        for candidate, where in PLATFORMS.items():
-            if where == here and name in DTYPES:
-                wanted = candidate
+        for kernel in kernels:
+            if PLATFORMS[kernel] == here and name in DTYPES:
+                wanted = kernel
         _tell(operation, wanted, here, name)
         return wanted
+    if wanted in PLATFORMS and wanted not in kernels:
+        raise ValueError(
+            f"{operation}: there is no {wanted}; take 'auto', "
+            f"{', '.join(map(repr, (*kernels, 'xla')))} or 'reference'"
+        )
     where = PLATFORMS.get(wanted, here)
     if where != here and not interpret:
         raise ValueError(
             f"{operation}: {wanted} runs on {where}, and this program is for {here}. "
-            "Take 'auto' or 'xla', or interpret=True to debug it here"
+            "Take 'auto' or 'xla'; interpret=True debugs it anywhere"
         )
     if wanted in PLATFORMS and name not in DTYPES:
         raise ValueError(

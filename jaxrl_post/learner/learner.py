@@ -19,6 +19,7 @@ from jaxrl_post.algorithms import Predictions
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import UpdateConfig
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner import step as pure
 from jaxrl_post.learner.adapters import AdaptedPolicy
@@ -276,6 +277,7 @@ def begin_training(
     row_tokens: int,
     temperature: float = 1.0,
     exact: bool = False,
+    kernels: Implementation = "auto",
 ) -> tuple[Learner, TrainState]:
     """Makes a learner for a model, and the state of step 0.
 
@@ -288,6 +290,7 @@ def begin_training(
         row_tokens: length of a packed row.
         temperature: the sampling temperature, which divides the logits.
         exact: as `Policy.exact`.
+        kernels: as `Policy.kernels`.
 
     Raises:
         ConfigError: router losses are set for a model without experts.
@@ -314,6 +317,7 @@ def begin_training(
         router_z=update.router_z,
         scan=update.scan_layers,
         exact=exact,
+        kernels=kernels,
     )
     predictor = None
     if model.adaptation is not None:

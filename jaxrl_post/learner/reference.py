@@ -79,7 +79,13 @@ def open_reference(
         )
     policy = learner.policy
     scorer = Scorer(
-        Policy(frozen.config, policy.temperature, policy.remat, frozen.rules),
+        Policy(
+            frozen.config,
+            policy.temperature,
+            policy.remat,
+            frozen.rules,
+            kernels=policy.kernels,
+        ),
         learner.mesh,
         learner.microbatch_rows,
     )

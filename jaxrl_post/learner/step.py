@@ -16,6 +16,7 @@ import optax
 from flax import struct
 
 from jaxrl_post.algorithms.objective import Objective, Predictions
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.metrics import Metric, masked
@@ -78,6 +79,7 @@ class Policy:
         scan: whether repeated layers are compiled once, as a loop.
         exact: whether the values of log-probs are those of `models.exact`, which the
             sampler gives to the last bit. Their gradient is that of `forward`.
+        kernels: implementation of attention and of log-probs.
     """
 
     config: ModelConfig
@@ -88,6 +90,7 @@ class Policy:
     router_z: float = 0.0
     scan: bool = False
     exact: bool = False
+    kernels: Implementation = "auto"
 
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
         """Calls the function `predict`."""
@@ -132,6 +135,7 @@ def _hidden_states(
         rules=policy.rules,
         remat=policy.remat,
         scan=policy.scan,
+        kernels=policy.kernels,
     )
 
 
@@ -161,6 +165,7 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
         temperature=policy.temperature * divisor,
         softcap=None if cap is None else cap * divisor,
         rules=policy.rules,
+        implementation=policy.kernels,
     )
     logprobs = predicted.logprob
     if policy.exact:
@@ -229,6 +234,7 @@ def _routed_states(
         rules=policy.rules,
         remat=policy.remat,
         scan=policy.scan,
+        kernels=policy.kernels,
     )
     assert policy.config.experts is not None
     balance = experts.load_balance(routing, policy.config.experts.experts_per_token)

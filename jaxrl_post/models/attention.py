@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxrl_post.kernels.attention import attention
 from jaxrl_post.kernels.decode_attention import decode_attention
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models.cache import LayerCache
 from jaxrl_post.models.config import LatentAttention, ModelConfig
 from jaxrl_post.models.layers import norm, project, to_heads
@@ -32,6 +33,7 @@ class Context(NamedTuple):
         tables: cosines and sines of the layer's rotation; None for no rotation.
         window: the layer's sliding window in tokens, None for full attention.
         entry: the layer's part of a cache; None: attention among these tokens alone.
+        kernels: implementation of attention.
     """
 
     positions: Int[Array, "batch length"]
@@ -39,6 +41,7 @@ class Context(NamedTuple):
     tables: tuple[Array, Array] | None
     window: int | None
     entry: LayerCache | None
+    kernels: Implementation = "auto"
 
 
 def grouped_query(
@@ -186,6 +189,7 @@ def _attend(
         "softcap": config.attention_softcap,
         "sinks": sinks,
         "rules": rules,
+        "implementation": context.kernels,
     }
     if context.entry is None:
         attended = attention(

@@ -1,12 +1,15 @@
 """The decoder: one pure function for training, prefill and decoding."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models.attention import Context, grouped_query, latent_attention
 from jaxrl_post.models.cache import KVView, LayerCache
 from jaxrl_post.models.config import ModelConfig
@@ -43,6 +46,7 @@ def forward(
     rules: Rules = DEFAULT_RULES,
     remat: Remat = "none",
     scan: bool = False,
+    kernels: Implementation = "auto",
 ) -> Any:
     """Maps tokens to final hidden states, after the last norm.
 
@@ -62,6 +66,7 @@ def forward(
         remat: activations that are kept for the backward pass.
         scan: whether repeated layers run as a loop over stacked weights, which compiles
             them once but copies the weights. Ignored with a `kv_view`.
+        kernels: implementation of attention, as in `kernels.attention`.
 
     Returns:
         hidden [batch, length, hidden_size] in the parameters' dtype; with a `kv_view`
@@ -86,6 +91,7 @@ def forward(
         rules,
         remat,
         scan,
+        kernels,
     )
     return hidden if kv_view is None else (hidden, kv_view.with_layers(entries))
 
@@ -101,6 +107,7 @@ def forward_with_routing(
     rules: Rules = DEFAULT_RULES,
     remat: Remat = "none",
     scan: bool = False,
+    kernels: Implementation = "auto",
 ) -> tuple[Float[Array, "batch length hidden"], Routing]:
     """Runs `forward` without a cache; also returns statistics of the routers.
 
@@ -114,6 +121,7 @@ def forward_with_routing(
         rules: as in `forward`.
         remat: as in `forward`.
         scan: as in `forward`.
+        kernels: as in `forward`.
 
     Raises:
         ValueError: the model has no experts.
@@ -121,7 +129,8 @@ def forward_with_routing(
     if config.experts is None:
         raise ValueError(f"routing: {config.model_type} has no experts; use forward")
     hidden, _, routed = _run(
-        params, config, tokens, positions, ends, None, mask, rules, remat, scan
+        *(params, config, tokens, positions, ends, None, mask),
+        *(rules, remat, scan, kernels),
     )
     found = [entry for entry in routed if entry is not None]
     stacked = [jnp.stack(parts) for parts in zip(*found, strict=True)]
@@ -188,7 +197,8 @@ def values(
     return outputs[..., 1] - outputs[..., 0]
 
 
-class _Place(NamedTuple):
+@struct.dataclass
+class _Place:
     """Inputs of a layer beside its hidden states: positions, masks and its cache."""
 
     positions: Array
@@ -197,6 +207,7 @@ class _Place(NamedTuple):
     local_tables: tuple[Array, Array]
     mask: Array | None
     entry: LayerCache | None
+    kernels: Implementation = struct.field(pytree_node=False, default="auto")
 
 
 def _run(
@@ -210,6 +221,7 @@ def _run(
     rules: Rules,
     remat: Remat,
     scan: bool,
+    kernels: Implementation,
 ) -> tuple[Array, list[Any], list[Any]]:
     """Returns hidden states and every layer's cache and routing (or None)."""
     if positions is None:
@@ -219,7 +231,7 @@ def _run(
     local = tables
     if config.local_rope_theta is not None:
         local = rope_tables(config, positions, local=True)
-    place = _Place(positions, ends, tables, local, mask, None)
+    place = _Place(positions, ends, tables, local, mask, None, kernels)
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     entries, routed = [], []
     if scan and kv_view is None:
@@ -229,7 +241,7 @@ def _run(
             step = functools.partial(_layer, config, index, rules)
             entry = None if kv_view is None else kv_view.layer(index)
             hidden, entry, found = _remat(step, remat)(
-                layer, hidden, place._replace(entry=entry)
+                layer, hidden, dataclasses.replace(place, entry=entry)
             )
             entries.append(entry)
             routed.append(found)
@@ -359,7 +371,9 @@ def _attention(
     tables = place.tables if window is None else place.local_tables
     if index in config.unrotated_layers:
         tables = None
-    context = Context(place.positions, place.ends, tables, window, place.entry)
+    context = Context(
+        place.positions, place.ends, tables, window, place.entry, place.kernels
+    )
     if config.latent is None:
         return grouped_query(config, params.attention, x, context, rules)  # type: ignore[arg-type]
     return latent_attention(

@@ -281,6 +281,7 @@ def _training(
         config.update,
         num_steps=optimizer_steps(config)[0],
         row_tokens=row_tokens,
+        kernels=config.kernels,
     )
     reference = None
     if job.needs_reference:

@@ -221,6 +221,7 @@ def _trainer(
         update=config.update,
         row_tokens=row_tokens(config, model),
         temperature=config.rollout.temperature,
+        kernels=config.kernels,
     )
     critic = None
     if algorithm.value_objective is not None:

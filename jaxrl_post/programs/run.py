@@ -19,6 +19,7 @@ from jaxrl_post.config.resume import differences
 from jaxrl_post.config.run import RunConfig, UpdateConfig, WarmStartConfig
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.examples.packed import Examples, batches
+from jaxrl_post.kernels.dispatch import choose
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.checkpoint import CheckpointError, Checkpoints
 from jaxrl_post.learner.learner import (
@@ -188,7 +189,8 @@ def open_run[Config: RunConfig](
 
     Raises:
         ConfigError: the directory holds another run, another process holds it, the
-            processes do not share it, or the run's learning-rate schedule has ended.
+            processes do not share it, the run's learning-rate schedule has ended, or
+            the kernels do not run on these devices.
         ProcessesError: the processes have other options, software or code.
         CheckpointError: the run has checkpoints, and none is whole.
         MeshError: the mesh does not fit; raised before anything is compiled.
@@ -222,6 +224,10 @@ def open_run[Config: RunConfig](
         lora_of(config.lora, model.config)
         config = complete(config, model)
         stack.enter_context(jax.set_mesh(model.mesh))
+        try:
+            choose("--kernels", config.kernels, model.dtype)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         named = fetched.named(config)
         checkpoints = stack.enter_context(_checkpoints(directory, named))
         run = Run(config, fetched, directory, model, checkpoints, console, command)

@@ -85,13 +85,17 @@ def weights(run: Path) -> dict[str, np.ndarray]:
     return load_file(run / "model" / "model.safetensors")
 
 
+# The share of tokens whose log-probs differ in any bit; the order of sums decides it.
+LAST_BITS = "mismatch/unequal"
+
+
 def assert_same_run(expected: Path, found: Path, *, tolerance: float) -> None:
     """Compares metrics and trained parameters; equal to the last bit for 0."""
     assert len(rows(expected)) == len(rows(found)) > 1
     for one, other in zip(rows(expected), rows(found), strict=True):
         assert one["step"] == other["step"]
         for name, value in one["metrics"].items():
-            if not name.startswith(OWN):
+            if not name.startswith(OWN) and not (tolerance and name == LAST_BITS):
                 assert other["metrics"][name] == pytest.approx(
                     value, rel=tolerance, abs=tolerance
                 ), (one["step"], name)

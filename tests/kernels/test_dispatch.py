@@ -57,7 +57,7 @@ def test_auto_takes_the_kernel_where_it_runs(on):
 def test_a_named_implementation_is_taken_or_refused(on):
     message = (
         r"op: pallas_tpu runs on tpu, and this program is for cpu\. Take 'auto' or "
-        r"'xla', or interpret=True to debug it here"
+        r"'xla'; interpret=True debugs it anywhere"
     )
     with pytest.raises(ValueError, match=message):
         choose("op", "pallas_tpu", jnp.float32)

@@ -93,3 +93,26 @@ def test_a_collective_in_a_loop_counts_its_trips(trips):
         # Collectives of one channel that are not parts of one another count each.
         Collective("all-reduce", "f32[2]", 2 * trips, 8, 8),
     )
+
+
+@pytest.mark.parametrize(
+    "called",
+    [
+        "branch_computations={%nothing, %gathers}",
+        "true_computation=%gathers, false_computation=%nothing",
+    ],
+)
+def test_every_branch_of_a_conditional_counts(called):
+    text = f"""HloModule jit_run
+
+%nothing (p: bf16[4]) -> bf16[8] {{
+  ROOT %b = bf16[8]{{0}} broadcast(%p)
+}}
+%gathers (p: bf16[4]) -> bf16[8] {{
+  ROOT %g = bf16[8]{{0}} all-gather(%p), channel_id=1, replica_groups=[1,2]<=[2]
+}}
+ENTRY %main (p: bf16[4]) -> bf16[8] {{
+  ROOT %c = bf16[8]{{0}} conditional(%i, %p, %p), {called}, metadata={{}}
+}}
+"""
+    assert collectives(text) == (Collective("all-gather", "bf16[8]", 1, 16, 8),)

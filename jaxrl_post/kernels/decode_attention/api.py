@@ -1,6 +1,6 @@
 """Attention of decoding: checks the arguments and calls an implementation."""
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,11 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.kernels.decode_attention.quantized import QuantizedEntries
 from jaxrl_post.kernels.decode_attention.reference import attend_concatenated
 from jaxrl_post.kernels.decode_attention.xla import attend_in_parts
+from jaxrl_post.kernels.dispatch import Implementation, choose
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["SharedKeys", "decode_attention"]
-
-Implementation = Literal["reference", "xla"]
 
 
 class SharedKeys(NamedTuple):
@@ -51,7 +50,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     rules: Rules = DEFAULT_RULES,
-    implementation: Implementation = "xla",
+    implementation: Implementation = "auto",
 ) -> Float[Array, "batch queries heads value_dim"]:
     """Attention of new tokens over cached keys: a sequence's own and shared ones.
 
@@ -73,8 +72,8 @@ def decode_attention(
         softcap: as in `attention`.
         sinks: as in `attention`.
         rules: how a mesh of `jax.set_mesh`, if any, splits batch and heads.
-        implementation: "xla", or "reference", which copies the shared keys to every
-            sequence and computes one softmax.
+        implementation: "auto" and "xla" are the same; "reference" copies the shared
+            keys to every sequence and computes one softmax.
 
     Returns:
         The attended values, in `query`'s dtype. A query that sees no key gets any
@@ -82,7 +81,7 @@ def decode_attention(
 
     Raises:
         ValueError: heads is not a multiple of kv_heads, a group has no member, or the
-            implementation is unknown.
+            implementation is unknown or there is none.
 
     References:
         Juravsky et al., Hydragen: High-Throughput LLM Inference with Shared Prefixes,
@@ -99,11 +98,7 @@ def decode_attention(
             "decode_attention: a group must have at least one member; got "
             f"{shared.members}"
         )
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"decode_attention: implementation must be one of "
-            f"{get_args(Implementation)}; got {implementation!r}"
-        )
+    implementation = choose("decode_attention", implementation, query.dtype, kernels=())
     factor = query.shape[3] ** -0.5 if scale is None else scale
     attend = attend_in_parts if implementation == "xla" else attend_concatenated
     settings = window, factor, softcap

@@ -18,7 +18,7 @@ CHANNEL = re.compile(r"channel_id=(\d+)")
 CALLED = re.compile(r"calls=%?([^\s,)]+)")
 LOOP = re.compile(r" while\(.*condition=%?([^\s,]+), body=%?([^\s,]+)")
 BRANCHES = re.compile(
-    r"(?:branch_computations=\{|true_computation=|false_computation=)([^}\s]+)"
+    r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=([^\s,]+)"
 )
 CONSTANT = re.compile(r"= [su](?:32|64)\[\]\S* constant\((\d+)\)")
 ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<dims>[\d,]*)\]")
@@ -103,8 +103,8 @@ def _lines(hlo: str, unknown_trips: int) -> Iterator[_Line]:
             elif called := CALLED.search(text):
                 yield from visit(called[1], times, True)
             else:
-                for branches in BRANCHES.findall(text):
-                    for branch in branches.split(","):
+                for several, one in BRANCHES.findall(text):
+                    for branch in (several or one).split(","):
                         yield from visit(branch.strip().strip("%"), times, fused)
 
     yield from visit(entry, 1, False)
