@@ -7,7 +7,8 @@ CHECKS := check-format check-lint check-types check-layers
 # Two processes, a file in one of them: what a file's tests share is computed once.
 PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: demo quick test test-all mutations check $(CHECKS) format notebooks parity lock environment
+.PHONY: demo quick test test-all mutations check $(CHECKS) check-kernels format notebooks
+.PHONY: parity lock environment
 
 # A small model learns from reward alone; runs/demo/report.html shows how.
 demo:
@@ -44,6 +45,10 @@ check-types: environment
 
 check-layers: environment
 	.venv/bin/lint-imports --no-logo
+
+# Kernels and plans, compiled for TPUs that are not there, at the shapes of real models.
+check-kernels: environment
+	tools/kernels.sh $(ARGS)
 
 format: environment
 	.venv/bin/ruff check --fix-only --quiet .

@@ -1,0 +1,177 @@
+"""The kernels compile for real TPUs, at the shapes of real models, without a TPU.
+
+Mosaic refuses tiles that do not fit into VMEM, and an operation or a layout that the
+chip does not have. `make check-kernels` installs the compiler; CI runs a part.
+"""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, Mesh
+
+from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
+from jaxrl_post.kernels.token_logprob import token_logprob
+from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
+from launch import plan
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs libtpu, the compiler for TPUs: make check-kernels",
+)
+CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
+EVERY = pytest.mark.all
+# What CI compiles; `make check-kernels` compiles everything.
+PART = {"qwen2.5-0.5b", "llama-3.3-70b, tp8", "deepseek-v3, tp8", "gpt-oss-20b", "odd"}
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    """Keeps no programs on disk: the compiler of a TPU that is not there loads none."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(params=[CHIPS[0], *(pytest.param(c, marks=EVERY) for c in CHIPS[1:])])
+def chip(request) -> Mesh:
+    """A mesh of one chip of this kind."""
+    plan.load()  # What libtpu reads of the process's environment.
+    found = topologies.get_topology_desc(request.param, platform="tpu").devices[0]
+    return Mesh([found], ("dp",), axis_types=(AxisType.Auto,))
+
+
+def compiled(chip, function, *shapes) -> str:
+    """Text of a program for a chip, from shapes and dtypes."""
+    sharding = jax.NamedSharding(chip, jax.P())
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes
+    ]
+    with jax.set_mesh(chip):
+        lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",))
+        return lowered.compile().as_text()
+
+
+def named(shapes):
+    return [
+        name if name in PART else pytest.param(name, marks=EVERY) for name in shapes
+    ]
+
+
+DTYPES = [jnp.bfloat16, pytest.param(jnp.float32, marks=EVERY)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", named(ATTENTION))
+def test_attention(chip, name, dtype):
+    shape = ATTENTION[name]
+    tokens = shape.batch, shape.length
+    options = {"window": shape.window, "softcap": shape.softcap}
+
+    def both_passes(query, key, value, positions, ends, towards):
+        sinks = jnp.zeros(shape.heads) if shape.sinks else None
+
+        def run(query, key, value):
+            return attention(
+                query, key, value,
+                query_positions=positions, kv_positions=positions, ends=ends,
+                sinks=sinks, implementation="auto", **options,
+            )  # fmt: skip
+
+        out, pull = jax.vjp(run, query, key, value)
+        return out, pull(towards)
+
+    text = compiled(
+        chip,
+        both_passes,
+        ((*tokens, shape.heads, shape.head_dim), dtype),
+        ((shape.batch, shape.kv_heads, shape.length, shape.head_dim), dtype),
+        ((shape.batch, shape.kv_heads, shape.length, shape.value_dim), dtype),
+        (tokens, jnp.int32),
+        (tokens, jnp.int32),
+        ((*tokens, shape.heads, shape.value_dim), dtype),
+    )
+    for kernel in ("forward", "query", "key"):
+        assert calls(text, f"attention_{kernel}") == 1
+
+
+def calls(text: str, kernel: str) -> int:
+    """How many Mosaic kernels of a name the program has."""
+    # The name also says which transformation of JAX made the call.
+    return len(re.findall(rf"%\w*{kernel}[_.\d]* = .*tpu_custom_call", text))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", named(TOKEN_LOGPROB))
+def test_token_logprob(chip, name, dtype):
+    shape = TOKEN_LOGPROB[name]
+
+    def both_passes(hidden, weight, targets, mask, kept, towards):
+        def run(hidden, weight):
+            return tuple(
+                token_logprob(
+                    hidden,
+                    weight,
+                    targets,
+                    mask=mask,
+                    kept=kept if shape.kept else None,
+                    softcap=shape.softcap,
+                    implementation="auto",
+                )
+            )
+
+        found, pull = jax.vjp(run, hidden, weight)
+        return found, pull((towards, towards))
+
+    rows = (1, shape.rows)
+    text = compiled(
+        chip,
+        both_passes,
+        ((*rows, shape.width), dtype),
+        ((shape.vocab, shape.width), dtype),
+        (rows, jnp.int32),
+        (rows, jnp.bool_),
+        ((*rows, max(1, shape.kept)), jnp.int32),
+        (rows, jnp.float32),
+    )
+    for kernel in ("forward", "hidden", "weight"):
+        assert calls(text, f"token_logprob_{kernel}") == 1
+    # No array holds a logit for every row and vocabulary entry.
+    assert not re.search(rf"\[{shape.rows},{shape.vocab}\]", text)
+    assert not re.search(rf"\[{shape.vocab},{shape.rows}\]", text)
+
+
+# Model, slice and mesh; what a device holds of the vocabulary.
+STEPS = [
+    ("qwen2.5-0.5b", "v5e:2x2", "dp2,tp2", 151_936 // 2),
+    pytest.param("llama-3.1-8b", "v5e:4x4", "fsdp8,tp2", 128_256 // 2, marks=EVERY),
+    pytest.param("llama-3.3-70b", "v5p:4x4x4", "fsdp8,tp8", 128_256 // 8, marks=EVERY),
+]
+
+
+@pytest.mark.parametrize(("model", "topology", "mesh", "vocab"), STEPS)
+def test_a_train_step_takes_the_kernels(tmp_path, model, topology, mesh, vocab):
+    """The step of `launch.grpo`: attention and log-probs are the kernels."""
+    length = 2048
+    arguments = [
+        f"--model={model}", f"--topology={topology}", f"--mesh={mesh}",
+        f"--row-tokens={length}", "--scan-layers", f"--hlo={tmp_path}",
+    ]  # fmt: skip
+    assert plan.main(arguments) == 0
+    (text,) = (
+        file.read_text() for file in tmp_path.iterdir() if "accumulate" in file.name
+    )
+    # Rematerialisation computes the forward pass twice.
+    assert calls(text, "attention_forward") == 2
+    assert calls(text, "attention_query") == calls(text, "attention_key") == 1
+    for kernel in ("forward", "hidden", "weight"):
+        assert calls(text, f"token_logprob_{kernel}") == 1
+    assert not re.search(rf"\[(?:1,)?{length},{vocab}\]", text)
