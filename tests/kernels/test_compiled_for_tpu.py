@@ -57,7 +57,9 @@ def compiled(chip, function, *shapes) -> str:
     ]
     with jax.set_mesh(chip):
         lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",))
-        return lowered.compile().as_text()
+        text = lowered.compile().as_text()
+    assert text is not None
+    return text
 
 
 def named(shapes):
