@@ -48,7 +48,9 @@ class Kernel(NamedTuple):
 def of_token_logprob(rows: int, width: int, vocab: int) -> Iterator[Kernel]:
     """Forward, gradient of hidden states, gradient of the weight."""
     product, hidden = 2.0 * rows * width * vocab, rows * width
-    for name, products in (("forward", 1), ("hidden", 2), ("weight", 2)):
+    kernels: list[tuple[head.Kernel, int]]
+    kernels = [("forward", 1), ("hidden", 2), ("weight", 2)]
+    for name, products in kernels:
         tiles = head.choose_tiles(width, ITEM, name)
         by_row, by_column = (
             math.ceil(rows / tiles.rows),
