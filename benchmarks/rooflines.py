@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxrl_post.kernels.attention import pallas_tpu as attention
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
+from jaxrl_post.kernels.attention.tpu_tiles import choose_tile
 from jaxrl_post.kernels.token_logprob import pallas_tpu as head
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.programs.planning.chips import CHIPS
@@ -73,7 +73,7 @@ def of_attention(shape: tuple, row_tokens: int) -> Iterator[Kernel]:
     """
     batch, length, heads, kv_heads, dim, value_dim, window, *_ = shape
     group = heads // kv_heads
-    tile = attention.choose_tile(batch, length, group)
+    tile = choose_tile(batch, length, group)
     tasks = 0
     for q in range(0, length, tile.queries):
         last = q + tile.queries - 1

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.kernels.attention import api, attention, pallas_tpu, tiles
+from jaxrl_post.kernels.attention import api, attention, tiles, tpu_tiles
 from jaxrl_post.sharding import create_mesh
 
 IMPLEMENTATIONS = ["reference", "xla", "pallas_tpu"]
@@ -289,7 +289,7 @@ def test_random_forests_equal_the_reference(monkeypatch, seed):
     monkeypatch.setattr(api, "TILE", 4)
     # Some of them whole in a tile of queries, others not.
     sizes = [(8, 8), (16, 4), (4, 8)][seed % 3]
-    monkeypatch.setattr(pallas_tpu, "choose_tile", lambda *_: pallas_tpu.Tile(*sizes))
+    monkeypatch.setattr(tpu_tiles, "choose_tile", lambda *_: tpu_tiles.Tile(*sizes))
     # One tile at a time, or 16.
     monkeypatch.setattr(tiles, "SCORE_BYTES", [1, 2**12][seed % 4 // 2])
     random = np.random.default_rng(seed)

@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl_post.kernels import attention as attention_kernels
-from jaxrl_post.kernels.attention import pallas_tpu as attention
+from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.attention.pallas_tpu import attend_tiles
+from jaxrl_post.kernels.attention.tpu_tiles import (
+    LIST_BYTES,
+    Settings,
+    Shape,
+    Tile,
+    TileList,
+    choose_tile,
+)
 from jaxrl_post.kernels.token_logprob import pallas_tpu as head
 from jaxrl_post.kernels.token_logprob import token_logprob
 
@@ -64,9 +72,9 @@ def both_passes(function, *arrays):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim", "window", "tile"),
     [
-        (2, 2, 64, 64, None, attention.Tile(128, 128)),
-        (7, 1, 80, 80, 60, attention.Tile(128, 256)),
-        (4, 2, 192, 128, None, attention.Tile(256, 128)),
+        (2, 2, 64, 64, None, Tile(128, 128)),
+        (7, 1, 80, 80, 60, Tile(128, 256)),
+        (4, 2, 192, 128, None, Tile(256, 128)),
         (2, 1, 256, 256, 100, None),
     ],
 )
@@ -74,13 +82,13 @@ def test_attention_without_races(heads, kv_heads, dim, value_dim, window, tile):
     positions, ends = forest(2, 300)
     query, key, value, towards = operands(2, 300, heads, kv_heads, dim, value_dim)
     towards = jnp.where((ends > 0)[:, :, None, None], towards, 0.0)
-    settings = attention.Settings(dim**-0.5, window, None, tile, RACES)
+    settings = Settings(dim**-0.5, window, None, tile, RACES)
 
     def kernel(*arrays):
-        return attention.attend_tiles(settings, *arrays, positions, ends, None)
+        return attend_tiles(settings, *arrays, positions, ends, None)
 
     def reference(query, key, value):
-        out = attention_kernels.attention(
+        out = attention(
             query, key, value,
             query_positions=positions, kv_positions=positions, ends=ends,
             window=window, implementation="reference",
@@ -99,14 +107,12 @@ def test_attention_without_races(heads, kv_heads, dim, value_dim, window, tile):
 def test_attention_is_deterministic():
     positions, ends = forest(2, 300)
     arrays = operands(2, 300, 4, 2, 64, 64)
-    settings = attention.Settings(0.125, None, None, attention.Tile(128, 128), True)
+    settings = Settings(0.125, None, None, Tile(128, 128), True)
 
     @jax.jit
     def run(*arrays):
         return both_passes(
-            lambda *inputs: attention.attend_tiles(
-                settings, *inputs, positions, ends, None
-            ),
+            lambda *inputs: attend_tiles(settings, *inputs, positions, ends, None),
             *arrays,
         )
 
@@ -119,13 +125,13 @@ def test_bfloat16_attention_is_as_exact_as_its_rounding():
     positions, ends = forest(1, 280)
     arrays = operands(1, 280, 4, 2, 64, 64, jnp.bfloat16)
     arrays[3] = arrays[3] * (ends > 0)[:, :, None, None].astype(jnp.bfloat16)
-    settings = attention.Settings(0.125, None, None, attention.Tile(128, 128), True)
+    settings = Settings(0.125, None, None, Tile(128, 128), True)
 
     def kernel(*arrays):
-        return attention.attend_tiles(settings, *arrays, positions, ends, None)
+        return attend_tiles(settings, *arrays, positions, ends, None)
 
     def reference(query, key, value):
-        out = attention_kernels.attention(
+        out = attention(
             query, key, value,
             query_positions=positions, kv_positions=positions, ends=ends,
             implementation="reference",
@@ -173,11 +179,11 @@ def test_the_list_of_tiles_holds_what_is_visible():
     positions = np.concatenate([np.arange(128), *[np.arange(128, 256)] * 3])[None]
     positions = jnp.asarray(positions.astype(np.int32))
     query, key, value, _ = operands(1, 512, 2, 1, 8, 8)
-    settings = attention.Settings(1.0, None, None, attention.Tile(128, 128))
-    shape = attention._Shape.of(settings, query, key, value)
+    settings = Settings(1.0, None, None, Tile(128, 128))
+    shape = Shape.of(settings, query, key, value)
 
     def listed(by_key, settings=settings, ends=ends):
-        found = attention._List.of(settings, shape, by_key, positions, ends)
+        found = TileList.of(settings, shape, by_key, positions, ends)
         count = int(found.count[0])
         assert (found.sums[count:] == found.sums[count - 1]).all()
         sums, others = found.sums[:count].tolist(), found.others[:count].tolist()
@@ -205,9 +211,9 @@ def test_the_list_of_tiles_holds_what_is_visible():
 
 def test_very_long_rows_get_larger_tiles():
     for batch, length, group in [(1, 2**17, 8), (1, 2**18, 1), (16, 2**13, 4)]:
-        tile = attention.choose_tile(batch, length, group)
+        tile = choose_tile(batch, length, group)
         pairs = batch * length**2 / tile.queries / tile.keys
-        assert 4 * pairs <= attention.LIST_BYTES
+        assert 4 * pairs <= LIST_BYTES
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -1,6 +1,7 @@
-"""Every fault: of losses, sampling, packing, episodes, resuming and processes."""
+"""Every fault: of losses, kernels, sampling, packing, episodes and processes."""
 
 from tests.mutations.fault import Fault
+from tests.mutations.kernel_faults import KERNELS
 from tests.mutations.loss_faults import LOSSES
 from tests.mutations.sampler_faults import SAMPLER
 
@@ -428,6 +429,7 @@ FAULTS = [
     *LAYOUTS,
     *PLANS,
     *LOSSES,
+    *KERNELS,
     *SAMPLER,
     *PACKING,
     *EXAMPLES,

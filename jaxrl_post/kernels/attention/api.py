@@ -112,11 +112,11 @@ def attention(
         scoring = float(factor), window, softcap
         if implementation == "pallas_tpu":
             # Half a second that only TPUs need.
-            from jaxrl_post.kernels.attention import pallas_tpu
+            from jaxrl_post.kernels.attention import pallas_tpu, tpu_tiles
 
             attend_tiles = functools.partial(
                 pallas_tpu.attend_tiles,
-                pallas_tpu.Settings(*scoring, interpret=interpret),
+                tpu_tiles.Settings(*scoring, interpret=interpret),
             )
         else:
             attend_tiles = functools.partial(

@@ -16,73 +16,25 @@ References:
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_post.kernels.attention.reference import MASKED
+from jaxrl_post.kernels.attention.tpu_tiles import Settings, Shape, TileList
 from jaxrl_post.types import Array
 
-__all__ = ["Settings", "Tile", "attend_tiles", "choose_tile"]
+__all__ = ["attend_tiles"]
 
 # All of a kernel's VMEM. TPU v5p and v7x have 64 MiB, v5e and v6e 128.
 VMEM_BYTES = 56 * 2**20
-# Bytes of a list of tiles in scalar memory, of which there is a MiB.
-LIST_BYTES = 2**18
 # Where the maximum begins: far below a score, and far above a masked one, so that the
 # weight of a masked score is 0 even if the query has seen no key.
 LOWEST = MASKED / 2
-
-
-class Tile(NamedTuple):
-    """Queries, and keys, of a tile; powers of 2 from 128 on."""
-
-    queries: int
-    keys: int
-
-
-class Settings(NamedTuple):
-    """Static facts of one call.
-
-    Attributes:
-        scale: of the scores.
-        window: tokens that a query looks back, itself included; None for all.
-        softcap: c in c tanh(scores / c), after the scale; None for no cap.
-        tile: None: as `choose_tile` says.
-        interpret: False to compile the kernels, or how to interpret them.
-    """
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    tile: Tile | None = None
-    interpret: Any = False
-
-
-def choose_tile(batch: int, length: int, group: int) -> Tile:
-    """The tile for rows of `length` tokens and `group` query heads a key/value head.
-
-    Small tiles skip more of what the mask rules out. A tile of 1,024 queries, over all
-    heads of a group, and 512 keys keeps the matrix unit busy for about ten times as
-    long as a step of the grid takes. Very long rows need larger ones, because the list
-    of tiles must fit into scalar memory.
-
-    >>> choose_tile(8, 4096, 4), choose_tile(1, 131072, 8)
-    (Tile(queries=256, keys=512), Tile(queries=256, keys=1024))
-    """
-    whole = 2 ** max(7, math.ceil(math.log2(length)))
-    queries = max(128, 2 ** int(math.log2(1024 // min(group, 1024))))
-    tile = Tile(min(queries, whole), min(512, whole))
-    while 4 * batch * math.prod(length / size for size in tile) > LIST_BYTES:
-        one_more = tile.keys > 2 * tile.queries
-        tile = Tile(tile.queries * (1 + one_more), tile.keys * (2 - one_more))
-    return tile
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -166,141 +118,6 @@ def _backward(settings: Settings, saved: tuple, cotangent: Array) -> tuple:
 attend_tiles.defvjp(_forward, _backward)
 
 
-class _Shape(NamedTuple):
-    """Static sizes of one call; `length` is a multiple of both sizes of a tile."""
-
-    batch: int
-    length: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    tile: Tile
-
-    @classmethod
-    def of(cls, settings: Settings, query: Array, key: Array, value: Array) -> "_Shape":
-        batch, length, heads, head_dim = query.shape
-        kv_heads = key.shape[1]
-        tile = settings.tile or choose_tile(batch, length, heads // kv_heads)
-        # Both are powers of 2, so that the larger one is a multiple of the other.
-        length = math.ceil(length / max(tile)) * max(tile)
-        sizes = heads, kv_heads, head_dim, value.shape[-1]
-        return cls(batch, length, *sizes, tile)
-
-    @property
-    def group(self) -> int:
-        """Query heads that read one key/value head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def lanes(self) -> int:
-        """Queries of a block, of all heads of a group."""
-        return self.group * self.tile.queries
-
-    @property
-    def blocks(self) -> Tile:
-        """Blocks of queries, and of keys, of a row."""
-        return Tile(*(self.length // size for size in self.tile))
-
-    def padded(self, array: Array, axis: int) -> Array:
-        widths = [(0, 0)] * array.ndim
-        widths[axis] = (0, self.length - array.shape[axis])
-        return jnp.pad(array, widths)
-
-    def queries(self, array: Array) -> Array:
-        """[batch, length, heads, dim] to [batch, heads, padded length, dim]."""
-        return self.padded(array, 1).swapaxes(1, 2)
-
-    def by_lane(self, array: Array) -> Array:
-        """[batch, length, heads] to [blocks, kv_heads, 1, lanes]."""
-        split = self.padded(array, 1).reshape(
-            -1, self.tile.queries, self.kv_heads, self.group
-        )
-        return split.transpose(0, 2, 3, 1).reshape(-1, self.kv_heads, 1, self.lanes)
-
-    def of_queries(self, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.batch, self.heads, self.length, width), dtype)
-
-    def of_keys(self, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            (self.batch, self.kv_heads, self.length, width), dtype
-        )
-
-    def of_lanes(self) -> jax.ShapeDtypeStruct:
-        blocks = self.batch * self.blocks.queries
-        shape = blocks, self.kv_heads, 1, self.lanes
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-class _List(NamedTuple):
-    """Tiles with a visible score, in the order in which they are computed.
-
-    Attributes:
-        sums: int32 [tiles], the blocks whose sums are computed, counted over all rows;
-            ascending. They are blocks of queries, or of keys for the keys' gradient.
-        others: int32 [tiles], twice the block that it meets; 1 more if every score of
-            the tile is visible.
-        count: int32 [1], of tiles. The entries after the last one repeat it.
-    """
-
-    sums: Array
-    others: Array
-    count: Array
-
-    @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        shape: _Shape,
-        by_key: bool,
-        positions: Array,
-        ends: Array,
-    ) -> "_List":
-        def split(array: Array, blocks: int) -> Array:
-            return array.reshape(shape.batch, blocks, -1)
-
-        query_positions = split(positions, shape.blocks.queries)
-        key_positions = split(positions, shape.blocks.keys)
-        key_ends = split(ends, shape.blocks.keys)
-        first_query, first_key = (
-            np.arange(blocks, dtype=np.int32) * size
-            for blocks, size in zip(shape.blocks, shape.tile, strict=True)
-        )
-        first_query, first_key = first_query[:, None], first_key[None, :]
-        # One past the last.
-        end_query = first_query + shape.tile.queries
-        end_key = first_key + shape.tile.keys
-        active = key_ends.max(axis=-1)[:, None] > first_query
-        full = key_ends.min(axis=-1)[:, None] >= end_query
-        if settings.window is not None:
-            back = query_positions.min(axis=-1)[:, :, None]
-            back = back - key_positions.max(axis=-1)[:, None]
-            active &= back < settings.window
-            most = query_positions.max(axis=-1)[:, :, None]
-            most = most - key_positions.min(axis=-1)[:, None]
-            full &= most < settings.window
-        # Tiles on the diagonal are computed even for padding, so that every block of
-        # the results is written.
-        active |= (first_query < end_key) & (first_key < end_query)
-        causal = first_key < end_query
-        active &= causal
-        full &= end_key <= first_query + 1
-        if by_key:
-            active, full = active.swapaxes(1, 2), full.swapaxes(1, 2)
-        rows, columns = active.shape[1:]
-        size = active.size
-        number = jnp.arange(size, dtype=jnp.int32)
-        found = jax.lax.sort(jnp.where(active.reshape(-1), number, size))
-        # About half of all tiles lie above the diagonal.
-        found = found[: shape.batch * np.sum(causal)]
-        count = active.sum(dtype=jnp.int32)
-        found = jnp.minimum(found, found[count - 1])
-        sums, column = found // columns, found % columns
-        others = sums // rows * columns + column
-        full = full.reshape(-1)[found].astype(jnp.int32)
-        return cls(sums, 2 * others + full, count[None])
-
-
 class _Call(NamedTuple):
     """A kernel over the listed tiles.
 
@@ -315,8 +132,8 @@ class _Call(NamedTuple):
 
     settings: Settings
     kernel: str
-    shape: _Shape
-    tiles: _List
+    shape: Shape
+    tiles: TileList
     facts: tuple[Array, Array]
 
     @classmethod
@@ -330,10 +147,10 @@ class _Call(NamedTuple):
         positions: Array,
         ends: Array,
     ) -> "_Call":
-        shape = _Shape.of(settings, query, key, value)
+        shape = Shape.of(settings, query, key, value)
         # Padding ends at 0, so no query sees it.
         positions, ends = (shape.padded(array, 1) for array in (positions, ends))
-        tiles = _List.of(settings, shape, kernel == "key", positions, ends)
+        tiles = TileList.of(settings, shape, kernel == "key", positions, ends)
         of_queries = positions.reshape(-1, 1, shape.tile.queries)
         of_keys = jnp.stack([ends, positions], axis=1)
         of_keys = of_keys.reshape(shape.batch, 2, -1, shape.tile.keys).swapaxes(1, 2)
@@ -413,7 +230,7 @@ class _Call(NamedTuple):
         )(*self.tiles, *(array for _, array in operands))
 
 
-def _by_head(shape: _Shape, sinks: Array | None) -> Array:
+def _by_head(shape: Shape, sinks: Array | None) -> Array:
     """Where a query's maximum begins: its sink, or `LOWEST`. [kv_heads, 1, lanes]."""
     if sinks is None:
         return jnp.full((shape.kv_heads, 1, shape.lanes), LOWEST, jnp.float32)
@@ -442,7 +259,7 @@ class _Task(NamedTuple):
 
     @classmethod
     def here(
-        cls, shape: _Shape, tiles: tuple[Any, Any, Any], *, by_key: bool = False
+        cls, shape: Shape, tiles: tuple[Any, Any, Any], *, by_key: bool = False
     ) -> "_Task":
         sums, others, count = tiles
         number, end = pl.program_id(1), count[0] - 1
@@ -467,7 +284,7 @@ class _Task(NamedTuple):
 
 def _forward_kernel(
     settings: Settings,
-    shape: _Shape,
+    shape: Shape,
     sums: Any,
     others: Any,
     count: Any,
@@ -519,7 +336,7 @@ def _forward_kernel(
 
 def _query_kernel(
     settings: Settings,
-    shape: _Shape,
+    shape: Shape,
     sums: Any,
     others: Any,
     count: Any,
@@ -560,7 +377,7 @@ def _query_kernel(
 
 def _key_kernel(
     settings: Settings,
-    shape: _Shape,
+    shape: Shape,
     sums: Any,
     others: Any,
     count: Any,
@@ -606,7 +423,7 @@ def _key_kernel(
 
 def _scores(
     settings: Settings,
-    shape: _Shape,
+    shape: Shape,
     task: _Task,
     queries: Array,
     keys: Array,

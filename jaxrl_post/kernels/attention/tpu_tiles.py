@@ -1,0 +1,195 @@
+"""Which tiles of queries x keys a TPU computes, and how arrays are cut for them."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_post.types import Array
+
+__all__ = ["Settings", "Shape", "Tile", "TileList", "choose_tile"]
+
+# Bytes of a list of tiles in scalar memory, of which there is a MiB.
+LIST_BYTES = 2**18
+
+
+class Tile(NamedTuple):
+    """Queries, and keys, of a tile; powers of 2 from 128 on."""
+
+    queries: int
+    keys: int
+
+
+class Settings(NamedTuple):
+    """Static facts of one call.
+
+    Attributes:
+        scale: of the scores.
+        window: tokens that a query looks back, itself included; None for all.
+        softcap: c in c tanh(scores / c), after the scale; None for no cap.
+        tile: None: as `choose_tile` says.
+        interpret: False to compile the kernels, or how to interpret them.
+    """
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    tile: Tile | None = None
+    interpret: Any = False
+
+
+def choose_tile(batch: int, length: int, group: int) -> Tile:
+    """The tile for rows of `length` tokens and `group` query heads a key/value head.
+
+    Small tiles skip more of what the mask rules out. A tile of 1,024 queries, over all
+    heads of a group, and 512 keys keeps the matrix unit busy for about ten times as
+    long as a step of the grid takes. Very long rows need larger ones, because the list
+    of tiles must fit into scalar memory.
+
+    >>> choose_tile(8, 4096, 4), choose_tile(1, 131072, 8)
+    (Tile(queries=256, keys=512), Tile(queries=256, keys=1024))
+    """
+    whole = 2 ** max(7, math.ceil(math.log2(length)))
+    queries = max(128, 2 ** int(math.log2(1024 // min(group, 1024))))
+    tile = Tile(min(queries, whole), min(512, whole))
+    while 4 * batch * math.prod(length / size for size in tile) > LIST_BYTES:
+        one_more = tile.keys > 2 * tile.queries
+        tile = Tile(tile.queries * (1 + one_more), tile.keys * (2 - one_more))
+    return tile
+
+
+class Shape(NamedTuple):
+    """Static sizes of one call; `length` is a multiple of both sizes of a tile."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    tile: Tile
+
+    @classmethod
+    def of(cls, settings: Settings, query: Array, key: Array, value: Array) -> "Shape":
+        batch, length, heads, head_dim = query.shape
+        kv_heads = key.shape[1]
+        tile = settings.tile or choose_tile(batch, length, heads // kv_heads)
+        # Both are powers of 2, so that the larger one is a multiple of the other.
+        length = math.ceil(length / max(tile)) * max(tile)
+        sizes = heads, kv_heads, head_dim, value.shape[-1]
+        return cls(batch, length, *sizes, tile)
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def lanes(self) -> int:
+        """Queries of a block, of all heads of a group."""
+        return self.group * self.tile.queries
+
+    @property
+    def blocks(self) -> Tile:
+        """Blocks of queries, and of keys, of a row."""
+        return Tile(*(self.length // size for size in self.tile))
+
+    def padded(self, array: Array, axis: int) -> Array:
+        widths = [(0, 0)] * array.ndim
+        widths[axis] = (0, self.length - array.shape[axis])
+        return jnp.pad(array, widths)
+
+    def queries(self, array: Array) -> Array:
+        """[batch, length, heads, dim] to [batch, heads, padded length, dim]."""
+        return self.padded(array, 1).swapaxes(1, 2)
+
+    def by_lane(self, array: Array) -> Array:
+        """[batch, length, heads] to [blocks, kv_heads, 1, lanes]."""
+        split = self.padded(array, 1).reshape(
+            -1, self.tile.queries, self.kv_heads, self.group
+        )
+        return split.transpose(0, 2, 3, 1).reshape(-1, self.kv_heads, 1, self.lanes)
+
+    def of_queries(self, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.batch, self.heads, self.length, width), dtype)
+
+    def of_keys(self, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (self.batch, self.kv_heads, self.length, width), dtype
+        )
+
+    def of_lanes(self) -> jax.ShapeDtypeStruct:
+        blocks = self.batch * self.blocks.queries
+        shape = blocks, self.kv_heads, 1, self.lanes
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+class TileList(NamedTuple):
+    """Tiles with a visible score, in the order in which they are computed.
+
+    Attributes:
+        sums: int32 [tiles], the blocks whose sums are computed, counted over all rows;
+            ascending. They are blocks of queries, or of keys for the keys' gradient.
+        others: int32 [tiles], twice the block that it meets; 1 more if every score of
+            the tile is visible.
+        count: int32 [1], of tiles. The entries after the last one repeat it.
+    """
+
+    sums: Array
+    others: Array
+    count: Array
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        shape: Shape,
+        by_key: bool,
+        positions: Array,
+        ends: Array,
+    ) -> "TileList":
+        def split(array: Array, blocks: int) -> Array:
+            return array.reshape(shape.batch, blocks, -1)
+
+        query_positions = split(positions, shape.blocks.queries)
+        key_positions = split(positions, shape.blocks.keys)
+        key_ends = split(ends, shape.blocks.keys)
+        first_query, first_key = (
+            np.arange(blocks, dtype=np.int32) * size
+            for blocks, size in zip(shape.blocks, shape.tile, strict=True)
+        )
+        first_query, first_key = first_query[:, None], first_key[None, :]
+        # One past the last.
+        end_query = first_query + shape.tile.queries
+        end_key = first_key + shape.tile.keys
+        active = key_ends.max(axis=-1)[:, None] > first_query
+        full = key_ends.min(axis=-1)[:, None] >= end_query
+        if settings.window is not None:
+            back = query_positions.min(axis=-1)[:, :, None]
+            back = back - key_positions.max(axis=-1)[:, None]
+            active &= back < settings.window
+            most = query_positions.max(axis=-1)[:, :, None]
+            most = most - key_positions.min(axis=-1)[:, None]
+            full &= most < settings.window
+        # Tiles on the diagonal are computed even for padding, so that every block of
+        # the results is written.
+        active |= (first_query < end_key) & (first_key < end_query)
+        causal = first_key < end_query
+        active &= causal
+        full &= end_key <= first_query + 1
+        if by_key:
+            active, full = active.swapaxes(1, 2), full.swapaxes(1, 2)
+        rows, columns = active.shape[1:]
+        size = active.size
+        number = jnp.arange(size, dtype=jnp.int32)
+        found = jax.lax.sort(jnp.where(active.reshape(-1), number, size))
+        # About half of all tiles lie above the diagonal.
+        found = found[: shape.batch * np.sum(causal)]
+        count = active.sum(dtype=jnp.int32)
+        found = jnp.minimum(found, found[count - 1])
+        sums, column = found // columns, found % columns
+        others = sums // rows * columns + column
+        full = full.reshape(-1)[found].astype(jnp.int32)
+        return cls(sums, 2 * others + full, count[None])

@@ -1,0 +1,57 @@
+"""Faults of the Pallas kernels and of what chooses them."""
+
+from tests.mutations.fault import Fault
+
+__all__ = ["KERNELS"]
+
+KERNELS = [
+    Fault(
+        "a kernel shows a token to the one after its segment",
+        "kernels/attention/pallas_tpu.py",
+        "(at_query < facts[:, 0:1])",
+        "(at_query <= facts[:, 0:1])",
+        "kernels/test_attention.py kernels/test_pallas_tpu.py",
+    ),
+    Fault(
+        "a tile that a window cuts is not masked",
+        "kernels/attention/tpu_tiles.py",
+        "            full &= most < settings.window\n",
+        "",
+        "kernels/test_attention.py kernels/test_pallas_tpu.py",
+    ),
+    Fault(
+        "a kernel's list ends one tile early",
+        "kernels/attention/tpu_tiles.py",
+        "return cls(sums, 2 * others + full, count[None])",
+        "return cls(sums, 2 * others + full, count[None] - 1)",
+        "kernels/test_attention.py kernels/test_pallas_tpu.py",
+    ),
+    Fault(
+        "the vocabulary's padding has probability on a TPU",
+        "kernels/token_logprob/pallas_tpu.py",
+        "jnp.where(column < limit[0], logits, MASKED)",
+        "jnp.where(column < settings.columns, logits, MASKED)",
+        "kernels/test_token_logprob.py",
+    ),
+    Fault(
+        "what lies behind the weight counts",
+        "kernels/token_logprob/pallas_tpu.py",
+        "    if settings.columns % tile:\n",
+        "    if False:\n",
+        "kernels/test_pallas_tpu.py kernels/test_token_logprob.py",
+    ),
+    Fault(
+        "a kernel's target is any device's token with this number",
+        "kernels/token_logprob/pallas_tpu.py",
+        "(ids >= 0) & (own >= 0) & (own < self.settings.columns)",
+        "(ids >= 0) & (own >= 0)",
+        "kernels/test_token_logprob.py",
+    ),
+    Fault(
+        "another implementation takes the place of the one that was asked for",
+        "kernels/dispatch.py",
+        "    where = PLATFORMS.get(wanted, here)\n",
+        "    where = here\n",
+        "kernels/test_dispatch.py",
+    ),
+]
