@@ -4,6 +4,8 @@ That they equal the definitions is shown in test_attention.py and test_token_log
 beside the other implementations.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +70,16 @@ def both_passes(function, *arrays):
     return out, *pull(cotangent)
 
 
+def whole(positions, ends, window, query, key, value):
+    """The reference, with zeros for padding."""
+    out = attention(
+        query, key, value,
+        query_positions=positions, kv_positions=positions, ends=ends,
+        window=window, implementation="reference",
+    )  # fmt: skip
+    return jnp.where((ends > 0)[:, :, None, None], out, jnp.zeros_like(out))
+
+
 # Head sizes of real models, among them DeepSeek's latent attention; groups of 1 to 7.
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim", "window", "tile"),
@@ -87,14 +99,7 @@ def test_attention_without_races(heads, kv_heads, dim, value_dim, window, tile):
     def kernel(*arrays):
         return attend_tiles(settings, *arrays, positions, ends, None)
 
-    def reference(query, key, value):
-        out = attention(
-            query, key, value,
-            query_positions=positions, kv_positions=positions, ends=ends,
-            window=window, implementation="reference",
-        )  # fmt: skip
-        return jnp.where((ends > 0)[:, :, None, None], out, 0.0)
-
+    reference = functools.partial(whole, positions, ends, window)
     arrays = query, key, value, towards
     found = jax.jit(both_passes, static_argnums=0)(kernel, *arrays)
     expected = jax.jit(both_passes, static_argnums=0)(reference, *arrays)
@@ -130,14 +135,7 @@ def test_bfloat16_attention_is_as_exact_as_its_rounding():
     def kernel(*arrays):
         return attend_tiles(settings, *arrays, positions, ends, None)
 
-    def reference(query, key, value):
-        out = attention(
-            query, key, value,
-            query_positions=positions, kv_positions=positions, ends=ends,
-            implementation="reference",
-        )  # fmt: skip
-        return jnp.where((ends > 0)[:, :, None, None], out, 0)
-
+    reference = functools.partial(whole, positions, ends, None)
     exact = definition(*(np.float64(array) for array in arrays), np.asarray(ends))
     found = both_passes(kernel, *arrays)
     rounded = both_passes(reference, *arrays)

@@ -108,9 +108,10 @@ def attention(
     factor = query.shape[3] ** -0.5 if scale is None else scale
 
     queries = query.shape[1]
-    if ends is not None and implementation != "reference" and queries > TILE:
+    kernel = implementation == "pallas_tpu"
+    if ends is not None and (kernel or (implementation == "xla" and queries > TILE)):
         scoring = float(factor), window, softcap
-        if implementation == "pallas_tpu":
+        if kernel:
             # Half a second that only TPUs need.
             from jaxrl_post.kernels.attention import pallas_tpu, tpu_tiles
 

@@ -26,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.kernels.attention.tpu_tiles import Settings, Shape, TileList
+from jaxrl_post.kernels.mosaic import product
 from jaxrl_post.types import Array
 
 __all__ = ["attend_tiles"]
@@ -318,7 +319,7 @@ def _forward_kernel(
         weights = jnp.exp(scores - higher)
         shrink = jnp.exp(top[...] - higher)
         total[...] = total[...] * shrink + weights.sum(axis=0, keepdims=True)
-        mixed[...] = mixed[...] * shrink + _product(
+        mixed[...] = mixed[...] * shrink + product(
             value[...], weights.astype(value.dtype), (0, 0)
         )
         top[...] = higher
@@ -366,7 +367,7 @@ def _query_kernel(
         _, d_scores = _d_scores(
             settings, scores, value[...], d_out, normalizer[...], inner[...]
         )
-        total[...] += _product(key[...], d_scores.astype(key.dtype), (0, 0))
+        total[...] += product(key[...], d_scores.astype(key.dtype), (0, 0))
 
     task.compute(step)
 
@@ -410,8 +411,8 @@ def _key_kernel(
         weights, d_scores = _d_scores(
             settings, scores, value[...], d_out, normalizer[...], inner[...]
         )
-        value_total[...] += _product(weights.astype(d_out.dtype), d_out, (1, 0))
-        key_total[...] += _product(d_scores.astype(queries.dtype), queries, (1, 0))
+        value_total[...] += product(weights.astype(d_out.dtype), d_out, (1, 0))
+        key_total[...] += product(d_scores.astype(queries.dtype), queries, (1, 0))
 
     task.compute(step)
 
@@ -432,7 +433,7 @@ def _scores(
     masked: bool,
 ) -> Array:
     """Scores of a tile, [keys, lanes]; those that are not visible are `MASKED`."""
-    scores = _product(keys, queries, (1, 1)) * settings.scale
+    scores = product(keys, queries, (1, 1)) * settings.scale
     if settings.softcap is not None:
         scores = settings.softcap * jnp.tanh(scores * (1.0 / settings.softcap))
     if not masked:
@@ -458,20 +459,9 @@ def _d_scores(
 ) -> tuple[Array, Array]:
     """Weights of a tile and the gradient of its products, [keys, lanes]."""
     weights = jnp.exp(scores - normalizer)
-    d_scores = weights * (_product(values, d_out, (1, 1)) - inner)
+    d_scores = weights * (product(values, d_out, (1, 1)) - inner)
     if settings.softcap is not None:
         # Hidden scores are far outside of the cap; their weights are 0.
         capped = jnp.maximum(scores, -settings.softcap) * (1.0 / settings.softcap)
         d_scores = d_scores * (1.0 - capped * capped)
     return weights, d_scores * settings.scale
-
-
-def _product(one: Array, other: Array, axes: tuple[int, int]) -> Array:
-    """A matrix product that sums over an axis of each, in float32."""
-    exact = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        *(one, other),
-        (((axes[0],), (axes[1],)), ((), ())),
-        precision=exact,
-        preferred_element_type=jnp.float32,
-    )

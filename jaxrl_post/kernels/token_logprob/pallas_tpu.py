@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxrl_post.kernels.mosaic import product
 from jaxrl_post.kernels.token_logprob.counted import Residuals, counted_tiles, take
 from jaxrl_post.kernels.token_logprob.reference import MASKED
 from jaxrl_post.types import Array
@@ -382,9 +383,9 @@ def _gradient_kernel(
         towards = towards * slope
     towards = towards.astype(weight.dtype)
     if settings.kernel == "weight":
-        gradient[...] += _product(towards, hidden[...], (1, 0))
+        gradient[...] += product(towards, hidden[...], (1, 0))
     else:
-        gradient[...] += _product(towards, table, (0, 0))
+        gradient[...] += product(towards, table, (0, 0))
 
 
 def _logits(
@@ -397,7 +398,7 @@ def _logits(
     if settings.columns % tile:
         # What lies behind the weight may be anything, and 0 x NaN is NaN.
         table = jnp.where(column < settings.columns, table, jnp.zeros_like(table))
-    logits = _product(table, hidden[...], (1, 1))
+    logits = product(table, hidden[...], (1, 1))
     if layout.softcap is not None:
         logits = layout.softcap * jnp.tanh(logits * (1.0 / layout.softcap))
     logits = logits * (1.0 / layout.temperature)
@@ -412,14 +413,3 @@ def _among(column: Array, ids: Any) -> Array:
 
     zeros = jnp.zeros((column.shape[0], ids.shape[1]), jnp.float32)
     return jax.lax.fori_loop(1, ids.shape[0], add, zeros)
-
-
-def _product(one: Array, other: Array, axes: tuple[int, int]) -> Array:
-    """A matrix product that sums over an axis of each, in float32."""
-    exact = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        *(one, other),
-        (((axes[0],), (axes[1],)), ((), ())),
-        precision=exact,
-        preferred_element_type=jnp.float32,
-    )
