@@ -1,0 +1,309 @@
+"""Each operation's implementations on this device: correct first, then their time.
+
+    python -m benchmarks.kernels --json benchmarks/results/FILE.json
+    python -m benchmarks.kernels --divide 16 --repeats 3      on a CPU
+
+Forward and backward pass, at the shapes of `kernels/*/shapes.py`. `share` is that of
+the peak that a square `jnp.dot` of this dtype reaches in this run, for the products
+that are needed: recomputed ones do not count. Attention computes one plain causal
+sequence a row, and groups of eight answers to a prompt. `cudnn` is
+`jax.nn.dot_product_attention` with cuDNN, on GPUs, which knows no shared prompt.
+
+Before an implementation is timed, its results are compared with those of "reference",
+which holds all scores or logits, at a smaller size; it is skipped if they differ.
+"""
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import machine
+from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
+from jaxrl_post.kernels.attention.shapes import Shape as AttentionShape
+from jaxrl_post.kernels.dispatch import platform
+from jaxrl_post.kernels.token_logprob import token_logprob
+from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
+from jaxrl_post.kernels.token_logprob.shapes import Shape as HeadShape
+from jaxrl_post.learner.model import versions
+
+type Arrays = tuple[jax.Array, ...]
+type Pass = Callable[..., Any]
+
+# Largest relative error of an implementation, by norm, against the reference.
+TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
+ANSWERS = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the benchmark.
+
+    Attributes:
+        operations: what is measured.
+        shapes: names of shapes; all without one.
+        dtype: of the operands.
+        divide: by which rows and lengths are divided, for a slow device.
+        repeats: timed runs of each.
+        json: file to write the result to.
+    """
+
+    operations: tuple[Literal["token_logprob", "attention"], ...] = (
+        "token_logprob",
+        "attention",
+    )
+    shapes: tuple[str, ...] = ()
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    divide: int = 1
+    repeats: int = 10
+    json: Path | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the result, before it is measured.
+
+    Attributes:
+        operation: name.
+        shape: name, with what is computed.
+        implementations: by name, both passes.
+        arrays: their arguments.
+        small: arguments of the same kind for the reference.
+        flops: of the products that are needed.
+    """
+
+    operation: str
+    shape: str
+    implementations: dict[str, Pass]
+    arrays: Callable[[], Arrays]
+    small: Callable[[], Arrays]
+    flops: float
+
+
+def main(options: Options) -> dict[str, Any]:
+    """Runs the benchmark and returns what it measured."""
+    peak = _peak(options)
+    rows = [row for case in _cases(options) for row in _measured(options, case, peak)]
+    return {
+        "device": jax.devices()[0].device_kind,
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
+        "dtype": options.dtype,
+        "divide": options.divide,
+        "matmul_tflops": peak / 1e12,
+        "rows": rows,
+    }
+
+
+def _cases(options: Options) -> Iterator[Case]:
+    dtype = jnp.dtype(options.dtype)
+    if "token_logprob" in options.operations:
+        for name, shape in TOKEN_LOGPROB.items():
+            if not options.shapes or name in options.shapes:
+                yield _head(name, shape, dtype, options.divide)
+    if "attention" in options.operations:
+        for name, shape in ATTENTION.items():
+            if not options.shapes or name in options.shapes:
+                yield _attention(name, shape, dtype, options.divide, answers=0)
+                yield _attention(name, shape, dtype, options.divide, answers=ANSWERS)
+
+
+def _implementations(dtype: Any) -> list[str]:
+    names = ["xla"]
+    if platform() == "tpu" and dtype in (jnp.bfloat16, jnp.float32):
+        names.append("pallas_tpu")
+    return names
+
+
+def _head(name: str, shape: HeadShape, dtype: Any, divide: int) -> Case:
+    def arrays(rows: int, vocab: int) -> Arrays:
+        keys = jax.random.split(jax.random.key(0), 4)
+        hidden = jax.random.normal(keys[0], (1, rows, shape.width), dtype)
+        weight = jax.random.normal(keys[1], (vocab, shape.width), dtype)
+        weight = weight * jnp.asarray(shape.width**-0.5, dtype)
+        targets = jax.random.randint(keys[2], (1, rows), 0, vocab, jnp.int32)
+        kept = None
+        if shape.kept:
+            step = jnp.arange(shape.kept, dtype=jnp.int32) * 7
+            kept = (targets[..., None] + step) % vocab
+        return hidden, weight, targets, kept, jax.random.normal(keys[3], (1, rows))  # type: ignore[return-value]
+
+    def both(hidden: Any, weight: Any, targets: Any, kept: Any, g: Any, *, by: str):
+        def run(hidden: jax.Array, weight: jax.Array) -> Any:
+            found = token_logprob(
+                hidden, weight, targets,
+                kept=kept, softcap=shape.softcap, implementation=by,  # type: ignore[arg-type]
+            )  # fmt: skip
+            return tuple(found)
+
+        found, pull = jax.vjp(run, hidden, weight)
+        return found, pull((g, jnp.zeros_like(g)))
+
+    rows = max(8, shape.rows // divide)
+    names = ["reference", *_implementations(dtype)]
+    return Case(
+        "token_logprob",
+        name,
+        {by: jax.jit(functools.partial(both, by=by)) for by in names},
+        functools.partial(arrays, rows, shape.vocab),
+        functools.partial(arrays, 300, min(shape.vocab, 5003)),
+        6.0 * rows * shape.width * shape.vocab,
+    )
+
+
+def _attention(
+    name: str, shape: AttentionShape, dtype: Any, divide: int, *, answers: int
+) -> Case:
+    def rows(length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and ends of a row: a prompt of half of it, then its answers."""
+        index = np.arange(length, dtype=np.int32)
+        ends, positions = np.full(length, length, np.int32), index.copy()
+        if answers:
+            prompt = length // 2
+            size = (length - prompt) // answers
+            which = np.minimum((index - prompt) // size, answers - 1)
+            last = np.where(which == answers - 1, length, prompt + (which + 1) * size)
+            ends = np.where(index < prompt, length, last).astype(np.int32)
+            start = prompt + which * size
+            positions = np.where(index < prompt, index, prompt + index - start)
+        return positions.astype(np.int32), ends
+
+    def arrays(length: int) -> Arrays:
+        keys = jax.random.split(jax.random.key(0), 4)
+        batch, heads, kv_heads = shape.batch, shape.heads, shape.kv_heads
+        sizes = [
+            (batch, length, heads, shape.head_dim),
+            (batch, kv_heads, length, shape.head_dim),
+            (batch, kv_heads, length, shape.value_dim),
+            (batch, length, heads, shape.value_dim),
+        ]
+        found = [
+            jax.random.normal(key, size, dtype)
+            for key, size in zip(keys, sizes, strict=True)
+        ]
+        facts = [jnp.asarray(np.stack([row] * batch)) for row in rows(length)]
+        return *found, *facts
+
+    def both(q: Any, k: Any, v: Any, g: Any, positions: Any, ends: Any, *, by: str):
+        sinks = jnp.zeros(shape.heads) if shape.sinks else None
+
+        def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            if by == "cudnn":
+                return jax.nn.dot_product_attention(
+                    q, k.swapaxes(1, 2), v.swapaxes(1, 2),
+                    is_causal=True, implementation="cudnn",
+                )  # fmt: skip
+            return attention(
+                q, k, v,
+                query_positions=positions, kv_positions=positions, ends=ends,
+                window=shape.window, softcap=shape.softcap, sinks=sinks,
+                implementation=by,  # type: ignore[arg-type]
+            )  # fmt: skip
+
+        out, pull = jax.vjp(run, q, k, v)
+        return out, pull(g)
+
+    length = max(256, shape.length // divide)
+    positions, ends = rows(length)
+    back = shape.window or length
+    # A token sees itself and what is before it on its path.
+    seen = shape.batch * float(np.minimum(positions + 1, back).sum())
+    names = ["reference", *_implementations(dtype)]
+    plain = not answers and shape.head_dim == shape.value_dim
+    if platform() == "gpu" and plain and shape[6:] == (None, None, False):
+        names.append("cudnn")
+    widths = shape.head_dim + shape.value_dim
+    return Case(
+        "attention",
+        f"{name}, {f'{answers} answers' if answers else 'causal'}",
+        {by: jax.jit(functools.partial(both, by=by)) for by in names},
+        functools.partial(arrays, length),
+        functools.partial(arrays, 600),
+        # Scores and mixing, and twice as much backward.
+        3 * 2.0 * seen * shape.heads * widths,
+    )
+
+
+def _measured(options: Options, case: Case, peak: float) -> Iterator[dict[str, Any]]:
+    reference = case.implementations["reference"](*case.small())
+    for name, function in case.implementations.items():
+        if name == "reference":
+            continue
+        row = {"operation": case.operation, "shape": case.shape, "by": name}
+        try:
+            row["error"] = _error(function(*case.small()), reference)
+            if row["error"] > TOLERANCE[options.dtype]:
+                yield row | {"skipped": "differs from the reference"}
+                continue
+            seconds = _seconds(function, case.arrays(), options.repeats)
+        except Exception as error:  # Out of memory, or refused: the others go on.
+            yield row | {"skipped": " ".join(str(error).split())[:200]}
+            continue
+        rate = case.flops / seconds
+        yield row | {
+            "ms": 1e3 * seconds,
+            "tflops": rate / 1e12,
+            "share": rate / peak,
+        }
+
+
+def _error(found: Any, expected: Any) -> float:
+    """The largest relative difference, by norm, of the arrays of two results."""
+
+    def one(left: jax.Array, right: jax.Array) -> float:
+        left, right = np.float64(left), np.float64(right)
+        return float(np.linalg.norm(left - right) / max(np.linalg.norm(right), 1e-30))
+
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max(one(left, right) for left, right in pairs)
+
+
+def _seconds(function: Pass, arrays: Arrays, repeats: int) -> float:
+    jax.block_until_ready(function(*arrays))
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready(function(*arrays))
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _peak(options: Options) -> float:
+    """Operations per second of a square matrix product."""
+    size = 1024 if platform() == "cpu" else 8192
+    one = jax.random.normal(jax.random.key(0), (size, size), jnp.dtype(options.dtype))
+    return 2.0 * size**3 / _seconds(jax.jit(jnp.dot), (one, one), options.repeats)
+
+
+if __name__ == "__main__":
+    options = tyro.cli(Options, description=__doc__)
+    result = main(options)
+    table = Table("operation", "shape", "by", "ms", "TFLOP/s", "share", "error")
+    for row in result["rows"]:
+        numbers = [row.get("skipped", ""), "", ""]
+        if "ms" in row:
+            numbers = [
+                f"{row['ms']:.2f}",
+                f"{row['tflops']:.2f}",
+                f"{row['share']:.0%}",
+            ]
+        error = f"{row['error']:.1e}" if "error" in row else ""
+        table.add_row(row["operation"], row["shape"], row["by"], *numbers, error)
+    console = Console()
+    console.print(table)
+    console.print(f"{result['device']}: matmul {result['matmul_tflops']:.2f} TFLOP/s")
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
