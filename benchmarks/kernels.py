@@ -217,7 +217,7 @@ def _attention(
         return out, pull(g)
 
     length = max(256, shape.length // divide)
-    positions, ends = rows(length)
+    positions, _ = rows(length)
     back = shape.window or length
     # A token sees itself and what is before it on its path.
     seen = shape.batch * float(np.minimum(positions + 1, back).sum())
@@ -242,6 +242,7 @@ def _measured(options: Options, case: Case, peak: float) -> Iterator[dict[str, A
     for name, function in case.implementations.items():
         if name == "reference":
             continue
+        row: dict[str, Any]
         row = {"operation": case.operation, "shape": case.shape, "by": name}
         try:
             row["error"] = _error(function(*case.small()), reference)
@@ -264,8 +265,9 @@ def _error(found: Any, expected: Any) -> float:
     """The largest relative difference, by norm, of the arrays of two results."""
 
     def one(left: jax.Array, right: jax.Array) -> float:
-        left, right = np.float64(left), np.float64(right)
-        return float(np.linalg.norm(left - right) / max(np.linalg.norm(right), 1e-30))
+        found, expected = (np.asarray(array, np.float64) for array in (left, right))
+        size = max(float(np.linalg.norm(expected)), 1e-30)
+        return float(np.linalg.norm(found - expected)) / size
 
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     return max(one(left, right) for left, right in pairs)
