@@ -12,7 +12,6 @@ from jaxrl_post.kernels.decode_attention import (
     decode_attention,
     quantize_entries,
 )
-from jaxrl_post.kernels.decode_attention.api import Implementation
 from jaxrl_post.sharding import create_mesh
 from tests.kernels.test_decode_attention import CLOSE, case, oracle, run
 
@@ -76,7 +75,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_lost(dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("implementation", Implementation.__args__)
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_attention_over_codes_is_that_over_what_they_mean(
     dtype, implementation, queries
