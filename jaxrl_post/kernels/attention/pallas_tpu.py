@@ -353,20 +353,15 @@ def _query_kernel(
     total: Any,
 ) -> None:
     task = _Task.here(shape, (sums, others, count))
+    operands = query, key, value, of_query, of_key, towards, normalizer, inner
+    gradients = functools.partial(_d_scores, settings, shape, task, operands)
 
     @pl.when(task.first & task.real)
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
     def step(masked: bool) -> None:
-        queries = query[...].reshape(shape.lanes, shape.head_dim)
-        d_out = towards[...].reshape(shape.lanes, shape.value_dim)
-        scores = _scores(
-            settings, shape, task, queries, key[...], of_query, of_key, masked
-        )
-        _, d_scores = _d_scores(
-            settings, scores, value[...], d_out, normalizer[...], inner[...]
-        )
+        _, d_scores = gradients(masked)
         total[...] += product(key[...], d_scores.astype(key.dtype), (0, 0))
 
     task.compute(step)
@@ -396,6 +391,8 @@ def _key_kernel(
     value_total: Any,
 ) -> None:
     task = _Task.here(shape, (sums, others, count), by_key=True)
+    operands = query, key, value, of_query, of_key, towards, normalizer, inner
+    gradients = functools.partial(_d_scores, settings, shape, task, operands)
 
     @pl.when(task.first & task.real)
     def _() -> None:
@@ -405,12 +402,7 @@ def _key_kernel(
     def step(masked: bool) -> None:
         queries = query[...].reshape(shape.lanes, shape.head_dim)
         d_out = towards[...].reshape(shape.lanes, shape.value_dim)
-        scores = _scores(
-            settings, shape, task, queries, key[...], of_query, of_key, masked
-        )
-        weights, d_scores = _d_scores(
-            settings, scores, value[...], d_out, normalizer[...], inner[...]
-        )
+        weights, d_scores = gradients(masked)
         value_total[...] += product(weights.astype(d_out.dtype), d_out, (1, 0))
         key_total[...] += product(d_scores.astype(queries.dtype), queries, (1, 0))
 
@@ -451,15 +443,18 @@ def _scores(
 
 def _d_scores(
     settings: Settings,
-    scores: Array,
-    values: Array,
-    d_out: Array,
-    normalizer: Array,
-    inner: Array,
+    shape: Shape,
+    task: _Task,
+    operands: tuple[Any, ...],
+    masked: bool,
 ) -> tuple[Array, Array]:
     """Weights of a tile and the gradient of its products, [keys, lanes]."""
-    weights = jnp.exp(scores - normalizer)
-    d_scores = weights * (product(values, d_out, (1, 1)) - inner)
+    query, key, value, of_query, of_key, towards, normalizer, inner = operands
+    queries = query[...].reshape(shape.lanes, shape.head_dim)
+    d_out = towards[...].reshape(shape.lanes, shape.value_dim)
+    scores = _scores(settings, shape, task, queries, key[...], of_query, of_key, masked)
+    weights = jnp.exp(scores - normalizer[...])
+    d_scores = weights * (product(value[...], d_out, (1, 1)) - inner[...])
     if settings.softcap is not None:
         # Hidden scores are far outside of the cap; their weights are 0.
         capped = jnp.maximum(scores, -settings.softcap) * (1.0 / settings.softcap)
