@@ -335,7 +335,17 @@ def _check_turns(config: RLConfig) -> None:
             f"--algorithm.turn-discount: {algorithm.name} discounts by the token; use "
             "--critic.gamma for ppo, or drop the option"
         )
+    if not rollout.recompute_cache and config.exact:
+        raise ConfigError(
+            "--rollout.no-recompute-cache: with --exact a log-prob is that of one "
+            "version's parameters, and kept keys are of another; drop one of them"
+        )
     if not rollout.partial:
+        if not rollout.recompute_cache:
+            raise ConfigError(
+                "--rollout.no-recompute-cache: without --rollout.partial no "
+                "sample goes on under other parameters; drop the option"
+            )
         return
     if algorithm.name == "remax":
         raise ConfigError(

@@ -43,6 +43,11 @@ class RolloutConfig:
         partial: groups that may be unfinished when a step is taken. Then so many more
             prompts are under way than a step needs, it takes the first groups that
             finish, and the others go on under the next parameters. 0 waits for all.
+        recompute_cache: whether samples that go on under the next parameters compute
+            the keys and values of their tokens again. Without it they keep those of the
+            earlier parameters until an evaluation or a checkpoint: it saves a prefill
+            of each, but what is sampled then is no version's policy, and
+            `algorithm.correction` has more to correct.
         temperature: sampling temperature, > 0. It is part of the policy that is
             trained; generation_config.json is not read.
         top_k: sample from the k most probable tokens alone; 0 for all.
@@ -107,6 +112,7 @@ class RolloutConfig:
     max_tokens: Annotated[int, COUNT] = 256
     max_turns: Annotated[int, COUNT] = 1
     partial: Annotated[int, NOT_NEGATIVE] = 0
+    recompute_cache: bool = True
     temperature: Annotated[float, POSITIVE] = 1.0
     top_k: Annotated[int, NOT_NEGATIVE] = 0
     top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0

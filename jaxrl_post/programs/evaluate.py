@@ -264,6 +264,11 @@ class _Counted:
         self._progress.advance(self._task, len(done))
         return done
 
+    def settle(self) -> list[Completion]:
+        done = self._sampler.settle()
+        self._progress.advance(self._task, len(done))
+        return done
+
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
         return self._sampler.cancel(samples)
 

@@ -76,6 +76,8 @@ class Experience:
     judge: RewardJudge | None = None
     queue: GroupQueue = field(default_factory=GroupQueue)
     drawn: int = 0
+    # The sampler that has unfinished samples; None if they are suspended.
+    _paused: Published | None = field(default=None, init=False)
     # Prompt id to the index of its task, for unfinished groups.
     _places: dict[int, int] = field(default_factory=dict, init=False)
 
@@ -84,8 +86,9 @@ class Experience:
     ) -> tuple[list[Group], dict[str, float]]:
         """Samples until there are enough groups to train on.
 
-        Afterwards the sampler is empty: with `rollout.partial`, unfinished groups are
-        suspended, and the next call continues them.
+        Afterwards the parameters may be donated. With `rollout.partial`, unfinished
+        groups are suspended, or keep their places in the sampler without
+        `rollout.recompute_cache`; the next call continues them.
 
         Args:
             sampler: with the current parameters bound.
@@ -124,6 +127,7 @@ class Experience:
             RolloutTimeoutError: sampling or judging took too long.
         """
         begin = time.perf_counter()
+        self._suspend()
         tasks = self._tasks["eval"]
         count = min(self.config.eval.num_tasks, len(tasks))
         numbered = [(EVAL_IDS + i, tasks[i]) for i in range(count)]
@@ -142,7 +146,10 @@ class Experience:
         return Evaluation(scores, groups, time.perf_counter() - begin)
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON; the sampler must be empty."""
+        """The state for a checkpoint, as JSON; suspends unfinished groups."""
+        # The sampler's keys are in no checkpoint: a run that resumes computes them
+        # again, and so must one that goes on.
+        self._suspend()
         return {
             "drawn": self.drawn,
             "queue": self.queue.to_json(),
@@ -254,8 +261,18 @@ class Experience:
             tasks = self._tasks["train"]
             places = {g.prompt_id: tasks[self._places.pop(g.prompt_id)] for g in done}
             sampled += self._queued(self._with_model(done, places))
-        self.collector.suspend(sampler)
+        if rollout.recompute_cache:
+            self.collector.suspend(sampler)
+        else:
+            self.collector.pause(sampler)
+            self._paused = sampler
         return sampled
+
+    def _suspend(self) -> None:
+        """Takes unfinished samples back from the sampler."""
+        if self._paused is not None:
+            self.collector.suspend(self._paused)
+            self._paused = None
 
     def _queued(self, groups: list[Group]) -> list[Group]:
         """Queues the groups to train on; returns all groups."""

@@ -194,6 +194,7 @@ def make_engine(
         mesh=weights.mesh,
         rules=model.rules,
         detokenize=model.tokenizer.decode,
+        recompute_cache=rollout.recompute_cache,
         exact=exact,
         draft=_open_draft(rollout.draft, model, weights, sizes.max_length),
     )

@@ -58,6 +58,10 @@ class Sampler(Protocol):
         """Waits for the first burst, a bounded time; returns finished completions."""
         ...
 
+    def settle(self) -> list[Completion]:
+        """Waits for all bursts, so that the parameters may change."""
+        ...
+
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
         """Stops samples (all for None); returns completions of the tokens so far."""
         ...
@@ -222,6 +226,15 @@ class Collector:
         self.seconds["rollout"] += (dispatched - begin) + (end - judged)
         self.seconds["reward"] += judged - dispatched
         return self._finished()
+
+    def pause(self, sampler: Sampler) -> None:
+        """Waits for the device; the samples stay where they are in the sampler.
+
+        The next `poll` continues them, possibly under other parameters. The sampler
+        says whether their kept keys and values are computed again.
+        """
+        for completion in sampler.settle():
+            self._completed(completion)
 
     def suspend(self, sampler: Sampler) -> None:
         """Takes all samples back from the sampler, with their tokens so far.

@@ -60,6 +60,10 @@ class Published:
         """Waits for the first burst; returns finished completions."""
         return self.engine.collect()
 
+    def settle(self) -> list[Completion]:
+        """Waits for all bursts; returns finished completions."""
+        return self.engine.settle()
+
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
         """Stops samples (all for None); returns completions of the tokens so far."""
         return self.engine.cancel(samples)

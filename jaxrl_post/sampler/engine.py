@@ -223,7 +223,7 @@ class Engine:
 
         Args:
             params: parameters of the config, in the engine's dtype and mesh. They may
-                be donated when the engine is no longer busy, or after `cancel`.
+                be donated when the engine is no longer busy, or after `settle`.
             version: recorded with every token of these bursts.
         """
         if len(self._running) > 1 or not self.busy:
@@ -277,6 +277,17 @@ class Engine:
             self._running.clear()
         return done
 
+    def settle(self) -> list[Completion]:
+        """Waits for all bursts under way; returns the completions that finished.
+
+        Afterwards the parameters may be donated. The other samples keep their slots,
+        and the next `dispatch` continues them, possibly with other parameters.
+        """
+        done: list[Completion] = []
+        while self._running:
+            done += self.collect()
+        return done
+
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
         """Waits for all bursts under way, then cancels running and waiting samples.
 
@@ -289,9 +300,7 @@ class Engine:
             the cancelled samples with the reason "cancelled" and their tokens so far; a
             request with `num_sampled` continues such a sample.
         """
-        done: list[Completion] = []
-        while self._running:
-            done += self.collect()
+        done = self.settle()
         chosen: Set[SampleId] | None = None if samples is None else set(samples)
         cancelled = self.scheduler.cancel(chosen)
         return done + [sample.finished("cancelled") for sample in cancelled]

@@ -154,6 +154,16 @@ MISTAKES = [
         ),
         "--reward.model: ",
     ),
+    (
+        grpo,
+        ("--rollout.no-recompute-cache",),
+        "--rollout.no-recompute-cache: without --rollout.partial no sample",
+    ),
+    (
+        grpo,
+        ("--rollout.no-recompute-cache", "--rollout.partial=4", "--exact"),
+        "--rollout.no-recompute-cache: with --exact a log-prob is that of one",
+    ),
     (grpo, ("--rollout.partial=-1",), "--rollout.partial: must be at least 0; got -1"),
     (distill, (), "--algorithm.reference: distillation needs the directory"),
     (sft, ("--warm-start.steps", "3"), "--warm-start.steps: fine-tuning is what a wa"),

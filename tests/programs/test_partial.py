@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import Task, WorkerPool
+from jaxrl_post.programs.rl import Trainer, make_engine
 from jaxrl_post.rollout.flight import ChangedTaskError
 from tests.packed_rows import sequences_in
 from tests.programs.trainers import RL, assert_same, changed, make_trainer
@@ -121,6 +122,76 @@ def test_a_checkpoint_holds_the_episodes_under_way(coin, judges, stop):
         assert facts(metrics) == facts(expected[number - 1][0])
         assert groups == expected[number - 1][1]
     assert_same(again.snapshot(), whole.snapshot())
+
+
+def in_short_bursts(judges: WorkerPool, relay, *, recompute: bool) -> Trainer:
+    """A trainer whose steps find samples in the middle of a turn."""
+    rollout = dataclasses.replace(
+        CONFIG.rollout, num_slots=20, steps_per_call=1, recompute_cache=recompute
+    )
+    config = dataclasses.replace(CONFIG, rollout=rollout)
+    trainer = make_trainer(relay, judges, config)
+    trainer.engine = make_engine(
+        rollout, trainer.updater.model, trainer.weights, seed=0
+    )
+    return trainer
+
+
+def test_samples_that_go_on_may_keep_their_keys(coin, judges):
+    """Less is prefilled, and what is sampled with older keys is no version's policy."""
+    prefilled, errors, versions = {}, {}, {}
+    for recompute in (True, False):
+        trainer = in_short_bursts(judges, coin.Relay(), recompute=recompute)
+        engine, learner = trainer.engine, trainer.updater.learner
+        error, left = {False: 0.0, True: 0.0}, 0
+        for number in range(1, 7):
+            versions[number - 1] = jax.tree.map(np.array, trainer.updater.state.params)
+            learner.seen.clear()
+            trainer.step(number)
+            left += engine.busy
+            ((_, batch),) = learner.seen
+            for version in np.unique(batch.versions[batch.loss_mask]):
+                scored = learner.scorer.predict(versions[int(version)], batch)
+                gap = np.abs(batch.behavior_logprobs - np.asarray(scored.logprobs))
+                for row, there in sequences_in(batch):
+                    # A turn is prefilled anew, whatever was sampled before it.
+                    chosen = batch.loss_mask[row] & (batch.versions[row] == version)
+                    mine = np.intersect1d(np.flatnonzero(chosen), there)
+                    if mine.size:
+                        mixed = bool((batch.versions[row][there] < version).any())
+                        error[mixed] = max(error[mixed], gap[row][mine].max())
+        assert left == 0 if recompute else left > 1, "the test shows nothing"
+        # A checkpoint takes the samples back.
+        assert trainer.meta()["flights"]
+        assert not engine.busy
+        prefilled[recompute] = engine.prefilled_tokens
+        errors[recompute] = error
+    assert prefilled[False] < prefilled[True]
+    assert max(errors[True].values()) < 1e-5
+    assert errors[False][False] < 1e-5
+    assert errors[False][True] > 1e-4
+
+
+def test_a_checkpoint_and_an_evaluation_compute_kept_keys_again(coin, judges):
+    """A run that resumes equals, to the last bit, the one that went on."""
+    first = in_short_bursts(judges, coin.Relay(), recompute=False)
+    for number in range(1, 3):
+        first.step(number)
+    first.evaluate()
+    meta = json.loads(json.dumps(first.meta()))
+    assert meta["flights"], "nothing is under way: the test shows nothing"
+    place = first.experience.indices.get_state()
+    snapshot = jax.tree.map(jax.numpy.array, first.snapshot())
+    expected = [first.step(number) for number in range(3, 6)]
+    again = in_short_bursts(judges, coin.Relay(), recompute=False)
+    again.experience.indices.set_state(place)
+    again.load_snapshot(snapshot)
+    again.load_meta(meta)
+    for number, (told, groups) in zip(range(3, 6), expected, strict=True):
+        metrics, found = again.step(number)
+        assert facts(metrics) == facts(told)
+        assert found == groups
+    assert_same(again.snapshot(), first.snapshot())
 
 
 def test_sessions_do_what_a_pure_step_does_resumed_or_not(coin, judges):

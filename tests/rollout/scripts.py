@@ -79,6 +79,9 @@ class ScriptedSampler:
                 self._waiting.append((request, index, bursts + 1))
         return done[::-1]
 
+    def settle(self) -> list[Completion]:
+        return []
+
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
         assert samples is None
         waiting, self._waiting = self._waiting, []

@@ -85,6 +85,9 @@ class Scripted:
     def dispatch(self) -> None:
         pass
 
+    def settle(self) -> list[Completion]:
+        raise NotImplementedError
+
     def cancel(self, samples: object = None) -> list[Completion]:
         raise NotImplementedError
 
