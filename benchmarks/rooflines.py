@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
 from jaxrl_post.kernels.attention.tpu_tiles import choose_tile
+from jaxrl_post.kernels.decode_attention.pallas_tpu import LANES, Sizes
+from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
+from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
 from jaxrl_post.kernels.token_logprob import pallas_tpu as head
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.programs.planning.chips import CHIPS
@@ -101,6 +104,52 @@ def of_attention(shape: tuple, row_tokens: int) -> Iterator[Kernel]:
     )  # fmt: skip
 
 
+def of_decode_attention(shape: DecodeShape) -> Iterator[tuple[Kernel, float]]:
+    """Own keys, and shared keys if there are any; with the bytes of keys and values.
+
+    Every query sees every key.
+    """
+    item = ITEM if shape.codes is None else 1
+    widths = shape.head_dim + shape.value_dim
+    # A scale for each key, and each value.
+    entry = widths * item + 8 * (shape.codes is not None)
+    value_dim = shape.value_dim or shape.head_dim
+    group = shape.heads // shape.kv_heads
+    parts = [(shape.batch, shape.queries * group, shape.own)]
+    if shape.members:
+        groups = math.ceil(shape.batch / shape.members)
+        parts.append((groups, shape.members * shape.queries * group, shape.shared))
+    for batch, queries, keys in parts:
+        rows = 16 * math.ceil(queries / 16)
+        rows = rows if rows <= 512 else 512 * math.ceil(rows / 512)
+        key_bytes = max(shape.head_dim, shape.value_dim) * item
+        sizes = Sizes.of(batch, shape.kv_heads, rows, keys, key_bytes)
+        keys = math.ceil(keys / sizes.keys) * sizes.keys
+        heads = batch * shape.kv_heads
+        entries = heads * keys * entry
+        beside = heads * rows * (shape.head_dim * ITEM + (value_dim + LANES) * 4)
+        blocks = heads / sizes.batch / sizes.heads * keys / sizes.keys
+        again = rows / sizes.queries
+        work = 2.0 * heads * rows * keys * (shape.head_dim + value_dim)
+        yield (
+            Kernel(work, work, again * entries + beside, blocks * again),
+            float(entries),
+        )
+
+
+def decode_row(name: str, kernels: list[tuple[Kernel, float]]) -> str:
+    """A row of the table of decoding: microseconds, and the share of the bandwidth."""
+    cells = [name]
+    for kind in NAMES:
+        chip = CHIPS[kind]
+        rates = chip.flops, chip.memory_bandwidth
+        times = [kernel.seconds(*rates) for kernel, _ in kernels]
+        read = sum(entries for _, entries in kernels) / chip.memory_bandwidth
+        cells += [" + ".join(f"{1e6 * t:.0f}" for t in times)]
+        cells += [f"{read / sum(times):.0%}"]
+    return "| " + " | ".join(cells) + " |"
+
+
 def row(name: str, kernels: list[Kernel]) -> str:
     """A row of a table: milliseconds and shares on each chip."""
     cells = [name]
@@ -114,11 +163,13 @@ def row(name: str, kernels: list[Kernel]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def table(title: str, rows: list[str]) -> str:
+def table(
+    title: str, rows: list[str], columns: tuple[str, ...] = ("ms", "busy", "needed")
+) -> str:
     """A table with its heading."""
     heads = ["shape"]
     for name in NAMES.values():
-        heads += [f"{name} ms", "busy", "needed"]
+        heads += [f"{name} {columns[0]}", *columns[1:]]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *rows]
     return f"## {title}\n\n" + "\n".join(lines) + "\n"
 
@@ -145,6 +196,16 @@ def main() -> None:
                 ],
             )
         )
+    print(
+        table(
+            "decode_attention: own keys + shared keys",
+            [
+                decode_row(name, list(of_decode_attention(shape)))
+                for name, shape in DECODE.items()
+            ],
+            ("us", "bandwidth"),
+        )
+    )
 
 
 if __name__ == "__main__":

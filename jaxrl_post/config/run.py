@@ -157,7 +157,7 @@ class RunConfig:
         checkpoint: when the run is saved.
         warm_start: supervised steps of a preset.
         lora: an adapter to train in place of the model.
-        kernels: what computes attention and log-probs in training: "auto", the Pallas
+        kernels: what computes attention and the trainer's log-probs: "auto", the Pallas
             kernels on TPUs and XLA programs elsewhere; "xla", XLA programs;
             "pallas_tpu", the kernels for TPUs, or an error.
         log: trackers that get the metrics, beside metrics.jsonl: tensorboard, wandb,

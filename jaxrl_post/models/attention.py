@@ -205,8 +205,8 @@ def _attend(
     shared, keys, values = entry.shared, entry.keys, entry.values
     if not values.shape[-1]:
         # The keys serve as values, because cutting off r would copy the cache.
-        values = keys
-        shared = None if shared is None else shared._replace(value=shared.key)
+        values = None
+        shared = None if shared is None else shared._replace(value=None)
     keys, values = jax.tree.map(
         lambda leaf: constrain(leaf, KV_AXES, rules), (keys, values)
     )

@@ -286,6 +286,7 @@ def _trainer(
         seed=config.seed,
         exact=config.exact,
         kept_ids=config.kept_ids,
+        kernels=config.kernels,
     )
     return Trainer(engine, experience, updater, weights, demonstrations)
 

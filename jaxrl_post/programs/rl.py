@@ -15,6 +15,7 @@ from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data import packing
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.demonstrations import Demonstrations
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.learner.model import Model, context_of
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Updater
@@ -170,6 +171,7 @@ def make_engine(
     seed: int,
     exact: bool = False,
     kept_ids: int = 0,
+    kernels: Implementation = "auto",
 ) -> Engine:
     """Makes a sampler with sizes from the configuration.
 
@@ -180,6 +182,7 @@ def make_engine(
         seed: of the sampling noise.
         exact: as `Engine` has it.
         kept_ids: as `EngineConfig` has it.
+        kernels: as `Engine` has it.
     """
     sizes = engine_sizes(
         rollout,
@@ -197,6 +200,7 @@ def make_engine(
         recompute_cache=rollout.recompute_cache,
         exact=exact,
         draft=_open_draft(rollout.draft, model, weights, sizes.max_length),
+        kernels=kernels,
     )
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrl_post.kernels.decode_attention import Entries
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward, logits
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
@@ -128,6 +129,7 @@ def prefill(
     rules: Rules,
     *,
     exact: bool = False,
+    kernels: Implementation = "auto",
 ) -> Pages:
     """Computes the keys and values of chunks and stores them in their pages.
 
@@ -138,6 +140,7 @@ def prefill(
         rows: the chunks.
         rules: sharding of activations.
         exact: static; whether the keys' bits depend on their paths alone.
+        kernels: static, as in `models.forward`.
     """
     count, length = rows.tokens.shape
     if exact:
@@ -156,6 +159,7 @@ def prefill(
         positions=positions,
         kv_view=view,
         rules=rules,
+        kernels=kernels,
     )
     first = jnp.zeros((count,), jnp.int32)
     return write_pages(config, pages, view, rows.pages, first, length // PAGE, rules)
@@ -178,6 +182,7 @@ def decode(
     guesses: int = 0,
     draft: Draft | None = None,
     draft_pages: Pages | None = None,
+    kernels: Implementation = "auto",
 ) -> tuple[Pages, Emitted, Int[Array, " rows"], Progress, Pages | None]:
     """Samples up to `num_steps` tokens in every row.
 
@@ -203,6 +208,7 @@ def decode(
         draft: the draft model; None without one, or if nothing is guessed.
         draft_pages: its cache, with all tokens of the rows but those to feed; donated
             by the engine.
+        kernels: static, as in `models.forward`.
 
     Returns:
         The pages, the tokens, the number of forward passes of each row, how far the
@@ -233,6 +239,7 @@ def decode(
             exact=exact,
             guesses=guesses,
             draft=draft,
+            kernels=kernels,
         )
 
     def skip(caches: tuple[Pages, Pages | None]) -> Any:
@@ -260,6 +267,7 @@ def _burst(
     exact: bool,
     guesses: int,
     draft: Draft | None,
+    kernels: Implementation,
 ) -> tuple[Pages, Emitted, Array, Progress, Pages | None]:
     """`decode` while `enough` rows are active."""
     progress, count = rows.progress, rows.remaining.shape[0]
@@ -304,7 +312,13 @@ def _burst(
             )
         else:
             hidden, after = forward(
-                params, config, fed, positions=at, kv_view=cache, rules=rules
+                params,
+                config,
+                fed,
+                positions=at,
+                kv_view=cache,
+                rules=rules,
+                kernels=kernels,
             )
         assert after is not None
         hidden = hidden.reshape(count * width, -1)
@@ -368,6 +382,7 @@ def _burst(
                 draft_view,
                 rules,
                 truncate=truncate,
+                kernels=kernels,
             )
         elif guesses:
             assert state.history is not None

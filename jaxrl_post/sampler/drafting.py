@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward, logits
 from jaxrl_post.sampler.sampling import SamplingArrays, sample
 from jaxrl_post.sharding import Rules
@@ -42,6 +43,7 @@ def propose(
     rules: Rules,
     *,
     truncate: bool,
+    kernels: Implementation,
 ) -> tuple[Int[Array, "rows guesses"], KVCache]:
     """Guesses the next tokens, one fewer than positions.
 
@@ -56,6 +58,7 @@ def propose(
         cache: the draft model's, with all tokens before.
         rules: sharding of activations.
         truncate: static, as in `sampling.sample`.
+        kernels: static, as in `models.forward`.
 
     Returns:
         int32 ids of the guesses, and the cache with the tokens that were fed.
@@ -71,6 +74,7 @@ def propose(
             positions=at[:, None],
             kv_view=cache,
             rules=rules,
+            kernels=kernels,
         )
         scores = logits(draft.params, draft.config, hidden[:, 0])
         drawn = sample(scores, uniform, sampling, truncate=truncate, rules=rules)

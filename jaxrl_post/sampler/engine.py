@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import DecoderParams, ModelConfig, param_specs
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sampler import batches
@@ -75,6 +76,7 @@ class Engine:
             must then be that of the parameters.
         draft: the model that guesses, on the same mesh; None guesses from what the
             samples said before. Its keys and values are of `dtype` too.
+        kernels: implementation of attention, as in `models.forward`.
 
     Attributes:
         compilations: number of compiled programs, by function; those of the draft model
@@ -101,6 +103,7 @@ class Engine:
         recompute_cache: bool = False,
         exact: bool = False,
         draft: Draft | None = None,
+        kernels: Implementation = "auto",
     ) -> None:
         self.config, self.sizes, self.rules = config, sizes, rules
         self.compilations: collections.Counter[str] = collections.Counter()
@@ -119,9 +122,11 @@ class Engine:
         settings = sizes, jnp.dtype(dtype), mesh, rules
         drafting = None
         if draft is not None:
-            drafting = DeviceFunctions(draft.config, *settings, self.compilations)
+            drafting = DeviceFunctions(
+                draft.config, *settings, self.compilations, kernels=kernels
+            )
         self._functions = DeviceFunctions(
-            config, *settings, self.compilations, exact, drafting
+            config, *settings, self.compilations, exact, drafting, kernels
         )
         self.scheduler = Scheduler(sizes, self._functions.split)
         with self._own_mesh():

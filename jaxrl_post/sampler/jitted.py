@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.decode_attention import CODE_DTYPES
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
 from jaxrl_post.sampler import decode as device
@@ -38,6 +39,7 @@ class DeviceFunctions:
         compilations: number of traces by function's name, one per compilation.
         exact: whether a token's log-prob depends on its path alone, to the last bit.
         draft: functions of the draft model; of these `empty` and `prefill` are used.
+        kernels: implementation of attention, as in `models.forward`.
 
     Raises:
         ValueError: the model's context does not allow the sizes, a part of the cache
@@ -53,6 +55,7 @@ class DeviceFunctions:
     compilations: collections.Counter[str]
     exact: bool = False
     draft: "DeviceFunctions | None" = None
+    kernels: Implementation = "auto"
 
     def __post_init__(self) -> None:
         sizes, config = self.sizes, self.config
@@ -130,7 +133,13 @@ class DeviceFunctions:
         def prefill(params, pages, rows):
             self.compilations["prefill"] += 1
             return device.prefill(
-                params, self.config, pages, rows, self.rules, exact=self.exact
+                params,
+                self.config,
+                pages,
+                rows,
+                self.rules,
+                exact=self.exact,
+                kernels=self.kernels,
             )
 
         return jax.jit(prefill, donate_argnums=1, out_shardings=self.pages_shardings)
@@ -170,6 +179,7 @@ class DeviceFunctions:
                 guesses=guesses,
                 draft=draft,
                 draft_pages=drafted,
+                kernels=self.kernels,
             )
 
         out = None

@@ -17,6 +17,12 @@ from jax.sharding import AxisType, Mesh
 
 from jaxrl_post.kernels.attention import attention
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
+from jaxrl_post.kernels.decode_attention import (
+    QuantizedEntries,
+    SharedKeys,
+    decode_attention,
+)
+from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from launch import plan
@@ -28,7 +34,10 @@ pytestmark = pytest.mark.skipif(
 CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
 EVERY = pytest.mark.all
 # What CI compiles; `make check-kernels` compiles everything.
-PART = {"qwen2.5-0.5b", "llama-3.3-70b, tp8", "deepseek-v3, tp8", "gpt-oss-20b", "odd"}
+PART = {
+    *("qwen2.5-0.5b", "llama-3.3-70b, tp8", "deepseek-v3, tp8", "gpt-oss-20b", "odd"),
+    "llama-3.1-8b, int8",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +58,20 @@ def chip(request) -> Mesh:
     return Mesh([found], ("dp",), axis_types=(AxisType.Auto,))
 
 
+def _is_array(node) -> bool:
+    """Whether a node is a (shape, dtype)."""
+    shape = node[0] if isinstance(node, tuple) else None
+    return isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)
+
+
 def compiled(chip, function, *shapes) -> str:
-    """Text of a program for a chip, from shapes and dtypes."""
+    """Text of a program for a chip, from trees of (shape, dtype)."""
     sharding = jax.NamedSharding(chip, jax.P())
-    arrays = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes
-    ]
+    arrays = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(*leaf, sharding=sharding),
+        shapes,
+        is_leaf=_is_array,
+    )
     with jax.set_mesh(chip):
         lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",))
         text = lowered.compile().as_text()
@@ -109,6 +126,56 @@ def calls(text: str, kernel: str) -> int:
     """How many Mosaic kernels of a name the program has."""
     # The name also says which transformation of JAX made the call.
     return len(re.findall(rf"%\w*{kernel}[_.\d]* = .*tpu_custom_call", text))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", named(DECODE))
+def test_decode_attention(chip, name, dtype):
+    shape = DECODE[name]
+    options = {"window": shape.window, "softcap": shape.softcap}
+
+    def entries(batch, keys, width):
+        if not width:
+            return None
+        whole = batch, shape.kv_heads, keys, width
+        if shape.codes is None:
+            return whole, dtype
+        return QuantizedEntries(
+            (whole, jnp.dtype(shape.codes)), ((*whole[:3], 1), jnp.float32)
+        )
+
+    def attend(query, key, value, at, positions, shared):
+        if shared is not None:
+            shared = SharedKeys(*shared, shape.members)
+        return decode_attention(
+            query, key, value,
+            query_positions=at, kv_positions=positions, shared=shared,
+            sinks=jnp.zeros(shape.heads) if shape.sinks else None, **options,
+        )  # fmt: skip
+
+    shared, groups = None, 0
+    if shape.members:
+        groups = -(-shape.batch // shape.members)
+        sizes = groups, shape.shared
+        widths = shape.head_dim, shape.value_dim
+        common = [entries(*sizes, width) for width in widths]
+        shared = *common, (sizes, jnp.int32), ((shape.batch,), jnp.int32)
+    own = shape.batch, shape.own
+    text = compiled(
+        chip,
+        attend,
+        ((shape.batch, shape.queries, shape.heads, shape.head_dim), dtype),
+        entries(*own, shape.head_dim),
+        entries(*own, shape.value_dim),
+        ((shape.batch, shape.queries), jnp.int32),
+        (own, jnp.int32),
+        shared,
+    )
+    assert calls(text, "decode_attention") == 1 + (shared is not None)
+    # No array of keys is copied, not even to be laid out otherwise.
+    if name not in ("odd", "views of 16"):
+        for each in {f"{shape.own},{shape.head_dim}", f"{shape.head_dim},{shape.own}"}:
+            assert not re.search(rf"= \w+\[\d+,\d+,{each}\]\S* (copy|pad)\(", text)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -80,7 +80,13 @@ def run(arrays, **options):
     if shared is not None:
         common = jax.tree.map(jnp.asarray, tuple(shared[:4]))
         shared = SharedKeys(*common, shared.members)
+    options["interpret"] = options.get("implementation") == "pallas_tpu"
     return decode_attention(**{**given, "shared": shared}, **options)
+
+
+every_implementation = pytest.mark.parametrize(
+    "implementation", ["xla", "pallas_tpu", "reference"]
+)
 
 
 SINKS = np.linspace(-2, 3, 8).astype(np.float32)
@@ -93,7 +99,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@every_implementation
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("queries", [1, 3])
 def test_both_parts_are_one_softmax(implementation, name, queries):
@@ -105,25 +111,46 @@ def test_both_parts_are_one_softmax(implementation, name, queries):
     np.testing.assert_allclose(found, oracle(arrays, **OPTIONS[name]), **CLOSE)
 
 
-def test_without_shared_keys_it_is_attention_over_the_own_keys():
+@every_implementation
+def test_without_shared_keys_it_is_attention_over_the_own_keys(implementation):
     arrays = case()
     alone = {**arrays, "shared": None}
     # Every sequence but the first, which has no key of its own.
     lonely = arrays["shared"]._replace(places=np.full(5, 100, np.int32))
     expected = oracle({**arrays, "shared": lonely})
-    np.testing.assert_allclose(run(alone)[1:], expected[1:], **CLOSE)
+    found = run(alone, implementation=implementation)
+    np.testing.assert_allclose(found[1:], expected[1:], **CLOSE)
+    assert np.isfinite(found).all()
 
 
-def test_far_scores_of_one_part_do_not_overflow_the_other():
+@every_implementation
+@pytest.mark.parametrize("queries", [1, 3])
+def test_keys_that_are_the_values_too(implementation, queries):
+    arrays = case(queries=queries)
+    shared = arrays["shared"]
+    alike = {
+        **arrays,
+        "value": arrays["key"],
+        "shared": shared._replace(value=shared.key),
+    }
+    given = {**arrays, "value": None, "shared": shared._replace(value=None)}
+    found = run(given, implementation=implementation, window=6)
+    np.testing.assert_allclose(found, oracle(alike, window=6), **CLOSE)
+
+
+@every_implementation
+def test_far_scores_of_one_part_do_not_overflow_the_other(implementation):
+    options = {"implementation": implementation}
     arrays = case()
     arrays["shared"] = arrays["shared"]._replace(key=300.0 * arrays["shared"].key)
-    np.testing.assert_allclose(run(arrays), oracle(arrays), **CLOSE)
+    np.testing.assert_allclose(run(arrays, **options), oracle(arrays), **CLOSE)
     arrays = case()
     arrays["key"] = 300.0 * arrays["key"]
-    np.testing.assert_allclose(run(arrays), oracle(arrays), **CLOSE)
+    np.testing.assert_allclose(run(arrays, **options), oracle(arrays), **CLOSE)
 
 
-def test_bfloat16_stays_bfloat16_and_near():
+@every_implementation
+def test_bfloat16_stays_bfloat16_and_near(implementation):
     arrays = case()
     narrow = {
         name: jnp.asarray(arrays[name], jnp.bfloat16)
@@ -134,7 +161,8 @@ def test_bfloat16_stays_bfloat16_and_near():
         key=jnp.asarray(shared.key, jnp.bfloat16),
         value=jnp.asarray(shared.value, jnp.bfloat16),
     )
-    found = run({**arrays, **narrow, "shared": shared})
+    narrow = {**arrays, **narrow, "shared": shared}
+    found = run(narrow, implementation=implementation)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         np.asarray(found, np.float32), oracle(arrays), rtol=0.05, atol=0.05
@@ -142,10 +170,11 @@ def test_bfloat16_stays_bfloat16_and_near():
 
 
 @pytest.mark.meshes
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
 @pytest.mark.parametrize(
     ("spec", "kv_heads"), [("dp2,tp4", 4), ("dp2,tp4", 2), ("fsdp4,tp2", 8), ("dp8", 4)]
 )
-def test_a_mesh_changes_nothing(spec, kv_heads):
+def test_a_mesh_changes_nothing(implementation, spec, kv_heads):
     """Each part counts its own groups; heads that tp does not divide are whole."""
     mesh = create_mesh(spec)
     split = mesh.size // mesh.shape["tp"]
@@ -165,6 +194,8 @@ def test_a_mesh_changes_nothing(spec, kv_heads):
                 shared=SharedKeys(*shared, 2),
                 softcap=2.0,
                 sinks=jnp.asarray(SINKS),
+                implementation=implementation,
+                interpret=implementation == "pallas_tpu",
             )
         )(arrays, tuple(shared[:4]))
     expected = [oracle(one, softcap=2.0, sinks=SINKS) for one in cases]
@@ -179,6 +210,14 @@ def test_what_is_refused():
     empty = arrays["shared"]._replace(members=0)
     with pytest.raises(ValueError, match="at least one member; got 0"):
         run({**arrays, "shared": empty})
-    message = "decode_attention: there is no pallas_tpu; take 'auto', 'xla' or 'refere"
+    with pytest.raises(ValueError, match="in both parts; value is None"):
+        run({**arrays, "value": None})
+    with pytest.raises(ValueError, match="decode_attention: window must be at least 1"):
+        run(arrays, window=0)
+    with pytest.raises(ValueError, match="decode_attention: softcap must be > 0 or No"):
+        run(arrays, softcap=0.0)
+    names = "query", "key", "value", "query_positions", "kv_positions"
+    alone = {name: jnp.asarray(arrays[name]) for name in names}
+    message = "decode_attention: pallas_tpu runs on tpu, and this program is for cpu"
     with pytest.raises(ValueError, match=message):
-        run({**arrays, "shared": None}, implementation="pallas_tpu")
+        decode_attention(**alone, implementation="pallas_tpu")

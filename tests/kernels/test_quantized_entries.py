@@ -13,7 +13,13 @@ from jaxrl_post.kernels.decode_attention import (
     quantize_entries,
 )
 from jaxrl_post.sharding import create_mesh
-from tests.kernels.test_decode_attention import CLOSE, case, oracle, run
+from tests.kernels.test_decode_attention import (
+    CLOSE,
+    case,
+    every_implementation,
+    oracle,
+    run,
+)
 
 every_dtype = pytest.mark.parametrize("dtype", CODE_DTYPES)
 
@@ -75,7 +81,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_lost(dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@every_implementation
 @pytest.mark.parametrize("queries", [1, 3])
 def test_attention_over_codes_is_that_over_what_they_mean(
     dtype, implementation, queries

@@ -48,6 +48,27 @@ KERNELS = [
         "kernels/test_token_logprob.py",
     ),
     Fault(
+        "decoding leaves the last block out",
+        "kernels/decode_attention/pallas_tpu.py",
+        "number, end = pl.program_id(1), count[0] - 1",
+        "number, end = pl.program_id(1), count[0] - 2",
+        "kernels/test_decode_pallas_tpu.py",
+    ),
+    Fault(
+        "decoding reads blocks that a window hides",
+        "kernels/decode_attention/pallas_tpu.py",
+        "        active &= last > queries(at, NO_TOKEN).min(axis=-1) - window\n",
+        "",
+        "kernels/test_decode_pallas_tpu.py",
+    ),
+    Fault(
+        "a query without a key divides by 0",
+        "kernels/decode_attention/pallas_tpu.py",
+        "jnp.where(total[...] == 0.0, 1.0, total[...])",
+        "total[...]",
+        "kernels/test_decode_attention.py",
+    ),
+    Fault(
         "another implementation takes the place of the one that was asked for",
         "kernels/dispatch.py",
         "    where = PLATFORMS.get(wanted, here)\n",

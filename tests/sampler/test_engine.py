@@ -507,3 +507,16 @@ def test_slots_that_the_mesh_does_not_divide_are_refused():
     sizes = dataclasses.replace(SIZES, num_slots=3)
     with pytest.raises(MeshError, match="num_slots has batch=3, which dp=2 does not"):
         Engine(tiny.CONFIG, sizes, mesh=create_mesh("dp2,tp4"))
+
+
+def test_the_implementation_of_attention_is_the_one_that_is_named(params):
+    request = Request(1, (3, 1, 4), sampling=SamplingParams(max_tokens=2))
+    engine = Engine(tiny.CONFIG, SIZES, kernels="pallas_tpu")
+    message = "decode_attention: pallas_tpu runs on tpu, and this program is for cpu"
+    with pytest.raises(ValueError, match=message):
+        engine.generate(params, [request])
+    both = [
+        Engine(tiny.CONFIG, SIZES, kernels=name).generate(params, [request])
+        for name in ("xla", "auto")
+    ]
+    assert both[0] == both[1]

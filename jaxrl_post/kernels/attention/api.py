@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.attention import tiles
-from jaxrl_post.kernels.attention.reference import attend, visible
+from jaxrl_post.kernels.attention.reference import attend, check_scoring, visible
 from jaxrl_post.kernels.dispatch import Implementation, choose
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
 from jaxrl_post.types import Array, Float, Int
@@ -95,13 +95,7 @@ def attention(
             "attention: with ends, queries and keys are the same tokens; got "
             f"{query.shape[1]} queries a row and ends of shape {ends.shape}"
         )
-    if window is not None and window < 1:
-        raise ValueError(
-            f"attention: window must be at least 1, the query itself, or None; "
-            f"got {window}"
-        )
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"attention: softcap must be > 0 or None; got {softcap}")
+    check_scoring("attention", window, softcap)
     implementation = choose(
         "attention", implementation, query.dtype, interpret=interpret
     )

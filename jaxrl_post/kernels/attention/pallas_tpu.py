@@ -26,13 +26,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.kernels.attention.tpu_tiles import Settings, Shape, TileList
-from jaxrl_post.kernels.mosaic import product
+from jaxrl_post.kernels.mosaic import VMEM_BYTES, product
 from jaxrl_post.types import Array
 
 __all__ = ["attend_tiles"]
 
-# All of a kernel's VMEM. TPU v5p and v7x have 64 MiB, v5e and v6e 128.
-VMEM_BYTES = 56 * 2**20
 # Where the maximum begins: far below a score, and far above a masked one, so that the
 # weight of a masked score is 0 even if the query has seen no key.
 LOWEST = MASKED / 2

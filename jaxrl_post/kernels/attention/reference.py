@@ -5,10 +5,21 @@ import jax.numpy as jnp
 
 from jaxrl_post.types import Array, Bool, Float
 
-__all__ = ["attend", "visible"]
+__all__ = ["attend", "check_scoring", "visible"]
 
 # Finite, so that a query that sees no key gives numbers, not NaN.
 MASKED = -1e30
+
+
+def check_scoring(operation: str, window: int | None, softcap: float | None) -> None:
+    """Raises ValueError for an empty window, or a cap that is not positive."""
+    if window is not None and window < 1:
+        raise ValueError(
+            f"{operation}: window must be at least 1, the query itself, or None; "
+            f"got {window}"
+        )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{operation}: softcap must be > 0 or None; got {softcap}")
 
 
 def visible(

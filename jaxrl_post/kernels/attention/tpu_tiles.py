@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_post.kernels.mosaic import listed
 from jaxrl_post.types import Array
 
 __all__ = ["Settings", "Shape", "Tile", "TileList", "choose_tile"]
@@ -182,13 +183,8 @@ class TileList(NamedTuple):
         if by_key:
             active, full = active.swapaxes(1, 2), full.swapaxes(1, 2)
         rows, columns = active.shape[1:]
-        size = active.size
-        number = jnp.arange(size, dtype=jnp.int32)
-        found = jax.lax.sort(jnp.where(active.reshape(-1), number, size))
         # About half of all tiles lie above the diagonal.
-        found = found[: shape.batch * np.sum(causal)]
-        count = active.sum(dtype=jnp.int32)
-        found = jnp.minimum(found, found[count - 1])
+        found, count = listed(active, shape.batch * int(np.sum(causal)))
         sums, column = found // columns, found % columns
         others = sums // rows * columns + column
         full = full.reshape(-1)[found].astype(jnp.int32)

@@ -1,14 +1,16 @@
 """Attention of decoding: checks the arguments and calls an implementation."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_post.kernels.attention.reference import check_scoring
 from jaxrl_post.kernels.decode_attention.quantized import QuantizedEntries
 from jaxrl_post.kernels.decode_attention.reference import attend_concatenated
-from jaxrl_post.kernels.decode_attention.xla import attend_in_parts
+from jaxrl_post.kernels.decode_attention.xla import attend_in_parts, part_of_keys
 from jaxrl_post.kernels.dispatch import Implementation, choose
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
 from jaxrl_post.types import Array, Float, Int
@@ -21,7 +23,7 @@ class SharedKeys(NamedTuple):
 
     Attributes:
         key: [groups, kv_heads, keys, head_dim].
-        value: like `key`, but of any width.
+        value: like `key`, but of any width; None where the keys are the values too.
         positions: int32; NO_TOKEN (the largest int32) for an entry without a token.
         places: int32 [batch]: sequence b is member m of group g if places[b] is
             g * members + m. No two sequences have the same place; a value of
@@ -31,7 +33,7 @@ class SharedKeys(NamedTuple):
     """
 
     key: Float[Array, "groups kv_heads keys head_dim"] | QuantizedEntries
-    value: Float[Array, "groups kv_heads keys value_dim"] | QuantizedEntries
+    value: Float[Array, "groups kv_heads keys value_dim"] | QuantizedEntries | None
     positions: Int[Array, "groups keys"]
     places: Int[Array, " batch"]
     members: int
@@ -40,7 +42,7 @@ class SharedKeys(NamedTuple):
 def decode_attention(
     query: Float[Array, "batch queries heads head_dim"],
     key: Float[Array, "batch kv_heads keys head_dim"] | QuantizedEntries,
-    value: Float[Array, "batch kv_heads keys value_dim"] | QuantizedEntries,
+    value: Float[Array, "batch kv_heads keys value_dim"] | QuantizedEntries | None,
     *,
     query_positions: Int[Array, "batch queries"],
     kv_positions: Int[Array, "batch keys"],
@@ -51,6 +53,7 @@ def decode_attention(
     sinks: Float[Array, " heads"] | None = None,
     rules: Rules = DEFAULT_RULES,
     implementation: Implementation = "auto",
+    interpret: bool = False,
 ) -> Float[Array, "batch queries heads value_dim"]:
     """Attention of new tokens over cached keys: a sequence's own and shared ones.
 
@@ -63,7 +66,8 @@ def decode_attention(
         query: float, any dtype.
         key: the same dtype, or quantised: a score is multiplied by its key's scale,
             and a weight by its value's.
-        value: like `key`, but of any width.
+        value: like `key`, but of any width; None where the keys are the values too, in
+            both parts.
         query_positions: int32.
         kv_positions: int32, of the own keys.
         shared: the shared keys; None if there are none.
@@ -72,16 +76,19 @@ def decode_attention(
         softcap: as in `attention`.
         sinks: as in `attention`.
         rules: how a mesh of `jax.set_mesh`, if any, splits batch and heads.
-        implementation: "auto" and "xla" are the same; "reference" copies the shared
-            keys to every sequence and computes one softmax.
+        implementation: "auto" takes "pallas_tpu" on a TPU and "xla" elsewhere;
+            "reference" copies the shared keys to every sequence and computes one
+            softmax.
+        interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
 
     Returns:
         The attended values, in `query`'s dtype. A query that sees no key gets any
         values.
 
     Raises:
-        ValueError: heads is not a multiple of kv_heads, a group has no member, or the
-            implementation is unknown or there is none.
+        ValueError: heads is not a multiple of kv_heads, a group has no member, only
+            one part has values, the window is empty, the softcap is not positive, or
+            the implementation is unknown or does not run here.
 
     References:
         Juravsky et al., Hydragen: High-Throughput LLM Inference with Shared Prefixes,
@@ -98,9 +105,25 @@ def decode_attention(
             "decode_attention: a group must have at least one member; got "
             f"{shared.members}"
         )
-    implementation = choose("decode_attention", implementation, query.dtype, kernels=())
-    factor = query.shape[3] ** -0.5 if scale is None else scale
-    attend = attend_in_parts if implementation == "xla" else attend_concatenated
+    if shared is not None and (shared.value is None) != (value is None):
+        raise ValueError(
+            "decode_attention: where the keys are the values too, they are so in both "
+            "parts; value is None, or shared.value, but not both"
+        )
+    check_scoring("decode_attention", window, softcap)
+    implementation = choose(
+        "decode_attention", implementation, query.dtype, interpret=interpret
+    )
+    factor = query.shape[3] ** -0.5 if scale is None else float(scale)
+    attend = attend_concatenated
+    if implementation == "xla":
+        attend = functools.partial(attend_in_parts, part_of=part_of_keys)
+    elif implementation == "pallas_tpu":
+        # Half a second that only TPUs need.
+        from jaxrl_post.kernels.decode_attention import pallas_tpu
+
+        part_of = functools.partial(pallas_tpu.part_of_keys, interpret=interpret)
+        attend = functools.partial(attend_in_parts, part_of=part_of)
     settings = window, factor, softcap
     members = 0 if shared is None else shared.members
     arrays = None if shared is None else tuple(shared[:4])

@@ -12,20 +12,21 @@ __all__ = ["attend_concatenated"]
 def attend_concatenated(
     query: Array,
     key: Entries,
-    value: Entries,
+    value: Entries | None,
     query_positions: Array,
     kv_positions: Array,
-    shared: tuple[Entries, Entries, Array, Array, int] | None,
+    shared: tuple[Entries, Entries | None, Array, Array, int] | None,
     window: int | None,
     scale: float,
     softcap: float | None,
     sinks: Array | None,
 ) -> Array:
     """One softmax over the shared keys and the own keys of every sequence."""
-    key, value = _entries(key), _entries(value)
+    key, value = _entries(key), _entries(key if value is None else value)
     if shared is not None:
-        *entries, positions, places, members = shared
-        arrays = [*map(_entries, entries), positions]
+        common_key, common_value, positions, places, members = shared
+        common_value = common_key if common_value is None else common_value
+        arrays = [_entries(common_key), _entries(common_value), positions]
         group = places // members
         key, value, kv_positions = (
             jnp.concatenate([common.at[group].get(mode="clip"), own], axis=-axis)

@@ -1,5 +1,6 @@
 """Decode attention in two parts, shared keys and own keys, merged by log-sum-exp."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jaxrl_post.kernels.attention.reference import MASKED, visible
 from jaxrl_post.kernels.decode_attention.quantized import Entries, QuantizedEntries
 from jaxrl_post.types import Array
 
-__all__ = ["attend_in_parts"]
+__all__ = ["Part", "attend_in_parts", "part_of_keys"]
 
 
 class Part(NamedTuple):
@@ -28,22 +29,25 @@ class Part(NamedTuple):
 def attend_in_parts(
     query: Array,
     key: Entries,
-    value: Entries,
+    value: Entries | None,
     query_positions: Array,
     kv_positions: Array,
-    shared: tuple[Entries, Entries, Array, Array, int] | None,
+    shared: tuple[Entries, Entries | None, Array, Array, int] | None,
     window: int | None,
     scale: float,
     softcap: float | None,
     sinks: Array | None,
+    part_of: Callable[..., "Part"],
 ) -> Array:
-    """Attention over the shared keys, read once a group, and over the own keys."""
-    mask = visible(query_positions, kv_positions, None, window)
-    own = _part(query, key, value, mask, scale, softcap)
+    """Attention over the shared keys, read once a group, and over the own keys.
+
+    `part_of` computes the part of some keys, as `part_of_keys`.
+    """
+    scoring = window, scale, softcap
+    own = part_of(query, key, value, query_positions, kv_positions, *scoring)
     parts = [own]
     if shared is not None:
-        part = _shared_part(query, query_positions, *shared, window, scale, softcap)
-        parts.append(part)
+        parts.append(_shared_part(part_of, scoring, query, query_positions, *shared))
     top = parts[0].top if len(parts) == 1 else jnp.maximum(own.top, parts[1].top)
     if sinks is not None:
         top = jnp.maximum(top, sinks.astype(jnp.float32))
@@ -56,16 +60,15 @@ def attend_in_parts(
 
 
 def _shared_part(
+    part_of: Callable[..., Part],
+    scoring: tuple[int | None, float, float | None],
     query: Array,
     query_positions: Array,
     key: Entries,
-    value: Entries,
+    value: Entries | None,
     positions: Array,
     places: Array,
     members: int,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
 ) -> Part:
     """The part of the shared keys: the queries of a group become one sequence's."""
     batch, queries, heads, _ = query.shape
@@ -80,8 +83,7 @@ def _shared_part(
 
     # A place without a sequence stands before every key.
     at = gathered(query_positions, -1)
-    mask = visible(at, positions, None, window)
-    part = _part(gathered(query, 0), key, value, mask, scale, softcap)
+    part = part_of(gathered(query, 0), key, value, at, positions, *scoring)
 
     def returned(array: Array, empty: float) -> Array:
         whole = array.reshape(groups * members, queries, heads, *array.shape[3:])
@@ -93,15 +95,23 @@ def _shared_part(
     )
 
 
-def _part(
+def part_of_keys(
     query: Array,
     key: Entries,
-    value: Entries,
-    mask: Array,
+    value: Entries | None,
+    query_positions: Array,
+    kv_positions: Array,
+    window: int | None,
     scale: float,
     softcap: float | None,
 ) -> Part:
-    """Scores and weights in float32, laid out as in `attention.reference.attend`."""
+    """Computes the softmax over some of the keys.
+
+    Scores and weights are float32, laid out as in `attention.reference.attend`. Without
+    `value` the keys are the values too.
+    """
+    value = key if value is None else value
+    mask = visible(query_positions, kv_positions, None, window)
     batch, queries, heads, dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     group = heads // kv_heads
