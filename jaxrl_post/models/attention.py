@@ -201,7 +201,7 @@ def _attend(
             **settings,
         )
         return attended, None
-    entry = context.entry.write(key, value, context.positions)
+    entry = context.entry.write(key, value, context.positions, rules, context.kernels)
     shared, keys, values = entry.shared, entry.keys, entry.values
     if not values.shape[-1]:
         # The keys serve as values, because cutting off r would copy the cache.

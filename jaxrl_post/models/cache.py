@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
@@ -27,8 +26,11 @@ from jaxrl_post.kernels.decode_attention import (
     QuantizedEntries,
     SharedKeys,
     quantize_entries,
+    write_entries,
 )
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["KVCache", "KVView", "LayerCache", "SharedCache"]
@@ -80,6 +82,8 @@ class LayerCache:
         key: Float[Array, "slots kv_heads new head_dim"],
         value: Float[Array, "slots kv_heads new value_dim"],
         positions: Int[Array, "slots new"],
+        rules: Rules = DEFAULT_RULES,
+        kernels: Implementation = "auto",
     ) -> "LayerCache":
         """Stores the tokens of every slot; drops positions outside of its entries."""
         length = self.keys.shape[2]
@@ -87,22 +91,20 @@ class LayerCache:
             entries = positions - self.starts[:, None]
             positions = jnp.where(entries < 0, length, entries)
 
-        def put(cache: Array, new: Array, at: Array) -> Array:
-            return cache.at[:, at].set(new, mode="drop", unique_indices=True)
-
-        def write(cache: Entries, new: Array) -> Entries:
-            if not new.shape[-1]:
-                return cache
-            made = new
+        def coded(cache: Entries, new: Array) -> Entries:
             if isinstance(cache, QuantizedEntries):
-                made = quantize_entries(new, cache.codes.dtype)
-            # vmap over slots, so that slots split over a mesh need no communication.
-            return jax.tree.map(
-                lambda old, new: jax.vmap(put)(old, new, positions), cache, made
-            )
+                return quantize_entries(new, cache.codes.dtype)
+            return new
 
+        # Latent attention has no values.
+        count = 1 if not value.shape[-1] else 2
+        caches = (self.keys, self.values)[:count]
+        made = tuple(map(coded, caches, (key, value)[:count]))
+        written = write_entries(
+            caches, made, positions, rules=rules, implementation=kernels
+        )
         return dataclasses.replace(
-            self, keys=write(self.keys, key), values=write(self.values, value)
+            self, keys=written[0], values=written[1] if count > 1 else self.values
         )
 
     @property

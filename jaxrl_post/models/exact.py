@@ -459,7 +459,7 @@ def _attended(
         counted = paths.counted.reshape(batch, length)
         # Tokens that are not counted are written nowhere.
         to = jnp.where(counted, positions, entry.keys.shape[2])
-        entry = entry.write(of_batch(key), of_batch(value), to)
+        entry = entry.write(of_batch(key), of_batch(value), to, kernels="xla")
         keys, values = entry.keys, entry.values
         # A cache of codes is refused with exact mode.
         assert isinstance(keys, Array)

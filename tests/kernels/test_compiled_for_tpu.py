@@ -15,6 +15,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
+from jaxrl_post.config.plan import PlanConfig, PlannedRollout
 from jaxrl_post.kernels.attention import attention
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
 from jaxrl_post.kernels.decode_attention import (
@@ -25,6 +26,9 @@ from jaxrl_post.kernels.decode_attention import (
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.programs.planning.sampling import make_sampler
+from jaxrl_post.sharding import create_mesh
 from launch import plan
 
 pytestmark = pytest.mark.skipif(
@@ -244,3 +248,49 @@ def test_a_train_step_takes_the_kernels(tmp_path, model, topology, mesh, vocab):
     for kernel in ("forward", "hidden", "weight"):
         assert calls(text, f"token_logprob_{kernel}") == 1
     assert not re.search(rf"\[(?:1,)?{length},{vocab}\]", text)
+
+
+@pytest.mark.parametrize(
+    ("dim", "cache_dtype"),
+    [(64, None), (128, "int8"), pytest.param(128, None, marks=EVERY)],
+)
+def test_a_decoding_step_copies_no_cache(dim, cache_dtype):
+    """Keys and values are written and read in one layout, the whole burst long."""
+    plan.load()
+    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+    mesh = create_mesh("dp2,tp2", devices)
+    architecture = ModelConfig(
+        "qwen2", 32_000, 512, 1024, 2,
+        num_heads=8, num_kv_heads=2, head_dim=dim, max_length=2048, qkv_bias=True,
+    )  # fmt: skip
+    rollout = PlannedRollout(
+        prompts_per_step=8, max_prompt_tokens=512, max_tokens=512,
+        cache_dtype=cache_dtype,
+    )  # fmt: skip
+    sampler = make_sampler(
+        PlanConfig(model="", topology="v5e:2x2", rollout=rollout), architecture, mesh
+    )
+    assert sampler is not None
+    # The last one has the largest view: 64 samples of up to 512 tokens, on two parts.
+    *_, program = sampler.programs((), ())
+    with jax.set_mesh(mesh):
+        traced = program.function.trace(*program.arguments, **program.static)
+        text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+    loop = "\n".join(loop_lines(text))
+    # Own and shared keys of two layers; keys and values of a layer.
+    assert calls(loop, "decode_attention") == 4
+    assert calls(loop, "write_entries") == 2
+    copied = rf"= \w+\[32,1,512,{dim}\]\S* (?:copy|transpose|fusion|scatter)\("
+    assert not re.search(copied, loop)
+
+
+def loop_lines(text: str) -> Iterator[str]:
+    """The lines of a program's text that stand in the body of a loop."""
+    bodies = set(re.findall(r"body=%([\w.\-]+)", text))
+    assert bodies
+    inside = False
+    for line in text.splitlines():
+        begin = re.match(r"%([\w.\-]+) \(", line)
+        inside = begin[1] in bodies if begin else inside
+        if inside:
+            yield line

@@ -7,6 +7,7 @@ from jaxrl_post.kernels.decode_attention.quantized import (
     QuantizedEntries,
     quantize_entries,
 )
+from jaxrl_post.kernels.decode_attention.write import write_entries
 
 __all__ = [
     "CODE_DTYPES",
@@ -15,4 +16,5 @@ __all__ = [
     "SharedKeys",
     "decode_attention",
     "quantize_entries",
+    "write_entries",
 ]
