@@ -512,7 +512,7 @@ def test_slots_that_the_mesh_does_not_divide_are_refused():
 def test_the_implementation_of_attention_is_the_one_that_is_named(params):
     request = Request(1, (3, 1, 4), sampling=SamplingParams(max_tokens=2))
     engine = Engine(tiny.CONFIG, SIZES, kernels="pallas_tpu")
-    message = "decode_attention: pallas_tpu runs on tpu, and this program is for cpu"
+    message = "write_entries: pallas_tpu runs on tpu, and this program is for cpu"
     with pytest.raises(ValueError, match=message):
         engine.generate(params, [request])
     both = [
