@@ -56,7 +56,7 @@ class EvaluateConfig:
         solved_reward: a sample with at least this reward solves its task.
         seed: seed of the sampling noise.
         mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
-            fsdp, ep, tp); by default all devices are on dp.
+            fsdp, ep, cp, tp); by default all devices are on dp.
         dtype: dtype of the parameters; None for the checkpoint's own.
         num_slots: number of samples that decode at once.
         judges: where answers are judged. local: in processes of this machine; ray: on

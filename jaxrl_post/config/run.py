@@ -142,7 +142,7 @@ class RunConfig:
         resume: go on from the newest checkpoint in `run_dir`, if there is one.
         seed: seed of the initial weights, the order of the data and the sampling noise.
         mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
-            fsdp, ep, tp); by default all devices are on dp.
+            fsdp, ep, cp, tp); by default all devices are on dp.
         model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
             weights: demo, tiny, small, or a published size such as qwen3-0.6b
             (jaxrl_post.pretrained.presets).

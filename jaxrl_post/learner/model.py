@@ -329,7 +329,11 @@ def _activation_bytes(
     model: Model, update: UpdateConfig, rows: int, row_tokens: int
 ) -> int:
     config, shape = model.config, model.mesh.shape
-    tokens = rows * row_tokens // split_size("batch", model.mesh, model.rules)
+    tokens = (
+        rows
+        * row_tokens
+        // split_size("batch", model.mesh, model.rules.with_context_as_batch())
+    )
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     kept = {
         "full": config.hidden_size,

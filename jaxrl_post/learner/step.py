@@ -31,7 +31,7 @@ from jaxrl_post.models import (
 from jaxrl_post.models.decoder import Remat
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
-from jaxrl_post.sharding import DEFAULT_RULES, Rules
+from jaxrl_post.sharding import DEFAULT_RULES, Chunks, Rules
 from jaxrl_post.types import Array, Float, PyTree, TokenBatch
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Predictor",
     "accumulate",
     "apply",
+    "chunks_of",
     "empty_accumulator",
     "grad_norm",
     "measure",
@@ -107,36 +108,45 @@ class Accumulator:
 
 
 def states_before(
-    policy: Policy, params: PyTree, batch: TokenBatch
-) -> Float[Array, "rows length hidden"]:
+    policy: Policy, params: PyTree, batch: TokenBatch, chunks: Chunks
+) -> Float[Array, "chunks chunk hidden"]:
     """Returns the states that predict the tokens of a packed batch.
 
     A token is predicted by the last hidden state of the token before it on its path.
     They are in the parameters' dtype.
     """
-    return _before(_hidden_states(policy, params, batch), batch)
+    hidden = _hidden_states(policy, params, batch, chunks)
+    return chunks.take(hidden, batch.previous)
 
 
-def _before(
-    hidden: Float[Array, "rows length hidden"], batch: TokenBatch
-) -> Float[Array, "rows length hidden"]:
-    return jnp.take_along_axis(hidden, batch.previous[..., None], axis=1)
+def chunks_of(policy: Policy, batch: TokenBatch) -> Chunks:
+    """How the mesh of `jax.set_mesh` cuts the rows of a batch."""
+    return Chunks.of(batch.tokens.shape, policy.rules)
 
 
 def _hidden_states(
-    policy: Policy, params: PyTree, batch: TokenBatch
-) -> Float[Array, "rows length hidden"]:
+    policy: Policy, params: PyTree, batch: TokenBatch, chunks: Chunks
+) -> Float[Array, "chunks chunk hidden"]:
     return forward(
-        params,
-        policy.config,
-        batch.tokens,
-        positions=batch.positions,
-        ends=batch.ends,
-        rules=policy.rules,
-        remat=policy.remat,
-        scan=policy.scan,
-        kernels=policy.kernels,
+        params, policy.config, **_inputs(batch, chunks), **_how(policy, chunks)
     )
+
+
+def _inputs(batch: TokenBatch, chunks: Chunks) -> dict[str, Any]:
+    """The model's inputs, in chunks."""
+    arrays = {"tokens": batch.tokens, "positions": batch.positions, "ends": batch.ends}
+    cut = {name: chunks.split(jnp.asarray(a)) for name, a in arrays.items()}
+    return {**cut, "indices": chunks.indices}
+
+
+def _how(policy: Policy, chunks: Chunks) -> dict[str, Any]:
+    """How the model is run."""
+    return {
+        "rules": chunks.rules,
+        "remat": policy.remat,
+        "scan": policy.scan,
+        "kernels": policy.kernels,
+    }
 
 
 def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
@@ -146,33 +156,34 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
     given after every token. With `batch.kept` log-probs are those among the tokens that
     the sampler kept; entropies are always those of all tokens.
     """
+    chunks = chunks_of(policy, batch)
     if policy.config.experts is None:
-        hidden, own = _hidden_states(policy, params, batch), Predictions()
+        hidden, own = _hidden_states(policy, params, batch, chunks), Predictions()
     else:
-        hidden, own = _routed_states(policy, params, batch)
-    after = None if policy.config.head == "lm" else values(params, hidden)
+        hidden, own = _routed_states(policy, params, batch, chunks)
+    after = None
+    if policy.config.head != "lm":
+        after = chunks.join(values(params, hidden))
     if not policy.config.predicts_tokens:
         return own._replace(values_after=after)
     # Logits are c tanh(z / (d c)) / T with divisor d: the cap d c with temperature d T.
     cap, divisor = policy.config.logit_softcap, policy.config.logit_divisor
-    kept = None if batch.kept is None else jnp.asarray(batch.kept)
+    kept = None if batch.kept is None else chunks.split(jnp.asarray(batch.kept))
     predicted = token_logprob(
-        _before(hidden, batch),
+        chunks.take(hidden, batch.previous),
         unembedding(params),
-        jnp.asarray(batch.tokens),
-        mask=jnp.asarray(batch.loss_mask),
+        chunks.split(jnp.asarray(batch.tokens)),
+        mask=chunks.split(jnp.asarray(batch.loss_mask)),
         kept=kept,
         temperature=policy.temperature * divisor,
         softcap=None if cap is None else cap * divisor,
-        rules=policy.rules,
+        rules=chunks.rules,
         implementation=policy.kernels,
     )
-    logprobs = predicted.logprob
+    logprobs, entropy = chunks.join(predicted.logprob), chunks.join(predicted.entropy)
     if policy.exact:
         logprobs = _with_value(logprobs, _exact_logprobs(policy, params, batch))
-    return own._replace(
-        logprobs=logprobs, entropy=predicted.entropy, values_after=after
-    )
+    return own._replace(logprobs=logprobs, entropy=entropy, values_after=after)
 
 
 def _exact_logprobs(
@@ -192,8 +203,10 @@ def _exact_logprobs(
     kept = None
     if batch.kept is not None:
         kept = jnp.asarray(batch.kept).reshape(-1, batch.kept.shape[-1])
+    # Rows are whole here, on any mesh.
+    before = jnp.take_along_axis(hidden, batch.previous[..., None], axis=1)
     logprobs, log_masses = ExactHead(params, policy.config, rules).score(
-        _before(hidden, batch).reshape(-1, hidden.shape[-1]),
+        before.reshape(-1, hidden.shape[-1]),
         jnp.asarray(batch.tokens).reshape(-1),
         policy.temperature,
         jnp.asarray(batch.loss_mask).reshape(-1),
@@ -220,21 +233,16 @@ _with_value.defvjp(_with_value_forward, _with_value_backward)
 
 
 def _routed_states(
-    policy: Policy, params: PyTree, batch: TokenBatch
+    policy: Policy, params: PyTree, batch: TokenBatch, chunks: Chunks
 ) -> tuple[Array, Predictions]:
     """Returns hidden states of a model with experts, and its routers' losses."""
-    mask = batch.ends > 0
+    inputs = _inputs(batch, chunks)
     hidden, routing = forward_with_routing(
         params,
         policy.config,
-        batch.tokens,
-        mask=mask,
-        positions=batch.positions,
-        ends=batch.ends,
-        rules=policy.rules,
-        remat=policy.remat,
-        scan=policy.scan,
-        kernels=policy.kernels,
+        **inputs,
+        mask=inputs["ends"] > 0,
+        **_how(policy, chunks),
     )
     assert policy.config.experts is not None
     balance = experts.load_balance(routing, policy.config.experts.experts_per_token)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.algorithms import Predictions
 from jaxrl_post.algorithms.objective import Divergence
-from jaxrl_post.learner.step import Policy, states_before
+from jaxrl_post.learner.step import Policy, chunks_of, states_before
 from jaxrl_post.losses.distribution_kl import entropy
 from jaxrl_post.losses.sequences import in_sequence
 from jaxrl_post.models import logits, unembedding
@@ -58,7 +58,8 @@ class Comparison:
         Returns:
             Predictions without log-probs; 0 for tokens that the loss mask excludes.
         """
-        mask = in_sequence(batch.loss_mask, batch.ends)
+        chunks = chunks_of(self.student, batch)
+        mask = chunks.split(in_sequence(batch.loss_mask, batch.ends))
         frozen = jax.lax.stop_gradient(self.params)
         # In float32, so that the gradient is summed over chunks in float32.
         own = self._whole(unembedding(params)).astype(jnp.float32)
@@ -77,14 +78,14 @@ class Comparison:
             compare,
             (own, teachers),
             (
-                states_before(self.student, params, batch),
-                states_before(self.teacher, frozen, batch),
+                states_before(self.student, params, batch, chunks),
+                states_before(self.teacher, frozen, batch, chunks),
             ),
             mask,
-            self.student.rules,
+            chunks.rules,
             self.chunk_bytes,
         )
-        divergence, entropies, theirs = found
+        divergence, entropies, theirs = map(chunks.join, found)
         return Predictions(
             entropy=entropies, divergence=divergence, teacher_entropy=theirs
         )

@@ -30,6 +30,8 @@ class Context(NamedTuple):
     Attributes:
         positions: int32, along the sequence.
         ends: int32, as `TokenBatch.ends`; None if each row is one sequence.
+        indices: int32, the tokens' places in their rows if rows are cut into chunks
+            (`sharding.Chunks`); None if they are whole.
         tables: cosines and sines of the layer's rotation; None for no rotation.
         window: the layer's sliding window in tokens, None for full attention.
         entry: the layer's part of a cache; None: attention among these tokens alone.
@@ -38,6 +40,7 @@ class Context(NamedTuple):
 
     positions: Int[Array, "batch length"]
     ends: Int[Array, "batch length"] | None
+    indices: Int[Array, "batch length"] | None
     tables: tuple[Array, Array] | None
     window: int | None
     entry: LayerCache | None
@@ -198,6 +201,7 @@ def _attend(
             constrain(value, KV_AXES, rules),
             kv_positions=context.positions,
             ends=context.ends,
+            indices=context.indices,
             **settings,
         )
         return attended, None

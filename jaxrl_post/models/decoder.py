@@ -42,6 +42,7 @@ def forward(
     *,
     positions: Int[Array, "batch length"] | None = None,
     ends: Int[Array, "batch length"] | None = None,
+    indices: Int[Array, "batch length"] | None = None,
     kv_view: KVView | None = None,
     rules: Rules = DEFAULT_RULES,
     remat: Remat = "none",
@@ -60,6 +61,8 @@ def forward(
         positions: int32; default 0, 1, 2, ... along each row.
         ends: int32, for packed rows, as `TokenBatch.ends`; 0 marks padding, whose
             hidden states mean nothing. Default: every row is one sequence.
+        indices: int32, the tokens' places in their rows, if rows are cut into chunks
+            (`sharding.Chunks`). Default: rows are whole.
         kv_view: cache with keys and values of earlier tokens, to which those of
             `tokens` are added. None: attention among `tokens` alone (training).
         rules: sharding of activations under the mesh of `jax.set_mesh`, if any.
@@ -86,6 +89,7 @@ def forward(
         tokens,
         positions,
         ends,
+        indices,
         kv_view,
         None,
         rules,
@@ -104,6 +108,7 @@ def forward_with_routing(
     mask: Bool[Array, "batch length"],
     positions: Int[Array, "batch length"] | None = None,
     ends: Int[Array, "batch length"] | None = None,
+    indices: Int[Array, "batch length"] | None = None,
     rules: Rules = DEFAULT_RULES,
     remat: Remat = "none",
     scan: bool = False,
@@ -118,6 +123,7 @@ def forward_with_routing(
         mask: False for tokens that the statistics leave out, such as padding.
         positions: as in `forward`.
         ends: as in `forward`.
+        indices: as in `forward`.
         rules: as in `forward`.
         remat: as in `forward`.
         scan: as in `forward`.
@@ -129,7 +135,7 @@ def forward_with_routing(
     if config.experts is None:
         raise ValueError(f"routing: {config.model_type} has no experts; use forward")
     hidden, _, routed = _run(
-        *(params, config, tokens, positions, ends, None, mask),
+        *(params, config, tokens, positions, ends, indices, None, mask),
         *(rules, remat, scan, kernels),
     )
     found = [entry for entry in routed if entry is not None]
@@ -203,6 +209,7 @@ class _Place:
 
     positions: Array
     ends: Array | None
+    indices: Array | None
     tables: tuple[Array, Array]
     local_tables: tuple[Array, Array]
     mask: Array | None
@@ -216,6 +223,7 @@ def _run(
     tokens: Array,
     positions: Array | None,
     ends: Array | None,
+    indices: Array | None,
     kv_view: KVView | None,
     mask: Array | None,
     rules: Rules,
@@ -231,7 +239,7 @@ def _run(
     local = tables
     if config.local_rope_theta is not None:
         local = rope_tables(config, positions, local=True)
-    place = _Place(positions, ends, tables, local, mask, None, kernels)
+    place = _Place(positions, ends, indices, tables, local, mask, None, kernels)
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     entries, routed = [], []
     if scan and kv_view is None:
@@ -372,7 +380,13 @@ def _attention(
     if index in config.unrotated_layers:
         tables = None
     context = Context(
-        place.positions, place.ends, tables, window, place.entry, place.kernels
+        positions=place.positions,
+        ends=place.ends,
+        indices=place.indices,
+        tables=tables,
+        window=window,
+        entry=place.entry,
+        kernels=place.kernels,
     )
     if config.latent is None:
         return grouped_query(config, params.attention, x, context, rules)  # type: ignore[arg-type]

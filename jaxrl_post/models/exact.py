@@ -260,7 +260,7 @@ def _projected(
     if index not in config.unrotated_layers:
         local = window is not None and config.local_rope_theta is not None
         tables = rope_tables(config, at, local=local)
-    context = Context(at, None, tables, window, None)
+    context = Context(at, None, None, tables, window, None)
     x = _normed(config, hidden, params.attention_norm)
     found = query_key_value(config, params.attention, x, context)  # type: ignore[arg-type]
     return tuple(heads[0] for heads in found)  # type: ignore[return-value]

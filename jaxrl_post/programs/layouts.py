@@ -96,9 +96,9 @@ def sampler_layout(rollout: RolloutConfig, model: Model) -> SamplerLayout:
 
 
 def gathered_bytes(params: PyTree) -> int:
-    """Bytes of weights that fsdp has a device receive for every decoded token.
+    """Bytes of weights that fsdp and cp have a device receive for every decoded token.
 
-    Decoding gathers the dimensions that fsdp splits, alone or together with ep. What ep
+    Decoding gathers the dimensions that they split, alone or together with ep. What ep
     splits alone is not counted: for routed experts it is not gathered.
 
     Args:
@@ -111,7 +111,7 @@ def gathered_bytes(params: PyTree) -> int:
         whole = math.prod(leaf.sharding.shard_shape(leaf.shape))
         for entry in leaf.sharding.spec:
             names = (entry,) if isinstance(entry, str) else entry or ()
-            if "fsdp" in names:
+            if {"fsdp", "cp"} & set(names):
                 whole *= math.prod(leaf.sharding.mesh.shape[name] for name in names)
         own = math.prod(leaf.sharding.shard_shape(leaf.shape))
         total += (whole - own) * leaf.dtype.itemsize

@@ -154,7 +154,7 @@ def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
         _check_exact(model, weights)
     _, longest = fitting(model.tokenizer, model.config)
     rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
-    split = split_size("batch", weights.mesh, model.rules)
+    split = split_size("batch", weights.mesh, model.rules.with_context_as_batch())
     engine_sizes(rollout, split, stop_ids=len(model.tokenizer.stop_ids))
     config = dataclasses.replace(config, rollout=rollout)
     row_tokens(config, model)
@@ -163,6 +163,11 @@ def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
 
 def _check_exact(model: Model, weights: SamplerLayout) -> None:
     """Refuses models and meshes on which sampler and trainer cannot agree exactly."""
+    if split_size("context", model.mesh, model.rules) > 1:
+        raise ConfigError(
+            "--mesh: with --exact a device computes whole rows, and cp cuts them; take "
+            "dp or fsdp instead of cp"
+        )
     trainer, sampler = (
         split_size("heads", mesh, model.rules) for mesh in (model.mesh, weights.mesh)
     )

@@ -186,7 +186,7 @@ def make_engine(
     """
     sizes = engine_sizes(
         rollout,
-        split_size("batch", weights.mesh, model.rules),
+        split_size("batch", weights.mesh, model.rules.with_context_as_batch()),
         stop_ids=len(model.tokenizer.stop_ids),
     )
     return Engine(

@@ -105,6 +105,7 @@ class Engine:
         draft: Draft | None = None,
         kernels: Implementation = "auto",
     ) -> None:
+        rules = rules.with_context_as_batch()
         self.config, self.sizes, self.rules = config, sizes, rules
         self.compilations: collections.Counter[str] = collections.Counter()
         self.decoded_rows = 0

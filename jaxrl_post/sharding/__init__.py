@@ -1,5 +1,6 @@
 """Meshes, logical axes that name dimensions, and rules that map axes to meshes."""
 
+from jaxrl_post.sharding.chunks import Chunks
 from jaxrl_post.sharding.mesh import MeshError, create_mesh, parse_mesh
 from jaxrl_post.sharding.partition import (
     constrain,
@@ -15,6 +16,7 @@ from jaxrl_post.sharding.tables import TableSplit
 
 __all__ = [
     "DEFAULT_RULES",
+    "Chunks",
     "MeshError",
     "Rules",
     "TableSplit",

@@ -2,9 +2,10 @@
 
 Axes, outermost first: `dp` (data parallel, parameters replicated), `fsdp` (data
 parallel, parameters sharded), `ep` (like `fsdp`, but each device holds whole experts of
-its own) and `tp` (tensor parallel). The order in the string does not matter. Devices
-are laid out so that `tp`, which communicates in every layer, gets the fastest links;
-`dp`, which communicates once per step, may span slow ones.
+its own), `cp` (context parallel: a training row is cut into chunks; parameters sharded)
+and `tp` (tensor parallel). The order in the string does not matter. Devices are laid
+out so that `tp`, which communicates in every layer, gets the fastest links; `dp`, which
+communicates once per step, may span slow ones.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ def create_mesh(
         MeshError: see `parse_mesh`.
 
     >>> dict(create_mesh("tp1", jax.devices()[:1]).shape)
-    {'dp': 1, 'fsdp': 1, 'ep': 1, 'tp': 1}
+    {'dp': 1, 'fsdp': 1, 'ep': 1, 'cp': 1, 'tp': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = tuple(parse_mesh(spec, len(devices)).values())

@@ -50,6 +50,17 @@ class Rules:
         """Returns a table in which the named entries are replaced or added."""
         return Rules.of({**dict(self.entries), **changes})
 
+    def with_context_as_batch(self) -> "Rules":
+        """Rules for tokens, or for sequences that are decoded: no row is cut.
+
+        The context axes then split them as the axes of the batch do.
+
+        >>> DEFAULT_RULES.with_context_as_batch().mesh_axes("batch")
+        ('dp', 'fsdp', 'ep', 'cp')
+        """
+        both = *self.mesh_axes("batch"), *self.mesh_axes("context")
+        return self.replace(batch=tuple(dict.fromkeys(both)))
+
     def table(self) -> str:
         """Formats the table for printing."""
         rows = [("logical axis", "mesh axes")]
@@ -62,10 +73,12 @@ DEFAULT_RULES = Rules.of(
         # Activations.
         "batch": ("dp", "fsdp", "ep"),
         "length": (),
+        # The chunks of a row, in training (`sharding.Chunks`).
+        "context": ("cp",),
         "hidden": (),
         # Parameters, and activations with the same dimensions.
         "vocab": ("tp",),
-        "embed": ("fsdp", "ep"),
+        "embed": ("fsdp", "ep", "cp"),
         "heads": ("tp",),
         "kv_heads": ("tp",),
         "head_dim": (),
@@ -75,7 +88,7 @@ DEFAULT_RULES = Rules.of(
         "rank": (),
         # Experts. ep splits their number, so it cannot split their other dimensions.
         "experts": ("ep",),
-        "expert_embed": ("fsdp",),
+        "expert_embed": ("fsdp", "cp"),
         "expert_ffn": ("tp",),
         "router": (),
     }

@@ -175,7 +175,7 @@ def test_two_processes_train_as_one_does(one_process, two_processes):
     config, _ = pretrained.load(run / "model")
     assert config.num_layers == 1
     saved = json.loads((run / "config.json").read_text())
-    assert saved["mesh"] == "dp2,fsdp2,ep1,tp2"
+    assert saved["mesh"] == "dp2,fsdp2,ep1,cp1,tp2"
 
 
 def test_a_death_ends_all_and_a_second_start_changes_nothing(

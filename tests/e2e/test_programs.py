@@ -86,7 +86,8 @@ def test_judges_of_a_ray_cluster_train_as_those_of_this_machine_do(
     [
         pytest.param("dp2,tp4", marks=pytest.mark.all),
         pytest.param("fsdp4,tp2", marks=pytest.mark.all),
-        "dp2,fsdp2,tp2",
+        pytest.param("dp2,fsdp2,tp2", marks=pytest.mark.all),
+        "fsdp2,cp2,tp2",
     ],
 )
 def test_a_mesh_trains_as_one_device_does(run_here, model, one_device, tmp_path, mesh):
@@ -148,7 +149,8 @@ def test_a_run_of_one_device_goes_on_on_eight(run_here, model, one_device, tmp_p
     found = metrics(run)
     assert sorted(found) == [0, 1, 2, 3]
     assert found[2] == before[2]
-    assert json.loads((run / "config.json").read_text())["mesh"] == "dp1,fsdp4,ep1,tp2"
+    config = json.loads((run / "config.json").read_text())
+    assert config["mesh"] == "dp1,fsdp4,ep1,cp1,tp2"
     saved = load_file(run / "model" / "model.safetensors")
     assert all(np.isfinite(value).all() for value in saved.values())
 

@@ -1,12 +1,15 @@
 """Attention against a float64 loop over queries, heads and keys."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_post.kernels.attention import api, attention, tiles, tpu_tiles
-from jaxrl_post.sharding import create_mesh
+from jaxrl_post.kernels.attention.packed import Facts
+from jaxrl_post.sharding import DEFAULT_RULES, Chunks, create_mesh
 
 IMPLEMENTATIONS = ["reference", "xla", "pallas_tpu"]
 # Two rows of seven tokens: a prompt of two with answers of one, two and one tokens,
@@ -332,9 +335,10 @@ def test_tiles_without_a_visible_score_are_skipped():
     positions = np.concatenate([np.arange(4), *[np.arange(4, 8)] * 3])[None]
     settings = tiles.Settings(4, 1.0, None, None)
 
-    def listed(settings, ends, positions):
-        facts = tiles._facts(jnp.int32(positions), jnp.asarray(ends), 4)
-        tasks = tiles._tasks(facts, len(ends), settings, 1)
+    def listed(settings, ends, positions, aligned=True):
+        indices = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
+        facts = Facts(*(jnp.int32(part) for part in (indices, positions, ends)))
+        tasks = tiles._tasks(settings, aligned, 1, facts, facts)
         count = int(tasks.num_chunks)
         pairs = np.stack([tasks.queries[:count], tasks.keys[:count]], axis=1)
         return sorted(map(tuple, pairs.tolist()))
@@ -351,6 +355,9 @@ def test_tiles_without_a_visible_score_are_skipped():
     whole[1, 4:] = 0
     whole[1, :4] = 4
     assert len(listed(settings, whole, plain)) == 10 + 1
+    # If queries and keys need not be the same tokens, no tile above the diagonal is
+    # computed either.
+    assert listed(settings, whole, plain, False) == listed(settings, whole, plain)
 
 
 @pytest.mark.meshes
@@ -387,6 +394,77 @@ def test_a_mesh_changes_nothing(monkeypatch, spec, kv_heads, implementation):
         found = jax.tree.leaves(jax.jit(grad)(*operands))
     for left, right in zip(found, expected, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+@pytest.mark.parametrize(
+    ("spec", "rows", "length", "kv_heads"),
+    [
+        ("cp8", 1, 100, 2),
+        ("dp2,cp4", 4, 53, 4),
+        pytest.param("cp4,tp2", 2, 9, 1, id="pieces of two tokens, one key head"),
+    ],
+)
+def test_chunks_of_rows_attend_as_whole_rows(
+    monkeypatch, spec, rows, length, kv_heads, implementation
+):
+    """Forests, with a window, a softcap and sinks; forward and backward."""
+    monkeypatch.setattr(api, "TILE", 4)
+    random = np.random.default_rng(0)
+    found = [forest(random, length, depth=3) for _ in range(rows)]
+    positions, ends = (np.stack(each) for each in zip(*found, strict=True))
+    weights = random.normal(size=(rows, length, 4, 4))
+    weights = jnp.float32(weights * (ends > 0)[:, :, None, None])
+    operands = (
+        *arrays(length, length, 4, kv_heads, batch=rows), jnp.linspace(-1, 1, 4)
+    )  # fmt: skip
+
+    def total(query, key, value, sinks, implementation):
+        chunks = Chunks.of((rows, length), DEFAULT_RULES)
+        at, after = (chunks.split(jnp.asarray(each)) for each in (positions, ends))
+        query = chunks.split(query)
+        key, value = (
+            chunks.split(each.swapaxes(1, 2)).swapaxes(1, 2) for each in (key, value)
+        )
+        out = run(
+            (query, key, value), at, ends=after,
+            indices=chunks.indices, window=length // 2, softcap=2.0, sinks=sinks,
+            rules=chunks.rules, implementation=implementation,
+        )  # fmt: skip
+        out = chunks.join(out) * weights
+        return out.sum(), out
+
+    def compiled(implementation):
+        run = functools.partial(total, implementation=implementation)
+        grad = jax.jit(jax.value_and_grad(run, (0, 1, 2, 3), has_aux=True))
+        return jax.tree.leaves(jax.device_get(grad(*operands)))
+
+    expected = compiled("reference")
+    with jax.set_mesh(create_mesh(spec)):
+        found = compiled(implementation)
+    for left, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rules": DEFAULT_RULES}, r"4 chunks split over \('dp',\), and context"),
+        ({"ends": None}, "got ends=None, 8 chunks"),
+        ({"implementation": "reference"}, "'reference' holds all scores of a row, and"),
+    ],
+)
+def test_indices_are_for_chunks(change, message):
+    with jax.set_mesh(create_mesh("dp4,cp2")):
+        chunks = Chunks.of((4, 16), DEFAULT_RULES)
+        rows = 4 if "rules" in change else 8
+        zeros = jnp.zeros((rows, 8), jnp.int32)
+        options = {"ends": zeros, "rules": chunks.rules, **change}
+        options["indices"] = chunks.indices[:rows]
+        with pytest.raises(ValueError, match=message):
+            run(arrays(8, 8, 2, 2, batch=rows), zeros, **options)
 
 
 def test_an_empty_window_is_refused():

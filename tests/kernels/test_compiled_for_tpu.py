@@ -28,7 +28,7 @@ from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs.planning.sampling import make_sampler
-from jaxrl_post.sharding import create_mesh
+from jaxrl_post.sharding import DEFAULT_RULES, Chunks, create_mesh
 from launch import plan
 
 pytestmark = pytest.mark.skipif(
@@ -124,6 +124,46 @@ def test_attention(chip, name, dtype):
     )
     for kernel in ("forward", "query", "key"):
         assert calls(text, f"attention_{kernel}") == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [2048, pytest.param(131072, marks=EVERY)])
+def test_attention_of_chunks(length, dtype):
+    """An 8B model's heads on a v5p of 16 chips, cp8: the kernels are in the ring."""
+    plan.load()
+    devices = topologies.get_topology_desc("v5p:4x2x2", platform="tpu").devices
+    mesh = create_mesh("cp8,tp2", devices)
+
+    def both_passes(query, key, value, ends, towards):
+        chunks = Chunks.of((1, length), DEFAULT_RULES)
+        ends = chunks.split(ends)
+
+        def run(query, key, value):
+            return attention(
+                query, key, value,
+                query_positions=ends, kv_positions=ends, ends=ends,
+                indices=chunks.indices, rules=chunks.rules,
+            )  # fmt: skip
+
+        out, pull = jax.vjp(run, query, key, value)
+        return out, pull(towards)
+
+    def array(shape, spec, dtype):
+        sharding = jax.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    of_query = array((8, length // 8, 32, 128), jax.P("cp", None, "tp"), dtype)
+    of_key = array((8, 8, length // 8, 128), jax.P("cp", "tp"), dtype)
+    ends = array((1, length), jax.P(), jnp.int32)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(both_passes).trace(of_query, of_key, of_key, ends, of_query)
+        text = lowered.lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert text is not None
+    for kernel in ("forward", "query", "key"):
+        # In the loop, and for the last chunk.
+        assert calls(text, f"attention_{kernel}") == 2
+    assert "collective-permute" in text
+    assert "all-gather" not in text
 
 
 def calls(text: str, kernel: str) -> int:

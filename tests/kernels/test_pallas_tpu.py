@@ -13,7 +13,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_post.kernels.attention import attention
-from jaxrl_post.kernels.attention.pallas_tpu import attend_tiles
+from jaxrl_post.kernels.attention.packed import Facts, Plan, attend_packed
+from jaxrl_post.kernels.attention.pallas_tpu import TpuTiles
 from jaxrl_post.kernels.attention.tpu_tiles import (
     LIST_BYTES,
     Settings,
@@ -64,6 +65,18 @@ def operands(batch, length, heads, kv_heads, dim, value_dim, dtype=jnp.float32):
     return [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
 
 
+def attend(settings, query, key, value, positions, ends):
+    """The kernels, on whole rows."""
+    return attend_packed(
+        Plan(TpuTiles(settings)), query, key, value, facts(positions, ends), None
+    )
+
+
+def facts(positions, ends):
+    indices = jnp.arange(ends.shape[1], dtype=jnp.int32)
+    return Facts(jnp.broadcast_to(indices, ends.shape), positions, ends)
+
+
 def both_passes(function, *arrays):
     *inputs, cotangent = arrays
     out, pull = jax.vjp(function, *inputs)
@@ -97,7 +110,7 @@ def test_attention_without_races(heads, kv_heads, dim, value_dim, window, tile):
     settings = Settings(dim**-0.5, window, None, tile, RACES)
 
     def kernel(*arrays):
-        return attend_tiles(settings, *arrays, positions, ends, None)
+        return attend(settings, *arrays, positions, ends)
 
     reference = functools.partial(whole, positions, ends, window)
     arrays = query, key, value, towards
@@ -117,7 +130,7 @@ def test_attention_is_deterministic():
     @jax.jit
     def run(*arrays):
         return both_passes(
-            lambda *inputs: attend_tiles(settings, *inputs, positions, ends, None),
+            lambda *inputs: attend(settings, *inputs, positions, ends),
             *arrays,
         )
 
@@ -133,7 +146,7 @@ def test_bfloat16_attention_is_as_exact_as_its_rounding():
     settings = Settings(0.125, None, None, Tile(128, 128), True)
 
     def kernel(*arrays):
-        return attend_tiles(settings, *arrays, positions, ends, None)
+        return attend(settings, *arrays, positions, ends)
 
     reference = functools.partial(whole, positions, ends, None)
     exact = definition(*(np.float64(array) for array in arrays), np.asarray(ends))
@@ -181,7 +194,8 @@ def test_the_list_of_tiles_holds_what_is_visible():
     shape = Shape.of(settings, query, key, value)
 
     def listed(by_key, settings=settings, ends=ends):
-        found = TileList.of(settings, shape, by_key, positions, ends)
+        known = facts(positions, ends)
+        found = TileList.of(settings, shape, by_key, known, known, aligned=True)
         count = int(found.count[0])
         assert (found.sums[count:] == found.sums[count - 1]).all()
         sums, others = found.sums[:count].tolist(), found.others[:count].tolist()

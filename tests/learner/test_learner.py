@@ -105,6 +105,7 @@ def on_one_device() -> np.ndarray:
     [
         pytest.param("dp2,tp4", marks=pytest.mark.all),
         pytest.param("fsdp4,tp2", marks=pytest.mark.all),
+        pytest.param("fsdp2,cp4", marks=pytest.mark.all),
         "dp2,fsdp2,tp2",
     ],
 )

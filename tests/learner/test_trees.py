@@ -188,6 +188,8 @@ EVERY_DAY = {
     ("ppo with a critic", "dp8"),
     ("dpo", "dp2,tp4"),
     ("distillation", "fsdp4,tp2"),
+    ("grpo", "dp2,cp2,tp2"),
+    ("distillation", "fsdp2,cp4"),
 }
 
 
@@ -199,7 +201,7 @@ EVERY_DAY = {
             name, mesh, marks=[] if (name, mesh) in EVERY_DAY else [pytest.mark.all]
         )
         for name in CASES
-        for mesh in ("dp8", "fsdp4,tp2", "dp2,tp4")
+        for mesh in ("dp8", "fsdp4,tp2", "dp2,tp4", "dp2,cp2,tp2", "fsdp2,cp4")
     ],
 )
 def test_trees_train_alike_on_every_mesh(name, mesh):

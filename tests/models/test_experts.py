@@ -186,7 +186,7 @@ def outputs_and_gradients(config, params):
         pytest.param("ep8", SHARED, id="ep, shared"),
         pytest.param("fsdp2,ep2,tp2", BIASED, id="all, biased"),
         pytest.param("tp4,dp2", GATED, id="tp, gated"),
-        pytest.param("fsdp8", EXPERTS, id="fsdp, plain"),
+        pytest.param("fsdp2,ep2,cp2", EXPERTS, id="fsdp, ep, cp, plain"),
     ],
 )
 def test_a_mesh_changes_nothing(mesh, experts):

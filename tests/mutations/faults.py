@@ -46,8 +46,8 @@ PACKING = [
     Fault(
         "log-probs are of the token behind",
         "learner/step.py",
-        "_before(hidden, batch),",
-        "hidden,",
+        "        chunks.take(hidden, batch.previous),",
+        "        hidden,",
         "learner/test_learner.py sampler/test_engine.py",
     ),
     Fault(
@@ -74,8 +74,8 @@ PACKING = [
     Fault(
         "a tile that holds the end of a prompt is skipped",
         "kernels/attention/tiles.py",
-        "active = last_end[:, k] > jnp.asarray(q * tile, jnp.int32)",
-        "active = last_end[:, k] > jnp.asarray((q + 1) * tile, jnp.int32)",
+        "active = key.ends.max(axis=-1)[:, k] > first",
+        "active = key.ends.max(axis=-1)[:, k] > last",
         "kernels/test_attention.py learner/test_trees.py",
     ),
     Fault(

@@ -26,8 +26,8 @@ from jaxrl_post.sharding import MeshError, create_mesh, parse_mesh
 def test_a_mesh_that_fits(spec, devices, sizes):
     parsed = parse_mesh(spec, devices)
     dp, fsdp, tp = sizes
-    assert parsed == {"dp": dp, "fsdp": fsdp, "ep": 1, "tp": tp}
-    assert list(parsed) == ["dp", "fsdp", "ep", "tp"]
+    assert parsed == {"dp": dp, "fsdp": fsdp, "ep": 1, "cp": 1, "tp": tp}
+    assert list(parsed) == ["dp", "fsdp", "ep", "cp", "tp"]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_mesh_that_fits(spec, devices, sizes):
         ("dp4;tp2", r"cannot read 'dp4;tp2'"),
         ("dp4,,tp2", r"cannot read '' in 'dp4,,tp2'"),
         ("dp2.5", r"cannot read 'dp2\.5'"),
-        ("pp8", r"unknown axis 'pp' in 'pp8'; axes are dp, fsdp, ep, tp"),
+        ("pp8", r"unknown axis 'pp' in 'pp8'; axes are dp, fsdp, ep, cp, tp"),
         ("dp2,dp4", r"axis 'dp' stands twice in 'dp2,dp4'"),
         ("dp0,tp8", r"size of 'dp' must be positive, or -1 for all .*; got 0 in"),
         ("dp-2,tp8", r"size of 'dp' must be positive, or -1 for all .*; got -2 in"),
@@ -55,14 +55,14 @@ def test_a_mesh_that_does_not(spec, message):
 
 def test_tensor_parallel_devices_are_neighbours():
     mesh = create_mesh("tp2,dp2,fsdp2")
-    assert mesh.axis_names == ("dp", "fsdp", "ep", "tp")
+    assert mesh.axis_names == ("dp", "fsdp", "ep", "cp", "tp")
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
-    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 1, 2))
+    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 1, 1, 2))
     assert {axis.name for axis in mesh.axis_types} == {"Auto"}
 
 
 def test_a_mesh_over_some_of_the_devices():
     chosen = jax.devices()[2:6]
     mesh = create_mesh("tp-1", chosen)
-    assert dict(mesh.shape) == {"dp": 1, "fsdp": 1, "ep": 1, "tp": 4}
+    assert dict(mesh.shape) == {"dp": 1, "fsdp": 1, "ep": 1, "cp": 1, "tp": 4}
     assert list(mesh.devices.flat) == chosen

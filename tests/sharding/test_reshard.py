@@ -30,7 +30,7 @@ def drawn_sharding(rng, ndim):
     mesh = create_mesh(rng.choice(MESHES))
     if rng.random() < 0.5:
         # The same devices, in another order.
-        grid = np.asarray(mesh.devices).transpose(rng.sample(range(4), 4))
+        grid = np.asarray(mesh.devices).transpose(rng.sample(range(5), 5))
         mesh = Mesh(grid.reshape(mesh.devices.shape), mesh.axis_names)
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
     rng.shuffle(axes)
@@ -83,7 +83,7 @@ def test_another_order_of_devices_spares_a_detour():
     source = NamedSharding(trainer, P("fsdp", "tp"))
     plain = NamedSharding(create_mesh("dp2,tp4"), P(None, "tp"))
     grid = np.asarray(trainer.devices).reshape(2, 2, 2).transpose(0, 2, 1)
-    ordered = Mesh(grid.reshape(2, 1, 1, 4), trainer.axis_names)
+    ordered = Mesh(grid.reshape(2, 1, 1, 1, 4), trainer.axis_names)
     target = NamedSharding(ordered, P(None, "tp"))
     values = np.arange(256, dtype=np.float32).reshape(16, 16)
     for sharding, kinds in (

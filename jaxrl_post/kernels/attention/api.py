@@ -1,14 +1,15 @@
 """Attention: checks the arguments and calls an implementation."""
 
-import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.attention import tiles
+from jaxrl_post.kernels.attention.packed import Facts, Plan, Tiles, attend_packed
 from jaxrl_post.kernels.attention.reference import attend, check_scoring, visible
 from jaxrl_post.kernels.dispatch import Implementation, choose
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
@@ -33,6 +34,7 @@ def attention(
     query_positions: Int[Array, "batch queries"],
     kv_positions: Int[Array, "batch keys"],
     ends: Int[Array, "batch keys"] | None = None,
+    indices: Int[Array, "batch keys"] | None = None,
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -58,6 +60,10 @@ def attention(
         kv_positions: int32 positions of the keys.
         ends: int32 in [0, keys]: one past the last token that sees the key, 0 for
             padding. None: each row is one sequence, and keys may be a cache's.
+        indices: int32, with `ends`, if the rows are cut into chunks
+            (`sharding.Chunks`): the place of each token in its row. On a mesh the
+            devices along the rules' "context" axes then hold chunks of the same rows,
+            and keys and values go round them. None: 0, 1, 2, ...
         window: tokens that a query looks back, itself included; None for all.
         scale: of the scores; default head_dim ** -0.5.
         softcap: c in c tanh(scores / c), after the scale; None for no cap (Gemma 2,
@@ -78,11 +84,13 @@ def attention(
 
     Raises:
         ValueError: heads is not a multiple of kv_heads, there are not as many queries
-            as `ends`, the window is empty, the softcap is not positive, or the
+            as `ends`, there are indices without ends or without the mesh's context
+            axes, the window is empty, the softcap is not positive, or the
             implementation is unknown or does not run here.
 
     References:
         Ainslie et al., GQA, arXiv:2305.13245.
+        Liu et al., Ring Attention, arXiv:2310.01889.
     """
     heads, kv_heads = query.shape[2], key.shape[1]
     if heads % kv_heads:
@@ -100,26 +108,28 @@ def attention(
         "attention", implementation, query.dtype, interpret=interpret
     )
     factor = query.shape[3] ** -0.5 if scale is None else scale
+    ring = _ring(query.shape[0], ends, indices, rules, implementation)
 
     queries = query.shape[1]
     kernel = implementation == "pallas_tpu"
-    if ends is not None and (kernel or (implementation == "xla" and queries > TILE)):
+    small = implementation == "xla" and queries <= TILE and indices is None
+    if ends is not None and implementation != "reference" and not small:
         scoring = float(factor), window, softcap
+        computed: Tiles
         if kernel:
             # Half a second that only TPUs need.
             from jaxrl_post.kernels.attention import pallas_tpu, tpu_tiles
 
-            attend_tiles = functools.partial(
-                pallas_tpu.attend_tiles,
-                tpu_tiles.Settings(*scoring, interpret=interpret),
+            computed = pallas_tpu.TpuTiles(
+                tpu_tiles.Settings(*scoring, interpret=interpret)
             )
         else:
-            attend_tiles = functools.partial(
-                tiles.attend_tiles, tiles.Settings(TILE, *scoring)
-            )
-        return _packed(
-            attend_tiles, rules, query, key, value, kv_positions, ends, sinks
-        )
+            computed = tiles.XlaTiles(tiles.Settings(TILE, *scoring))
+        if indices is None:
+            indices = jnp.arange(queries, dtype=jnp.int32)
+            indices = jnp.broadcast_to(indices, ends.shape)
+        facts = Facts(indices, kv_positions, ends)
+        return _packed(computed, ring, rules, query, key, value, facts, sinks)
 
     def block(query: Array, positions: Array) -> Array:
         mask = visible(positions, kv_positions, ends, window)
@@ -130,20 +140,48 @@ def attention(
     return _tiled(block, query, query_positions)
 
 
+def _ring(
+    batch: int,
+    ends: Array | None,
+    indices: Array | None,
+    rules: Rules,
+    implementation: Implementation,
+) -> tuple[str, ...]:
+    """Mesh axes along which the chunks of a row lie; () if rows are whole."""
+    if indices is None:
+        return ()
+    mesh = jax.sharding.get_abstract_mesh()
+    split = dividing_axes("batch", batch, mesh, rules)
+    ring = tuple(a for a in rules.mesh_axes("context") if mesh.shape.get(a, 1) > 1)
+    if ends is None or not ring or not set(ring) <= set(split):
+        raise ValueError(
+            "attention: indices are for packed rows (ends) whose chunks the mesh's "
+            f"context axes hold; got ends={'None' if ends is None else 'given'}, "
+            f"{batch} chunks split over {split}, and context axes {ring}; cut rows "
+            "with sharding.Chunks, and pass on its rules"
+        )
+    if implementation == "reference":
+        raise ValueError(
+            "attention: 'reference' holds all scores of a row, and here a device has a "
+            "chunk of it; take 'auto', 'xla' or, on TPUs, 'pallas_tpu'"
+        )
+    return ring
+
+
 def _packed(
-    attend_tiles: Callable[..., Array],
+    computed: Tiles,
+    ring: tuple[str, ...],
     rules: Rules,
     query: Array,
     key: Array,
     value: Array,
-    positions: Array,
-    ends: Array,
+    facts: Facts,
     sinks: Array | None,
 ) -> Array:
-    """Calls `attend_tiles`, and each device computes its own rows and heads."""
+    """Calls `attend_packed`, and each device computes its own chunks and heads."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return attend_tiles(query, key, value, positions, ends, sinks)
+        return attend_packed(Plan(computed), query, key, value, facts, sinks)
     batch = dividing_axes("batch", query.shape[0], mesh, rules) or None
     heads = dividing_axes("heads", query.shape[2], mesh, rules) or None
     group = query.shape[2] // key.shape[1]
@@ -153,21 +191,23 @@ def _packed(
         # on every device: each takes those that its own heads read.
         kv_heads = None
 
-    def local(query: Array, key: Array, value: Array, *others: Array | None) -> Array:
+    plan = Plan(computed, ring, math.prod(mesh.shape[axis] for axis in ring))
+
+    def local(query: Array, key: Array, value: Array, *others: Any) -> Array:
         if kv_heads is None and heads is not None:
             own = query.shape[2]
             first = jax.lax.axis_index(heads) * own
             read = (first + jnp.arange(own)) // group
             key, value = key[:, read], value[:, read]
-        return attend_tiles(query, key, value, *others)
+        return attend_packed(plan, query, key, value, *others)
 
-    of_kv, of_rows = P(batch, kv_heads), P(batch)
+    of_kv = P(batch, kv_heads)
     return jax.shard_map(
         local,
-        in_specs=(P(batch, None, heads), of_kv, of_kv, of_rows, of_rows, P(heads)),
+        in_specs=(P(batch, None, heads), of_kv, of_kv, P(batch), P(heads)),
         out_specs=P(batch, None, heads),
         check_vma=False,
-    )(query, key, value, positions, ends, sinks)
+    )(query, key, value, facts, sinks)
 
 
 def _tiled(block: Callable, query: Array, positions: Array) -> Array:

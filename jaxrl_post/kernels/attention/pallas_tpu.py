@@ -15,6 +15,7 @@ References:
     Dao, FlashAttention-2, arXiv:2307.08691.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,98 +24,101 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
+from jaxrl_post.kernels.attention.packed import Facts, padded_facts
 from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.kernels.attention.tpu_tiles import Settings, Shape, TileList
 from jaxrl_post.kernels.mosaic import VMEM_BYTES, product
 from jaxrl_post.types import Array
 
-__all__ = ["attend_tiles"]
+__all__ = ["TpuTiles"]
 
 # Where the maximum begins: far below a score, and far above a masked one, so that the
 # weight of a masked score is 0 even if the query has seen no key.
 LOWEST = MASKED / 2
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_tiles(
-    settings: Settings,
-    query: Array,
-    key: Array,
-    value: Array,
-    positions: Array,
-    ends: Array,
-    sinks: Array | None,
-) -> Array:
-    """Computes attention among the tokens of packed rows, as `tiles.attend_tiles`."""
-    return _forward(settings, query, key, value, positions, ends, sinks)[0]
+@dataclasses.dataclass(frozen=True)
+class TpuTiles:
+    """The `Tiles` of the "pallas_tpu" implementation."""
 
+    settings: Settings
 
-def _forward(settings: Settings, *arrays: Any) -> tuple[Array, Any]:
-    query, key, value, positions, ends, sinks = arrays
-    call = _Call.of(settings, "forward", query, key, value, positions, ends)
-    shape = call.shape
-    out, normalizer = call(
-        _forward_kernel,
-        [*call.inputs(query, key, value), ("head", _by_head(shape, sinks))],
-        [
-            ("query", shape.of_queries(shape.value_dim, query.dtype)),
-            ("lanes", shape.of_lanes()),
-        ],
-        [(1, shape.lanes), (1, shape.lanes), (shape.value_dim, shape.lanes)],
-    )
-    out = out.swapaxes(1, 2)[:, : query.shape[1]]
-    return out, (*arrays, out, normalizer)
+    def forward(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        of_query: Facts,
+        of_key: Facts,
+        dtype: DTypeLike,
+        *,
+        aligned: bool,
+    ) -> tuple[Array, Array]:
+        """As `Tiles` has it."""
+        facts = of_query, of_key, aligned
+        call = _Call.of(self.settings, "forward", query, key, value, *facts)
+        shape = call.shape
+        out, normalizer = call(
+            _forward_kernel,
+            call.inputs(query, key, value),
+            [
+                ("query", shape.of_queries(shape.value_dim, dtype)),
+                ("lanes", shape.of_lanes()),
+            ],
+            [(1, shape.lanes), (1, shape.lanes), (shape.value_dim, shape.lanes)],
+        )
+        length = query.shape[1]
+        return out.swapaxes(1, 2)[:, :length], shape.by_query(normalizer)[:, :length]
 
+    def backward(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        of_query: Facts,
+        of_key: Facts,
+        cotangent: Array,
+        normalizer: Array,
+        inner: Array,
+        dtype: DTypeLike,
+        *,
+        aligned: bool,
+    ) -> tuple[Array, Array, Array]:
+        """As `Tiles` has it."""
+        facts = of_query, of_key, aligned
 
-def _backward(settings: Settings, saved: tuple, cotangent: Array) -> tuple:
-    query, key, value, positions, ends, sinks, out, normalizer = saved
-    facts = positions, ends
-    # The gradient of a softmax: p (dp - sum p dp), and the sum is out . d out.
-    inner = (out.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum(axis=-1)
+        def of(kernel: str) -> tuple[_Call, list[tuple[str, Array]]]:
+            call = _Call.of(self.settings, kernel, query, key, value, *facts)
+            towards = ("query", call.shape.queries(cotangent))
+            lanes = [("lanes", call.shape.by_lane(a)) for a in (normalizer, inner)]
+            return call, [*call.inputs(query, key, value), towards, *lanes]
 
-    def of(kernel: str) -> tuple[_Call, list[tuple[str, Array]]]:
-        call = _Call.of(settings, kernel, query, key, value, *facts)
-        towards = ("query", call.shape.queries(cotangent))
-        lanes = [("lanes", normalizer), ("lanes", call.shape.by_lane(inner))]
-        return call, [*call.inputs(query, key, value), towards, *lanes]
-
-    call, operands = of("query")
-    shape = call.shape
-    (d_query,) = call(
-        _query_kernel,
-        operands,
-        [("query", shape.of_queries(shape.head_dim, query.dtype))],
-        [(shape.head_dim, shape.lanes)],
-    )
-    call, operands = of("key")
-    d_key, d_value = call(
-        _key_kernel,
-        operands,
-        [
-            ("key", shape.of_keys(shape.head_dim, key.dtype)),
-            ("key", shape.of_keys(shape.value_dim, value.dtype)),
-        ],
-        [(shape.tile.keys, width) for width in (shape.head_dim, shape.value_dim)],
-    )
-    d_sinks = None
-    if sinks is not None:
-        by_lane = shape.by_lane(inner)
-        share = jnp.exp(_by_head(shape, sinks) - normalizer)
-        d_sinks = -(share * by_lane).sum(axis=0).reshape(len(sinks), -1).sum(axis=-1)
-        d_sinks = d_sinks.astype(sinks.dtype)
-    length = query.shape[1]
-    return (
-        d_query.swapaxes(1, 2)[:, :length],
-        d_key[:, :, :length],
-        d_value[:, :, :length],
-        None,
-        None,
-        d_sinks,
-    )
-
-
-attend_tiles.defvjp(_forward, _backward)
+        call, operands = of("query")
+        shape = call.shape
+        (d_query,) = call(
+            _query_kernel,
+            operands,
+            [("query", shape.of_queries(shape.head_dim, dtype))],
+            [(shape.head_dim, shape.lanes)],
+        )
+        call, operands = of("key")
+        d_key, d_value = call(
+            _key_kernel,
+            operands,
+            [
+                ("key", shape.of_keys(shape.head_dim, dtype)),
+                ("key", shape.of_keys(shape.value_dim, dtype)),
+            ],
+            [(shape.tile.keys, width) for width in (shape.head_dim, shape.value_dim)],
+        )
+        length = query.shape[1]
+        return (
+            d_query.swapaxes(1, 2)[:, :length],
+            d_key[:, :, :length],
+            d_value[:, :, :length],
+        )
 
 
 class _Call(NamedTuple):
@@ -125,8 +129,9 @@ class _Call(NamedTuple):
         kernel: "forward", "query" or "key", by what it computes.
         shape: static.
         tiles: what is computed.
-        facts: what decides whether a query sees a key: int32 [blocks, 1, lanes],
-            positions of queries, and [blocks, 8, keys], ends and positions of keys.
+        facts: what decides whether a query sees a key: int32 [blocks, 2, lanes],
+            indices and positions of queries, and [blocks, 8, keys], indices, positions
+            and ends of keys.
     """
 
     settings: Settings
@@ -143,20 +148,25 @@ class _Call(NamedTuple):
         query: Array,
         key: Array,
         value: Array,
-        positions: Array,
-        ends: Array,
+        of_query: Facts,
+        of_key: Facts,
+        aligned: bool,
     ) -> "_Call":
         shape = Shape.of(settings, query, key, value)
-        # Padding ends at 0, so no query sees it.
-        positions, ends = (shape.padded(array, 1) for array in (positions, ends))
-        tiles = TileList.of(settings, shape, kernel == "key", positions, ends)
-        of_queries = positions.reshape(-1, 1, shape.tile.queries)
-        of_keys = jnp.stack([ends, positions], axis=1)
-        of_keys = of_keys.reshape(shape.batch, 2, -1, shape.tile.keys).swapaxes(1, 2)
-        of_keys = jnp.pad(of_keys, ((0, 0), (0, 0), (0, 6), (0, 0)))
+        of_query, of_key = (padded_facts(f, shape.length) for f in (of_query, of_key))
+        by_key = kernel == "key"
+        tiles = TileList.of(settings, shape, by_key, of_query, of_key, aligned)
+
+        def blocks(facts: Sequence[Array], size: int) -> Array:
+            """[facts, batch, length] to [blocks, facts, size]."""
+            split = jnp.stack(facts).reshape(len(facts), -1, size)
+            return split.swapaxes(0, 1)
+
+        of_queries = blocks(of_query[:2], shape.tile.queries)
+        of_keys = blocks(of_key, shape.tile.keys)
         facts = (
             jnp.tile(of_queries, (1, 1, shape.group)),
-            of_keys.reshape(-1, 8, shape.tile.keys),
+            jnp.pad(of_keys, ((0, 0), (0, 5), (0, 0))),
         )
         return cls(settings, kernel, shape, tiles, facts)
 
@@ -192,16 +202,14 @@ class _Call(NamedTuple):
                     "query facts": (query, 0, 0),
                     "key facts": (key, 0, 0),
                     "lanes": (query, head, 0, 0),
-                    "head": (head, 0, 0),
                 }[kind]
 
             block = {
                 "query": (None, shape.group, tile.queries, array.shape[-1]),
                 "key": (None, None, tile.keys, array.shape[-1]),
-                "query facts": (None, 1, shape.lanes),
+                "query facts": (None, 2, shape.lanes),
                 "key facts": (None, 8, tile.keys),
                 "lanes": (None, None, 1, shape.lanes),
-                "head": (None, 1, shape.lanes),
             }[kind]
             return pl.BlockSpec(block, at)
 
@@ -229,46 +237,28 @@ class _Call(NamedTuple):
         )(*self.tiles, *(array for _, array in operands))
 
 
-def _by_head(shape: Shape, sinks: Array | None) -> Array:
-    """Where a query's maximum begins: its sink, or `LOWEST`. [kv_heads, 1, lanes]."""
-    if sinks is None:
-        return jnp.full((shape.kv_heads, 1, shape.lanes), LOWEST, jnp.float32)
-    by_head = sinks.astype(jnp.float32).reshape(shape.kv_heads, 1, -1)
-    return jnp.repeat(by_head, shape.tile.queries, axis=-1)
-
-
 class _Task(NamedTuple):
     """The tile that a step of the grid computes.
 
     Attributes:
-        query: block of queries in its row.
-        key: block of keys in its row.
         full: whether every score is visible.
         first: whether it is the first one of a sum.
         last: whether it is the last one.
         real: whether there is a tile at all.
     """
 
-    query: Any
-    key: Any
     full: Any
     first: Any
     last: Any
     real: Any
 
     @classmethod
-    def here(
-        cls, shape: Shape, tiles: tuple[Any, Any, Any], *, by_key: bool = False
-    ) -> "_Task":
-        sums, others, count = tiles
+    def here(cls, sums: Any, others: Any, count: Any) -> "_Task":
         number, end = pl.program_id(1), count[0] - 1
         block, other = sums[number], others[number]
         before = sums[jnp.maximum(number - 1, 0)]
         after = sums[jnp.minimum(number + 1, end)]
-        query, key = (other // 2, block) if by_key else (block, other // 2)
         return cls(
-            query % shape.blocks.queries,
-            key % shape.blocks.keys,
             other % 2 == 1,
             (number == 0) | (before != block),
             (number == end) | (after != block),
@@ -292,27 +282,23 @@ def _forward_kernel(
     value: Any,
     of_query: Any,
     of_key: Any,
-    sink: Any,
     out: Any,
     normalizer: Any,
     top: Any,
     total: Any,
     mixed: Any,
 ) -> None:
-    task = _Task.here(shape, (sums, others, count))
+    task = _Task.here(sums, others, count)
 
     @pl.when(task.first & task.real)
     def _() -> None:
-        # A sink is a score that every query sees, with a value of 0.
-        top[...] = sink[...]
-        total[...] = jnp.where(sink[...] > LOWEST, 1.0, 0.0)
+        top[...] = jnp.full_like(top, LOWEST)
+        total[...] = jnp.zeros_like(total)
         mixed[...] = jnp.zeros_like(mixed)
 
     def step(masked: bool) -> None:
         queries = query[...].reshape(shape.lanes, shape.head_dim)
-        scores = _scores(
-            settings, shape, task, queries, key[...], of_query, of_key, masked
-        )
+        scores = _scores(settings, queries, key[...], of_query[...], of_key, masked)
         higher = jnp.maximum(top[...], scores.max(axis=0, keepdims=True))
         weights = jnp.exp(scores - higher)
         shrink = jnp.exp(top[...] - higher)
@@ -350,9 +336,9 @@ def _query_kernel(
     d_query: Any,
     total: Any,
 ) -> None:
-    task = _Task.here(shape, (sums, others, count))
+    task = _Task.here(sums, others, count)
     operands = query, key, value, of_query, of_key, towards, normalizer, inner
-    gradients = functools.partial(_d_scores, settings, shape, task, operands)
+    gradients = functools.partial(_d_scores, settings, shape, operands)
 
     @pl.when(task.first & task.real)
     def _() -> None:
@@ -388,9 +374,9 @@ def _key_kernel(
     key_total: Any,
     value_total: Any,
 ) -> None:
-    task = _Task.here(shape, (sums, others, count), by_key=True)
+    task = _Task.here(sums, others, count)
     operands = query, key, value, of_query, of_key, towards, normalizer, inner
-    gradients = functools.partial(_d_scores, settings, shape, task, operands)
+    gradients = functools.partial(_d_scores, settings, shape, operands)
 
     @pl.when(task.first & task.real)
     def _() -> None:
@@ -414,11 +400,9 @@ def _key_kernel(
 
 def _scores(
     settings: Settings,
-    shape: Shape,
-    task: _Task,
     queries: Array,
     keys: Array,
-    of_query: Any,
+    of_query: Array,
     of_key: Any,
     masked: bool,
 ) -> Array:
@@ -428,21 +412,17 @@ def _scores(
         scores = settings.softcap * jnp.tanh(scores * (1.0 / settings.softcap))
     if not masked:
         return scores
-    lane = jax.lax.broadcasted_iota(jnp.int32, (1, shape.lanes), 1)
-    at_query = task.query * shape.tile.queries + lane % shape.tile.queries
-    sublane = jax.lax.broadcasted_iota(jnp.int32, (shape.tile.keys, 1), 0)
-    at_key = task.key * shape.tile.keys + sublane
     facts = of_key[...].T
-    seen = (at_key <= at_query) & (at_query < facts[:, 0:1])
+    index = of_query[0:1]
+    seen = (facts[:, 0:1] <= index) & (index < facts[:, 2:3])
     if settings.window is not None:
-        seen &= of_query[...] - facts[:, 1:2] < settings.window
+        seen &= of_query[1:2] - facts[:, 1:2] < settings.window
     return jnp.where(seen, scores, MASKED)
 
 
 def _d_scores(
     settings: Settings,
     shape: Shape,
-    task: _Task,
     operands: tuple[Any, ...],
     masked: bool,
 ) -> tuple[Array, Array]:
@@ -450,7 +430,7 @@ def _d_scores(
     query, key, value, of_query, of_key, towards, normalizer, inner = operands
     queries = query[...].reshape(shape.lanes, shape.head_dim)
     d_out = towards[...].reshape(shape.lanes, shape.value_dim)
-    scores = _scores(settings, shape, task, queries, key[...], of_query, of_key, masked)
+    scores = _scores(settings, queries, key[...], of_query[...], of_key, masked)
     weights = jnp.exp(scores - normalizer[...])
     d_scores = weights * (product(value[...], d_out, (1, 1)) - inner[...])
     if settings.softcap is not None:

@@ -11,18 +11,22 @@ References:
     Dao et al., FlashAttention, arXiv:2205.14135.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxrl_post.kernels.attention.packed import Facts, padded_facts
 from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.types import Array
 
-__all__ = ["Settings", "attend_tiles"]
+__all__ = ["Settings", "XlaTiles"]
 
 # Bytes of the scores that are computed at a time: few, so that they stay in a
 # processor's cache, or many, so that an accelerator has enough to do.
@@ -46,20 +50,6 @@ class Settings(NamedTuple):
     softcap: float | None
 
 
-class _Facts(NamedTuple):
-    """What decides whether a query sees a key, [blocks, tile] each.
-
-    Attributes:
-        indices: int32, a token's place in its row.
-        positions: int32, along the token's path.
-        ends: int32, as in `attention`.
-    """
-
-    indices: Array
-    positions: Array
-    ends: Array
-
-
 class _Tasks(NamedTuple):
     """The tiles with a visible score, as blocks of queries and of keys.
 
@@ -72,62 +62,77 @@ class _Tasks(NamedTuple):
     num_chunks: Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_tiles(
-    settings: Settings,
-    query: Array,
-    key: Array,
-    value: Array,
-    positions: Array,
-    ends: Array,
-    sinks: Array | None,
-) -> Array:
-    """Computes attention among the tokens of packed rows.
+@dataclasses.dataclass(frozen=True)
+class XlaTiles:
+    """The `Tiles` of the "xla" implementation."""
 
-    Args:
-        settings: static.
-        query: [batch, length, heads, head_dim].
-        key: [batch, kv_heads, length, head_dim].
-        value: [batch, kv_heads, length, value_dim].
-        positions: int32 [batch, length].
-        ends: int32 [batch, length].
-        sinks: [heads], or None.
+    settings: Settings
 
-    Returns:
-        [batch, length, heads, value_dim] in `query`'s dtype; 0 for a query that sees no
-        key.
-    """
-    return _forward(settings, query, key, value, positions, ends, sinks)[0]
+    def forward(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        of_query: Facts,
+        of_key: Facts,
+        dtype: DTypeLike,
+        *,
+        aligned: bool,
+    ) -> tuple[Array, Array]:
+        """As `Tiles` has it."""
+        run = functools.partial(_attended, self.settings, dtype, aligned)
+        return self._on_platform(run, query, key, value, of_query, of_key)
 
+    def backward(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        of_query: Facts,
+        of_key: Facts,
+        cotangent: Array,
+        normalizer: Array,
+        inner: Array,
+        dtype: DTypeLike,
+        *,
+        aligned: bool,
+    ) -> tuple[Array, Array, Array]:
+        """As `Tiles` has it."""
+        run = functools.partial(_gradients, self.settings, dtype, aligned)
+        of_queries = cotangent, normalizer, inner
+        return self._on_platform(run, query, key, value, of_query, of_key, *of_queries)
 
-def _forward(settings: Settings, *arrays: Array | None) -> tuple[Array, Any]:
-    out, normalizer = _on_platform(_attended, settings, *arrays)
-    return out, (*arrays, out, normalizer)
+    def _on_platform(self, function: Callable, query: Array, *others: Any) -> Any:
+        """Calls `function` with the number of tiles at a time that suits it."""
+        one = query.shape[2] * self.settings.tile**2 * 4
+
+        def run(size: int) -> Callable:
+            return functools.partial(function, max(1, size // one))
+
+        # Decided when the program is lowered, which may be for another platform.
+        return jax.lax.platform_dependent(
+            query, *others, cpu=run(SCORE_BYTES), default=run(ACCELERATOR_SCORE_BYTES)
+        )
 
 
 def _attended(
     settings: Settings,
+    dtype: DTypeLike,
+    aligned: bool,
     chunk: int,
     query: Array,
     key: Array,
     value: Array,
-    positions: Array,
-    ends: Array,
-    sinks: Array | None,
+    of_query: Facts,
+    of_key: Facts,
 ) -> tuple[Array, Array]:
-    """Returns the attended values, and the scores' log-sum-exp by block and row."""
     batch, length, kv_heads = *query.shape[:2], key.shape[1]
     queries = _query_blocks(query, kv_heads, settings.tile)
-    keys, values, facts, tasks = _keys(settings, chunk, key, value, positions, ends)
+    keys, values = (_key_blocks(array, settings.tile) for array in (key, value))
+    facts, tasks = _cut(settings, aligned, chunk, batch, of_query, of_key)
     blocks, _, rows, _ = queries.shape
-    if sinks is None:
-        top = jnp.full((blocks, kv_heads, rows), MASKED, jnp.float32)
-        total = jnp.zeros_like(top)
-    else:
-        # A sink is a score that every query sees, with a value of 0.
-        by_row = _by_row(sinks, kv_heads, settings.tile)
-        top = jnp.broadcast_to(by_row, (blocks, kv_heads, rows))
-        total = jnp.ones_like(top)
+    top = jnp.full((blocks, kv_heads, rows), MASKED, jnp.float32)
+    total = jnp.zeros_like(top)
     mixed = jnp.zeros((blocks, kv_heads, rows, value.shape[-1]), jnp.float32)
 
     def step(number: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -149,36 +154,34 @@ def _attended(
         0, tasks.num_chunks, step, (top, total, mixed)
     )
     total = jnp.where(total > 0, total, 1.0)
-    mixed = (mixed / total[..., None]).astype(query.dtype)
-    normalizer = top + jnp.log(total)
-    out = _from_query_blocks(mixed, batch, length, settings.tile)
-    return out, normalizer
-
-
-def _backward(settings: Settings, saved: tuple, cotangent: Array) -> tuple:
-    return _on_platform(_gradients, settings, *saved, cotangent)
+    mixed = (mixed / total[..., None]).astype(dtype)
+    normalizer = (top + jnp.log(total))[..., None]
+    whole = functools.partial(
+        _from_query_blocks, batch=batch, length=length, tile=settings.tile
+    )
+    return whole(mixed), whole(normalizer)[..., 0]
 
 
 def _gradients(
     settings: Settings,
+    dtype: DTypeLike,
+    aligned: bool,
     chunk: int,
     query: Array,
     key: Array,
     value: Array,
-    positions: Array,
-    ends: Array,
-    sinks: Array | None,
-    out: Array,
-    normalizer: Array,
+    of_query: Facts,
+    of_key: Facts,
     cotangent: Array,
-) -> tuple:
-    """Returns the cotangents of `attend_tiles`'s arrays."""
+    normalizer: Array,
+    inner: Array,
+) -> tuple[Array, Array, Array]:
     batch, length, kv_heads = *query.shape[:2], key.shape[1]
     split = functools.partial(_query_blocks, kv_heads=kv_heads, tile=settings.tile)
     queries, towards = split(query), split(cotangent)
-    keys, values, facts, tasks = _keys(settings, chunk, key, value, positions, ends)
-    # The gradient of a softmax: p (dp - sum p dp), and the sum is out . d out.
-    inner = (split(out).astype(jnp.float32) * towards.astype(jnp.float32)).sum(axis=-1)
+    normalizer, inner = (split(a[..., None])[..., 0] for a in (normalizer, inner))
+    keys, values = (_key_blocks(array, settings.tile) for array in (key, value))
+    facts, tasks = _cut(settings, aligned, chunk, batch, of_query, of_key)
 
     def step(number: Array, grads: tuple[Array, ...]) -> tuple[Array, ...]:
         q, k = _chunk(tasks, number, chunk)
@@ -205,58 +208,47 @@ def _gradients(
 
     zeros = tuple(jnp.zeros(a.shape, jnp.float32) for a in (queries, keys, values))
     d_query, d_key, d_value = jax.lax.fori_loop(0, tasks.num_chunks, step, zeros)
-    d_sinks = None
-    if sinks is not None:
-        share = jnp.exp(_by_row(sinks, kv_heads, settings.tile) - normalizer)
-        d_sinks = -(share * inner).sum(axis=0).reshape(len(sinks), -1).sum(axis=-1)
-        d_sinks = d_sinks.astype(sinks.dtype)
     return (
-        _from_query_blocks(d_query, batch, length, settings.tile).astype(query.dtype),
-        _from_key_blocks(d_key, batch, length).astype(key.dtype),
-        _from_key_blocks(d_value, batch, length).astype(value.dtype),
-        None,
-        None,
-        d_sinks,
+        _from_query_blocks(d_query, batch, length, settings.tile).astype(dtype),
+        _from_key_blocks(d_key, batch, length).astype(dtype),
+        _from_key_blocks(d_value, batch, length).astype(dtype),
     )
 
 
-def _keys(
+def _cut(
     settings: Settings,
+    aligned: bool,
     chunk: int,
-    key: Array,
-    value: Array,
-    positions: Array,
-    ends: Array,
-) -> tuple[Array, Array, _Facts, _Tasks]:
-    """Blocks of keys and of values, and which tiles of them are to be computed."""
-    keys, values = (_key_blocks(array, settings.tile) for array in (key, value))
-    facts = _facts(positions, ends, settings.tile)
-    return keys, values, facts, _tasks(facts, key.shape[0], settings, chunk)
-
-
-def _on_platform(function: Callable, settings: Settings, *arrays: Array | None) -> Any:
-    """Calls `function` with the number of tiles at a time that suits the platform."""
-    query = cast("Array", arrays[0])
-    one = query.shape[2] * settings.tile**2 * 4
-
-    def run(size: int) -> Callable:
-        return functools.partial(function, settings, max(1, size // one))
-
-    # Decided when the program is lowered, which may be for another platform.
-    return jax.lax.platform_dependent(
-        *arrays, cpu=run(SCORE_BYTES), default=run(ACCELERATOR_SCORE_BYTES)
-    )
+    batch: int,
+    of_query: Facts,
+    of_key: Facts,
+) -> tuple[tuple[Facts, Facts], _Tasks]:
+    """Facts of blocks of queries and of keys, and the tiles that are computed."""
+    tile = settings.tile
+    length = math.ceil(of_key.ends.shape[1] / tile) * tile
+    query, key = (padded_facts(facts, length) for facts in (of_query, of_key))
+    tasks = _tasks(settings, aligned, chunk, query, key)
+    query, key = (Facts(*(p.reshape(-1, tile) for p in f)) for f in (query, key))
+    return (query, key), tasks
 
 
 def _scores(
-    settings: Settings, queries: Array, keys: Array, facts: _Facts, q: Array, k: Array
+    settings: Settings,
+    queries: Array,
+    keys: Array,
+    facts: tuple[Facts, Facts],
+    q: Array,
+    k: Array,
 ) -> tuple[Array, Array]:
     """Scores of a chunk of tiles, and which are visible; the others are `MASKED`."""
     scores = _product("cnqd,cnkd->cnqk", _take(queries, q), _take(keys, k))
     scores = scores * settings.scale
     if settings.softcap is not None:
         scores = settings.softcap * jnp.tanh(scores / settings.softcap)
-    of_query, of_key = (_Facts(*(_take(a, b) for a in facts)) for b in (q, k))
+    of_query, of_key = (
+        Facts(*(_take(part, blocks) for part in of))
+        for of, blocks in zip(facts, (q, k), strict=True)
+    )
     index = of_query.indices[:, :, None]
     seen = (of_key.indices[:, None] <= index) & (index < of_key.ends[:, None])
     if settings.window is not None:
@@ -268,26 +260,35 @@ def _scores(
     return jnp.where(seen, scores, MASKED), seen
 
 
-def _tasks(facts: _Facts, batch: int, settings: Settings, chunk: int) -> _Tasks:
+def _tasks(
+    settings: Settings, aligned: bool, chunk: int, of_query: Facts, of_key: Facts
+) -> _Tasks:
     """Lists the tiles that hold a visible score."""
-    tile = settings.tile
-    blocks = facts.ends.shape[0] // batch
-    by_row = _Facts(*(array.reshape(batch, blocks, tile) for array in facts))
-    # A diagonal of tiles, q - k constant, has every block at most once a row.
-    q, k = np.tril_indices(blocks)
-    order = np.argsort(q - k, kind="stable")
-    q, k = q[order], k[order]
-    last_end = by_row.ends.max(axis=-1)
-    active = last_end[:, k] > jnp.asarray(q * tile, jnp.int32)
+    batch = of_key.ends.shape[0]
+    query, key = (
+        Facts(*(part.reshape(batch, -1, settings.tile) for part in facts))
+        for facts in (of_query, of_key)
+    )
+    blocks = key.ends.shape[1]
+    # A diagonal of tiles, q - k constant, has every block at most once a row; one that
+    # begins anew at the other edge too.
+    q, k = np.tril_indices(blocks) if aligned else np.indices((blocks, blocks))
+    q, k = q.reshape(-1), k.reshape(-1)
+    diagonal = (q - k) % blocks
+    order = np.argsort(diagonal, kind="stable")
+    q, k, diagonal = q[order], k[order], diagonal[order]
+    first, last = query.indices.min(axis=-1)[:, q], query.indices.max(axis=-1)[:, q]
+    active = key.ends.max(axis=-1)[:, k] > first
+    active &= key.indices.min(axis=-1)[:, k] <= last
     if settings.window is not None:
-        first, last = by_row.positions.min(axis=-1), by_row.positions.max(axis=-1)
+        first, last = query.positions.min(axis=-1), key.positions.max(axis=-1)
         active &= first[:, q] - last[:, k] < settings.window
     # Diagonal by diagonal, and within one row by row.
-    diagonal = np.broadcast_to(q - k, (batch, len(q)))
+    diagonal = np.broadcast_to(diagonal, (batch, len(q)))
     order = np.argsort(diagonal, axis=None, kind="stable")
     diagonal = diagonal.reshape(-1)[order]
-    first = np.arange(batch)[:, None] * blocks
-    q, k = ((first + block).reshape(-1)[order] for block in (q, k))
+    row = np.arange(batch)[:, None] * blocks
+    q, k = ((row + block).reshape(-1)[order] for block in (q, k))
     active = active.reshape(-1)[order]
     count = jax.ops.segment_sum(active.astype(jnp.int32), jnp.asarray(diagonal), blocks)
     chunks = (count + chunk - 1) // chunk
@@ -302,14 +303,6 @@ def _tasks(facts: _Facts, batch: int, settings: Settings, chunk: int) -> _Tasks:
         for block in (q, k)
     )
     return _Tasks(queries, keys, chunks.sum())
-
-
-def _facts(positions: Array, ends: Array, tile: int) -> _Facts:
-    length = ends.shape[1]
-    indices = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ends.shape)
-    # Padding ends at 0, so no query sees it.
-    padded = (_padded(array, tile) for array in (indices, positions, ends))
-    return _Facts(*(array.reshape(-1, tile) for array in padded))
 
 
 def _padded(array: Array, tile: int, axis: int = 1) -> Array:
@@ -348,12 +341,6 @@ def _from_key_blocks(blocks: Array, batch: int, length: int) -> Array:
     return split.reshape(batch, kv_heads, -1, dim)[:, :, :length]
 
 
-def _by_row(sinks: Array, kv_heads: int, tile: int) -> Array:
-    """[heads] to [kv_heads, group * tile]."""
-    by_head = sinks.astype(jnp.float32).reshape(kv_heads, -1)
-    return jnp.repeat(by_head, tile, axis=-1)
-
-
 def _chunk(tasks: _Tasks, number: Array, chunk: int) -> tuple[Array, Array]:
     return tuple(  # type: ignore[return-value]
         jax.lax.dynamic_slice_in_dim(array, number * chunk, chunk)
@@ -373,6 +360,3 @@ def _put(array: Array, blocks: Array, values: Array) -> Array:
 
 def _product(form: str, one: Array, other: Array) -> Array:
     return jnp.einsum(form, one, other, preferred_element_type=jnp.float32)
-
-
-attend_tiles.defvjp(_forward, _backward)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_post.kernels.attention.packed import Facts
 from jaxrl_post.kernels.mosaic import listed
 from jaxrl_post.types import Array
 
@@ -113,6 +114,11 @@ class Shape(NamedTuple):
         )
         return split.transpose(0, 2, 3, 1).reshape(-1, self.kv_heads, 1, self.lanes)
 
+    def by_query(self, array: Array) -> Array:
+        """[blocks, kv_heads, 1, lanes] to [batch, padded length, heads]."""
+        split = array.reshape(-1, self.heads, self.tile.queries)
+        return split.swapaxes(1, 2).reshape(self.batch, self.length, self.heads)
+
     def of_queries(self, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.batch, self.heads, self.length, width), dtype)
 
@@ -148,43 +154,39 @@ class TileList(NamedTuple):
         settings: Settings,
         shape: Shape,
         by_key: bool,
-        positions: Array,
-        ends: Array,
+        of_query: Facts,
+        of_key: Facts,
+        aligned: bool,
     ) -> "TileList":
-        def split(array: Array, blocks: int) -> Array:
-            return array.reshape(shape.batch, blocks, -1)
+        def edges(facts: Facts, blocks: int) -> tuple[Facts, Facts]:
+            """The smallest and the largest value of every block."""
+            split = [part.reshape(shape.batch, blocks, -1) for part in facts]
+            first = Facts(*(part.min(axis=-1) for part in split))
+            return first, Facts(*(part.max(axis=-1) for part in split))
 
-        query_positions = split(positions, shape.blocks.queries)
-        key_positions = split(positions, shape.blocks.keys)
-        key_ends = split(ends, shape.blocks.keys)
-        first_query, first_key = (
-            np.arange(blocks, dtype=np.int32) * size
-            for blocks, size in zip(shape.blocks, shape.tile, strict=True)
-        )
-        first_query, first_key = first_query[:, None], first_key[None, :]
-        # One past the last.
-        end_query = first_query + shape.tile.queries
-        end_key = first_key + shape.tile.keys
-        active = key_ends.max(axis=-1)[:, None] > first_query
-        full = key_ends.min(axis=-1)[:, None] >= end_query
+        low, high = edges(of_query, shape.blocks.queries)
+        low, high = (Facts(*(part[:, :, None] for part in f)) for f in (low, high))
+        first, last = edges(of_key, shape.blocks.keys)
+        first, last = (Facts(*(part[:, None] for part in f)) for f in (first, last))
+        active = (first.indices <= high.indices) & (low.indices < last.ends)
+        full = (last.indices <= low.indices) & (high.indices < first.ends)
         if settings.window is not None:
-            back = query_positions.min(axis=-1)[:, :, None]
-            back = back - key_positions.max(axis=-1)[:, None]
-            active &= back < settings.window
-            most = query_positions.max(axis=-1)[:, :, None]
-            most = most - key_positions.min(axis=-1)[:, None]
-            full &= most < settings.window
-        # Tiles on the diagonal are computed even for padding, so that every block of
-        # the results is written.
-        active |= (first_query < end_key) & (first_key < end_query)
-        causal = first_key < end_query
-        active &= causal
-        full &= end_key <= first_query + 1
+            active &= low.positions - last.positions < settings.window
+            full &= high.positions - first.positions < settings.window
         if by_key:
             active, full = active.swapaxes(1, 2), full.swapaxes(1, 2)
         rows, columns = active.shape[1:]
-        # About half of all tiles lie above the diagonal.
-        found, count = listed(active, shape.batch * int(np.sum(causal)))
+        # A block that meets no other one has a tile all the same, so that all of the
+        # results are written. The last queries are not earlier than any keys.
+        meets = np.arange(columns) == (columns - 1 if by_key else 0)
+        active |= ~active.any(axis=-1, keepdims=True) & meets
+        most = rows * columns
+        if aligned:
+            # About half of all tiles lie above the diagonal.
+            ends = np.arange(1, 1 + shape.blocks.queries)[:, None] * shape.tile.queries
+            begins = np.arange(shape.blocks.keys) * shape.tile.keys
+            most = int(np.sum(begins < ends))
+        found, count = listed(active, shape.batch * most)
         sums, column = found // columns, found % columns
         others = sums // rows * columns + column
         full = full.reshape(-1)[found].astype(jnp.int32)

@@ -214,7 +214,10 @@ def make_sampler(
             f"planned; got {options.prompts_per_step} with --lora.rank "
             f"{config.lora.rank}. Drop one of the two options"
         )
-    rules, dtype = DEFAULT_RULES, jnp.dtype(options.dtype or config.dtype)
+    rules, dtype = (
+        DEFAULT_RULES.with_context_as_batch(),
+        jnp.dtype(options.dtype or config.dtype),
+    )
     try:
         own = same_devices(options.mesh, mesh)
         params = models.abstract(models.param_specs(architecture), dtype, own, rules)

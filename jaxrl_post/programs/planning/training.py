@@ -151,6 +151,7 @@ def make_trainer(config: PlanConfig, architecture: ModelConfig, mesh: Mesh) -> T
         MeshError: the model does not go with the mesh.
     """
     rules, dtype = DEFAULT_RULES, jnp.dtype(config.dtype)
+    tokens = rules.with_context_as_batch()
     policy = Policy(architecture, 1.0, config.remat, rules, scan=config.scan_layers)
     specs = models.param_specs(architecture)
     params = base = models.abstract(specs, dtype, mesh, rules)
@@ -185,7 +186,7 @@ def make_trainer(config: PlanConfig, architecture: ModelConfig, mesh: Mesh) -> T
         placed(state, layout),
         base,
         policy if predictor is None else predictor,
-        None if lora is not None else ModelWork(architecture, mesh, rules, dtype),
+        None if lora is not None else ModelWork(architecture, mesh, tokens, dtype),
     )
 
 
