@@ -252,10 +252,21 @@ def _check_exact(config: RLConfig) -> None:
             f"does, which quantises no keys; got {config.rollout.cache_dtype}; drop "
             "one of the two"
         )
+    if config.rollout.weights is not None:
+        raise ConfigError(
+            "--rollout.weights: with --exact the sampler computes with the trainer's "
+            f"own matrices; got {config.rollout.weights}; drop one of the two"
+        )
 
 
 def _check_rollout(config: RLConfig) -> None:
     name, rollout = config.algorithm.name, config.rollout
+    if rollout.weights is not None and config.lora.quantize is not None:
+        raise ConfigError(
+            "--rollout.weights: the base of the adapter is quantised already, by "
+            f"--lora.quantize {config.lora.quantize}; got {rollout.weights}; drop one "
+            "of the two"
+        )
     if rollout.overlong_buffer > rollout.max_tokens:
         raise ConfigError(
             f"--rollout.overlong-buffer: must be at most --rollout.max-tokens, "

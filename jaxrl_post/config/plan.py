@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from jaxrl_post.config.fields import ANY, COUNT, NOT_NEGATIVE
 from jaxrl_post.config.lora import AdapterConfig
-from jaxrl_post.config.rollout import CacheDtype
+from jaxrl_post.config.rollout import CacheDtype, WeightsDtype
 
 __all__ = ["PlanConfig", "PlanError", "PlannedRollout"]
 
@@ -31,6 +31,8 @@ class PlannedRollout:
         publish_mib: with another mesh or dtype, most MiB of parameters that are moved
             at a time.
         cache_dtype: how the sampler holds keys and values, as in a run.
+        weights: how the sampler holds its matrices, as in a run. That they are
+            quantised once a step is not planned.
         num_slots: number of samples that decode at once; 0 for all of a step.
         steps_per_call: tokens that each sample decodes between two looks of the host; 0
             chooses.
@@ -44,6 +46,7 @@ class PlannedRollout:
     dtype: Literal["float32", "bfloat16"] | None = None
     publish_mib: Annotated[int, COUNT] = 1024
     cache_dtype: CacheDtype | None = None
+    weights: WeightsDtype | None = None
     num_slots: Annotated[int, NOT_NEGATIVE] = 0
     steps_per_call: Annotated[int, NOT_NEGATIVE] = 0
 

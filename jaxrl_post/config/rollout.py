@@ -15,9 +15,10 @@ from jaxrl_post.config.fields import (
 )
 from jaxrl_post.envs.workers.hosts import check_hosts
 
-__all__ = ["CacheDtype", "RolloutConfig", "check_judges"]
+__all__ = ["CacheDtype", "RolloutConfig", "WeightsDtype", "check_judges"]
 
 CacheDtype = Literal["int8", "float8"]
+WeightsDtype = Literal["int8", "float8"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class RolloutConfig:
             each, with a float32 scale per token and head; None for the dtype of its
             parameters. It changes what is sampled a little, so sampler and trainer
             differ by more: keep an `algorithm.correction`, as by default.
+        weights: how the sampler holds the matrices of attention, MLPs and experts.
+            int8, float8 (e4m3): a byte each, with a float32 scale per output, made from
+            the trainer's parameters once a step; None for these themselves. With an
+            adapter its base is held so. It changes what is sampled, as `cache_dtype`.
         guesses: tokens that the sampler guesses for each sample in a forward pass, from
             what followed the same tokens earlier in the sample or its prompt, or by
             `draft`; 0 for none. Right guesses save passes, and samples stay as they
@@ -122,6 +127,7 @@ class RolloutConfig:
     steps_per_call: Annotated[int, NOT_NEGATIVE] = 0
     cache_tokens: Annotated[int, NOT_NEGATIVE] = 0
     cache_dtype: CacheDtype | None = None
+    weights: WeightsDtype | None = None
     guesses: Annotated[int, NOT_NEGATIVE] = 0
     guess_rows: Annotated[int, COUNT] = 32
     draft: str | None = None

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.learner.model import Model
 from jaxrl_post.models import param_specs
-from jaxrl_post.models.matrix import is_matrix, part_axes
+from jaxrl_post.models.adapters.quantized import Quantizer, quantize
+from jaxrl_post.models.matrix import is_matrix, matrices, part_axes
 from jaxrl_post.models.spec import ParamSpec, abstract, is_spec
 from jaxrl_post.rollout.weights import Published, Relayout
 from jaxrl_post.sampler import Engine
@@ -31,6 +32,9 @@ class SamplerLayout:
     Attributes:
         mesh: the sampler's mesh, on the trainer's devices.
         dtype: dtype of the sampler's parameters.
+        weights: quantises the trained matrices, or an adapter's base; None where the
+            sampler has them as they are.
+        codes: abstract arrays of what `weights` makes, on the trainer's mesh.
         trained: moves the trained parameters to `mesh`; None where the sampler uses the
             trainer's own arrays.
         frozen: moves an adapter's base, once; None without one.
@@ -38,14 +42,28 @@ class SamplerLayout:
 
     mesh: Mesh
     dtype: jnp.dtype
+    weights: Quantizer | None = None
+    codes: PyTree = None
     trained: Relayout | None = None
     frozen: Relayout | None = None
 
     @property
     def copies(self) -> PyTree:
         """Abstract arrays of the sampler's own copies; None without copies."""
-        moved = (self.trained, self.frozen)
-        return [each.targets for each in moved if each is not None] or None
+        moved = [each for each in (self.trained, self.frozen) if each is not None]
+        if moved:
+            return [each.targets for each in moved]
+        return None if self.codes is None else list(matrices(self.codes).values())
+
+    def read(self, model: Model) -> PyTree:
+        """What a decoded token reads: arrays, or abstract arrays.
+
+        Args:
+            model: the trained model.
+        """
+        if self.trained is not None:
+            return self.copies
+        return model.base if self.codes is None else self.codes
 
     def publish(
         self, engine: Engine, model: Model, params: PyTree, version: int
@@ -58,18 +76,24 @@ class SamplerLayout:
             params: the trained parameters.
             version: number of optimizer steps taken.
         """
-        if self.trained is None:
-            return Published(engine, model.whole(params), version)
-        own, sent = self.trained(params)
-        if self.frozen is not None and model.adaptation is not None:
-            base, once = self.frozen(model.adaptation.base)
-            model = replace(model, adaptation=replace(model.adaptation, base=base))
+        sent, adaptation = 0, model.adaptation
+        if self.weights is not None and adaptation is None:
+            params = self.weights(params)
+        if self.trained is not None:
+            params, sent = self.trained(params)
+        if adaptation is not None:
+            base, once = adaptation.base, 0
+            if self.weights is not None:
+                base = self.weights(base)
+            if self.frozen is not None:
+                base, once = self.frozen(base)
+            model = replace(model, adaptation=replace(adaptation, base=base))
             sent += once
-        return Published(engine, model.whole(own), version, sent)
+        return Published(engine, model.whole(params), version, sent)
 
 
 def sampler_layout(rollout: RolloutConfig, model: Model) -> SamplerLayout:
-    """Reads `--rollout.mesh` and `--rollout.dtype`.
+    """Reads `--rollout.mesh`, `--rollout.dtype` and `--rollout.weights`.
 
     Args:
         rollout: how samples are drawn.
@@ -79,17 +103,27 @@ def sampler_layout(rollout: RolloutConfig, model: Model) -> SamplerLayout:
         MeshError: the mesh does not fit the devices or the model.
     """
     dtype = jnp.dtype(rollout.dtype or model.dtype)
+    weights = codes = None
+    base = model.base
+    if rollout.weights is not None:
+        weights = Quantizer(rollout.weights)
+        shapes = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), base
+        )
+        base = codes = quantize(shapes, rollout.weights)
     try:
         mesh = same_devices(rollout.mesh, model.mesh)
         if mesh is model.mesh and dtype == model.dtype:
-            return SamplerLayout(mesh, dtype)
-        trained, frozen = _targets(model, mesh, dtype)
+            return SamplerLayout(mesh, dtype, weights, codes)
+        trained, frozen = _targets(model, base, mesh, dtype)
     except MeshError as error:
         raise MeshError(f"--rollout.{error}") from error
     size = rollout.publish_mib * 2**20
     return SamplerLayout(
         mesh,
         dtype,
+        weights,
+        codes,
         Relayout(trained, group_bytes=size),
         None if frozen is None else Relayout(frozen, group_bytes=size),
     )
@@ -153,10 +187,17 @@ def same_devices(spec: str, mesh: Mesh) -> Mesh:
     return shaped(grid)
 
 
-def _targets(model: Model, mesh: Mesh, dtype: jnp.dtype) -> tuple[PyTree, PyTree]:
-    """(trained parameters, base of an adapter or None) as the sampler wants them."""
-    if model.adaptation is None:
-        return abstract(model.specs, dtype, mesh, model.rules), None
+def _targets(
+    model: Model, whole: PyTree, mesh: Mesh, dtype: jnp.dtype
+) -> tuple[PyTree, PyTree]:
+    """(trained parameters, base of an adapter or None) as the sampler wants them.
+
+    Args:
+        model: the trained model.
+        whole: its parameters, without an adapter; quantised, or as they are.
+        mesh: the sampler's mesh.
+        dtype: of the sampler's parameters.
+    """
 
     def adapter(struct: Any, leaf: Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=struct.sharding)
@@ -167,16 +208,20 @@ def _targets(model: Model, mesh: Mesh, dtype: jnp.dtype) -> tuple[PyTree, PyTree
         axes = part_axes(leaf, spec.axes)
         return jax.tree.map(lambda a, own: _part(a, own, mesh, model.rules), leaf, axes)
 
-    specs = param_specs(model.config)
+    if model.adaptation is None:
+        return jax.tree.map(base, model.specs, whole, is_leaf=is_spec), None
     own = abstract(model.specs, dtype, mesh, model.rules)
     return (
         jax.tree.map(adapter, own, model.params),
-        jax.tree.map(base, specs, model.adaptation.base, is_leaf=is_spec),
+        jax.tree.map(base, param_specs(model.config), whole, is_leaf=is_spec),
     )
 
 
 def _part(
-    array: Array, axes: tuple[str | None, ...], mesh: Mesh, rules: Rules
+    array: Array | jax.ShapeDtypeStruct,
+    axes: tuple[str | None, ...],
+    mesh: Mesh,
+    rules: Rules,
 ) -> jax.ShapeDtypeStruct:
     """The layout of a quantised matrix's codes or scales; uneven dims are whole."""
     entries = [

@@ -374,7 +374,7 @@ def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
         sampler_mesh=trainer.weights.mesh,
     )
     print_table(run.console, rows)
-    gathered = gathered_bytes(updater.model.base if copies is None else copies)
+    gathered = gathered_bytes(trainer.weights.read(updater.model))
     if gathered:
         run.console.print(
             f"sampling: fsdp splits the weights, so every decoded token gathers "

@@ -324,6 +324,34 @@ def test_a_decoding_step_copies_no_cache(dim, cache_dtype):
     assert not re.search(copied, loop)
 
 
+@pytest.mark.parametrize(("weights", "code"), [("int8", "s8"), ("float8", "f8e4m3fn")])
+def test_a_decoding_step_reads_a_byte_a_weight(weights, code):
+    """The codes are widened in the product, not written in bfloat16."""
+    plan.load()
+    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+    mesh = create_mesh("dp2,tp2", devices)
+    architecture = ModelConfig(
+        "qwen2", 32_000, 2048, 8192, 1,
+        num_heads=16, num_kv_heads=4, head_dim=128, max_length=2048, qkv_bias=True,
+    )  # fmt: skip
+    rollout = PlannedRollout(
+        prompts_per_step=8, max_prompt_tokens=512, max_tokens=512, weights=weights
+    )
+    sampler = make_sampler(
+        PlanConfig(model="", topology="v5e:2x2", rollout=rollout), architecture, mesh
+    )
+    assert sampler is not None
+    *_, program = sampler.programs((), ())
+    with jax.set_mesh(mesh):
+        traced = program.function.trace(*program.arguments, **program.static)
+        text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+    loop = "\n".join(loop_lines(text))
+    # Gate, up and down, of which a device has half.
+    for shape in ("2048,4096", "4096,2048"):
+        assert f"{code}[{shape}]" in loop
+        assert not re.search(rf"(?:bf16|f32)\[{shape}\]", loop)
+
+
 def loop_lines(text: str) -> Iterator[str]:
     """The lines of a program's text that stand in the body of a loop."""
     bodies = set(re.findall(r"body=%([\w.\-]+)", text))

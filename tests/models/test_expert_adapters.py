@@ -20,7 +20,7 @@ from jaxrl_post.models.adapters.lora import (
     initialize_adapter,
     merged,
 )
-from jaxrl_post.models.adapters.quantized import NF4, Int8, quantize
+from jaxrl_post.models.adapters.quantized import NF4, EightBit, quantize
 from jaxrl_post.models.experts import mixture
 from jaxrl_post.models.matrix import grouped, is_matrix, matrices, part_axes
 from jaxrl_post.models.spec import is_spec
@@ -79,7 +79,7 @@ def test_groups_of_rows_by_hand():
 
 
 def test_codes_of_experts_by_hand():
-    """Int8 has a scale for every output of every expert; NF4's blocks lie along the
+    """EightBit has a scale for every output of every expert; NF4's blocks lie along the
     hidden dim, which is the second of gate and up and the last of down."""
     params = tiny.params(CONFIG)
     gate = np.zeros((8, 32, 12), np.float32)
@@ -88,7 +88,7 @@ def test_codes_of_experts_by_hand():
     layer = params.layers[0].replace(experts=experts)
     params = params.replace(layers=(layer,))
     found = quantize(params, "int8").layers[0].experts
-    assert isinstance(found.gate, Int8)
+    assert isinstance(found.gate, EightBit)
     assert found.gate.scales.shape == (8, 1, 12)
     assert found.down.scales.shape == (8, 1, 32)
     np.testing.assert_allclose(found.gate.scales[0, 0, 0], 0.02, rtol=1e-6)

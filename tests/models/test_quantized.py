@@ -23,7 +23,7 @@ from jaxrl_post.models.adapters.lora import (
     initialize_adapter,
     merged,
 )
-from jaxrl_post.models.adapters.quantized import NF4, NF4_VALUES, Int8, quantize
+from jaxrl_post.models.adapters.quantized import NF4, NF4_VALUES, EightBit, quantize
 from jaxrl_post.models.matrix import is_matrix, matrices, multiply
 from jaxrl_post.sharding import create_mesh, named_shardings, per_device_bytes
 from tests import tiny
@@ -67,7 +67,7 @@ def test_int8_by_hand():
     """Each output has a scale of its own; a half is rounded to even."""
     weight = np.array([[1.27, -2.0, 0.0], [-0.5, 0.1, 0.0]] * 2, np.float32)
     gate = one_matrix(weight, "int8")
-    assert isinstance(gate, Int8)
+    assert isinstance(gate, EightBit)
     np.testing.assert_array_equal(gate.codes, [[127, -127, 0], [-50, 6, 0]] * 2)
     np.testing.assert_allclose(gate.scales, [[0.01, 2 / 127, 1 / 127]], rtol=1e-6)
     dense = [[1.27, -2.0, 0.0], [-0.5, 12 / 127, 0.0]] * 2
@@ -278,7 +278,7 @@ def test_bad_options(options, message):
 
 def test_what_is_quantised_or_adapted_already():
     codes = quantize(params_of(), "int8")
-    with pytest.raises(ValueError, match=r"layers\.0\.attention\.query is Int8 alrea"):
+    with pytest.raises(ValueError, match=r"\.0\.attention\.query is EightBit already"):
         quantize(codes)
     lora = LoRAConfig(rank=2, targets=("down",))
     adapter = initialize_adapter(jax.random.key(0), params_of(), CONFIG, lora)

@@ -335,8 +335,8 @@ LAYOUTS = [
     Fault(
         "the sampler gets a new base and an old adapter",
         "programs/layouts.py",
-        "own, sent = self.trained(params)",
-        "own, sent = self.trained(model.params)",
+        "params, sent = self.trained(params)",
+        "params, sent = self.trained(model.params)",
         "programs/test_layouts.py",
     ),
     Fault(

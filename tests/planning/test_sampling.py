@@ -71,6 +71,28 @@ def test_the_state_is_that_of_an_engine():
     assert per_device_bytes(sampler.pages) == per_device_bytes(engine.cache)
 
 
+@pytest.mark.parametrize("own", ["", "dp2,tp4"])
+def test_a_byte_a_weight(own):
+    mesh = create_mesh("fsdp8")
+    rollout = dataclasses.replace(ROLLOUT, mesh=own, weights="int8")
+    sampler = make_sampler(planned(rollout), CONFIG, mesh)
+    assert sampler is not None
+    query = sampler.params.layers[0].attention.query
+    assert query.codes.dtype.name == "int8"
+    _, held = sampler.resident
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(held) if leaf.dtype == "int8")
+    found = per_device_bytes(held)
+    if own:
+        trained = models.abstract(
+            models.param_specs(CONFIG), jnp.dtype("bfloat16"), mesh
+        )
+        names = [p.name.split()[0] for p in sampler.programs(trained, ())]
+        assert names[0] == "publish"
+        assert matrices // 4 < found
+    else:
+        assert matrices // 8 < found < matrices // 4
+
+
 def test_a_cache_of_codes_is_smaller():
     own = create_mesh("dp2,fsdp2,tp2")
     whole, codes = (

@@ -97,6 +97,15 @@ def test_bytes_of_a_token_in_a_cache_of_codes():
     assert model.cache_bytes == 32 * 8 * (128 + 4) * 2
 
 
+def test_a_decoding_step_reads_a_byte_a_weight():
+    whole = work(PRESETS["llama-3.1-8b"])
+    codes = dataclasses.replace(whole, bytes_of_weights=True)
+    # The matrices of the layers are all but embedding, head and norms.
+    matrices = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096
+    saved = whole.decode(8, 64, 2).bytes - codes.decode(8, 64, 2).bytes
+    assert saved == 2 * matrices
+
+
 def test_a_decoding_step_reads_the_weights_and_the_cache_once():
     model = work(PRESETS["llama-3.1-8b"])
     weights = 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)

@@ -22,11 +22,12 @@ from jaxrl_post.models.adapters.lora import (
     initialize_adapter,
 )
 from jaxrl_post.models.adapters.quantized import quantize
+from jaxrl_post.models.matrix import dense, is_matrix, matrices
 from jaxrl_post.programs.layouts import gathered_bytes, sampler_layout
 from jaxrl_post.programs.rl import engine_sizes
 from jaxrl_post.rollout.weights import buffer_pointers, bytes_over_links
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
-from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
+from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh, per_device_bytes
 from tests import tiny
 
 pytestmark = pytest.mark.meshes
@@ -87,7 +88,7 @@ def test_the_samples_are_those_of_the_trainers_own_arrays(kind):
     model = make_model("fsdp4,tp2", **KINDS[kind])
     expected, own, _ = sampled(model, RolloutConfig())
     found, moved, layout = sampled(model, RolloutConfig(mesh="dp2,tp4"))
-    assert dict(layout.mesh.shape) == {"dp": 2, "fsdp": 1, "ep": 1, "tp": 4}
+    assert dict(layout.mesh.shape) == {"dp": 2, "fsdp": 1, "ep": 1, "cp": 1, "tp": 4}
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.tokens.ids, other.tokens.ids)
         np.testing.assert_allclose(
@@ -114,6 +115,75 @@ def test_the_next_version_is_moved_and_the_frozen_base_is_not():
     assert 0 < second.bytes_moved < first.bytes_moved
     # An evaluation after the step publishes the same version again.
     assert layout.publish(engine, model, changed, 2).bytes_moved == 0
+
+
+@pytest.mark.parametrize("weights", ["int8", "float8"])
+@pytest.mark.parametrize("mesh", ["", "dp2,tp4"])
+@pytest.mark.parametrize("kind", ["plain", "lora", "dora"])
+def test_a_byte_a_weight_samples_what_the_rounded_weights_say(kind, mesh, weights):
+    model = make_model("fsdp4,tp2", **KINDS[kind])
+    base = model.params if model.adaptation is None else model.adaptation.base
+    rounded = jax.tree.map(
+        lambda leaf: dense(leaf, jnp.float32),
+        quantize(base, weights),
+        is_leaf=is_matrix,
+    )
+    if model.adaptation is None:
+        plain = dataclasses.replace(model, params=rounded)
+    else:
+        adaptation = dataclasses.replace(model.adaptation, base=rounded)
+        plain = dataclasses.replace(model, adaptation=adaptation)
+    expected, _, _ = sampled(plain, RolloutConfig())
+    found, own, layout = sampled(model, RolloutConfig(mesh=mesh, weights=weights))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.tokens.ids, other.tokens.ids)
+        np.testing.assert_allclose(
+            one.tokens.logprobs, other.tokens.logprobs, atol=1e-5, rtol=1e-4
+        )
+    # They are not the trainer's.
+    trainers, _, _ = sampled(model, RolloutConfig())
+    pairs = zip(found, trainers, strict=True)
+    assert any(
+        not np.allclose(one.tokens.logprobs[0], other.tokens.logprobs[0], atol=1e-4)
+        for one, other in pairs
+    )
+    names = {leaf.dtype.name for leaf in jax.tree.leaves(own.params)}
+    assert names == {"float32", {"int8": "int8", "float8": "float8_e4m3fn"}[weights]}
+    if mesh:
+        # Codes are moved, not the float32 matrices; an adapter is moved as it is.
+        _, moved, _ = sampled(model, RolloutConfig(mesh=mesh))
+        assert own.bytes_moved < 0.7 * moved.bytes_moved
+    else:
+        assert own.bytes_moved == 0
+        assert layout.trained is None
+        # What the run says of its memory: a byte a weight, and the scales.
+        held = sum(leaf.size for leaf in jax.tree.leaves(matrices(base)))
+        scales = per_device_bytes([m.scales for m in layout.copies])
+        assert per_device_bytes(layout.copies) == held // 8 + scales
+
+
+def test_the_codes_of_the_last_version_are_deleted():
+    model = make_model("dp8")
+    layout = sampler_layout(RolloutConfig(weights="int8"), model)
+    engine = Engine(model.config, SIZES, mesh=layout.mesh)
+    first = layout.publish(engine, model, model.params, 1)
+    query, table = first.params.layers[0].attention.query, first.params.embedding
+    # An evaluation publishes the same version again.
+    again = layout.publish(engine, model, model.params, 1)
+    assert again.params.layers[0].attention.query is query
+    changed = jax.tree.map(lambda leaf: 2 * leaf, model.params)
+    second = layout.publish(engine, model, changed, 2)
+    assert query.codes.is_deleted()
+    assert query.scales.is_deleted()
+    # What is not quantised is the trainer's.
+    assert table is model.params.embedding
+    assert not table.is_deleted()
+    doubled = second.params.layers[0].attention.query
+    np.testing.assert_allclose(
+        dense(doubled, jnp.float32),
+        changed.layers[0].attention.query,
+        atol=float(doubled.scales.max()) / 2 + 1e-6,
+    )
 
 
 def test_another_dtype_is_close_and_the_same_layout_is_no_copy():

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.rl import MismatchConfig
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.learner.learner import MismatchError
@@ -175,6 +176,21 @@ def test_without_exact_mode_the_bounds_warn_and_stop(coin, judges, caplog):
                 "rollout": dataclasses.replace(RL.rollout, dtype="bfloat16"),
             },
             "--rollout.dtype: with --exact",
+        ),
+        (
+            {
+                "exact": True,
+                "rollout": dataclasses.replace(RL.rollout, weights="int8"),
+            },
+            "--rollout.weights: with --exact",
+        ),
+        (
+            {
+                "lora": AdapterConfig(rank=4, quantize="nf4"),
+                "rollout": dataclasses.replace(RL.rollout, weights="int8"),
+            },
+            "--rollout.weights: the base of the adapter is quantised already, by "
+            "--lora.quantize nf4; got int8",
         ),
         (
             {

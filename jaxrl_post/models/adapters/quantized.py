@@ -1,7 +1,9 @@
-"""Weights in eight or four bits, for a frozen base (QLoRA).
+"""Weights in eight or four bits, for a frozen base (QLoRA) or for the sampler.
 
-A quantised matrix is a node of the parameter tree with codes and scales. Each product
-dequantises its matrix to the activations' dtype, one matrix at a time.
+A quantised matrix is a node of the parameter tree with codes and scales. A product with
+eight bits multiplies by the codes, which every activation dtype holds exactly, and then
+by the scales. One with four bits dequantises its matrix to the activations' dtype. So
+does one of routed experts. One matrix is dequantised at a time.
 
 We do not use qwix: its four-bit type flattens an array in both directions, which loses
 the sharding, and its models are modules, not plain trees.
@@ -32,14 +34,18 @@ from jaxrl_post.models.matrix import (
     target_name,
 )
 from jaxrl_post.models.params import DecoderParams
-from jaxrl_post.types import Array, Float, Int, UInt
+from jaxrl_post.types import Array, Float, Int, Num, UInt
 
-__all__ = ["BLOCK", "NF4", "NF4_VALUES", "Int8", "quantize"]
+__all__ = ["BLOCK", "NF4", "NF4_VALUES", "EightBit", "Quantizer", "quantize"]
 
-Kind = Literal["int8", "nf4"]
+Kind = Literal["int8", "float8", "nf4"]
 
 BLOCK = 64
-LARGEST = 127
+# The largest code, and the codes' dtype.
+CODES = {
+    "int8": (127.0, jnp.dtype("int8")),
+    "float8": (448.0, jnp.dtype("float8_e4m3fn")),
+}
 
 # The hidden dim of routed experts' matrices, which is not sharded in their products.
 HIDDEN = {"expert_gate": (1,), "expert_up": (1,), "expert_down": (2,)}
@@ -71,8 +77,17 @@ def _grouped(x: Array, weight: Any, sizes: Array) -> Array:
     return grouped(x, weight.dense(x.dtype), sizes)
 
 
+# The scales belong to the outputs, so the product's sums are multiplied by them.
+@functools.partial(jax.checkpoint, static_argnums=2)
+def _multiply_codes(x: Array, weight: Any, inputs: int) -> Array:
+    inner = math.prod(weight.shape[:inputs])
+    codes = weight.codes.reshape(inner, -1).astype(x.dtype)
+    sums = jnp.matmul(x, codes, preferred_element_type=jnp.float32)
+    return (sums * weight.scales.reshape(1, -1)).astype(x.dtype)
+
+
 class Quantized:
-    """Base class of both kinds: codes and scales, dequantised in every product."""
+    """Base class of both kinds: codes and scales."""
 
     codes: Any
     scales: Any
@@ -94,16 +109,17 @@ class Quantized:
 
 
 @struct.dataclass
-class Int8(Quantized):
+class EightBit(Quantized):
     """A matrix W = codes * scales, symmetric, with one scale per output.
 
     Attributes:
-        codes: int8 in [-127, 127], of the matrix's shape.
+        codes: int8 in [-127, 127], or float8_e4m3fn in [-448, 448], of the matrix's
+            shape.
         scales: float32, of size 1 in the input dims.
         dtype: dtype of the original matrix.
     """
 
-    codes: Int[Array, "..."]
+    codes: Num[Array, "..."]
     scales: Float[Array, "..."]
     dtype: Any = struct.field(pytree_node=False)
 
@@ -116,6 +132,10 @@ class Int8(Quantized):
     def ndim(self) -> int:
         """The matrix's number of dims."""
         return self.codes.ndim
+
+    def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
+        """Returns x W in x's dtype; sums are float32."""
+        return _multiply_codes(x, self, inputs)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Dequantises the matrix in float32 and rounds it once to `dtype`."""
@@ -177,7 +197,8 @@ def quantize(
 
     Args:
         params: arrays, not tracers; ShapeDtypeStructs give ShapeDtypeStructs.
-        kind: "int8": symmetric, one float32 scale per output, 8 bits per element.
+        kind: "int8", "float8" (e4m3): symmetric, one float32 scale per output, 8 bits
+            per element.
             "nf4": blocks that share a bfloat16 scale, 4.25 bits per element with blocks
             of 64. (The paper's second quantisation, of the scales, gives 4.13.)
         block: nf4 only: number of elements that share a scale, even. Blocks lie along
@@ -187,7 +208,7 @@ def quantize(
             in memory twice; `params` must not be used again.
 
     Returns:
-        The tree, in which `Int8` or `NF4` replaces these matrices.
+        The tree, in which `EightBit` or `NF4` replaces these matrices.
 
     Raises:
         ValueError: `block` is odd or does not divide a matrix; the mesh cannot shard a
@@ -217,11 +238,11 @@ def quantize(
                 f"params: {name} is {type(leaf).__name__} already; quantise the arrays "
                 "of the base, then adapt"
             )
-        if kind == "int8":
-            first = expert_dims(name)
-            made = _int8(leaf, tuple(range(first, first + input_dims(name))))
-        else:
+        if kind == "nf4":
             made = _nf4(leaf, block, name)
+        else:
+            first = expert_dims(name)
+            made = _eight_bit(leaf, kind, tuple(range(first, first + input_dims(name))))
         if donate:
             jax.block_until_ready(made)
             leaf.delete()
@@ -230,19 +251,66 @@ def quantize(
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_matrix)
 
 
-def _int8(weight: Array | jax.ShapeDtypeStruct, inputs: tuple[int, ...]) -> Int8:
-    """Quantises a matrix to int8; `inputs` are the dims that are summed over."""
+class Quantizer:
+    """Quantises versions of the same parameters, one after the other.
+
+    The codes of a version are deleted before those of the next one are made. The arrays
+    that are not quantised are those of the version itself.
+
+    Args:
+        kind: "int8" or "float8", as in `quantize`.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind: Kind = kind
+        self._sources: list[Any] = []
+        self._made: Any = None
+
+    def __call__(self, params: DecoderParams[Array]) -> DecoderParams[Any]:
+        """Quantises a version; the same arrays as in the last call give its result.
+
+        Args:
+            params: as for `quantize`.
+        """
+        sources = jax.tree.leaves(params)
+        if len(sources) != len(self._sources) or any(
+            new is not old for new, old in zip(sources, self._sources, strict=True)
+        ):
+            for matrix in matrices(self._made).values():
+                jax.tree.map(lambda array: array.delete(), matrix)
+            self._made = quantize(params, self.kind)
+            self._sources = sources
+        return self._made
+
+
+def _eight_bit(
+    weight: Array | jax.ShapeDtypeStruct, kind: Kind, inputs: tuple[int, ...]
+) -> EightBit:
+    """Quantises a matrix; `inputs` are the dims that are summed over."""
     shape = tuple(1 if dim in inputs else size for dim, size in enumerate(weight.shape))
-    shardings = _like(weight, weight.shape), _like(weight, shape)
-    make = jax.jit(_int8_codes, static_argnums=1, out_shardings=shardings)
-    return Int8(*_made(make, weight, inputs), dtype=weight.dtype)
+    make = _eight_bit_program(kind, _like(weight, weight.shape), _like(weight, shape))
+    return EightBit(*_made(make, weight, inputs), dtype=weight.dtype)
 
 
-def _int8_codes(weight: Array, inputs: tuple[int, ...]) -> tuple[Array, Array]:
+@functools.cache
+def _eight_bit_program(
+    kind: str, codes: NamedSharding | None, scales: NamedSharding | None
+) -> Any:
+    """The jitted function; kept, because a sampler quantises in every step."""
+    make = functools.partial(_eight_bit_codes, kind)
+    return jax.jit(make, static_argnums=1, out_shardings=(codes, scales))
+
+
+def _eight_bit_codes(
+    kind: str, weight: Array, inputs: tuple[int, ...]
+) -> tuple[Array, Array]:
+    largest, dtype = CODES[kind]
     wide = weight.astype(jnp.float32)
-    largest = jnp.abs(wide).max(axis=inputs, keepdims=True)
-    scales = _nonzero(largest) / LARGEST
-    return jnp.rint(wide / scales).astype(jnp.int8), scales
+    scales = _nonzero(jnp.abs(wide).max(axis=inputs, keepdims=True)) / largest
+    codes = wide / scales
+    if kind == "int8":
+        codes = jnp.rint(codes)
+    return codes.astype(dtype), scales
 
 
 def _nf4(weight: Array | jax.ShapeDtypeStruct, block: int, name: str) -> NF4:

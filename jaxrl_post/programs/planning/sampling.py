@@ -16,6 +16,8 @@ from jaxrl_post import models
 from jaxrl_post.config.plan import PlanConfig, PlanError
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.models import ModelConfig
+from jaxrl_post.models.adapters.quantized import quantize
+from jaxrl_post.models.matrix import matrices
 from jaxrl_post.programs.layouts import same_devices
 from jaxrl_post.programs.planning.program import Program, placed
 from jaxrl_post.programs.planning.work import ModelWork, Work
@@ -58,7 +60,11 @@ class Sampler:
     @property
     def resident(self) -> PyTree:
         """The arrays that stay in memory while the trainer's programs run."""
-        return self.pages, () if self.relayout is None else self.params
+        if self.relayout is not None:
+            return self.pages, self.params
+        if self.config.rollout.weights is None:
+            return self.pages, ()
+        return self.pages, list(matrices(self.params).values())
 
     def programs(self, trained: PyTree, rest: PyTree) -> Iterator[Program]:
         """The programs that sample the completions of a step, in order.
@@ -69,7 +75,10 @@ class Sampler:
         """
         beside = rest if self.relayout is None else (rest, trained)
         if self.relayout is not None:
-            yield from self._publish(self.relayout, trained, rest)
+            sent = trained
+            if self.config.rollout.weights is not None:
+                sent = quantize(trained, self.config.rollout.weights)
+            yield from self._publish(self.relayout, sent, rest)
         yield from self._prefill(beside)
         yield from self._decode(beside)
 
@@ -214,15 +223,15 @@ def make_sampler(
             f"planned; got {options.prompts_per_step} with --lora.rank "
             f"{config.lora.rank}. Drop one of the two options"
         )
-    rules, dtype = (
-        DEFAULT_RULES.with_context_as_batch(),
-        jnp.dtype(options.dtype or config.dtype),
-    )
+    rules = DEFAULT_RULES.with_context_as_batch()
+    dtype = jnp.dtype(options.dtype or config.dtype)
     try:
         own = same_devices(options.mesh, mesh)
         params = models.abstract(models.param_specs(architecture), dtype, own, rules)
     except MeshError as error:
         raise MeshError(f"--rollout.{error}") from error
+    if options.weights is not None:
+        params = quantize(params, options.weights)
     rollout = RolloutConfig(**dataclasses.asdict(options))
     cached = cache_dtype(rollout, dtype)
     functions = DeviceFunctions(
@@ -239,7 +248,7 @@ def make_sampler(
         functions,
         params,
         placed(functions.pages_shape, functions.pages_shardings),
-        ModelWork(architecture, own, rules, dtype, cached),
+        ModelWork(architecture, own, rules, dtype, cached, options.weights is not None),
         Relayout(params, group_bytes=options.publish_mib * 2**20) if moved else None,
     )
 

@@ -27,6 +27,7 @@ from jaxrl_post.kernels.decode_attention import CODE_DTYPES
 from jaxrl_post.kernels.token_logprob import tile_rows
 from jaxrl_post.models import ModelConfig, param_specs
 from jaxrl_post.models.decoder import Remat
+from jaxrl_post.models.matrix import INPUT_DIMS, target_name
 from jaxrl_post.models.spec import ParamSpec, is_spec
 from jaxrl_post.sharding import Rules, dividing_axes, split_size
 
@@ -119,6 +120,7 @@ class ModelWork:
         rules: logical axis to mesh axes.
         dtype: of parameters and activations.
         cache_dtype: of the cache, as in `KVCache.zeros`; None for `dtype`.
+        bytes_of_weights: whether the layers' matrices are a byte an element.
     """
 
     config: ModelConfig
@@ -126,6 +128,7 @@ class ModelWork:
     rules: Rules
     dtype: jnp.dtype
     cache_dtype: jnp.dtype | None = None
+    bytes_of_weights: bool = False
 
     def products(self) -> tuple[Product, ...]:
         """The matrices of all layers and of the head, in the order of the tree."""
@@ -303,7 +306,11 @@ class ModelWork:
         if product.parts == 1:
             return NO_WORK
         values = product.size * (1 + 1 / product.parts)
-        return Work(0.0, values * self.dtype.itemsize)
+        return Work(0.0, values * self._itemsize(product))
+
+    def _itemsize(self, product: Product) -> int:
+        held = self.bytes_of_weights and target_name(product.name) in INPUT_DIMS
+        return 1 if held else self.dtype.itemsize
 
     def _multiplied(self, product: Product, tokens: float) -> Work:
         rows, itemsize = product.rows(tokens), self.dtype.itemsize
@@ -313,7 +320,7 @@ class ModelWork:
         moved = rows * (product.inputs * itemsize + product.outputs * wide)
         return Work(
             2 * rows * product.inputs * product.outputs,
-            product.size * product.used(group) * itemsize + moved,
+            product.size * product.used(group) * self._itemsize(product) + moved,
         )
 
     def _scores(self, scored: float) -> Work:
