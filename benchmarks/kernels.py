@@ -9,6 +9,9 @@ that are needed: recomputed ones do not count. Attention computes one plain caus
 sequence a row, and groups of eight answers to a prompt. `cudnn` is
 `jax.nn.dot_product_attention` with cuDNN, on GPUs, which knows no shared prompt.
 
+Decode attention has no backward pass. Its `share` is that of the bandwidth at which
+this run sums a large array, for the keys and values that a query sees, each read once.
+
 Before an implementation is timed, its results are compared with those of "reference",
 which holds all scores or logits, at a smaller size; it is skipped if they differ.
 """
@@ -33,6 +36,10 @@ from benchmarks.machine import machine
 from jaxrl_post.kernels.attention import attention
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
 from jaxrl_post.kernels.attention.shapes import Shape as AttentionShape
+from jaxrl_post.kernels.decode_attention import SharedKeys, decode_attention
+from jaxrl_post.kernels.decode_attention.quantized import quantize_entries
+from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
+from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
 from jaxrl_post.kernels.dispatch import platform
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
@@ -60,10 +67,9 @@ class Options:
         json: file to write the result to.
     """
 
-    operations: tuple[Literal["token_logprob", "attention"], ...] = (
-        "token_logprob",
-        "attention",
-    )
+    operations: tuple[
+        Literal["token_logprob", "attention", "decode_attention"], ...
+    ] = ("token_logprob", "attention", "decode_attention")
     shapes: tuple[str, ...] = ()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     divide: int = 1
@@ -78,10 +84,11 @@ class Case:
     Attributes:
         operation: name.
         shape: name, with what is computed.
-        implementations: by name, both passes.
+        implementations: by name, all passes.
         arrays: their arguments.
         small: arguments of the same kind for the reference.
-        flops: of the products that are needed.
+        needed: FLOPs of the products that are needed, or bytes that must be read.
+        unit: of `needed`.
     """
 
     operation: str
@@ -89,13 +96,18 @@ class Case:
     implementations: dict[str, Pass]
     arrays: Callable[[], Arrays]
     small: Callable[[], Arrays]
-    flops: float
+    needed: float
+    unit: Literal["FLOP", "B"] = "FLOP"
 
 
 def main(options: Options) -> dict[str, Any]:
     """Runs the benchmark and returns what it measured."""
-    peak = _peak(options)
-    rows = [row for case in _cases(options) for row in _measured(options, case, peak)]
+    peaks = {"FLOP": _peak(options), "B": _bandwidth(options)}
+    rows = [
+        row
+        for case in _cases(options)
+        for row in _measured(options, case, peaks[case.unit])
+    ]
     return {
         "device": jax.devices()[0].device_kind,
         "machine": machine(),
@@ -103,7 +115,8 @@ def main(options: Options) -> dict[str, Any]:
         "versions": versions(),
         "dtype": options.dtype,
         "divide": options.divide,
-        "matmul_tflops": peak / 1e12,
+        "matmul_tflops": peaks["FLOP"] / 1e12,
+        "bandwidth_gbs": peaks["B"] / 1e9,
         "rows": rows,
     }
 
@@ -119,6 +132,10 @@ def _cases(options: Options) -> Iterator[Case]:
             if not options.shapes or name in options.shapes:
                 yield _attention(name, shape, dtype, options.divide, answers=0)
                 yield _attention(name, shape, dtype, options.divide, answers=ANSWERS)
+    if "decode_attention" in options.operations:
+        for name, shape in DECODE.items():
+            if not options.shapes or name in options.shapes:
+                yield _decode(name, shape, dtype, options.divide)
 
 
 def _implementations(dtype: Any) -> list[str]:
@@ -237,6 +254,67 @@ def _attention(
     )
 
 
+def _decode(name: str, shape: DecodeShape, dtype: Any, divide: int) -> Case:
+    def entries(key: jax.Array, sizes: tuple[int, int], width: int) -> Any:
+        if not width:
+            return None
+        size = sizes[0], shape.kv_heads, sizes[1], width
+        drawn = jax.random.normal(key, size, dtype)
+        return drawn if shape.codes is None else quantize_entries(drawn, shape.codes)
+
+    def arrays(batch: int, own: int, shared: int) -> Arrays:
+        keys = jax.random.split(jax.random.key(0), 5)
+        widths = shape.head_dim, shape.value_dim
+        of_query = batch, shape.queries, shape.heads, shape.head_dim
+        mine = [entries(keys[i], (batch, own), w) for i, w in enumerate(widths)]
+        positions = shared + jnp.arange(own, dtype=jnp.int32)
+        last = positions[-shape.queries :]
+        common = None
+        if shape.members:
+            groups = -(-batch // shape.members)
+            sizes = groups, shared
+            both = [
+                entries(k, sizes, w) for k, w in zip(keys[2:], widths, strict=False)
+            ]
+            at = jnp.broadcast_to(jnp.arange(shared, dtype=jnp.int32), sizes)
+            common = *both, at, jnp.arange(batch, dtype=jnp.int32)
+        query = jax.random.normal(keys[4], of_query, dtype)
+        at = jnp.broadcast_to(last, (batch, shape.queries))
+        of_key = jnp.broadcast_to(positions, (batch, own))
+        return query, *mine, at, of_key, common  # type: ignore[return-value]
+
+    def run(query: Any, key: Any, value: Any, at: Any, of_key: Any, common: Any, *, by):
+        return decode_attention(
+            query, key, value,
+            query_positions=at, kv_positions=of_key,
+            shared=common and SharedKeys(*common, members=shape.members),
+            window=shape.window, softcap=shape.softcap,
+            sinks=jnp.zeros(shape.heads) if shape.sinks else None,
+            implementation=by,
+        )  # fmt: skip
+
+    least = max(16, shape.queries)
+    own, shared = (max(least, n // divide) for n in (shape.own, shape.shared))
+    # The keys that the window leaves, of the samples and of the groups.
+    back = (shape.window or own + shared) + shape.queries - 1
+    seen = shape.batch * min(own, back)
+    if shape.members:
+        seen += -(-shape.batch // shape.members) * max(0, min(shared, back - own))
+    each = (shape.head_dim + shape.value_dim) * jnp.dtype(shape.codes or dtype).itemsize
+    if shape.codes is not None:
+        each += 2 * 4
+    names = ["reference", *_implementations(dtype)]
+    return Case(
+        "decode_attention",
+        name,
+        {by: jax.jit(functools.partial(run, by=by)) for by in names},
+        functools.partial(arrays, shape.batch, own, shared),
+        functools.partial(arrays, max(4, shape.members), max(96, shape.queries), 48),
+        float(seen * shape.kv_heads * each),
+        "B",
+    )
+
+
 def _measured(options: Options, case: Case, peak: float) -> Iterator[dict[str, Any]]:
     reference = case.implementations["reference"](*case.small())
     for name, function in case.implementations.items():
@@ -253,12 +331,9 @@ def _measured(options: Options, case: Case, peak: float) -> Iterator[dict[str, A
         except Exception as error:  # Out of memory, or refused: the others go on.
             yield row | {"skipped": " ".join(str(error).split())[:200]}
             continue
-        rate = case.flops / seconds
-        yield row | {
-            "ms": 1e3 * seconds,
-            "tflops": rate / 1e12,
-            "share": rate / peak,
-        }
+        rate = case.needed / seconds
+        found = {"tflops": rate / 1e12} if case.unit == "FLOP" else {"gbs": rate / 1e9}
+        yield row | {"ms": 1e3 * seconds, **found, "share": rate / peak}
 
 
 def _error(found: Any, expected: Any) -> float:
@@ -290,22 +365,35 @@ def _peak(options: Options) -> float:
     return 2.0 * size**3 / _seconds(jax.jit(jnp.dot), (one, one), options.repeats)
 
 
+def _bandwidth(options: Options) -> float:
+    """Bytes per second at which the sum of a large array reads it."""
+    size = 2**26 if platform() == "cpu" else 2**31
+    one = jnp.ones(size // 2, jnp.bfloat16)
+    total = jax.jit(lambda array: array.sum(dtype=jnp.float32))
+    return size / _seconds(total, (one,), options.repeats)
+
+
 if __name__ == "__main__":
     options = tyro.cli(Options, description=__doc__)
     result = main(options)
-    table = Table("operation", "shape", "by", "ms", "TFLOP/s", "share", "error")
+    table = Table("operation", "shape", "by", "ms", "rate", "share", "error")
     for row in result["rows"]:
         numbers = [row.get("skipped", ""), "", ""]
         if "ms" in row:
             numbers = [
                 f"{row['ms']:.2f}",
-                f"{row['tflops']:.2f}",
+                f"{row['tflops']:.2f} TFLOP/s"
+                if "tflops" in row
+                else f"{row['gbs']:.1f} GB/s",
                 f"{row['share']:.0%}",
             ]
         error = f"{row['error']:.1e}" if "error" in row else ""
         table.add_row(row["operation"], row["shape"], row["by"], *numbers, error)
     console = Console()
     console.print(table)
-    console.print(f"{result['device']}: matmul {result['matmul_tflops']:.2f} TFLOP/s")
+    console.print(
+        f"{result['device']}: matmul {result['matmul_tflops']:.2f} TFLOP/s, reading "
+        f"{result['bandwidth_gbs']:.1f} GB/s"
+    )
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

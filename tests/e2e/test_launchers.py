@@ -45,6 +45,7 @@ PROGRAMS = {
     "drafted": (
         "launch.grpo", *SAMPLED, "--rollout.draft={model}", "--rollout.guesses=2",
         "--rollout.guess-rows=256", "--rollout.cache-dtype=int8",
+        "--rollout.weights=int8",
     ),
     "distill": ("launch.distill", *SAMPLED, "--algorithm.reference={teacher}"),
     "distill_whole": (
@@ -143,8 +144,9 @@ def assert_folders(run: Path, name: str) -> None:
     assert (run / "critic_adapter").exists() == (name == "ppo_lora")
 
 
-# Of these a variant has the same state and more: an adapter, another divergence.
-PLAINER = {"ppo", "reward", "distill"}
+# Of these a variant has the same state and more (an adapter, another divergence), or
+# another loss alone; they are in the longer tier.
+PLAINER = {"ppo", "ppo_shared", "reward", "distill", "distill_whole", "lora", "kto"}
 
 
 @pytest.mark.meshes

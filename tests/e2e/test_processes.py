@@ -207,7 +207,7 @@ PROGRAMS = {
         (*QUICK, "--rollout.mesh=dp2,tp4", "--rollout.publish-mib=1"),
     ),
 }
-MESHES = ("dp2,tp4", "fsdp4,tp2", "dp2,fsdp2,tp2")
+MESHES = ("dp2,tp4", "fsdp4,tp2", "dp2,fsdp2,tp2", "fsdp2,cp4")
 
 
 @pytest.mark.all  # test_two_processes_train_as_one_does guards the same.
