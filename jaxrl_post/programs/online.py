@@ -377,9 +377,9 @@ def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
     gathered = gathered_bytes(trainer.weights.read(updater.model))
     if gathered:
         run.console.print(
-            f"sampling: fsdp splits the weights, so every decoded token gathers "
-            f"{gathered / 2**20:,.1f} MiB of them on every device; with --rollout.mesh "
-            "of dp and tp they stay where they are",
+            "sampling: the mesh splits the weights (fsdp, cp), so every decoded token "
+            f"gathers {gathered / 2**20:,.1f} MiB of them on every device; with "
+            "--rollout.mesh of dp and tp they stay where they are",
             style="yellow",
             markup=False,
             highlight=False,

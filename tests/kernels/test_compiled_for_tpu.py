@@ -22,6 +22,7 @@ from jaxrl_post.kernels.decode_attention import (
     QuantizedEntries,
     SharedKeys,
     decode_attention,
+    write_entries,
 )
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.token_logprob import token_logprob
@@ -220,6 +221,30 @@ def test_decode_attention(chip, name, dtype):
     if name not in ("odd", "views of 16"):
         for each in {f"{shape.own},{shape.head_dim}", f"{shape.head_dim},{shape.own}"}:
             assert not re.search(rf"= \w+\[\d+,\d+,{each}\]\S* (copy|pad)\(", text)
+
+
+@pytest.mark.parametrize("name", named(DECODE))
+def test_write_entries(chip, name):
+    shape = DECODE[name]
+    new = shape.queries if shape.queries < 16 else 1
+
+    def entries(keys, width):
+        whole = shape.batch, shape.kv_heads, keys, width
+        if shape.codes is None:
+            return whole, jnp.bfloat16
+        return QuantizedEntries(
+            (whole, jnp.dtype(shape.codes)), ((*whole[:3], 1), jnp.float32)
+        )
+
+    widths = [width for width in (shape.head_dim, shape.value_dim) if width]
+    text = compiled(
+        chip,
+        write_entries,
+        tuple(entries(shape.own, width) for width in widths),
+        tuple(entries(new, width) for width in widths),
+        ((shape.batch, new), jnp.int32),
+    )
+    assert calls(text, "write_entries") == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -83,8 +83,12 @@ def test_codes_and_scales(implementation, code):
 
 
 @pytest.mark.parametrize("new", [1, 3])
-def test_without_races(new):
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_without_races(monkeypatch, new, rows):
+    """So many sequences a step; the last step may have fewer."""
     entries, fresh, places = case(new)
+    of_row = 3 * sum(4 * 2 * block for block in (32 * 128, 24 * 96))
+    monkeypatch.setattr(pallas_tpu_write, "STEP_BYTES", rows * of_row)
     found = jax.jit(lambda *arrays: pallas_tpu_write.write(*arrays, interpret=RACES))(
         entries, fresh, places
     )

@@ -1,11 +1,14 @@
 """A Mosaic kernel for TPUs that stores new tokens' keys and values in place.
 
-A step of the grid reads the block of a sequence's entries that holds the new token's
-place, changes it, and writes it back; nothing else is touched. Of several new tokens
-there are at most two such blocks.
+The block of a sequence's entries that holds the new token's place is read, changed and
+written back; nothing else is touched. Of several new tokens there are at most two such
+blocks. A step of the grid has the blocks of many sequences under way at once, because
+waiting for one after the other would take longer than their bytes.
 """
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +24,8 @@ __all__ = ["fits", "write"]
 
 # Keys of a block where the keys are sublanes: a tile of the narrowest dtype.
 SUBLANES = 32
+# Bytes of VMEM for the blocks of a step.
+STEP_BYTES = 2**23
 
 
 def fits(entries: tuple[Entries, ...], new: int) -> bool:
@@ -37,7 +42,7 @@ def write(
 ) -> tuple[Entries, ...]:
     """Stores new entries, as `write.write_entries`."""
     leaves, structure = jax.tree.flatten(entries)
-    keys, count = leaves[0].shape[2], places.shape[1]
+    (batch, count), keys = places.shape, leaves[0].shape[2]
     visits = 1 if count == 1 else 2
     kept = places < keys
     # Of a sequence without a kept token any block is visited, and stays as it is.
@@ -45,36 +50,45 @@ def write(
     first = jnp.minimum(jnp.where(kept, places, keys).min(axis=1), last)
     ends = jnp.stack([first, last], axis=1)[:, :visits].reshape(-1)
 
-    def spec(leaf: Array, size: int, *, moves: bool) -> pl.BlockSpec:
-        _, heads, _, width = leaf.shape
-
-        def at(row: Any, visit: Any, ends: Any, _: Any) -> Any:
-            block = ends[row * visits + visit] // size if moves else 0
-            return (row, 0, 0, block) if _is_key_last(leaf) else (row, 0, block, 0)
-
-        shape = (
-            (1, heads, width, size) if _is_key_last(leaf) else (1, heads, size, width)
-        )
-        return pl.BlockSpec(shape, at)
-
     number = len(leaves)
     key_last = [_is_key_last(leaf) for leaf in leaves]
     old, fresh = (
         [_turned(leaf, turn) for leaf, turn in zip(tree, key_last, strict=True)]
         for tree in (leaves, jax.tree.leaves(new))
     )
-    blocks = [spec(leaf, _block(leaf), moves=True) for leaf in leaves]
+    blocks = [
+        (*leaf.shape[1:3], _block(own)) if turn
+        else (leaf.shape[1], _block(own), leaf.shape[3])
+        for leaf, own, turn in zip(old, leaves, key_last, strict=True)
+    ]  # fmt: skip
+    # New entries take as much as their blocks, twice: a lane or sublane is padded.
+    of_row = sum(
+        3 * math.prod(block) * leaf.dtype.itemsize
+        for block, leaf in zip(blocks, leaves, strict=True)
+    )
+    rows = max(1, min(batch, STEP_BYTES // of_row))
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     made = pl.pallas_call(
-        functools.partial(_kernel, key_last, count),
+        functools.partial(_kernel, key_last, count, batch),
         out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in old],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(places.shape[0], visits),
+            grid=(math.ceil(batch / rows), visits),
             in_specs=[
-                *(spec(leaf, count, moves=False) for leaf in leaves),
-                *blocks,
+                *(
+                    pl.BlockSpec((rows, *leaf.shape[1:]), lambda i, *_: (i, 0, 0, 0))
+                    for leaf in fresh
+                ),
+                *[anywhere] * number,
             ],
-            out_specs=blocks,
+            out_specs=[anywhere] * number,
+            scratch_shapes=[
+                *(
+                    pltpu.VMEM((rows, *block), leaf.dtype)
+                    for block, leaf in zip(blocks, leaves, strict=True)
+                ),
+                pltpu.SemaphoreType.DMA((rows, number)),
+            ],
         ),
         input_output_aliases={2 + number + index: index for index in range(number)},
         compiler_params=pltpu.CompilerParams(
@@ -88,26 +102,69 @@ def write(
 
 
 def _kernel(
-    key_last: list[bool], count: int, ends: Any, places: Any, *refs: Any
+    key_last: list[bool], count: int, batch: int, ends: Any, places: Any, *refs: Any
 ) -> None:
-    row, visit = pl.program_id(0), pl.program_id(1)
     number = len(key_last)
-    visits = ends.shape[0] * count // places.shape[0]
-    groups = zip(
-        key_last, *(refs[i * number : (i + 1) * number] for i in range(3)), strict=True
-    )
-    for last, new, old, out in groups:
-        axis = 2 if last else 1
-        size = old.shape[1 + axis]
-        first = ends[row * visits + visit] // size * size
-        # Comparisons are of 32 bits, and so are the numbers that they choose.
-        value = old[0].astype(jnp.float32)
-        index = first + jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)
-        fresh = new[0].astype(jnp.float32)
-        for token in range(count):
-            one = jax.lax.slice_in_dim(fresh, token, token + 1, axis=axis)
-            value = jnp.where(index == places[row * count + token], one, value)
-        out[0] = value.astype(out.dtype)
+    new, _, entries, held = (refs[i * number : (i + 1) * number] for i in range(4))
+    arrived = refs[-1]
+    rows, visits = held[0].shape[0], ends.shape[0] // batch
+    begin, visit = pl.program_id(0) * rows, pl.program_id(1)
+
+    def first(place: Any, leaf: int) -> Any:
+        """The first key of the block that is visited."""
+        size = held[leaf].shape[3 if key_last[leaf] else 2]
+        end = ends[(begin + place) * visits + visit]
+        return pl.multiple_of(end // size * size, size)
+
+    def moves(place: Any, *, back: bool) -> list[Any]:
+        found = []
+        for leaf, (array, block) in enumerate(zip(entries, held, strict=True)):
+            size = block.shape[3 if key_last[leaf] else 2]
+            # A block of all keys need not be a tile.
+            whole = size == array.shape[3 if key_last[leaf] else 2]
+            keys = slice(None) if whole else pl.ds(first(place, leaf), size)
+            at = (slice(None), keys) if key_last[leaf] else (keys, slice(None))
+            here, there = array.at[begin + place, :, *at], block.at[place]
+            if back:
+                here, there = there, here
+            done = arrived.at[place, leaf]
+            found.append(pltpu.make_async_copy(here, there, done))
+        return found
+
+    def each(do: Callable[[Any], None]) -> None:
+        jax.lax.fori_loop(0, jnp.minimum(rows, batch - begin), lambda i, _: do(i), None)
+
+    def read(place: Any) -> None:
+        for move in moves(place, back=False):
+            move.start()
+
+    def change(place: Any) -> None:
+        for move in moves(place, back=False):
+            move.wait()
+        for leaf, (fresh, block) in enumerate(zip(new, held, strict=True)):
+            axis = 2 if key_last[leaf] else 1
+            # Comparisons are of 32 bits, and so are the numbers that they choose.
+            value = block[place].astype(jnp.float32)
+            index = first(place, leaf) + jax.lax.broadcasted_iota(
+                jnp.int32, value.shape, axis
+            )
+            added = fresh[place].astype(jnp.float32)
+            for token in range(count):
+                one = jax.lax.slice_in_dim(added, token, token + 1, axis=axis)
+                at = places[(begin + place) * count + token]
+                value = jnp.where(index == at, one, value)
+            block[place] = value.astype(block.dtype)
+        for move in moves(place, back=True):
+            move.start()
+
+    def written(place: Any) -> None:
+        for move in moves(place, back=True):
+            move.wait()
+
+    # The next step may visit the same blocks, so that nothing may be under way then.
+    each(read)
+    each(change)
+    each(written)
 
 
 def _turned(leaf: Array, turn: bool) -> Array:
