@@ -173,21 +173,23 @@ def calls(text: str, kernel: str) -> int:
     return len(re.findall(rf"%\w*{kernel}[_.\d]* = .*tpu_custom_call", text))
 
 
+def entries(shape, dtype, batch, keys, width):
+    """Keys or values as (shape, dtype), of codes if the shape has them."""
+    if not width:
+        return None
+    whole = batch, shape.kv_heads, keys, width
+    if shape.codes is None:
+        return whole, dtype
+    return QuantizedEntries(
+        (whole, jnp.dtype(shape.codes)), ((*whole[:3], 1), jnp.float32)
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", named(DECODE))
 def test_decode_attention(chip, name, dtype):
     shape = DECODE[name]
     options = {"window": shape.window, "softcap": shape.softcap}
-
-    def entries(batch, keys, width):
-        if not width:
-            return None
-        whole = batch, shape.kv_heads, keys, width
-        if shape.codes is None:
-            return whole, dtype
-        return QuantizedEntries(
-            (whole, jnp.dtype(shape.codes)), ((*whole[:3], 1), jnp.float32)
-        )
 
     def attend(query, key, value, at, positions, shared):
         if shared is not None:
@@ -203,15 +205,15 @@ def test_decode_attention(chip, name, dtype):
         groups = -(-shape.batch // shape.members)
         sizes = groups, shape.shared
         widths = shape.head_dim, shape.value_dim
-        common = [entries(*sizes, width) for width in widths]
+        common = [entries(shape, dtype, *sizes, width) for width in widths]
         shared = *common, (sizes, jnp.int32), ((shape.batch,), jnp.int32)
     own = shape.batch, shape.own
     text = compiled(
         chip,
         attend,
         ((shape.batch, shape.queries, shape.heads, shape.head_dim), dtype),
-        entries(*own, shape.head_dim),
-        entries(*own, shape.value_dim),
+        entries(shape, dtype, *own, shape.head_dim),
+        entries(shape, dtype, *own, shape.value_dim),
         ((shape.batch, shape.queries), jnp.int32),
         (own, jnp.int32),
         shared,
@@ -227,23 +229,15 @@ def test_decode_attention(chip, name, dtype):
 def test_write_entries(chip, name):
     shape = DECODE[name]
     new = shape.queries if shape.queries < 16 else 1
-
-    def entries(keys, width):
-        whole = shape.batch, shape.kv_heads, keys, width
-        if shape.codes is None:
-            return whole, jnp.bfloat16
-        return QuantizedEntries(
-            (whole, jnp.dtype(shape.codes)), ((*whole[:3], 1), jnp.float32)
+    old, fresh = (
+        tuple(
+            entries(shape, jnp.bfloat16, shape.batch, keys, width)
+            for width in (shape.head_dim, shape.value_dim)
+            if width
         )
-
-    widths = [width for width in (shape.head_dim, shape.value_dim) if width]
-    text = compiled(
-        chip,
-        write_entries,
-        tuple(entries(shape.own, width) for width in widths),
-        tuple(entries(new, width) for width in widths),
-        ((shape.batch, new), jnp.int32),
+        for keys in (shape.own, new)
     )
+    text = compiled(chip, write_entries, old, fresh, ((shape.batch, new), jnp.int32))
     assert calls(text, "write_entries") == 1
 
 
