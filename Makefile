@@ -46,7 +46,7 @@ check-types: environment
 check-layers: environment
 	.venv/bin/lint-imports --no-logo
 
-# Kernels and plans, compiled for TPUs that are not there, at the shapes of real models.
+# Kernels and plans, compiled for TPUs and GPUs that are not there, at the shapes of real models.
 check-kernels: environment
 	tools/kernels.sh $(ARGS)
 

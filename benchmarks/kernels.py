@@ -138,10 +138,13 @@ def _cases(options: Options) -> Iterator[Case]:
                 yield _decode(name, shape, dtype, options.divide)
 
 
-def _implementations(dtype: Any) -> list[str]:
+def _implementations(dtype: Any, *, on_gpu: bool = False) -> list[str]:
+    """What runs here; `on_gpu`: whether there is a kernel for Hopper GPUs."""
     names = ["xla"]
     if platform() == "tpu" and dtype in (jnp.bfloat16, jnp.float32):
         names.append("pallas_tpu")
+    if platform() == "hopper" and dtype == jnp.bfloat16 and on_gpu:
+        names.append("pallas_gpu")
     return names
 
 
@@ -170,7 +173,7 @@ def _head(name: str, shape: HeadShape, dtype: Any, divide: int) -> Case:
         return found, pull((g, jnp.zeros_like(g)))
 
     rows = max(8, shape.rows // divide)
-    names = ["reference", *_implementations(dtype)]
+    names = ["reference", *_implementations(dtype, on_gpu=not shape.kept)]
     return Case(
         "token_logprob",
         name,
@@ -240,7 +243,7 @@ def _attention(
     seen = shape.batch * float(np.minimum(positions + 1, back).sum())
     names = ["reference", *_implementations(dtype)]
     plain = not answers and shape.head_dim == shape.value_dim
-    if platform() == "gpu" and plain and shape[6:] == (None, None, False):
+    if platform() in ("gpu", "hopper") and plain and shape[6:] == (None, None, False):
         names.append("cudnn")
     widths = shape.head_dim + shape.value_dim
     return Case(

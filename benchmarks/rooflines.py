@@ -1,4 +1,4 @@
-"""What the TPU kernels take at best: from their own tiles and a chip's rates.
+"""What the kernels take at best: from their own tiles and a chip's rates.
 
     python -m benchmarks.rooflines            the tables of docs/kernels.md
 
@@ -6,7 +6,8 @@ Each kernel counts the products that it computes, the recomputed ones too, and t
 that its blocks really move between HBM and VMEM. It takes the longer of the two, with
 both overlapped completely, and a fixed time for each step of the grid. The vector unit
 (exponentials, masks, sums) is not counted, so the numbers are bounds that hardware may
-refute downwards. No TPU was measured.
+refute downwards. Kernels for Hopper GPUs are bound by their products, or by what their
+tiles move from the L2 cache into shared memory. Nothing was measured.
 """
 
 import math
@@ -18,6 +19,7 @@ from jaxrl_post.kernels.attention.tpu_tiles import choose_tile
 from jaxrl_post.kernels.decode_attention.pallas_tpu import LANES, Sizes
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
+from jaxrl_post.kernels.token_logprob import pallas_gpu as gpu_head
 from jaxrl_post.kernels.token_logprob import pallas_tpu as head
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.programs.planning.chips import CHIPS
@@ -25,6 +27,9 @@ from jaxrl_post.programs.planning.chips import CHIPS
 # Seconds of a step of the grid, about: JAX's documentation of Pallas on TPUs.
 STEP_S = 0.35e-6
 ITEM = 2  # bytes of a bfloat16 number
+# Bytes per second that an H100's L2 cache delivers, about; NVIDIA names no number.
+L2_BANDWIDTH = 5.5e12
+HOPPER = CHIPS["NVIDIA H100 80GB HBM3"]
 NAMES = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 
 
@@ -65,6 +70,25 @@ def of_token_logprob(rows: int, width: int, vocab: int) -> Iterator[Kernel]:
             moved = hidden * ITEM + by_row * vocab * width * ITEM
             moved += hidden * 4 * (name == "hidden")
         yield Kernel(products * product, product, moved, by_row * by_column)
+
+
+def of_token_logprob_on_hopper(rows: int, width: int, vocab: int) -> list[float]:
+    """Seconds of forward pass, gradient of the logits, and the two products."""
+    product = 2.0 * rows * width * vocab
+    tiles = math.ceil(rows / gpu_head.ROWS) * math.ceil(vocab / gpu_head.COLUMNS)
+    operands = tiles * (gpu_head.ROWS + gpu_head.COLUMNS) * width * ITEM
+    computing, loading = product / HOPPER.flops, operands / L2_BANDWIDTH
+    block = min(rows, gpu_head.CHUNK_ROWS)
+    chunks = math.ceil(vocab * block * ITEM / gpu_head.CHUNK_BYTES)
+    logits = rows * vocab * ITEM
+    # Both sums are float32, read and written: a block of rows adds to the weight's, a
+    # chunk of the vocabulary to the rows'.
+    sums = 8 * width * (math.ceil(rows / block) * vocab + chunks * rows)
+    return [
+        max(computing, loading),
+        max(computing, loading, logits / HOPPER.memory_bandwidth),
+        max(2 * computing, (2 * logits + sums) / HOPPER.memory_bandwidth),
+    ]
 
 
 def of_attention(shape: tuple, row_tokens: int) -> Iterator[Kernel]:
@@ -163,6 +187,14 @@ def row(name: str, kernels: list[Kernel]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def hopper_row(name: str, rows: int, width: int, vocab: int) -> str:
+    """A row of the table for a Hopper GPU: milliseconds and shares."""
+    times = of_token_logprob_on_hopper(rows, width, vocab)
+    product = 2.0 * rows * width * vocab / HOPPER.flops / sum(times)
+    spent = " + ".join(f"{1e3 * t:.2f}" for t in times)
+    return f"| {name} | {spent} | {4 * product:.0%} | {3 * product:.0%} |"
+
+
 def table(
     title: str, rows: list[str], columns: tuple[str, ...] = ("ms", "busy", "needed")
 ) -> str:
@@ -186,6 +218,12 @@ def main() -> None:
             ],
         )
     )
+    print("## token_logprob on an H100: forward + gradient of logits + products\n")
+    print("| shape | ms | busy | needed |\n|---|---|---|---|")
+    for name, shape in TOKEN_LOGPROB.items():
+        if not shape.kept:
+            print(hopper_row(name, *shape[:3]))
+    print()
     for title, tokens in (("one sequence a row", None), ("sequences of 1,024", 1024)):
         print(
             table(

@@ -1,27 +1,45 @@
 #!/bin/sh
-# Compiles kernels and plans for TPUs that are not there; arguments go to pytest.
+# Compiles kernels and plans for TPUs and GPUs that are not there; arguments go to pytest.
 #
 #     tools/kernels.sh [-m "not all"]
 #
-# libtpu, the compiler, lies in build/kernels and not in .venv: with it JAX looks for a
-# TPU wherever it starts.
+# The compilers lie in build/kernels, one folder for TPUs and one for GPUs, and not in
+# .venv: with them JAX looks for a device wherever it starts.
 set -eu
 cd "$(dirname "$0")/.."
 
-wanted=$(.venv/bin/python - <<'PYTHON'
+# installed FOLDER PACKAGE...
+installed() {
+    folder=build/kernels/$1
+    shift
+    if [ ! -f "$folder/complete" ] || [ "$(cat "$folder/complete")" != "$*" ]; then
+        rm -rf "$folder"
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+            --target "$folder" "$@"
+        printf '%s\n' "$*" >"$folder/complete"
+    fi
+}
+
+# tested FOLDER ARGUMENT...
+tested() {
+    folder=build/kernels/$1
+    shift
+    PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" .venv/bin/python -m pytest \
+        --numprocesses 2 --dist load "$@"
+}
+
+libtpu=$(.venv/bin/python - <<'PYTHON'
 from importlib.metadata import requires
 
 found = [line.partition(";") for line in requires("jax")]
 print(*{name.strip() for name, _, extra in found if name.startswith("libtpu") and '"tpu"' in extra})
 PYTHON
 )
-if [ ! -f build/kernels/complete ] || [ "$(cat build/kernels/complete)" != "$wanted" ]; then
-    rm -rf build/kernels
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-        --target build/kernels "$wanted"
-    printf '%s\n' "$wanted" >build/kernels/complete
-fi
+jax=$(.venv/bin/python -c "import jax; print(jax.__version__)")
 
-PYTHONPATH="build/kernels${PYTHONPATH:+:$PYTHONPATH}" .venv/bin/python -m pytest \
-    --numprocesses 2 --dist load \
-    tests/kernels/test_compiled_for_tpu.py tests/planning "$@"
+installed tpu "$libtpu"
+installed gpu "jax-cuda12-plugin==$jax" "jax-cuda12-pjrt==$jax" nvidia-cuda-nvcc-cu12
+status=0
+tested tpu tests/kernels/test_compiled_for_tpu.py tests/planning "$@" || status=$?
+tested gpu tests/kernels/test_compiled_for_gpu.py "$@" || status=$?
+exit "$status"

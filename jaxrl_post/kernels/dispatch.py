@@ -7,6 +7,8 @@ taken or refused, never replaced.
 
 import functools
 import logging
+import re
+from collections.abc import Mapping
 from typing import Literal, cast, get_args
 
 import jax
@@ -14,27 +16,38 @@ from jax.typing import DTypeLike
 
 __all__ = ["Implementation", "choose", "platform"]
 
-Implementation = Literal["auto", "xla", "pallas_tpu", "reference"]
-Platform = Literal["cpu", "gpu", "tpu"]
+Implementation = Literal["auto", "xla", "pallas_tpu", "pallas_gpu", "reference"]
+Platform = Literal["cpu", "gpu", "hopper", "tpu"]
 
 _log = logging.getLogger(__name__)
-# The platform of each Pallas implementation, and the dtypes that it computes with.
-PLATFORMS: dict[Implementation, Platform] = {"pallas_tpu": "tpu"}
-DTYPES = ("bfloat16", "float32")
+# The platform of each Pallas implementation, and the dtypes that it computes with. The
+# tensor cores of a GPU multiply float32 as TensorFloat-32, which has 10 bits.
+PLATFORMS: dict[Implementation, Platform] = {
+    "pallas_tpu": "tpu",
+    "pallas_gpu": "hopper",
+}
+DTYPES: dict[Implementation, tuple[str, ...]] = {
+    "pallas_tpu": ("bfloat16", "float32"),
+    "pallas_gpu": ("bfloat16",),
+}
+HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+TPU_KERNEL: dict[Implementation, str | None] = {"pallas_tpu": None}
 
 
 def platform() -> Platform:
     """Platform for which a program is traced now.
 
     It is that of the devices of the mesh of `jax.set_mesh`, which need not exist, or
-    without a mesh that of JAX's default backend.
+    without a mesh that of JAX's default backend. "hopper" is a GPU of NVIDIA's Hopper
+    family, "gpu" any other one.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
-        found = jax.default_backend()
-        return cast("Platform", "gpu" if found in ("cuda", "rocm") else found)
-    kind = device.device_kind.lower()
-    return "tpu" if kind.startswith("tpu") else "cpu" if kind == "cpu" else "gpu"
+        device = jax.devices()[0]
+    kind = device.device_kind
+    if kind.lower() == "cpu" or kind.lower().startswith("tpu"):
+        return cast("Platform", kind.lower()[:3])
+    return "hopper" if HOPPER.search(kind) else "gpu"
 
 
 def choose(
@@ -42,6 +55,7 @@ def choose(
     wanted: Implementation,
     dtype: DTypeLike,
     *,
+    kernels: Mapping[Implementation, str | None] = TPU_KERNEL,
     interpret: bool = False,
 ) -> Implementation:
     """The implementation that computes an operation here, never "auto".
@@ -50,10 +64,13 @@ def choose(
         operation: name of the public function, for errors and the log.
         wanted: an implementation, or "auto".
         dtype: of the operands.
+        kernels: the operation's Pallas kernels, each with why it cannot compute this
+            call; None if it can.
         interpret: whether a Pallas kernel is interpreted, on any platform.
 
     Raises:
-        ValueError: `wanted` is unknown, or does not run here with this dtype.
+        ValueError: `wanted` is unknown, or does not run here with this dtype or these
+            shapes.
 
     >>> choose("attention", "auto", "bfloat16") if platform() == "cpu" else "xla"
     'xla'
@@ -66,8 +83,9 @@ def choose(
     here, name = platform(), jax.numpy.dtype(dtype).name
     if wanted == "auto":
         wanted = "xla"
-        for kernel, where in PLATFORMS.items():
-            if where == here and name in DTYPES:
+        for kernel, problem in kernels.items():
+            fits = problem is None and name in DTYPES[kernel]
+            if PLATFORMS[kernel] == here and fits:
                 wanted = kernel
         _tell(operation, wanted, here, name)
         return wanted
@@ -77,10 +95,21 @@ def choose(
             f"{operation}: {wanted} runs on {where}, and this program is for {here}. "
             "Take 'auto' or 'xla'; interpret=True debugs it anywhere"
         )
-    if wanted in PLATFORMS and name not in DTYPES:
+    if wanted not in PLATFORMS:
+        return wanted
+    if wanted not in kernels:
         raise ValueError(
-            f"{operation}: {wanted} computes with {' or '.join(DTYPES)}; got {name}, "
-            "which 'xla' and 'reference' take"
+            f"{operation}: there is no {wanted}; take 'auto', 'xla' or one of "
+            f"{tuple(kernels)}"
+        )
+    if name not in DTYPES[wanted]:
+        raise ValueError(
+            f"{operation}: {wanted} computes with {' or '.join(DTYPES[wanted])}; got "
+            f"{name}, which 'xla' and 'reference' take"
+        )
+    if (problem := kernels[wanted]) is not None:
+        raise ValueError(
+            f"{operation}: {wanted} cannot compute this: {problem}. 'xla' can"
         )
     return wanted
 

@@ -28,6 +28,7 @@ def test_imports_only_point_down():
 NO_SIDE_EFFECTS = """
 import importlib, logging, os, pkgutil, signal, sys
 import flax.struct, grain, jax, jax.numpy, jaxtyping, optax, orbax.checkpoint
+import jax.experimental.pallas.mosaic_gpu
 import rich.console, safetensors, tensorboardX, tokenizers, tyro
 from jax._src import xla_bridge
 

@@ -10,6 +10,9 @@ from jaxrl_post.kernels import dispatch
 from jaxrl_post.kernels.dispatch import choose, platform
 from jaxrl_post.kernels.token_logprob import token_logprob
 
+# The kernels of an operation that has one for TPUs and one for Hopper GPUs.
+BOTH = {"pallas_tpu": None, "pallas_gpu": None}
+
 
 @pytest.fixture
 def on(monkeypatch):
@@ -30,7 +33,16 @@ def test_the_platform_is_that_of_the_devices():
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("TPU v5 lite", "tpu"), ("TPU7x", "tpu"), ("NVIDIA H200", "gpu"), ("cpu", "cpu")],
+    [
+        ("TPU v5 lite", "tpu"),
+        ("TPU7x", "tpu"),
+        ("NVIDIA H200", "hopper"),
+        ("NVIDIA H100 80GB HBM3", "hopper"),
+        ("NVIDIA GH200 480GB", "hopper"),
+        ("NVIDIA A100-SXM4-80GB", "gpu"),
+        ("NVIDIA B200", "gpu"),
+        ("cpu", "cpu"),
+    ],
 )
 def test_a_mesh_of_devices_that_are_not_here(monkeypatch, kind, expected):
     class Device:
@@ -51,7 +63,21 @@ def test_auto_takes_the_kernel_where_it_runs(on):
     # No kernel computes with float16.
     assert choose("op", "auto", jnp.float16) == "xla"
     on("gpu")
+    assert choose("op", "auto", jnp.bfloat16, kernels=BOTH) == "xla"
+    on("hopper")
     assert choose("op", "auto", jnp.bfloat16) == "xla"
+    assert choose("op", "auto", jnp.bfloat16, kernels=BOTH) == "pallas_gpu"
+    assert choose("op", "auto", jnp.float32, kernels=BOTH) == "xla"
+    too_wide = {"pallas_tpu": None, "pallas_gpu": "it is too wide"}
+    assert choose("op", "auto", jnp.bfloat16, kernels=too_wide) == "xla"
+    message = "op: pallas_gpu cannot compute this: it is too wide. 'xla' can"
+    with pytest.raises(ValueError, match=message):
+        choose("op", "pallas_gpu", jnp.bfloat16, kernels=too_wide)
+    with pytest.raises(ValueError, match="op: there is no pallas_gpu; take 'auto', "):
+        choose("op", "pallas_gpu", jnp.bfloat16)
+    message = "op: pallas_gpu computes with bfloat16; got float32"
+    with pytest.raises(ValueError, match=message):
+        choose("op", "pallas_gpu", jnp.float32, kernels=BOTH)
 
 
 def test_a_named_implementation_is_taken_or_refused(on):

@@ -103,4 +103,32 @@ KERNELS = [
         "    where = here\n",
         "kernels/test_dispatch.py",
     ),
+    Fault(
+        "the vocabulary's padding has probability on a GPU",
+        "kernels/token_logprob/pallas_gpu.py",
+        "(column >= block.begin(tile)[0]) & (column < limit)",
+        "(column >= block.begin(tile)[0])",
+        "kernels/test_token_logprob_pallas_gpu.py",
+    ),
+    Fault(
+        "columns of two chunks of the vocabulary count twice",
+        "kernels/token_logprob/pallas_gpu.py",
+        "(column >= begin) & (column < limit)",
+        "(column < limit)",
+        "kernels/test_token_logprob_pallas_gpu.py",
+    ),
+    Fault(
+        "a warpgroup hands its operands back before it has read them",
+        "kernels/token_logprob/pallas_gpu.py",
+        "                plgpu.wgmma_wait(1)\n",
+        "                plgpu.barrier_arrive(self.consumed.at[slot])\n",
+        "kernels/test_token_logprob_pallas_gpu.py",
+    ),
+    Fault(
+        "ranges of the vocabulary have one maximum",
+        "kernels/token_logprob/pallas_gpu.py",
+        "    shrink = jnp.exp(own - top)\n",
+        "    shrink = jnp.ones_like(own)\n",
+        "kernels/test_token_logprob_pallas_gpu.py",
+    ),
 ]

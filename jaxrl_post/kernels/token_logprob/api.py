@@ -43,7 +43,8 @@ def token_logprob(
     """log softmax(hidden unembedding^T / temperature)[target], without all the logits.
 
     Memory is one tile of logits, in both passes and between them ("xla"), or none
-    ("pallas_tpu", which keeps tiles of logits in the chip's own memory), and work is
+    ("pallas_tpu", which keeps tiles of logits in the chip's own memory), or the
+    gradient of 128 MiB of logits in the backward pass ("pallas_gpu"). Work is
     proportional to the rows that `mask` keeps. Differentiable in `hidden` and
     `unembedding`, through log-prob and entropy both.
 
@@ -61,8 +62,9 @@ def token_logprob(
             arXiv:2408.00118); None for no cap.
         vocab_size: number of real rows of `unembedding`; the rest is padding.
         rules: how batch and vocabulary are split over the mesh of `jax.set_mesh`.
-        implementation: "auto" takes "pallas_tpu" on TPUs and "xla" elsewhere;
-            "reference" holds all logits.
+        implementation: "auto" takes "pallas_tpu" on TPUs, "pallas_gpu" on Hopper GPUs
+            for bfloat16 without `kept` and a width that is a multiple of 64, and "xla"
+            elsewhere; "reference" holds all logits.
         interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
 
     Returns:
@@ -70,7 +72,8 @@ def token_logprob(
 
     Raises:
         ValueError: the temperature or the softcap is not positive, `vocab_size` is out
-            of its range, or the implementation is unknown or does not run here.
+            of its range, or the implementation is unknown, does not run here or cannot
+            compute this call.
 
     >>> import jax.numpy as jnp
     >>> h, w = jnp.zeros((1, 2, 3)), jnp.ones((4, 3))
@@ -99,7 +102,14 @@ def token_logprob(
             f"rows of unembedding; got {vocab_size}"
         )
     implementation = choose(
-        "token_logprob", implementation, hidden.dtype, interpret=interpret
+        "token_logprob",
+        implementation,
+        hidden.dtype,
+        kernels={
+            "pallas_tpu": None,
+            "pallas_gpu": _unsupported_on_gpu(hidden.shape[-1], kept is not None),
+        },
+        interpret=interpret,
     )
     mask = jnp.ones(targets.shape, jnp.bool_) if mask is None else mask
     if implementation == "reference":
@@ -115,6 +125,13 @@ def token_logprob(
         columns //= math.prod(mesh.shape[axis] for axis in split.vocab)
     plan = _Plan(split, columns, scaling, implementation, interpret)
     return TokenLogprob(*_fused(plan, hidden, unembedding, (targets, mask, kept)))
+
+
+def _unsupported_on_gpu(width: int, kept: bool) -> str | None:
+    """Why "pallas_gpu" cannot compute a call, or None."""
+    if width % 64:
+        return f"a width that is a multiple of 64 is needed; got {width}"
+    return "it knows no kept tokens (top-k, top-p, min-p)" if kept else None
 
 
 def _reference(
@@ -165,11 +182,18 @@ class _Plan(NamedTuple):
     def bound(self) -> tuple[Callable, Callable]:
         """The forward and the backward pass of the implementation."""
         if self.implementation == "pallas_tpu":
-            # Half a second that only TPUs need.
+            # Half a second that only programs for TPUs need.
             from jaxrl_post.kernels.token_logprob import pallas_tpu
 
             module: Any = pallas_tpu
             layout: Any = pallas_tpu.Layout(
+                *self.scaling, self.axes, interpret=self.interpret
+            )
+        elif self.implementation == "pallas_gpu":
+            from jaxrl_post.kernels.token_logprob import pallas_gpu
+
+            module = pallas_gpu
+            layout = pallas_gpu.Layout(
                 *self.scaling, self.axes, interpret=self.interpret
             )
         else:
