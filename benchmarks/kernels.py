@@ -241,7 +241,8 @@ def _attention(
     back = shape.window or length
     # A token sees itself and what is before it on its path.
     seen = shape.batch * float(np.minimum(positions + 1, back).sum())
-    names = ["reference", *_implementations(dtype)]
+    on_gpu = shape.head_dim <= 192 and shape.value_dim <= 128
+    names = ["reference", *_implementations(dtype, on_gpu=on_gpu)]
     plain = not answers and shape.head_dim == shape.value_dim
     if platform() in ("gpu", "hopper") and plain and shape[6:] == (None, None, False):
         names.append("cudnn")

@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxrl_post.kernels.attention.kernel_tiles import choose_tile
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
-from jaxrl_post.kernels.attention.tpu_tiles import choose_tile
 from jaxrl_post.kernels.decode_attention.pallas_tpu import LANES, Sizes
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape

@@ -158,7 +158,7 @@ class RunConfig:
         warm_start: supervised steps of a preset.
         lora: an adapter to train in place of the model.
         kernels: what computes attention and the trainer's log-probs: "auto", the Pallas
-            kernels on TPUs and, for log-probs, on Hopper GPUs, and XLA programs
+            kernels on TPUs and, in training, on Hopper GPUs, and XLA programs
             elsewhere; "xla", XLA programs; "pallas_tpu", the kernels for TPUs, or an
             error.
         log: trackers that get the metrics, beside metrics.jsonl: tensorboard, wandb,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.kernels.attention import api, attention, tiles, tpu_tiles
+from jaxrl_post.kernels.attention import api, attention, kernel_tiles, tiles
 from jaxrl_post.kernels.attention.packed import Facts
 from jaxrl_post.sharding import DEFAULT_RULES, Chunks, create_mesh
 
@@ -292,7 +292,9 @@ def test_random_forests_equal_the_reference(monkeypatch, seed):
     monkeypatch.setattr(api, "TILE", 4)
     # Some of them whole in a tile of queries, others not.
     sizes = [(8, 8), (16, 4), (4, 8)][seed % 3]
-    monkeypatch.setattr(tpu_tiles, "choose_tile", lambda *_: tpu_tiles.Tile(*sizes))
+    monkeypatch.setattr(
+        kernel_tiles, "choose_tile", lambda *_: kernel_tiles.Tile(*sizes)
+    )
     # One tile at a time, or 16.
     monkeypatch.setattr(tiles, "SCORE_BYTES", [1, 2**12][seed % 4 // 2])
     random = np.random.default_rng(seed)

@@ -13,9 +13,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_post.kernels.attention import attention
-from jaxrl_post.kernels.attention.packed import Facts, Plan, attend_packed
-from jaxrl_post.kernels.attention.pallas_tpu import TpuTiles
-from jaxrl_post.kernels.attention.tpu_tiles import (
+from jaxrl_post.kernels.attention.kernel_tiles import (
     LIST_BYTES,
     Settings,
     Shape,
@@ -23,6 +21,8 @@ from jaxrl_post.kernels.attention.tpu_tiles import (
     TileList,
     choose_tile,
 )
+from jaxrl_post.kernels.attention.packed import Facts, Plan, attend_packed
+from jaxrl_post.kernels.attention.pallas_tpu import TpuTiles
 from jaxrl_post.kernels.token_logprob import pallas_tpu as head
 from jaxrl_post.kernels.token_logprob import token_logprob
 

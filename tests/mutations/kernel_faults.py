@@ -14,14 +14,14 @@ KERNELS = [
     ),
     Fault(
         "a tile that a window cuts is not masked",
-        "kernels/attention/tpu_tiles.py",
+        "kernels/attention/kernel_tiles.py",
         "            full &= high.positions - first.positions < settings.window\n",
         "",
         "kernels/test_attention.py kernels/test_pallas_tpu.py",
     ),
     Fault(
         "a kernel's list ends one tile early",
-        "kernels/attention/tpu_tiles.py",
+        "kernels/attention/kernel_tiles.py",
         "return cls(sums, 2 * others + full, count[None])",
         "return cls(sums, 2 * others + full, count[None] - 1)",
         "kernels/test_attention.py kernels/test_pallas_tpu.py",
@@ -130,5 +130,19 @@ KERNELS = [
         "    shrink = jnp.exp(own - top)\n",
         "    shrink = jnp.ones_like(own)\n",
         "kernels/test_token_logprob_pallas_gpu.py",
+    ),
+    Fault(
+        "a GPU's kernel shows a token to the one after its segment",
+        "kernels/attention/pallas_gpu.py",
+        "(query[0] < key[2])",
+        "(query[0] <= key[2])",
+        "kernels/test_attention_pallas_gpu.py",
+    ),
+    Fault(
+        "keys have their gradient from one head of the group",
+        "kernels/attention/pallas_gpu.py",
+        "            reads = head * shape.group + number\n",
+        "            reads = head * shape.group\n",
+        "kernels/test_attention_pallas_gpu.py",
     ),
 ]

@@ -71,11 +71,13 @@ def attention(
         sinks: one logit per query head, added to the softmax's denominator only, so
             that a head may attend to no token (Xiao et al., arXiv:2309.17453).
         rules: how a mesh of `jax.set_mesh`, if any, splits batch and heads.
-        implementation: "xla" and, on TPUs, "pallas_tpu" compute tiles of scores, with
-            `ends` only those that hold a visible one, and compute them again in the
-            backward pass, so that memory grows with the length. "reference" holds all
-            scores. "auto" takes the kernel on TPUs and "xla" elsewhere. Over a cache,
-            without `ends`, "pallas_tpu" is the same program as "xla".
+        implementation: "xla" and, on TPUs, "pallas_tpu" and, on Hopper GPUs,
+            "pallas_gpu" compute tiles of scores, with `ends` only those that hold a
+            visible one, and compute them again in the backward pass, so that memory
+            grows with the length. "reference" holds all scores. "auto" takes the kernel
+            on TPUs and, for bfloat16 and heads of at most 192 numbers with values of at
+            most 128, on Hopper GPUs, and "xla" elsewhere. Over a cache, without `ends`,
+            a kernel's name means the same program as "xla".
         interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
 
     Returns:
@@ -86,7 +88,7 @@ def attention(
         ValueError: heads is not a multiple of kv_heads, there are not as many queries
             as `ends`, there are indices without ends or without the mesh's context
             axes, the window is empty, the softcap is not positive, or the
-            implementation is unknown or does not run here.
+            implementation is unknown, does not run here or cannot compute this call.
 
     References:
         Ainslie et al., GQA, arXiv:2305.13245.
@@ -104,27 +106,22 @@ def attention(
             f"{query.shape[1]} queries a row and ends of shape {ends.shape}"
         )
     check_scoring("attention", window, softcap)
+    problem = _unsupported_on_gpu(query.shape[-1], value.shape[-1])
     implementation = choose(
-        "attention", implementation, query.dtype, interpret=interpret
+        "attention",
+        implementation,
+        query.dtype,
+        kernels={"pallas_tpu": None, "pallas_gpu": problem},
+        interpret=interpret,
     )
     factor = query.shape[3] ** -0.5 if scale is None else scale
     ring = _ring(query.shape[0], ends, indices, rules, implementation)
 
     queries = query.shape[1]
-    kernel = implementation == "pallas_tpu"
     small = implementation == "xla" and queries <= TILE and indices is None
     if ends is not None and implementation != "reference" and not small:
         scoring = float(factor), window, softcap
-        computed: Tiles
-        if kernel:
-            # Half a second that only TPUs need.
-            from jaxrl_post.kernels.attention import pallas_tpu, tpu_tiles
-
-            computed = pallas_tpu.TpuTiles(
-                tpu_tiles.Settings(*scoring, interpret=interpret)
-            )
-        else:
-            computed = tiles.XlaTiles(tiles.Settings(TILE, *scoring))
+        computed = _tiles(implementation, scoring, interpret)
         if indices is None:
             indices = jnp.arange(queries, dtype=jnp.int32)
             indices = jnp.broadcast_to(indices, ends.shape)
@@ -138,6 +135,33 @@ def attention(
     if ends is not None or implementation == "reference" or queries <= QUERY_TILE:
         return block(query, query_positions)
     return _tiled(block, query, query_positions)
+
+
+def _unsupported_on_gpu(head_dim: int, value_dim: int) -> str | None:
+    """Why "pallas_gpu" cannot compute a call, or None."""
+    if head_dim > 192 or value_dim > 128:
+        return (
+            "heads of at most 192 numbers, and values of 128, are needed; got "
+            f"{head_dim} and {value_dim}"
+        )
+    return None
+
+
+def _tiles(
+    implementation: Implementation,
+    scoring: tuple[float, int | None, float | None],
+    interpret: bool,
+) -> Tiles:
+    # Imported where they are needed: each takes half a second.
+    if implementation == "pallas_tpu":
+        from jaxrl_post.kernels.attention import kernel_tiles, pallas_tpu
+
+        return pallas_tpu.TpuTiles(kernel_tiles.Settings(*scoring, interpret=interpret))
+    if implementation == "pallas_gpu":
+        from jaxrl_post.kernels.attention import kernel_tiles, pallas_gpu
+
+        return pallas_gpu.GpuTiles(kernel_tiles.Settings(*scoring, interpret=interpret))
+    return tiles.XlaTiles(tiles.Settings(TILE, *scoring))
 
 
 def _ring(

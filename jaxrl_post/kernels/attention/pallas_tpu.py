@@ -26,9 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape, TileList
 from jaxrl_post.kernels.attention.packed import Facts, padded_facts
 from jaxrl_post.kernels.attention.reference import MASKED
-from jaxrl_post.kernels.attention.tpu_tiles import Settings, Shape, TileList
 from jaxrl_post.kernels.mosaic import VMEM_BYTES, product
 from jaxrl_post.types import Array
 

@@ -1,4 +1,4 @@
-"""Which tiles of queries x keys a TPU computes, and how arrays are cut for them."""
+"""Which tiles of queries x keys a kernel computes, and how arrays are cut for them."""
 
 import math
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ LIST_BYTES = 2**18
 
 
 class Tile(NamedTuple):
-    """Queries, and keys, of a tile; powers of 2 from 128 on."""
+    """Queries, and keys, of a tile; powers of 2, on TPUs from 128 on."""
 
     queries: int
     keys: int

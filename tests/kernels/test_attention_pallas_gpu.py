@@ -1,0 +1,123 @@
+"""Attention on Hopper GPUs, interpreted: against float32, windows, caps, odd sizes.
+
+The tensor cores multiply bfloat16 only. So the error is compared with that of the
+reference in bfloat16, both against the reference in float32 on the same numbers. That
+the kernels compile for a Hopper GPU is shown in test_compiled_for_gpu.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.attention.kernel_tiles import Settings
+from jaxrl_post.kernels.attention.packed import Facts, Plan, attend_packed
+from jaxrl_post.kernels.attention.pallas_gpu import GpuTiles
+from tests.kernels.test_pallas_tpu import forest, operands
+
+
+def both_passes(positions, ends, arrays, **options):
+    """Attended values and gradients of query, key and value; 0 for padding."""
+    *inputs, towards = arrays
+    counts = (ends > 0)[:, :, None, None]
+
+    def run(query, key, value):
+        out = attention(
+            query, key, value,
+            query_positions=positions, kv_positions=positions, ends=ends, **options,
+        )  # fmt: skip
+        return jnp.where(counts, out, jnp.zeros_like(out))
+
+    out, pull = jax.vjp(run, *inputs)
+    return out, *pull(jnp.where(counts, towards, jnp.zeros_like(towards)))
+
+
+def error(found, exact):
+    found, exact = (np.asarray(array, np.float64) for array in (found, exact))
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+# Groups of 1 to 4 heads; head sizes that are padded; latent attention's; a window that
+# cuts tiles; a cap; sinks.
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim", "window", "softcap", "sinks"),
+    [
+        (2, 2, 64, 64, None, None, False),
+        (4, 1, 80, 80, 60, None, True),
+        (2, 1, 192, 128, None, None, False),
+        (2, 1, 128, 128, 100, 5.0, False),
+    ],
+)
+def test_it_equals_the_reference(
+    heads, kv_heads, dim, value_dim, window, softcap, sinks
+):
+    positions, ends = forest(2, 200)
+    arrays = operands(2, 200, heads, kv_heads, dim, value_dim, jnp.bfloat16)
+    options = {"window": window, "softcap": softcap}
+    if sinks:
+        options["sinks"] = jnp.linspace(-1.0, 2.0, heads)
+
+    def run(arrays, **implementation):
+        return both_passes(positions, ends, arrays, **options, **implementation)
+
+    run = jax.jit(run, static_argnames=("implementation", "interpret"))
+    found = run(arrays, implementation="pallas_gpu", interpret=True)
+    rounded = run(arrays, implementation="reference")
+    wide = [array.astype(jnp.float32) for array in arrays]
+    exact = run(wide, implementation="reference")
+    for array, other, expected in zip(found, rounded, exact, strict=True):
+        assert array.dtype == jnp.bfloat16
+        assert error(array, expected) <= 2 * error(other, expected)
+
+
+def test_no_access_races_with_another():
+    positions, ends = forest(1, 150)
+    query, key, value, towards = operands(1, 150, 2, 1, 64, 64, jnp.bfloat16)
+    indices = jnp.broadcast_to(jnp.arange(150, dtype=jnp.int32), ends.shape)
+    facts = Facts(indices, positions, ends)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    plan = Plan(GpuTiles(Settings(0.125, None, None, None, params)))
+
+    @jax.jit
+    def run(*inputs):
+        out, pull = jax.vjp(
+            lambda *inputs: attend_packed(plan, *inputs, facts, None), *inputs
+        )
+        return out, *pull(jnp.where((ends > 0)[:, :, None, None], towards, 0))
+
+    arrays = [a.astype(jnp.float32) for a in (query, key, value, towards)]
+    exact = both_passes(positions, ends, arrays, implementation="reference")
+    for array, expected in zip(run(query, key, value), exact, strict=True):
+        assert error(array, expected) <= 2**-7
+
+
+def test_a_row_of_padding_gives_zeros():
+    query, key, value, _ = operands(1, 40, 1, 1, 64, 64, jnp.bfloat16)
+    ends = jnp.zeros((1, 40), jnp.int32).at[0, :3].set(3)
+    positions = jnp.arange(40, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def run(query, key, value):
+        return attention(
+            query, key, value,
+            query_positions=positions, kv_positions=positions, ends=ends,
+            implementation="pallas_gpu", interpret=True,
+        )  # fmt: skip
+
+    out = run(query, key, value)
+    assert not out[:, 3:].any()
+    assert out[:, :3].all()
+
+
+def test_what_it_cannot_compute_is_refused():
+    query, key, value, _ = operands(1, 4, 1, 1, 256, 256, jnp.bfloat16)
+    at = jnp.arange(4, dtype=jnp.int32)[None]
+    options = {"query_positions": at, "kv_positions": at, "ends": jnp.full_like(at, 4)}
+    run = {"implementation": "pallas_gpu", "interpret": True, **options}
+    with pytest.raises(ValueError, match="values of 128, are needed; got 256 and 256"):
+        attention(query, key, value, **run)
+    narrow = [array[..., :64].astype(jnp.float32) for array in (query, key, value)]
+    with pytest.raises(ValueError, match="pallas_gpu computes with bfloat16; got floa"):
+        attention(*narrow, **run)
