@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_post.sampler.engine import Engine
-from jaxrl_post.sampler.requests import Completion, Request, SampleId
+from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
 from jaxrl_post.sharding.reshard import Plan, as_target, plan_reshard, reshard
 from jaxrl_post.types import Array, PyTree
 
@@ -59,6 +59,10 @@ class Published:
     def collect(self) -> list[Completion]:
         """Waits for the first burst; returns finished completions."""
         return self.engine.collect()
+
+    def unfinished(self) -> list[Unfinished]:
+        """What each running sample had sampled at the last `collect`."""
+        return self.engine.unfinished()
 
     def settle(self) -> list[Completion]:
         """Waits for all bursts; returns finished completions."""

@@ -62,7 +62,12 @@ def _prefill_rows(
 
 
 def rows(
-    burst: Burst, sizes: EngineConfig, split: int, *, history: bool = False
+    burst: Burst,
+    sizes: EngineConfig,
+    split: int,
+    *,
+    vocab_size: int = 0,
+    history: bool = False,
 ) -> device.Rows:
     """Makes the arguments of `decode.decode`: samples as far as the host knows them.
 
@@ -70,9 +75,11 @@ def rows(
         burst: the samples.
         sizes: the engine's sizes.
         split: parts of the mesh.
+        vocab_size: of the model; needed if samples have constraints.
         history: whether the burst guesses from the tokens of each row.
     """
-    count = split * burst.slots
+    count, constrained = split * burst.slots, burst.constrained
+    words = -(-vocab_size // 32) if constrained else 0
     said = None
     if history:
         longest = 1 + max(sample.position for part in burst.rows for sample in part)
@@ -102,6 +109,9 @@ def rows(
             burst.shared_pages,
         ),
         history=said,
+        allowed=np.full((count, words), -1, np.int32).view(np.uint32)
+        if words
+        else None,
     )
     for part, samples in enumerate(burst.rows):
         for index, sample in enumerate(samples):
@@ -111,9 +121,11 @@ def rows(
             sampling = request.sampling
             progress.tokens[row] = sample.last
             progress.positions[row] = sample.position
-            progress.remaining[row] = made.remaining[row] = sample.remaining
+            remaining = min(sample.remaining, 1) if constrained else sample.remaining
+            progress.remaining[row] = made.remaining[row] = remaining
             progress.counts[row] = own.computed
-            made.prompt_ids[row] = request.prompt_id
+            noise_id = request.noise_id
+            made.prompt_ids[row] = request.prompt_id if noise_id is None else noise_id
             made.sample_indices[row] = sample.sample_index
             made.sampling.temperature[row] = sampling.temperature
             made.sampling.top_k[row] = sampling.top_k
@@ -126,6 +138,8 @@ def rows(
             if said is not None:
                 tokens = (*request.prompt, *sample.tokens.ids.tolist())
                 said[row, : len(tokens)] = tokens
+            if made.allowed is not None and sample.constraint is not None:
+                made.allowed[row] = sample.constraint.allowed()
     return made
 
 

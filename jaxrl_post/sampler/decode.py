@@ -94,6 +94,9 @@ class Rows:
         pages: int32, own pages; the number of pages or more for none.
         shared: the context of the samples.
         history: int32, all tokens of each row, padded with any; None without guesses.
+        allowed: uint32, the tokens that the first step may draw, as in
+            `sampling.sample`; None if no row is constrained. A burst with constraints
+            has one step, since the host must see a token to tell what may follow.
     """
 
     progress: Progress
@@ -106,6 +109,7 @@ class Rows:
     pages: Int[HostOrDevice, "rows own_pages"]
     shared: Shared
     history: Int[HostOrDevice, "rows history"] | None = None
+    allowed: UInt[HostOrDevice, "rows words"] | None = None
 
 
 @struct.dataclass
@@ -119,6 +123,8 @@ class Emitted:
     logprobs: Float[HostOrDevice, "steps rows"]
     log_masses: Float[HostOrDevice, "steps rows"]
     kept: Int[HostOrDevice, "steps rows kept"] | None
+    alternatives: Int[HostOrDevice, "steps rows most"] | None
+    alternatives_logprobs: Float[HostOrDevice, "steps rows most"] | None
 
 
 def prefill(
@@ -178,6 +184,7 @@ def decode(
     split: int,
     truncate: bool,
     kept_ids: int = 0,
+    alternatives: int = 0,
     exact: bool = False,
     guesses: int = 0,
     draft: Draft | None = None,
@@ -201,6 +208,7 @@ def decode(
         split: static; parts into which the mesh splits the rows.
         truncate: static, as in `sampling.sample`.
         kept_ids: static, as in `sampling.sample`.
+        alternatives: static, as in `sampling.sample`.
         exact: static; whether a token's log-prob depends on its path alone, to the last
             bit (`models.exact`).
         guesses: static; tokens that a pass guesses, from the rows' history or by the
@@ -236,6 +244,7 @@ def decode(
             num_steps=num_steps,
             truncate=truncate,
             kept_ids=kept_ids,
+            alternatives=alternatives,
             exact=exact,
             guesses=guesses,
             draft=draft,
@@ -243,7 +252,8 @@ def decode(
         )
 
     def skip(caches: tuple[Pages, Pages | None]) -> Any:
-        nothing = _nothing((num_steps, count), kept_ids if truncate else 0)
+        kept = kept_ids if truncate else 0
+        nothing = _nothing((num_steps, count), kept, alternatives)
         passes = jnp.zeros((count,), jnp.int32)
         return caches[0], nothing, passes, progress, caches[1]
 
@@ -264,6 +274,7 @@ def _burst(
     num_steps: int,
     truncate: bool,
     kept_ids: int,
+    alternatives: int,
     exact: bool,
     guesses: int,
     draft: Draft | None,
@@ -347,6 +358,8 @@ def _burst(
             sampling,
             truncate=truncate,
             kept_ids=kept_ids,
+            allowed=rows.allowed,
+            alternatives=alternatives,
             rules=rules,
         )
         if exact:
@@ -442,7 +455,7 @@ def _burst(
         history=rows.history,
         entries=(view.keys, view.values),
         draft_view=draft_view,
-        emitted=_nothing((count, num_steps), kept_ids if truncate else 0),
+        emitted=_nothing((count, num_steps), kept_ids if truncate else 0, alternatives),
     )
     state = jax.lax.while_loop(going_on, body, state)
     keys, values = state.entries
@@ -499,13 +512,15 @@ class _Burst(NamedTuple):
     emitted: Emitted
 
 
-def _nothing(shape: tuple[int, int], kept_ids: int) -> Emitted:
+def _nothing(shape: tuple[int, int], kept_ids: int, alternatives: int) -> Emitted:
     """What a burst without tokens emits, in any order of dimensions."""
     return Emitted(
         jnp.full(shape, -1, jnp.int32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.full((*shape, kept_ids), -1, jnp.int32) if kept_ids else None,
+        jnp.zeros((*shape, alternatives), jnp.int32) if alternatives else None,
+        jnp.zeros((*shape, alternatives), jnp.float32) if alternatives else None,
     )
 
 

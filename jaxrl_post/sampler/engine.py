@@ -23,7 +23,14 @@ from jaxrl_post.sampler.drafting import Draft
 from jaxrl_post.sampler.guessing import Guessing
 from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.pages import Pages
-from jaxrl_post.sampler.requests import Completion, Request, SampleId
+from jaxrl_post.sampler.requests import (
+    MOST_ALTERNATIVES,
+    Alternatives,
+    Completion,
+    Request,
+    SampleId,
+    Unfinished,
+)
 from jaxrl_post.sampler.scheduler import Burst, Sample, Scheduler
 from jaxrl_post.sampler.sizes import EngineConfig
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, place
@@ -244,8 +251,9 @@ class Engine:
                     self._prefill(params)
                 self._decode(params, burst, version)
             last = self._running[-1]
-            if last.guesses:
-                # What the next pass guesses depends on what the host has yet to see.
+            if last.guesses or last.burst.constrained:
+                # What the next pass guesses, or may draw, depends on what the host has
+                # yet to see.
                 return
             following = self.scheduler.ahead(last.burst)
             if following is not None:
@@ -277,8 +285,14 @@ class Engine:
                     log_masses=emitted.log_masses[:count, row],
                     kept=None if emitted.kept is None else emitted.kept[:count, row],
                 )
+                others = None
+                if emitted.alternatives is not None:
+                    others = Alternatives(
+                        emitted.alternatives[:count, row].copy(),
+                        emitted.alternatives_logprobs[:count, row].copy(),
+                    )
                 drafted = running.guesses > 0 and self._draft is not None
-                done += self._advance(sample, tokens, drafted=drafted)
+                done += self._advance(sample, tokens, others, drafted=drafted)
         if self._running and not self.scheduler.has(self._running[-1].burst):
             self._running.clear()
         return done
@@ -311,6 +325,10 @@ class Engine:
         cancelled = self.scheduler.cancel(chosen)
         return done + [sample.finished("cancelled") for sample in cancelled]
 
+    def unfinished(self) -> list[Unfinished]:
+        """What each running sample had sampled at the last `collect`."""
+        return [sample.unfinished for sample in self.scheduler.running]
+
     def _own_mesh(self) -> AbstractContextManager[Any]:
         """Sets the engine's mesh: the trainer's, which may be another one, is set."""
         return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
@@ -330,13 +348,21 @@ class Engine:
     ) -> None:
         """Starts a burst, with the progress of the one before it if that is running."""
         split, by_row = self._functions.split, self._functions.by_row
-        guesses = 0 if before else self.guessing.guesses(split * burst.slots)
+        guesses = 0
+        if before is None and not burst.constrained:
+            guesses = self.guessing.guesses(split * burst.slots)
         drafting: tuple[Any, ...] = ()
         if guesses and self._draft is not None:
             self._prefill_draft(self._draft, burst)
             drafting = self._draft.params, self._draft_pages
         history = guesses > 0 and not drafting
-        rows = batches.rows(burst, self.sizes, split, history=history)
+        rows = batches.rows(
+            burst,
+            self.sizes,
+            split,
+            vocab_size=self.config.vocab_size,
+            history=history,
+        )
         progress = before or rows.progress
         if before is None and by_row is not None:
             progress = place(progress, by_row)
@@ -349,6 +375,7 @@ class Engine:
             *drafting,
             truncate=burst.truncate,
             guesses=guesses,
+            alternatives=MOST_ALTERNATIVES if burst.alternatives else 0,
         )
         if drafting:
             self._draft_pages = drafted
@@ -378,17 +405,24 @@ class Engine:
         self._seen = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
 
     def _advance(
-        self, sample: Sample, tokens: Tokens, *, drafted: bool
+        self,
+        sample: Sample,
+        tokens: Tokens,
+        others: Alternatives | None,
+        *,
+        drafted: bool,
     ) -> list[Completion]:
         """Records what a burst sampled; the completion if the sample has ended."""
         finite = np.isfinite(tokens.logprobs)
         count = int(finite.argmin()) if not finite.all() else len(tokens)
         failed = count < len(tokens)
-        self.scheduler.advance(sample, tokens[:count], drafted=drafted)
+        if others is not None:
+            others = others.first(count)
+        self.scheduler.advance(sample, tokens[:count], others, drafted=drafted)
         sampling = sample.request.sampling
         cut = self._stop_string_end(sample, count)
         if cut is not None:
-            sample.tokens = sample.tokens[:cut]
+            sample.cut(cut)
             return [self.scheduler.release(sample).finished("stop_string")]
         if failed:
             error = (

@@ -149,15 +149,16 @@ class DeviceFunctions:
         """Function of (params, pages, rows, key, floor, drafter, drafted, ...).
 
         `drafter` and `drafted` are the draft model's parameters and pages, in a burst
-        that it guesses. The keywords `truncate` and `guesses` are static. Returns the
-        pages, what up to `steps_per_call` steps emitted, the forward passes of each
-        row, how far the rows have come, and the draft model's pages.
+        that it guesses. The keywords `truncate`, `guesses` and `alternatives` are
+        static. Returns the pages, what up to `steps_per_call` steps emitted, the
+        forward passes of each row, how far the rows have come, and the draft model's
+        pages.
         """
         drafts = self.draft
 
         def decode(
             params, pages, rows, key, floor, drafter=None, drafted=None, *,
-            truncate, guesses=0,
+            truncate, guesses=0, alternatives=0,
         ):  # fmt: skip
             self.compilations["decode"] += 1
             draft = None
@@ -175,6 +176,7 @@ class DeviceFunctions:
                 split=self.split,
                 truncate=truncate,
                 kept_ids=self.sizes.kept_ids,
+                alternatives=alternatives,
                 exact=self.exact,
                 guesses=guesses,
                 draft=draft,
@@ -188,7 +190,7 @@ class DeviceFunctions:
             # All arrays of a cache are split alike. A burst may return none.
             drafted = drafts and jax.tree.leaves(drafts.pages_shardings)[0]
             out = (self.pages_shardings, *both, self.by_row, drafted)
-        static = ("truncate", "guesses")
+        static = ("truncate", "guesses", "alternatives")
         return jax.jit(
             decode, static_argnames=static, donate_argnums=(1, 6), out_shardings=out
         )

@@ -1,11 +1,27 @@
 """The sampler's input and output: sampling parameters, requests, completions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
 
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["Completion", "FinishReason", "Request", "SampleId", "SamplingParams"]
+__all__ = [
+    "MOST_ALTERNATIVES",
+    "Alternatives",
+    "Completion",
+    "Constraint",
+    "FinishReason",
+    "Request",
+    "SampleId",
+    "SamplingParams",
+    "Unfinished",
+]
+
+# Most alternatives of a token that a request may ask for; a static shape.
+MOST_ALTERNATIVES = 20
 
 # "stop": a stop id was sampled (it is the last token); "stop_string": a stop string
 # appeared in the text; "length": max_tokens were sampled; "cancelled": the sample was
@@ -15,6 +31,54 @@ FinishReason = Literal["stop", "stop_string", "length", "cancelled", "failed"]
 
 # (prompt id, sample index).
 type SampleId = tuple[int, int]
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """Which tokens may come next in one sample, such as those that a grammar allows."""
+
+    def allowed(self) -> np.ndarray:
+        """uint32 [ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if t may come.
+
+        At least one bit is set. Bits beyond the vocabulary do not matter.
+        """
+        ...
+
+    def advance(self, token: int) -> None:
+        """Takes note of the token that came, an allowed one."""
+        ...
+
+
+class Alternatives(NamedTuple):
+    """The likeliest tokens at each place of a sample, the likeliest first.
+
+    Attributes:
+        ids: int32 [tokens, most].
+        logprobs: float32 [tokens, most], under the full softmax at the request's
+            temperature, as `Tokens.logprobs`; -inf for a token that the request's
+            constraint forbids.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+    @staticmethod
+    def none() -> "Alternatives":
+        """Those of no token."""
+        shape = (0, MOST_ALTERNATIVES)
+        return Alternatives(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+
+    def first(self, count: int) -> "Alternatives":
+        """Those of the first `count` tokens."""
+        return Alternatives(self.ids[:count], self.logprobs[:count])
+
+    def __add__(self, other: object) -> "Alternatives":  # type: ignore[override]
+        if not isinstance(other, Alternatives):
+            return NotImplemented
+        return Alternatives(
+            np.concatenate([self.ids, other.ids]),
+            np.concatenate([self.logprobs, other.logprobs]),
+        )
 
 
 @dataclass(frozen=True)
@@ -34,6 +98,7 @@ class SamplingParams:
         max_tokens: maximum tokens to sample, including the stop token; >= 1.
         stop_ids: each of these tokens ends the completion and is its last token.
         stop_strings: the completion ends with the token that completes one of these.
+        alternatives: whether to return the likeliest tokens at every place.
     """
 
     temperature: float = 1.0
@@ -43,6 +108,7 @@ class SamplingParams:
     max_tokens: int = 128
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    alternatives: bool = False
 
     def __post_init__(self) -> None:
         ranges = {
@@ -73,6 +139,7 @@ class Request:
     Attributes:
         prompt_id: unique within a run, in [0, 2**32). The seed, `prompt_id`, the sample
             index and the position determine the noise; other requests do not matter.
+            With the sample index it names a sample.
         prompt: token ids, at least one.
         num_samples: number of samples, at least one.
         first_sample: index of the first sample; in [0, 2**32).
@@ -80,6 +147,10 @@ class Request:
         num_sampled: number of tokens at the end of `prompt` that a cancelled request
             has sampled, if this request continues it. They count as sampled tokens in
             the sampler's limits.
+        noise_id: takes the place of `prompt_id` in the noise, in [0, 2**32); requests
+            under way may share it. None for `prompt_id`.
+        constrain: makes the constraint of one sample, which has seen no token; None if
+            every token may come. It is applied before top-k, top-p and min-p.
     """
 
     prompt_id: int
@@ -88,13 +159,16 @@ class Request:
     first_sample: int = 0
     sampling: SamplingParams = SamplingParams()
     num_sampled: int = 0
+    noise_id: int | None = None
+    constrain: Callable[[], Constraint] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prompt_id", "first_sample"):
-            if not 0 <= getattr(self, name) < 2**32:
+        for name in ("prompt_id", "first_sample", "noise_id"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 2**32:
                 raise ValueError(
                     f"Request: {name} must lie in 0..2**32 - 1, it seeds the noise; "
-                    f"got {getattr(self, name)}"
+                    f"got {value}"
                 )
         if self.num_samples < 1:
             raise ValueError(
@@ -120,6 +194,7 @@ class Completion:
             under the truncated distribution.
         finish_reason: why the sample ended.
         error: what was wrong, if it failed; else "".
+        alternatives: of each token; None if the request did not ask for them.
     """
 
     prompt_id: int
@@ -127,3 +202,14 @@ class Completion:
     tokens: Tokens
     finish_reason: FinishReason
     error: str = ""
+    alternatives: Alternatives | None = None
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What a running sample has sampled so far; fields as in `Completion`."""
+
+    prompt_id: int
+    sample_index: int
+    tokens: Tokens
+    alternatives: Alternatives | None = None

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.token_logprob import exponentials
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
-from jaxrl_post.types import Array, Float, HostOrDevice, Int
+from jaxrl_post.types import Array, Float, HostOrDevice, Int, UInt
 
 __all__ = ["Sampled", "SamplingArrays", "sample"]
 
@@ -44,12 +44,18 @@ class Sampled(NamedTuple):
         log_masses: float32, log of the probability mass of the kept tokens.
         kept: int32, ids of the tokens that were kept, the likeliest first, padded with
             -1; none if nothing was cut, or more were kept. None if not asked for.
+        alternatives: int32, ids of the likeliest tokens that are allowed, the likeliest
+            first. None if not asked for.
+        alternatives_logprobs: float32, theirs under the full softmax; -inf where fewer
+            tokens are allowed.
     """
 
     tokens: Int[Array, " rows"]
     logprobs: Float[Array, " rows"]
     log_masses: Float[Array, " rows"]
     kept: Int[Array, "rows kept"] | None = None
+    alternatives: Int[Array, "rows most"] | None = None
+    alternatives_logprobs: Float[Array, "rows most"] | None = None
 
 
 def sample(
@@ -59,6 +65,8 @@ def sample(
     *,
     truncate: bool,
     kept_ids: int = 0,
+    allowed: UInt[Array, "rows words"] | None = None,
+    alternatives: int = 0,
     rules: Rules = DEFAULT_RULES,
 ) -> Sampled:
     """Draws one token per row.
@@ -69,6 +77,9 @@ def sample(
         sampling: per-row parameters.
         truncate: static; False requires that no row uses top-k, top-p or min-p.
         kept_ids: static; ids of `Sampled.kept`, with `truncate`; 0 for none.
+        allowed: the tokens that may be drawn, bits as in `Constraint.allowed`; None
+            for all. Like truncation it changes `log_masses`, not `logprobs`.
+        alternatives: static; ids of `Sampled.alternatives`.
         rules: how a mesh of `jax.set_mesh`, if any, splits rows and vocabulary.
 
     Returns:
@@ -84,10 +95,19 @@ def sample(
     """
     mesh = jax.sharding.get_abstract_mesh()
     vocab: tuple[str, ...] = ()
-    if not (mesh.empty or mesh.size == 1 or truncate):
+    whole = truncate or allowed is not None or alternatives > 0
+    if not (mesh.empty or mesh.size == 1 or whole):
         vocab = dividing_axes("vocab", logits.shape[1], mesh, rules)
     if not vocab:
-        return _sample(logits, uniforms, sampling, truncate=truncate, kept_ids=kept_ids)
+        return _sample(
+            logits,
+            uniforms,
+            sampling,
+            truncate=truncate,
+            kept_ids=kept_ids,
+            allowed=allowed,
+            alternatives=alternatives,
+        )
     batch = P(dividing_axes("batch", logits.shape[0], mesh, rules))
     return jax.shard_map(
         functools.partial(_sample, truncate=False, axes=vocab),
@@ -104,6 +124,8 @@ def _sample(
     *,
     truncate: bool,
     kept_ids: int = 0,
+    allowed: Array | None = None,
+    alternatives: int = 0,
     axes: tuple[str, ...] = (),
 ) -> Sampled:
     """Draws from a device's rows; `axes` split the vocabulary."""
@@ -116,9 +138,16 @@ def _sample(
         normalizer = jnp.log(jax.lax.psum(weights.sum(axis=0), axes)) + top
     else:
         weights, normalizer = exponentials(scaled, axis=0)
+    if allowed is not None:
+        scaled = jnp.where(_unpacked(allowed, scaled.shape[0]), scaled, -jnp.inf)
+        # Relative to the likeliest allowed token: the others may be far likelier.
+        top = scaled.max(axis=0)
+        weights = jnp.exp(scaled - top)
     left, ids = weights, None
     if truncate:
         is_kept = scaled >= _least_kept(scaled.T, sampling)
+        if allowed is not None:
+            is_kept &= scaled > -jnp.inf
         left = jnp.where(is_kept, weights, 0.0)
         if kept_ids:
             count = jnp.where(greedy, 0, is_kept.sum(axis=0, dtype=jnp.int32))
@@ -134,10 +163,29 @@ def _sample(
         chosen = jax.lax.psum(jnp.where(here, chosen, 0.0), axes)
     logprobs = chosen - normalizer
     log_masses = jnp.zeros_like(logprobs)
-    if truncate:
+    if allowed is not None:
+        # Of a greedy row only the constraint cuts the distribution.
+        left = jnp.where(greedy, weights, left)
+        log_masses = jnp.log(left.sum(axis=0)) + top - normalizer
+    elif truncate:
         share = left.sum(axis=0) / weights.sum(axis=0)
         log_masses = jnp.where(greedy, 0.0, jnp.log(share))
-    return Sampled(tokens, logprobs, log_masses, ids)
+    likeliest = likeliest_logprobs = None
+    if alternatives:
+        chosen, likeliest = jax.lax.top_k(scaled.T, min(alternatives, scaled.shape[0]))
+        missing = ((0, 0), (0, alternatives - chosen.shape[1]))
+        likeliest = jnp.pad(likeliest.astype(jnp.int32), missing)
+        likeliest_logprobs = jnp.pad(
+            chosen - normalizer[:, None], missing, constant_values=-jnp.inf
+        )
+    return Sampled(tokens, logprobs, log_masses, ids, likeliest, likeliest_logprobs)
+
+
+def _unpacked(words: Array, vocab: int) -> Array:
+    """The bits of uint32 words [rows, words], as bool [vocab, rows]."""
+    bits = jnp.arange(32, dtype=jnp.uint32)[:, None]
+    each = (words.T[:, None] >> bits) & jnp.uint32(1)
+    return each.reshape(-1, words.shape[0])[:vocab] > 0
 
 
 def _least_kept(scaled: Array, sampling: SamplingArrays) -> Array:

@@ -15,7 +15,15 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from jaxrl_post.sampler.prefixes import Path, PrefixTree, Segment, num_pages
-from jaxrl_post.sampler.requests import Completion, FinishReason, Request, SampleId
+from jaxrl_post.sampler.requests import (
+    Alternatives,
+    Completion,
+    Constraint,
+    FinishReason,
+    Request,
+    SampleId,
+    Unfinished,
+)
 from jaxrl_post.sampler.sizes import LARGEST_GROUP, PAGE, EngineConfig, pages_for
 from jaxrl_post.tokens import Tokens
 
@@ -33,6 +41,8 @@ class Sample:
         part: the part of the mesh where it runs.
         path: its context in the cache.
         own: the segment of what it samples; None while it waits.
+        constraint: which token may come next; None for any.
+        alternatives: of the tokens so far; None if not asked for.
     """
 
     request: Request
@@ -41,6 +51,21 @@ class Sample:
     part: int = 0
     path: Path = ()
     own: Segment | None = None
+    constraint: Constraint | None = None
+    alternatives: Alternatives | None = None
+
+    @classmethod
+    def of(cls, request: Request, sample_index: int) -> "Sample":
+        """A waiting sample of a request."""
+        sample = cls(request, sample_index)
+        if request.sampling.alternatives:
+            sample.alternatives = Alternatives.none()
+        if request.constrain is not None:
+            sample.constraint = request.constrain()
+            before = len(request.prompt) - request.num_sampled
+            for token in request.prompt[before:]:
+                sample.constraint.advance(token)
+        return sample
 
     @property
     def id(self) -> SampleId:
@@ -69,7 +94,18 @@ class Sample:
 
     def finished(self, reason: FinishReason, error: str = "") -> Completion:
         """The completion of this sample."""
-        return Completion(*self.id, self.tokens, reason, error)
+        return Completion(*self.id, self.tokens, reason, error, self.alternatives)
+
+    @property
+    def unfinished(self) -> Unfinished:
+        """What it has sampled so far."""
+        return Unfinished(*self.id, self.tokens, self.alternatives)
+
+    def cut(self, count: int) -> None:
+        """Gives up all tokens but the first `count`."""
+        self.tokens = self.tokens[:count]
+        if self.alternatives is not None:
+            self.alternatives = self.alternatives.first(count)
 
 
 @dataclass(frozen=True)
@@ -112,6 +148,8 @@ class Burst:
         own_pages: pages of a row, padded.
         floor: the burst ends when no part has more active samples than this.
         truncate: whether a sample truncates its distribution.
+        alternatives: whether a sample asks for alternatives.
+        constrained: whether a sample has a constraint: the burst has one step.
     """
 
     rows: list[list[Sample]]
@@ -123,6 +161,8 @@ class Burst:
     own_pages: int
     floor: int
     truncate: bool
+    alternatives: bool = False
+    constrained: bool = False
 
 
 class Scheduler:
@@ -167,7 +207,7 @@ class Scheduler:
         """Appends all samples of a request to the queue."""
         first = request.first_sample
         self._queue.extend(
-            Sample(request, index)
+            Sample.of(request, index)
             for index in range(first, first + request.num_samples)
         )
 
@@ -239,6 +279,8 @@ class Scheduler:
             own_pages=sizes.own_pages(longest),
             floor=self._floor(most),
             truncate=any(s.request.sampling.truncates for s in ready),
+            alternatives=any(s.alternatives is not None for s in ready),
+            constrained=any(s.constraint is not None for s in ready),
         )
 
     def undrafted(self, burst: Burst) -> list[Chunk]:
@@ -297,12 +339,20 @@ class Scheduler:
         """Whether any sample of a burst is still running."""
         return any(sample.own is not None for part in burst.rows for sample in part)
 
-    def advance(self, sample: Sample, tokens: Tokens, *, drafted: bool = False) -> None:
+    def advance(
+        self,
+        sample: Sample,
+        tokens: Tokens,
+        alternatives: Alternatives | None = None,
+        *,
+        drafted: bool = False,
+    ) -> None:
         """Records tokens that a burst sampled.
 
         Args:
             sample: a running sample.
             tokens: of the burst.
+            alternatives: of these tokens; None if the burst has none.
             drafted: whether the draft model was fed with them too.
         """
         assert sample.own is not None
@@ -312,6 +362,11 @@ class Scheduler:
         if sample.position == sample.own.start - 1:
             fed = fed[1:]
         sample.tokens += tokens
+        if sample.alternatives is not None and alternatives is not None:
+            sample.alternatives += alternatives
+        if sample.constraint is not None:
+            for token in tokens.ids.tolist():
+                sample.constraint.advance(token)
         sample.own.tokens += fed if len(tokens) else []
         sample.own.computed = len(sample.own.tokens)
         if drafted:
