@@ -43,6 +43,7 @@ from jaxrl_post.sampler.requests import SampleId
 
 __all__ = [
     "evaluate",
+    "refuse_runs",
     "run_evaluation",
     "sampling_of",
 ]
@@ -193,12 +194,7 @@ def run_evaluation(
     """
     begin = time.perf_counter()
     check_evaluation(config)
-    if (Path(config.model) / "checkpoints").is_dir():
-        raise ConfigError(
-            f"--model: {config.model} is a run, not a model; once finished it has a "
-            "folder named model, and python -m launch.convert makes one of a "
-            f"checkpoint ({_checkpoints_of(config.model)})"
-        )
+    refuse_runs(config.model)
     fetched = fetch(config, console=console)
     environment = make_environment(config.env, fetched.config.data)
     model = open_model(
@@ -241,6 +237,16 @@ def run_evaluation(
         replace_file(results, json.dumps(content, indent=2) + "\n")
         console.print(f"results: {results}\ncompletions: {completions}", markup=False)
     return scores
+
+
+def refuse_runs(model: str) -> None:
+    """Raises ConfigError if the path of a model is that of a run."""
+    if (Path(model) / "checkpoints").is_dir():
+        raise ConfigError(
+            f"--model: {model} is a run, not a model; once finished it has a "
+            "folder named model, and python -m launch.convert makes one of a "
+            f"checkpoint ({_checkpoints_of(model)})"
+        )
 
 
 class _Counted:

@@ -48,6 +48,10 @@ class Published:
         """Whether requests are waiting or running."""
         return self.engine.busy
 
+    def check(self, request: Request) -> None:
+        """Raises ValueError if `submit` would refuse the request."""
+        self.engine.check(request)
+
     def submit(self, request: Request) -> None:
         """Queues a request."""
         self.engine.submit(request)

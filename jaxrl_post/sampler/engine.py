@@ -170,6 +170,15 @@ class Engine:
         """Queues a request.
 
         Raises:
+            ValueError: as `check`.
+        """
+        self.check(request)
+        self.scheduler.submit(request)
+
+    def check(self, request: Request) -> None:
+        """Refuses requests that do not fit; changes nothing, so any thread may ask.
+
+        Raises:
             ValueError: an empty or too long prompt, too many tokens or stop ids, an id
                 outside the vocabulary, or stop strings without `detokenize`.
         """
@@ -201,7 +210,6 @@ class Engine:
             )
         if sampling.stop_strings and self._detokenize is None:
             raise ValueError(f"{where}: stop_strings need an Engine with detokenize")
-        self.scheduler.submit(request)
 
     def generate(
         self,

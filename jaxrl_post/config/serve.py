@@ -1,0 +1,100 @@
+"""The options of the server."""
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.fields import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    check_numbers,
+)
+from jaxrl_post.config.paths import check_paths
+from jaxrl_post.mesh_spec import read_mesh
+
+__all__ = ["ServeConfig", "check_server"]
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What to serve, where, and for how many.
+
+    Attributes:
+        model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
+            weights: demo, tiny, small, or a published size such as qwen3-0.6b.
+        revision: branch, tag or commit of a model on the hub.
+        env: environment whose texts train the tokenizer of a preset.
+        name: what clients call the model; None for the directory's name, or `model` as
+            it is.
+        host: address to listen on; another than this machine's own loopback needs
+            `api_key_file`.
+        port: to listen on; 0 for a free one.
+        api_key_file: file with the key that clients must send; None asks for none.
+        sampling_defaults: for the sampling parameters that a request leaves out.
+            "neutral": temperature 1, no cuts; "model": those of the checkpoint's
+            generation_config.json.
+        max_prompt_tokens: most tokens of a prompt.
+        max_tokens: most tokens of a completion.
+        num_slots: number of samples that decode at once.
+        max_samples: most samples that wait or run; further requests are answered with
+            429.
+        max_body_mib: most MiB of a request's body.
+        timeout_s: most seconds for an answer, its time in the queue included.
+        grace_s: after SIGTERM or Ctrl-C, most seconds for the answers under way.
+        seed: of a preset's weights, and of the noise of requests that give a seed.
+        mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
+            fsdp, ep, cp, tp); by default all devices are on dp.
+        dtype: dtype of the parameters; None for the checkpoint's own.
+    """
+
+    model: str
+    revision: str | None = None
+    env: str = "arithmetic"
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: Annotated[int, Range(0, 65535)] = 8000
+    api_key_file: str | None = None
+    sampling_defaults: Literal["neutral", "model"] = "neutral"
+    max_prompt_tokens: Annotated[int, COUNT] = 1024
+    max_tokens: Annotated[int, COUNT] = 1024
+    num_slots: Annotated[int, COUNT] = 64
+    max_samples: Annotated[int, COUNT] = 4096
+    max_body_mib: Annotated[float, POSITIVE] = 4.0
+    timeout_s: Annotated[float, POSITIVE] = 600.0
+    grace_s: Annotated[float, NOT_NEGATIVE] = 30.0
+    seed: Annotated[int, NOT_NEGATIVE] = 0
+    mesh: str = ""
+    dtype: Literal["float32", "bfloat16"] | None = None
+
+
+def check_server(config: ServeConfig) -> None:
+    """Refuses options that make no sense on any model and machine.
+
+    Raises:
+        ConfigError: names the option.
+        MeshError: --mesh cannot be read.
+    """
+    check_numbers(config)
+    read_mesh(config.mesh)
+    check_paths(config)
+    key = config.api_key_file
+    if key is not None and not Path(key).is_file():
+        raise ConfigError(f"--api-key-file: there is no file {key}")
+    if key is None and not _is_loopback(config.host):
+        raise ConfigError(
+            f"--host: {config.host} can be reached from other machines, where anybody "
+            "could use the model; give --api-key-file, or listen on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

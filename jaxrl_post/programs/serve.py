@@ -1,0 +1,264 @@
+"""Serves a model over HTTP, for `launch.serve`."""
+
+import asyncio
+import contextlib
+import dataclasses
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.serve import ServeConfig, check_server
+from jaxrl_post.data.generation import read_generation_defaults
+from jaxrl_post.data.replies import format_of
+from jaxrl_post.examples.environment import make_environment
+from jaxrl_post.examples.texts import environment_texts
+from jaxrl_post.learner.model import Model, open_model
+from jaxrl_post.programs.evaluate import refuse_runs
+from jaxrl_post.programs.hub import fetch
+from jaxrl_post.rollout.weights import Published
+from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+
+try:
+    import uvicorn
+
+    from jaxrl_post.serve.app import Access, make_app
+    from jaxrl_post.serve.calls import Served
+    from jaxrl_post.serve.grammars import Grammars
+    from jaxrl_post.serve.prompts import expresses_tools
+    from jaxrl_post.serve.service import Service
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        f"launch.serve needs the extra serve ({error}); install it with pip install "
+        "'jaxrl_post[serve]'"
+    ) from error
+
+__all__ = ["open_service", "run_server", "served_model"]
+
+# Stop tokens that a request may name beside the model's own.
+REQUEST_STOP_IDS = 8
+# Seconds for what the device is computing when the server ends.
+LAST_BURST_S = 60.0
+# Connections that wait to be accepted.
+BACKLOG = 2048
+# Seconds between two looks at whether the sampler still runs.
+WATCH_S = 0.5
+
+
+def run_server(config: ServeConfig, *, console: Console, command: str = "") -> None:
+    """Opens a model and serves it until SIGTERM or Ctrl-C.
+
+    Args:
+        config: the options.
+        console: for messages to the user.
+        command: not used.
+
+    Raises:
+        ConfigError: an option makes no sense, or the address is taken.
+    """
+    del command
+    check_server(config)
+    refuse_runs(config.model)
+    with _listening(config) as listener:
+        fetched = fetch(config, console=console).config
+
+        def texts() -> list[str]:
+            return environment_texts(make_environment(fetched.env, DataConfig()))
+
+        model = open_model(
+            fetched.model,
+            mesh=config.mesh,
+            dtype=config.dtype,
+            seed=config.seed,
+            texts=texts,
+        )
+        console.print(f"compiling the sampler of {config.model}", markup=False)
+        service = open_service(config, model)
+        try:
+            served = served_model(config, model, service)
+            server = _Server(served, _access(config), config.grace_s)
+            host, port = listener.getsockname()[:2]
+            at = f"[{host}]" if ":" in host else host
+            console.print(
+                f"serving {served.name} at http://{at}:{port}/v1; Ctrl-C ends it",
+                markup=False,
+                highlight=False,
+            )
+            asyncio.run(server.serve_on(listener))
+        finally:
+            ended = service.close(LAST_BURST_S)
+        if service.error is not None:
+            raise service.error
+        console.print("ended" if ended else "ended; the device still computes")
+
+
+def open_service(config: ServeConfig, model: Model) -> Service:
+    """Starts the sampler of a model, and compiles its smallest programs.
+
+    Args:
+        config: the sampler's sizes.
+        model: on its mesh.
+
+    Raises:
+        ValueError: the sizes do not fit the model.
+    """
+    sizes = EngineConfig(
+        num_slots=config.num_slots,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_tokens=config.max_tokens,
+        max_stop_ids=len(model.tokenizer.stop_ids) + REQUEST_STOP_IDS,
+    )
+    engine = Engine(
+        model.config,
+        sizes,
+        seed=config.seed,
+        dtype=model.dtype,
+        mesh=model.mesh,
+        rules=model.rules,
+        detokenize=model.tokenizer.decode,
+    )
+    sampler = Published(engine, model.whole(model.params), version=0)
+    first = Request(0, model.tokenizer.stop_ids[:1], sampling=SamplingParams(0.0))
+    first = dataclasses.replace(
+        first, sampling=dataclasses.replace(first.sampling, max_tokens=1)
+    )
+    engine.generate(sampler.params, [first])
+    service = Service(sampler, max_samples=config.max_samples)
+    service.start()
+    return service
+
+
+def served_model(config: ServeConfig, model: Model, service: Service) -> Served:
+    """The model as the handlers of requests see it.
+
+    Args:
+        config: the options.
+        model: its tokenizer and sizes.
+        service: of `open_service`.
+
+    Raises:
+        ConfigError: `sampling_defaults` "model" for a preset.
+        TokenizerError: as `read_generation_defaults`.
+    """
+    defaults = SamplingParams()
+    if config.sampling_defaults == "model":
+        if model.source is None:
+            raise ConfigError(
+                f"--sampling-defaults: {model.name} is a preset, without a "
+                'generation_config.json; take "neutral"'
+            )
+        read = read_generation_defaults(model.source)
+        named = ("temperature", "top_k", "top_p", "min_p", "stop_strings")
+        given = {name: getattr(read, name) for name in named}
+        defaults = dataclasses.replace(
+            defaults, **{n: v for n, v in given.items() if v is not None}
+        )
+    tokenizer = model.tokenizer
+    templates = tokenizer.chat_templates
+    template = tokenizer.chat_template or next(iter(templates.values()), None)
+    return Served(
+        service=service,
+        tokenizer=tokenizer,
+        grammars=Grammars(tokenizer, model.config.vocab_size),
+        form=format_of(templates.get("tool_use") or template),
+        name=config.name or _name(config.model),
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_tokens=config.max_tokens,
+        defaults=defaults,
+        timeout_s=config.timeout_s,
+        tools=expresses_tools(tokenizer),
+    )
+
+
+def _name(model: str) -> str:
+    """A name for clients: of a directory its own, and a name on the hub as it is."""
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
+class _Server(uvicorn.Server):
+    """A server that ends its answers before it ends."""
+
+    def __init__(self, served: Served, access: Access, grace_s: float) -> None:
+        self._service, self._grace_s = served.service, grace_s
+        super().__init__(
+            uvicorn.Config(
+                make_app(served, access),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                backlog=BACKLOG,
+                # What is under way is stopped after `grace_s`, and answers so.
+                timeout_graceful_shutdown=int(grace_s) + 5,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes SIGTERM and Ctrl-C; unlike uvicorn's own, does not raise them again."""
+        names = signal.SIGTERM, signal.SIGINT
+        before = [signal.signal(name, self.handle_exit) for name in names]
+        try:
+            yield
+        finally:
+            for name, handler in zip(names, before, strict=True):
+                signal.signal(name, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes no more requests; a second signal stops those under way."""
+        if self.should_exit:
+            self._service.cancel_all()
+        self._service.drain()
+        super().handle_exit(signal.SIGTERM, frame)
+        del sig
+
+    async def serve_on(self, listener: socket.socket) -> None:
+        """Serves until a signal comes, or the sampler ends."""
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            await self.serve(sockets=[listener])
+        finally:
+            watch.cancel()
+
+    async def _watch(self) -> None:
+        while self._service.alive:
+            await asyncio.sleep(WATCH_S)
+        self.should_exit = True
+        await asyncio.sleep(self._grace_s)
+        self._service.cancel_all()
+
+
+@contextlib.contextmanager
+def _listening(config: ServeConfig) -> Iterator[socket.socket]:
+    """The socket, before anything that takes long."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        listener = socket.create_server(
+            (config.host, config.port), family=family, backlog=BACKLOG
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"--port: cannot listen on {config.host}:{config.port}: {error}; choose "
+            "another, or 0 for a free one"
+        ) from error
+    # A connection is an open file; the usual soft limit is about a thousand.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    with listener:
+        yield listener
+
+
+def _access(config: ServeConfig) -> Access:
+    key = None
+    if config.api_key_file is not None:
+        key = Path(config.api_key_file).read_text(encoding="utf-8").strip()
+        if not key:
+            raise ConfigError(f"--api-key-file: {config.api_key_file} is empty")
+    return Access(key, int(config.max_body_mib * 2**20))

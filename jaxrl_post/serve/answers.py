@@ -1,0 +1,181 @@
+"""What the routes of OpenAI's API have in common: sampling parameters, and answers."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.responses import StreamingResponse
+
+from jaxrl_post.sampler import SamplingParams
+from jaxrl_post.sampler.requests import Constraint, FinishReason
+from jaxrl_post.serve.calls import LEAST_LOGPROB, ApiError, Served, Update, logprobs_of
+from jaxrl_post.serve.fields import GenerateSampling, SamplingFields
+from jaxrl_post.serve.grammars import GrammarError
+
+__all__ = [
+    "constraint_of",
+    "event_stream",
+    "head_of",
+    "likeliest",
+    "reason_of",
+    "sampling_of",
+    "token_text",
+    "usage_of",
+]
+
+
+def sampling_of(
+    served: Served,
+    fields: SamplingFields | GenerateSampling,
+    *,
+    max_tokens: int,
+    alternatives: bool,
+) -> SamplingParams:
+    """Sampling parameters of a request, with the server's for what it leaves out.
+
+    Args:
+        served: the model.
+        fields: of the request.
+        max_tokens: most tokens to sample.
+        alternatives: whether the likeliest tokens are asked for.
+    """
+    given = {
+        "temperature": fields.temperature,
+        "top_p": fields.top_p,
+        "top_k": None if fields.top_k is None else max(fields.top_k, 0),
+        "min_p": fields.min_p,
+    }
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    named = () if fields.ignore_eos else served.tokenizer.stop_ids
+    ids = dict.fromkeys((*named, *(fields.stop_token_ids or ())))
+    return replace(
+        served.defaults,
+        **{name: value for name, value in given.items() if value is not None},
+        max_tokens=max_tokens,
+        stop_ids=tuple(ids),
+        stop_strings=tuple(stops or served.defaults.stop_strings),
+        alternatives=alternatives,
+    )
+
+
+def constraint_of(
+    served: Served, fields: SamplingFields
+) -> Callable[[], Constraint] | None:
+    """The constraint of `response_format` or `structured_outputs`; None for none.
+
+    Raises:
+        ApiError: it cannot be compiled.
+    """
+    form = fields.response_format
+    try:
+        if form is None:
+            return served.constraint(fields.structured_outputs)
+        if form.type == "text":
+            return None
+        schema = {"type": "object"}
+        if form.json_schema is not None:
+            schema = form.json_schema.schema_
+        return served.grammars.json(schema)
+    except GrammarError as error:
+        raise ApiError(400, str(error), param="response_format") from error
+
+
+def reason_of(reason: FinishReason | None) -> str | None:
+    """A finish reason as OpenAI names it."""
+    return None if reason is None else {"stop_string": "stop"}.get(reason, reason)
+
+
+def token_text(served: Served, token: int) -> str:
+    """A token as text, special tokens too."""
+    return served.tokenizer.backend.decode([token], skip_special_tokens=False)
+
+
+def likeliest(
+    served: Served, update: Update, first: int, count: int, *, constrained: bool
+) -> list[dict[int, float]]:
+    """Log-probs of the `count` likeliest tokens at places from `first` on, by id."""
+    found: list[dict[int, float]] = []
+    others, masses = update.alternatives, update.tokens.log_masses
+    for place in range(first, len(update.tokens)):
+        if others is None:
+            found.append({})
+            continue
+        shift = float(masses[place]) if constrained else 0.0
+        pairs = zip(
+            others.ids[place, :count].tolist(),
+            others.logprobs[place, :count].tolist(),
+            strict=True,
+        )
+        # What the constraint forbids is not there.
+        found.append(
+            {t: max(v - shift, LEAST_LOGPROB) for t, v in pairs if v > -float("inf")}
+        )
+    return found
+
+
+def chat_logprobs(
+    served: Served, update: Update, first: int, count: int, *, constrained: bool
+) -> dict[str, Any]:
+    """`logprobs` of a chat's choice, for the tokens from `first` on."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": token_text(served, token),
+            "logprob": logprob,
+            "bytes": list(served.grammars.token_bytes(token)),
+        }
+
+    values = logprobs_of(update.tokens, constrained=constrained)[first:].tolist()
+    ids = update.tokens.ids[first:].tolist()
+    tops = likeliest(served, update, first, count, constrained=constrained)
+    content = [
+        entry(token, value) | {"top_logprobs": [entry(t, v) for t, v in top.items()]}
+        for token, value, top in zip(ids, values, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def head_of(served: Served, prefix: str, kind: str) -> dict[str, Any]:
+    """What every answer of a request begins with."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": served.name,
+    }
+
+
+def usage_of(prompts: Sequence[Sequence[int]], sampled: int) -> dict[str, int]:
+    """Counts of tokens; a prompt counts once, however many samples it has."""
+    before = sum(map(len, prompts))
+    return {
+        "prompt_tokens": before,
+        "completion_tokens": sampled,
+        "total_tokens": before + sampled,
+    }
+
+
+def event_stream(
+    served: Served, events: AsyncIterator[Mapping[str, Any]]
+) -> StreamingResponse:
+    """Server-sent events; an error in the middle of the stream is its last event."""
+
+    async def lines() -> AsyncIterator[str]:
+        begin = time.perf_counter()
+        first = True
+        try:
+            async for event in events:
+                if first:
+                    served.metrics.first_token.observe(time.perf_counter() - begin)
+                    first = False
+                yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+        except ApiError as error:
+            yield f"data: {json.dumps(error.to_json())}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(
+        lines(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+    )

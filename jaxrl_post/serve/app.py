@@ -1,0 +1,209 @@
+"""The HTTP application: routes, and what holds for all of them."""
+
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jaxrl_post.serve import chat, completions, generate
+from jaxrl_post.serve.calls import ApiError, Served
+from jaxrl_post.serve.fields import (
+    ChatFields,
+    CompletionFields,
+    GenerateFields,
+    TokenizeFields,
+)
+
+__all__ = ["Access", "make_app"]
+
+# What anybody may ask: whether the server is up.
+OPEN_ROUTES = ("/health",)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask what.
+
+    Attributes:
+        api_key: what clients send as a bearer token; None to ask for none.
+        max_body_bytes: most bytes of a request's body.
+    """
+
+    api_key: str | None = None
+    max_body_bytes: int = 4 * 2**20
+
+
+type Handler = Callable[[HttpRequest, Served, Any], Awaitable[Response]]
+
+
+def make_app(served: Served, access: Access = Access()) -> Starlette:
+    """The application that serves a model.
+
+    Args:
+        served: the model, whose service runs.
+        access: who may ask what.
+    """
+    created = int(time.time())
+
+    async def models(http: HttpRequest) -> Response:
+        del http
+        model = {
+            "id": served.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "jaxrl_post",
+            "max_model_len": served.max_model_len,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(http: HttpRequest) -> Response:
+        del http
+        if served.service.alive:
+            return JSONResponse({"status": "ok"})
+        why = served.service.error or "shutting down"
+        return JSONResponse({"status": f"ended: {why}"}, status_code=503)
+
+    async def metrics(http: HttpRequest) -> Response:
+        del http
+        served.metrics.samples.set(served.service.samples)
+        return Response(served.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    def post(path: str, fields: type[BaseModel], handler: Handler) -> Route:
+        async def endpoint(http: HttpRequest) -> Response:
+            value = await _body(http, access.max_body_bytes)
+            try:
+                read = fields.model_validate(value)
+            except ValidationError as error:
+                raise _invalid(error) from error
+            return await handler(http, served, read)
+
+        return Route(path, _counted(served, path, endpoint, access), methods=["POST"])
+
+    def get(path: str, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
+        return Route(path, _counted(served, path, handler, access), methods=["GET"])
+
+    return Starlette(
+        routes=[
+            post("/v1/chat/completions", ChatFields, chat.answer),
+            post("/v1/completions", CompletionFields, completions.answer),
+            post("/inference/v1/generate", GenerateFields, generate.generate),
+            post("/tokenize", TokenizeFields, generate.tokenize),
+            get("/v1/models", models),
+            get("/health", health),
+            get("/metrics", metrics),
+        ],
+        exception_handlers={HTTPException: _http_error},
+    )
+
+
+def _counted(
+    served: Served,
+    path: str,
+    handler: Callable[[HttpRequest], Awaitable[Response]],
+    access: Access,
+) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """A handler that checks the key, turns errors into answers, and counts."""
+
+    async def endpoint(http: HttpRequest) -> Response:
+        begin = time.perf_counter()
+        try:
+            if path not in OPEN_ROUTES:
+                _check_key(http, access.api_key)
+            response = await handler(http)
+        except ApiError as error:
+            response = _error(error)
+        except ClientDisconnect:
+            response = _error(ApiError(499, "the client has closed the connection"))
+        served.metrics.requests.labels(path, str(response.status_code)).inc()
+        served.metrics.seconds.labels(path).observe(time.perf_counter() - begin)
+        return response
+
+    return endpoint
+
+
+def _check_key(http: HttpRequest, key: str | None) -> None:
+    if key is None:
+        return
+    kind, _, given = http.headers.get("authorization", "").partition(" ")
+    same = hmac.compare_digest(given.strip().encode(), key.encode())
+    if kind.lower() != "bearer" or not same:
+        raise ApiError(
+            401,
+            "this server asks for its API key, as the header Authorization: Bearer KEY",
+            code="invalid_api_key",
+        )
+
+
+async def _body(http: HttpRequest, limit: int) -> Any:
+    """The JSON of a request's body.
+
+    Raises:
+        ApiError: too many bytes, or no JSON object.
+    """
+
+    def too_large() -> ApiError:
+        return ApiError(
+            413,
+            f"the body has more than {limit} bytes; send less, or serve the model "
+            "with a larger --max-body-mib",
+        )
+
+    said = http.headers.get("content-length", "0")
+    if said.isdigit() and int(said) > limit:
+        raise too_large()
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size > limit:
+            raise too_large()
+        parts.append(part)
+    try:
+        value = json.loads(b"".join(parts))
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ApiError(
+            400, f"the body must be a JSON object; got {type(value).__name__}"
+        )
+    return value
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """The first thing that is wrong, by the name of its field."""
+    told = []
+    for each in error.errors(include_url=False, include_context=False):
+        place = ".".join(str(part) for part in each["loc"])
+        message = each["msg"].removeprefix("Value error, ")
+        if each["type"] == "extra_forbidden":
+            message = "there is no such field here; is it misspelt?"
+        got = repr(each.get("input"))
+        if each["type"] not in ("missing", "extra_forbidden", "value_error"):
+            message += f"; got {got if len(got) <= 60 else got[:57] + '...'}"
+        told.append(f"{place}: {message}" if place else message)
+    param = str(error.errors()[0]["loc"][0]) if error.errors()[0]["loc"] else None
+    return ApiError(400, "; ".join(told[:5]), param=param)
+
+
+def _error(error: ApiError) -> Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    return JSONResponse(error.to_json(), status_code=error.status, headers=headers)
+
+
+async def _http_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{http.method} {http.url.path}: {error.detail}"
+    if error.status_code == 404:
+        message += "; GET /v1/models tells which model is here"
+    return _error(ApiError(error.status_code, message))

@@ -1,0 +1,318 @@
+"""What a handler of a request works with: the served model, and one call of it."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request as HttpRequest
+
+from jaxrl_post.data.replies import Format
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.sampler import Request, SamplingParams
+from jaxrl_post.sampler.requests import Constraint
+from jaxrl_post.serve.fields import StructuredOutputs
+from jaxrl_post.serve.grammars import GrammarError, Grammars
+from jaxrl_post.serve.metrics import Metrics
+from jaxrl_post.serve.service import BusyError, ClosedError, Service, Update
+from jaxrl_post.tokens import Tokens
+
+__all__ = ["ApiError", "Call", "Served", "Wanted", "collected", "logprobs_of"]
+
+# JSON has no infinity; clients know this number.
+LEAST_LOGPROB = -9999.0
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: of HTTP.
+        message: what was wrong and what to do.
+        param: the field at fault, if any.
+        code: for programs; None for none.
+        retry_after_s: when to try again; None for never or at once.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.code, self.retry_after_s = code, retry_after_s
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of the answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Samples that one prompt shall get.
+
+    Attributes:
+        prompt: token ids.
+        sampling: how to sample.
+        count: number of samples.
+        first: index of the first of them.
+        seed: determines the noise, with the index; None for noise of their own.
+        constrain: as `sampler.Request`.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    count: int = 1
+    first: int = 0
+    seed: int | None = None
+    constrain: Callable[[], Constraint] | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model as the handlers see it.
+
+    Attributes:
+        service: samples.
+        tokenizer: the model's.
+        grammars: compiles constraints.
+        form: how the model writes reasoning and tool calls.
+        name: of the model, as clients name it.
+        max_prompt_tokens: most tokens of a prompt.
+        max_tokens: most tokens of a completion.
+        defaults: sampling parameters for those that a request leaves out.
+        timeout_s: most seconds for an answer.
+        tools: whether the chat template can express tools.
+        metrics: counts.
+    """
+
+    service: Service
+    tokenizer: Tokenizer
+    grammars: Grammars
+    form: Format
+    name: str
+    max_prompt_tokens: int
+    max_tokens: int
+    defaults: SamplingParams
+    timeout_s: float
+    tools: bool
+    metrics: Metrics = field(default_factory=Metrics)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its completion."""
+        return self.max_prompt_tokens + self.max_tokens
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError if a request names another model."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                404,
+                f"model: there is no {name!r} here; this server has {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_lengths(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Raises ApiError if a prompt or an answer would be too long."""
+        limit = self.max_model_len
+        if len(prompt) > self.max_prompt_tokens or max_tokens > self.max_tokens:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {limit} tokens: at most "
+                f"{self.max_prompt_tokens} of the prompt and {self.max_tokens} of the "
+                f"completion. The request has {len(prompt)} and asks for {max_tokens}; "
+                "shorten it, or serve the model with larger --max-prompt-tokens and "
+                "--max-tokens",
+                code="context_length_exceeded",
+            )
+
+    def constraint(
+        self, structured: StructuredOutputs | None
+    ) -> Callable[[], Constraint] | None:
+        """The constraint of `structured_outputs`; None for none.
+
+        Raises:
+            GrammarError: it cannot be compiled.
+        """
+        if structured is None:
+            return None
+        if structured.json_ is not None:
+            schema = structured.json_
+            if isinstance(schema, str):
+                try:
+                    schema = json.loads(schema)
+                except ValueError as error:
+                    raise GrammarError(f"json: not a schema: {error}") from error
+            return self.grammars.json(schema)
+        if structured.regex is not None:
+            return self.grammars.regex(structured.regex)
+        if structured.choice is not None:
+            choices = " | ".join(json.dumps(choice) for choice in structured.choice)
+            return self.grammars.lark(f"start: {choices}")
+        assert structured.grammar is not None
+        return self.grammars.lark(structured.grammar)
+
+
+class Call:
+    """Some prompts under way; leaving the block stops what has not ended.
+
+    Args:
+        served: the model.
+        wanted: what to sample.
+        partial: whether to tell of samples that have not ended.
+    """
+
+    def __init__(
+        self, served: Served, wanted: Sequence[Wanted], *, partial: bool
+    ) -> None:
+        self._served, self._wanted, self._partial = served, wanted, partial
+        self._queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+        self._ids: list[int] = []
+        self._left = sum(each.count for each in wanted)
+
+    async def __aenter__(self) -> "Call":
+        loop, service = asyncio.get_running_loop(), self._served.service
+        self._deadline = loop.time() + self._served.timeout_s
+
+        def tell(place: int, update: Update) -> None:
+            # The loop may have ended before the sampler.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._queue.put_nowait, (place, update))
+
+        try:
+            for place, each in enumerate(self._wanted):
+                noise = secrets.randbits(32) if each.seed is None else each.seed
+                request = Request(
+                    prompt_id=service.new_id(),
+                    prompt=each.prompt,
+                    num_samples=each.count,
+                    first_sample=each.first,
+                    sampling=each.sampling,
+                    noise_id=noise % 2**32,
+                    constrain=each.constrain,
+                )
+
+                def deliver(update: Update, place: int = place) -> None:
+                    tell(place, update)
+
+                service.submit(request, deliver, partial=self._partial)
+                self._ids.append(request.prompt_id)
+        except (BusyError, ClosedError, ValueError) as error:
+            self._stop()
+            raise _refused(error) from error
+        self._served.metrics.prompt_tokens.inc(
+            sum(len(each.prompt) for each in self._wanted)
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._left:
+            self._stop()
+
+    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
+        """News of the samples, with the place of their prompt, until all have ended.
+
+        Raises:
+            ApiError: a sample failed, the sampler ends, or the time is over.
+        """
+        metrics = self._served.metrics
+        while self._left:
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    place, update = await self._queue.get()
+            except TimeoutError as error:
+                raise ApiError(
+                    504,
+                    f"no answer within {self._served.timeout_s:g} s (--timeout-s), so "
+                    "the request was stopped; ask for fewer tokens, or try again when "
+                    "less is waiting",
+                    code="timeout",
+                ) from error
+            if update.finish_reason is not None:
+                self._left -= 1
+                metrics.generated_tokens.inc(len(update.tokens))
+                metrics.finished.labels(update.finish_reason).inc()
+            if update.finish_reason == "failed":
+                raise ApiError(500, update.error, code="failed")
+            if update.finish_reason == "cancelled":
+                raise ApiError(503, "the server is shutting down", code="abort")
+            yield place, update
+
+    def _stop(self) -> None:
+        for prompt_id in self._ids:
+            self._served.service.cancel(prompt_id)
+
+
+async def collected(
+    http: HttpRequest, served: Served, wanted: Sequence[Wanted]
+) -> list[list[Update]]:
+    """The finished samples of each prompt, in order.
+
+    Raises:
+        ApiError: as `Call`; or the client has gone, and nobody will read it.
+    """
+
+    async def gather() -> list[list[Update]]:
+        found: list[dict[int, Update]] = [{} for _ in wanted]
+        async with Call(served, wanted, partial=False) as call:
+            async for place, update in call.updates():
+                found[place][update.sample_index] = update
+        return [[by[index] for index in sorted(by)] for by in found]
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.ensure_future(gather()), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        served.metrics.disconnected.inc()
+        raise ApiError(499, "the client has closed the connection")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def logprobs_of(tokens: Tokens, *, constrained: bool) -> np.ndarray:
+    """Log-probs as clients get them, float32 [tokens]; all are finite.
+
+    They are those of the full softmax at the request's temperature, as the trainer
+    computes them; under a constraint those among the allowed tokens.
+    """
+    values = tokens.logprobs - tokens.log_masses if constrained else tokens.logprobs
+    return np.maximum(values, LEAST_LOGPROB)
+
+
+def _refused(error: Exception) -> ApiError:
+    if isinstance(error, BusyError):
+        return ApiError(429, str(error), code="busy", retry_after_s=1)
+    if isinstance(error, ClosedError):
+        return ApiError(503, str(error), code="closed", retry_after_s=5)
+    return ApiError(400, str(error))

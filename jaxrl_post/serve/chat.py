@@ -1,0 +1,297 @@
+"""`POST /v1/chat/completions`."""
+
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from jaxrl_post.data import chat as templates
+from jaxrl_post.data.replies import Reply, ToolCall, parse
+from jaxrl_post.serve import answers
+from jaxrl_post.serve.calls import (
+    ApiError,
+    Call,
+    Served,
+    Update,
+    Wanted,
+    collected,
+    logprobs_of,
+)
+from jaxrl_post.serve.fields import ChatFields, ToolChoice
+from jaxrl_post.serve.grammars import GrammarError
+from jaxrl_post.serve.prompts import prompt_of, thinks, tools_of
+from jaxrl_post.serve.texts import Texts
+
+__all__ = ["answer"]
+
+
+async def answer(http: HttpRequest, served: Served, fields: ChatFields) -> Response:
+    """Answers a chat.
+
+    Raises:
+        ApiError: names what is wrong with the request.
+    """
+    served.check_model(fields.model)
+    asked = _Asked.of(served, fields)
+    if fields.stream:
+        return answers.event_stream(served, _events(served, asked))
+    [updates] = await collected(http, served, [asked.wanted])
+    choices = []
+    for update in updates:
+        choice = _choice(served, asked, update)
+        choices.append(choice)
+    sampled = sum(len(update.tokens) for update in updates)
+    body = answers.head_of(served, "chatcmpl", "chat.completion") | {
+        "choices": choices,
+        "usage": answers.usage_of([asked.wanted.prompt], sampled),
+    }
+    if fields.return_token_ids:
+        body["prompt_token_ids"] = list(asked.wanted.prompt)
+    return JSONResponse(body)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request, read."""
+
+    fields: ChatFields
+    wanted: Wanted
+    texts: Texts
+    thinking: bool
+    tools: bool
+
+    @classmethod
+    def of(cls, served: Served, fields: ChatFields) -> "_Asked":
+        """Reads and checks a request.
+
+        Raises:
+            ApiError: names what is wrong with it.
+        """
+        named = isinstance(fields.tool_choice, ToolChoice)
+        tools = None if fields.tool_choice == "none" else tools_of(fields.tools)
+        if tools and not served.tools:
+            raise ApiError(
+                400,
+                "tools: the chat template of this model does not write tools, so it "
+                "would never see them; leave tools out, or serve a model whose "
+                "template has them",
+                param="tools",
+            )
+        variables = dict(fields.chat_template_kwargs or {})
+        if fields.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", fields.reasoning_effort)
+        try:
+            options = templates.Options(
+                tools=tools, documents=fields.documents, variables=variables
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), param="chat_template_kwargs") from error
+        prompt = prompt_of(
+            served.tokenizer,
+            fields.messages,
+            options,
+            continue_final=fields.continue_final_message,
+        )
+        most = fields.max_completion_tokens or fields.max_tokens or served.max_tokens
+        served.check_lengths(prompt, most)
+        constrain = answers.constraint_of(served, fields)
+        if tools and (named or fields.tool_choice == "required"):
+            constrain = _required(served, fields)
+        asks = bool(fields.logprobs and fields.top_logprobs)
+        sampling = answers.sampling_of(
+            served, fields, max_tokens=most, alternatives=asks
+        )
+        special = bool(served.form.openings) or not fields.skip_special_tokens
+        return cls(
+            fields,
+            Wanted(prompt, sampling, fields.n, seed=fields.seed, constrain=constrain),
+            Texts(served.tokenizer, sampling.stop_strings, special),
+            thinks(served.tokenizer, prompt),
+            bool(tools),
+        )
+
+    def reply(self, served: Served, update: Update) -> Reply:
+        """What a sample says, in parts."""
+        finished = update.finish_reason is not None
+        text = self.texts.text(update.tokens.ids.tolist(), update.finish_reason)
+        reply = parse(
+            text,
+            served.form,
+            thinking=self.thinking,
+            tools=self.tools,
+            finished=finished,
+        )
+        calls, content, reasoning = reply.calls, reply.content, reply.reasoning
+        if self.fields.parallel_tool_calls is False:
+            calls = calls[:1]
+        if self.fields.skip_special_tokens:
+            content = self.texts.without_special(content)
+            if reasoning is not None:
+                reasoning = self.texts.without_special(reasoning)
+        return Reply(content, reasoning, calls, reply.broken)
+
+
+def _required(served: Served, fields: ChatFields) -> Any:
+    """The constraint that a call of a tool, or of the named one, comes."""
+    schemas = {
+        tool.function.name: tool.function.parameters or {"type": "object"}
+        for tool in fields.tools or ()
+    }
+    choice = fields.tool_choice
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        if name not in schemas:
+            raise ApiError(
+                400,
+                f"tool_choice: {name!r} is none of the tools {list(schemas)}",
+                param="tool_choice",
+            )
+        schemas = {name: schemas[name]}
+    try:
+        return served.grammars.call(served.form, schemas)
+    except GrammarError as error:
+        raise ApiError(400, str(error), param="tool_choice") from error
+
+
+def _called(served: Served, call: ToolCall, index: int | None) -> dict[str, Any]:
+    """A tool call as clients read it."""
+    # Mistral's templates want nine letters and digits.
+    size = 9 if served.form.name == "mistral" else 24
+    name = uuid.uuid4().hex[:size]
+    written = {
+        "id": name if served.form.name == "mistral" else f"call_{name}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+    return written if index is None else {"index": index, **written}
+
+
+def _ended(reply: Reply, update: Update) -> str | None:
+    """The finish reason: calls come before the stop token that follows them."""
+    reason = answers.reason_of(update.finish_reason)
+    return "tool_calls" if reply.calls and reason == "stop" else reason
+
+
+def _choice(served: Served, asked: _Asked, update: Update) -> dict[str, Any]:
+    fields, reply = asked.fields, asked.reply(served, update)
+    served.metrics.broken_calls.inc(reply.broken)
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning is not None:
+        # vLLM's name and SGLang's.
+        message |= {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
+    if reply.calls:
+        message["content"] = reply.content or None
+        message["tool_calls"] = [_called(served, call, None) for call in reply.calls]
+    choice: dict[str, Any] = {
+        "index": update.sample_index,
+        "message": message,
+        "finish_reason": _ended(reply, update),
+        "logprobs": _logprobs(served, asked, update, 0),
+    }
+    if fields.return_token_ids:
+        ids = update.tokens.ids.tolist()
+        constrained = asked.wanted.constrain is not None
+        choice["token_ids"] = ids
+        # The client gives these back, and the next prompt begins with them.
+        message |= {
+            "prompt_token_ids": list(asked.wanted.prompt),
+            "generation_token_ids": ids,
+            "generation_log_probs": logprobs_of(
+                update.tokens, constrained=constrained
+            ).tolist(),
+        }
+    return choice
+
+
+def _logprobs(
+    served: Served, asked: _Asked, update: Update, first: int
+) -> dict[str, Any] | None:
+    if not asked.fields.logprobs:
+        return None
+    return answers.chat_logprobs(
+        served,
+        update,
+        first,
+        asked.fields.top_logprobs or 0,
+        constrained=asked.wanted.constrain is not None,
+    )
+
+
+@dataclass
+class _Told:
+    """What a stream has said of a choice."""
+
+    begun: bool = False
+    content: str = ""
+    reasoning: str = ""
+    calls: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class _Choices:
+    """The pieces of a stream's choices."""
+
+    served: Served
+    asked: _Asked
+    told: dict[int, _Told] = field(default_factory=dict)
+
+    def piece(self, update: Update) -> dict[str, Any] | None:
+        """What is new in a choice; None for nothing."""
+        told = self.told.setdefault(update.sample_index, _Told())
+        reply = self.asked.reply(self.served, update)
+        delta: dict[str, Any] = {}
+        if not told.begun:
+            delta |= {"role": "assistant", "content": ""}
+        new = (reply.reasoning or "")[len(told.reasoning) :]
+        if new:
+            delta |= {"reasoning": new, "reasoning_content": new}
+            told.reasoning += new
+        new = reply.content[len(told.content) :]
+        if new:
+            delta["content"] = new
+            told.content += new
+        if reply.calls[told.calls :]:
+            delta["tool_calls"] = [
+                _called(self.served, call, told.calls + at)
+                for at, call in enumerate(reply.calls[told.calls :])
+            ]
+            told.calls = len(reply.calls)
+        finished = update.finish_reason is not None
+        if finished:
+            self.served.metrics.broken_calls.inc(reply.broken)
+        counts = self.asked.fields.logprobs or self.asked.fields.return_token_ids
+        if not (delta or finished or (counts and told.tokens < len(update.tokens))):
+            return None
+        piece: dict[str, Any] = {
+            "index": update.sample_index,
+            "delta": delta,
+            "finish_reason": _ended(reply, update),
+            "logprobs": _logprobs(self.served, self.asked, update, told.tokens),
+        }
+        if self.asked.fields.return_token_ids:
+            piece["token_ids"] = update.tokens.ids[told.tokens :].tolist()
+        told.begun, told.tokens = True, len(update.tokens)
+        return piece
+
+
+async def _events(served: Served, asked: _Asked) -> AsyncIterator[Mapping[str, Any]]:
+    head = answers.head_of(served, "chatcmpl", "chat.completion.chunk")
+    choices, sampled = _Choices(served, asked), 0
+    if asked.fields.return_token_ids:
+        ids = list(asked.wanted.prompt)
+        yield head | {"choices": [], "prompt_token_ids": ids}
+    async with Call(served, [asked.wanted], partial=True) as call:
+        async for _, update in call.updates():
+            piece = choices.piece(update)
+            if update.finish_reason is not None:
+                sampled += len(update.tokens)
+            if piece is not None:
+                yield head | {"choices": [piece]}
+    options = asked.fields.stream_options
+    if options is not None and options.include_usage:
+        usage = answers.usage_of([asked.wanted.prompt], sampled)
+        yield head | {"choices": [], "usage": usage}

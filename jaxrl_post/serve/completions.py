@@ -1,0 +1,197 @@
+"""`POST /v1/completions`: a text, or token ids, is continued."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from jaxrl_post.data.tokenizer import TokenizerError
+from jaxrl_post.serve import answers
+from jaxrl_post.serve.calls import (
+    ApiError,
+    Call,
+    Served,
+    Update,
+    Wanted,
+    collected,
+    logprobs_of,
+)
+from jaxrl_post.serve.fields import CompletionFields
+from jaxrl_post.serve.texts import Texts
+
+__all__ = ["answer"]
+
+# OpenAI's default.
+MAX_TOKENS = 16
+MOST_PROMPTS = 128
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request, read."""
+
+    fields: CompletionFields
+    wanted: Sequence[Wanted]
+    texts: Texts
+
+    @classmethod
+    def of(cls, served: Served, fields: CompletionFields) -> "_Asked":
+        """Reads and checks a request.
+
+        Raises:
+            ApiError: names what is wrong with it.
+        """
+        prompts = _prompts(served, fields)
+        most = fields.max_tokens or min(MAX_TOKENS, served.max_tokens)
+        for prompt in prompts:
+            served.check_lengths(prompt, most)
+        constrain = answers.constraint_of(served, fields)
+        sampling = answers.sampling_of(
+            served, fields, max_tokens=most, alternatives=bool(fields.logprobs)
+        )
+        # Samples of all prompts are numbered through, so that with a seed no two of
+        # them share their noise.
+        wanted = [
+            Wanted(prompt, sampling, fields.n, at * fields.n, fields.seed, constrain)
+            for at, prompt in enumerate(prompts)
+        ]
+        special = not fields.skip_special_tokens
+        return cls(
+            fields, wanted, Texts(served.tokenizer, sampling.stop_strings, special)
+        )
+
+    def choice(
+        self, served: Served, update: Update, text: str, first: int
+    ) -> dict[str, Any]:
+        """A choice of the answer, with the tokens from `first` on."""
+        choice: dict[str, Any] = {
+            # Those of a later prompt follow.
+            "index": update.sample_index,
+            "text": text,
+            "finish_reason": answers.reason_of(update.finish_reason),
+            "logprobs": self._logprobs(served, update, first),
+        }
+        if self.fields.return_token_ids:
+            choice["token_ids"] = update.tokens.ids[first:].tolist()
+        return choice
+
+    def _logprobs(
+        self, served: Served, update: Update, first: int
+    ) -> dict[str, Any] | None:
+        count = self.fields.logprobs
+        if count is None:
+            return None
+        constrained = self.wanted[0].constrain is not None
+        ids = update.tokens.ids[first:].tolist()
+        texts = [answers.token_text(served, token) for token in ids]
+        tops = answers.likeliest(served, update, first, count, constrained=constrained)
+        values = logprobs_of(update.tokens, constrained=constrained)
+        offsets, at = [], 0
+        for text in texts:
+            offsets.append(at)
+            at += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": values[first:].tolist(),
+            "top_logprobs": [
+                {answers.token_text(served, t): v for t, v in top.items()}
+                for top in tops
+            ]
+            if count
+            else None,
+            "text_offset": offsets,
+        }
+
+
+async def answer(
+    http: HttpRequest, served: Served, fields: CompletionFields
+) -> Response:
+    """Continues one text or several.
+
+    Raises:
+        ApiError: names what is wrong with the request.
+    """
+    served.check_model(fields.model)
+    asked = _Asked.of(served, fields)
+    if fields.stream:
+        return answers.event_stream(served, _events(served, asked))
+    updates = [
+        update
+        for of_prompt in await collected(http, served, asked.wanted)
+        for update in of_prompt
+    ]
+    texts = [asked.texts.text(u.tokens.ids.tolist(), u.finish_reason) for u in updates]
+    body = answers.head_of(served, "cmpl", "text_completion") | {
+        "choices": [
+            asked.choice(served, update, text, 0)
+            for update, text in zip(updates, texts, strict=True)
+        ],
+        "usage": answers.usage_of(
+            [each.prompt for each in asked.wanted],
+            sum(len(update.tokens) for update in updates),
+        ),
+    }
+    if fields.return_token_ids:
+        prompts = [list(each.prompt) for each in asked.wanted]
+        body["prompt_token_ids"] = prompts[0]
+        for choice in body["choices"]:
+            choice["prompt_token_ids"] = prompts[choice["index"] // fields.n]
+    return JSONResponse(body)
+
+
+async def _events(served: Served, asked: _Asked) -> AsyncIterator[Mapping[str, Any]]:
+    head = answers.head_of(served, "cmpl", "text_completion")
+    told: dict[int, tuple[str, int]] = {}
+    sampled = 0
+    async with Call(served, asked.wanted, partial=True) as call:
+        async for _, update in call.updates():
+            before, first = told.get(update.sample_index, ("", 0))
+            ids = update.tokens.ids.tolist()
+            text = asked.texts.text(ids, update.finish_reason)
+            finished = update.finish_reason is not None
+            sampled += len(update.tokens) if finished else 0
+            if len(text) == len(before) and not finished:
+                continue
+            told[update.sample_index] = text, len(ids)
+            yield head | {
+                "choices": [asked.choice(served, update, text[len(before) :], first)]
+            }
+    options = asked.fields.stream_options
+    if options is not None and options.include_usage:
+        usage = answers.usage_of([each.prompt for each in asked.wanted], sampled)
+        yield head | {"choices": [], "usage": usage}
+
+
+def _prompts(served: Served, fields: CompletionFields) -> list[tuple[int, ...]]:
+    """The token ids of each prompt.
+
+    Raises:
+        ApiError: an empty or too long list, an empty prompt, or an unknown token.
+    """
+    given: Any = fields.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not 0 < len(given) <= MOST_PROMPTS:
+        raise ApiError(
+            400,
+            f"prompt: give 1 to {MOST_PROMPTS} prompts; got {len(given)}",
+            param="prompt",
+        )
+    try:
+        prompts = [
+            served.tokenizer.encode(each, special=fields.add_special_tokens)
+            if isinstance(each, str)
+            else tuple(each)
+            for each in given
+        ]
+    except TokenizerError as error:
+        raise ApiError(400, f"prompt: {error}", param="prompt") from error
+    if not all(prompts):
+        raise ApiError(
+            400,
+            "prompt: an empty prompt has nothing to continue; give at least a token",
+            param="prompt",
+        )
+    return prompts

@@ -1,0 +1,295 @@
+"""What clients send: the fields of each request, with their types and ranges.
+
+A field that would change the samples and that the sampler does not have is refused
+unless it asks for nothing. Fields that name no behaviour, such as `user`, are accepted.
+A field that is not listed is refused by name, since it is most likely misspelt; but for
+the sampling parameters of `/inference/v1/generate`, whose clients send those of every
+server (`GenerateSampling`).
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "ChatFields",
+    "CompletionFields",
+    "GenerateFields",
+    "JsonSchema",
+    "SamplingFields",
+    "StructuredOutputs",
+    "TokenizeFields",
+    "Tool",
+]
+
+MOST_CHOICES = 128
+MOST_STOPS = 16
+
+
+def _neutral(*allowed: Any) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if value is not None and value not in allowed:
+            raise ValueError(
+                f"this sampler does not have it; leave it out, or give {allowed[0]!r}"
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+type Positive = Annotated[int, Field(ge=1)]
+type Stop = Annotated[str, Field(min_length=1, max_length=256)]
+type TokenId = Annotated[int, Field(ge=0)]
+type Unsupported0 = Annotated[float | None, _neutral(0)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class _Loose(BaseModel):
+    """Fields of which others may be sent too, since templates read them."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+class JsonSchema(_Loose):
+    """A schema of `response_format`."""
+
+    name: str = "answer"
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(_Fields):
+    """Of what form the answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError(
+                "json_schema belongs to type json_schema, and must be there"
+            )
+        return self
+
+
+class StructuredOutputs(_Fields):
+    """Of what form the answer has to be, as vLLM writes it; one of them."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1)
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "StructuredOutputs":
+        given = [name for name, value in self if value is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of json, regex, choice, grammar; got {given}")
+        return self
+
+
+class StreamOptions(_Fields):
+    """What a stream has beside the answer."""
+
+    include_usage: bool = False
+    continuous_usage_stats: Annotated[bool, _neutral(False)] = False
+
+
+class SamplingFields(_Fields):
+    """How to sample: what chats and completions have in common."""
+
+    model: str | None = None
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    max_tokens: Positive | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    seed: int | None = None
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None, Field()
+    ] = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=8)] = None
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    frequency_penalty: Unsupported0 = None
+    presence_penalty: Unsupported0 = None
+    repetition_penalty: Annotated[float | None, _neutral(1)] = None
+    logit_bias: Annotated[dict[str, float] | None, _neutral({})] = None
+    best_of: Annotated[int | None, _neutral(1)] = None
+    use_beam_search: Annotated[bool, _neutral(False)] = False
+    min_tokens: Annotated[int | None, _neutral(0)] = None
+    include_stop_str_in_output: Annotated[bool, _neutral(False)] = False
+    skip_special_tokens: bool = True
+    # They name no behaviour.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    request_id: Any = None
+    priority: Any = None
+    cache_salt: Any = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SamplingFields":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options belong to stream: true")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("give response_format or structured_outputs, not both")
+        return self
+
+
+class FunctionTool(_Loose):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Fields):
+    """A tool; functions are all there are."""
+
+    type: Literal["function"] = "function"
+    function: FunctionTool
+
+
+class NamedFunction(_Fields):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoice(_Fields):
+    """The function that has to be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class CalledFunction(_Loose):
+    """A function with its arguments, in an earlier message."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class CalledTool(_Loose):
+    """A tool call of an earlier message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(_Loose):
+    """A message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    generation_token_ids: list[TokenId] | None = None
+    generation_log_probs: list[float] | None = None
+
+
+class ChatFields(SamplingFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: Annotated[bool, _neutral(True)] = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _chat(self) -> "ChatFields":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        needs = self.tool_choice not in (None, "none", "auto")
+        if needs and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if needs and (self.response_format or self.structured_outputs):
+            raise ValueError("a required call leaves no room for a response format")
+        return self
+
+
+class CompletionFields(SamplingFields):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    echo: Annotated[bool, _neutral(False)] = False
+    suffix: Annotated[str | None, _neutral("")] = None
+    add_special_tokens: bool = True
+
+
+class GenerateSampling(BaseModel):
+    """Sampling parameters of `/inference/v1/generate`; unknown ones are ignored."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    max_tokens: Positive | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    seed: int | None = None
+    stop: Stop | list[Stop] | None = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=8)] = None
+    ignore_eos: bool = False
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    structured_outputs: StructuredOutputs | None = None
+    frequency_penalty: Unsupported0 = None
+    presence_penalty: Unsupported0 = None
+    repetition_penalty: Annotated[float | None, _neutral(1)] = None
+    min_tokens: Annotated[int | None, _neutral(0)] = None
+
+
+class GenerateFields(_Fields):
+    """`POST /inference/v1/generate`."""
+
+    model: str | None = None
+    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
+    stream: Annotated[bool, _neutral(False)] = False
+    request_id: str | None = None
+    cache_salt: Any = None
+    priority: Any = None
+    features: Any = None
+
+
+class TokenizeFields(_Fields):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one(self) -> "TokenizeFields":
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("give prompt or messages, one of them")
+        return self

@@ -1,0 +1,145 @@
+"""`POST /inference/v1/generate`: token ids in, token ids out, and `/tokenize`."""
+
+import uuid
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from jaxrl_post.data import chat
+from jaxrl_post.data.tokenizer import TokenizerError
+from jaxrl_post.serve import answers
+from jaxrl_post.serve.calls import (
+    ApiError,
+    Served,
+    Update,
+    Wanted,
+    collected,
+    logprobs_of,
+)
+from jaxrl_post.serve.fields import GenerateFields, TokenizeFields
+from jaxrl_post.serve.grammars import GrammarError
+from jaxrl_post.serve.prompts import prompt_of, tools_of
+from jaxrl_post.tokens import Tokens
+
+__all__ = ["generate", "spans", "tokenize"]
+
+
+async def generate(
+    http: HttpRequest, served: Served, fields: GenerateFields
+) -> Response:
+    """Samples after token ids; the answer says which version sampled each token.
+
+    Raises:
+        ApiError: names what is wrong with the request.
+    """
+    served.check_model(fields.model)
+    given, prompt = fields.sampling_params, tuple(fields.token_ids)
+    most = given.max_tokens or served.max_tokens
+    served.check_lengths(prompt, most)
+    try:
+        constrain = served.constraint(given.structured_outputs)
+    except GrammarError as error:
+        raise ApiError(400, str(error), param="structured_outputs") from error
+    sampling = answers.sampling_of(
+        served, given, max_tokens=most, alternatives=bool(given.logprobs)
+    )
+    wanted = Wanted(prompt, sampling, given.n, seed=given.seed, constrain=constrain)
+    [updates] = await collected(http, served, [wanted])
+    choices = [
+        _choice(served, update, given.logprobs, constrain is not None)
+        for update in updates
+    ]
+    request_id = fields.request_id or uuid.uuid4().hex
+    return JSONResponse(
+        {
+            "request_id": request_id,
+            "model": served.name,
+            "choices": choices,
+            "usage": answers.usage_of([prompt], sum(len(u.tokens) for u in updates)),
+        }
+    )
+
+
+def _choice(
+    served: Served, update: Update, count: int | None, constrained: bool
+) -> dict[str, Any]:
+    tokens = update.tokens
+    choice: dict[str, Any] = {
+        "index": update.sample_index,
+        "token_ids": tokens.ids.tolist(),
+        "finish_reason": answers.reason_of(update.finish_reason),
+        "weight_versions": spans(tokens),
+        "logprobs": None,
+    }
+    if count is None:
+        return choice
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        # Clients read either.
+        return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
+
+    values = logprobs_of(tokens, constrained=constrained).tolist()
+    tops = answers.likeliest(served, update, 0, count, constrained=constrained)
+    choice["logprobs"] = {
+        "content": [
+            entry(token, value)
+            | {"top_logprobs": [entry(t, v) for t, v in top.items()]}
+            for token, value, top in zip(tokens.ids.tolist(), values, tops, strict=True)
+        ]
+    }
+    return choice
+
+
+def spans(tokens: Tokens) -> list[dict[str, Any]]:
+    """Half-open spans of tokens that one version sampled.
+
+    >>> spans(Tokens.generated([5, 6], [-1, -1], version=3))
+    [{'version': '3', 'start': 0, 'end': 2}]
+    """
+    if not len(tokens):
+        return []
+    cuts = np.flatnonzero(np.diff(tokens.versions)) + 1
+    begins = [0, *cuts.tolist()]
+    ends = [*cuts.tolist(), len(tokens)]
+    return [
+        {"version": str(int(tokens.versions[begin])), "start": begin, "end": end}
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+
+
+async def tokenize(
+    http: HttpRequest, served: Served, fields: TokenizeFields
+) -> Response:
+    """Token ids of a text, or of a conversation as a chat would have them.
+
+    Raises:
+        ApiError: names what is wrong with the request.
+    """
+    del http
+    served.check_model(fields.model)
+    try:
+        if fields.messages is None:
+            ids = served.tokenizer.encode(
+                fields.prompt or "", special=fields.add_special_tokens
+            )
+        else:
+            options = chat.Options(
+                tools=tools_of(fields.tools),
+                variables=fields.chat_template_kwargs or {},
+            )
+            ids = prompt_of(
+                served.tokenizer,
+                fields.messages,
+                options,
+                continue_final=not fields.add_generation_prompt,
+            )
+    except (TokenizerError, ValueError) as error:
+        raise ApiError(400, str(error)) from error
+    body = {
+        "count": len(ids),
+        "max_model_len": served.max_model_len,
+        "tokens": list(ids),
+    }
+    return JSONResponse(body)

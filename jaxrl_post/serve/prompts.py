@@ -1,0 +1,151 @@
+"""From the messages of a request to the tokens of the prompt."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_post.data import chat
+from jaxrl_post.data.replies import THINK, THOUGHT
+from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+from jaxrl_post.serve.calls import ApiError
+from jaxrl_post.serve.fields import ChatMessage, Tool
+
+__all__ = ["expresses_tools", "messages_of", "prompt_of", "thinks", "tools_of"]
+
+# Fields of an earlier answer that say what was sampled; no template reads them.
+SAMPLED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates read them.
+
+    Parts of text are joined, arguments of calls become objects, a missing content is
+    an empty one, and a developer is a system.
+
+    Raises:
+        ApiError: a part that is no text.
+    """
+    return [_message(message, place) for place, message in enumerate(messages)]
+
+
+def _message(message: ChatMessage, place: int) -> dict[str, Any]:
+    row = message.model_dump(exclude_none=True, exclude=set(SAMPLED))
+    row["content"] = _text(message.content, place)
+    if row["role"] == "developer":
+        row["role"] = "system"
+    calls = row.get("tool_calls")
+    if calls is not None:
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            call["function"]["arguments"] = _object(arguments)
+        if not calls:
+            del row["tool_calls"]
+    return row
+
+
+def _text(content: str | list[dict[str, Any]] | None, place: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ApiError(
+                400,
+                f"messages[{place}].content: this model reads text alone; got a part "
+                f"of type {part.get('type')!r}",
+                param="messages",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _object(arguments: Any) -> Any:
+    """The arguments of a call as templates want them; text that is no JSON stays."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def tools_of(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as chat templates read them; None without any."""
+    if not tools:
+        return None
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
+def prompt_of(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    options: chat.Options,
+    *,
+    continue_final: bool = False,
+) -> tuple[int, ...]:
+    """Token ids of a conversation.
+
+    If an answer of the assistant says which tokens it was made of
+    (`generation_token_ids`, after `prompt_token_ids`), these come first as they are,
+    and only what follows the answer is rendered.
+
+    Args:
+        tokenizer: the model's.
+        messages: the conversation.
+        options: inputs of the template.
+        continue_final: as `chat.render`.
+
+    Raises:
+        ApiError: the template refuses the conversation, or rewrites earlier turns.
+    """
+    rows = messages_of(messages)
+    pinned = [
+        place
+        for place, message in enumerate(messages)
+        if message.prompt_token_ids and message.generation_token_ids
+    ]
+    try:
+        if not pinned or pinned[-1] + 1 == len(messages):
+            return chat.render(tokenizer, rows, options, continue_final=continue_final)
+        place = pinned[-1]
+        said = messages[place].generation_token_ids or []
+        before = messages[place].prompt_token_ids or []
+        stop_id = said[-1] if said[-1] in tokenizer.stop_ids else None
+        after = chat.render_reply(
+            tokenizer,
+            rows[: place + 1],
+            rows[place + 1 :],
+            options,
+            stop_id=stop_id,
+        )
+        return (*before, *said, *after)
+    except TokenizerError as error:
+        raise ApiError(400, f"messages: {error}", param="messages") from error
+
+
+def thinks(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends inside the reasoning: <think> was opened and not closed."""
+    tail = tokenizer.backend.decode(list(prompt[-8:]), skip_special_tokens=False)
+    return THINK in tail and THOUGHT not in tail[tail.rindex(THINK) :]
+
+
+def expresses_tools(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template writes the tools that it is given."""
+    if not tokenizer.chat_templates:
+        return False
+    tool: Mapping[str, Any] = {
+        "type": "function",
+        "function": {
+            "name": "look_at_something",
+            "description": "Looks.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+    rows = [{"role": "user", "content": "?"}]
+    try:
+        text = chat.render_text(tokenizer, rows, chat.Options(tools=[tool]))
+    except TokenizerError:
+        return False
+    return "look_at_something" in text

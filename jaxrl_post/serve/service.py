@@ -1,0 +1,286 @@
+"""One sampler for many callers: the thread that runs it, and what callers hand in."""
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jaxrl_post.sampler import Completion, Request
+from jaxrl_post.sampler.requests import (
+    Alternatives,
+    FinishReason,
+    SampleId,
+    Unfinished,
+)
+from jaxrl_post.tokens import Tokens
+
+__all__ = ["BusyError", "ClosedError", "Sampler", "Service", "Update"]
+
+# Seconds between two looks at whether the service is to end.
+IDLE_S = 0.2
+
+
+class BusyError(RuntimeError):
+    """So many samples are waiting that no more are taken."""
+
+
+class ClosedError(RuntimeError):
+    """The service has ended, or is about to."""
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """The sampler as the service uses it, such as `rollout.weights.Published`."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are waiting or running."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError if `submit` would refuse it; any thread may ask."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Queues a request."""
+        ...
+
+    def dispatch(self) -> None:
+        """Starts bursts of decoding; does not wait for them."""
+        ...
+
+    def collect(self) -> list[Completion]:
+        """Waits for the first burst; returns finished completions."""
+        ...
+
+    def unfinished(self) -> Sequence[Unfinished]:
+        """What each running sample has sampled."""
+        ...
+
+    def cancel(self, samples: Sequence[SampleId] | None = None) -> list[Completion]:
+        """Stops samples (all for None); returns completions of the tokens so far."""
+        ...
+
+
+@dataclass(frozen=True)
+class Update:
+    """News of a sample.
+
+    Attributes:
+        sample_index: which sample of the request.
+        tokens: all that it has sampled so far.
+        alternatives: of these tokens; None if not asked for.
+        finish_reason: why it ended; None while it goes on.
+        error: what was wrong, if it failed; else "".
+    """
+
+    sample_index: int
+    tokens: Tokens
+    alternatives: Alternatives | None = None
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+
+@dataclass
+class _Open:
+    """A request whose samples have not all ended."""
+
+    deliver: Callable[[Update], None]
+    partial: bool
+    lengths: dict[int, int]
+
+
+class Service:
+    """Runs a sampler in a thread of its own, and hands out what it samples.
+
+    Callers in any thread submit requests, each with a function for its news, which is
+    called in the service's thread and must return at once. Requests are served in the
+    order in which they came.
+
+    Args:
+        sampler: used by the service's thread alone, but for `check`.
+        max_samples: most samples that wait or run; > 0.
+
+    Attributes:
+        error: what ended the service; None while it runs or if it was closed.
+    """
+
+    def __init__(self, sampler: Sampler, *, max_samples: int) -> None:
+        self.error: BaseException | None = None
+        self._sampler, self._max_samples = sampler, max_samples
+        self._ids = itertools.count()
+        self._inbox: queue.SimpleQueue[tuple[Request, _Open] | int | None] = (
+            queue.SimpleQueue()
+        )
+        self._open: dict[int, _Open] = {}
+        self._lock = threading.Lock()
+        self._samples, self._draining, self._closed = 0, False, False
+        self._thread = threading.Thread(
+            target=self._run, name="jaxrl_post.serve", daemon=True
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread.is_alive() and not self._draining
+
+    @property
+    def samples(self) -> int:
+        """Number of samples that wait or run."""
+        return self._samples
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def new_id(self) -> int:
+        """A prompt id that no request under way has."""
+        return next(self._ids) % 2**32
+
+    def submit(
+        self, request: Request, deliver: Callable[[Update], None], *, partial: bool
+    ) -> None:
+        """Queues a request.
+
+        Args:
+            request: with a `new_id`.
+            deliver: called with news of each sample, the last of them with a
+                finish reason.
+            partial: whether to tell of samples that have not ended.
+
+        Raises:
+            ValueError: the sampler refuses it.
+            BusyError: too many samples are waiting.
+            ClosedError: the service has ended.
+        """
+        self._sampler.check(request)
+        count = request.num_samples
+        with self._lock:
+            if self._draining:
+                why = "shutting down" if self.error is None else f"ended: {self.error}"
+                raise ClosedError(f"the server takes no more requests: {why}")
+            if self._samples + count > self._max_samples:
+                raise BusyError(
+                    f"{self._samples} samples are waiting or running, and at most "
+                    f"{self._max_samples} may; try again later"
+                )
+            self._samples += count
+            first = request.first_sample
+            lengths = dict.fromkeys(range(first, first + count), 0)
+            self._inbox.put((request, _Open(deliver, partial, lengths)))
+
+    def cancel(self, prompt_id: int) -> None:
+        """Stops a request; its samples end as "cancelled". An unknown id is ignored."""
+        self._inbox.put(prompt_id)
+
+    def drain(self) -> None:
+        """Takes no more requests; those under way go on."""
+        with self._lock:
+            self._draining = True
+
+    def cancel_all(self) -> None:
+        """Stops all requests, and takes no more."""
+        with self._lock:
+            self._draining = self._closed = True
+        self._inbox.put(None)
+
+    def close(self, timeout_s: float) -> bool:
+        """Stops all requests and the thread.
+
+        Args:
+            timeout_s: most seconds to wait for the thread, which first finishes what
+                the device is computing.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        self.cancel_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._round(self._news(wait=not self._sampler.busy))
+            self._finish(self._sampler.cancel())
+        except BaseException as error:
+            # Whoever waits must hear of it, whatever it is.
+            self.error = error
+            raise
+        finally:
+            self._abandon()
+
+    def _news(self, *, wait: bool) -> list[tuple[Request, _Open] | int | None]:
+        """All that callers have handed in; waits a bounded time for the first."""
+        found = []
+        try:
+            found.append(self._inbox.get(timeout=IDLE_S if wait else 0))
+            while True:
+                found.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return found
+
+    def _round(self, news: list[tuple[Request, _Open] | int | None]) -> None:
+        cancelled: set[int] = set()
+        for item in news:
+            if isinstance(item, int):
+                cancelled.add(item)
+            elif item is not None:
+                request, opened = item
+                self._open[request.prompt_id] = opened
+                self._sampler.submit(request)
+        stopped = [
+            (prompt_id, index)
+            for prompt_id in cancelled & self._open.keys()
+            for index in self._open[prompt_id].lengths
+        ]
+        if stopped:
+            self._finish(self._sampler.cancel(stopped))
+        if not self._sampler.busy:
+            return
+        self._sampler.dispatch()
+        self._finish(self._sampler.collect())
+        for sample in self._sampler.unfinished():
+            opened = self._open.get(sample.prompt_id)
+            if opened is None or not opened.partial:
+                continue
+            if len(sample.tokens) > opened.lengths[sample.sample_index]:
+                opened.lengths[sample.sample_index] = len(sample.tokens)
+                update = Update(sample.sample_index, sample.tokens, sample.alternatives)
+                opened.deliver(update)
+
+    def _finish(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            opened = self._open[completion.prompt_id]
+            del opened.lengths[completion.sample_index]
+            if not opened.lengths:
+                del self._open[completion.prompt_id]
+            with self._lock:
+                self._samples -= 1
+            opened.deliver(
+                Update(
+                    completion.sample_index,
+                    completion.tokens,
+                    completion.alternatives,
+                    completion.finish_reason,
+                    completion.error,
+                )
+            )
+
+    def _abandon(self) -> None:
+        """Tells everybody who still waits that nothing more will come."""
+        with self._lock:
+            self._draining = self._closed = True
+        for item in self._news(wait=False):
+            if isinstance(item, tuple):
+                self._open[item[0].prompt_id] = item[1]
+        reason = "cancelled" if self.error is None else "failed"
+        error = "" if self.error is None else f"the sampler has ended: {self.error}"
+        none = Tokens.context(())
+        for opened in self._open.values():
+            for index in opened.lengths:
+                opened.deliver(Update(index, none, None, reason, error))
+        self._open.clear()
+        self._samples = 0

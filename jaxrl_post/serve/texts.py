@@ -1,0 +1,63 @@
+"""From sampled tokens to text, also while a sample goes on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.sampler.requests import FinishReason
+
+__all__ = ["Texts"]
+
+# What an incomplete character is decoded as.
+INCOMPLETE = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Decodes the samples of a request.
+
+    Attributes:
+        tokenizer: the model's.
+        stops: the text ends before the first of these.
+        special: whether special tokens are written.
+    """
+
+    tokenizer: Tokenizer
+    stops: tuple[str, ...] = ()
+    special: bool = False
+
+    def text(self, ids: Sequence[int], reason: FinishReason | None) -> str:
+        """The text of a sample; of one that goes on, what more tokens cannot change.
+
+        Args:
+            ids: all that was sampled.
+            reason: why it ended; None while it goes on.
+        """
+        ids = list(ids)
+        if reason == "stop":
+            # The token that ended it is no text.
+            ids = ids[:-1]
+        text = self.tokenizer.backend.decode(ids, skip_special_tokens=not self.special)
+        ends = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
+        if ends:
+            return text[: min(ends)]
+        if reason is not None:
+            return text
+        text = text.rstrip(INCOMPLETE)
+        longest = max(map(len, self.stops), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self.stops):
+                return text[:-size]
+        return text
+
+    def without_special(self, text: str) -> str:
+        """A text without the special tokens that were written in it."""
+        for token in self._special_tokens:
+            text = text.replace(token, "")
+        return text
+
+    @cached_property
+    def _special_tokens(self) -> list[str]:
+        added = self.tokenizer.backend.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]

@@ -1,0 +1,37 @@
+"""A model behind OpenAI's API: `python -m launch.serve --model runs/demo/model`."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tyro
+
+from jaxrl_post.config.serve import ServeConfig, check_server
+from launch import cli
+
+
+def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+    """Imports the function that does the work, as `Program.load`."""
+    from jaxrl_post.programs.run import RUN_ERRORS
+    from jaxrl_post.programs.serve import run_server
+
+    return run_server, RUN_ERRORS
+
+
+PROGRAM = cli.Program(
+    name="launch.serve",
+    description="Serves a model over HTTP, as OpenAI's API (chat, completions) and as "
+    "token ids in and out (/inference/v1/generate).",
+    default=lambda arguments: ServeConfig(model=tyro.MISSING),
+    load=load,
+    check=check_server,
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status."""
+    return cli.call(PROGRAM, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
