@@ -34,14 +34,10 @@ def _deepseek_mark(name: str) -> str:
     return f"<\uff5c{name.replace(' ', chr(0x2581))}\uff5c>"
 
 
-CALLS_BEGIN, CALLS_END = (
-    _deepseek_mark("tool calls begin"),
-    _deepseek_mark("tool calls end"),
-)
-CALL_BEGIN, CALL_END = (
-    _deepseek_mark("tool call begin"),
-    _deepseek_mark("tool call end"),
-)
+CALLS_BEGIN = _deepseek_mark("tool calls begin")
+CALLS_END = _deepseek_mark("tool calls end")
+CALL_BEGIN = _deepseek_mark("tool call begin")
+CALL_END = _deepseek_mark("tool call end")
 CALL_SEPARATOR = _deepseek_mark("tool sep")
 
 
@@ -255,11 +251,11 @@ def _hermes(text: str, finished: bool) -> _Calls:
 
 def _llama(text: str, finished: bool) -> _Calls:
     body = text.removeprefix("<|python_tag|>").strip()
+    if not finished and (body.startswith("{") or body != text.strip()):
+        # Whether such a text is a call shows at its end.
+        return _Calls("", (), 0)
     if not body.startswith("{"):
         return _Calls(text, (), 0)
-    if not finished:
-        # Whether a text that begins with a brace is a call shows at its end.
-        return _Calls("", (), 0)
     calls, decoder = [], json.JSONDecoder()
     while body:
         try:
@@ -355,6 +351,6 @@ FORMATS: dict[str, tuple[tuple[str, ...], Callable[[str, bool], _Calls]]] = {
     "hermes": (("<tool_call>",), _hermes),
     "llama": (("<|python_tag|>",), _llama),
     "mistral": (("[TOOL_CALLS]",), _mistral),
-    "deepseek": ((CALLS_BEGIN, CALL_BEGIN), _deepseek),
+    "deepseek": ((CALLS_BEGIN, CALL_BEGIN, CALLS_END), _deepseek),
     "harmony": (HARMONY_MARKS, lambda text, finished: _Calls(text, (), 0)),
 }

@@ -14,6 +14,11 @@ from jaxrl_post.data.tokenizer import Tokenizer
 __all__ = ["GrammarError", "Grammars"]
 
 
+# Between the parts of JSON: a space, or a line with its indentation. Without a limit a
+# model may write space until its tokens are spent.
+WHITESPACE = r" ?|\n {0,40}"
+
+
 class GrammarError(ValueError):
     """A schema or grammar that cannot be compiled, or that nothing satisfies."""
 
@@ -62,7 +67,9 @@ class Grammars:
         )
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token writes."""
+        """The bytes that a token writes; none for an id that the tokenizer lacks."""
+        if self._tokenizer.backend.id_to_token(token) is None:
+            return b""
         return self.vocabulary.decode_bytes([token])
 
     def json(self, schema: Mapping[str, Any]) -> Callable[[], _Matcher]:
@@ -72,7 +79,10 @@ class Grammars:
             GrammarError: the schema cannot be compiled.
         """
         return self._compiled(
-            lambda: LLMatcher.grammar_from_json_schema(json.dumps(schema)), "schema"
+            lambda: LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}
+            ),
+            "schema",
         )
 
     def regex(self, pattern: str) -> Callable[[], _Matcher]:

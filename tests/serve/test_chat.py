@@ -1,0 +1,297 @@
+"""Chats through the openai client, as its users write them."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+from scipy.special import log_softmax
+
+from jaxrl_post.data import chat
+from jaxrl_post.models import forward, logits
+from tests import tiny
+from tests.serve.conftest import CONFIG
+
+ASK = [{"role": "user", "content": "What is 1+2?"}]
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}, "b": {"enum": ["x", "y"]}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "sure": {"type": "boolean"}},
+    "required": ["colour", "sure"],
+    "additionalProperties": False,
+}
+
+
+def ask(client, **options):
+    given = {"model": "tiny", "messages": ASK, "max_tokens": 12, "seed": 1}
+    return client.chat.completions.create(**(given | options))
+
+
+def with_ids(client, **options):
+    return ask(client, extra_body={"return_token_ids": True}, **options)
+
+
+def text_of(served, ids) -> str:
+    stops = served.tokenizer.stop_ids
+    kept = ids[:-1] if ids and ids[-1] in stops else ids
+    return served.tokenizer.decode(kept)
+
+
+@jax.jit
+def scores_after(row):
+    params = tiny.params(CONFIG)
+    return logits(params, CONFIG, forward(params, CONFIG, row)[0, -1])
+
+
+def test_an_answer_has_the_text_of_its_tokens(client, served):
+    answer = with_ids(client, n=3)
+    assert answer.object == "chat.completion"
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    prompt = chat.render(served.tokenizer, ASK)
+    assert tuple(answer.prompt_token_ids) == prompt
+    for choice in answer.choices:
+        assert 0 < len(choice.token_ids) <= 12
+        ended = choice.token_ids[-1] in served.tokenizer.stop_ids
+        assert choice.finish_reason == ("stop" if ended else "length")
+        assert choice.message.content == text_of(served, choice.token_ids)
+    assert len({tuple(choice.token_ids) for choice in answer.choices}) == 3
+    sampled = sum(len(choice.token_ids) for choice in answer.choices)
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == sampled
+
+
+def test_a_seed_gives_the_same_answer_and_another_one_another(client):
+    first, again = with_ids(client, n=2), with_ids(client, n=2)
+    other = with_ids(client, n=2, seed=2)
+    ids = [[choice.token_ids for choice in a.choices] for a in (first, again, other)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_without_a_seed_answers_differ(client):
+    answers = [with_ids(client, seed=None).choices[0].token_ids for _ in range(2)]
+    assert answers[0] != answers[1]
+
+
+def test_a_stream_says_what_the_answer_says(client):
+    whole = with_ids(client, n=2, logprobs=True, top_logprobs=3)
+    told = {0: "", 1: ""}
+    ids, values, reasons = {0: [], 1: []}, {0: [], 1: []}, {}
+    events = with_ids(
+        client,
+        n=2,
+        logprobs=True,
+        top_logprobs=3,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    usage = None
+    for event in events:
+        usage = event.usage or usage
+        for choice in event.choices:
+            told[choice.index] += choice.delta.content or ""
+            ids[choice.index] += choice.token_ids
+            values[choice.index] += choice.logprobs.content
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    for choice in whole.choices:
+        assert told[choice.index] == choice.message.content
+        assert ids[choice.index] == choice.token_ids
+        assert reasons[choice.index] == choice.finish_reason
+        streamed = [each.logprob for each in values[choice.index]]
+        expected = [each.logprob for each in choice.logprobs.content]
+        np.testing.assert_allclose(streamed, expected, atol=1e-5)
+    assert usage == whole.usage
+
+
+def test_a_stream_comes_in_pieces(client):
+    events = list(ask(client, stream=True, max_tokens=40, seed=5))
+    assert events[0].choices[0].delta.role == "assistant"
+    assert sum(bool(e.choices and e.choices[0].delta.content) for e in events) > 3
+
+
+def test_logprobs_are_those_of_the_model(client, served):
+    answer = with_ids(client, logprobs=True, top_logprobs=4, temperature=0.8)
+    choice = answer.choices[0]
+    row = list(answer.prompt_token_ids)
+    for token, told in zip(choice.token_ids, choice.logprobs.content, strict=True):
+        scores = np.asarray(scores_after(jnp.asarray([row])), np.float64) / 0.8
+        every = log_softmax(scores)
+        np.testing.assert_allclose(told.logprob, every[token], atol=1e-3)
+        best = np.sort(every)[::-1][:4]
+        found = [each.logprob for each in told.top_logprobs]
+        np.testing.assert_allclose(found, best, atol=1e-3)
+        assert bytes(told.bytes) == served.grammars.token_bytes(token)
+        row.append(token)
+        # One length alone, so that the function is compiled once more a token only.
+        if len(row) - len(answer.prompt_token_ids) == 3:
+            break
+
+
+def test_a_schema_is_obeyed(client):
+    answer = ask(
+        client,
+        n=4,
+        max_tokens=100,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "paint", "schema": SCHEMA, "strict": True},
+        },
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        value = json.loads(choice.message.content)
+        assert value["colour"] in ("red", "green")
+        assert isinstance(value["sure"], bool)
+        assert value.keys() == {"colour", "sure"}
+
+
+def test_the_log_probs_of_a_schema_are_those_among_the_allowed(client):
+    # Both words are one choice of the first letter; their probabilities add up to 1.
+    form = {"extra_body": {"structured_outputs": {"choice": ["red", "green"]}}}
+    seen = {}
+    for seed in range(40):
+        answer = ask(client, logprobs=True, seed=seed, **form)
+        content = answer.choices[0].logprobs.content
+        total = sum(each.logprob for each in content)
+        seen.setdefault(answer.choices[0].message.content, []).append(np.exp(total))
+    assert seen.keys() == {"red", "green"}
+    for values in seen.values():
+        assert max(values) <= 1 + 1e-4
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_a_required_call_is_a_call(client, choice):
+    named = {"type": "function", "function": {"name": "add"}}
+    answer = ask(
+        client,
+        tools=[ADD],
+        tool_choice="required" if choice == "required" else named,
+        max_tokens=100,
+        n=2,
+    )
+    for each in answer.choices:
+        assert each.finish_reason == "tool_calls"
+        [call] = each.message.tool_calls
+        assert call.function.name == "add"
+        arguments = json.loads(call.function.arguments)
+        assert arguments["a"] in (1, 2)
+        assert arguments["b"] in ("x", "y")
+
+
+def test_a_streamed_call_is_whole(client):
+    options = {"tools": [ADD], "tool_choice": "required", "max_tokens": 100}
+    whole = ask(client, **options).choices[0].message.tool_calls[0].function
+    calls, reason = [], None
+    for event in ask(client, stream=True, **options):
+        calls += event.choices[0].delta.tool_calls or []
+        reason = event.choices[0].finish_reason or reason
+        assert not event.choices[0].delta.content
+    assert [(call.index, call.function) for call in calls] == [(0, whole)] or (
+        calls[0].function.name == whole.name
+        and calls[0].function.arguments == whole.arguments
+    )
+    assert reason == "tool_calls"
+
+
+def test_tools_are_in_the_prompt_and_none_leaves_them_out(client, served):
+    with_tools = with_ids(client, tools=[ADD])
+    assert tuple(with_tools.prompt_token_ids) == chat.render(
+        served.tokenizer, ASK, chat.Options(tools=[ADD])
+    )
+    without = with_ids(client, tools=[ADD], tool_choice="none")
+    assert tuple(without.prompt_token_ids) == chat.render(served.tokenizer, ASK)
+
+
+def test_a_conversation_with_calls_is_rendered_as_the_template_has_it(client, served):
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a":1}'},
+    }
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "call_1"},
+    ]
+    answer = with_ids(client, messages=messages)
+    text = served.tokenizer.backend.decode(
+        answer.prompt_token_ids, skip_special_tokens=False
+    )
+    assert '{"name": "add", "arguments": {"a": 1}}' in text
+    assert "None" not in text
+
+
+def test_parts_of_text_are_joined(client):
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " 1+2?"}]
+    one = with_ids(client, messages=[{"role": "user", "content": parts}])
+    assert one.prompt_token_ids == with_ids(client).prompt_token_ids
+
+
+def test_served_tokens_come_first_in_the_next_prompt(client, served):
+    # What the client gives back is not tokenised again, even where it would differ.
+    first = with_ids(client, max_tokens=20, seed=3)
+    message = first.choices[0].message.model_dump()
+    messages = [*ASK, message, {"role": "user", "content": "And 2+3?"}]
+    second = with_ids(client, messages=messages)
+    told = [*first.prompt_token_ids, *first.choices[0].token_ids]
+    assert second.prompt_token_ids[: len(told)] == told
+    rest = served.tokenizer.backend.decode(
+        second.prompt_token_ids[len(told) :], skip_special_tokens=False
+    )
+    end = served.tokenizer.backend.token_to_id("<|im_end|>")
+    ended = told[-1] == end
+    assert rest == ("" if ended else "<|im_end|>") + (
+        "\n<|im_start|>user\nAnd 2+3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_stop_string_ends_the_text_before_it(client):
+    whole = ask(client, max_tokens=40, seed=5).choices[0].message.content
+    stop = whole[6:9]
+    cut = ask(client, max_tokens=40, seed=5, stop=[stop, "never"]).choices[0]
+    assert cut.message.content == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+    told = ""
+    for event in ask(client, max_tokens=40, seed=5, stop=stop, stream=True):
+        told += event.choices[0].delta.content or ""
+    assert told == cut.message.content
+
+
+def test_greedy_answers_are_the_likeliest_tokens(client):
+    answer = with_ids(client, temperature=0, max_tokens=3)
+    row = list(answer.prompt_token_ids)
+    for token in answer.choices[0].token_ids:
+        assert int(np.argmax(scores_after(jnp.asarray([row])))) == token
+        row.append(token)
+
+
+def test_the_async_client(url):
+    import asyncio
+
+    async def both():
+        options = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0}
+        async with openai.AsyncOpenAI(**options) as client:
+            calls = [
+                client.chat.completions.create(
+                    model="tiny", messages=ASK, max_tokens=6, seed=seed
+                )
+                for seed in (1, 2, 1)
+            ]
+            return await asyncio.gather(*calls)
+
+    first, second, third = (a.choices[0].message.content for a in asyncio.run(both()))
+    assert first == third != second

@@ -1,0 +1,145 @@
+"""Completions of texts and of token ids; and token ids in and out."""
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.serve.conftest import CONFIG
+
+
+def complete(client, **options):
+    given = {"model": "tiny", "prompt": "1+2=", "max_tokens": 10, "seed": 1}
+    return client.completions.create(**(given | options))
+
+
+def ids_of(choice):
+    return choice.token_ids
+
+
+WITH_IDS = {"extra_body": {"return_token_ids": True}}
+
+
+def test_a_text_and_its_token_ids_are_continued_alike(client, served):
+    by_text = complete(client, **WITH_IDS)
+    prompt = list(served.tokenizer.encode("1+2=", special=True))
+    by_ids = complete(client, prompt=prompt, **WITH_IDS)
+    assert by_text.choices[0].token_ids == by_ids.choices[0].token_ids
+    assert by_text.choices[0].text == by_ids.choices[0].text
+    assert by_text.usage.prompt_tokens == len(prompt)
+
+
+def test_several_prompts_with_several_samples_share_no_noise(client):
+    answer = complete(client, prompt=["1+2=", "1+2="], n=2, **WITH_IDS)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({tuple(choice.token_ids) for choice in answer.choices}) == 4
+    alone = complete(client, n=2, **WITH_IDS)
+    # The first prompt's samples do not depend on the second prompt.
+    assert [c.token_ids for c in alone.choices] == [
+        c.token_ids for c in answer.choices[:2]
+    ]
+
+
+def test_a_stream_says_what_the_answer_says(client):
+    whole = complete(client, prompt=["1+2=", "7"], logprobs=2, **WITH_IDS)
+    texts, ids, tops = {0: "", 1: ""}, {0: [], 1: []}, {0: [], 1: []}
+    usage = None
+    for event in complete(
+        client,
+        prompt=["1+2=", "7"],
+        logprobs=2,
+        stream=True,
+        stream_options={"include_usage": True},
+        **WITH_IDS,
+    ):
+        usage = event.usage or usage
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+            ids[choice.index] += choice.token_ids
+            tops[choice.index] += choice.logprobs.token_logprobs
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.text
+        assert ids[choice.index] == choice.token_ids
+        np.testing.assert_allclose(
+            tops[choice.index], choice.logprobs.token_logprobs, atol=1e-5
+        )
+        assert len(choice.logprobs.top_logprobs) == len(choice.token_ids)
+    assert usage == whole.usage
+
+
+def test_the_default_is_sixteen_tokens(client):
+    answer = complete(client, max_tokens=None, **WITH_IDS)
+    assert len(answer.choices[0].token_ids) <= 16
+
+
+def generate(url, prompt=(5, 6, 7), **sampling):
+    body = {"token_ids": list(prompt), "sampling_params": sampling}
+    return httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60)
+
+
+def test_token_ids_in_and_out(url, client):
+    answer = generate(
+        url, max_tokens=6, seed=4, logprobs=1, n=2, skip_special_tokens=False
+    ).json()
+    assert answer["request_id"]
+    for index, choice in enumerate(answer["choices"]):
+        assert choice["index"] == index
+        ids = choice["token_ids"]
+        assert 0 < len(ids) <= 6
+        content = choice["logprobs"]["content"]
+        assert [each["token_id"] for each in content] == ids
+        assert [each["token"] for each in content] == [f"token_id:{i}" for i in ids]
+        assert all(each["logprob"] <= 0 for each in content)
+        # The version of the parameters, for every token.
+        spans = [{"version": "7", "start": 0, "end": len(ids)}]
+        assert choice["weight_versions"] == spans
+        assert choice["finish_reason"] in ("stop", "length")
+    same = complete(client, prompt=[5, 6, 7], max_tokens=6, seed=4, n=2, **WITH_IDS)
+    assert [c.token_ids for c in same.choices] == [
+        c["token_ids"] for c in answer["choices"]
+    ]
+
+
+def test_a_sample_goes_on_after_its_own_tokens(url):
+    # A client that was cut off sends prompt and tokens again.
+    whole = generate(url, max_tokens=12, temperature=0).json()["choices"][0]
+    begun = whole["token_ids"][:5]
+    rest = generate(url, (5, 6, 7, *begun), max_tokens=7, temperature=0).json()
+    assert begun + rest["choices"][0]["token_ids"] == whole["token_ids"]
+
+
+def test_named_stop_tokens_end_a_sample(url):
+    whole = generate(url, max_tokens=12, seed=9).json()["choices"][0]["token_ids"]
+    stop = whole[4]
+    cut = generate(url, max_tokens=12, seed=9, stop_token_ids=[stop]).json()
+    assert cut["choices"][0]["token_ids"] == whole[: whole.index(stop) + 1]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+
+
+def test_ignore_eos_goes_on_to_the_limit(url):
+    answers = generate(url, max_tokens=100, n=8, seed=1, ignore_eos=True).json()
+    assert [c["finish_reason"] for c in answers["choices"]] == ["length"] * 8
+    assert {len(c["token_ids"]) for c in answers["choices"]} == {100}
+
+
+@pytest.mark.parametrize("body", [{"prompt": "1+2="}, {"prompt": ""}])
+def test_tokenize_a_text(url, served, body):
+    told = httpx.post(f"{url}/tokenize", json=body).json()
+    ids = served.tokenizer.encode(body["prompt"], special=True)
+    assert told["tokens"] == list(ids)
+    assert told["count"] == len(ids)
+    assert told["max_model_len"] == 384
+
+
+def test_tokenize_a_conversation_is_the_prompt_of_the_chat(url, client):
+    messages = [{"role": "user", "content": "What?"}]
+    told = httpx.post(f"{url}/tokenize", json={"messages": messages}).json()
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=1, extra_body=WITH_IDS["extra_body"]
+    )
+    assert told["tokens"] == answer.prompt_token_ids
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused(url):
+    answer = generate(url, (CONFIG.vocab_size,), max_tokens=2)
+    assert answer.status_code == 400
+    assert "token ids must lie in 0..319" in answer.json()["error"]["message"]
