@@ -1,0 +1,173 @@
+"""`launch.serve`: its options, its answers, and how it ends."""
+
+import concurrent.futures
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.serve import ServeConfig, check_server
+from launch import evaluate, serve
+from tests import compiled
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--max-prompt-tokens=32", "--max-tokens=24", "--num-slots=4", "--mesh=dp1")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.1", "example.org"])
+def test_an_open_address_needs_a_key(host, tmp_path):
+    with pytest.raises(ConfigError, match=r"--host: .* give --api-key-file"):
+        check_server(ServeConfig(model="demo", host=host))
+    key = tmp_path / "key"
+    key.write_text("secret")
+    check_server(ServeConfig(model="demo", host=host, api_key_file=str(key)))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_loopback_needs_none(host):
+    check_server(ServeConfig(model="demo", host=host))
+
+
+def test_a_missing_key_file_is_an_error():
+    with pytest.raises(ConfigError, match="--api-key-file: there is no file nowhere"):
+        check_server(ServeConfig(model="demo", api_key_file="nowhere"))
+
+
+def test_a_port_that_is_taken_is_an_error_before_the_model_is_opened(model, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve.main([f"--model={model}", f"--port={port}"]) == 1
+    assert f"--port: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().out
+
+
+def test_a_run_is_no_model(tmp_path, capsys):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert serve.main([f"--model={tmp_path / 'run'}", "--port=0"]) == 1
+    assert "is a run, not a model" in capsys.readouterr().out
+
+
+class Program:
+    """`python -m launch.serve` in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.cache = compiled.borrow()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launch.serve", "--port=0", *SMALL, *arguments],
+            cwd=ROOT,
+            env={
+                "JAX_PLATFORMS": "cpu",
+                "HOME": str(self.cache),
+                "PATH": "/usr/bin:/bin",
+                "JAX_COMPILATION_CACHE_DIR": str(self.cache),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        # Ends a program that never says where it listens.
+        watch = threading.Timer(180, self.process.kill)
+        watch.start()
+        self.said, self.url = "", ""
+        for line in self.process.stdout:
+            self.said += line
+            found = re.search(r"serving (\S+) at (http://\S+)/v1", line)
+            if found:
+                self.name, self.url = found[1], found[2]
+                break
+        watch.cancel()
+        assert self.url, self.said
+
+    def end(self, number: int = signal.SIGTERM) -> str:
+        self.process.send_signal(number)
+        rest, _ = self.process.communicate(timeout=120)
+        return rest
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate(timeout=60)
+        compiled.give_back(self.cache, ended_well=self.process.returncode == 0)
+
+
+@pytest.mark.processes
+def test_greedy_answers_are_those_of_the_evaluation(model, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    output = tmp_path / "results.json"
+    options = ("--env=even_length:EvenLength", "--max-tokens=12", "--num-tasks=12")
+    arguments = [f"--model={model}", *options, f"--output={output}"]
+    assert evaluate.main(arguments) == 0
+    lines = output.with_suffix(".completions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == 12
+    with (
+        Program(f"--model={model}") as program,
+        openai.OpenAI(base_url=f"{program.url}/v1", api_key="none") as client,
+        concurrent.futures.ThreadPoolExecutor(6) as pool,
+    ):
+
+        def answer(row):
+            asked = [{"role": "user", "content": row["prompt"]}]
+            return client.chat.completions.create(
+                model="model", messages=asked, temperature=0, max_tokens=12
+            )
+
+        for row, got in zip(rows, pool.map(answer, rows), strict=True):
+            assert got.choices[0].message.content == row["completion"]
+            assert got.usage.completion_tokens == row["num_tokens"]
+        assert "ended" in program.end()
+        assert program.process.returncode == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nobody_hanging(model, number):
+    body = {
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 24, "ignore_eos": True},
+    }
+    with Program(f"--model={model}", "--grace-s=60") as program:
+        url = f"{program.url}/inference/v1/generate"
+        ends: list[object] = []
+        first = threading.Event()
+
+        def ask():
+            try:
+                answer = httpx.post(url, json=body, timeout=120)
+                ends.append(answer.status_code)
+                first.set()
+            except httpx.TransportError as error:
+                ends.append(type(error))
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        assert first.wait(120)
+        begin = time.monotonic()
+        rest = program.end(number)
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert time.monotonic() - begin < 100
+        assert "ended" in rest
+        assert "Traceback" not in rest
+        assert program.process.returncode == 0
+        assert len(ends) == 40
+        # Those that were taken are answered; the others are told so, or turned away.
+        refused = {503, httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError}
+        assert set(ends) <= {200} | refused
+        assert ends.count(200) >= 4
