@@ -15,8 +15,7 @@ from typing import Any
 
 import jaxrl_post
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.resume import flattened
-from jaxrl_post.config.run import RunConfig
+from jaxrl_post.config.run import RunConfig, flattened
 from jaxrl_post.learner.model import versions
 from jaxrl_post.records.lock import run_lock
 from jaxrl_post.sharding import processes

@@ -15,8 +15,7 @@ from jaxrl_post.algorithms import supervised
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.horizon import with_horizons
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.resume import differences
-from jaxrl_post.config.run import RunConfig, UpdateConfig, WarmStartConfig
+from jaxrl_post.config.run import RunConfig, UpdateConfig, WarmStartConfig, differences
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.examples.packed import Examples, batches
 from jaxrl_post.kernels.dispatch import choose

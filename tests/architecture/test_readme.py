@@ -18,6 +18,7 @@ from launch import (
     ppo,
     report,
     reward,
+    serve,
     sft,
 )
 
@@ -43,6 +44,7 @@ PROGRAMS = {
     "evaluate": evaluate.PROGRAM,
     "convert": convert.PROGRAM,
     "report": report.PROGRAM,
+    "serve": serve.PROGRAM,
 }
 
 

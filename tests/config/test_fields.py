@@ -10,9 +10,8 @@ from jaxrl_post.config.evaluate import EvaluateConfig
 from jaxrl_post.config.fields import ANY, Range, fields_of
 from jaxrl_post.config.offline import PreferenceConfig, RewardConfig, SFTConfig
 from jaxrl_post.config.plan import PlanConfig
-from jaxrl_post.config.resume import differences
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.config.run import RunConfig
+from jaxrl_post.config.run import RunConfig, differences
 
 
 def under(section: str, rules: dict[str, str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from tests.mutations.fault import Fault
 from tests.mutations.kernel_faults import KERNELS
 from tests.mutations.loss_faults import LOSSES
 from tests.mutations.sampler_faults import SAMPLER
+from tests.mutations.serve_faults import SERVE
 
 __all__ = ["FAULTS"]
 
@@ -274,7 +275,7 @@ RESUME = [
     ),
     Fault(
         "any option may change on resuming",
-        "config/resume.py",
+        "config/run.py",
         "if before.get(name) != now.get(name)\n        and not",
         "if before.get(name) != now.get(name)\n        and before == now and not",
         "config programs/test_run.py programs/test_resume.py",
@@ -431,6 +432,7 @@ FAULTS = [
     *LOSSES,
     *KERNELS,
     *SAMPLER,
+    *SERVE,
     *PACKING,
     *EXAMPLES,
     *COLLECTOR,

@@ -154,8 +154,8 @@ SAMPLER = [
     Fault(
         "a stop string leaves a token behind it",
         "sampler/engine.py",
-        "sample.tokens = sample.tokens[:cut]",
-        "sample.tokens = sample.tokens[: cut + 1]",
+        "sample.cut(cut)",
+        "sample.cut(cut + 1)",
         "sampler/test_engine.py",
     ),
     Fault(

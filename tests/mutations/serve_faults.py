@@ -1,0 +1,66 @@
+"""Faults of what a server's requests ask for."""
+
+from tests.mutations.fault import Fault
+
+__all__ = ["SERVE"]
+
+CONSTRAINTS = "sampler/test_constraints.py"
+
+SERVE = [
+    Fault(
+        "a constraint's second burst sees the state of the first",
+        "sampler/scheduler.py",
+        "                sample.constraint.advance(token)\n        sample.own.tokens",
+        "                pass\n        sample.own.tokens",
+        CONSTRAINTS,
+    ),
+    Fault(
+        "a constrained burst has several steps",
+        "sampler/batches.py",
+        "min(sample.remaining, 1) if constrained else sample.remaining",
+        "sample.remaining",
+        CONSTRAINTS,
+    ),
+    Fault(
+        "the mass that a constraint leaves is not recorded",
+        "sampler/sampling.py",
+        "log_masses = jnp.log(left.sum(axis=0)) + top - normalizer",
+        "log_masses = jnp.log(left.sum(axis=0))",
+        CONSTRAINTS,
+    ),
+    Fault(
+        "requests of one seed are told apart by their ids",
+        "sampler/batches.py",
+        "request.prompt_id if noise_id is None else noise_id",
+        "request.prompt_id",
+        CONSTRAINTS,
+    ),
+    Fault(
+        "samples of several prompts of a request share their noise",
+        "serve/completions.py",
+        "Wanted(prompt, sampling, fields.n, at * fields.n, fields.seed, constrain)",
+        "Wanted(prompt, sampling, fields.n, 0, fields.seed, constrain)",
+        "serve/test_completions.py",
+    ),
+    Fault(
+        "served tokens are rendered again in the next prompt",
+        "serve/prompts.py",
+        "if not pinned or pinned[-1] + 1 == len(messages):",
+        "if True:",
+        "serve/test_chat.py",
+    ),
+    Fault(
+        "a client that leaves is sampled for all the same",
+        "serve/calls.py",
+        "        if self._left:\n            self._stop()",
+        "        del kind",
+        "serve/test_bad_input.py",
+    ),
+    Fault(
+        "a stream ends before its last piece",
+        "serve/texts.py",
+        "        if reason is not None:\n            return text\n",
+        "",
+        "serve/test_chat.py serve/test_completions.py",
+    ),
+]
