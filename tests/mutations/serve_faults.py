@@ -61,6 +61,6 @@ SERVE = [
         "serve/texts.py",
         "        if reason is not None:\n            return text\n",
         "",
-        "serve/test_chat.py serve/test_completions.py",
+        "serve/test_texts.py",
     ),
 ]
