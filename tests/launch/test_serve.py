@@ -80,6 +80,7 @@ class Program:
         watch = threading.Timer(180, self.process.kill)
         watch.start()
         self.said, self.url = "", ""
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said += line
             found = re.search(r"serving (\S+) at (http://\S+)/v1", line)
