@@ -42,6 +42,8 @@ class ServeConfig:
         num_slots: number of samples that decode at once.
         max_samples: most samples that wait or run; further requests are answered with
             429.
+        max_episodes: most episodes of agents that are kept, open or ended.
+        episode_deadline_s: seconds after which an episode ends by itself.
         max_body_mib: most MiB of a request's body.
         timeout_s: most seconds for an answer, its time in the queue included.
         grace_s: after SIGTERM or Ctrl-C, most seconds for the answers under way.
@@ -63,6 +65,8 @@ class ServeConfig:
     max_tokens: Annotated[int, COUNT] = 1024
     num_slots: Annotated[int, COUNT] = 64
     max_samples: Annotated[int, COUNT] = 4096
+    max_episodes: Annotated[int, COUNT] = 4096
+    episode_deadline_s: Annotated[float, POSITIVE] = 3600.0
     max_body_mib: Annotated[float, POSITIVE] = 4.0
     timeout_s: Annotated[float, POSITIVE] = 600.0
     grace_s: Annotated[float, NOT_NEGATIVE] = 30.0

@@ -27,9 +27,11 @@ from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 
 try:
     import uvicorn
+    from starlette.applications import Starlette
 
     from jaxrl_post.serve.app import Access, make_app
     from jaxrl_post.serve.calls import Served
+    from jaxrl_post.serve.episodes import Episodes
     from jaxrl_post.serve.grammars import Grammars
     from jaxrl_post.serve.prompts import expresses_tools
     from jaxrl_post.serve.service import Service
@@ -82,7 +84,9 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
         service = open_service(config, model)
         try:
             served = served_model(config, model, service)
-            server = _Server(served, _access(config), config.grace_s)
+            episodes = Episodes(config.max_episodes, config.episode_deadline_s)
+            app = make_app(served, _access(config), episodes)
+            server = _Server(app, service, config.grace_s)
             host, port = listener.getsockname()[:2]
             at = f"[{host}]" if ":" in host else host
             console.print(
@@ -184,11 +188,11 @@ def _name(model: str) -> str:
 class _Server(uvicorn.Server):
     """A server that ends its answers before it ends."""
 
-    def __init__(self, served: Served, access: Access, grace_s: float) -> None:
-        self._service, self._grace_s = served.service, grace_s
+    def __init__(self, app: Starlette, service: Service, grace_s: float) -> None:
+        self._service, self._grace_s = service, grace_s
         super().__init__(
             uvicorn.Config(
-                make_app(served, access),
+                app,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

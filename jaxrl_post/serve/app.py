@@ -17,10 +17,14 @@ from starlette.routing import Route
 
 from jaxrl_post.serve import chat, completions, generate
 from jaxrl_post.serve.calls import ApiError, Served
+from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.fields import (
     ChatFields,
     CompletionFields,
+    EndFields,
+    EpisodeFields,
     GenerateFields,
+    RewardFields,
     TokenizeFields,
 )
 
@@ -46,13 +50,17 @@ class Access:
 type Handler = Callable[[HttpRequest, Served, Any], Awaitable[Response]]
 
 
-def make_app(served: Served, access: Access = Access()) -> Starlette:
+def make_app(
+    served: Served, access: Access = Access(), episodes: Episodes | None = None
+) -> Starlette:
     """The application that serves a model.
 
     Args:
         served: the model, whose service runs.
         access: who may ask what.
+        episodes: where agents' episodes are kept; None for a store of its own.
     """
+    episodes = Episodes() if episodes is None else episodes
     created = int(time.time())
 
     async def models(http: HttpRequest) -> Response:
@@ -89,8 +97,14 @@ def make_app(served: Served, access: Access = Access()) -> Starlette:
 
         return Route(path, _counted(served, path, endpoint, access), methods=["POST"])
 
-    def get(path: str, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
-        return Route(path, _counted(served, path, handler, access), methods=["GET"])
+    def get(
+        path: str,
+        handler: Callable[[HttpRequest], Awaitable[Response]],
+        method: str = "GET",
+    ) -> Route:
+        return Route(path, _counted(served, path, handler, access), methods=[method])
+
+    episode = "/episodes/{id}"
 
     return Starlette(
         routes=[
@@ -98,6 +112,13 @@ def make_app(served: Served, access: Access = Access()) -> Starlette:
             post("/v1/completions", CompletionFields, completions.answer),
             post("/inference/v1/generate", GenerateFields, generate.generate),
             post("/tokenize", TokenizeFields, generate.tokenize),
+            post("/episodes", EpisodeFields, episodes.opened),
+            post(f"{episode}/v1/chat/completions", ChatFields, episodes.answer),
+            get(f"{episode}/v1/models", models),
+            post(f"{episode}/reward", RewardFields, episodes.rewarded),
+            post(f"{episode}/end", EndFields, episodes.ended),
+            get(episode, episodes.shown),
+            get(episode, episodes.forgotten, "DELETE"),
             get("/v1/models", models),
             get("/health", health),
             get("/metrics", metrics),

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_post.data import chat as templates
 from jaxrl_post.data.replies import Reply, ToolCall, parse
+from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.serve import answers
 from jaxrl_post.serve.calls import (
     ApiError,
@@ -22,20 +23,32 @@ from jaxrl_post.serve.calls import (
 )
 from jaxrl_post.serve.fields import ChatFields, ToolChoice
 from jaxrl_post.serve.grammars import GrammarError
-from jaxrl_post.serve.prompts import prompt_of, thinks, tools_of
+from jaxrl_post.serve.prompts import messages_of, prompt_of, thinks, tools_of
+from jaxrl_post.serve.recordings import Begun, EndedError, Recording
 from jaxrl_post.serve.texts import Texts
 
 __all__ = ["answer"]
 
 
-async def answer(http: HttpRequest, served: Served, fields: ChatFields) -> Response:
+async def answer(
+    http: HttpRequest,
+    served: Served,
+    fields: ChatFields,
+    recording: Recording | None = None,
+) -> Response:
     """Answers a chat.
+
+    Args:
+        http: the request.
+        served: the model.
+        fields: of the request.
+        recording: the episode to which the chat belongs; None for none.
 
     Raises:
         ApiError: names what is wrong with the request.
     """
     served.check_model(fields.model)
-    asked = _Asked.of(served, fields)
+    asked = _Asked.of(served, fields, recording)
     if fields.stream:
         return answers.event_stream(served, _events(served, asked))
     [updates] = await collected(http, served, [asked.wanted])
@@ -62,9 +75,13 @@ class _Asked:
     texts: Texts
     thinking: bool
     tools: bool
+    recording: Recording | None
+    begun: Begun | None
 
     @classmethod
-    def of(cls, served: Served, fields: ChatFields) -> "_Asked":
+    def of(
+        cls, served: Served, fields: ChatFields, recording: Recording | None
+    ) -> "_Asked":
         """Reads and checks a request.
 
         Raises:
@@ -89,12 +106,18 @@ class _Asked:
             )
         except ValueError as error:
             raise ApiError(400, str(error), param="chat_template_kwargs") from error
-        prompt = prompt_of(
-            served.tokenizer,
-            fields.messages,
-            options,
-            continue_final=fields.continue_final_message,
-        )
+        begun, seed = None, fields.seed
+        if recording is None:
+            prompt = prompt_of(
+                served.tokenizer,
+                fields.messages,
+                options,
+                continue_final=fields.continue_final_message,
+            )
+        else:
+            begun = _begun(served, recording, fields, options)
+            prompt = begun.prompt
+            seed = recording.noise(begun) if seed is None else seed
         most = fields.max_completion_tokens or fields.max_tokens or served.max_tokens
         served.check_lengths(prompt, most)
         constrain = answers.constraint_of(served, fields)
@@ -107,11 +130,26 @@ class _Asked:
         special = bool(served.form.openings) or not fields.skip_special_tokens
         return cls(
             fields,
-            Wanted(prompt, sampling, fields.n, seed=fields.seed, constrain=constrain),
+            Wanted(prompt, sampling, fields.n, seed=seed, constrain=constrain),
             Texts(served.tokenizer, sampling.stop_strings, special),
             thinks(served.tokenizer, prompt),
             bool(tools),
+            recording,
+            begun,
         )
+
+    def record(self, update: Update, message: Mapping[str, Any], reason: str) -> int:
+        """Records an answer in its episode; returns its number there.
+
+        Raises:
+            ApiError: the episode has ended meanwhile.
+        """
+        assert self.recording is not None
+        assert self.begun is not None
+        try:
+            return self.recording.add(self.begun, update.tokens, message, reason)
+        except EndedError as error:
+            raise ApiError(409, str(error), code="episode_ended") from error
 
     def reply(self, served: Served, update: Update) -> Reply:
         """What a sample says, in parts."""
@@ -132,6 +170,41 @@ class _Asked:
             if reasoning is not None:
                 reasoning = self.texts.without_special(reasoning)
         return Reply(content, reasoning, calls, reply.broken)
+
+
+def _begun(
+    served: Served, recording: Recording, fields: ChatFields, options: templates.Options
+) -> Begun:
+    """The prompt of a call in an episode.
+
+    Raises:
+        ApiError: the episode has ended, or the template refuses the conversation.
+    """
+    if fields.continue_final_message:
+        raise ApiError(
+            400,
+            "continue_final_message: an answer of an episode is whole when it is "
+            "served; send a new message",
+            param="continue_final_message",
+        )
+    try:
+        return recording.begin(served.tokenizer, messages_of(fields.messages), options)
+    except EndedError as error:
+        raise ApiError(409, str(error), code="episode_ended") from error
+    except TokenizerError as error:
+        raise ApiError(400, f"messages: {error}", param="messages") from error
+
+
+def _message(served: Served, reply: Reply) -> dict[str, Any]:
+    """An answer as clients read it."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning is not None:
+        # vLLM's name and SGLang's.
+        message |= {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
+    if reply.calls:
+        message["content"] = reply.content or None
+        message["tool_calls"] = [_called(served, call, None) for call in reply.calls]
+    return message
 
 
 def _required(served: Served, fields: ChatFields) -> Any:
@@ -178,19 +251,15 @@ def _ended(reply: Reply, update: Update) -> str | None:
 def _choice(served: Served, asked: _Asked, update: Update) -> dict[str, Any]:
     fields, reply = asked.fields, asked.reply(served, update)
     served.metrics.broken_calls.inc(reply.broken)
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-    if reply.reasoning is not None:
-        # vLLM's name and SGLang's.
-        message |= {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
-    if reply.calls:
-        message["content"] = reply.content or None
-        message["tool_calls"] = [_called(served, call, None) for call in reply.calls]
+    message = _message(served, reply)
     choice: dict[str, Any] = {
         "index": update.sample_index,
         "message": message,
         "finish_reason": _ended(reply, update),
         "logprobs": _logprobs(served, asked, update, 0),
     }
+    if asked.recording is not None:
+        choice["turn"] = asked.record(update, message, choice["finish_reason"])
     if fields.return_token_ids:
         ids = update.tokens.ids.tolist()
         constrained = asked.wanted.constrain is not None
@@ -272,6 +341,10 @@ class _Choices:
             "finish_reason": _ended(reply, update),
             "logprobs": _logprobs(self.served, self.asked, update, told.tokens),
         }
+        if finished and self.asked.recording is not None:
+            message = _message(self.served, reply)
+            reason = piece["finish_reason"]
+            piece["turn"] = self.asked.record(update, message, reason)
         if self.asked.fields.return_token_ids:
             piece["token_ids"] = update.tokens.ids[told.tokens :].tolist()
         told.begun, told.tokens = True, len(update.tokens)

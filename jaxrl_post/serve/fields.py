@@ -14,8 +14,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 __all__ = [
     "ChatFields",
     "CompletionFields",
+    "EndFields",
+    "EpisodeFields",
     "GenerateFields",
     "JsonSchema",
+    "RewardFields",
     "SamplingFields",
     "StructuredOutputs",
     "TokenizeFields",
@@ -293,3 +296,25 @@ class TokenizeFields(_Fields):
         if (self.prompt is None) == (not self.messages):
             raise ValueError("give prompt or messages, one of them")
         return self
+
+
+class EpisodeFields(_Fields):
+    """`POST /episodes`."""
+
+    id: str | None = None
+    seed: int | None = None
+    deadline_s: Annotated[float | None, Field(gt=0)] = None
+
+
+class RewardFields(_Fields):
+    """`POST /episodes/ID/reward`: of a turn, or of the episode as a whole."""
+
+    reward: float
+    turn: Annotated[int | None, Field(ge=0)] = None
+
+
+class EndFields(_Fields):
+    """`POST /episodes/ID/end`."""
+
+    reward: float | None = None
+    reason: Annotated[str, Field(min_length=1, max_length=256)] = "the agent is done"

@@ -54,6 +54,15 @@ class Metrics:
             "Tool calls that could not be read.",
             registry=registry,
         )
+        self.calls = Counter(
+            name("episode_calls"),
+            "Calls in episodes: how each relates to those before it.",
+            ["kind"],
+            registry=registry,
+        )
+        self.episodes = Gauge(
+            name("episodes_kept"), "Episodes that are kept.", registry=registry
+        )
         self.samples = Gauge(
             name("samples_under_way"),
             "Samples that wait or run.",

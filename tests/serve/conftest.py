@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 import uvicorn
+from starlette.applications import Starlette
 
 from jaxrl_post.data.replies import format_of
 from jaxrl_post.data.tokenizer import Tokenizer
@@ -84,12 +85,13 @@ def make_served(tokenizer: Tokenizer, sizes: EngineConfig = SIZES, **options) ->
 
 
 @contextlib.contextmanager
-def listening(served: Served, access: Access = ANYBODY) -> Iterator[str]:
+def listening(
+    served: Served, access: Access = ANYBODY, app: Starlette | None = None
+) -> Iterator[str]:
     """The address of a server, without /v1."""
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
-        config = uvicorn.Config(
-            make_app(served, access), log_level="warning", lifespan="off"
-        )
+        app = make_app(served, access) if app is None else app
+        config = uvicorn.Config(app, log_level="warning", lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()

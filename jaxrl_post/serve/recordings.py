@@ -1,0 +1,339 @@
+"""What an agent was served in one episode: a tree of sampled turns.
+
+An agent sends a whole conversation each time. It is compared, message by message, with
+the conversations that were served. If it continues one of them, the prompt is the
+tokens of that one and those of the new messages (`data/bridges.py`): the served tokens
+stay as they are. If it continues one that was continued before, it is a branch. If it
+continues none, because an answer or the beginning was edited, a new segment begins with
+a prompt of its own.
+"""
+
+import collections
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxrl_post.data import chat
+from jaxrl_post.data.bridges import bridge
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.tokens import Tokens
+
+__all__ = ["Begun", "Branch", "EndedError", "Recording", "Turn"]
+
+# How a call relates to those before it. "first": the first one. "again": the prompt of
+# an earlier one. "bridged": it continues an answer. "branched": it continues an answer
+# that was continued before. "edited": it continues none. "unbridged": it continues an
+# answer, but the template does not show how.
+type Kind = Literal["first", "again", "bridged", "branched", "edited", "unbridged"]
+
+
+class EndedError(ValueError):
+    """The episode takes no more calls or rewards."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer that was served.
+
+    Attributes:
+        parent: the turn that it continues; None for the beginning of a segment.
+        context: tokens between the parent's and its own.
+        sampled: its tokens.
+        said: one key per message of the conversation, its own answer last.
+        settings: a key of the template's other inputs.
+        finish_reason: as OpenAI names it.
+    """
+
+    parent: int | None
+    context: Tokens
+    sampled: Tokens
+    said: tuple[str, ...]
+    settings: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A call that is to be sampled.
+
+    Attributes:
+        prompt: token ids.
+        parent: the turn that it continues; None if it begins a segment.
+        said: one key per message.
+        settings: a key of the template's other inputs.
+        number: of the call in the episode, from 0.
+        kind: how it relates to the calls before it.
+    """
+
+    prompt: tuple[int, ...]
+    parent: int | None
+    said: tuple[str, ...]
+    settings: str
+    number: int
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A path of the tree, from a beginning to a leaf, as one sequence.
+
+    Attributes:
+        tokens: all of the path's. A turn is sampled in the first branch that contains
+            it, and context in all later ones, so it is trained on once.
+        turns: int32 [tokens], the turn of each token that is sampled here, else -1.
+    """
+
+    tokens: Tokens
+    turns: np.ndarray
+
+
+@dataclass
+class Recording:
+    """One episode of an agent.
+
+    Attributes:
+        id: its name.
+        seed: of the noise of its calls; None for noise of their own.
+        turns: what was served, in the order in which it ended.
+        rewards: by turn.
+        reward: of the episode as a whole.
+        ended: why it ended; "" while it goes on.
+        counts: calls by kind.
+        calls: number of calls that began.
+    """
+
+    id: str
+    seed: int | None = None
+    turns: list[Turn] = field(default_factory=list)
+    rewards: dict[int, float] = field(default_factory=dict)
+    reward: float = 0.0
+    ended: str = ""
+    counts: collections.Counter[str] = field(default_factory=collections.Counter)
+    calls: int = 0
+
+    def begin(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        options: chat.Options,
+    ) -> Begun:
+        """Finds the prompt of a conversation.
+
+        Args:
+            tokenizer: the model's.
+            messages: as chat templates read them.
+            options: inputs of the template.
+
+        Raises:
+            EndedError: the episode has ended.
+            TokenizerError: the template refuses the conversation.
+        """
+        self.check_open()
+        said = tuple(map(_key, messages))
+        settings = json.dumps(
+            [options.tools, options.documents, dict(options.variables)], sort_keys=True
+        )
+        parent = self._continued(said, settings)
+        prompt: tuple[int, ...] | None = None
+        kind: Kind = "bridged"
+        if parent is not None:
+            turn = self.turns[parent]
+            last = int(turn.sampled.ids[-1]) if len(turn.sampled) else None
+            place = len(turn.said)
+            after = bridge(
+                tokenizer,
+                messages[:place],
+                messages[place:],
+                options,
+                stop_id=last if last in tokenizer.stop_ids else None,
+            )
+            if after is None:
+                kind, parent = "unbridged", None
+            else:
+                path = self.path(parent).tokens.ids.tolist()
+                prompt = (*path, *after)
+                if any(other.parent == parent for other in self.turns):
+                    kind = "branched"
+        elif not self.calls:
+            kind = "first"
+        else:
+            asked = [turn.said[:-1] for turn in self.turns if turn.parent is None]
+            kind = "again" if said in asked else "edited"
+        if prompt is None:
+            prompt = chat.render(tokenizer, messages, options)
+        number, self.calls = self.calls, self.calls + 1
+        self.counts[kind] += 1
+        return Begun(prompt, parent, said, settings, number, kind)
+
+    def noise(self, begun: Begun) -> int | None:
+        """The noise of a call, in [0, 2**32); None without a seed.
+
+        It depends on the seed and on the number of the call, so a call that is repeated
+        gets another answer, and an agent that does the same again gets the same ones.
+        """
+        if self.seed is None:
+            return None
+        text = f"{self.seed} {begun.number}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
+
+    def add(
+        self, begun: Begun, tokens: Tokens, answer: Mapping[str, Any], reason: str
+    ) -> int:
+        """Records an answer; returns its number.
+
+        Args:
+            begun: the call.
+            tokens: that were sampled.
+            answer: the message that was served.
+            reason: why it ended, as OpenAI names it.
+
+        Raises:
+            EndedError: the episode has ended meanwhile, and the answer is not counted.
+        """
+        self.check_open()
+        before = 0 if begun.parent is None else len(self.path(begun.parent).tokens)
+        self.turns.append(
+            Turn(
+                begun.parent,
+                Tokens.context(begun.prompt[before:]),
+                tokens,
+                (*begun.said, _key(answer)),
+                begun.settings,
+                reason,
+            )
+        )
+        return len(self.turns) - 1
+
+    def credit(self, reward: float, turn: int | None = None) -> None:
+        """Adds a reward, to a turn or to the episode as a whole.
+
+        Raises:
+            EndedError: the episode has ended.
+            ValueError: the reward is not finite, or there is no such turn.
+        """
+        self.check_open()
+        if not math.isfinite(reward):
+            raise ValueError(f"reward: must be finite; got {reward}")
+        if turn is None:
+            self.reward += reward
+            return
+        if not 0 <= turn < len(self.turns):
+            raise ValueError(
+                f"turn: the episode has {len(self.turns)} turns, numbered from 0; got "
+                f"{turn}"
+            )
+        self.rewards[turn] = self.rewards.get(turn, 0.0) + reward
+
+    def end(self, why: str) -> None:
+        """Ends the episode; one that has ended stays as it is."""
+        self.ended = self.ended or why
+
+    def check_open(self) -> None:
+        """Raises EndedError if the episode has ended."""
+        if self.ended:
+            raise EndedError(f"episode {self.id} has ended: {self.ended}")
+
+    def path(self, turn: int) -> Branch:
+        """All tokens up to the end of a turn, each sampled where it was."""
+        numbers: list[int] = []
+        at: int | None = turn
+        while at is not None:
+            numbers.append(at)
+            at = self.turns[at].parent
+        return self._joined(numbers[::-1], set())
+
+    def branches(self) -> list[Branch]:
+        """The paths to all leaves, in their order; each turn is sampled in one."""
+        parents = {turn.parent for turn in self.turns}
+        leaves = [number for number in range(len(self.turns)) if number not in parents]
+        made, trained = [], set()
+        for leaf in leaves:
+            numbers, at = [], leaf
+            while at is not None:
+                numbers.append(at)
+                at = self.turns[at].parent
+            made.append(self._joined(numbers[::-1], trained))
+            trained |= set(numbers)
+        return made
+
+    def to_json(self) -> dict[str, Any]:
+        """The episode for whoever trains on it."""
+        return {
+            "id": self.id,
+            "ended": self.ended,
+            "reward": self.reward + sum(self.rewards.values()),
+            "turn_rewards": {
+                str(n): value for n, value in sorted(self.rewards.items())
+            },
+            "turns": [
+                {
+                    "parent": turn.parent,
+                    "finish_reason": turn.finish_reason,
+                    "num_tokens": len(turn.sampled),
+                }
+                for turn in self.turns
+            ],
+            "calls": dict(self.counts),
+            "branches": [
+                {
+                    "token_ids": branch.tokens.ids.tolist(),
+                    "sampled": branch.tokens.sampled.tolist(),
+                    "logprobs": branch.tokens.logprobs.tolist(),
+                    "log_masses": branch.tokens.log_masses.tolist(),
+                    "versions": branch.tokens.versions.tolist(),
+                    "turns": branch.turns.tolist(),
+                }
+                for branch in self.branches()
+            ],
+        }
+
+    def _continued(self, said: tuple[str, ...], settings: str) -> int | None:
+        """The turn that a conversation continues, by the most messages; else None."""
+        best: int | None = None
+        for number, turn in enumerate(self.turns):
+            length = len(turn.said)
+            if (
+                turn.settings == settings
+                and length < len(said)
+                and said[:length] == turn.said
+                and (best is None or length >= len(self.turns[best].said))
+            ):
+                best = number
+        return best
+
+    def _joined(self, numbers: Sequence[int], trained: set[int]) -> Branch:
+        pieces, turns = [], []
+        for number in numbers:
+            turn = self.turns[number]
+            sampled, mark = turn.sampled, number
+            if number in trained:
+                sampled, mark = Tokens.context(sampled.ids.tolist()), -1
+            pieces += [turn.context, sampled]
+            turns += [-1] * len(turn.context) + [mark] * len(sampled)
+        return Branch(Tokens.concatenate(pieces), np.array(turns, np.int32))
+
+
+def _key(message: Mapping[str, Any]) -> str:
+    """What makes a message the same: not reasoning, ids, or space around an answer."""
+    content = message.get("content") or ""
+    if message["role"] == "assistant" and isinstance(content, str):
+        content = content.strip()
+    calls = [
+        [call["function"]["name"], _value(call["function"].get("arguments"))]
+        for call in message.get("tool_calls") or ()
+    ]
+    return json.dumps([message["role"], content, calls], sort_keys=True)
+
+
+def _value(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

@@ -1,0 +1,137 @@
+"""The tree of an episode, without a model: prompts, branches, what is trained on."""
+
+import random
+
+import numpy as np
+import pytest
+
+from jaxrl_post.data import chat
+from jaxrl_post.serve.recordings import EndedError, Recording
+from jaxrl_post.tokens import Tokens
+from tests.serve.conftest import make_tokenizer
+from tests.serve.test_episodes import FORGETS
+
+OPTIONS = chat.Options()
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def served(recording, tokenizer, messages, text, *, stop=True):
+    """A call that is answered with `text`; its prompt and its sampled ids."""
+    begun = recording.begin(tokenizer, messages, OPTIONS)
+    ids = [*tokenizer.encode(text), *([tokenizer.stop_ids[0]] if stop else [])]
+    tokens = Tokens.generated(ids, [-0.5] * len(ids), version=len(recording.turns))
+    recording.add(begun, tokens, said(text), "stop" if stop else "length")
+    return begun, ids
+
+
+def written(tokenizer, ids):
+    return tokenizer.backend.decode(list(ids), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_the_next_prompt_is_what_the_template_writes(tokenizer, stop):
+    recording = Recording("one")
+    first, ids = served(recording, tokenizer, [user("a")], "b", stop=stop)
+    messages = [user("a"), said("b"), user("c")]
+    second, _ = served(recording, tokenizer, messages, "d")
+    # The stop token stands there once, sampled or as context.
+    assert written(tokenizer, second.prompt) == chat.render_text(tokenizer, messages)
+    assert second.prompt[: len(first.prompt) + len(ids)] == (*first.prompt, *ids)
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_template_that_forgets_is_bridged(stop):
+    tokenizer = make_tokenizer(FORGETS)
+    recording = Recording("one")
+    served(recording, tokenizer, [user("a")], "<think>b</think>c", stop=stop)
+    messages = [user("a"), said("<think>b</think>c"), user("d")]
+    second, _ = served(recording, tokenizer, messages, "e")
+    assert second.kind == "bridged"
+    assert written(tokenizer, second.prompt) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>b</think>c"
+        "<|im_end|>\n<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_that_shows_no_end_begins_a_segment(tokenizer):
+    hidden = make_tokenizer(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
+        "{% endfor %}<|im_end|>"
+    )
+    recording = Recording("one")
+    served(recording, hidden, [user("a")], "b")
+    second, _ = served(recording, hidden, [user("a"), said("b"), user("c")], "d")
+    assert second.kind == "unbridged"
+    assert second.parent is None
+    assert written(hidden, second.prompt) == "ac<|im_end|>"
+    del tokenizer
+
+
+def test_random_agents_train_each_turn_once(tokenizer):
+    draw = random.Random(0)
+    for episode in range(30):
+        recording = Recording(str(episode))
+        conversations = [[user("begin")]]
+        for number in range(draw.randrange(1, 8)):
+            messages = draw.choice(conversations)
+            begun, ids = served(recording, tokenizer, messages, f"answer {number}")
+            path = recording.path(number).tokens
+            assert tuple(path.ids[: len(begun.prompt)]) == begun.prompt
+            assert path.ids[len(begun.prompt) :].tolist() == ids
+            extended = [*messages, said(f"answer {number}")]
+            conversations.append([*extended, user(f"question {draw.randrange(3)}")])
+        branches = recording.branches()
+        for number, turn in enumerate(recording.turns):
+            found = [np.flatnonzero(branch.turns == number) for branch in branches]
+            assert sorted(map(len, found)) == [0] * (len(branches) - 1) + [
+                len(turn.sampled)
+            ]
+        for branch in branches:
+            np.testing.assert_array_equal(branch.turns >= 0, branch.tokens.sampled)
+            text = written(tokenizer, branch.tokens.ids)
+            # No message is lost or repeated on the way.
+            assert text.startswith("<|im_start|>user\nbegin<|im_end|>")
+            assert text.count("<|im_start|>user") == text.count("answer")
+
+
+def test_space_around_an_answer_and_reasoning_do_not_matter(tokenizer):
+    recording = Recording("one")
+    served(recording, tokenizer, [user("a")], " b\n")
+    back = {"role": "assistant", "content": "b", "reasoning_content": "why"}
+    begun = recording.begin(tokenizer, [user("a"), back, user("c")], OPTIONS)
+    assert begun.kind == "bridged"
+
+
+def test_the_longest_conversation_is_continued(tokenizer):
+    recording = Recording("one")
+    served(recording, tokenizer, [user("a")], "b")
+    served(recording, tokenizer, [user("a"), said("b"), user("c")], "d")
+    messages = [user("a"), said("b"), user("c"), said("d"), user("e")]
+    assert recording.begin(tokenizer, messages, OPTIONS).parent == 1
+
+
+def test_an_episode_that_has_ended_takes_nothing(tokenizer):
+    recording = Recording("one")
+    begun = recording.begin(tokenizer, [user("a")], OPTIONS)
+    recording.end("done")
+    recording.end("again")
+    assert recording.ended == "done"
+    with pytest.raises(EndedError, match="episode one has ended: done"):
+        recording.begin(tokenizer, [user("a")], OPTIONS)
+    with pytest.raises(EndedError):
+        recording.add(begun, Tokens.context(()), said("b"), "stop")
+    with pytest.raises(EndedError):
+        recording.credit(1.0)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_is_finite(reward):
+    with pytest.raises(ValueError, match="reward: must be finite"):
+        Recording("one").credit(reward)
