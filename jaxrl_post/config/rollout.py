@@ -97,7 +97,10 @@ class RolloutConfig:
             on the nodes of that cluster; ray:local: always on one of this machine.
         reward_workers: number of processes that judge answers.
         reward_cpus: with judges on a Ray cluster, CPUs reserved for each process.
-        reward_deadline_s: most seconds for one judgement.
+        serve: address at which agents reach the sampler, for an environment of agents
+            (`envs.AgentEnvironment`); with port 0 a free one.
+        reward_deadline_s: most seconds for one judgement; of an environment of agents
+            for one episode.
         reward_memory_gib: most GiB of address space of a process that judges; a step
             that needs more fails. None for no limit.
         reward_grace_s: with `partial`, seconds for which decoding waits for the next of
@@ -139,6 +142,7 @@ class RolloutConfig:
     judges: Annotated[str, FREE] = "local"
     reward_workers: Annotated[int, COUNT, FREE] = 1
     reward_cpus: Annotated[float, POSITIVE, FREE] = 1.0
+    serve: Annotated[str, FREE] = "127.0.0.1:0"
     reward_deadline_s: Annotated[float, POSITIVE, FREE] = 10.0
     reward_memory_gib: Annotated[float | None, POSITIVE, FREE] = None
     reward_grace_s: Annotated[float, NOT_NEGATIVE, FREE] = 0.25

@@ -2,6 +2,7 @@
 
 from jaxrl_post.envs.catalog import make
 from jaxrl_post.envs.env import (
+    AgentEnvironment,
     Answer,
     Environment,
     Message,
@@ -17,6 +18,7 @@ from jaxrl_post.envs.env import (
 from jaxrl_post.envs.workers.pool import Outcome, WorkerPool, WorkerStartError
 
 __all__ = [
+    "AgentEnvironment",
     "Answer",
     "Environment",
     "Message",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_post.envs.env import (
+    AgentEnvironment,
     Environment,
     StatefulEnvironment,
     StatelessEnvironment,
@@ -134,10 +135,11 @@ def _make_custom(module: str, factory: str, chosen: Mapping[str, Any]) -> Enviro
             f"no environment {spec!r}: {module!r} has no function or class {factory!r}"
         )
     environment = _call(build, chosen, spec)
-    if not isinstance(environment, StatelessEnvironment | StatefulEnvironment):
+    kinds = StatelessEnvironment | StatefulEnvironment | AgentEnvironment
+    if not isinstance(environment, kinds):
         raise ValueError(
             f"{spec!r} must return an environment (name, tasks, demonstration, and "
-            f"step or open), got {type(environment).__name__}"
+            f"step, open or run), got {type(environment).__name__}"
         )
     return environment
 

@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol, overload, runtime_checkable
 from jaxrl_post.messages import Message
 
 __all__ = [
+    "BASE_URL",
+    "AgentEnvironment",
     "Answer",
     "Environment",
     "Message",
@@ -29,6 +31,9 @@ __all__ = [
     "TaskSequence",
     "response",
 ]
+
+# Where `Task.data` has the base URL of an agent's episode.
+BASE_URL = "openai_base_url"
 
 type Split = Literal["train", "eval"]
 
@@ -166,6 +171,31 @@ class StatefulEnvironment(Environment, Protocol):
 
     def open(self, task: Task) -> Session:
         """Starts an episode, in the worker process that will answer all its turns."""
+        ...
+
+
+@runtime_checkable
+class AgentEnvironment(Environment, Protocol):
+    """An environment whose episodes are carried out by a program that calls the model.
+
+    The program may be anything that speaks OpenAI's chat API: a client, an agent
+    framework, a harness. It needs no change: what it is served is recorded.
+    """
+
+    def run(self, task: Task, base_url: str) -> Step:
+        """Carries out an episode, and judges it.
+
+        Runs in the main thread of a worker process, under the pool's deadline, which
+        then bounds a whole episode. What it starts must end with it.
+
+        Args:
+            task: the problem.
+            base_url: of the episode, such as "http://127.0.0.1:8000/episodes/3-0/v1",
+                for one agent; POST .../reward beside /v1 credits single turns.
+
+        Returns:
+            The reward of the episode, and metrics; `messages` are not read.
+        """
         ...
 
 

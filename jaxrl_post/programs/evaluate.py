@@ -23,7 +23,7 @@ from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data import chat
 from jaxrl_post.data.generation import GenerationDefaults, read_generation_defaults
-from jaxrl_post.envs import Environment, Task, WorkerPool
+from jaxrl_post.envs import AgentEnvironment, Environment, Task, WorkerPool
 from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import distinct
@@ -132,6 +132,11 @@ def evaluate(
             as `sampling_of`.
         RolloutTimeoutError: the deadline passed.
     """
+    if isinstance(environment, AgentEnvironment):
+        raise ConfigError(
+            f"--env: {environment.name} is an environment of agents, which "
+            "launch.evaluate does not run; launch.serve serves the model to them"
+        )
     tasks = _tasks(config, environment)
     sampling, _ = sampling_of(config, model)
     if config.samples > 1 and sampling.temperature == 0:

@@ -20,7 +20,11 @@ from jaxrl_post.learner.model import Model
 from jaxrl_post.programs.judge import RewardJudge
 from jaxrl_post.programs.scores import FailedRolloutsError, Scores, score
 from jaxrl_post.rollout import batch as batching
-from jaxrl_post.rollout.collector import Collector, RolloutTimeoutError
+from jaxrl_post.rollout.collector import (
+    Collector,
+    EpisodeCollector,
+    RolloutTimeoutError,
+)
 from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.rollout.flight import ChangedTaskError, Limits
 from jaxrl_post.rollout.queue import GroupQueue
@@ -70,7 +74,7 @@ class Experience:
     config: RLConfig
     environment: Environment
     stop_ids: tuple[int, ...]
-    collector: Collector
+    collector: EpisodeCollector
     indices: grain.DatasetIterator
     greedy: bool = False
     judge: RewardJudge | None = None
@@ -133,9 +137,7 @@ class Experience:
         numbered = [(EVAL_IDS + i, tasks[i]) for i in range(count)]
         # A second collector, so that training's unfinished groups stay untouched.
         training = self.collector
-        collector = Collector(
-            training.codec, training.judges, training.limits, training.deadline_s
-        )
+        collector = training.apart()
         sampling = self.sampling(temperature=0.0)
         groups = collector.run(sampler, numbered, 1, sampling)
         spent = dict(training.seconds)

@@ -1,5 +1,6 @@
 """Training runs that sample: `launch.grpo`, `launch.ppo` and `launch.distill`."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.envs import WorkerPool
+from jaxrl_post.envs import AgentEnvironment, WorkerPool
 from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.environment import make_environment
@@ -36,6 +37,7 @@ from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Critic, Updater, longest_sequence, row_tokens
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
+from jaxrl_post.programs.agents import agent_collector
 from jaxrl_post.programs.experience import Evaluation, Experience, make_collector
 from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.judge import open_judge
@@ -62,6 +64,7 @@ from jaxrl_post.records.sinks import (
     SampleLog,
     warnings_shown,
 )
+from jaxrl_post.rollout.collector import EpisodeCollector
 from jaxrl_post.rollout.episode import Group
 from jaxrl_post.sharding import processes, split_size
 
@@ -124,8 +127,9 @@ def run_rl(
                 memory_limit_gib=rollout.reward_memory_gib,
                 make_worker=make_worker,
             ) as judges,
+            contextlib.ExitStack() as stack,
         ):
-            trainer = _trainer(run, kept, judges, algorithm)
+            trainer = _trainer(run, kept, judges, algorithm, stack)
             _print_layout(run, trainer)
             return _loop(run, trainer, should_stop)
 
@@ -218,8 +222,22 @@ def _trainer(
     tasks: TaskSets,
     judges: WorkerPool,
     algorithm: Algorithm,
+    stack: contextlib.ExitStack,
 ) -> Trainer:
     config, model = run.config, run.model
+    weights = sampler_layout(config.rollout, model)
+    engine = make_engine(
+        config.rollout,
+        model,
+        weights,
+        seed=config.seed,
+        exact=config.exact,
+        kept_ids=config.kept_ids,
+        kernels=config.kernels,
+    )
+    collector: EpisodeCollector = make_collector(config.rollout, model, judges)
+    if isinstance(tasks.environment, AgentEnvironment):
+        collector = stack.enter_context(agent_collector(config, model, judges, engine))
     policy_steps, critic_steps = optimizer_steps(config)
     begin = functools.partial(
         begin_training,
@@ -264,7 +282,7 @@ def _trainer(
         config=config,
         environment=tasks,
         stop_ids=model.tokenizer.stop_ids,
-        collector=make_collector(config.rollout, model, judges),
+        collector=collector,
         indices=task_indices(
             (tasks if demonstrations is None else demonstrations).size("train"),
             config.seed,
@@ -282,16 +300,6 @@ def _trainer(
         state=state,
         reference=reference,
         critic=critic,
-    )
-    weights = sampler_layout(config.rollout, model)
-    engine = make_engine(
-        config.rollout,
-        model,
-        weights,
-        seed=config.seed,
-        exact=config.exact,
-        kept_ids=config.kept_ids,
-        kernels=config.kernels,
     )
     return Trainer(engine, experience, updater, weights, demonstrations)
 

@@ -205,7 +205,7 @@ def sequences(
     skip_truncated: bool = False,
     mark_truncated: bool = False,
 ) -> list[packing.Sequence]:
-    """Makes one training sequence of every episode that did not fail.
+    """Makes a training sequence of every episode that did not fail; of agents several.
 
     Args:
         groups: as for `advantages`.
@@ -227,16 +227,19 @@ def sequences(
             if values.ndim == 2:
                 by_turn = np.full(len(episode.turns), by_turn)
             per_token = np.concatenate([np.zeros(1), by_turn])[turns]
-            made.append(
+            placed = None
+            if rewards is not None:
+                placed = _at_ends(turns, rewards[row, column])
+            tokens = episode.tokens
+            made += [
                 packing.Sequence(
-                    tokens=episode.tokens,
-                    advantages=per_token.astype(np.float32),
-                    rewards=None
-                    if rewards is None
-                    else _at_ends(turns, rewards[row, column]),
+                    tokens=tokens[span],
+                    advantages=per_token[span].astype(np.float32),
+                    rewards=None if placed is None else placed[span],
                     truncated=episode.truncated if mark_truncated else None,
                 )
-            )
+                for span in episode.spans
+            ]
     return made
 
 

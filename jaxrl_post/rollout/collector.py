@@ -90,6 +90,75 @@ class Codec(Protocol):
         ...
 
 
+@runtime_checkable
+class EpisodeCollector(Protocol):
+    """What carries out the episodes of a run, any number at the same time.
+
+    `Collector` samples turn by turn itself; `serve.agents.AgentCollector` answers
+    programs that ask for turns.
+
+    Attributes:
+        seconds: time spent by phase, "rollout" and "reward"; the caller may reset it.
+    """
+
+    seconds: dict[str, float]
+
+    @property
+    def in_flight(self) -> int:
+        """Number of unfinished groups."""
+        ...
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt ids of the unfinished groups, the oldest first."""
+        ...
+
+    def apart(self) -> "EpisodeCollector":
+        """A collector of the same kind without episodes."""
+        ...
+
+    def run(
+        self,
+        sampler: Any,
+        tasks: Sequence[tuple[int, Task]],
+        num_samples: int,
+        sampling: SamplingParams,
+    ) -> list[Group]:
+        """Runs the episodes of all tasks until they end."""
+        ...
+
+    def start(
+        self,
+        tasks: Sequence[tuple[int, Task]],
+        num_samples: int,
+        sampling: SamplingParams,
+    ) -> None:
+        """Starts episodes."""
+        ...
+
+    def poll(self, sampler: Any, deadline: float) -> list[Group]:
+        """Runs one round; returns the groups that finished."""
+        ...
+
+    def pause(self, sampler: Any) -> None:
+        """Waits for the device; the samples stay in the sampler."""
+        ...
+
+    def suspend(self, sampler: Any) -> None:
+        """Takes all samples back from the sampler."""
+        ...
+
+    def state(self) -> list[dict[str, Any]]:
+        """The unfinished groups as a JSON value for `restore`."""
+        ...
+
+    def restore(
+        self, value: Sequence[Mapping[str, Any]], tasks: Mapping[int, Task]
+    ) -> None:
+        """Replaces the unfinished groups with those of `state`."""
+        ...
+
+
 @dataclass
 class _Open:
     """A group with unfinished episodes."""
@@ -144,6 +213,10 @@ class Collector:
     def prompt_ids(self) -> tuple[int, ...]:
         """The prompt ids of the unfinished groups, the oldest first."""
         return tuple(self._open)
+
+    def apart(self) -> "Collector":
+        """A collector of the same kind without episodes, which never waits in vain."""
+        return Collector(self.codec, self.judges, self.limits, self.deadline_s)
 
     def run(
         self,

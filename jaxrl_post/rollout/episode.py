@@ -81,6 +81,9 @@ class Episode:
         turns: the policy's turns, in order.
         finish_reason: how the episode ended, see `EpisodeEnd`; "" until then.
         error: why the episode failed; "" otherwise.
+        segments: of an agent that branched or began anew, the numbers of the turns,
+            from 0, that begin a sequence of their own beside the first; their context
+            is their whole prompt.
     """
 
     prompt_id: int
@@ -90,10 +93,14 @@ class Episode:
     turns: tuple[Turn, ...] = ()
     finish_reason: EpisodeEnd = ""
     error: str = ""
+    segments: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> Tokens:
-        """All tokens as the sampler saw them; the text is never tokenised again."""
+        """All tokens as the sampler saw them; the text is never tokenised again.
+
+        With `segments` those of all sequences, one after the other.
+        """
         return Tokens.concatenate(
             piece for turn in self.turns for piece in (turn.context, turn.sampled)
         )
@@ -106,6 +113,17 @@ class Episode:
             ids.append(np.zeros(len(turn.context), np.int32))
             ids.append(np.full(len(turn.sampled), number, np.int32))
         return np.concatenate(ids)
+
+    @property
+    def spans(self) -> list[slice]:
+        """The tokens of each sequence to train on: one, or with `segments` several."""
+        lengths = [len(turn.context) + len(turn.sampled) for turn in self.turns]
+        at = np.cumsum([0, *lengths]).tolist()
+        begins = [0, *(at[number] for number in self.segments)]
+        return [
+            slice(first, last)
+            for first, last in zip(begins, [*begins[1:], at[-1]], strict=True)
+        ]
 
     @property
     def num_tokens(self) -> int:
@@ -165,7 +183,9 @@ class Episode:
     def from_json(cls, value: Mapping[str, Any]) -> Episode:
         """Restores an episode from the value of `to_json`."""
         turns = tuple(map(Turn.from_json, value["turns"]))
-        return cls(**{**value, "turns": turns})
+        # Checkpoints of earlier versions have no segments.
+        segments = tuple(value.get("segments", ()))
+        return cls(**{**value, "turns": turns, "segments": segments})
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from jaxrl_post.data import chat as templates
 from jaxrl_post.data.replies import Reply, ToolCall, parse
 from jaxrl_post.data.tokenizer import TokenizerError
+from jaxrl_post.sampler import SamplingParams
 from jaxrl_post.serve import answers
 from jaxrl_post.serve.calls import (
     ApiError,
@@ -127,6 +128,9 @@ class _Asked:
         sampling = answers.sampling_of(
             served, fields, max_tokens=most, alternatives=asks
         )
+        if recording is not None and recording.sampling is not None:
+            # What is trained is the policy at the run's temperature and cuts.
+            sampling = as_trained(sampling, recording.sampling)
         special = bool(served.form.openings) or not fields.skip_special_tokens
         return cls(
             fields,
@@ -205,6 +209,17 @@ def _message(served: Served, reply: Reply) -> dict[str, Any]:
         message["content"] = reply.content or None
         message["tool_calls"] = [_called(served, call, None) for call in reply.calls]
     return message
+
+
+def as_trained(asked: SamplingParams, trained: SamplingParams) -> SamplingParams:
+    """What a request may choose of how to sample, while the rest is the run's."""
+    return replace(
+        trained,
+        max_tokens=min(asked.max_tokens, trained.max_tokens),
+        stop_ids=tuple(dict.fromkeys((*trained.stop_ids, *asked.stop_ids))),
+        stop_strings=(*trained.stop_strings, *asked.stop_strings),
+        alternatives=asked.alternatives,
+    )
 
 
 def _required(served: Served, fields: ChatFields) -> Any:

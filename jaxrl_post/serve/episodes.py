@@ -86,6 +86,22 @@ class Episodes:
         self._kept[name] = _Kept(recording, deadline, time.monotonic() + deadline)
         return recording
 
+    def keep(self, recording: Recording, deadline_s: float) -> None:
+        """Keeps an episode that was made elsewhere."""
+        self._kept[recording.id] = _Kept(
+            recording, deadline_s, time.monotonic() + deadline_s
+        )
+
+    def take(self, name: str, why: str) -> Recording:
+        """Ends an episode, and keeps it no longer.
+
+        Raises:
+            KeyError: there is none.
+        """
+        recording = self._kept.pop(name).recording
+        recording.end(why)
+        return recording
+
     def find(self, http: HttpRequest) -> _Kept:
         """The episode that a path names, which may have ended by its deadline.
 

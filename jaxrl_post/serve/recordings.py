@@ -14,22 +14,24 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from jaxrl_post.data import chat
 from jaxrl_post.data.bridges import bridge
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.sampler import SamplingParams
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["Begun", "Branch", "EndedError", "Recording", "Turn"]
+__all__ = ["KINDS", "Begun", "Branch", "EndedError", "Recording", "Turn"]
 
 # How a call relates to those before it. "first": the first one. "again": the prompt of
 # an earlier one. "bridged": it continues an answer. "branched": it continues an answer
 # that was continued before. "edited": it continues none. "unbridged": it continues an
 # answer, but the template does not show how.
 type Kind = Literal["first", "again", "bridged", "branched", "edited", "unbridged"]
+KINDS: tuple[Kind, ...] = get_args(Kind.__value__)
 
 
 class EndedError(ValueError):
@@ -105,6 +107,8 @@ class Recording:
         ended: why it ended; "" while it goes on.
         counts: calls by kind.
         calls: number of calls that began.
+        sampling: how to sample, whatever the agent asks for; None to do as it asks.
+        most_turns: calls that are answered; None for no limit.
     """
 
     id: str
@@ -115,6 +119,8 @@ class Recording:
     ended: str = ""
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     calls: int = 0
+    sampling: SamplingParams | None = None
+    most_turns: int | None = None
 
     def begin(
         self,
@@ -134,6 +140,11 @@ class Recording:
             TokenizerError: the template refuses the conversation.
         """
         self.check_open()
+        if self.most_turns is not None and len(self.turns) >= self.most_turns:
+            raise EndedError(
+                f"episode {self.id} has had its {self.most_turns} turns "
+                "(--rollout.max-turns)"
+            )
         said = tuple(map(_key, messages))
         settings = json.dumps(
             [options.tools, options.documents, dict(options.variables)], sort_keys=True

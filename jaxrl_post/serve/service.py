@@ -175,6 +175,21 @@ class Service:
         """Stops a request; its samples end as "cancelled". An unknown id is ignored."""
         self._inbox.put(prompt_id)
 
+    def pump(self, sampler: Sampler, *, wait_s: float) -> None:
+        """One round in the caller's thread, instead of a thread of its own.
+
+        Args:
+            sampler: takes the place of the one before, with newer parameters; of the
+                same engine.
+            wait_s: seconds to wait for a request if nothing is under way.
+        """
+        self._sampler = sampler
+        self._round(self._news(0.0 if sampler.busy else wait_s))
+
+    def abandon(self) -> None:
+        """Tells everybody who waits that nothing more will come; for `pump`."""
+        self._abandon()
+
     def drain(self) -> None:
         """Takes no more requests; those under way go on."""
         with self._lock:
@@ -203,7 +218,7 @@ class Service:
     def _run(self) -> None:
         try:
             while not self._closed:
-                self._round(self._news(wait=not self._sampler.busy))
+                self._round(self._news(0.0 if self._sampler.busy else IDLE_S))
             self._finish(self._sampler.cancel())
         except BaseException as error:
             # Whoever waits must hear of it, whatever it is.
@@ -212,11 +227,11 @@ class Service:
         finally:
             self._abandon()
 
-    def _news(self, *, wait: bool) -> list[tuple[Request, _Open] | int | None]:
-        """All that callers have handed in; waits a bounded time for the first."""
+    def _news(self, wait_s: float) -> list[tuple[Request, _Open] | int | None]:
+        """All that callers have handed in; waits so long for the first."""
         found = []
         try:
-            found.append(self._inbox.get(timeout=IDLE_S if wait else 0))
+            found.append(self._inbox.get(timeout=wait_s))
             while True:
                 found.append(self._inbox.get_nowait())
         except queue.Empty:
@@ -273,7 +288,7 @@ class Service:
         """Tells everybody who still waits that nothing more will come."""
         with self._lock:
             self._draining = self._closed = True
-        for item in self._news(wait=False):
+        for item in self._news(0.0):
             if isinstance(item, tuple):
                 self._open[item[0].prompt_id] = item[1]
         reason = "cancelled" if self.error is None else "failed"

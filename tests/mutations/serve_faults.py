@@ -85,6 +85,20 @@ SERVE = [
         "serve/test_recordings.py",
     ),
     Fault(
+        "an agent's branch is joined to the one before it",
+        "rollout/episode.py",
+        "begins = [0, *(at[number] for number in self.segments)]",
+        "begins = [0, *(at[number] for number in self.segments[:0])]",
+        "programs/test_agents.py",
+    ),
+    Fault(
+        "an agent's own temperature samples what is trained",
+        "serve/chat.py",
+        "sampling = as_trained(sampling, recording.sampling)",
+        "pass",
+        "programs/test_agents.py",
+    ),
+    Fault(
         "a stream ends before its last piece",
         "serve/texts.py",
         "        if reason is not None:\n            return text\n",

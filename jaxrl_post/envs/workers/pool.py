@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from jaxrl_post.envs.env import (
+    AgentEnvironment,
     Environment,
     Message,
     StatefulEnvironment,
@@ -116,12 +117,13 @@ class WorkerPool:
         ):
             if value is not None and not value > 0:
                 raise ValueError(f"{argument} must be positive, got {value}")
-        if not isinstance(environment, StatelessEnvironment | StatefulEnvironment):
+        kinds = StatelessEnvironment | StatefulEnvironment | AgentEnvironment
+        if not isinstance(environment, kinds):
             raise ValueError(
-                f"environment {environment.name!r} must have `step` (stateless) or "
-                "`open` (sessions), got neither"
+                f"environment {environment.name!r} must have `step` (stateless), "
+                "`open` (sessions) or `run` (agents), got none of them"
             )
-        self._stateful = not isinstance(environment, StatelessEnvironment)
+        self._stateful = isinstance(environment, StatefulEnvironment)
         memory_bytes = None
         if memory_limit_gib is not None:
             memory_bytes = int(memory_limit_gib * 2**30)

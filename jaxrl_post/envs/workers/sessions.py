@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 from jaxrl_post.envs.env import (
+    BASE_URL,
+    AgentEnvironment,
     Answer,
     Environment,
     Message,
@@ -82,6 +84,9 @@ class Sessions:
         if isinstance(environment, StatelessEnvironment):
             with self._watched():
                 return environment.step(task, conversation)
+        if isinstance(environment, AgentEnvironment):
+            with self._watched():
+                return environment.run(task, task.data[BASE_URL])
         assert isinstance(environment, StatefulEnvironment), "checked by the pool"
         *before, last = turns_of(task, conversation)
         opened = self._open.get(key)

@@ -1,0 +1,97 @@
+"""Opens the server that agents call while a run trains."""
+
+import contextlib
+import ipaddress
+from collections.abc import Iterator
+
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.data.replies import format_of
+from jaxrl_post.envs import WorkerPool
+from jaxrl_post.learner.model import Model
+from jaxrl_post.rollout.collector import EpisodeCollector
+from jaxrl_post.rollout.weights import Published
+from jaxrl_post.sampler import Engine, SamplingParams
+from jaxrl_post.sharding import processes
+
+__all__ = ["agent_collector"]
+
+# Seconds for one answer; the episode's own deadline is that of its agent.
+ANSWER_S = 3600.0
+
+
+@contextlib.contextmanager
+def agent_collector(
+    config: RLConfig, model: Model, judges: WorkerPool, engine: Engine
+) -> Iterator[EpisodeCollector]:
+    """The collector of an `AgentEnvironment`, with its server until the block ends.
+
+    Args:
+        config: of the run.
+        model: the trained model.
+        judges: run the agents.
+        engine: the run's sampler.
+
+    Raises:
+        ConfigError: several processes, `--rollout.partial`, an address that others can
+            reach or that is taken, or the extra serve is missing.
+    """
+    try:
+        from jaxrl_post.serve.agents import AgentCollector, AgentServer
+        from jaxrl_post.serve.calls import Served
+        from jaxrl_post.serve.grammars import Grammars
+        from jaxrl_post.serve.prompts import expresses_tools
+        from jaxrl_post.serve.service import Service
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--env: an environment of agents needs the extra serve ({error}); pip "
+            "install 'jaxrl_post[serve]'"
+        ) from error
+    if processes.count() > 1:
+        raise ConfigError(
+            "--env: agents call a server of one process, and this run has "
+            f"{processes.count()}; start one"
+        )
+    if config.rollout.partial:
+        raise ConfigError(
+            "--rollout.partial: an agent is a program that cannot wait for the next "
+            "step; drop the option"
+        )
+    host, port = _address(config.rollout.serve)
+    tokenizer, rollout = model.tokenizer, config.rollout
+    served = Served(
+        # Each round binds the sampler with the parameters of its step.
+        service=Service(Published(engine, None, 0), max_samples=2**20),
+        tokenizer=tokenizer,
+        grammars=Grammars(tokenizer, model.config.vocab_size),
+        form=format_of(tokenizer.chat_template),
+        name="policy",
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_tokens=rollout.max_tokens,
+        defaults=SamplingParams(),
+        timeout_s=ANSWER_S,
+        tools=expresses_tools(tokenizer),
+    )
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(AgentServer.listening(served, host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"--rollout.serve: cannot listen on {config.rollout.serve}: {error}"
+            ) from error
+        yield AgentCollector(server, judges, rollout.max_turns, rollout.deadline_s)
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Host and port of `--rollout.serve`."""
+    host, _, port = text.rpartition(":")
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(
+            "--rollout.serve: must be an address of this machine's own loopback, such "
+            f"as 127.0.0.1:8000, or port 0 for a free one; got {text!r}"
+        )
+    return host.strip("[]"), int(port)

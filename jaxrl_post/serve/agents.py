@@ -1,0 +1,340 @@
+"""Episodes that agents carry out: programs that call the model over HTTP themselves.
+
+An agent runs in a worker process (`envs.AgentEnvironment`) and knows one thing: the
+base URL of its episode. The server is in the process of the trainer; its sampler is
+driven by `AgentCollector.poll`, in the thread of the trainer, with its own arrays.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from jaxrl_post.envs.env import BASE_URL, Task
+from jaxrl_post.envs.workers.interface import Outcome
+from jaxrl_post.rollout.collector import RolloutTimeoutError
+from jaxrl_post.rollout.episode import Episode, EpisodeEnd, Group, Turn
+from jaxrl_post.rollout.judgements import Judgements, Judges
+from jaxrl_post.sampler import SamplingParams
+from jaxrl_post.sampler.requests import SampleId
+from jaxrl_post.serve.app import make_app
+from jaxrl_post.serve.calls import Served
+from jaxrl_post.serve.episodes import Episodes
+from jaxrl_post.serve.recordings import KINDS, Recording
+from jaxrl_post.serve.service import Sampler
+from jaxrl_post.tokens import Tokens
+
+__all__ = ["AgentCollector", "AgentServer"]
+
+# Seconds for what the server's own thread has to do.
+LOOP_S = 60.0
+# Seconds between two looks at whether a judgement has arrived, while nothing samples.
+IDLE_S = 0.01
+
+
+@dataclass
+class AgentServer:
+    """The server, in a thread beside the trainer.
+
+    Attributes:
+        served: the model; its service is not started, but pumped by the collector.
+        episodes: where the episodes are kept.
+        url: without a path.
+    """
+
+    served: Served
+    episodes: Episodes
+    url: str
+    _loop: asyncio.AbstractEventLoop
+
+    @classmethod
+    @contextlib.contextmanager
+    def listening(cls, served: Served, host: str, port: int) -> Iterator["AgentServer"]:
+        """Serves until the block ends.
+
+        Args:
+            served: the model.
+            host: to listen on.
+            port: to listen on; 0 for a free one.
+
+        Raises:
+            OSError: the address is taken.
+        """
+        episodes = Episodes(most=2**20)
+        app = make_app(served, episodes=episodes)
+        with socket.create_server((host, port), backlog=2048) as listener:
+            loop = asyncio.new_event_loop()
+            config = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+            )
+            server = uvicorn.Server(config)
+
+            def run() -> None:
+                asyncio.set_event_loop(loop)
+                with contextlib.closing(loop):
+                    loop.run_until_complete(server.serve(sockets=[listener]))
+
+            thread = threading.Thread(target=run, name="agents", daemon=True)
+            thread.start()
+            host, port = listener.getsockname()[:2]
+            try:
+                yield cls(served, episodes, f"http://{host}:{port}", loop)
+            finally:
+                served.service.abandon()
+                server.should_exit = True
+                thread.join(LOOP_S)
+
+    def call[Result](self, work: Callable[[], Result]) -> Result:
+        """Runs a function in the server's thread, where the recordings belong."""
+
+        async def run() -> Result:
+            return work()
+
+        coroutine: Coroutine[Any, Any, Result] = run()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(LOOP_S)
+
+
+@dataclass
+class _Open:
+    """A group with unfinished episodes."""
+
+    task: Task
+    sampling: SamplingParams
+    count: int
+    begun: bool = False
+    episodes: dict[int, Episode] = field(default_factory=dict)
+
+
+@dataclass
+class AgentCollector:
+    """Carries out episodes by agents; the interface of `rollout.collector.Collector`.
+
+    An unfinished episode is in no checkpoint: its agent is a program that cannot be
+    saved. So all episodes of a step end before the step does.
+
+    Attributes:
+        server: the agents' server.
+        judges: the environment, in worker processes, one agent each at a time.
+        max_turns: most calls of an episode that are answered.
+        deadline_s: maximum seconds of one call of `run`.
+        seconds: time spent by phase, "rollout" and "reward"; the caller may reset it.
+    """
+
+    server: AgentServer
+    judges: Judges
+    max_turns: int
+    deadline_s: float = 3600.0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"rollout": 0.0, "reward": 0.0}
+    )
+    _open: dict[int, _Open] = field(default_factory=dict, init=False)
+    _agents: Judgements = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._agents = Judgements(self.judges)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of unfinished groups."""
+        return len(self._open)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt ids of the unfinished groups, the oldest first."""
+        return tuple(self._open)
+
+    def apart(self) -> "AgentCollector":
+        """A collector of the same kind without episodes."""
+        return AgentCollector(self.server, self.judges, self.max_turns, self.deadline_s)
+
+    def run(
+        self,
+        sampler: Sampler,
+        tasks: Sequence[tuple[int, Task]],
+        num_samples: int,
+        sampling: SamplingParams,
+    ) -> list[Group]:
+        """Runs the episodes of all tasks until they end, as `Collector.run`."""
+        self.start(tasks, num_samples, sampling)
+        done: dict[int, Group] = {}
+        deadline = time.monotonic() + self.deadline_s
+        while len(done) < len(tasks):
+            done |= {group.prompt_id: group for group in self.poll(sampler, deadline)}
+        return [done[prompt_id] for prompt_id, _ in tasks]
+
+    def start(
+        self,
+        tasks: Sequence[tuple[int, Task]],
+        num_samples: int,
+        sampling: SamplingParams,
+    ) -> None:
+        """Starts episodes; the next `poll` starts their agents."""
+        for prompt_id, task in tasks:
+            if prompt_id in self._open:
+                raise ValueError(
+                    f"start: a group has the prompt id {prompt_id} already"
+                )
+            self._open[prompt_id] = _Open(task, sampling, num_samples)
+
+    def poll(self, sampler: Sampler, deadline: float) -> list[Group]:
+        """Samples what agents ask for, and ends the episodes of those that are done.
+
+        Args:
+            sampler: with parameters bound.
+            deadline: value of `time.monotonic` at which the round stops waiting.
+
+        Returns:
+            The groups that finished, in the order of their start.
+
+        Raises:
+            RolloutTimeoutError: the deadline has passed.
+        """
+        if time.monotonic() > deadline:
+            raise RolloutTimeoutError(
+                f"rollout: {len(self._agents)} agents were not done after "
+                f"{self.deadline_s:g} s; raise --rollout.deadline-s, or lower "
+                "--rollout.reward-deadline-s, which bounds one agent"
+            )
+        begin = time.perf_counter()
+        for prompt_id, group in self._open.items():
+            if not group.begun:
+                group.begun = True
+                for index in range(group.count):
+                    self._begin((prompt_id, index), group)
+        self.server.served.service.pump(sampler, wait_s=IDLE_S)
+        pumped = time.perf_counter()
+        for sample, outcome in self._agents.take(deadline, grace_s=0.0, idle=False):
+            self._ended(sample, outcome)
+        self.seconds["rollout"] += pumped - begin
+        self.seconds["reward"] += time.perf_counter() - pumped
+        done = [
+            prompt_id
+            for prompt_id, group in self._open.items()
+            if len(group.episodes) == group.count
+        ]
+        return [Group(i, _ordered(self._open.pop(i).episodes)) for i in done]
+
+    def pause(self, sampler: Sampler) -> None:
+        """Nothing: all episodes have ended."""
+        del sampler
+
+    def suspend(self, sampler: Sampler) -> None:
+        """Nothing: all episodes have ended."""
+        del sampler
+
+    def state(self) -> list[dict[str, Any]]:
+        """[]: all episodes have ended."""
+        assert not self._open, "a step ends when its episodes have ended"
+        return []
+
+    def restore(
+        self, value: Sequence[Mapping[str, Any]], tasks: Mapping[int, Task]
+    ) -> None:
+        """Restores a value of `state`."""
+        del tasks
+        if value:
+            raise ValueError(
+                f"the checkpoint has {len(value)} unfinished groups, which agents "
+                "cannot go on with; resume with the environment of the run's start"
+            )
+        self._open = {}
+        self._agents.forget()
+
+    def _begin(self, sample: SampleId, group: _Open) -> None:
+        """Opens an episode and has its agent started."""
+        name = _name(sample)
+        prompt_id, index = sample
+        recording = Recording(
+            name,
+            seed=prompt_id << 32 | index,
+            sampling=group.sampling,
+            most_turns=self.max_turns,
+        )
+        deadline_s = self.deadline_s
+        self.server.call(lambda: self.server.episodes.keep(recording, deadline_s))
+        url = f"{self.server.url}/episodes/{name}/v1"
+        task = dataclasses.replace(group.task, data={**group.task.data, BASE_URL: url})
+        self._agents.request(task, (), sample)
+
+    def _ended(self, sample: SampleId, outcome: Outcome) -> None:
+        group = self._open[sample[0]]
+        recording = self.server.call(
+            lambda: self.server.episodes.take(_name(sample), "the agent is done")
+        )
+        self._agents.end(sample)
+        group.episodes[sample[1]] = _episode(
+            sample, group.task, recording, outcome, self.server.served.tokenizer.decode
+        )
+
+
+def _name(sample: SampleId) -> str:
+    return f"{sample[0]}-{sample[1]}"
+
+
+def _ordered(episodes: Mapping[int, Episode]) -> tuple[Episode, ...]:
+    return tuple(episodes[index] for index in sorted(episodes))
+
+
+def _episode(
+    sample: SampleId,
+    task: Task,
+    recording: Recording,
+    outcome: Outcome,
+    decode: Callable[[Sequence[int]], str],
+) -> Episode:
+    """What was served, as an episode; each branch is a sequence of its own."""
+    turns: list[Turn] = []
+    segments: list[int] = []
+    for branch in recording.branches():
+        segments.append(len(turns))
+        before = 0
+        for number in dict.fromkeys(branch.turns[branch.turns >= 0].tolist()):
+            places = (branch.turns == number).nonzero()[0]
+            first, last = int(places[0]), int(places[-1]) + 1
+            context = branch.tokens[before:first]
+            sampled = branch.tokens[first:last]
+            served = recording.turns[number]
+            reason = "length" if served.finish_reason == "length" else "stop"
+            turns.append(
+                Turn(
+                    Tokens.context(context.ids.tolist()),
+                    sampled,
+                    heard=decode(context.ids.tolist()),
+                    text=decode(sampled.ids.tolist()),
+                    finish_reason=reason,
+                    reward=recording.rewards.get(number, 0.0),
+                )
+            )
+            before = last
+    text = "\n".join(message.content for message in task.messages)
+    episode = Episode(
+        *sample, task.id, text, tuple(turns), segments=tuple(segments[1:])
+    )
+    step, error = outcome.step, ""
+    if step is None:
+        error = f"{outcome.kind}: {outcome.error}"
+    elif not turns:
+        error = "the agent ended without a call that was answered"
+    if step is None or not turns:
+        return dataclasses.replace(episode, finish_reason="failed", error=error)
+    last = turns[-1]
+    counts = {f"agent_{kind}": float(recording.counts[kind]) for kind in KINDS}
+    turns[-1] = dataclasses.replace(
+        last,
+        reward=(last.reward or 0.0) + recording.reward + step.reward,
+        rewards=step.rewards,
+        metrics={**step.metrics, **counts, "agent_turns": float(len(turns))},
+    )
+    end: EpisodeEnd = "length" if last.finish_reason == "length" else "stop"
+    return dataclasses.replace(episode, turns=tuple(turns), finish_reason=end)

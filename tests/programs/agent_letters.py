@@ -1,0 +1,73 @@
+"""Agents that call the model through the openai client, as they would anywhere."""
+
+from dataclasses import dataclass
+
+import httpx
+import openai
+
+from jaxrl_post.envs import Message, Step, Task, TaskSequence
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Two calls, of which each pays for the share of even digits in its answer.
+
+    Attributes:
+        size: tasks of a split.
+        branching: asks the second question twice, each time after the first answer.
+        credited: each call gets its own reward, posted beside /v1.
+        broken: the agent of this task raises.
+        silent: the agent of this task calls nobody.
+    """
+
+    size: int = 40
+    branching: bool = False
+    credited: bool = False
+    broken: int = -1
+    silent: int = -1
+    name: str = "letters"
+
+    def tasks(self, split: str) -> TaskSequence:
+        def make(index: int) -> Task:
+            return Task(index, (Message("user", f"{split} {index}="),), "")
+
+        return TaskSequence(self.size, make)
+
+    def run(self, task: Task, base_url: str) -> Step:
+        if task.id == self.broken:
+            raise RuntimeError("out of order")
+        if task.id == self.silent:
+            return Step(0.0, done=True)
+        said = []
+        with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+
+            def ask(*messages):
+                answer = client.chat.completions.create(
+                    # What an agent asks for is not what is trained.
+                    model="policy",
+                    messages=list(messages),
+                    temperature=0.3,
+                )
+                choice = answer.choices[0]
+                said.append(choice.message.content)
+                return {"role": "assistant", "content": said[-1]}, choice.turn
+
+            begin = {"role": "user", "content": task.messages[0].content}
+            first, _ = ask(begin)
+            again = [{"role": "user", "content": f"{n}="} for n in (1, 2)]
+            for question in again[: 2 if self.branching else 1]:
+                _, turn = ask(begin, first, question)
+                if self.credited:
+                    body = {"reward": share(said[-1]), "turn": turn}
+                    url = base_url.removesuffix("/v1") + "/reward"
+                    httpx.post(url, json=body).raise_for_status()
+        rewards = [share(text) for text in (said[:1] if self.credited else said)]
+        return Step(sum(rewards), done=True, metrics={"said": len(said)})
+
+    def demonstration(self, task: Task) -> str:
+        return "2"
+
+
+def share(text: str) -> float:
+    """Share of even digits among the characters."""
+    return sum(letter in "02468" for letter in text) / max(len(text), 1)

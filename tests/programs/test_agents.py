@@ -1,0 +1,211 @@
+"""Agents that call the model over HTTP: what they were served is what is trained on."""
+
+import contextlib
+import socket
+
+import numpy as np
+import pytest
+
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.envs import WorkerPool
+from jaxrl_post.programs.agents import agent_collector
+from jaxrl_post.rollout.collector import EpisodeCollector, RolloutTimeoutError
+from jaxrl_post.rollout.episode import Episode
+from jaxrl_post.serve.recordings import Recording
+from tests.programs import trainers
+from tests.programs.agent_letters import Letters
+
+pytestmark = pytest.mark.processes
+
+CONFIG = trainers.changed("rollout", max_turns=3, prompts_per_step=2)
+
+
+@contextlib.contextmanager
+def training(environment, config=CONFIG):
+    """A trainer whose episodes agents carry out."""
+    with WorkerPool(environment, 2, deadline_s=60.0) as judges:
+        trainer = trainers.make_trainer(environment, judges, config)
+        model = trainer.updater.model
+        with agent_collector(config, model, judges, trainer.engine) as collector:
+            trainer.experience.collector = collector
+            yield trainer
+
+
+def published(trainer, version):
+    model = trainer.updater.model
+    return trainer.weights.publish(trainer.engine, model, model.params, version)
+
+
+def collected(trainer, number=1):
+    """The groups of a step, without an update."""
+    groups, metrics = trainer.experience.collect(published(trainer, number), number)
+    return [e for group in groups for e in group.episodes], metrics
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The token ids of all answers that were served."""
+    found: list[tuple[int, ...]] = []
+    add = Recording.add
+
+    def recorded(self, begun, tokens, answer, reason):
+        found.append((begun.prompt, tuple(tokens.ids.tolist())))
+        return add(self, begun, tokens, answer, reason)
+
+    monkeypatch.setattr(Recording, "add", recorded)
+    return found
+
+
+def runs_of(batch):
+    """The runs of tokens that a batch trains on."""
+    arrays = batch.tokens, batch.loss_mask, batch.positions
+    found = []
+    for row in zip(*map(np.asarray, arrays), strict=True):
+        run: list[int] = []
+        before = None
+        for token, marked, position in zip(*(a.tolist() for a in row), strict=True):
+            # A branch follows another one, but its positions do not.
+            if run and (not marked or position != before + 1):
+                found.append(tuple(run))
+                run = []
+            if marked:
+                run.append(token)
+            before = position
+        found += [tuple(run)] if run else []
+    return found
+
+
+@pytest.mark.parametrize(("branching", "steps"), [(False, 6), (True, 30)])
+def test_every_row_trains_what_was_served_and_nothing_else(served, branching, steps):
+    with training(Letters(branching=branching)) as trainer:
+        for number in range(1, steps + 1):
+            served.clear()
+            trainer.updater.learner.seen.clear()
+            metrics, _ = trainer.step(number)
+            # Groups whose rewards do not differ are trained on too, with advantage 0.
+            batches = trainer.updater.learner.seen
+            trained = sorted(run for _, batch in batches for run in runs_of(batch))
+            assert trained == sorted(ids for _, ids in served)
+            assert len(served) == 8 * (3 if branching else 2)
+            assert abs(metrics["mismatch/token_mult_prob_error"] - 1) < 1e-3
+            assert metrics["env/agent_edited"] == 0
+            assert metrics["env/agent_branched"] == float(branching)
+
+
+def test_the_tokens_of_a_branch_are_its_whole_prompt_and_its_answer(served):
+    with training(Letters(branching=True)) as trainer:
+        episodes, _ = collected(trainer)
+    whole = {(*prompt, *ids) for prompt, ids in served}
+    for episode in episodes:
+        assert len(episode.turns) == 3
+        assert episode.segments == (2,)
+        assert len(episode.spans) == 2
+        for span in episode.spans:
+            assert tuple(episode.tokens[span].ids.tolist()) in whole
+        assert Episode.from_json(episode.to_json()).segments == (2,)
+        # Of the second sequence only the last answer is sampled.
+        last = episode.tokens[episode.spans[1]]
+        assert int(last.sampled.sum()) == len(episode.turns[2].sampled)
+
+
+def test_turns_get_the_rewards_that_were_posted():
+    with training(Letters(credited=True)) as trainer:
+        episodes, _ = collected(trainer)
+    for episode in episodes:
+        first, second = episode.turns
+        assert first.reward == 0
+        share = [
+            sum(letter in "02468" for letter in turn.text) / max(len(turn.text), 1)
+            for turn in (first, second)
+        ]
+        # The step's own reward is that of the first answer, at the episode's end.
+        assert second.reward == pytest.approx(sum(share))
+
+
+def test_an_agent_that_fails_fails_its_episode_alone():
+    config = trainers.changed(
+        "rollout", max_turns=3, prompts_per_step=8, max_failed_share=0.5
+    )
+    environment = Letters(size=8, broken=0, silent=1)
+    with training(environment, config) as trainer:
+        episodes, metrics = collected(trainer)
+    errors = {e.task_id: e.error for e in episodes if e.error}
+    assert errors.keys() == {0, 1}
+    assert "out of order" in errors[0]
+    assert errors[1] == "the agent ended without a call that was answered"
+    assert metrics["rollout/failed"] == 8
+    assert all(e.reward is None for e in episodes if e.task_id in (0, 1))
+
+
+def test_more_calls_than_turns_are_refused():
+    config = trainers.changed("rollout", max_turns=1, max_failed_share=1.0)
+    with training(Letters(size=8), config) as trainer:
+        sampler = published(trainer, 0)
+        tasks = [(0, trainer.experience.environment.tasks("train")[0])]
+        sampling = trainer.experience.sampling()
+        [group] = trainer.experience.collector.run(sampler, tasks, 2, sampling)
+    for episode in group.episodes:
+        assert "has had its 1 turns (--rollout.max-turns)" in episode.error
+
+
+def test_the_run_decides_how_to_sample_and_the_same_step_samples_the_same():
+    def tokens():
+        with training(Letters()) as trainer:
+            episodes, _ = collected(trainer)
+        return [e.tokens.ids.tolist() for e in episodes], episodes
+
+    first, episodes = tokens()
+    # The agent asks for temperature 0.3; the log-probs are the trained policy's, at 1.
+    assert max(float(t.sampled.logprobs.max()) for e in episodes for t in e.turns) < -1
+    assert tokens()[0] == first
+
+
+def test_the_evaluation_is_greedy_and_beside_training():
+    with training(Letters()) as trainer:
+        sampler = published(trainer, 0)
+        found = trainer.experience.evaluate(sampler)
+        again = trainer.experience.evaluate(sampler)
+    one, other = (
+        [e.tokens.ids.tolist() for g in each.groups for e in g.episodes]
+        for each in (found, again)
+    )
+    assert len(one) == 6
+    assert one == other
+
+
+def test_an_agent_that_never_ends_is_closed_at_the_deadline():
+    config = trainers.changed("rollout", max_turns=3, deadline_s=0.01)
+    with training(Letters(), config) as trainer:
+        assert isinstance(trainer.experience.collector, EpisodeCollector)
+        with pytest.raises(RolloutTimeoutError, match="agents were not done after"):
+            collected(trainer)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "example.org:1", "8000", "::1"])
+def test_an_address_that_others_can_reach_is_refused(address):
+    config = trainers.changed("rollout", serve=address)
+    with (
+        pytest.raises(ConfigError, match=r"--rollout\.serve: must be an address"),
+        training(Letters(), config),
+    ):
+        pass
+
+
+def test_an_address_that_is_taken_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = trainers.changed("rollout", serve=address)
+        with (
+            pytest.raises(ConfigError, match=r"--rollout\.serve: cannot listen on"),
+            training(Letters(), config),
+        ):
+            pass
+
+
+def test_samples_cannot_go_on_under_the_next_parameters():
+    config = trainers.changed("rollout", partial=2)
+    with (
+        pytest.raises(ConfigError, match=r"--rollout\.partial: an agent is a program"),
+        training(Letters(), config),
+    ):
+        pass
