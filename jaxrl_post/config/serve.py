@@ -37,8 +37,9 @@ class ServeConfig:
         sampling_defaults: for the sampling parameters that a request leaves out.
             "neutral": temperature 1, no cuts; "model": those of the checkpoint's
             generation_config.json.
-        max_prompt_tokens: most tokens of a prompt.
-        max_tokens: most tokens of a completion.
+        max_prompt_tokens: most tokens of a prompt; 0 for half of the model's context,
+            at most 1024.
+        max_tokens: most tokens of a completion; 0 as above.
         num_slots: number of samples that decode at once.
         max_samples: most samples that wait or run; further requests are answered with
             429.
@@ -61,8 +62,8 @@ class ServeConfig:
     port: Annotated[int, Range(0, 65535)] = 8000
     api_key_file: str | None = None
     sampling_defaults: Literal["neutral", "model"] = "neutral"
-    max_prompt_tokens: Annotated[int, COUNT] = 1024
-    max_tokens: Annotated[int, COUNT] = 1024
+    max_prompt_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    max_tokens: Annotated[int, NOT_NEGATIVE] = 0
     num_slots: Annotated[int, COUNT] = 64
     max_samples: Annotated[int, COUNT] = 4096
     max_episodes: Annotated[int, COUNT] = 4096

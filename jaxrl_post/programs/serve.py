@@ -19,7 +19,7 @@ from jaxrl_post.data.generation import read_generation_defaults
 from jaxrl_post.data.replies import format_of
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_texts
-from jaxrl_post.learner.model import Model, open_model
+from jaxrl_post.learner.model import Model, context_of, open_model
 from jaxrl_post.programs.evaluate import refuse_runs
 from jaxrl_post.programs.hub import fetch
 from jaxrl_post.rollout.weights import Published
@@ -45,6 +45,8 @@ __all__ = ["open_service", "run_server", "served_model"]
 
 # Stop tokens that a request may name beside the model's own.
 REQUEST_STOP_IDS = 8
+# Most tokens of a prompt, and of a completion, by default.
+MOST_TOKENS = 1024
 # Seconds for what the device is computing when the server ends.
 LAST_BURST_S = 60.0
 # Connections that wait to be accepted.
@@ -79,6 +81,12 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
             dtype=config.dtype,
             seed=config.seed,
             texts=texts,
+        )
+        half = min(context_of(model.config) // 2, MOST_TOKENS)
+        config = dataclasses.replace(
+            config,
+            max_prompt_tokens=config.max_prompt_tokens or half,
+            max_tokens=config.max_tokens or half,
         )
         console.print(f"compiling the sampler of {config.model}", markup=False)
         service = open_service(config, model)

@@ -212,8 +212,10 @@ def test_what_makes_sense_is_accepted(config):
 
 @pytest.mark.processes
 def test_reading_options_imports_no_jax():
-    names = "cli, convert, distill, dpo, evaluate, grpo, plan, ppo, report, reward, sft"
-    code = f"import sys; from launch import {names}; print('jax' in sys.modules)"
+    names = (
+        "cli, convert, distill, dpo, evaluate, grpo, plan, ppo, report, reward, serve"
+    )
+    code = f"import sys; from launch import {names}, sft; print('jax' in sys.modules)"
     finished = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )
