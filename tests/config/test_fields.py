@@ -12,6 +12,7 @@ from jaxrl_post.config.offline import PreferenceConfig, RewardConfig, SFTConfig
 from jaxrl_post.config.plan import PlanConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import RunConfig, differences
+from jaxrl_post.config.serve import ServeConfig
 
 
 def under(section: str, rules: dict[str, str]) -> dict[str, str]:
@@ -125,6 +126,7 @@ RULES = {
         "rollout.reward_deadline_s": "greater than 0, free",
         "rollout.reward_memory_gib": "greater than 0, free",
         "rollout.reward_grace_s": "at least 0, free",
+        "rollout.serve": "free",
         "rollout.max_failed_share": "in [0, 1], free",
         "rollout.deadline_s": "greater than 0, free",
         **under("critic.optimizer", OPTIMIZER),
@@ -148,6 +150,19 @@ RULES = {
         "data.eval_share": "in (0, 1)",
         "centering": "at least 0",
         "margin": "at least 0",
+    },
+    ServeConfig: {
+        "port": "in [0, 65535]",
+        "max_prompt_tokens": "at least 0",
+        "max_tokens": "at least 0",
+        "num_slots": "at least 1",
+        "max_samples": "at least 1",
+        "max_episodes": "at least 1",
+        "episode_deadline_s": "greater than 0",
+        "max_body_mib": "greater than 0",
+        "timeout_s": "greater than 0",
+        "grace_s": "at least 0",
+        "seed": "at least 0",
     },
     EvaluateConfig: {
         "num_tasks": "at least 1",
@@ -187,6 +202,7 @@ RULES = {
 }
 REQUIRED = {
     EvaluateConfig: ("model",),
+    ServeConfig: ("model",),
     ConvertConfig: ("input", "output"),
     PlanConfig: ("model", "topology"),
 }

@@ -12,7 +12,7 @@ from tests.envs.scripted_environments import COUNT, said
 
 
 def test_an_environment_that_judges_nothing_is_refused(scripted):
-    with pytest.raises(ValueError, match=r"must have `step`.* or `open`"):
+    with pytest.raises(ValueError, match=r"must have `step`.*, `open`.* or `run`"):
         WorkerPool(scripted.TasksAlone())
 
 

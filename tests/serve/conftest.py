@@ -108,7 +108,8 @@ def tokenizer() -> Tokenizer:
     return make_tokenizer()
 
 
-@pytest.fixture(scope="session")
+# No longer than a file: a server draws random numbers, which hypothesis notices.
+@pytest.fixture(scope="module")
 def served(tokenizer) -> Iterator[Served]:
     model = make_served(tokenizer)
     yield model
@@ -116,13 +117,13 @@ def served(tokenizer) -> Iterator[Served]:
     assert model.service.error is None
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def url(served) -> Iterator[str]:
     with listening(served) as address:
         yield address
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(url) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
