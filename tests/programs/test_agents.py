@@ -62,7 +62,7 @@ def runs_of(batch):
     found = []
     for row in zip(*map(np.asarray, arrays), strict=True):
         run: list[int] = []
-        before = None
+        before = -1
         for token, marked, position in zip(*(a.tolist() for a in row), strict=True):
             # A branch follows another one, but its positions do not.
             if run and (not marked or position != before + 1):
