@@ -139,7 +139,7 @@ class Sampler:
                 (self.params, self.pages, rows, key, floor),
                 beside,
                 self.mesh,
-                static={"truncate": False, "guesses": 0},
+                static={"truncate": False, "guesses": 0, "alternatives": 0},
                 calls=calls,
                 work=self.work.decode(
                     count,
