@@ -82,12 +82,7 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
             seed=config.seed,
             texts=texts,
         )
-        half = min(context_of(model.config) // 2, MOST_TOKENS)
-        config = dataclasses.replace(
-            config,
-            max_prompt_tokens=config.max_prompt_tokens or half,
-            max_tokens=config.max_tokens or half,
-        )
+        config = _sized(config, context_of(model.config))
         console.print(f"compiling the sampler of {config.model}", markup=False)
         service = open_service(config, model)
         try:
@@ -108,6 +103,14 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
         if service.error is not None:
             raise service.error
         console.print("ended" if ended else "ended; the device still computes")
+
+
+def _sized(config: ServeConfig, context: int) -> ServeConfig:
+    """The options, with sizes that fit into the model's context."""
+    half = min(context // 2, MOST_TOKENS)
+    sampled = config.max_tokens or max(1, min(half, context - config.max_prompt_tokens))
+    prompt = config.max_prompt_tokens or max(1, min(half, context - sampled))
+    return dataclasses.replace(config, max_prompt_tokens=prompt, max_tokens=sampled)
 
 
 def open_service(config: ServeConfig, model: Model) -> Service:

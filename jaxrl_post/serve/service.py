@@ -221,9 +221,8 @@ class Service:
                 self._round(self._news(0.0 if self._sampler.busy else IDLE_S))
             self._finish(self._sampler.cancel())
         except BaseException as error:
-            # Whoever waits must hear of it, whatever it is.
+            # Whoever waits hears of it, and whoever closes the service raises it.
             self.error = error
-            raise
         finally:
             self._abandon()
 

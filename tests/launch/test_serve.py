@@ -17,6 +17,7 @@ import pytest
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.serve import ServeConfig, check_server
+from jaxrl_post.programs.serve import _sized
 from launch import evaluate, serve
 from tests import compiled
 
@@ -54,6 +55,20 @@ def test_a_run_is_no_model(tmp_path, capsys):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert serve.main([f"--model={tmp_path / 'run'}", "--port=0"]) == 1
     assert "is a run, not a model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (512, 512)),
+        ({"max_tokens": 1000}, (24, 1000)),
+        ({"max_prompt_tokens": 1000}, (1000, 24)),
+        ({"max_prompt_tokens": 7, "max_tokens": 9}, (7, 9)),
+    ],
+)
+def test_sizes_that_are_not_given_fit_into_the_context(given, expected):
+    sized = _sized(ServeConfig(model="demo", **given), 1024)
+    assert (sized.max_prompt_tokens, sized.max_tokens) == expected
 
 
 class Program:

@@ -202,6 +202,15 @@ def test_an_address_that_is_taken_is_refused():
             pass
 
 
+def test_agents_of_other_machines_are_refused():
+    config = trainers.changed("rollout", judges="ray:local")
+    with (
+        pytest.raises(ConfigError, match=r"--rollout\.judges: agents reach"),
+        training(Letters(), config),
+    ):
+        pass
+
+
 def test_samples_cannot_go_on_under_the_next_parameters():
     config = trainers.changed("rollout", partial=2)
     with (

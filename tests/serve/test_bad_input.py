@@ -243,18 +243,14 @@ def test_a_sampler_that_fails_answers_everybody(tokenizer):
         raise failure
 
     model.service._sampler.dispatch = fail
-    threading.excepthook, before = lambda args: None, threading.excepthook
-    try:
-        with listening(model) as url:
-            answer = post(url, {"messages": ASK})
-            assert answer.status_code == 500
-            assert "the device is gone" in answer.json()["error"]["message"]
-            assert post(url, {"messages": ASK}).status_code == 503
-            health = httpx.get(f"{url}/health")
-            assert health.status_code == 503
-            assert health.json() == {"status": "ended: the device is gone"}
-    finally:
-        threading.excepthook = before
+    with listening(model) as url:
+        answer = post(url, {"messages": ASK})
+        assert answer.status_code == 500
+        assert "the device is gone" in answer.json()["error"]["message"]
+        assert post(url, {"messages": ASK}).status_code == 503
+        health = httpx.get(f"{url}/health")
+        assert health.status_code == 503
+        assert health.json() == {"status": "ended: the device is gone"}
     assert model.service.error is failure
 
 
