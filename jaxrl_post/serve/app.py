@@ -20,6 +20,7 @@ from jaxrl_post.serve.calls import ApiError, Served
 from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.fields import (
     ChatFields,
+    ChatTokensFields,
     CompletionFields,
     EndFields,
     EpisodeFields,
@@ -109,6 +110,7 @@ def make_app(
     return Starlette(
         routes=[
             post("/v1/chat/completions", ChatFields, chat.answer),
+            post("/v1/chat/completions/tokens", ChatTokensFields, chat.answer),
             post("/v1/completions", CompletionFields, completions.answer),
             post("/inference/v1/generate", GenerateFields, generate.generate),
             post("/tokenize", TokenizeFields, generate.tokenize),

@@ -22,7 +22,7 @@ from jaxrl_post.serve.calls import (
     collected,
     logprobs_of,
 )
-from jaxrl_post.serve.fields import ChatFields, ToolChoice
+from jaxrl_post.serve.fields import ChatFields, ChatTokensFields, ToolChoice
 from jaxrl_post.serve.grammars import GrammarError
 from jaxrl_post.serve.prompts import messages_of, prompt_of, thinks, tools_of
 from jaxrl_post.serve.recordings import Begun, EndedError, Recording
@@ -108,7 +108,10 @@ class _Asked:
         except ValueError as error:
             raise ApiError(400, str(error), param="chat_template_kwargs") from error
         begun, seed = None, fields.seed
-        if recording is None:
+        if isinstance(fields, ChatTokensFields):
+            # The messages say what they are; nothing is rendered.
+            prompt = tuple(fields.tokens)
+        elif recording is None:
             prompt = prompt_of(
                 served.tokenizer,
                 fields.messages,

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 __all__ = [
     "ChatFields",
+    "ChatTokensFields",
     "CompletionFields",
     "EndFields",
     "EpisodeFields",
@@ -232,6 +233,12 @@ class ChatFields(SamplingFields):
         if needs and (self.response_format or self.structured_outputs):
             raise ValueError("a required call leaves no room for a response format")
         return self
+
+
+class ChatTokensFields(ChatFields):
+    """`POST /v1/chat/completions/tokens`: a chat whose prompt is given as token ids."""
+
+    tokens: Annotated[list[TokenId], Field(min_length=1)]
 
 
 class CompletionFields(SamplingFields):

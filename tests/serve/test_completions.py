@@ -143,3 +143,21 @@ def test_a_token_outside_of_the_vocabulary_is_refused(url):
     answer = generate(url, (CONFIG.vocab_size,), max_tokens=2)
     assert answer.status_code == 400
     assert "token ids must lie in 0..319" in answer.json()["error"]["message"]
+
+
+def test_a_chat_whose_prompt_is_given_as_tokens(url, client):
+    messages = [{"role": "user", "content": "What?"}]
+    tokens = httpx.post(f"{url}/tokenize", json={"messages": messages}).json()["tokens"]
+    options = {"messages": messages, "max_tokens": 6, "seed": 2}
+    body = options | {"tokens": tokens, "return_token_ids": True}
+    path = f"{url}/v1/chat/completions/tokens"
+    told = httpx.post(path, json=body, timeout=60).json()
+    same = client.chat.completions.create(
+        model="tiny", **options, extra_body=WITH_IDS["extra_body"]
+    )
+    assert told["choices"][0]["token_ids"] == same.choices[0].token_ids
+    assert told["prompt_token_ids"] == tokens
+    # The tokens are taken as they are, whatever the messages say.
+    cut = httpx.post(path, json=body | {"tokens": tokens[:-1]}, timeout=60).json()
+    assert cut["prompt_token_ids"] == tokens[:-1]
+    assert httpx.post(path, json=options).status_code == 400
