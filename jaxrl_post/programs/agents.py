@@ -33,8 +33,8 @@ def agent_collector(
         engine: the run's sampler.
 
     Raises:
-        ConfigError: several processes or machines, `--rollout.partial`, an address that
-            others can reach or that is taken, or the extra serve is missing.
+        ConfigError: several processes or machines, `--rollout.partial`,
+            `--reward.model`, an address that others can reach or that is taken, or the extra serve is missing.
     """
     try:
         from jaxrl_post.serve.agents import AgentCollector, AgentServer
@@ -56,6 +56,11 @@ def agent_collector(
         raise ConfigError(
             "--rollout.partial: an agent is a program that cannot wait for the next "
             "step; drop the option"
+        )
+    if config.reward.model is not None:
+        raise ConfigError(
+            "--reward.model: reads an answer to a task's prompt, and an agent writes "
+            "its prompts itself; drop the option"
         )
     if config.rollout.judges != "local":
         raise ConfigError(

@@ -211,6 +211,15 @@ def test_agents_of_other_machines_are_refused():
         pass
 
 
+def test_a_reward_model_is_refused():
+    config = trainers.changed("reward", model="judge")
+    with (
+        pytest.raises(ConfigError, match=r"--reward\.model: reads an answer"),
+        training(Letters(), config),
+    ):
+        pass
+
+
 def test_samples_cannot_go_on_under_the_next_parameters():
     config = trainers.changed("rollout", partial=2)
     with (
