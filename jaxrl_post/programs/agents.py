@@ -34,7 +34,8 @@ def agent_collector(
 
     Raises:
         ConfigError: several processes or machines, `--rollout.partial`,
-            `--reward.model`, an address that others can reach or that is taken, or the extra serve is missing.
+            `--reward.model`, an address that others can reach or that is taken, or the
+            extra serve is missing.
     """
     try:
         from jaxrl_post.serve.agents import AgentCollector, AgentServer
