@@ -1,0 +1,93 @@
+"""What a program in the sandbox may use, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+__all__ = ["Ended", "Limits", "Outcome", "SandboxError"]
+
+type Ended = Literal["exit", "signal", "time", "memory", "processes", "files", "lost"]
+
+
+class SandboxError(RuntimeError):
+    """No sandbox can be had as asked, or a call was made to a place that has ended."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one place of the sandbox may use.
+
+    Args:
+        wall_seconds: a call's time on the clock; the call's processes are then killed.
+        cpu_seconds: processor time of one process.
+        memory_bytes: address space of one process, and memory of all processes of the
+            place together, which is measured ten times a second.
+        processes: processes and threads at the same time.
+        file_bytes: size of one file.
+        directory_bytes: size of all files together.
+        files: number of files and directories.
+        open_files: open files of one process.
+        output_bytes: standard output and standard error that a call returns, each; what
+            a program prints beyond is dropped while it goes on.
+
+    Raises:
+        ValueError: if a limit is not positive.
+
+    >>> Limits(wall_seconds=2).processes
+    32
+    >>> Limits(processes=0)
+    Traceback (most recent call last):
+    ValueError: Limits.processes must be positive, got 0
+    """
+
+    wall_seconds: float = 10.0
+    cpu_seconds: int = 10
+    memory_bytes: int = 1 << 30
+    processes: int = 32
+    file_bytes: int = 64 << 20
+    directory_bytes: int = 64 << 20
+    files: int = 10_000
+    open_files: int = 128
+    output_bytes: int = 64 << 10
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ValueError(f"Limits.{field.name} must be positive, got {value}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call.
+
+    All of it was in the program's hands: it may print what it likes and end with any
+    status. A verdict about a program is made outside of the sandbox, from values that
+    the program was asked for.
+
+    Args:
+        ended: "exit" with `status`; "signal", whose number is `status`; "time",
+            "memory", "processes" or "files" if that limit was reached;
+            "lost" if the place broke.
+        status: exit status or signal number; 0 for the other endings.
+        stdout: standard output, decoded; bytes that are not UTF-8 become U+FFFD.
+        stderr: standard error, likewise.
+        truncated: whether output was dropped.
+        seconds: time on the clock.
+
+    >>> Outcome("exit", 0, "4\\n", "", False, 0.01).succeeded
+    True
+    """
+
+    ended: Ended
+    status: int
+    stdout: str
+    stderr: str
+    truncated: bool
+    seconds: float
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the program ended by itself with status 0."""
+        return self.ended == "exit" and self.status == 0

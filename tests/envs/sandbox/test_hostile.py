@@ -1,0 +1,94 @@
+"""No program that a model may write leaves the sandbox, stalls it, or stays in it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl_post.envs.sandbox import SandboxError, find
+from tests.envs.sandbox import hostile
+
+PROJECT = Path(__file__).parents[3]
+WAYS = ["bubblewrap", "landlock", "landlock 1", "gvisor"]
+
+
+def available(way: str) -> str:
+    """The requirement; skips the test where the machine lacks the mechanism."""
+    requirement = f"require:{way.split()[0]}"
+    try:
+        find(requirement).close()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    return requirement
+
+
+def run(way: str, command: list[str]) -> dict[str, list[str]]:
+    """Runs all programs in a process of its own, and returns what each did wrong."""
+    requirement = available(way)
+    done = subprocess.run(
+        [*command, "tests.envs.sandbox.hostile", requirement, *way.split()[1:]],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+def test_there_are_many_programs():
+    assert len(hostile.PROGRAMS) >= 60
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("way", WAYS)
+def test_no_program_does_harm(way):
+    found = run(way, [sys.executable, "-m"])
+    assert set(found) == set(hostile.PROGRAMS)
+    assert {name: faults for name, faults in found.items() if faults} == {}
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process needs root")
+@pytest.mark.skipif(
+    not (shutil.which("unshare") and shutil.which("setpriv")),
+    reason="unshare and setpriv of util-linux start the process of another user",
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_no_program_of_an_ordinary_user_does_harm(way, tmp_path):
+    script = str(Path(__file__).with_name("ordinary_user.sh"))
+    python = str(Path(sys._base_executable).resolve())
+    mounts = ["unshare", "--mount", "sh", script, str(tmp_path), python]
+    found = run(way, [*mounts, sys.base_prefix, str(PROJECT)])
+    assert set(found) == set(hostile.PROGRAMS)
+    assert {name: faults for name, faults in found.items() if faults} == {}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "name",
+    [
+        "reads a file",
+        "writes a file",
+        "overwrites a file",
+        "deletes a file",
+        "connects",
+        "sends datagrams",
+        "connects to an abstract socket",
+        "stops a process",
+        "asks for pairs of sockets that can be sent anywhere",
+    ],
+)
+def test_the_programs_do_harm_where_nothing_holds_them(name, tmp_path):
+    # So that the tests above can fail.
+    machine = hostile.Machine(tmp_path)
+    try:
+        with find("unsafe", limits=hostile.LIMITS) as sandbox:
+            assert hostile.faults(sandbox, machine, name)
+    finally:
+        machine.close()
