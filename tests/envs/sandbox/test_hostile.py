@@ -42,7 +42,7 @@ def run(way: str, command: list[str]) -> dict[str, list[str]]:
 
 
 def mounts() -> list[str]:
-    """Begins a command with a table of mounts of its own; skips where none is to be had."""
+    """Begins a command with its own table of mounts; skips where none is to be had."""
     begin = ["unshare", "--mount"]
     if os.geteuid() or not (shutil.which("unshare") and shutil.which("setpriv")):
         pytest.skip("only root starts the process of another user, with util-linux")
