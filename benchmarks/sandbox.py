@@ -12,6 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +125,7 @@ def left_behind() -> tuple[int, int, int]:
             except OSError:
                 continue
             processes += b"The program that runs inside of a sandbox" in line
-    directories = len(list(Path(os.environ.get("TMPDIR", "/tmp")).glob("sandbox-*")))
+    directories = len(list(Path(tempfile.gettempdir()).glob("sandbox-*")))
     return len(os.listdir("/proc/self/fd")), processes, directories
 
 

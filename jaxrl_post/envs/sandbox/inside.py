@@ -88,12 +88,14 @@ def limit(settings):
 
 
 def write_all(descriptor, data):
+    """Writes all bytes, however many system calls it takes."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def read_exactly(descriptor, size):
+    """Reads `size` bytes; None if the input ends before."""
     parts = []
     while size:
         part = os.read(descriptor, min(size, 1 << 20))
@@ -105,6 +107,7 @@ def read_exactly(descriptor, size):
 
 
 def read_value(descriptor):
+    """Reads a length and a marshalled value; None at the end of the input."""
     head = read_exactly(descriptor, LENGTH.size)
     body = head and read_exactly(descriptor, LENGTH.unpack(head)[0])
     return None if body is None else marshal.loads(body)
@@ -134,6 +137,7 @@ class Output:
         return len(part)
 
     def rest(self):
+        """Reads what is left in the pipe, without waiting for more."""
         total = 0
         while self.open and total < LEFT_OVER:
             count = self.read()
@@ -173,6 +177,7 @@ class Interpreter:
 
 
 def as_child(stdin, stdout, stderr):
+    """Makes three descriptors the standard ones of this process."""
     for number, descriptor in enumerate((stdin, stdout, stderr)):
         os.dup2(descriptor, number)
         if descriptor > 2:
@@ -226,6 +231,7 @@ def interpret(code, done):
 
 
 def flush():
+    """Writes out what was printed, if the program has not closed the streams."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -247,11 +253,13 @@ class Calls:
         self.children, self.ended = set(), {}
 
     def start(self):
+        """Starts the interpreter and returns it."""
         self.interpreter = Interpreter([self.reader, self.writer])
         self.children.add(self.interpreter.process)
         return self.interpreter
 
     def stop(self):
+        """Forgets the interpreter, which has ended."""
         worker, self.interpreter = self.interpreter, None
         if worker is not None:
             self.ended.pop(worker.process, None)
@@ -262,6 +270,7 @@ class Calls:
         write_all(self.writer, data + out + err)
 
     def serve(self):
+        """Carries out the calls; an error of this process's own is an answer, too."""
         while True:
             call = read_value(self.reader)
             if call is None:
@@ -395,6 +404,7 @@ class Calls:
         self.answer(kind, number, seconds, out.text(), err.text(), dropped)
 
     def reap(self):
+        """Collects the status of all children that have ended, orphans included."""
         while True:
             try:
                 process, status = os.waitpid(-1, os.WNOHANG)
@@ -460,6 +470,7 @@ class Calls:
 
 
 def main():
+    """Reads the settings, gives up rights, and serves."""
     settings = read_value(0)
     if settings is None:
         return

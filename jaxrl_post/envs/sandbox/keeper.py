@@ -54,21 +54,34 @@ class Process:
         self.reason: Ended | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._gone = False
 
     def kill(self, reason: Ended | None = None) -> None:
-        """Ends all processes of the place; returns when the first one is gone."""
+        """Ends all processes of the place; returns when the first one is gone.
+
+        Args:
+            reason: why; the first call's counts.
+
+        Raises:
+            subprocess.TimeoutExpired: if the kernel does not end it within 10 s.
+            OSError: if its directory cannot be removed. Another call tries again.
+        """
         with self._lock:
-            if self._closed:
+            if self._gone:
                 return
-            self._closed = True
-            self.reason = reason
-            # Without a process namespace, all are in the first one's group: the filter
-            # lets none of them leave it. With one, all end with the first.
-            with suppress(ProcessLookupError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
-            self.popen.wait(_GONE)
+            if not self._closed:
+                self._closed = True
+                self.reason = reason
+            # The number of a process that was waited for may be another's by now.
+            if self.popen.returncode is None:
+                # Without a process namespace, all are in the first one's group: the
+                # filter lets none of them leave it. With one, all end with the first.
+                with suppress(ProcessLookupError):
+                    os.killpg(self.popen.pid, signal.SIGKILL)
+                self.popen.wait(_GONE)
             if self._start.directory is not None:
                 remove_directory(self._start.directory)
+            self._gone = True
 
     @property
     def closed(self) -> bool:
@@ -156,7 +169,9 @@ class Keeper:
                 start, limits, future = request
                 try:
                     process = Process(start, limits)
-                except BaseException as error:  # The caller's to handle.
+                except Exception as error:  # The caller's to handle.
+                    if start.directory is not None:
+                        remove_directory(start.directory)
                     future.set_exception(error)
                 else:
                     self._processes.add(process)
@@ -166,10 +181,17 @@ class Keeper:
                 for process in self._processes:
                     reason = process.exceeds() if process.used else None
                     if reason is not None:
-                        process.kill(reason)
+                        _try_to_kill(process, reason)
                 looked = time.monotonic()
         for process in self._processes:
-            process.kill()
+            _try_to_kill(process)
+
+
+def _try_to_kill(process: Process, reason: Ended | None = None) -> None:
+    # A failure must not end the thread that watches the other places; whoever closes
+    # the place tries again, and learns of it.
+    with suppress(OSError, subprocess.TimeoutExpired):
+        process.kill(reason)
 
 
 def _tree(first: int) -> Iterator[int]:

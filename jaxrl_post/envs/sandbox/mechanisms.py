@@ -218,6 +218,12 @@ def _python_command(python: Interpreter) -> tuple[str, ...]:
     return (python.executable, *flags, "-c", _PROGRAM)
 
 
+def _unknown_processor() -> str | None:
+    if architecture(platform.machine()) is None:
+        return f"no list of system calls for processor {platform.machine()}"
+    return None
+
+
 @dataclass(frozen=True)
 class Bubblewrap:
     """Namespaces of files, processes, network and users, set up by `bwrap`."""
@@ -227,11 +233,9 @@ class Bubblewrap:
 
     def unavailable(self) -> str | None:
         """Why `bwrap` cannot run; whether it may make namespaces is for a trial."""
-        if architecture(platform.machine()) is None:
-            return f"no list of system calls for processor {platform.machine()}"
         if shutil.which("bwrap") is None:
             return "bwrap is not on PATH (Debian and Ubuntu: apt install bubblewrap)"
-        return None
+        return _unknown_processor()
 
     def accepts(self, python: Interpreter) -> bool:
         """Every Python that we can read."""
@@ -313,11 +317,9 @@ class Landlock:
 
     def unavailable(self) -> str | None:
         """Why the kernel refuses."""
-        if architecture(platform.machine()) is None:
-            return f"no list of system calls for processor {platform.machine()}"
         if not _landlock_version():
             return "the kernel has no Landlock (it came with Linux 5.13), or it is off"
-        return None
+        return _unknown_processor()
 
     def accepts(self, python: Interpreter) -> bool:
         """Places of root run as another user, who must be able to read the Python."""
@@ -380,9 +382,7 @@ class Gvisor:
         """Why `runsc` cannot run."""
         if shutil.which("runsc") is None:
             return "runsc is not on PATH (https://gvisor.dev/docs/user_guide/install)"
-        if architecture(platform.machine()) is None:
-            return f"no list of system calls for processor {platform.machine()}"
-        return None
+        return _unknown_processor()
 
     def accepts(self, python: Interpreter) -> bool:
         """Every Python that we can read."""
@@ -472,7 +472,10 @@ class Unsafe:
     """No sandbox: a process of the same user, under limits."""
 
     name: str = "unsafe"
-    lets_through: str = "everything: files, network, other processes"
+    lets_through: str = (
+        "everything: files, network, other processes; a program that leaves its "
+        "process group outlives the place"
+    )
 
     def unavailable(self) -> str | None:
         """Always to be had."""
