@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import machine
+from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.model import open_model, versions
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 
@@ -199,7 +201,11 @@ def main(options: Options) -> None:
             process.kill()
             process.wait(timeout=30)
     model = open_model(
-        options.model, mesh="", dtype=None, seed=0, texts=lambda: ["1+2=3"]
+        options.model,
+        mesh="",
+        dtype=None,
+        seed=0,
+        make_tokenizer=partial(tokenizer_of, lambda: ["1+2=3"]),
     )
     engine = Engine(
         model.config,

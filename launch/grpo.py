@@ -9,6 +9,7 @@ from launch.recipes.beginnings import Rates
 from launch.recipes.chain_sum import chain_sum
 from launch.recipes.demo import demo
 from launch.recipes.games import guess, world
+from launch.recipes.lookup import lookup
 from launch.training import beginning, online
 
 PROGRAM = cli.Program(
@@ -21,7 +22,13 @@ PROGRAM = cli.Program(
     ),
     load=online,
     check=check_options,
-    recipes={"demo": demo, "chain_sum": chain_sum, "guess": guess, "world": world},
+    recipes={
+        "demo": demo,
+        "chain_sum": chain_sum,
+        "guess": guess,
+        "world": world,
+        "lookup": lookup,
+    },
 )
 
 

@@ -312,6 +312,11 @@ def _check_rollout(config: RLConfig) -> None:
 def _check_turns(config: RLConfig) -> None:
     """Refuses options that contradict several turns, or `rollout.partial`."""
     algorithm, rollout = config.algorithm, config.rollout
+    if config.tools and rollout.max_turns == 1:
+        raise ConfigError(
+            "--tools: with --rollout.max-turns 1 no turn follows a call; raise it to "
+            "the most turns that an episode may have, the answer included"
+        )
     if rollout.max_turns > 1 and not rollout.max_prompt_tokens:
         raise ConfigError(
             "--rollout.max-prompt-tokens: must be given with --rollout.max-turns "

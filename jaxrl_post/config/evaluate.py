@@ -31,6 +31,8 @@ class EvaluateConfig:
             weights: demo, tiny, small, or a published size such as qwen3-0.6b.
         revision: branch, tag or commit of a model on the hub.
         env: environment, as for training, such as arithmetic?level=2 or gsm8k.
+        tools: what the model may call before it answers, as for training. Needs
+            `max_turns`.
         data: files of tasks, for environments that read some.
         split: which tasks; those of "eval" are held out from training.
         num_tasks: number of tasks of the split, from its first; equal prompts count
@@ -51,6 +53,8 @@ class EvaluateConfig:
             completes it.
         max_tokens: most tokens of a completion, the stop token included.
         max_turns: most turns of the model in an episode.
+        max_result_tokens: most tokens of what a tool returned to the model; a longer
+            result loses its middle, and says so.
         max_prompt_tokens: most tokens of a conversation before its last turn; 0 for
             those of the longest first prompt, which leaves room for one turn.
         solved_reward: a sample with at least this reward solves its task.
@@ -75,6 +79,7 @@ class EvaluateConfig:
     model: str
     revision: str | None = None
     env: str = "arithmetic"
+    tools: tuple[str, ...] = ()
     data: DataConfig = field(default_factory=DataConfig)
     split: Literal["eval", "train"] = "eval"
     num_tasks: Annotated[int, COUNT] = 200
@@ -87,6 +92,7 @@ class EvaluateConfig:
     stop_strings: tuple[str, ...] = ()
     max_tokens: Annotated[int | None, COUNT] = None
     max_turns: Annotated[int, COUNT] = 1
+    max_result_tokens: Annotated[int, COUNT] = 1024
     max_prompt_tokens: Annotated[int, NOT_NEGATIVE] = 0
     solved_reward: Annotated[float, ANY] = 1.0
     seed: Annotated[int, NOT_NEGATIVE] = 0
@@ -117,6 +123,11 @@ def check_evaluation(config: EvaluateConfig) -> None:
         raise ConfigError(
             f"--samples: {config.samples} greedy samples of a task are all the same; "
             "give --temperature, or take 1"
+        )
+    if config.tools and config.max_turns == 1:
+        raise ConfigError(
+            "--tools: with --max-turns 1 no turn follows a call; raise it to the most "
+            "turns that an episode may have, the answer included"
         )
     check_paths(config)
     for file in result_files(config):

@@ -40,9 +40,12 @@ class RLConfig(RunConfig):
     """Training of a policy on its own samples.
 
     Attributes:
-        env: arithmetic, gsm8k, guess, jsonl, world, reasoning-gym:<task>, or
+        env: arithmetic, gsm8k, guess, jsonl, lookup, world, reasoning-gym:<task>, or
             <module>:<factory>, with options as in arithmetic?level=2 or
             jsonl?grader=math.
+        tools: what the policy may call before it answers: python, shell (both run in
+            the sandbox), mcp?command=["..."], http?url=...&tools=FILE, or
+            <module>:<name> of a function or of functions. Needs `rollout.max_turns`.
         data: files of tasks, for environments that read some.
         log_samples: number of training completions logged at each evaluation.
         log_eval_samples: number of held-out completions logged at each evaluation.
@@ -59,6 +62,7 @@ class RLConfig(RunConfig):
     """
 
     env: str = "arithmetic"
+    tools: tuple[str, ...] = ()
     data: DataConfig = field(default_factory=DataConfig)
     log_samples: Annotated[int, NOT_NEGATIVE, FREE] = 8
     log_eval_samples: Annotated[int, NOT_NEGATIVE, FREE] = 8

@@ -41,6 +41,8 @@ class RolloutConfig:
         max_turns: most turns of the policy in an episode; an environment that would go
             on is ended there. More than one needs `max_prompt_tokens`, which bounds the
             conversation before the last turn.
+        max_result_tokens: most tokens of what a tool returned to the policy; a longer
+            result loses its middle, and says so.
         partial: groups that may be unfinished when a step is taken. Then so many more
             prompts are under way than a step needs, it takes the first groups that
             finish, and the others go on under the next parameters. 0 waits for all.
@@ -119,6 +121,7 @@ class RolloutConfig:
     max_prompt_tokens: Annotated[int, NOT_NEGATIVE] = 0
     max_tokens: Annotated[int, COUNT] = 256
     max_turns: Annotated[int, COUNT] = 1
+    max_result_tokens: Annotated[int, COUNT] = 1024
     partial: Annotated[int, NOT_NEGATIVE] = 0
     recompute_cache: bool = True
     temperature: Annotated[float, POSITIVE] = 1.0

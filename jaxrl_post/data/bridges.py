@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxrl_post.data import chat
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+from jaxrl_post.messages import Message
 
 __all__ = ["bridge"]
 
@@ -20,8 +21,8 @@ MARK = "\ufdd0answer\ufdd0"
 
 def bridge(
     tokenizer: Tokenizer,
-    before: Sequence[Mapping[str, Any]],
-    messages: Sequence[Mapping[str, Any]],
+    before: Sequence[Message | Mapping[str, Any]],
+    messages: Sequence[Message | Mapping[str, Any]],
     options: chat.Options,
     *,
     stop_id: int | None,

@@ -1,6 +1,7 @@
 """Converts conversations to token ids, with or without a chat template."""
 
 import datetime
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -9,6 +10,7 @@ import numpy as np
 
 from jaxrl_post.data import spans, templates
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+from jaxrl_post.messages import Message
 
 __all__ = [
     "Options",
@@ -18,6 +20,7 @@ __all__ = [
     "render",
     "render_reply",
     "render_text",
+    "with_tools",
 ]
 
 # The attributes to read from a turn that is not a mapping.
@@ -82,6 +85,11 @@ class Options:
                 f"Options: variables must not be named {', '.join(TAKEN)}; "
                 f"got {', '.join(taken)}"
             )
+
+
+def with_tools(tools: Sequence[Mapping[str, Any]]) -> Options:
+    """The template's inputs for a task: its tools, if it has any."""
+    return Options(tools=tools or None)
 
 
 def render(
@@ -284,7 +292,10 @@ def conversation(
 
 
 def answered(
-    tokenizer: Tokenizer, messages: Messages, answer: str
+    tokenizer: Tokenizer,
+    messages: Messages,
+    answer: str | Message,
+    options: Options = Options(),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A prompt and the answer to learn, including the token that ends the turn.
 
@@ -294,7 +305,8 @@ def answered(
     Args:
         tokenizer: with or without a chat template.
         messages: the conversation so far.
-        answer: the text of the assistant's answer.
+        answer: the text of the assistant's answer; a message if it calls tools.
+        options: inputs of the template.
 
     Returns:
         Token ids of the prompt, and of the answer.
@@ -307,12 +319,18 @@ def answered(
     >>> tokenizer.backend.decode(list(target), skip_special_tokens=False)
     '3<|eos|>'
     """
+    if isinstance(answer, str):
+        answer = Message("assistant", answer)
     if not tokenizer.chat_templates:
+        if answer.tool_calls:
+            raise TokenizerError(
+                "chat: without a chat template there is no way to write a tool call; "
+                f"got {answer!r:.200}"
+            )
         # Tokenise the prompt apart from the answer, as the sampler sees it.
-        target = (*tokenizer.encode(answer), tokenizer.eos_id)
+        target = (*tokenizer.encode(answer.content), tokenizer.eos_id)
         return render(tokenizer, messages), target
-    reply = {"role": "assistant", "content": answer}
-    tokens, mask = conversation(tokenizer, [*messages, reply], only_last=True)
+    tokens, mask = conversation(tokenizer, [*messages, answer], options, only_last=True)
     learned = np.flatnonzero(mask)
     if not learned.size:
         raise TokenizerError(
@@ -447,6 +465,21 @@ def _message(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates read it: without None, reasoning under both names."""
     if isinstance(message, Mapping):
         entries = dict(message)
+    elif isinstance(message, Message):
+        entries = message.to_json()
+        if message.tool_calls:
+            entries["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    # Templates write an object in the family's own way.
+                    "function": {
+                        "name": call.name,
+                        "arguments": json.loads(call.arguments),
+                    },
+                }
+                for call in message.tool_calls
+            ]
     else:
         entries = {name: getattr(message, name, None) for name in FIELDS}
     row = {name: value for name, value in entries.items() if value is not None}

@@ -1,40 +1,85 @@
 """The interface of a tokenizer that episodes use."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxrl_post.data import chat
-from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.data import tools as calls
+from jaxrl_post.data.bridges import bridge
+from jaxrl_post.data.replies import Reply
+from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+from jaxrl_post.messages import Message
 
 __all__ = ["Codec"]
+
+type Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Converts messages to tokens, and sampled tokens to text."""
+    """Converts messages to tokens, and sampled tokens to messages.
+
+    Attributes:
+        tokenizer: the model's.
+        max_result_tokens: tokens that a tool's result may have; a longer one loses its
+            middle.
+    """
 
     tokenizer: Tokenizer
+    max_result_tokens: int = 1024
 
-    def render(self, messages: Sequence[chat.Turn]) -> tuple[int, ...]:
+    def render(
+        self, messages: Sequence[chat.Turn], tools: Tools = ()
+    ) -> tuple[int, ...]:
         """Tokens of a conversation, up to the start of the assistant's answer."""
-        return chat.render(self.tokenizer, messages)
+        return chat.render(self.tokenizer, messages, chat.with_tools(tools))
 
     def reply(
         self,
-        before: Sequence[chat.Turn],
-        messages: Sequence[chat.Turn],
+        before: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Tools = (),
         *,
         stop_id: int | None,
     ) -> tuple[int, ...]:
         """Tokens between the assistant's sampled turn and its next turn.
 
+        With tools, what was sampled stays as it is also where the chat template writes
+        an earlier turn otherwise, such as without its reasoning.
+
         Args:
             before: the conversation, the assistant's turn last.
             messages: the new messages.
+            tools: those of the task.
             stop_id: the stop token that was sampled; None if the turn has none.
+
+        Raises:
+            TokenizerError: the tokens do not follow from the template.
         """
-        return chat.render_reply(self.tokenizer, before, messages, stop_id=stop_id)
+        options = chat.with_tools(tools)
+        if not tools:
+            return chat.render_reply(
+                self.tokenizer, before, messages, options, stop_id=stop_id
+            )
+        messages = calls.shortened(self.tokenizer, messages, self.max_result_tokens)
+        found = bridge(self.tokenizer, before, messages, options, stop_id=stop_id)
+        if found is None:
+            raise TokenizerError(
+                "chat: this chat template does not show where an answer ends, so what "
+                f"its tools return cannot follow it; got {before[-1]!r:.200}"
+            )
+        return found
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, without special tokens."""
         return self.tokenizer.decode(tokens)
+
+    def read(self, prompt: Sequence[int], said: Sequence[int]) -> Reply:
+        """Takes an answer apart into reasoning, text and tool calls.
+
+        Args:
+            prompt: token ids before the answer; the last few are enough.
+            said: token ids of the answer, without a stop token that ended it.
+        """
+        return calls.read(self.tokenizer, prompt, said)

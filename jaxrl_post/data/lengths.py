@@ -10,6 +10,7 @@ import tokenizers
 from jaxrl_post.data import chat
 from jaxrl_post.data.chat import Messages, Options, Turn
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.messages import Message
 
 __all__ = ["Lengths", "written"]
 
@@ -90,7 +91,7 @@ class Lengths:
 def written(
     tokenizer: Tokenizer,
     messages: Messages,
-    answer: str | None = None,
+    answer: str | Message | None = None,
     *,
     options: Options | None = None,
 ) -> str:
@@ -99,7 +100,8 @@ def written(
     Args:
         tokenizer: with or without a chat template.
         messages: a prompt, or a conversation that ends with the assistant's turn.
-        answer: the assistant's answer; None for the messages alone.
+        answer: the assistant's answer, a message if it calls tools; None for the
+            messages alone.
         options: inputs of the template; None for the defaults.
 
     Raises:
@@ -109,8 +111,10 @@ def written(
     '1+1=2<|eos|>'
     """
     turns = list(messages)
+    if isinstance(answer, str):
+        answer = Message("assistant", answer)
     if answer is not None:
-        turns.append({"role": "assistant", "content": answer})
+        turns.append(answer)
     if tokenizer.chat_templates:
         ended = _role(turns[-1]) == "assistant"
         return chat.render_text(

@@ -22,7 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["FORMATS", "Format", "FormatName", "Reply", "ToolCall", "format_of", "parse"]
+from jaxrl_post.messages import ToolCall
+
+__all__ = ["FORMATS", "Format", "FormatName", "Reply", "format_of", "parse"]
 
 type FormatName = Literal["hermes", "llama", "mistral", "deepseek", "harmony"]
 
@@ -39,18 +41,6 @@ CALLS_END = _deepseek_mark("tool calls end")
 CALL_BEGIN = _deepseek_mark("tool call begin")
 CALL_END = _deepseek_mark("tool call end")
 CALL_SEPARATOR = _deepseek_mark("tool sep")
-
-
-class ToolCall(NamedTuple):
-    """A call of a function.
-
-    Attributes:
-        name: of the function.
-        arguments: a JSON object, as text.
-    """
-
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True)
@@ -144,7 +134,7 @@ def parse(
     >>> said = "Why?</think>I look." + call
     >>> reply = parse(said, qwen, thinking=True)
     >>> reply.reasoning, reply.content, reply.calls
-    ('Why?', 'I look.', (ToolCall(name='f', arguments='{}'),))
+    ('Why?', 'I look.', (ToolCall(name='f', arguments='{}', id=''),))
     """
     if form.name == "harmony":
         return _harmony(text, tools=tools, finished=finished)

@@ -81,12 +81,21 @@ class Tokenizer:
         )
 
     @classmethod
-    def train(cls, texts: Iterable[str], *, vocab_size: int = 512) -> "Tokenizer":
+    def train(
+        cls,
+        texts: Iterable[str],
+        *,
+        vocab_size: int = 512,
+        marks: Sequence[str] = (),
+        chat_template: str | None = None,
+    ) -> "Tokenizer":
         """Trains a byte-level BPE in which every digit is a token of its own.
 
         Args:
             texts: the training texts.
-            vocab_size: at least 258, for the bytes and two special tokens.
+            vocab_size: at least 258, for the bytes and two special tokens, and `marks`.
+            marks: texts that become tokens of their own.
+            chat_template: Jinja source, or None for a plain text format.
 
         >>> tokenizer = Tokenizer.train(["12+30=42"] * 3)
         >>> tokenizer.decode(tokenizer.encode("12+3=ü"))
@@ -101,15 +110,17 @@ class Tokenizer:
         )
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
+            vocab_size=vocab_size - len(marks),
             special_tokens=SPECIAL,
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
         backend.train_from_iterator(texts, trainer)
+        backend.add_tokens([tokenizers.AddedToken(m, normalized=False) for m in marks])
         return cls(
             backend,
             stop_ids=(SPECIAL.index(EOS),),
+            chat_template=chat_template,
             special_tokens={"eos_token": EOS, "pad_token": PAD},
         )
 
@@ -252,6 +263,17 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
+
+    def without_special(self, text: str) -> str:
+        """A text without the special tokens that are written in it."""
+        for token in self._special:
+            text = text.replace(token, "")
+        return text
+
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        added = self.backend.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
 
     def save(self, directory: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and the chat templates.

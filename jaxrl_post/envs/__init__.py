@@ -13,6 +13,7 @@ from jaxrl_post.envs.env import (
     Step,
     Task,
     TaskSequence,
+    ToolCall,
     response,
 )
 from jaxrl_post.envs.workers.pool import Outcome, WorkerPool, WorkerStartError
@@ -30,6 +31,7 @@ __all__ = [
     "Step",
     "Task",
     "TaskSequence",
+    "ToolCall",
     "WorkerPool",
     "WorkerStartError",
     "make",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import inspect
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,9 +12,11 @@ from jaxrl_post.envs.env import (
     StatefulEnvironment,
     StatelessEnvironment,
 )
+from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.gsm8k import GSM8K
 from jaxrl_post.envs.tasks.guess import Guess
+from jaxrl_post.envs.tasks.lookup import lookup
 from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
 from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
 from jaxrl_post.envs.tasks.world import World
@@ -25,12 +24,14 @@ from jaxrl_post.envs.tasks.world import World
 __all__ = ["make"]
 
 _FORMS = (
-    "arithmetic, gsm8k, guess, jsonl, world, reasoning-gym:<task>, <module>:<factory>"
+    "arithmetic, gsm8k, guess, jsonl, lookup, world, reasoning-gym:<task>, "
+    "<module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "gsm8k": GSM8K,
     "guess": Guess,
     "jsonl": PromptAnswers,
+    "lookup": lookup,
     "world": World,
 }
 _REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
@@ -44,6 +45,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         arithmetic?level=2                      arithmetic?operations=+-&terms=3
         gsm8k?path=train.jsonl&eval_path=test.jsonl
         guess?size=7&guesses=3                  world?turns=8
+        lookup?depth=2
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
@@ -68,10 +70,10 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     >>> make("arithmetics")
     Traceback (most recent call last):
     ValueError: no environment 'arithmetics'; there are arithmetic, gsm8k, guess, jsonl,
-    world, reasoning-gym:<task>, <module>:<factory>
+    lookup, world, reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
-    chosen = _parse_query(spec, query)
+    chosen = parse_query(spec, query)
     for option, value in (options or {}).items():
         if option in chosen:
             raise ValueError(
@@ -79,36 +81,17 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
             )
         chosen[option] = value
     if name == "arithmetic":
-        return _call(
+        return call(
             Arithmetic.at_level if "level" in chosen else Arithmetic, chosen, name
         )
     if name in _BY_NAME:
-        return _call(_BY_NAME[name], chosen, name)
+        return call(_BY_NAME[name], chosen, name)
     kind, colon, rest = name.partition(":")
     if colon and kind == "reasoning-gym":
         return _make_reasoning_gym(rest, chosen)
     if colon and all(part.isidentifier() for part in kind.split(".")):
         return _make_custom(kind, rest, chosen)
     raise ValueError(f"no environment {name!r}; there are {_FORMS}")
-
-
-def _parse_query(spec: str, query: str) -> dict[str, Any]:
-    # urllib would decode "+" as a space, but "+-" is a valid value of `operations`.
-    chosen: dict[str, Any] = {}
-    for pair in query.split("&") if query else ():
-        option, equals, text = pair.partition("=")
-        if not (option and equals):
-            raise ValueError(
-                f"options in spec {spec!r} must be name=value, joined by '&', "
-                f"got {pair!r}"
-            )
-        if option in chosen:
-            raise ValueError(f"option {option!r} is given twice in spec {spec!r}")
-        try:
-            chosen[option] = json.loads(text)
-        except json.JSONDecodeError:
-            chosen[option] = text
-    return chosen
 
 
 def _make_reasoning_gym(task: str, chosen: Mapping[str, Any]) -> Environment:
@@ -134,7 +117,7 @@ def _make_custom(module: str, factory: str, chosen: Mapping[str, Any]) -> Enviro
         raise ValueError(
             f"no environment {spec!r}: {module!r} has no function or class {factory!r}"
         )
-    environment = _call(build, chosen, spec)
+    environment = call(build, chosen, spec)
     kinds = StatelessEnvironment | StatefulEnvironment | AgentEnvironment
     if not isinstance(environment, kinds):
         raise ValueError(
@@ -142,27 +125,3 @@ def _make_custom(module: str, factory: str, chosen: Mapping[str, Any]) -> Enviro
             f"step, open or run), got {type(environment).__name__}"
         )
     return environment
-
-
-def _call(build: Callable[..., Any], chosen: Mapping[str, Any], name: str) -> Any:
-    parameters = inspect.signature(build).parameters.values()
-    named = [
-        p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    known = [parameter.name for parameter in named]
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        for option in chosen:
-            if option not in known:
-                close = difflib.get_close_matches(option, known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise ValueError(
-                    f"environment {name!r} has no option {option!r}; it has "
-                    f"{', '.join(known) or 'none'}{hint}"
-                )
-    for parameter in named:
-        if parameter.default is parameter.empty and parameter.name not in chosen:
-            raise ValueError(
-                f"environment {name!r} needs the option {parameter.name!r}, as in "
-                f"'{name}?{parameter.name}=...'"
-            )
-    return build(**chosen)

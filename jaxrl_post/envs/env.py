@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, overload, runtime_checkable
 
-from jaxrl_post.messages import Message
+from jaxrl_post.messages import Message, ToolCall
 
 __all__ = [
     "BASE_URL",
@@ -29,6 +29,7 @@ __all__ = [
     "Step",
     "Task",
     "TaskSequence",
+    "ToolCall",
     "response",
 ]
 
@@ -48,6 +49,8 @@ class Answer(Message):
         finish_reason: "stop" if the policy ended the turn, "length" if the turn was cut
             at the maximum number of tokens.
         num_tokens: number of sampled tokens, including the stop token.
+        broken_calls: of a task with tools, number of tool calls that could not be read;
+            they stay in `content`. The others are in `tool_calls`.
 
     >>> Answer("assistant", "22", finish_reason="length", num_tokens=2).truncated
     True
@@ -55,6 +58,7 @@ class Answer(Message):
 
     finish_reason: str = "stop"
     num_tokens: int = 0
+    broken_calls: int = field(default=0, kw_only=True)
 
     @property
     def truncated(self) -> bool:
@@ -71,6 +75,9 @@ class Task:
         messages: the conversation that the policy is asked to continue.
         reference: the expected answer; empty if there is no single expected answer.
         data: other data that `step` needs; must pickle, to be sent to worker processes.
+        tools: the functions that the policy may call, as JSON schemas of OpenAI's chat
+            API. Its answers are then read as its chat template writes calls: content,
+            `reasoning` and `tool_calls` of an `Answer` are apart.
 
     >>> Task(0, (Message("user", "7+15="),), reference="22").reference
     '22'
@@ -80,6 +87,7 @@ class Task:
     messages: tuple[Message, ...]
     reference: str
     data: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,8 +130,11 @@ class Environment(Protocol):
         """
         ...
 
-    def demonstration(self, task: Task) -> str | None:
-        """A good answer for a supervised warm start; None if none is known."""
+    def demonstration(self, task: Task) -> str | Message | None:
+        """A good answer for a supervised warm start; None if none is known.
+
+        Of a task with tools it may be a message that calls them.
+        """
         ...
 
 

@@ -125,7 +125,7 @@ class Rubric:
             reward += criterion.weight * rewards[name]
         return Step(reward, step.done, step.messages, step.metrics, rewards)
 
-    def demonstration(self, task: Task) -> str | None:
+    def demonstration(self, task: Task) -> str | Message | None:
         """The demonstration of the wrapped environment."""
         return self.environment.demonstration(task)
 

@@ -7,7 +7,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat, packing
 from jaxrl_post.data.lengths import written
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.envs import Environment, Task
+from jaxrl_post.envs import Environment, Message, Task
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.packed import fitting
 from jaxrl_post.examples.tasks import SPLITS, TaskSets
@@ -61,7 +61,9 @@ class Demonstrations:
     ) -> tuple[str, ...]:
         """The text of the prompt and its demonstration."""
         task = self._tasks.tasks(split)[index]
-        return (written(tokenizer, task.messages, self._demonstration(task)),)
+        options = chat.with_tools(task.tools)
+        answer = self._demonstration(task)
+        return (written(tokenizer, task.messages, answer, options=options),)
 
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
@@ -73,7 +75,10 @@ class Demonstrations:
         """
         task = self._tasks.tasks(split)[index]
         prompt, target = chat.answered(
-            tokenizer, task.messages, self._demonstration(task)
+            tokenizer,
+            task.messages,
+            self._demonstration(task),
+            chat.with_tools(task.tools),
         )
         return (packing.Sequence.of(prompt, target),)
 
@@ -82,7 +87,7 @@ class Demonstrations:
         # Cached: `Environment.tasks` may read a file at each call.
         return TaskSets.of(self.environment)
 
-    def _demonstration(self, task: Task) -> str:
+    def _demonstration(self, task: Task) -> str | Message:
         answer = self.environment.demonstration(task)
         if answer is None:
             raise ConfigError(

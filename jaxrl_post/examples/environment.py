@@ -1,9 +1,12 @@
 """Makes the environment that a run's options name."""
 
+from collections.abc import Sequence
+
 from jaxrl_post import envs
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.envs import Environment
+from jaxrl_post.envs import Environment, StatelessEnvironment
+from jaxrl_post.envs.tools import ToolEnvironment, make_toolset
 
 __all__ = ["make_environment"]
 
@@ -14,19 +17,42 @@ FROM_FILES = {
 }
 
 
-def make_environment(spec: str, data: DataConfig) -> Environment:
+def make_environment(
+    spec: str, data: DataConfig, tools: Sequence[str] = ()
+) -> Environment:
     """Makes an environment; `data` names the files of gsm8k and jsonl.
+
+    Args:
+        spec: the environment, as `envs.make` takes it.
+        data: files of tasks.
+        tools: what the policy may call, as `make_toolset` takes it.
 
     Raises:
         ConfigError: a path for an environment without files, or no path for one with
-            files; a module that the environment needs is not installed.
+            files; a module that the environment needs is not installed; tools that
+            cannot be had, or an environment that judges no single answer.
         ValueError: as `envs.make`.
     """
     options = _file_options(spec, data)
     try:
-        return envs.make(spec, options=options)
+        environment = envs.make(spec, options=options)
     except ModuleNotFoundError as error:
         raise ConfigError(f"--env: {error}") from error
+    return _with_tools(environment, tools)
+
+
+def _with_tools(environment: Environment, tools: Sequence[str]) -> Environment:
+    if not tools:
+        return environment
+    if not isinstance(environment, StatelessEnvironment):
+        raise ConfigError(
+            f"--tools: {environment.name} answers turns itself; tools are for an "
+            "environment that judges one answer by `step`. Drop the option"
+        )
+    try:
+        return ToolEnvironment(environment, tuple(map(make_toolset, tools)))
+    except (ModuleNotFoundError, OSError, ValueError) as error:
+        raise ConfigError(f"--tools: {error}") from error
 
 
 def _file_options(spec: str, data: DataConfig) -> dict[str, str]:

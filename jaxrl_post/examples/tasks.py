@@ -11,7 +11,8 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat
 from jaxrl_post.data.lengths import Lengths, written
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.envs import Environment, Task, TaskSequence
+from jaxrl_post.data.tools import unwritten
+from jaxrl_post.envs import Environment, Message, Task, TaskSequence
 from jaxrl_post.envs.env import Split
 
 __all__ = [
@@ -70,7 +71,7 @@ class TaskSets:
         """Number of tasks of a split."""
         return len(self.tasks(split))
 
-    def demonstration(self, task: Task) -> str | None:
+    def demonstration(self, task: Task) -> str | Message | None:
         """The environment's demonstration of a task."""
         return self.environment.demonstration(task)
 
@@ -195,8 +196,10 @@ def fitting_prompts(
         The tasks, and the limit; for a limit of 0, the tokens of the longest prompt.
 
     Raises:
-        ConfigError: a split would be empty, or a prompt cannot be rendered.
+        ConfigError: a split would be empty, a prompt cannot be rendered, or tasks have
+            tools and the chat template does not write them.
     """
+    _check_tools(tasks, tokenizer)
     lengths, longest = Lengths.of(tokenizer), 0
     for split in SPLITS:
         each = tasks.tasks(split)
@@ -243,6 +246,19 @@ def left_out(count: int, total: int, what: str, why: str) -> None:
         logger.warning("%d of %d %s left out: %s", count, total, what, why)
 
 
+def _check_tools(tasks: TaskSets, tokenizer: Tokenizer) -> None:
+    for split in SPLITS:
+        if not any(task.tools for task in tasks.tasks(split)):
+            continue
+        reason = unwritten(tokenizer)
+        if reason is not None:
+            raise ConfigError(
+                f"--env: the {split} tasks of {tasks.name} have tools, and {reason}; "
+                "choose a model that was trained to call tools, or an environment "
+                "without them"
+            )
+
+
 def _prompt[Found](
     tokenizer: Tokenizer,
     tasks: TaskSets,
@@ -251,7 +267,7 @@ def _prompt[Found](
     render: Callable[..., Found],
 ) -> Found:
     try:
-        return render(tokenizer, task.messages)
+        return render(tokenizer, task.messages, options=chat.with_tools(task.tools))
     except TokenizerError as error:
         raise ConfigError(
             f"--env: {split} task {task.id} of {tasks.name}: {error}"

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def open_model(
     mesh: str,
     dtype: str | None,
     seed: int,
-    texts: Callable[[], Sequence[str]],
+    make_tokenizer: Callable[[int], Tokenizer],
     head: Head = "lm",
     rules: Rules = DEFAULT_RULES,
 ) -> Model:
@@ -135,7 +135,7 @@ def open_model(
         mesh: mesh axes with sizes, such as "dp4,tp8".
         dtype: dtype of the parameters, None for the checkpoint's dtype.
         seed: seed of a preset's weights.
-        texts: returns the texts on which a preset's tokenizer is trained.
+        make_tokenizer: trains a preset's tokenizer of so many tokens.
         head: head of the model; if the directory has no value head, it gets zeros.
         rules: mesh axes of every logical axis.
 
@@ -166,7 +166,7 @@ def open_model(
         config = dataclasses.replace(PRESETS[name], head=head)
         specs = models.param_specs(config)
         named_shardings(specs, device_mesh, rules)
-        tokenizer = Tokenizer.train(texts(), vocab_size=min(config.vocab_size, 1024))
+        tokenizer = make_tokenizer(min(config.vocab_size, 1024))
         wanted = jnp.dtype(dtype or "float32")
         params = models.initialize(
             jax.random.key(seed), specs, wanted, device_mesh, rules

@@ -1,6 +1,7 @@
 """Frozen policies beside the trained one: KL reference or teacher."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl_post.algorithms.objective import Divergence
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.learner import Learner, Scorer
 from jaxrl_post.learner.model import Model, open_model
 from jaxrl_post.learner.step import Policy
@@ -69,7 +71,7 @@ def open_reference(
         mesh=",".join(f"{name}{size}" for name, size in model.mesh.shape.items()),
         dtype=model.dtype.name,
         seed=0,
-        texts=list,
+        make_tokenizer=partial(tokenizer_of, list),
         rules=model.rules,
     )
     if not frozen.tokenizer.same_ids(model.tokenizer):

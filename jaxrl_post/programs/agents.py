@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.data.replies import format_of
+from jaxrl_post.data.tools import expresses_tools, form_of
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.learner.model import Model
 from jaxrl_post.rollout.collector import EpisodeCollector
@@ -41,7 +41,6 @@ def agent_collector(
         from jaxrl_post.serve.agents import AgentCollector, AgentServer
         from jaxrl_post.serve.calls import Served
         from jaxrl_post.serve.grammars import Grammars
-        from jaxrl_post.serve.prompts import expresses_tools
         from jaxrl_post.serve.service import Service
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -75,7 +74,7 @@ def agent_collector(
         service=Service(Published(engine, None, 0), max_samples=2**20),
         tokenizer=tokenizer,
         grammars=Grammars(tokenizer, model.config.vocab_size),
-        form=format_of(tokenizer.chat_template),
+        form=form_of(tokenizer),
         name="policy",
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_tokens=rollout.max_tokens,

@@ -27,7 +27,7 @@ from jaxrl_post.envs import AgentEnvironment, Environment, Task, WorkerPool
 from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import distinct
-from jaxrl_post.examples.texts import environment_texts
+from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.learner.model import Model, open_model, versions
 from jaxrl_post.programs.experience import make_collector
@@ -144,13 +144,17 @@ def evaluate(
             f"--samples: {config.samples} greedy samples of a task are all the same; "
             "give --temperature, or take 1"
         )
-    prompts = [len(chat.render(model.tokenizer, task.messages)) for task in tasks]
+    prompts = [
+        len(chat.render(model.tokenizer, task.messages, chat.with_tools(task.tools)))
+        for task in tasks
+    ]
     total = len(tasks) * config.samples
     rollout = RolloutConfig(
         prompts_per_step=len(tasks),
         samples_per_prompt=config.samples,
         max_prompt_tokens=max(*prompts, config.max_prompt_tokens),
         max_turns=config.max_turns,
+        max_result_tokens=config.max_result_tokens,
         max_tokens=sampling.max_tokens,
         num_slots=min(config.num_slots, total),
         deadline_s=config.deadline_s,
@@ -201,13 +205,13 @@ def run_evaluation(
     check_evaluation(config)
     refuse_runs(config.model)
     fetched = fetch(config, console=console)
-    environment = make_environment(config.env, fetched.config.data)
+    environment = make_environment(config.env, fetched.config.data, config.tools)
     model = open_model(
         fetched.config.model,
         mesh=config.mesh,
         dtype=config.dtype,
         seed=config.seed,
-        texts=partial(environment_texts, environment),
+        make_tokenizer=partial(environment_tokenizer, environment),
     )
     groups = evaluate(config, model, environment, console=console)
     sampling, not_done = sampling_of(config, model)

@@ -362,7 +362,7 @@ def make_collector(
 ) -> Collector:
     """Makes the collector, which runs episodes and has them judged."""
     return Collector(
-        codec=Codec(model.tokenizer),
+        codec=Codec(model.tokenizer, rollout.max_result_tokens),
         judges=judges,
         limits=Limits(rollout.max_turns, rollout.max_prompt_tokens),
         deadline_s=rollout.deadline_s,

@@ -37,6 +37,7 @@ from jaxrl_post.examples.preferences import (
     open_solutions,
 )
 from jaxrl_post.examples.tasks import open_tasks
+from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.feed import Drawn, Feed, Measured
 from jaxrl_post.learner.learner import Learner, begin_training
 from jaxrl_post.learner.model import Model, check_context, layout_table
@@ -245,7 +246,7 @@ def _run(
         fetched,
         console=console,
         command=command,
-        texts=job.examples.texts,
+        make_tokenizer=partial(tokenizer_of, job.examples.texts),
         head=job.head,
         complete=checked,
         warm_start=warm_start,

@@ -23,7 +23,7 @@ from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import TaskSets, fitting_prompts, open_tasks
-from jaxrl_post.examples.texts import environment_texts
+from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.critic import check_critic, open_critic
 from jaxrl_post.learner.learner import begin_training
@@ -103,7 +103,7 @@ def run_rl(
         config.algorithm, config.rollout.max_tokens, config.critic, config.distill
     )
     with warnings_shown(console):
-        environment = make_environment(config.env, config.data)
+        environment = make_environment(config.env, config.data, config.tools)
         tasks = open_tasks(environment, config.data.on_overlap)
     fitting = functools.cache(functools.partial(_fitting, tasks, config.rollout))
     shared = config.algorithm.name == "ppo" and config.critic.backbone == "shared"
@@ -111,7 +111,7 @@ def run_rl(
         fetched,
         console=console,
         command=command,
-        texts=functools.partial(environment_texts, tasks),
+        make_tokenizer=functools.partial(environment_tokenizer, tasks),
         head="lm+value" if shared else "lm",
         complete=functools.partial(_measured, fitting),
         warm_start=functools.partial(_warm_started, fitting, console),

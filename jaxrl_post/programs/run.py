@@ -17,6 +17,7 @@ from jaxrl_post.config.horizon import with_horizons
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import RunConfig, UpdateConfig, WarmStartConfig, differences
 from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.packed import Examples, batches
 from jaxrl_post.kernels.dispatch import choose
 from jaxrl_post.learner.adapters import lora_of, with_adapter
@@ -169,7 +170,7 @@ def open_run[Config: RunConfig](
     *,
     console: Console,
     command: str,
-    texts: Callable[[], list[str]],
+    make_tokenizer: Callable[[int], Tokenizer],
     head: Head = "lm",
     complete: Callable[[Config, Model], Config] = lambda config, model: config,
     warm_start: Callable[[Config, Model], Model] = lambda config, model: model,
@@ -180,7 +181,7 @@ def open_run[Config: RunConfig](
         fetched: the configuration of the run.
         console: for messages to the user.
         command: the command line.
-        texts: returns the texts on which a preset's tokenizer is trained.
+        make_tokenizer: trains a preset's tokenizer of so many tokens.
         head: of the model.
         complete: fills in options that depend on the model, and checks them.
         warm_start: trains a preset before the first step. The returned model is saved
@@ -213,7 +214,7 @@ def open_run[Config: RunConfig](
             mesh=config.mesh,
             dtype=config.dtype,
             seed=config.seed,
-            texts=texts,
+            make_tokenizer=make_tokenizer,
             head=head,
         )
         if "model" in fetched.names:

@@ -16,9 +16,10 @@ from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.serve import ServeConfig, check_server
 from jaxrl_post.data.generation import read_generation_defaults
-from jaxrl_post.data.replies import format_of
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.data.tools import expresses_tools, form_of
 from jaxrl_post.examples.environment import make_environment
-from jaxrl_post.examples.texts import environment_texts
+from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.model import Model, context_of, open_model
 from jaxrl_post.programs.evaluate import refuse_runs
 from jaxrl_post.programs.hub import fetch
@@ -33,7 +34,6 @@ try:
     from jaxrl_post.serve.calls import Served
     from jaxrl_post.serve.episodes import Episodes
     from jaxrl_post.serve.grammars import Grammars
-    from jaxrl_post.serve.prompts import expresses_tools
     from jaxrl_post.serve.service import Service
 except ModuleNotFoundError as error:
     raise ConfigError(
@@ -72,15 +72,16 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
     with _listening(config) as listener:
         fetched = fetch(config, console=console).config
 
-        def texts() -> list[str]:
-            return environment_texts(make_environment(fetched.env, DataConfig()))
+        def make_tokenizer(vocab_size: int) -> Tokenizer:
+            environment = make_environment(fetched.env, DataConfig())
+            return environment_tokenizer(environment, vocab_size)
 
         model = open_model(
             fetched.model,
             mesh=config.mesh,
             dtype=config.dtype,
             seed=config.seed,
-            texts=texts,
+            make_tokenizer=make_tokenizer,
         )
         config = _sized(config, context_of(model.config))
         console.print(f"compiling the sampler of {config.model}", markup=False)
@@ -175,13 +176,11 @@ def served_model(config: ServeConfig, model: Model, service: Service) -> Served:
             defaults, **{n: v for n, v in given.items() if v is not None}
         )
     tokenizer = model.tokenizer
-    templates = tokenizer.chat_templates
-    template = tokenizer.chat_template or next(iter(templates.values()), None)
     return Served(
         service=service,
         tokenizer=tokenizer,
         grammars=Grammars(tokenizer, model.config.vocab_size),
-        form=format_of(templates.get("tool_use") or template),
+        form=form_of(tokenizer),
         name=config.name or _name(config.model),
         max_prompt_tokens=config.max_prompt_tokens,
         max_tokens=config.max_tokens,

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrl_post.envs.env import Message, Step, Task
+from jaxrl_post.data.replies import Reply
+from jaxrl_post.data.tokenizer import TokenizerError
+from jaxrl_post.envs.env import Message, Step, Task, ToolCall
 from jaxrl_post.envs.workers.pool import Outcome
 from jaxrl_post.rollout import flight as flights
 from jaxrl_post.rollout.episode import Episode, Group
@@ -71,7 +73,9 @@ class Sampler(Protocol):
 class Codec(Protocol):
     """Converts between text and tokens, as the collector needs it."""
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """Tokens of a conversation up to the start of the assistant's next turn."""
         ...
 
@@ -79,6 +83,7 @@ class Codec(Protocol):
         self,
         before: Sequence[Message],
         messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
         *,
         stop_id: int | None,
     ) -> tuple[int, ...]:
@@ -87,6 +92,10 @@ class Codec(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens."""
+        ...
+
+    def read(self, prompt: Sequence[int], said: Sequence[int]) -> Reply:
+        """The parts of an answer to a task with tools."""
         ...
 
 
@@ -261,7 +270,7 @@ class Collector:
                 raise ValueError(
                     f"start: a group has the prompt id {prompt_id} already"
                 )
-            prompt = Tokens.context(self.codec.render(task.messages))
+            prompt = Tokens.context(self.codec.render(task.messages, task.tools))
             begun = {
                 index: flights.begin(prompt_id, index, task, prompt)
                 for index in range(num_samples)
@@ -391,15 +400,19 @@ class Collector:
             # The next round submits the sample again.
             self._advance(sample, flights.Interrupted(completion.tokens))
             return
-        partial = self._open[sample[0]].flights[sample[1]].partial
-        ids = (partial + completion.tokens).ids.tolist()
+        flight = self._open[sample[0]].flights[sample[1]]
+        ids = (flight.partial + completion.tokens).ids.tolist()
         # `decode` drops special tokens, but not every stop token is a special token.
         said = ids[: -1 if completion.finish_reason == "stop" else None]
-        text = self.codec.decode(said)
-        self._advance(
-            sample,
-            flights.Generated(completion.tokens, text, completion.finish_reason),
+        event = flights.Generated(
+            completion.tokens, self.codec.decode(said), completion.finish_reason
         )
+        if flight.task.tools:
+            reply = self.codec.read(flight.context.ids[-8:].tolist(), said)
+            event = dataclasses.replace(
+                event, message=_message(flight, reply), broken_calls=reply.broken
+            )
+        self._advance(sample, event)
         if completion.finish_reason == "failed":
             self._advance(sample, flights.Failed(f"sampler: {completion.error}"))
             return
@@ -434,7 +447,14 @@ class Collector:
                 "is False), and an episode may have one; raise --rollout.max-turns (in "
                 "launch.evaluate --max-turns) to the most turns that it may have"
             )
-        effect = self._advance(sample, self._with_reply(flight, step))
+        try:
+            event = self._with_reply(flight, step)
+        except TokenizerError as error:
+            if not flight.task.tools:
+                raise
+            # What the policy said may be what the template refuses.
+            event = flights.Failed(f"tools: {error}")
+        effect = self._advance(sample, event)
         if isinstance(effect, flights.Generate):
             sampler.submit(_request(sample, effect, group.sampling))
 
@@ -443,7 +463,10 @@ class Collector:
         reply: tuple[int, ...] = ()
         if step.messages and flights.has_turns_left(flight, step, self.limits):
             reply = self.codec.reply(
-                flight.conversation, step.messages, stop_id=flight.stop_id
+                flight.conversation,
+                step.messages,
+                flight.task.tools,
+                stop_id=flight.stop_id,
             )
         return flights.Judged(step, reply)
 
@@ -463,6 +486,24 @@ class Collector:
 
 def _episodes(group: _Open) -> tuple[Episode, ...]:
     return tuple(group.flights[index].episode for index in sorted(group.flights))
+
+
+def _message(flight: Flight, reply: Reply) -> Message:
+    """The answer, with a name for each call: nine digits, as Mistral's templates want.
+
+    Names are places in the episode, so a session that is replayed hears the same.
+    """
+    turn = len(flight.episode.turns)
+    named = [
+        ToolCall(call.name, call.arguments, f"{turn:04d}{place:05d}")
+        for place, call in enumerate(reply.calls)
+    ]
+    return Message(
+        "assistant",
+        reply.content,
+        reasoning=reply.reasoning,
+        tool_calls=tuple(named),
+    )
 
 
 def _request(

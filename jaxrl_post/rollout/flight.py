@@ -93,7 +93,7 @@ class Flight:
             "task": _fingerprint(self.task),
             "episode": self.episode.to_json(),
             "conversation": [
-                vars(message) | {"policy": isinstance(message, Answer)}
+                message.to_json() | {"policy": isinstance(message, Answer)}
                 for message in self.conversation[len(self.task.messages) :]
             ],
             "context": self.context.to_json(),
@@ -134,11 +134,15 @@ class Generated:
         tokens: tokens sampled since the last interruption.
         text: text of the whole turn.
         finish_reason: "stop", "stop_string" or "length".
+        message: of a task with tools, the whole turn in parts; None for its text.
+        broken_calls: number of its tool calls that could not be read.
     """
 
     tokens: Tokens
     text: str
     finish_reason: str
+    message: Message | None = None
+    broken_calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -259,13 +263,22 @@ def has_turns_left(flight: Flight, step: Step, limits: Limits) -> bool:
 def _generated(flight: Flight, event: Generated) -> Flight:
     sampled = flight.partial + event.tokens
     turn = Turn(flight.context, sampled, flight.heard, event.text, event.finish_reason)
-    said = Answer("assistant", event.text, event.finish_reason, len(sampled))
+    message = event.message or Message("assistant", event.text)
+    answer = Answer(
+        "assistant",
+        message.content,
+        event.finish_reason,
+        len(sampled),
+        reasoning=message.reasoning,
+        tool_calls=message.tool_calls,
+        broken_calls=event.broken_calls,
+    )
     return dataclasses.replace(
         flight,
         episode=dataclasses.replace(
             flight.episode, turns=(*flight.episode.turns, turn)
         ),
-        conversation=(*flight.conversation, said),
+        conversation=(*flight.conversation, answer),
         context=Tokens.context(()),
         heard="",
         partial=Tokens.context(()),
@@ -316,9 +329,9 @@ def _text(messages: Sequence[Message]) -> str:
 
 def _message(value: Mapping[str, Any]) -> Message:
     fields = dict(value)
-    return (Answer if fields.pop("policy") else Message)(**fields)
+    return (Answer if fields.pop("policy") else Message).from_json(fields)
 
 
 def _fingerprint(task: Task) -> str:
-    said = [(message.role, message.content) for message in task.messages]
-    return hashlib.sha256(repr((said, task.reference)).encode()).hexdigest()[:16]
+    parts = [task.messages, task.reference, *([task.tools] if task.tools else [])]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

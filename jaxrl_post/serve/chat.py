@@ -9,8 +9,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from jaxrl_post.data import chat as templates
-from jaxrl_post.data.replies import Reply, ToolCall, parse
+from jaxrl_post.data.replies import Reply, parse
 from jaxrl_post.data.tokenizer import TokenizerError
+from jaxrl_post.data.tools import thinks
+from jaxrl_post.messages import ToolCall
 from jaxrl_post.sampler import SamplingParams
 from jaxrl_post.serve import answers
 from jaxrl_post.serve.calls import (
@@ -24,7 +26,7 @@ from jaxrl_post.serve.calls import (
 )
 from jaxrl_post.serve.fields import ChatFields, ChatTokensFields, ToolChoice
 from jaxrl_post.serve.grammars import GrammarError
-from jaxrl_post.serve.prompts import messages_of, prompt_of, thinks, tools_of
+from jaxrl_post.serve.prompts import messages_of, prompt_of, tools_of
 from jaxrl_post.serve.recordings import Begun, EndedError, Recording
 from jaxrl_post.serve.texts import Texts
 
@@ -173,9 +175,9 @@ class _Asked:
         if self.fields.parallel_tool_calls is False:
             calls = calls[:1]
         if self.fields.skip_special_tokens:
-            content = self.texts.without_special(content)
+            content = self.texts.tokenizer.without_special(content)
             if reasoning is not None:
-                reasoning = self.texts.without_special(reasoning)
+                reasoning = self.texts.tokenizer.without_special(reasoning)
         return Reply(content, reasoning, calls, reply.broken)
 
 

@@ -1,16 +1,15 @@
 """From the messages of a request to the tokens of the prompt."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_post.data import chat
-from jaxrl_post.data.replies import THINK, THOUGHT
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.serve.calls import ApiError
 from jaxrl_post.serve.fields import ChatMessage, Tool
 
-__all__ = ["expresses_tools", "messages_of", "prompt_of", "thinks", "tools_of"]
+__all__ = ["messages_of", "prompt_of", "tools_of"]
 
 # Fields of an earlier answer that say what was sampled; no template reads them.
 SAMPLED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
@@ -123,29 +122,3 @@ def prompt_of(
         return (*before, *said, *after)
     except TokenizerError as error:
         raise ApiError(400, f"messages: {error}", param="messages") from error
-
-
-def thinks(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Whether a prompt ends inside the reasoning: <think> was opened and not closed."""
-    tail = tokenizer.backend.decode(list(prompt[-8:]), skip_special_tokens=False)
-    return THINK in tail and THOUGHT not in tail[tail.rindex(THINK) :]
-
-
-def expresses_tools(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template writes the tools that it is given."""
-    if not tokenizer.chat_templates:
-        return False
-    tool: Mapping[str, Any] = {
-        "type": "function",
-        "function": {
-            "name": "look_at_something",
-            "description": "Looks.",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-    rows = [{"role": "user", "content": "?"}]
-    try:
-        text = chat.render_text(tokenizer, rows, chat.Options(tools=[tool]))
-    except TokenizerError:
-        return False
-    return "look_at_something" in text

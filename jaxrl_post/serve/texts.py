@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.sampler.requests import FinishReason
@@ -50,14 +49,3 @@ class Texts:
             if any(stop.startswith(text[-size:]) for stop in self.stops):
                 return text[:-size]
         return text
-
-    def without_special(self, text: str) -> str:
-        """A text without the special tokens that were written in it."""
-        for token in self._special_tokens:
-            text = text.replace(token, "")
-        return text
-
-    @cached_property
-    def _special_tokens(self) -> list[str]:
-        added = self.tokenizer.backend.get_added_tokens_decoder().values()
-        return [token.content for token in added if token.special]

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import EvaluateConfig
+from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.model import open_model
 from jaxrl_post.programs.evaluate import sampling_of
 from jaxrl_post.programs.intervals import interval_over_tasks
@@ -104,7 +106,13 @@ def opinionated(model, tmp_path_factory):
 
 
 def opened(folder):
-    return open_model(str(folder), mesh="", dtype=None, seed=0, texts=list)
+    return open_model(
+        str(folder),
+        mesh="",
+        dtype=None,
+        seed=0,
+        make_tokenizer=partial(tokenizer_of, list),
+    )
 
 
 COMMON = ("--env=even_length:EvenLength", "--num-tasks=2")

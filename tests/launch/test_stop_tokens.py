@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jaxrl_post import pretrained
 from jaxrl_post.data import chat
 from jaxrl_post.data.tokenizer import EOS, Tokenizer
 from jaxrl_post.envs import Message
+from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.model import open_model
 from jaxrl_post.models import ModelConfig, initialize, param_specs
 from launch import evaluate, sft
@@ -60,7 +62,11 @@ def test_fine_tuning_teaches_a_base_model_to_stop(base, tmp_path, capsys):
     settings = json.loads((run / "model" / "generation_config.json").read_text())
     assert settings["eos_token_id"] == [1, end]
     assert open_model(
-        str(run / "model"), mesh="", dtype=None, seed=0, texts=list
+        str(run / "model"),
+        mesh="",
+        dtype=None,
+        seed=0,
+        make_tokenizer=partial(tokenizer_of, list),
     ).tokenizer.stop_ids == (1, end)
     common[0] = f"--model={run / 'model'}"
     assert evaluate.main([*common, "--max-tokens=8", f"--output={output}"]) == 0

@@ -14,12 +14,12 @@ from starlette.applications import Starlette
 
 from jaxrl_post.data.replies import format_of
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.data.tools import expresses_tools
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
 from jaxrl_post.serve.app import Access, make_app
 from jaxrl_post.serve.calls import Served
 from jaxrl_post.serve.grammars import Grammars
-from jaxrl_post.serve.prompts import expresses_tools
 from jaxrl_post.serve.service import Service
 from tests import tiny
 

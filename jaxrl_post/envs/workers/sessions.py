@@ -153,4 +153,4 @@ def turns_of(task: Task, conversation: tuple[Message, ...]) -> list[int]:
 def _answer(message: Message) -> Answer:
     if isinstance(message, Answer):
         return message
-    return Answer("assistant", message.content)
+    return Answer("assistant", message.content, tool_calls=message.tool_calls)

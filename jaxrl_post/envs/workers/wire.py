@@ -106,7 +106,7 @@ def encode_step(step: object) -> dict[str, Any]:
     return {
         "reward": _finite("reward", step.reward),
         "done": step.done,
-        "messages": [[message.role, message.content] for message in step.messages],
+        "messages": [message.to_json() for message in step.messages],
         "metrics": {
             str(name): _finite(f"metric {name!r}", value)
             for name, value in step.metrics.items()
@@ -130,11 +130,10 @@ def decode_step(fields: dict[str, Any]) -> Step:
     >>> decode_step(encode_step(Step(reward=0.5, done=False))).reward
     0.5
     """
-    messages = (Message(role, str(content)) for role, content in fields["messages"])
     return Step(
         reward=_finite("reward", fields["reward"]),
         done=bool(fields["done"]),
-        messages=tuple(messages),
+        messages=tuple(map(Message.from_json, fields["messages"])),
         metrics={
             name: _finite(name, value) for name, value in fields["metrics"].items()
         },

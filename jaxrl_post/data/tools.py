@@ -1,0 +1,115 @@
+"""Tools of a conversation as tokens: answers that call them, and what they return."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_post.data import chat
+from jaxrl_post.data.replies import THINK, THOUGHT, Format, Reply, format_of, parse
+from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+from jaxrl_post.messages import Message
+
+__all__ = ["expresses_tools", "form_of", "read", "shortened", "thinks", "unwritten"]
+
+_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_at_something",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+def unwritten(tokenizer: Tokenizer) -> str | None:
+    """Why a model cannot be given tools; None if it can.
+
+    >>> unwritten(Tokenizer.train(["1"]))
+    'the tokenizer has no chat template'
+    """
+    if not tokenizer.chat_templates:
+        return "the tokenizer has no chat template"
+    if not expresses_tools(tokenizer):
+        return "its chat template does not write the tools that it is given"
+    if form_of(tokenizer).name is None:
+        return "its chat template writes calls in a format that is not known"
+    return None
+
+
+def form_of(tokenizer: Tokenizer) -> Format:
+    """How the model writes reasoning and tool calls."""
+    found = tokenizer.chat_templates
+    first = next(iter(found.values()), None)
+    return format_of(found.get("tool_use") or found.get("default") or first)
+
+
+def expresses_tools(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template writes the tools that it is given."""
+    if not tokenizer.chat_templates:
+        return False
+    rows = [{"role": "user", "content": "?"}]
+    try:
+        text = chat.render_text(tokenizer, rows, chat.Options(tools=[_TOOL]))
+    except TokenizerError:
+        return False
+    return "look_at_something" in text
+
+
+def thinks(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends inside the reasoning: <think> was opened and not closed."""
+    tail = tokenizer.backend.decode(list(prompt[-8:]), skip_special_tokens=False)
+    return THINK in tail and THOUGHT not in tail[tail.rindex(THINK) :]
+
+
+def read(tokenizer: Tokenizer, prompt: Sequence[int], said: Sequence[int]) -> Reply:
+    r"""Takes an answer apart into reasoning, text and tool calls.
+
+    Args:
+        tokenizer: the model's.
+        prompt: token ids before the answer; the last few are enough.
+        said: token ids of the answer, without a stop token that ended it.
+
+    >>> read(Tokenizer.train(["42"]), (), Tokenizer.train(["42"]).encode("42")).content
+    '42'
+    """
+    text = tokenizer.backend.decode(list(said), skip_special_tokens=False)
+    reply = parse(text, form_of(tokenizer), thinking=thinks(tokenizer, prompt))
+    return Reply(
+        tokenizer.without_special(reply.content),
+        reply.reasoning,
+        reply.calls,
+        reply.broken,
+    )
+
+
+def shortened(
+    tokenizer: Tokenizer, messages: Sequence[Message], most: int
+) -> tuple[Message, ...]:
+    """Cuts what tools returned to a number of tokens, out of the middle.
+
+    Args:
+        tokenizer: the model's.
+        messages: of any role; only those of tools are cut.
+        most: tokens of a message's content, without those of the mark in the cut.
+
+    >>> tokenizer = Tokenizer.train(["7"])
+    >>> result = Message("tool", "0123456789", tool_call_id="1")
+    >>> shortened(tokenizer, [result], 4)[0].content
+    '01[... 6 tokens left out ...]89'
+    """
+    return tuple(
+        _shortened(tokenizer, message, most) if message.role == "tool" else message
+        for message in messages
+    )
+
+
+def _shortened(tokenizer: Tokenizer, message: Message, most: int) -> Message:
+    ids = tokenizer.encode(message.content)
+    if len(ids) <= most:
+        return message
+    head, tail = most - most // 2, most // 2
+    before = tokenizer.backend.decode(list(ids[:head]), skip_special_tokens=False)
+    after = tokenizer.backend.decode(
+        list(ids[len(ids) - tail :]), skip_special_tokens=False
+    )
+    mark = f"[... {len(ids) - most} tokens left out ...]"
+    return Message.from_json(message.to_json() | {"content": before + mark + after})

@@ -1,0 +1,88 @@
+"""Reads specifications of the command line: a name and options."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["call", "parse_query"]
+
+
+def parse_query(spec: str, query: str) -> dict[str, Any]:
+    """The options of a specification.
+
+    Args:
+        spec: the whole specification, for error messages.
+        query: what stands behind the question mark, such as "level=2&seed=7".
+
+    Raises:
+        ValueError: an option has no value, or is given twice.
+
+    >>> parse_query("arithmetic?level=2", "level=2")
+    {'level': 2}
+    """
+    # urllib would decode "+" as a space, but "+-" is a valid value of `operations`.
+    chosen: dict[str, Any] = {}
+    for pair in query.split("&") if query else ():
+        option, equals, text = pair.partition("=")
+        if not (option and equals):
+            raise ValueError(
+                f"options in spec {spec!r} must be name=value, joined by '&', "
+                f"got {pair!r}"
+            )
+        if option in chosen:
+            raise ValueError(f"option {option!r} is given twice in spec {spec!r}")
+        try:
+            chosen[option] = json.loads(text)
+        except json.JSONDecodeError:
+            chosen[option] = text
+    return chosen
+
+
+def call(
+    build: Callable[..., Any],
+    chosen: Mapping[str, Any],
+    name: str,
+    *,
+    kind: str = "environment",
+) -> Any:
+    """Calls a factory with options, and names what is wrong with them.
+
+    Args:
+        build: a function or class.
+        chosen: the options.
+        name: of what it makes, for error messages.
+        kind: what it makes, for error messages.
+
+    Raises:
+        ValueError: an option does not exist, or is missing.
+
+    >>> call(lambda size: size, {"sise": 2}, "numbers")
+    Traceback (most recent call last):
+    ValueError: environment 'numbers' has no option 'sise'; it has size; did you mean
+    'size'?
+    """
+    parameters = inspect.signature(build).parameters.values()
+    named = [
+        p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    known = [parameter.name for parameter in named]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        for option in chosen:
+            if option not in known:
+                close = difflib.get_close_matches(option, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ValueError(
+                    f"{kind} {name!r} has no option {option!r}; it has "
+                    f"{', '.join(known) or 'none'}{hint}"
+                )
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in chosen:
+            raise ValueError(
+                f"{kind} {name!r} needs the option {parameter.name!r}, as in "
+                f"'{name}?{parameter.name}=...'"
+            )
+    return build(**chosen)

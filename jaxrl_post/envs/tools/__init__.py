@@ -1,0 +1,22 @@
+"""Tools that a policy may call; imports no jax."""
+
+from jaxrl_post.envs.tools.catalog import make_toolset
+from jaxrl_post.envs.tools.endpoint import Endpoint
+from jaxrl_post.envs.tools.environment import ToolEnvironment
+from jaxrl_post.envs.tools.functions import Functions
+from jaxrl_post.envs.tools.interpreter import Interpreter
+from jaxrl_post.envs.tools.mcp import McpServer
+from jaxrl_post.envs.tools.toolset import OpenTools, Tool, ToolError, Toolset
+
+__all__ = [
+    "Endpoint",
+    "Functions",
+    "Interpreter",
+    "McpServer",
+    "OpenTools",
+    "Tool",
+    "ToolEnvironment",
+    "ToolError",
+    "Toolset",
+    "make_toolset",
+]

@@ -1,0 +1,94 @@
+"""Makes toolsets from specifications on the command line."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_post.envs.sandbox import Limits
+from jaxrl_post.envs.specs import call, parse_query
+from jaxrl_post.envs.tools.endpoint import Endpoint
+from jaxrl_post.envs.tools.functions import Functions
+from jaxrl_post.envs.tools.interpreter import Interpreter
+from jaxrl_post.envs.tools.mcp import McpServer
+from jaxrl_post.envs.tools.toolset import Toolset
+
+__all__ = ["make_toolset"]
+
+_FORMS = "python, shell, http, mcp, <module>:<name>"
+
+
+def make_toolset(spec: str) -> Toolset:
+    """Makes the toolset that a specification names.
+
+        python                                  a Python in the sandbox
+        shell?sandbox=require:bubblewrap        a shell as well
+        python?seconds=2&python=/opt/tools/bin/python
+        mcp?command=["python","server.py"]      mcp?url=http://127.0.0.1:9000/mcp
+        http?url=http://127.0.0.1:9000&tools=tools.json
+        my_package.my_module:look_up            a function, a list of them, a toolset,
+                                                or a factory of one, with its options
+
+    Raises:
+        ValueError: the specification names nothing, or an option is wrong.
+
+    >>> [tool.name for tool in make_toolset("python?seconds=2").tools()]
+    ['python']
+    >>> make_toolset("perl")
+    Traceback (most recent call last):
+    ValueError: no tools 'perl'; there are python, shell, http, mcp, <module>:<name>
+    """
+    name, _, query = spec.partition("?")
+    chosen = parse_query(spec, query)
+    if name == "python":
+        return call(_python, chosen, name, kind="tool")
+    if name == "shell":
+        return call(_shell, chosen, name, kind="tool")
+    if name == "http":
+        return call(Endpoint.from_file, chosen, name, kind="tool")
+    if name == "mcp":
+        return call(McpServer, chosen, name, kind="tool")
+    module, colon, attribute = name.partition(":")
+    if colon and all(part.isidentifier() for part in module.split(".")):
+        return _custom(spec, module, attribute, chosen)
+    raise ValueError(f"no tools {name!r}; there are {_FORMS}")
+
+
+def _python(
+    sandbox: str = "auto", seconds: float = 3.0, python: str | None = None
+) -> Interpreter:
+    return Interpreter(sandbox, limits=Limits(wall_seconds=seconds), python=python)
+
+
+def _shell(
+    sandbox: str = "auto", seconds: float = 3.0, python: str | None = None
+) -> Interpreter:
+    limits = Limits(wall_seconds=seconds)
+    return Interpreter(sandbox, shell=True, limits=limits, python=python)
+
+
+def _custom(spec: str, module: str, name: str, chosen: dict[str, Any]) -> Toolset:
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"no tools {spec!r}: there is no module {error.name!r} on sys.path"
+        ) from error
+    if found is None:
+        raise ValueError(f"no tools {spec!r}: {module!r} has no {name!r}")
+    if isinstance(found, type) or (callable(found) and chosen):
+        found = call(found, chosen, name, kind="tool")
+    elif chosen:
+        raise ValueError(f"tools {spec!r}: {name!r} takes no options")
+    if isinstance(found, Toolset):
+        return found
+    functions = found if isinstance(found, Sequence) else (found,)
+    if not all(map(callable, functions)):
+        raise ValueError(
+            f"tools {spec!r} must be a function, functions, or a toolset (it has "
+            f"tools and open), got {type(found).__name__}"
+        )
+    return Functions(*functions)

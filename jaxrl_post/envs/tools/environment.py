@@ -1,0 +1,181 @@
+"""An environment whose policy may call tools before it answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from jaxrl_post.envs.env import (
+    Answer,
+    Message,
+    NeedsPreparation,
+    Split,
+    StatelessEnvironment,
+    Step,
+    Task,
+    TaskSequence,
+    ToolCall,
+)
+from jaxrl_post.envs.sandbox import SandboxError
+from jaxrl_post.envs.tools.toolset import OpenTools, ToolError, Toolset
+
+__all__ = ["ToolEnvironment"]
+
+# Characters of one result: the policy reads few of them, and the trainer must tokenise
+# all. `--rollout.max-result-tokens` cuts further.
+LONGEST_RESULT = 2**16
+
+
+@dataclass(frozen=True)
+class ToolEnvironment:
+    """Gives the policy tools; another environment has the tasks and judges the answer.
+
+    A turn with tool calls is answered with their results, in order, and earns nothing.
+    The first turn without one is the answer: the other environment judges the
+    conversation, and the episode ends. A call that cannot be read or carried out is
+    answered with what was wrong, never with an exception.
+
+    Args:
+        environment: has the tasks, and judges an answer by `step`.
+        toolsets: the tools.
+        max_calls: most calls of a turn; those beyond are refused.
+        turn_seconds: time after which no further call of a turn begins. With that of a
+            call it must stay below the deadline of a judgement.
+
+    Raises:
+        ValueError: two tools have one name, or the environment has no `step`.
+    """
+
+    environment: StatelessEnvironment
+    toolsets: tuple[Toolset, ...]
+    max_calls: int = 8
+    turn_seconds: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.environment, StatelessEnvironment):
+            raise ValueError(
+                f"tools need an environment that judges an answer by `step`; "
+                f"{self.environment.name} is none"
+            )
+        names = [tool.name for each in self.toolsets for tool in each.tools()]
+        if len(set(names)) < len(names) or not names:
+            raise ValueError(f"tools must have names of their own, got {names}")
+        if self.max_calls < 1:
+            raise ValueError(f"max_calls must be at least 1, got {self.max_calls}")
+
+    @property
+    def name(self) -> str:
+        """A short name for logs."""
+        return self.environment.name
+
+    def prepare(self) -> None:
+        """Prepares the environment and the tools."""
+        for each in (self.environment, *self.toolsets):
+            if isinstance(each, NeedsPreparation):
+                each.prepare()
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """The tasks of the environment, with the tools."""
+        tasks = self.environment.tasks(split)
+        offered = [tool for each in self.toolsets for tool in each.tools()]
+        tools = tuple(tool.to_json() for tool in offered)
+        return TaskSequence(len(tasks), lambda i: replace(tasks[i], tools=tools))
+
+    def demonstration(self, task: Task) -> str | Message | None:
+        """The environment's demonstration, which may be an answer without a call."""
+        return self.environment.demonstration(task)
+
+    def open(self, task: Task) -> ToolSession:
+        """Opens the tools for an episode."""
+        with ExitStack() as stack:
+            opened: dict[str, OpenTools] = {}
+            for each in self.toolsets:
+                tools = each.open(task)
+                stack.callback(tools.close)
+                opened |= {tool.name: tools for tool in each.tools()}
+            ended = stack.pop_all()
+        return ToolSession(self, task, opened, ended)
+
+
+class ToolSession:
+    """One episode with tools; from `ToolEnvironment.open`."""
+
+    def __init__(
+        self,
+        environment: ToolEnvironment,
+        task: Task,
+        tools: dict[str, OpenTools],
+        ended: ExitStack,
+    ) -> None:
+        self._environment = environment
+        self._task = task
+        self._tools = tools
+        self._ended = ended
+        self._conversation = task.messages
+        self._counts = {"calls": 0, "failed": 0, "broken": 0}
+
+    def step(self, turn: Answer) -> Step:
+        """Carries out the calls of a turn, or has the answer judged."""
+        self._conversation = (*self._conversation, turn)
+        # A turn that was cut may have lost a call: it is judged as it is.
+        if turn.truncated or not (turn.tool_calls or turn.broken_calls):
+            judge = self._environment.environment
+            step = judge.step(self._task, self._conversation)
+            return replace(step, metrics={**step.metrics, **self._metrics()})
+        until = time.monotonic() + self._environment.turn_seconds
+        messages = tuple(
+            self._answered(call, place, until)
+            for place, call in enumerate(turn.tool_calls)
+        )
+        if turn.broken_calls:
+            self._counts["broken"] += turn.broken_calls
+            told = (
+                f"{turn.broken_calls} of the calls could not be read: a call is a JSON "
+                "object with a name and an object of arguments"
+            )
+            messages = (*messages, Message("user", told))
+        self._conversation = (*self._conversation, *messages)
+        return Step(0.0, done=False, messages=messages, metrics=self._metrics())
+
+    def close(self) -> None:
+        """Closes the tools."""
+        self._ended.close()
+
+    def _metrics(self) -> dict[str, float]:
+        found = {f"tools/{name}": float(n) for name, n in self._counts.items()}
+        for tools in self._tools.values():
+            # Which mechanism held what was run; see `sandbox.find`.
+            mechanism = getattr(tools, "mechanism", None)
+            if mechanism is not None:
+                found[f"sandbox/{mechanism}"] = 1.0
+        return found
+
+    def _answered(self, call: ToolCall, place: int, until: float) -> Message:
+        self._counts["calls"] += 1
+        try:
+            result = self._result(call, place, until)[:LONGEST_RESULT]
+        except ToolError as error:
+            self._counts["failed"] += 1
+            result = f"error: {error}"
+        except SandboxError:
+            # Nothing that the policy did, nor can mend: the episode fails.
+            raise
+        # A tool is somebody's code, and may raise anything.
+        except Exception as error:
+            self._counts["failed"] += 1
+            result = f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT]
+        return Message("tool", result, tool_call_id=call.id, name=call.name)
+
+    def _result(self, call: ToolCall, place: int, until: float) -> str:
+        most = self._environment.max_calls
+        if place >= most:
+            raise ToolError(f"a turn may have {most} calls; call it in the next turn")
+        if time.monotonic() > until:
+            raise ToolError("the earlier calls took too long; call it in the next turn")
+        if call.name not in self._tools:
+            names = ", ".join(self._tools)
+            raise ToolError(f"there is no tool {call.name!r}; there are {names}")
+        return self._tools[call.name].call(call.name, json.loads(call.arguments))

@@ -1,0 +1,87 @@
+"""What a policy may call: functions with a schema, open for the time of an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from jaxrl_post.envs.env import Task
+
+__all__ = ["OpenTools", "Tool", "ToolError", "Toolset"]
+
+
+class ToolError(Exception):
+    """A call failed; the policy reads the message, and goes on."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function as the policy sees it.
+
+    Args:
+        name: letters, digits, "_", "-" and ".".
+        description: what it does, for the policy to read.
+        parameters: JSON schema of the arguments, an object.
+
+    >>> Tool("now", "The time.").to_json()["function"]["name"]
+    'now'
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any] = field(
+        default_factory=lambda: {"type": "object", "properties": {}}
+    )
+
+    def to_json(self) -> dict[str, Any]:
+        """The tool as in OpenAI's chat API, for `Task.tools`."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": self.parameters,
+            },
+        }
+
+
+@runtime_checkable
+class OpenTools(Protocol):
+    """The tools of one episode, with the state that they keep between calls."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Carries out a call, in the main thread of a worker process.
+
+        Args:
+            name: of one of the toolset's tools.
+            arguments: a JSON object, not yet compared with the schema.
+
+        Returns:
+            The result, for the policy to read.
+
+        Raises:
+            ToolError: the policy is told why. Any other exception is told too, with its
+                type, and counted as an error of the tool.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends what the episode has opened."""
+        ...
+
+
+@runtime_checkable
+class Toolset(Protocol):
+    """A source of tools, small and picklable.
+
+    It may also have `prepare`, which every worker process calls once.
+    """
+
+    def tools(self) -> Sequence[Tool]:
+        """The tools that it offers."""
+        ...
+
+    def open(self, task: Task) -> OpenTools:
+        """Opens the tools for an episode."""
+        ...

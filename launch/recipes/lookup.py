@@ -1,0 +1,35 @@
+"""A small model learns to call a tool, on two CPU cores in minutes.
+
+The warm start imitates somebody who mostly makes values up. From the rewards of whole
+episodes the model learns to look the key up, again with the key that it is told, and to
+answer with what it was told last.
+"""
+
+from dataclasses import replace
+
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.run import EvalConfig, UpdateConfig
+from launch.recipes.demo import demo
+
+__all__ = ["lookup"]
+
+
+def lookup() -> RLConfig:
+    """`python -m launch.grpo --recipe lookup`: keys whose values only a tool knows."""
+    return replace(
+        demo(),
+        run_dir="runs/lookup",
+        env="lookup?slips=0.75",
+        steps=60,
+        rollout=RolloutConfig(
+            prompts_per_step=32,
+            samples_per_prompt=8,
+            max_prompt_tokens=96,
+            max_tokens=28,
+            max_turns=4,
+        ),
+        update=UpdateConfig(row_tokens=512, microbatch_tokens=2048),
+        eval=EvalConfig(every=20, num_tasks=200),
+        warm_start=replace(demo().warm_start, steps=600),
+    )
