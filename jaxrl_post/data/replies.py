@@ -107,6 +107,9 @@ def format_of(template: str | None) -> Format:
     for name, mark in marks:
         if mark in template:
             return Format(name, thinks)
+    if "<|start_header_id|>" in template and "ipython" in template:
+        # Llama 3.2, which has no mark of its own for calls.
+        return Format("llama", thinks)
     return Format(None, thinks)
 
 

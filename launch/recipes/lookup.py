@@ -1,8 +1,8 @@
 """A small model learns to call a tool, on two CPU cores in minutes.
 
-The warm start imitates somebody who mostly makes values up. From the rewards of whole
-episodes the model learns to look the key up, again with the key that it is told, and to
-answer with what it was told last.
+The warm start imitates somebody who mostly says "?" instead of looking. From the
+rewards of whole episodes the model learns to look the key up, again with the key that
+it is told, and to answer with what it was told last.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ def lookup() -> RLConfig:
     return replace(
         demo(),
         run_dir="runs/lookup",
-        env="lookup?slips=0.75",
+        env="lookup?slips=0.65",
         steps=60,
         rollout=RolloutConfig(
             prompts_per_step=32,

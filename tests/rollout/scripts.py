@@ -1,7 +1,9 @@
 """A sampler that reads its completions from a script, and text as characters."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from jaxrl_post.data.replies import Reply
 from jaxrl_post.envs import Message
 from jaxrl_post.sampler.requests import Completion, Request, SampleId
 from jaxrl_post.tokens import Tokens
@@ -12,23 +14,31 @@ STOP = 0
 class Characters:
     """One token a character. Text does not lead back to the tokens it came from."""
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
+        del tools
         return tuple(ord(c) for message in messages for c in message.content)
 
     def reply(
         self,
         before: Sequence[Message],
         messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
         *,
         stop_id: int | None,
     ) -> tuple[int, ...]:
-        del stop_id
+        del stop_id, tools
         assert before[-1].role == "assistant"
         return self.render(messages)
 
     def decode(self, tokens: Sequence[int]) -> str:
         # Samples are in capitals, their text is not.
         return "".join(map(chr, tokens)).lower()
+
+    def read(self, prompt: Sequence[int], said: Sequence[int]) -> Reply:
+        del prompt
+        return Reply(self.decode(said))
 
 
 class ScriptedSampler:

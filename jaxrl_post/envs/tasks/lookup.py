@@ -23,6 +23,9 @@ from jaxrl_post.envs.tools import Tool, ToolEnvironment, ToolError
 
 __all__ = ["lookup"]
 
+# The answer of somebody who does not know.
+UNKNOWN = "?"
+
 _TOOL = Tool(
     "look",
     "Looks up a key of four digits; returns a value of two digits, or another key.",
@@ -52,8 +55,8 @@ def lookup(
     a hundred tasks. Prompts of training tasks may hold the first calls already.
 
     Args:
-        slips: share of the first turns, in [0, 1], whose demonstration is a random
-            value without a call.
+        slips: share of the first turns, in [0, 1], whose demonstration is "?", as of
+            somebody who does not know and does not look.
         depth: most keys on the way to a value, in [1, 8].
         seed: seeds keys and values.
         train_size: number of training tasks.
@@ -185,11 +188,11 @@ class _Keys:
         return Step(float(right), done=True)
 
     def demonstration(self, task: Task) -> str | Message:
-        """The next call or the value; for a share `slips` of first turns neither."""
+        """The next call or the value; for a share `slips` of first turns "?"."""
         rng = Random(f"{self.seed} {task.id} {task.data['key']} slip")
         last = task.messages[-1].content
         if len(task.messages) == 1 and rng.random() < self.slips:
-            return f"{rng.randrange(100):02d}"
+            return UNKNOWN
         if len(last) == 2:
             return last
         asked = last.removesuffix("?")

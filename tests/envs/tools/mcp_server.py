@@ -1,0 +1,35 @@
+"""An MCP server over stdio, for tests."""
+
+import logging
+import time
+
+from mcp.server import MCPServer
+
+SERVER = MCPServer("sums", log_level="CRITICAL")
+COUNT = 0
+
+
+@SERVER.tool()
+def multiply(a: int, b: int) -> int:
+    """Multiplies two numbers."""
+    return a * b
+
+
+@SERVER.tool()
+def count() -> str:
+    """Counts its calls."""
+    global COUNT
+    COUNT += 1
+    return str(COUNT)
+
+
+@SERVER.tool()
+def wait(seconds: float) -> str:
+    """Waits."""
+    time.sleep(seconds)
+    return "waited"
+
+
+if __name__ == "__main__":
+    logging.disable()
+    SERVER.run("stdio")

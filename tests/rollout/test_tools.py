@@ -1,0 +1,201 @@
+"""Episodes with tools, by the tokens: what was sampled is trained on, what a tool said
+is not."""
+
+import json
+import time
+
+import pytest
+
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.data import chat
+from jaxrl_post.data.codec import Codec
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.envs import Message, WorkerPool
+from jaxrl_post.envs.tasks.lookup import lookup
+from jaxrl_post.examples.demonstrations import Demonstrations
+from jaxrl_post.examples.tasks import TaskSets, fitting_prompts
+from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
+from jaxrl_post.rollout import Collector, Limits
+from jaxrl_post.sampler.requests import SamplingParams
+from jaxrl_post.tokens import Tokens
+from tests.rollout.scripts import ScriptedSampler
+
+SAMPLING = SamplingParams(max_tokens=100)
+LIMITS = Limits(max_turns=4, max_prompt_tokens=400)
+
+
+@pytest.fixture(scope="module")
+def environment():
+    return lookup()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(environment) -> Tokenizer:
+    return environment_tokenizer(environment, 512)
+
+
+def called(key) -> str:
+    arguments = json.dumps({"key": key})
+    return f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>'
+
+
+class Sampler(ScriptedSampler):
+    """Says what a script says, in tokens of a real tokenizer."""
+
+    def __init__(self, tokenizer, turns) -> None:
+        super().__init__(lambda request, index: "")
+        self.tokenizer, self.turns = tokenizer, turns
+        self.said: list[tuple[int, ...]] = []
+
+    def _tokens(self, request, index, part):
+        del part
+        prompt = self.tokenizer.backend.decode(
+            list(request.prompt), skip_special_tokens=False
+        )
+        turn = prompt.count("<|eos|>")
+        ids = (*self.tokenizer.encode(self.turns[index][turn]), self.tokenizer.eos_id)
+        self.said.append(ids)
+        return Tokens.generated(ids, [-0.5] * len(ids), version=self.version)
+
+    def collect(self):
+        # `ScriptedSampler` looks for its own stop token.
+        from jaxrl_post.sampler.requests import Completion
+
+        waiting, self._waiting = self._waiting, []
+        return [
+            Completion(r.prompt_id, index, self._tokens(r, index, 1), "stop")
+            for r, index, _ in waiting
+        ]
+
+
+@pytest.mark.processes
+def test_calls_results_and_answers_are_the_tokens_of_the_template(
+    environment, tokenizer
+):
+    task = environment.tasks("eval")[0]
+    key, other, value = "4187", "2509", task.reference
+    scripts = [
+        # Looks twice; makes the value up; cannot write a call; asks for another tool.
+        [called(key), called(other), value],
+        ["99"],
+        ['<tool_call>{"name": look}</tool_call>', value],
+        [called(key).replace("look", "find"), value],
+        ["I look." + called(key) + called(other), value],
+    ]
+    sampler = Sampler(tokenizer, scripts)
+    codec = Codec(tokenizer)
+    with WorkerPool(environment, 1, deadline_s=60.0) as judges:
+        collector = Collector(codec, judges, LIMITS, deadline_s=60.0)
+        (group,) = collector.run(sampler, [(3, task)], len(scripts), SAMPLING)
+    episodes = group.episodes
+    assert [e.error for e in episodes] == [""] * len(scripts)
+    assert [e.reward for e in episodes] == [1.0, 0.0, 1.0, 1.0, 1.0]
+    texts = [
+        tokenizer.backend.decode(e.tokens.ids.tolist(), skip_special_tokens=False)
+        for e in episodes
+    ]
+    begin = f"look(key)\n{key}?"
+    assert texts[0] == (
+        f"{begin}{called(key)}<|eos|><tool_response>{other}</tool_response>"
+        f"{called(other)}<|eos|><tool_response>{value}</tool_response>{value}<|eos|>"
+    )
+    assert texts[1] == f"{begin}99<|eos|>"
+    assert "1 of the calls could not be read" in texts[2]
+    assert "error: there is no tool 'find'; there are look" in texts[3]
+    results = "".join(f"<tool_response>{r}</tool_response>" for r in (other, value))
+    assert results in texts[4]
+    # Exactly the sampled tokens are trained on, each once.
+    for episode, script in zip(episodes, scripts, strict=True):
+        expected = [
+            token
+            for said in script
+            for token in (*tokenizer.encode(said), tokenizer.eos_id)
+        ]
+        tokens = episode.tokens
+        assert tokens.ids[tokens.sampled].tolist() == expected
+        assert (tokens.logprobs[~tokens.sampled] == 0).all()
+    # What transformers would render of the same conversation is the same.
+    messages = [
+        *task.messages,
+        demonstration(environment, task, 0),
+        Message("tool", other),
+    ]
+    options = chat.with_tools(task.tools)
+    assert texts[0].startswith(chat.render_text(tokenizer, messages, options))
+    assert episodes[0].metrics["tools/calls"] == 2
+    assert episodes[2].metrics["tools/broken"] == 1
+
+
+def demonstration(environment, task, place) -> Message:
+    from dataclasses import replace
+
+    del place
+    careful = replace(environment.environment, slips=0.0)
+    found = careful.demonstration(task)
+    assert isinstance(found, Message)
+    return found
+
+
+@pytest.mark.processes
+def test_flights_with_calls_go_through_a_checkpoint(environment, tokenizer):
+    task = environment.tasks("eval")[0]
+    turns = [[called("4187"), called("2509"), task.reference]]
+    sampler = Sampler(tokenizer, turns)
+    with WorkerPool(environment, 1, deadline_s=60.0) as judges:
+        whole = Collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
+        (expected,) = whole.run(sampler, [(3, task)], 1, SAMPLING)
+        # Stopped while the second call is under way.
+        first = Collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
+        first.start([(3, task)], 1, SAMPLING)
+        flight = first._open[3].flights[0]
+        while len(flight.episode.turns) < 2:
+            first.poll(sampler, deadline=time.monotonic() + 60)
+            flight = first._open[3].flights[0]
+        assert flight.conversation[1].tool_calls[0].arguments == '{"key": "4187"}'
+        saved = json.loads(json.dumps(first.state()))
+    # Another process: the session's turns are taken again from the conversation.
+    with WorkerPool(environment, 1, deadline_s=60.0) as judges:
+        second = Collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
+        second.restore(saved, {3: task})
+        assert second._open[3].flights[0] == flight
+        found = []
+        while not found:
+            found = second.poll(sampler, deadline=time.monotonic() + 60)
+    (episode,) = found[0].episodes
+    assert episode.to_json() == expected.episodes[0].to_json()
+
+
+def test_demonstrations_are_learned_as_they_would_be_sampled(environment, tokenizer):
+    sets = TaskSets.of(environment)
+    shown = Demonstrations(sets, max_tokens=200)
+    calls = answers = 0
+    for index in range(60):
+        (sequence,) = shown.encode(tokenizer, "train", index)
+        learned = sequence.tokens.ids[sequence.tokens.sampled].tolist()
+        text = tokenizer.backend.decode(learned, skip_special_tokens=False)
+        assert text.endswith("<|eos|>")
+        if "<tool_call>" in text:
+            calls += 1
+            prompt = sequence.tokens.ids[: -len(learned)].tolist()
+            (call,) = Codec(tokenizer).read(prompt, learned[:-1]).calls
+            assert call.name == "look"
+        else:
+            answers += 1
+    assert calls > 5
+    assert answers > 5
+
+
+def test_tasks_with_tools_need_a_template_that_writes_them(environment):
+    sets = TaskSets.of(environment)
+    plain = tokenizer_of(lambda: ["4187?"], 300)
+    with pytest.raises(ConfigError, match=r"of lookup\(2\) have tools, and the token"):
+        fitting_prompts(sets, plain, 0, "--rollout.max-prompt-tokens", context=100)
+
+
+def test_held_out_keys_are_not_trained_on(environment):
+    keys = {
+        split: {task.data["key"] for task in environment.tasks(split)}
+        for split in ("train", "eval")
+    }
+    assert not keys["train"] & keys["eval"]
+    assert len(keys["eval"]) > 150
