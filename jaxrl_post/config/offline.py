@@ -114,10 +114,10 @@ class SFTConfig(OfflineConfig):
     """Supervised fine-tuning on chats and texts, or an environment's demonstrations.
 
     Attributes:
-        env: arithmetic, gsm8k, guess, jsonl, lookup, world, reasoning-gym:<task>, or
-            <module>:<factory>, with options as in arithmetic?level=2. None for the rows
-            of `data.path`, which have messages, prompt and completion, or text;
-            arithmetic without a file.
+        env: arithmetic, code, gsm8k, guess, jsonl, lookup, world,
+            reasoning-gym:<task>, or <module>:<factory>, with options as in
+            arithmetic?level=2. None for the rows of `data.path`, which have messages,
+            prompt and completion, or text; arithmetic without a file.
         data: files of chats, texts or tasks.
     """
 

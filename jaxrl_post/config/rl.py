@@ -40,9 +40,9 @@ class RLConfig(RunConfig):
     """Training of a policy on its own samples.
 
     Attributes:
-        env: arithmetic, gsm8k, guess, jsonl, lookup, world, reasoning-gym:<task>, or
-            <module>:<factory>, with options as in arithmetic?level=2 or
-            jsonl?grader=math.
+        env: arithmetic, code, gsm8k, guess, jsonl, lookup, world,
+            reasoning-gym:<task>, or <module>:<factory>, with options as in
+            arithmetic?level=2 or jsonl?grader=math.
         tools: what the policy may call before it answers: python, shell (both run in
             the sandbox), mcp?command=["..."], http?url=...&tools=FILE, or
             <module>:<name> of a function or of functions. Needs `rollout.max_turns`.

@@ -14,6 +14,7 @@ from jaxrl_post.envs.env import (
 )
 from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+from jaxrl_post.envs.tasks.code import Code
 from jaxrl_post.envs.tasks.gsm8k import GSM8K
 from jaxrl_post.envs.tasks.guess import Guess
 from jaxrl_post.envs.tasks.lookup import lookup
@@ -24,10 +25,11 @@ from jaxrl_post.envs.tasks.world import World
 __all__ = ["make"]
 
 _FORMS = (
-    "arithmetic, gsm8k, guess, jsonl, lookup, world, reasoning-gym:<task>, "
+    "arithmetic, code, gsm8k, guess, jsonl, lookup, world, reasoning-gym:<task>, "
     "<module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
+    "code": Code,
     "gsm8k": GSM8K,
     "guess": Guess,
     "jsonl": PromptAnswers,
@@ -45,7 +47,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         arithmetic?level=2                      arithmetic?operations=+-&terms=3
         gsm8k?path=train.jsonl&eval_path=test.jsonl
         guess?size=7&guesses=3                  world?turns=8
-        lookup?depth=2
+        lookup?depth=2                          code?path=problems.jsonl&reward=share
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
@@ -69,8 +71,8 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     'arithmetic(+-,2x2)'
     >>> make("arithmetics")
     Traceback (most recent call last):
-    ValueError: no environment 'arithmetics'; there are arithmetic, gsm8k, guess, jsonl,
-    lookup, world, reasoning-gym:<task>, <module>:<factory>
+    ValueError: no environment 'arithmetics'; there are arithmetic, code, gsm8k, guess,
+    jsonl, lookup, world, reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

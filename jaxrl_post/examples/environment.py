@@ -12,6 +12,7 @@ __all__ = ["make_environment"]
 
 # Environments that read their tasks from files, and the kind of file.
 FROM_FILES = {
+    "code": "a .jsonl or .parquet file of programming problems with tests",
     "gsm8k": "a JSONL file with the fields question and answer",
     "jsonl": "a .jsonl or .parquet file of prompts and answers",
 }

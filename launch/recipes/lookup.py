@@ -21,7 +21,7 @@ def lookup() -> RLConfig:
         demo(),
         run_dir="runs/lookup",
         env="lookup?slips=0.65",
-        steps=60,
+        steps=40,
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
@@ -30,6 +30,7 @@ def lookup() -> RLConfig:
             max_turns=4,
         ),
         update=UpdateConfig(row_tokens=512, microbatch_tokens=2048),
-        eval=EvalConfig(every=20, num_tasks=200),
-        warm_start=replace(demo().warm_start, steps=600),
+        eval=EvalConfig(every=10, num_tasks=200),
+        # Copying a key is learned all at once, after some hundred steps.
+        warm_start=replace(demo().warm_start, steps=1200, examples_per_step=64),
     )

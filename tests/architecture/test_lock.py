@@ -15,7 +15,17 @@ LINES = [
     for line in (ROOT / "requirements.lock").read_text().splitlines()
     if line and not line.startswith("#")
 ]
-LOCKED_EXTRAS = ("math", "envs", "parquet", "hub", "ray", "serve", "notebooks", "dev")
+LOCKED_EXTRAS = (
+    "math",
+    "envs",
+    "parquet",
+    "hub",
+    "ray",
+    "serve",
+    "tools",
+    "notebooks",
+    "dev",
+)
 
 
 def test_every_line_is_a_name_and_a_version():

@@ -72,8 +72,8 @@ class Sampler(ScriptedSampler):
 def test_calls_results_and_answers_are_the_tokens_of_the_template(
     environment, tokenizer
 ):
-    task = environment.tasks("eval")[0]
-    key, other, value = "4187", "2509", task.reference
+    task = environment.tasks("eval")[9]
+    key, other, value = "5993", "4369", task.reference
     scripts = [
         # Looks twice; makes the value up; cannot write a call; asks for another tool.
         [called(key), called(other), value],
@@ -138,8 +138,8 @@ def demonstration(environment, task, place) -> Message:
 
 @pytest.mark.processes
 def test_flights_with_calls_go_through_a_checkpoint(environment, tokenizer):
-    task = environment.tasks("eval")[0]
-    turns = [[called("4187"), called("2509"), task.reference]]
+    task = environment.tasks("eval")[9]
+    turns = [[called("5993"), called("4369"), task.reference]]
     sampler = Sampler(tokenizer, turns)
     with WorkerPool(environment, 1, deadline_s=60.0) as judges:
         whole = Collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
@@ -151,7 +151,7 @@ def test_flights_with_calls_go_through_a_checkpoint(environment, tokenizer):
         while len(flight.episode.turns) < 2:
             first.poll(sampler, deadline=time.monotonic() + 60)
             flight = first._open[3].flights[0]
-        assert flight.conversation[1].tool_calls[0].arguments == '{"key": "4187"}'
+        assert flight.conversation[1].tool_calls[0].arguments == '{"key": "5993"}'
         saved = json.loads(json.dumps(first.state()))
     # Another process: the session's turns are taken again from the conversation.
     with WorkerPool(environment, 1, deadline_s=60.0) as judges:
@@ -187,7 +187,7 @@ def test_demonstrations_are_learned_as_they_would_be_sampled(environment, tokeni
 
 def test_tasks_with_tools_need_a_template_that_writes_them(environment):
     sets = TaskSets.of(environment)
-    plain = tokenizer_of(lambda: ["4187?"], 300)
+    plain = tokenizer_of(lambda: ["5993?"], 300)
     with pytest.raises(ConfigError, match=r"of lookup\(2\) have tools, and the token"):
         fitting_prompts(sets, plain, 0, "--rollout.max-prompt-tokens", context=100)
 

@@ -18,6 +18,7 @@ from jaxrl_post.envs.env import (
     ToolCall,
     response,
 )
+from jaxrl_post.envs.tasks.held_out import split_of
 from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 from jaxrl_post.envs.tools import Tool, ToolEnvironment, ToolError
 
@@ -35,8 +36,8 @@ _TOOL = Tool(
         "required": ["key"],
     },
 )
-# Share of the keys that lead to another key.
-_REDIRECTED = 0.4
+# Share of the keys, but for those of the last level, that lead to another key.
+_REDIRECTED = 0.7
 
 
 def lookup(
@@ -66,14 +67,14 @@ def lookup(
         ValueError: an argument is outside its range.
 
     >>> environment = lookup(depth=2)
-    >>> task = environment.tasks("eval")[0]
+    >>> task = environment.tasks("eval")[9]
     >>> task.messages[0].content, task.reference
-    ('4187?', '57')
+    ('5993?', '06')
     >>> session = environment.open(task)
-    >>> call = ToolCall("look", '{"key": "4187"}', "0")
+    >>> call = ToolCall("look", '{"key": "5993"}', "0")
     >>> session.step(Answer("assistant", "", tool_calls=(call,))).messages[0].content
-    '2509'
-    >>> session.step(Answer("assistant", "57")).reward
+    '4369'
+    >>> session.step(Answer("assistant", "06")).reward
     1.0
     """
     tasks = _Keys(slips, depth, seed, train_size, eval_size)
@@ -163,9 +164,8 @@ class _Keys:
         def make(index: int) -> Task:
             rng = Random(f"{self.seed} {split} {index}")
             while True:
-                # The last digit of a held-out key is 7, of no other.
                 key = f"{rng.randrange(10_000):04d}"
-                if (key[-1] == "7") == (split == "eval"):
+                if split_of(key) == split:
                     break
             way = self._table.way(key)
             messages = [Message("user", f"{key}?")]

@@ -10,7 +10,7 @@ from typing import Any
 from jaxrl_post.conversations import prompt_of, text_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, response
 from jaxrl_post.envs.tasks.graders import Grader
-from jaxrl_post.envs.tasks.held_out import split_of
+from jaxrl_post.envs.tasks.held_out import of_split
 from jaxrl_post.envs.tasks.math_answers import Extraction
 from jaxrl_post.jsonl import BadRowError, OnBadRow
 from jaxrl_post.tables import Layout, listed, read_table
@@ -122,12 +122,7 @@ class PromptAnswers:
         if report.num_bad:
             _LOGGER.warning("%s", report)
         if self.eval_path is None:
-            rows = [row for row in rows if split_of(row.text) == split]
-        if not rows:
-            raise ValueError(
-                f"{path}: no prompt falls into {split!r} in so small a file; pass "
-                "eval_path with rows of its own"
-            )
+            rows = of_split(rows, split, lambda row: row.text, path)
         return tuple(self._task(index, row) for index, row in enumerate(rows))
 
     def prepare(self) -> None:
