@@ -170,6 +170,7 @@ def test_rows_that_make_no_problem_are_named(tmp_path, change, told):
         ("seconds=0", "seconds must be positive"),
         ('seconds="1"', "seconds must be a number"),
         ("on_bad_row=no", "on_bad_row must be"),
+        ("sandbox=require:chroot", "sandbox must be auto, require:bubblewrap"),
     ],
 )
 def test_options_that_make_no_sense(option, told):

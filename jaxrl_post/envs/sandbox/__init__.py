@@ -2,6 +2,14 @@
 
 from jaxrl_post.envs.sandbox.limits import Limits, Outcome, SandboxError
 from jaxrl_post.envs.sandbox.places import Place
-from jaxrl_post.envs.sandbox.sandbox import Sandbox, find
+from jaxrl_post.envs.sandbox.sandbox import Sandbox, check_requirement, find
 
-__all__ = ["Limits", "Outcome", "Place", "Sandbox", "SandboxError", "find"]
+__all__ = [
+    "Limits",
+    "Outcome",
+    "Place",
+    "Sandbox",
+    "SandboxError",
+    "check_requirement",
+    "find",
+]

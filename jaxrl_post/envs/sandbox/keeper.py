@@ -83,6 +83,14 @@ class Process:
                 remove_directory(self._start.directory)
             self._gone = True
 
+    def close_streams(self) -> None:
+        """Closes this side of the pipes; may be repeated."""
+        for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
+            if stream is not None:
+                # What is left to be written reaches nobody.
+                with suppress(OSError):
+                    stream.close()
+
     @property
     def closed(self) -> bool:
         """Whether it was killed."""
@@ -185,6 +193,7 @@ class Keeper:
                 looked = time.monotonic()
         for process in self._processes:
             _try_to_kill(process)
+            process.close_streams()
 
 
 def _try_to_kill(process: Process, reason: Ended | None = None) -> None:

@@ -183,12 +183,7 @@ class Place:
                 process = self._future.result(_START)
         if process is not None:
             process.kill()
-            for stream in (process.popen.stdin, process.popen.stdout):
-                if stream is not None:
-                    with suppress(OSError):
-                        stream.close()
-            if process.popen.stderr is not None:
-                process.popen.stderr.close()
+            process.close_streams()
 
     def wait(self) -> None:
         """Waits until the place has started.

@@ -17,7 +17,7 @@ from jaxrl_post.envs.sandbox.mechanisms import (
 )
 from jaxrl_post.envs.sandbox.places import Place
 
-__all__ = ["Sandbox", "find"]
+__all__ = ["Sandbox", "check_requirement", "find"]
 
 
 class Sandbox:
@@ -148,7 +148,7 @@ def find(
     """
     limits = Limits() if limits is None else limits
     refusals = []
-    for mechanism in _chosen(requirement):
+    for mechanism in check_requirement(requirement):
         reason = mechanism.unavailable()
         if reason is not None:
             refusals.append(f"{mechanism.name}: {reason}")
@@ -177,7 +177,15 @@ def find(
     )
 
 
-def _chosen(requirement: str) -> Sequence[Mechanism]:
+def check_requirement(requirement: str) -> Sequence[Mechanism]:
+    """The mechanisms that a requirement admits, the strongest first; tries none.
+
+    Raises:
+        ValueError: if the requirement names no mechanism.
+
+    >>> [mechanism.name for mechanism in check_requirement("require:landlock")]
+    ['landlock']
+    """
     safe = [one for one in MECHANISMS if one.name != "unsafe"]
     if requirement == "auto":
         return safe

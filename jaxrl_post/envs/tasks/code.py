@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from jaxrl_post.conversations import prompt_of, text_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, response
-from jaxrl_post.envs.sandbox import Limits, Place, Sandbox, find
+from jaxrl_post.envs.sandbox import Limits, Place, Sandbox, check_requirement, find
 from jaxrl_post.envs.tasks.held_out import of_split
 from jaxrl_post.jsonl import BadRowError, OnBadRow
 from jaxrl_post.tables import Layout, listed, read_table
@@ -86,6 +86,7 @@ class Code:
             )
         if self.reward not in ("all", "share"):
             raise ValueError(f"reward must be 'all' or 'share', got {self.reward!r}")
+        check_requirement(self.sandbox)
         for name in ("seconds", "total_seconds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):

@@ -66,6 +66,7 @@ def lookup(
     Raises:
         ValueError: an argument is outside its range.
 
+    >>> from jaxrl_post.envs import Answer
     >>> environment = lookup(depth=2)
     >>> task = environment.tasks("eval")[9]
     >>> task.messages[0].content, task.reference

@@ -8,7 +8,15 @@ from functools import lru_cache
 from typing import Any
 
 from jaxrl_post.envs.env import Task
-from jaxrl_post.envs.sandbox import Limits, Outcome, Place, Sandbox, SandboxError, find
+from jaxrl_post.envs.sandbox import (
+    Limits,
+    Outcome,
+    Place,
+    Sandbox,
+    SandboxError,
+    check_requirement,
+    find,
+)
 from jaxrl_post.envs.tools.toolset import Tool, ToolError
 
 __all__ = ["Interpreter"]
@@ -51,6 +59,9 @@ class Interpreter:
         python: an interpreter whose packages programs may import; None for one without
             packages.
 
+    Raises:
+        ValueError: `sandbox` names no mechanism.
+
     >>> [tool.name for tool in Interpreter(shell=True).tools()]
     ['python', 'shell']
     """
@@ -59,6 +70,9 @@ class Interpreter:
     shell: bool = False
     limits: Limits = field(default_factory=lambda: Limits(wall_seconds=3.0))
     python: str | None = None
+
+    def __post_init__(self) -> None:
+        check_requirement(self.sandbox)
 
     def tools(self) -> Sequence[Tool]:
         """The tools that it offers."""

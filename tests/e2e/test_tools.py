@@ -1,0 +1,78 @@
+"""Runs whose policy calls tools: continued as if they had not stopped, or refused."""
+
+import json
+
+import pytest
+
+from jaxrl_post.records.directory import read_rows
+
+SMALL = (
+    "--recipe=lookup",
+    "--warm-start.steps=40",
+    "--warm-start.examples-per-step=16",
+    "--rollout.prompts-per-step=4",
+    "--rollout.samples-per-prompt=4",
+    "--rollout.partial=2",
+    "--rollout.truncated=reward",
+    "--update.microbatch-tokens=512",
+    "--optimizer.schedule=constant",
+    "--eval.num-tasks=8",
+    "--eval.every=2",
+    "--checkpoint.every=1",
+    "--mesh=dp4,tp2",
+)
+
+
+def measured(run) -> dict[int, dict[str, float]]:
+    """The metrics of every step, but for times."""
+    return {
+        row["step"]: {
+            name: value
+            for name, value in row["metrics"].items()
+            if not name.startswith(("time/", "memory/", "sampler/compil"))
+            and "seconds" not in name
+            and "per_second" not in name
+        }
+        for row in read_rows(run / "metrics.jsonl")
+    }
+
+
+@pytest.mark.processes
+@pytest.mark.meshes
+def test_a_run_with_tools_goes_on_as_if_it_had_not_stopped(run_here, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_here("launch.grpo", *SMALL, "--steps=4", f"--run-dir={whole}")
+    for steps in (2, 4):
+        run_here("launch.grpo", *SMALL, f"--steps={steps}", f"--run-dir={parts}")
+    expected, found = measured(whole), measured(parts)
+    assert set(expected) >= {1, 2, 3, 4}
+    for step in (1, 2, 3, 4):
+        shared = set(expected[step]) & set(found[step])
+        assert "env/tools/calls" in shared
+        # A run's last step is evaluated.
+        compared = [name for name in shared if not name.startswith("eval/")]
+        assert {name: found[step][name] for name in compared} == {
+            name: expected[step][name] for name in compared
+        }
+    # The model was saved with the template that writes its calls.
+    settings = json.loads((whole / "model" / "tokenizer_config.json").read_text())
+    assert "<tool_call>" in settings["chat_template"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--tools", "python"), "--tools: with --rollout.max-turns 1 no turn follows"),
+        (("--tools", "perl"), "--tools: no tools 'perl'; there are python, shell"),
+        (("--tools", "python?sandbox=require:chroot"), "sandbox must be auto"),
+        (("--env=guess", "--tools", "python"), "--tools: guess(7,3) answers turns"),
+        (("--tools", 'mcp?command=["/no/such"]'), "--tools: mcp /no/such: FileNot"),
+    ],
+)
+def test_tools_that_cannot_be_had_are_refused(run_here, tmp_path, options, told):
+    turns = () if "max-turns" in told else ("--rollout.max-turns=2",)
+    bounds = ("--rollout.max-prompt-tokens=64", f"--run-dir={tmp_path / 'run'}")
+    common = ("--env=arithmetic", "--model=demo", *bounds, *turns)
+    written = run_here("launch.grpo", *common, *options, code=1)
+    assert told in " ".join(written.split())
