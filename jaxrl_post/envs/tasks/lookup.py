@@ -22,7 +22,7 @@ from jaxrl_post.envs.tasks.held_out import split_of
 from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 from jaxrl_post.envs.tools import Tool, ToolEnvironment, ToolError
 
-__all__ = ["lookup"]
+__all__ = ["Table", "lookup"]
 
 # The answer of somebody who does not know.
 UNKNOWN = "?"
@@ -79,21 +79,26 @@ def lookup(
     1.0
     """
     tasks = _Keys(slips, depth, seed, train_size, eval_size)
-    return ToolEnvironment(tasks, (_Table(seed, depth),))
+    return ToolEnvironment(tasks, (Table(seed, depth),))
 
 
 @dataclass(frozen=True)
-class _Table:
-    """The tool: a table of all keys, computed from a seed."""
+class Table:
+    """The tool: a table of all keys, computed from a seed.
 
-    seed: int
-    depth: int
+    Args:
+        seed: of the keys and values.
+        depth: most keys on the way to a value.
+    """
+
+    seed: int = 0
+    depth: int = 2
 
     def tools(self) -> Sequence[Tool]:
         """One tool, `look`."""
         return (_TOOL,)
 
-    def open(self, task: Task) -> _Table:
+    def open(self, task: Task) -> Table:
         """This table: it keeps no state."""
         del task
         return self
@@ -200,8 +205,8 @@ class _Keys:
         return Message("assistant", "", tool_calls=(_call(asked, 0),))
 
     @property
-    def _table(self) -> _Table:
-        return _Table(self.seed, self.depth)
+    def _table(self) -> Table:
+        return Table(self.seed, self.depth)
 
 
 def _call(key: str, number: int) -> ToolCall:

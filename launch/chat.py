@@ -1,0 +1,40 @@
+"""A conversation with a model: `python -m launch.chat runs/demo`."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tyro
+
+from jaxrl_post.config.chat import ChatConfig, check_chat
+from launch import cli
+
+
+def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+    """Imports the function that does the work, as `Program.load`."""
+    from jaxrl_post.envs.sandbox import SandboxError
+    from jaxrl_post.programs.chat import run_chat
+    from jaxrl_post.programs.run import RUN_ERRORS
+
+    return run_chat, (*RUN_ERRORS, SandboxError)
+
+
+PROGRAM = cli.Program(
+    name="launch.chat",
+    description="Talks to a model in the terminal: python -m launch.chat RUN_OR_MODEL.",
+    default=lambda arguments: ChatConfig(model=tyro.MISSING),
+    load=load,
+    check=check_chat,
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--model", *arguments]
+    return cli.call(PROGRAM, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
