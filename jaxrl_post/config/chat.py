@@ -35,7 +35,7 @@ class ChatConfig:
             1024.
         seed: of the sampling noise, and of a preset's weights.
         mesh: how many devices each axis of the mesh has, such as "tp8" (axes: dp, fsdp,
-            ep, cp, tp); "dp1" takes one device.
+            ep, cp, tp); by default all devices are on dp.
         dtype: dtype of the parameters; None for the checkpoint's own.
     """
 
@@ -52,7 +52,7 @@ class ChatConfig:
     min_p: Annotated[float, SHARE] = 0.0
     max_tokens: Annotated[int, NOT_NEGATIVE] = 0
     seed: Annotated[int, NOT_NEGATIVE] = 0
-    mesh: str = "dp1"
+    mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
 
 

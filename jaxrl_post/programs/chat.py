@@ -85,7 +85,8 @@ class Conversation:
                 f"model's context of {context} tokens; lower it"
             )
         sizes = EngineConfig(
-            num_slots=1,
+            # One conversation; a mesh that splits the batch wants a slot a device.
+            num_slots=model.mesh.size,
             max_prompt_tokens=context - self._most,
             max_tokens=self._most,
             steps_per_call=STEPS_PER_CALL,

@@ -5,6 +5,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from jaxrl_post.config.chat import ChatConfig
 from jaxrl_post.config.convert import ConvertConfig
 from jaxrl_post.config.evaluate import EvaluateConfig
 from jaxrl_post.config.fields import ANY, Range, fields_of
@@ -165,6 +166,16 @@ RULES = {
         "grace_s": "at least 0",
         "seed": "at least 0",
     },
+    ChatConfig: {
+        "max_turns": "at least 1",
+        "max_result_tokens": "at least 1",
+        "temperature": "at least 0",
+        "top_k": "at least 0",
+        "top_p": "in (0, 1]",
+        "min_p": "in [0, 1]",
+        "max_tokens": "at least 0",
+        "seed": "at least 0",
+    },
     EvaluateConfig: {
         "num_tasks": "at least 1",
         "samples": "at least 1",
@@ -205,6 +216,7 @@ RULES = {
 REQUIRED = {
     EvaluateConfig: ("model",),
     ServeConfig: ("model",),
+    ChatConfig: ("model",),
     ConvertConfig: ("input", "output"),
     PlanConfig: ("model", "topology"),
 }

@@ -132,8 +132,9 @@ def test_every_command_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
     write_inputs(tmp_path)
     try:
         for program, written in COMMANDS:
-            if program == "serve":
-                # It never ends by itself: tests/launch/test_serve.py runs it.
+            if program in ("serve", "chat"):
+                # They end when somebody ends them: tests/launch/test_serve.py and
+                # tests/programs/test_chat.py run them.
                 continue
             module: ModuleType = importlib.import_module(f"launch.{program}")
             arguments = [*shlex.split(written), *SHORT.get(program, ())]
