@@ -6,7 +6,7 @@ from typing import Any
 
 import tyro
 
-from jaxrl_post.config.chat import ChatConfig, check_chat
+from jaxrl_post.config.serve import ChatConfig, check_chat
 from launch import cli
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from jaxrl_post.config.chat import ChatConfig, check_chat
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.serve import ChatConfig, check_chat
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.tools import unwritten

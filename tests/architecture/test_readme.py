@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import (
+    chat,
     cli,
     convert,
     distill,
@@ -45,6 +46,7 @@ PROGRAMS = {
     "convert": convert.PROGRAM,
     "report": report.PROGRAM,
     "serve": serve.PROGRAM,
+    "chat": chat.PROGRAM,
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from jaxrl_post import models
-from jaxrl_post.config.chat import ChatConfig
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.serve import ChatConfig
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs.tasks.lookup import lookup
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
