@@ -5,6 +5,7 @@ from tests.mutations.kernel_faults import KERNELS
 from tests.mutations.loss_faults import LOSSES
 from tests.mutations.sampler_faults import SAMPLER
 from tests.mutations.serve_faults import SERVE
+from tests.mutations.tool_faults import TOOLS
 
 __all__ = ["FAULTS"]
 
@@ -433,6 +434,7 @@ FAULTS = [
     *KERNELS,
     *SAMPLER,
     *SERVE,
+    *TOOLS,
     *PACKING,
     *EXAMPLES,
     *COLLECTOR,

@@ -1,37 +1,57 @@
-"""Chooses the problems that are held out for evaluation, by a hash of their text."""
+"""Reads problems from files, and holds some out by a hash of their text."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jaxrl_post.envs.env import Split
+from jaxrl_post.jsonl import OnBadRow
+from jaxrl_post.tables import Layout, read_table
 
-__all__ = ["of_split", "split_of"]
+__all__ = ["rows_of_split", "split_of"]
+
+_LOGGER = logging.getLogger(__name__)
 
 
-def of_split[Row](
-    rows: Iterable[Row], split: Split, text: Callable[[Row], str], path: str
-) -> list[Row]:
-    """The rows of a file that belong to a split.
+def rows_of_split[Row](
+    split: Split,
+    path: str,
+    eval_path: str | None,
+    read: Callable[[Mapping[str, Any]], list[Row]],
+    text: Callable[[Row], str],
+    *,
+    on_bad_row: OnBadRow,
+) -> Sequence[Row]:
+    """Reads the rows of a split from a JSON Lines or Parquet file; logs bad rows.
 
     Args:
-        rows: of the file.
         split: "train" or "eval".
+        path: of the training rows.
+        eval_path: of the evaluation rows; without it, one problem in ten of `path` is
+            held out by a hash of its text.
+        read: makes a row of its fields; raises BadRowError.
         text: the text of a row's problem.
-        path: of the file, for the error message.
+        on_bad_row: "fail" or "skip".
 
     Raises:
-        ValueError: none does.
-
-    >>> of_split(["2+2=", "3+3="], "train", str, "sums.jsonl")
-    ['2+2=', '3+3=']
+        ValueError: at a bad row under "fail", or if the split is empty.
+        ModuleNotFoundError: for .parquet without the extra.
+        OSError: if the file cannot be read.
     """
-    found = [row for row in rows if split_of(text(row)) == split]
-    if not found:
+    separate = split == "eval" and eval_path is not None
+    chosen = eval_path if separate and eval_path else path
+    rows, report = read_table(chosen, [Layout((), read)], on_bad_row=on_bad_row)
+    if report.num_bad:
+        _LOGGER.warning("%s", report)
+    if eval_path is None:
+        rows = [row for row in rows if split_of(text(row)) == split]
+    if not rows:
         raise ValueError(
-            f"{path}: no prompt falls into {split!r} in so small a file; pass "
+            f"{chosen}: no prompt falls into {split!r} in so small a file; pass "
             "eval_path with rows of its own"
         )
-    return found
+    return rows
 
 
 def split_of(text: str, *, one_in: int = 10) -> Split:

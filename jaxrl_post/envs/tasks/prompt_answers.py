@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 from jaxrl_post.conversations import prompt_of, text_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, response
 from jaxrl_post.envs.tasks.graders import Grader
-from jaxrl_post.envs.tasks.held_out import of_split
+from jaxrl_post.envs.tasks.held_out import rows_of_split
 from jaxrl_post.envs.tasks.math_answers import Extraction
 from jaxrl_post.jsonl import BadRowError, OnBadRow
-from jaxrl_post.tables import Layout, listed, read_table
+from jaxrl_post.tables import listed
 
 __all__ = ["PromptAnswers"]
-
-_LOGGER = logging.getLogger(__name__)
 
 # The default fields of a prompt; the first one that a row has is used.
 _PROMPTS = ("prompt", "messages")
@@ -114,15 +111,14 @@ class PromptAnswers:
             ModuleNotFoundError: for .parquet without the extra.
             OSError: if the file cannot be read.
         """
-        separate = split == "eval" and self.eval_path is not None
-        path = self.eval_path if separate and self.eval_path else self.path
-        rows, report = read_table(
-            path, [Layout((), self._row)], on_bad_row=self.on_bad_row
+        rows = rows_of_split(
+            split,
+            self.path,
+            self.eval_path,
+            self._row,
+            lambda row: row.text,
+            on_bad_row=self.on_bad_row,
         )
-        if report.num_bad:
-            _LOGGER.warning("%s", report)
-        if self.eval_path is None:
-            rows = of_split(rows, split, lambda row: row.text, path)
         return tuple(self._task(index, row) for index, row in enumerate(rows))
 
     def prepare(self) -> None:

@@ -1,0 +1,94 @@
+"""Faults of tools, and of what runs programs that a model wrote."""
+
+from tests.mutations.fault import Fault
+
+__all__ = ["TOOLS"]
+
+EPISODES = "rollout/test_tools.py"
+TOKENS = "data/test_tools.py"
+ENVIRONMENT = "envs/tools/test_environment.py"
+CODE = "envs/test_code.py"
+
+TOOLS = [
+    Fault(
+        "what a tool returned is trained on",
+        "rollout/flight.py",
+        "        context=Tokens.context(event.reply),\n",
+        "        context=Tokens.generated(\n"
+        "            event.reply, [-1.0] * len(event.reply), version=0\n        ),\n",
+        EPISODES,
+    ),
+    Fault(
+        "an answer that calls tools is rendered again",
+        "data/codec.py",
+        "        return found\n",
+        "        whole = chat.render(self.tokenizer, [*before, *messages], options)\n"
+        "        return whole[-len(found) - 1 :]\n",
+        EPISODES,
+    ),
+    Fault(
+        "tools are not written into the prompt",
+        "rollout/collector.py",
+        "self.codec.render(task.messages, task.tools)",
+        "self.codec.render(task.messages)",
+        EPISODES,
+    ),
+    Fault(
+        "a checkpoint forgets tool calls",
+        "messages.py",
+        'value.get("tool_calls", ())',
+        "()",
+        EPISODES,
+    ),
+    Fault(
+        "results are cut at their end",
+        "data/tools.py",
+        "before + mark + after",
+        "before + mark",
+        TOKENS,
+    ),
+    Fault(
+        "a call that cannot be read ends the episode",
+        "envs/tools/environment.py",
+        "not (turn.tool_calls or turn.broken_calls)",
+        "not turn.tool_calls",
+        ENVIRONMENT,
+    ),
+    Fault(
+        "a turn that was cut has its calls carried out",
+        "envs/tools/environment.py",
+        "if turn.truncated or not (",
+        "if not (",
+        ENVIRONMENT,
+    ),
+    Fault(
+        "what a tool raises fails the episode",
+        "envs/tools/environment.py",
+        "        except Exception as error:\n",
+        "        except KeyError as error:\n",
+        ENVIRONMENT,
+    ),
+    Fault(
+        "a program's exit status is its verdict",
+        "envs/tasks/code.py",
+        "return outcome.succeeded and not outcome.truncated and said == expected",
+        "return outcome.succeeded",
+        CODE,
+    ),
+    Fault(
+        "a program finds what the test before it left",
+        "envs/tasks/code.py",
+        "        with self._sandbox.open() as place:\n",
+        "        self._place = self._place or self._sandbox.open()\n"
+        "        for place in (self._place,):\n",
+        CODE,
+    ),
+    Fault(
+        "true is one",
+        "envs/tasks/code.py",
+        "    if isinstance(said, bool) or isinstance(expected, bool):\n"
+        "        return said is expected\n",
+        "",
+        CODE,
+    ),
+]
