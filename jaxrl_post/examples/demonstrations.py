@@ -10,7 +10,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Environment, Message, Task
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.packed import fitting
-from jaxrl_post.examples.tasks import SPLITS, TaskSets
+from jaxrl_post.examples.tasks import SPLITS, TaskSets, check_tools
 from jaxrl_post.examples.texts import environment_texts
 
 __all__ = ["Demonstrations"]
@@ -46,11 +46,13 @@ class Demonstrations:
             option: the option that sets `max_tokens`, for messages.
 
         Raises:
-            ConfigError: a split would be empty, or a task has no demonstration.
+            ConfigError: a split would be empty, a task has no demonstration, or tasks
+                have tools and the chat template does not write them.
         """
         tasks = self._tasks
         for split in SPLITS:
             noun = f"tasks of {self.environment.name}"
+            check_tools(tasks.tasks(split), tokenizer, f"{split} {noun}")
             limit = self.max_tokens
             kept = fitting(self, split, tokenizer, limit, noun, option)
             tasks = tasks.only(split, kept)

@@ -18,6 +18,7 @@ from jaxrl_post.envs.env import Split
 __all__ = [
     "SPLITS",
     "TaskSets",
+    "check_tools",
     "distinct",
     "fitting_prompts",
     "left_out",
@@ -199,7 +200,8 @@ def fitting_prompts(
         ConfigError: a split would be empty, a prompt cannot be rendered, or tasks have
             tools and the chat template does not write them.
     """
-    _check_tools(tasks, tokenizer)
+    for split in SPLITS:
+        check_tools(tasks.tasks(split), tokenizer, f"{split} tasks of {tasks.name}")
     lengths, longest = Lengths.of(tokenizer), 0
     for split in SPLITS:
         each = tasks.tasks(split)
@@ -246,17 +248,25 @@ def left_out(count: int, total: int, what: str, why: str) -> None:
         logger.warning("%d of %d %s left out: %s", count, total, what, why)
 
 
-def _check_tools(tasks: TaskSets, tokenizer: Tokenizer) -> None:
-    for split in SPLITS:
-        if not any(task.tools for task in tasks.tasks(split)):
-            continue
-        reason = unwritten(tokenizer)
-        if reason is not None:
-            raise ConfigError(
-                f"--env: the {split} tasks of {tasks.name} have tools, and {reason}; "
-                "choose a model that was trained to call tools, or an environment "
-                "without them"
-            )
+def check_tools(tasks: Sequence[Task], tokenizer: Tokenizer, what: str) -> None:
+    """Refuses tasks with tools for a model whose chat template does not write them.
+
+    Args:
+        tasks: any.
+        tokenizer: the model's.
+        what: the tasks, for the message.
+
+    Raises:
+        ConfigError: says why the model cannot be given tools.
+    """
+    if not any(task.tools for task in tasks):
+        return
+    reason = unwritten(tokenizer)
+    if reason is not None:
+        raise ConfigError(
+            f"--env: the {what} have tools, and {reason}; choose a model that was "
+            "trained to call tools, or an environment without them"
+        )
 
 
 def _prompt[Found](

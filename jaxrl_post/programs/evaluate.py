@@ -26,7 +26,7 @@ from jaxrl_post.data.generation import GenerationDefaults, read_generation_defau
 from jaxrl_post.envs import AgentEnvironment, Environment, Task, WorkerPool
 from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.environment import make_environment
-from jaxrl_post.examples.tasks import distinct
+from jaxrl_post.examples.tasks import check_tools, distinct
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.learner.model import Model, open_model, versions
@@ -144,6 +144,7 @@ def evaluate(
             f"--samples: {config.samples} greedy samples of a task are all the same; "
             "give --temperature, or take 1"
         )
+    check_tools(tasks, model.tokenizer, f"{config.split} tasks of {environment.name}")
     prompts = [
         len(chat.render(model.tokenizer, task.messages, chat.with_tools(task.tools)))
         for task in tasks

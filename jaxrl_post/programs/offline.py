@@ -37,7 +37,7 @@ from jaxrl_post.examples.preferences import (
     open_solutions,
 )
 from jaxrl_post.examples.tasks import open_tasks
-from jaxrl_post.examples.texts import tokenizer_of
+from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
 from jaxrl_post.learner.feed import Drawn, Feed, Measured
 from jaxrl_post.learner.learner import Learner, begin_training
 from jaxrl_post.learner.model import Model, check_context, layout_table
@@ -84,6 +84,8 @@ class Job:
         noun: for examples, in messages.
         right: name of the objective's accuracy metric.
         head: of the model that is trained.
+        make_tokenizer: trains a preset's tokenizer of so many tokens; None for one of
+            the examples' texts.
     """
 
     objective: ObjectiveFn
@@ -97,6 +99,7 @@ class Job:
     noun: str = "pairs"
     right: str = "preference/accuracy"
     head: Head = "lm"
+    make_tokenizer: Callable[[int], Tokenizer] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,14 +149,20 @@ def _fine_tuning(config: SFTConfig, console: Console) -> Job:
     if config.env is None and config.data.path is not None:
         examples = open_chats(config.data, console)
         fitting = partial(examples.fitting, max_tokens=config.max_tokens)
+        make_tokenizer = None
     else:
         with warnings_shown(console):
             environment = make_environment(config.env or DEFAULT_ENV, config.data)
             tasks = open_tasks(environment, config.data.on_overlap)
         examples = Demonstrations(tasks, config.max_tokens)
         fitting = examples.fitting
+        make_tokenizer = partial(environment_tokenizer, tasks)
     return Job(
-        supervised.next_token, examples, functools.cache(fitting), noun="examples"
+        supervised.next_token,
+        examples,
+        functools.cache(fitting),
+        noun="examples",
+        make_tokenizer=make_tokenizer,
     )
 
 
@@ -246,7 +255,7 @@ def _run(
         fetched,
         console=console,
         command=command,
-        make_tokenizer=partial(tokenizer_of, job.examples.texts),
+        make_tokenizer=job.make_tokenizer or partial(tokenizer_of, job.examples.texts),
         head=job.head,
         complete=checked,
         warm_start=warm_start,

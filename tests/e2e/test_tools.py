@@ -2,8 +2,12 @@
 
 import json
 
+import jax
 import pytest
 
+from jaxrl_post import models, pretrained
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.models import ModelConfig
 from jaxrl_post.records.directory import read_rows
 
 SMALL = (
@@ -76,3 +80,33 @@ def test_tools_that_cannot_be_had_are_refused(run_here, tmp_path, options, told)
     common = ("--env=arithmetic", "--model=demo", *bounds, *turns)
     written = run_here("launch.grpo", *common, *options, code=1)
     assert told in " ".join(written.split())
+
+
+@pytest.mark.processes
+def test_demonstrations_with_calls_are_learned_and_evaluated(run_here, tmp_path):
+    run = tmp_path / "sft"
+    read = ("--examples-per-step=8", "--eval.num-tasks=8", "--mesh=dp8")
+    common = ("--env=lookup", "--model=demo", "--max-tokens=160")
+    run_here("launch.sft", *common, *read, "--steps=2", f"--run-dir={run}")
+    turns = ("--max-turns=3", "--max-prompt-tokens=96", "--max-tokens=8")
+    written = run_here(
+        "launch.evaluate", "--env=lookup", f"--model={run / 'model'}", *turns,
+        "--num-tasks=8",
+    )  # fmt: skip
+    assert "tools/calls" in written
+
+
+@pytest.mark.processes
+def test_a_model_without_tools_is_refused(run_here, tmp_path):
+    config = ModelConfig(
+        "qwen2", 320, 16, 32, 1, num_heads=8, num_kv_heads=4, qkv_bias=True
+    )
+    params = models.initialize(jax.random.key(0), models.param_specs(config))
+    tokenizer = Tokenizer.train(["4821?"], vocab_size=300)
+    pretrained.save(tmp_path / "model", config, params, tokenizer=tokenizer)
+    given = ("--env=lookup", f"--model={tmp_path / 'model'}")
+    told = "tasks of lookup(2) have tools, and the tokenizer has no chat template"
+    evaluated = run_here("launch.evaluate", *given, "--max-turns=2", code=1)
+    assert told in " ".join(evaluated.split())
+    learned = run_here("launch.sft", *given, f"--run-dir={tmp_path / 'run'}", code=1)
+    assert told in " ".join(learned.split())
