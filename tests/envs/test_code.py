@@ -112,7 +112,9 @@ def test_what_does_not_end_costs_its_time_alone(options):
     assert step.metrics["out_of_time"] == 1.0
     slow = "def f(n):\n    while n: pass\n    return n"
     tests = [{"arguments": [n], "result": n} for n in (0, 1, 0)]
-    step = judged(options, slow, tests, "f", seconds=1.0, reward="share")
+    step = judged(
+        options, slow, tests, "f", seconds=2.0, total_seconds=60.0, reward="share"
+    )
     assert step.reward == pytest.approx(2 / 3)
 
 

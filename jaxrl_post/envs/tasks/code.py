@@ -278,7 +278,6 @@ class _Candidate:
         return outcome.succeeded and not outcome.truncated and said == expected
 
     def _returned(self, test: Mapping[str, Any], seconds: float) -> bool | None:
-        begin = time.monotonic()
         if self._place is None:
             self._place = self._sandbox.open()
             loaded = self._place.python(self._program, seconds=seconds)
@@ -288,7 +287,8 @@ class _Candidate:
             if not loaded.succeeded:
                 self._close()
                 return False
-        seconds = max(0.0, seconds - (time.monotonic() - begin))
+            # The time to open a place is not the program's.
+            seconds = max(0.0, seconds - loaded.seconds)
         # What the program prints is told from its result by a mark that it has not
         # seen. A program that guesses it still does not know what is expected.
         mark = secrets.token_hex(8)
