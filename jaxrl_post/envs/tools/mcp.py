@@ -26,7 +26,8 @@ class McpServer:
     The server is asked for its tools when this object is made. Each episode has a
     connection of its own, with `command` also a process of its own, opened at its first
     call: about a second. With `shared`, the episodes of a worker process share one, for
-    servers without state.
+    servers without state. A server that has gone is connected to again at the next
+    call, without the state that it had.
 
     Args:
         command: a program and its arguments, which speaks MCP over stdio.
@@ -106,6 +107,8 @@ class OpenMcp:
         Raises:
             ToolError: the server says that the call failed, or does not answer.
         """
+        if self._connection is not None and self._connection.lost:
+            self.close()
         if self._connection is None:
             self._connection = self._connect()
         return self._connection.call(name, arguments, self._seconds)
@@ -122,6 +125,8 @@ class _Connection:
 
     def __init__(self, server: Callable[[], Any], where: str) -> None:
         self._where = where
+        # Whether a call got no answer because the server has gone.
+        self.lost = False
         self._client: Any = None
         self._stop: asyncio.Event | None = None
         ready: Future[None] = Future()
@@ -152,6 +157,7 @@ class _Connection:
             pending.cancel()
             raise ToolError(f"no answer within {seconds:g} s") from error
         except Exception as error:
+            self.lost = True
             raise ToolError(f"the server gave no answer: {_first(error)}") from error
         texts = [getattr(each, "text", f"[{each.type}]") for each in result.content]
         text = "\n".join(texts)
@@ -196,10 +202,20 @@ def _server(command: Sequence[str] | None, url: str | None) -> Any:
     return StdioServerParameters(command=command[0], args=list(command[1:]))
 
 
-@lru_cache(maxsize=16)
+# The connections that episodes of this process share.
+_shared: dict[tuple[tuple[str, ...] | None, str | None], _Connection] = {}
+
+
 def _shared_connection(command: tuple[str, ...] | None, url: str | None) -> _Connection:
-    where = url or " ".join(command or ())
-    return _Connection(lambda: _server(command, url), where)
+    found = _shared.get((command, url))
+    if found is not None and found.lost:
+        found.close()
+        found = None
+    if found is None:
+        where = url or " ".join(command or ())
+        found = _Connection(lambda: _server(command, url), where)
+        _shared[command, url] = found
+    return found
 
 
 @lru_cache(maxsize=1)

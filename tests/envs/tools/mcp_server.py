@@ -1,6 +1,7 @@
 """An MCP server over stdio, for tests."""
 
 import logging
+import os
 import time
 
 from mcp.server import MCPServer
@@ -21,6 +22,12 @@ def count() -> str:
     global COUNT
     COUNT += 1
     return str(COUNT)
+
+
+@SERVER.tool()
+def end() -> str:
+    """Ends the server."""
+    os._exit(1)
 
 
 @SERVER.tool()

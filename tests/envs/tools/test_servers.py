@@ -24,7 +24,7 @@ def mcp():
 
 
 def test_an_mcp_server_tells_its_tools(mcp):
-    assert [tool.name for tool in mcp.tools()] == ["multiply", "count", "wait"]
+    assert [tool.name for tool in mcp.tools()] == ["multiply", "count", "end", "wait"]
     multiply = mcp.tools()[0]
     assert multiply.description == "Multiplies two numbers."
     assert multiply.parameters["required"] == ["a", "b"]
@@ -53,6 +53,17 @@ def test_a_shared_mcp_server_keeps_its_state():
         opened = shared.open(TASK)
         assert opened.call("count", {}) == expected
         opened.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_mcp_server_that_has_gone_is_connected_to_again(shared):
+    opened = McpServer(COMMAND, seconds=30, shared=shared).open(TASK)
+    before = int(opened.call("count", {}))
+    with pytest.raises(ToolError, match="the server gave no answer"):
+        opened.call("end", {})
+    assert opened.call("count", {}) == "1"
+    assert before >= 1
+    opened.close()
 
 
 def test_an_mcp_server_that_hangs_is_left():
