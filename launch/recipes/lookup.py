@@ -20,7 +20,7 @@ def lookup() -> RLConfig:
     return replace(
         demo(),
         run_dir="runs/lookup",
-        env="lookup?slips=0.65",
+        env="lookup?slips=0.55",
         steps=40,
         rollout=RolloutConfig(
             prompts_per_step=32,
@@ -31,6 +31,6 @@ def lookup() -> RLConfig:
         ),
         update=UpdateConfig(row_tokens=512, microbatch_tokens=2048),
         eval=EvalConfig(every=10, num_tasks=200),
-        # Copying a key is learned all at once, after some hundred steps.
-        warm_start=replace(demo().warm_start, steps=1200, examples_per_step=64),
+        # Copying a key is learned all at once, after 500 to 1,500 steps.
+        warm_start=replace(demo().warm_start, steps=2000, examples_per_step=64),
     )
