@@ -21,7 +21,7 @@ def lookup() -> RLConfig:
         demo(),
         run_dir="runs/lookup",
         env="lookup?slips=0.55",
-        steps=40,
+        steps=80,
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
@@ -30,6 +30,9 @@ def lookup() -> RLConfig:
             max_turns=4,
         ),
         update=UpdateConfig(row_tokens=512, microbatch_tokens=2048),
+        # AdamW's moments begin anew after the warm start: with larger steps the policy
+        # may collapse to empty answers.
+        optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
         eval=EvalConfig(every=10, num_tasks=200),
         # Copying a key is learned all at once, after 500 to 1,500 steps.
         warm_start=replace(demo().warm_start, steps=2000, examples_per_step=64),
