@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.examples.environment import make_environment
-from jaxrl_post.examples.texts import environment_texts
+from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.model import check_context, open_model, save_model, versions
 from jaxrl_post.models import ModelConfig, RopeScaling
 from jaxrl_post.sharding import MeshError
@@ -61,7 +62,7 @@ def open_with(**changes):
         "mesh": "",
         "dtype": None,
         "seed": 0,
-        "texts": lambda: environment_texts(Arithmetic()),
+        "make_tokenizer": partial(environment_tokenizer, Arithmetic()),
     }
     return open_model(changes.pop("name", "demo"), **{**options, **changes})
 

@@ -23,7 +23,8 @@ VERSION = 6
 class Alphabet(Characters):
     """One of the forty tokens of the tiny model a character."""
 
-    def render(self, messages) -> tuple[int, ...]:
+    def render(self, messages, tools=()) -> tuple[int, ...]:
+        del tools
         return tuple(ALPHABET.index(c) for m in messages for c in m.content)
 
     def decode(self, tokens) -> str:
