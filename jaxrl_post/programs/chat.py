@@ -16,7 +16,7 @@ from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.tools import unwritten
 from jaxrl_post.envs import Answer, Message, Step, Task, TaskSequence
-from jaxrl_post.envs.env import NeedsPreparation, Split
+from jaxrl_post.envs.env import Split
 from jaxrl_post.envs.tools import ToolEnvironment, make_toolset
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
@@ -244,8 +244,7 @@ def _tools(specs: Sequence[str], tokenizer: Tokenizer) -> ToolEnvironment | None
         environment = ToolEnvironment(_Talk(), tuple(map(make_toolset, specs)))
     except (ModuleNotFoundError, OSError, ValueError) as error:
         raise ConfigError(f"--tools: {error}") from error
-    if isinstance(environment, NeedsPreparation):
-        environment.prepare()
+    environment.prepare()
     return environment
 
 

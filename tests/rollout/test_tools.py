@@ -3,6 +3,7 @@ is not."""
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_calls_results_and_answers_are_the_tokens_of_the_template(
     # What transformers would render of the same conversation is the same.
     messages = [
         *task.messages,
-        demonstration(environment, task, 0),
+        demonstration(environment, task),
         Message("tool", other),
     ]
     options = chat.with_tools(task.tools)
@@ -126,10 +127,7 @@ def test_calls_results_and_answers_are_the_tokens_of_the_template(
     assert episodes[2].metrics["tools/broken"] == 1
 
 
-def demonstration(environment, task, place) -> Message:
-    from dataclasses import replace
-
-    del place
+def demonstration(environment, task) -> Message:
     careful = replace(environment.environment, slips=0.0)
     found = careful.demonstration(task)
     assert isinstance(found, Message)

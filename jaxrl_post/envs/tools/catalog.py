@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_post.envs.sandbox import Limits
@@ -64,8 +65,7 @@ def _python(
 def _shell(
     sandbox: str = "auto", seconds: float = 3.0, python: str | None = None
 ) -> Interpreter:
-    limits = Limits(wall_seconds=seconds)
-    return Interpreter(sandbox, shell=True, limits=limits, python=python)
+    return replace(_python(sandbox, seconds, python), shell=True)
 
 
 def _custom(spec: str, module: str, name: str, chosen: dict[str, Any]) -> Toolset:
