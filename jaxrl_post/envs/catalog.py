@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxrl_post.envs.env import (
@@ -12,12 +14,19 @@ from jaxrl_post.envs.env import (
     StatefulEnvironment,
     StatelessEnvironment,
 )
+from jaxrl_post.envs.judges import Judged
 from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.code import Code
 from jaxrl_post.envs.tasks.gsm8k import GSM8K
 from jaxrl_post.envs.tasks.guess import Guess
 from jaxrl_post.envs.tasks.lookup import lookup
+from jaxrl_post.envs.tasks.mixture import (
+    Part,
+    StatefulMixture,
+    StatelessMixture,
+    mixture,
+)
 from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
 from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
 from jaxrl_post.envs.tasks.world import World
@@ -25,14 +34,15 @@ from jaxrl_post.envs.tasks.world import World
 __all__ = ["make"]
 
 _FORMS = (
-    "arithmetic, code, gsm8k, guess, jsonl, lookup, world, reasoning-gym:<task>, "
-    "<module>:<factory>"
+    "arithmetic, code, gsm8k, guess, jsonl, judged, lookup, mixture, world, "
+    "reasoning-gym:<task>, <module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "code": Code,
     "gsm8k": GSM8K,
     "guess": Guess,
     "jsonl": PromptAnswers,
+    "judged": Judged,
     "lookup": lookup,
     "world": World,
 }
@@ -49,8 +59,14 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         guess?size=7&guesses=3                  world?turns=8
         lookup?depth=2                          code?path=problems.jsonl&reward=share
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
+        judged?path=prompts.jsonl&url=http://127.0.0.1:8000/v1&kind=compare
+        mixture?path=mixture.json
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
+
+    A mixture is a file: a JSON list of environments, each with a weight and a name for
+    its metrics, as in {"env": "lookup?depth=2", "weight": 3, "name": "keys"}; weight
+    and name may be left out.
 
     A value that is valid JSON (2, 0.5, true, null, [1, 2], "2") is parsed as JSON; any
     other value is a string. The last form imports a module and calls one of its
@@ -72,7 +88,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     >>> make("arithmetics")
     Traceback (most recent call last):
     ValueError: no environment 'arithmetics'; there are arithmetic, code, gsm8k, guess,
-    jsonl, lookup, world, reasoning-gym:<task>, <module>:<factory>
+    jsonl, judged, lookup, mixture, world, reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)
@@ -86,6 +102,8 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         return call(
             Arithmetic.at_level if "level" in chosen else Arithmetic, chosen, name
         )
+    if name == "mixture":
+        return call(_make_mixture, chosen, name)
     if name in _BY_NAME:
         return call(_BY_NAME[name], chosen, name)
     kind, colon, rest = name.partition(":")
@@ -100,6 +118,35 @@ def _make_reasoning_gym(task: str, chosen: Mapping[str, Any]) -> Environment:
     own = {key: chosen[key] for key in _REASONING_GYM_ARGUMENTS if key in chosen}
     rest = {key: value for key, value in chosen.items() if key not in own}
     return ReasoningGym(task, options=rest, **own)
+
+
+def _make_mixture(
+    path: str, size: int | None = None
+) -> StatelessMixture | StatefulMixture:
+    rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(rows, list):
+        raise ValueError(
+            f"{path} must be a JSON list of environments, got {rows!r:.80}"
+        )
+    parts = []
+    for number, row in enumerate(rows):
+        where = f"{path}: environment {number}"
+        if not isinstance(row, dict) or not isinstance(row.get("env"), str):
+            raise ValueError(f"{where} must have the field 'env', got {row!r:.80}")
+        unknown = row.keys() - {"env", "weight", "name"}
+        if unknown:
+            raise ValueError(
+                f"{where} has fields {sorted(unknown)}; there are env, weight, name"
+            )
+        if row["env"].partition("?")[0] == "mixture":
+            raise ValueError(f"{where} is a mixture; put its environments into {path}")
+        try:
+            environment = make(row["env"])
+            name = str(row.get("name", environment.name))
+            parts.append(Part(environment, row.get("weight", 1), name))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    return mixture(parts, size)
 
 
 def _make_custom(module: str, factory: str, chosen: Mapping[str, Any]) -> Environment:

@@ -14,6 +14,7 @@ __all__ = ["make_environment"]
 FROM_FILES = {
     "code": "a .jsonl or .parquet file of programming problems with tests",
     "gsm8k": "a JSONL file with the fields question and answer",
+    "judged": "a .jsonl or .parquet file of prompts, for a judge to read the answers",
     "jsonl": "a .jsonl or .parquet file of prompts and answers",
 }
 

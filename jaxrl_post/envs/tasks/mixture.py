@@ -1,0 +1,264 @@
+"""Several environments as one, each with its share of the training tasks."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from jaxrl_post.envs.env import (
+    AgentEnvironment,
+    Answer,
+    Environment,
+    Message,
+    NeedsPreparation,
+    Session,
+    Split,
+    StatefulEnvironment,
+    StatelessEnvironment,
+    Step,
+    Task,
+    TaskSequence,
+)
+
+__all__ = ["Part", "StatefulMixture", "StatelessMixture", "mixture"]
+
+# Most training tasks of a mixture: a run reads all of them before it starts.
+MOST_TASKS = 100_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """An environment of a mixture.
+
+    Args:
+        environment: has the tasks and judges the answers.
+        weight: of its tasks among the training tasks, relative to the others'.
+        name: of its metrics; no other part may have it.
+
+    Raises:
+        ValueError: the weight is not positive and finite, or the environment is one of
+            agents.
+    """
+
+    environment: Environment
+    weight: float
+    name: str
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise ValueError(
+                f"weight of {self.name!r} must be a number, got {weight!r}"
+            )
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weight of {self.name!r} must be positive, got {weight}")
+        if isinstance(self.environment, AgentEnvironment):
+            raise ValueError(
+                f"{self.name!r} is an environment of agents, which a mixture cannot "
+                "hold; give it a run of its own"
+            )
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """What both kinds of mixture have; `mixture` makes the kind that is needed."""
+
+    parts: tuple[Part, ...]
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        names = [part.name for part in self.parts]
+        if not names:
+            raise ValueError("a mixture must have at least one environment, got none")
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"the environments of a mixture must have names of their own, got "
+                f"{', '.join(names)}; give them with 'name'"
+            )
+        size = self.size
+        if size is not None and not (type(size) is int and size >= len(names)):
+            raise ValueError(
+                f"size must be an integer of at least {len(names)}, one task for each "
+                f"environment, got {size!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        """A short name for logs."""
+        return "+".join(part.name for part in self.parts)
+
+    def prepare(self) -> None:
+        """Prepares the environments that need it."""
+        for part in self.parts:
+            if isinstance(part.environment, NeedsPreparation):
+                part.environment.prepare()
+
+    def tasks(self, split: Split) -> TaskSequence:
+        """The tasks of all environments.
+
+        Args:
+            split: "train" has of each environment a share by its weight; "eval" has all
+                tasks of each, in turn, so that the first N are spread over all.
+
+        Raises:
+            ValueError: an environment has no task of this split.
+        """
+        tasks = [part.environment.tasks(split) for part in self.parts]
+        for part, each in zip(self.parts, tasks, strict=True):
+            if not len(each):
+                raise ValueError(f"{part.name!r} has no {split} tasks")
+        if split == "eval":
+            return self._in_turn(tasks)
+        return self._by_weight(tasks)
+
+    def demonstration(self, task: Task) -> str | Message | None:
+        """The demonstration of the task's environment."""
+        part, inner = self._inner(task)
+        return part.environment.demonstration(inner)
+
+    def _by_weight(self, tasks: Sequence[Sequence[Task]]) -> TaskSequence:
+        whole = sum(part.weight for part in self.parts)
+        shares = [part.weight / whole for part in self.parts]
+        size = self.size
+        if size is None:
+            # Enough that every environment shows each of its tasks.
+            needed = [
+                math.ceil(len(each) / share)
+                for each, share in zip(tasks, shares, strict=True)
+            ]
+            size = min(max(needed), MOST_TASKS)
+        counts = [max(1, round(share * size)) for share in shares]
+        ends = [0, *accumulate(counts)]
+
+        def make(index: int) -> Task:
+            number = bisect(ends, index) - 1
+            place, count, each = index - ends[number], counts[number], tasks[number]
+            # Of more tasks than there is room for, some at equal distances.
+            few = count < len(each)
+            inner = each[place * len(each) // count if few else place % len(each)]
+            return self._outer(index, number, inner)
+
+        return TaskSequence(ends[-1], make)
+
+    def _in_turn(self, tasks: Sequence[Sequence[Task]]) -> TaskSequence:
+        sizes = [len(each) for each in tasks]
+        levels = sorted({0, *sizes})
+
+        def make(index: int) -> Task:
+            left = index
+            for low, high in pairwise(levels):
+                # Those that have a task of this height, one task of each in turn.
+                tall = [number for number, size in enumerate(sizes) if size >= high]
+                if left < (high - low) * len(tall):
+                    row, column = divmod(left, len(tall))
+                    number = tall[column]
+                    return self._outer(index, number, tasks[number][low + row])
+                left -= (high - low) * len(tall)
+            raise IndexError(index)
+
+        return TaskSequence(sum(sizes), make)
+
+    def _outer(self, index: int, number: int, inner: Task) -> Task:
+        data = {"part": number, "task": inner}
+        return replace(inner, id=index, data=data)
+
+    def _inner(self, task: Task) -> tuple[Part, Task]:
+        return self.parts[task.data["part"]], task.data["task"]
+
+
+@dataclass(frozen=True)
+class StatelessMixture(_Mixture):
+    """A mixture of environments that all judge by `step`; from `mixture`."""
+
+    def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
+        """The answer of the task's environment."""
+        part, inner = self._inner(task)
+        assert isinstance(part.environment, StatelessEnvironment)
+        return _named(part, part.environment.step(inner, conversation))
+
+
+@dataclass(frozen=True)
+class StatefulMixture(_Mixture):
+    """A mixture with environments that have sessions; from `mixture`."""
+
+    def open(self, task: Task) -> Session:
+        """A session of the task's environment."""
+        part, inner = self._inner(task)
+        if isinstance(part.environment, StatefulEnvironment):
+            return _Named(part, part.environment.open(inner))
+        return _Named(part, _Turns(part.environment, inner))
+
+
+def mixture(
+    parts: Sequence[Part], size: int | None = None
+) -> StatelessMixture | StatefulMixture:
+    """Joins environments, each with a share of the training tasks.
+
+    In every N training tasks each environment has N * weight / sum of weights. An epoch
+    shows every task of every environment, at most 100,000 in all: a small environment's
+    tasks come several times. Every metric `NAME/reward`, in training and in the
+    evaluation, is that of one environment.
+
+    Args:
+        parts: the environments.
+        size: training tasks in all; None for enough to show each.
+
+    Raises:
+        ValueError: no part, two parts of one name, or a size too small.
+
+    >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+    >>> sums, products = Arithmetic(), Arithmetic(operations="*")
+    >>> joined = mixture([Part(sums, 3, "sums"), Part(products, 1, "products")], 8)
+    >>> [task.data["part"] for task in joined.tasks("train")]
+    [0, 0, 0, 0, 0, 0, 1, 1]
+    >>> [task.data["part"] for task in joined.tasks("eval")[:4]]
+    [0, 1, 0, 1]
+    """
+    stateless = all(
+        isinstance(part.environment, StatelessEnvironment) for part in parts
+    )
+    return (StatelessMixture if stateless else StatefulMixture)(tuple(parts), size)
+
+
+class _Named:
+    """A session whose last step has its environment's reward by name."""
+
+    def __init__(self, part: Part, session: Session) -> None:
+        self._part = part
+        self._session = session
+        self._earned = 0.0
+
+    def step(self, turn: Answer) -> Step:
+        step = self._session.step(turn)
+        self._earned += step.reward
+        return _named(self._part, step, self._earned)
+
+    def close(self) -> None:
+        self._session.close()
+
+
+class _Turns:
+    """A session of an environment without any: it keeps the conversation."""
+
+    def __init__(self, environment: Environment, task: Task) -> None:
+        assert isinstance(environment, StatelessEnvironment)
+        self._environment = environment
+        self._task = task
+        self._conversation = task.messages
+
+    def step(self, turn: Answer) -> Step:
+        self._conversation = (*self._conversation, turn)
+        step = self._environment.step(self._task, self._conversation)
+        self._conversation = (*self._conversation, *step.messages)
+        return step
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def _named(part: Part, step: Step, earned: float | None = None) -> Step:
+    reward = step.reward if earned is None else earned
+    return replace(step, metrics={**step.metrics, f"{part.name}/reward": reward})
