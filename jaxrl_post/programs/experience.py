@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +35,13 @@ from jaxrl_post.sampler import SamplingParams
 
 __all__ = ["SAMPLING_ERRORS", "Evaluation", "Experience", "make_collector"]
 
+_LOGGER = logging.getLogger(__name__)
+
 # Errors of sampling that a program prints without a traceback; see `run.RUN_ERRORS`.
 SAMPLING_ERRORS = (FailedRolloutsError, RolloutTimeoutError, WorkerStartError)
+
+# Characters of an error that a warning shows; samples.jsonl has all of it.
+MOST_OF_ERROR = 300
 
 # Held-out prompts get ids that training never reaches.
 EVAL_IDS = 2**31
@@ -354,7 +361,16 @@ class Experience:
                 f"--rollout.max-failed-share allows a share of {allowed:g}, and never "
                 f"all of them. The first: {failed[0].error}"
             )
+        for error, count in Counter(_first_line(e.error) for e in failed).items():
+            _LOGGER.warning(
+                "%s: %d of %d rollouts failed: %s", where, count, len(episodes), error
+            )
         return [e.reward for e in episodes if e.reward is not None]
+
+
+def _first_line(error: str) -> str:
+    """The beginning of an error, without the output of a worker below it."""
+    return error.partition("\n")[0][:MOST_OF_ERROR]
 
 
 def make_collector(

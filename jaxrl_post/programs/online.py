@@ -420,6 +420,7 @@ def _samples(split: Any, groups: Sequence[Group], count: int) -> list[Sample]:
             completion=episode.transcript,
             reward=float("nan") if episode.reward is None else episode.reward,
             finish_reason=episode.finish_reason,
+            error=episode.error,
         )
         for episode in episodes[:count]
     ]

@@ -136,6 +136,7 @@ class Sample:
         completion: text that the model wrote; untrusted.
         reward: in the environment's units.
         finish_reason: why generation ended, for example "stop" or "length".
+        error: why the sample has no reward; "" if it has one.
     """
 
     split: str
@@ -145,6 +146,7 @@ class Sample:
     completion: str
     reward: float
     finish_reason: str
+    error: str = ""
 
     def __post_init__(self) -> None:
         if self.split not in ("train", "eval"):
@@ -192,6 +194,8 @@ class SampleLog:
         for row in rows:
             if not math.isfinite(row["reward"]):
                 row["reward"] = None
+            if not row["error"]:
+                del row["error"]
         self._rows.append(rows)
 
     def close(self) -> None:
