@@ -1,6 +1,7 @@
 """Every fault: of losses, kernels, sampling, packing, episodes and processes."""
 
 from tests.mutations.fault import Fault
+from tests.mutations.judge_faults import JUDGES
 from tests.mutations.kernel_faults import KERNELS
 from tests.mutations.loss_faults import LOSSES
 from tests.mutations.sampler_faults import SAMPLER
@@ -435,6 +436,7 @@ FAULTS = [
     *SAMPLER,
     *SERVE,
     *TOOLS,
+    *JUDGES,
     *PACKING,
     *EXAMPLES,
     *COLLECTOR,
