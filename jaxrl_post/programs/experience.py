@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,9 @@ __all__ = ["SAMPLING_ERRORS", "Evaluation", "Experience", "make_collector"]
 
 # Errors of sampling that a program prints without a traceback; see `run.RUN_ERRORS`.
 SAMPLING_ERRORS = (FailedRolloutsError, RolloutTimeoutError, WorkerStartError)
+
+# How an episode fails: `envs.workers.interface.OutcomeKind` of its judgement, or where.
+FAILURES = ("raised", "timeout", "invalid", "crashed", "ended", "sampler", "tools")
 
 # Held-out prompts get ids that training never reaches.
 EVAL_IDS = 2**31
@@ -329,6 +333,8 @@ class Experience:
                 np.mean([group.has_spread for group in sampled])
             ),
         }
+        failures = Counter(_failure(e.error) for e in episodes if e.reward is None)
+        metrics |= {f"rollout/failed/{k}": float(n) for k, n in failures.items()}
         if self.config.rollout.max_turns > 1:
             ends = [episode.finish_reason for episode in episodes]
             metrics["rollout/turns"] = float(np.mean([len(e.turns) for e in episodes]))
@@ -355,6 +361,12 @@ class Experience:
                 f"all of them. The first: {failed[0].error}"
             )
         return [e.reward for e in episodes if e.reward is not None]
+
+
+def _failure(error: str) -> str:
+    """The kind of failure that `Episode.error` begins with."""
+    kind = error.partition(": ")[0]
+    return kind if kind in FAILURES else "other"
 
 
 def make_collector(

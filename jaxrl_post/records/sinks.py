@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 from rich.console import Console
 from rich.live import Live
@@ -136,6 +136,8 @@ class Sample:
         completion: text that the model wrote; untrusted.
         reward: in the environment's units.
         finish_reason: why generation ended, for example "stop" or "length".
+        conversation: the turns of a completion that has several or may call tools, as
+            `conversations.conversation` writes them; None for any other.
     """
 
     split: str
@@ -145,6 +147,7 @@ class Sample:
     completion: str
     reward: float
     finish_reason: str
+    conversation: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.split not in ("train", "eval"):
@@ -188,11 +191,7 @@ class SampleLog:
                 f"step must be at least the last one written, {last}, got {step}; "
                 "resume at the earlier step to drop the later rows"
             )
-        rows = [{"step": step, **asdict(sample)} for sample in samples]
-        for row in rows:
-            if not math.isfinite(row["reward"]):
-                row["reward"] = None
-        self._rows.append(rows)
+        self._rows.append([{"step": step, **_row(sample)} for sample in samples])
 
     def close(self) -> None:
         """Closes the file; closing twice is fine."""
@@ -203,6 +202,15 @@ class SampleLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    row = asdict(sample)
+    if not math.isfinite(sample.reward):
+        row["reward"] = None
+    if sample.conversation is None:
+        del row["conversation"]
+    return row
 
 
 class NoLog:

@@ -8,6 +8,7 @@ import pytest
 from jaxrl_post.envs import Answer, Message, Step, Task, ToolCall, WorkerPool, response
 from jaxrl_post.envs.env import NeedsPreparation, TaskSequence
 from jaxrl_post.envs.tools import (
+    ERROR_KINDS,
     Functions,
     Interpreter,
     ToolEnvironment,
@@ -85,7 +86,8 @@ def test_calls_are_answered_in_order_and_the_answer_is_judged():
             Message("tool", "5", tool_call_id="000000000", name="add"),
             Message("tool", "6", tool_call_id="000000001", name="add"),
         ),
-        {"tools/calls": 2.0, "tools/failed": 0.0, "tools/broken": 0.0},
+        {"tools/calls": 2.0, "tools/failed": 0.0, "tools/broken": 0.0}
+        | {f"tools/errors/{kind}": 0.0 for kind in ERROR_KINDS},
     )
     last = session.step(Answer("assistant", "5"))
     assert (last.reward, last.done) == (1.0, True)
