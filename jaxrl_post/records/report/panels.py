@@ -78,12 +78,10 @@ SECTIONS = (
     (
         "Agents and tools",
         (
-            Panel("rollout/turns", "Turns", "per episode"),
-            Panel("env/tools/calls", "Tool calls", "per episode"),
-            Panel("env/tools/failed", "Failed calls", "per episode"),
-            Panel("env/tools/broken", "Unreadable calls", "per episode"),
-            Panel("rollout/turn_limit", "Ended by the limit of turns", "of episodes"),
-            Panel("rollout/token_limit", "Ended by the limit of tokens", "of episodes"),
+            Panel("rollout/turns", "Turns", "per episode", width="half"),
+            Panel("env/tools/calls", "Tool calls", "per episode", width="half"),
+            Panel("env/tools/failed", "Failed calls", "per episode", width="half"),
+            Panel("env/tools/broken", "Unreadable calls", "per episode", width="half"),
         ),
     ),
     (
@@ -157,6 +155,15 @@ STACKS = {
                 ("env/tools/errors/too_many", "too many"),
                 ("env/tools/errors/too_late", "too late"),
             ),
+        ),
+        Stack(
+            "Episodes cut by a limit",
+            "share of the episodes, mean of all steps",
+            (
+                ("rollout/turn_limit", "limit of turns"),
+                ("rollout/token_limit", "limit of tokens"),
+            ),
+            form=notation.percent,
         ),
         Stack(
             "Calls of agents by kind",

@@ -112,7 +112,7 @@ def _turn(row: Mapping[str, Any]) -> Values:
         "calls_left_out": row.get("calls_left_out", 0),
         "broken": row.get("broken", 0),
         "reward": "no reward" if reward is None else f"reward {shown(reward)}",
-        "earned": bool(reward),
+        "sign": "" if not reward else "gain" if reward > 0 else "loss",
         "parts": [
             f"{name} {'not finite' if value is None else shown(value)}"
             for name, value in row.get("parts", {}).items()
