@@ -97,6 +97,7 @@ def test_every_row_trains_what_was_served_and_nothing_else(served, branching, st
 
 def test_what_samples_mark_as_trained_is_the_loss_mask_of_the_batch():
     with training(Letters(branching=True)) as trainer:
+        trainer.updater.learner.seen.clear()
         _, groups = trainer.step(1)
         batches = [batch for _, batch in trainer.updater.learner.seen]
         held_out = trainer.evaluate().groups
