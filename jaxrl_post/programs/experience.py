@@ -43,6 +43,9 @@ SAMPLING_ERRORS = (FailedRolloutsError, RolloutTimeoutError, WorkerStartError)
 # Characters of an error that a warning shows; samples.jsonl has all of it.
 MOST_OF_ERROR = 300
 
+# How an episode fails: `envs.workers.interface.OutcomeKind` of its judgement, or where.
+FAILURES = ("raised", "timeout", "invalid", "crashed", "ended", "sampler", "tools")
+
 # Held-out prompts get ids that training never reaches.
 EVAL_IDS = 2**31
 
@@ -336,6 +339,8 @@ class Experience:
                 np.mean([group.has_spread for group in sampled])
             ),
         }
+        failures = Counter(_failure(e.error) for e in episodes if e.reward is None)
+        metrics |= {f"rollout/failed/{k}": float(n) for k, n in failures.items()}
         if self.config.rollout.max_turns > 1:
             ends = [episode.finish_reason for episode in episodes]
             metrics["rollout/turns"] = float(np.mean([len(e.turns) for e in episodes]))
@@ -371,6 +376,12 @@ class Experience:
 def _first_line(error: str) -> str:
     """The beginning of an error, without the output of a worker below it."""
     return error.partition("\n")[0][:MOST_OF_ERROR]
+
+
+def _failure(error: str) -> str:
+    """The kind of failure that `Episode.error` begins with."""
+    kind = error.partition(": ")[0]
+    return kind if kind in FAILURES else "other"
 
 
 def make_collector(

@@ -56,6 +56,7 @@ from jaxrl_post.programs.run import (
     print_table,
     warm_started,
 )
+from jaxrl_post.records.conversations import conversation
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.sinks import (
     ACCURACY,
@@ -64,8 +65,9 @@ from jaxrl_post.records.sinks import (
     SampleLog,
     warnings_shown,
 )
+from jaxrl_post.rollout import batch
 from jaxrl_post.rollout.collector import EpisodeCollector
-from jaxrl_post.rollout.episode import Group
+from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.sharding import processes, split_size
 
 __all__ = ["run_rl"]
@@ -357,7 +359,10 @@ class _Training:
     def evaluate(self, number: int) -> dict[str, float]:
         config, evaluation = self.trainer.config, self.trainer.evaluate()
         shown = _samples("eval", evaluation.groups, config.log_eval_samples)
-        shown += _samples("train", self.trained_on, config.log_samples)
+        is_trained = functools.partial(
+            batch.is_trained, skip_truncated=config.rollout.truncated == "mask"
+        )
+        shown += _samples("train", self.trained_on, config.log_samples, is_trained)
         self.samples.write(number, shown)
         return _evaluated(evaluation)
 
@@ -409,7 +414,12 @@ def _evaluated(evaluation: Evaluation) -> dict[str, float]:
     }
 
 
-def _samples(split: Any, groups: Sequence[Group], count: int) -> list[Sample]:
+def _samples(
+    split: Any,
+    groups: Sequence[Group],
+    count: int,
+    is_trained: Callable[[Episode], bool] = lambda _: False,
+) -> list[Sample]:
     episodes = [episode for group in groups for episode in group.episodes]
     return [
         Sample(
@@ -421,6 +431,7 @@ def _samples(split: Any, groups: Sequence[Group], count: int) -> list[Sample]:
             reward=float("nan") if episode.reward is None else episode.reward,
             finish_reason=episode.finish_reason,
             error=episode.error,
+            conversation=conversation(episode, trained=is_trained(episode)),
         )
         for episode in episodes[:count]
     ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 from rich.console import Console
 from rich.live import Live
@@ -136,6 +136,8 @@ class Sample:
         completion: text that the model wrote; untrusted.
         reward: in the environment's units.
         finish_reason: why generation ended, for example "stop" or "length".
+        conversation: the turns of a completion that has several or may call tools, as
+            `conversations.conversation` writes them; None for any other.
         error: why the sample has no reward; "" if it has one.
     """
 
@@ -146,6 +148,7 @@ class Sample:
     completion: str
     reward: float
     finish_reason: str
+    conversation: Mapping[str, Any] | None = None
     error: str = ""
 
     def __post_init__(self) -> None:
@@ -190,13 +193,7 @@ class SampleLog:
                 f"step must be at least the last one written, {last}, got {step}; "
                 "resume at the earlier step to drop the later rows"
             )
-        rows = [{"step": step, **asdict(sample)} for sample in samples]
-        for row in rows:
-            if not math.isfinite(row["reward"]):
-                row["reward"] = None
-            if not row["error"]:
-                del row["error"]
-        self._rows.append(rows)
+        self._rows.append([{"step": step, **_row(sample)} for sample in samples])
 
     def close(self) -> None:
         """Closes the file; closing twice is fine."""
@@ -207,6 +204,17 @@ class SampleLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    row = asdict(sample)
+    if not math.isfinite(sample.reward):
+        row["reward"] = None
+    if sample.conversation is None:
+        del row["conversation"]
+    if not sample.error:
+        del row["error"]
+    return row
 
 
 class NoLog:

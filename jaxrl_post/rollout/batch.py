@@ -14,6 +14,7 @@ from jaxrl_post.rollout.episode import Episode, Group, Turn
 __all__ = [
     "GroupFacts",
     "advantages",
+    "is_trained",
     "sequences",
     "turn_advantages",
     "turn_rewards",
@@ -197,6 +198,16 @@ def turn_advantages(
     return values
 
 
+def is_trained(episode: Episode, *, skip_truncated: bool = False) -> bool:
+    """Whether the sampled tokens of an episode are trained on.
+
+    Args:
+        episode: whose turns were judged, or that failed.
+        skip_truncated: as for `sequences`.
+    """
+    return episode.reward is not None and not (skip_truncated and episode.truncated)
+
+
 def sequences(
     groups: Sequence[Group],
     values: np.ndarray,
@@ -220,7 +231,7 @@ def sequences(
     made = []
     for row, group in enumerate(groups):
         for column, episode in enumerate(group.episodes):
-            if episode.reward is None or (skip_truncated and episode.truncated):
+            if not is_trained(episode, skip_truncated=skip_truncated):
                 continue
             turns = episode.turn_ids
             by_turn = values[row, column]

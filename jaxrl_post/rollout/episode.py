@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxrl_post.envs.env import Answer, Message
 from jaxrl_post.tokens import Tokens
 
 __all__ = ["Episode", "EpisodeEnd", "Group", "Turn"]
@@ -36,6 +37,12 @@ class Turn:
             and if the judgement failed.
         rewards: unweighted parts of the reward by name; empty if there is only one.
         metrics: metrics from the environment.
+        messages: those in `context`, by role; empty if that is not known, and if they
+            are one message of the user, which is `heard`.
+        said: the answer in parts, if the policy may call tools or its answer has
+            reasoning; None for `text` alone.
+        branched_from: of a turn of `Episode.segments`, the number of the earlier turn
+            that it continues, from 0; None if it begins anew.
     """
 
     context: Tokens
@@ -46,6 +53,9 @@ class Turn:
     reward: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
+    said: Answer | None = None
+    branched_from: int | None = None
 
     @property
     def truncated(self) -> bool:
@@ -57,8 +67,12 @@ class Turn:
         fields = vars(self) | {
             "context": self.context.to_json(),
             "sampled": self.sampled.to_json(),
+            "messages": [message.to_json() for message in self.messages],
+            "said": None if self.said is None else self.said.to_json(),
         }
-        return {name: _plain(value) for name, value in fields.items()}
+        # Most turns have none of them, and a queue holds thousands of turns.
+        absent = {n for n in _LATER if fields[n] is None or fields[n] == []}
+        return {n: _plain(value) for n, value in fields.items() if n not in absent}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Turn:
@@ -66,7 +80,12 @@ class Turn:
         pieces = {
             name: Tokens.from_json(value[name]) for name in ("context", "sampled")
         }
-        return cls(**{**value, **pieces})
+        said = value.get("said")
+        known = {
+            "messages": tuple(map(Message.from_json, value.get("messages", ()))),
+            "said": None if said is None else Answer.from_json(said),
+        }
+        return cls(**{**value, **pieces, **known})
 
 
 @dataclass(frozen=True)
@@ -123,6 +142,14 @@ class Episode:
         return [
             slice(first, last)
             for first, last in zip(begins, [*begins[1:], at[-1]], strict=True)
+        ]
+
+    @property
+    def parents(self) -> list[int | None]:
+        """The number of the turn that each turn continues; None if it begins anew."""
+        return [
+            turn.branched_from if number in self.segments or not number else number - 1
+            for number, turn in enumerate(self.turns)
         ]
 
     @property
@@ -241,6 +268,10 @@ class Group:
             tuple(map(Episode.from_json, value["episodes"])),
             None if greedy is None else Episode.from_json(greedy),
         )
+
+
+# Fields of `Turn` that checkpoints of earlier versions do not have.
+_LATER = ("messages", "said", "branched_from")
 
 
 def _plain(value: Any) -> Any:

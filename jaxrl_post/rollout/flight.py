@@ -262,7 +262,6 @@ def has_turns_left(flight: Flight, step: Step, limits: Limits) -> bool:
 
 def _generated(flight: Flight, event: Generated) -> Flight:
     sampled = flight.partial + event.tokens
-    turn = Turn(flight.context, sampled, flight.heard, event.text, event.finish_reason)
     message = event.message or Message("assistant", event.text)
     answer = Answer(
         "assistant",
@@ -272,6 +271,15 @@ def _generated(flight: Flight, event: Generated) -> Flight:
         reasoning=message.reasoning,
         tool_calls=message.tool_calls,
         broken_calls=event.broken_calls,
+    )
+    turn = Turn(
+        flight.context,
+        sampled,
+        flight.heard,
+        event.text,
+        event.finish_reason,
+        messages=_heard(flight.conversation),
+        said=None if event.message is None else answer,
     )
     return dataclasses.replace(
         flight,
@@ -321,6 +329,14 @@ def _ended(
         flight.episode, turns=turns, finish_reason=reason, error=error
     )
     return dataclasses.replace(flight, episode=episode, awaits="nobody")
+
+
+def _heard(conversation: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages since the last answer, unless their text says all."""
+    answers = [i for i, each in enumerate(conversation) if isinstance(each, Answer)]
+    found = tuple(conversation[answers[-1] + 1 if answers else 0 :])
+    plain = len(found) == 1 and found[0] == Message("user", found[0].content)
+    return () if plain else found
 
 
 def _text(messages: Sequence[Message]) -> str:

@@ -8,6 +8,7 @@ driven by `AgentCollector.poll`, in the thread of the trainer, with its own arra
 import asyncio
 import contextlib
 import dataclasses
+import json
 import socket
 import threading
 import time
@@ -17,8 +18,9 @@ from typing import Any
 
 import uvicorn
 
-from jaxrl_post.envs.env import BASE_URL, Task
+from jaxrl_post.envs.env import BASE_URL, Answer, Task
 from jaxrl_post.envs.workers.interface import Outcome
+from jaxrl_post.messages import Message, ToolCall
 from jaxrl_post.rollout.collector import RolloutTimeoutError
 from jaxrl_post.rollout.episode import Episode, EpisodeEnd, Group, Turn
 from jaxrl_post.rollout.judgements import Judgements, Judges
@@ -296,6 +298,8 @@ def _episode(
     """What was served, as an episode; each branch is a sequence of its own."""
     turns: list[Turn] = []
     segments: list[int] = []
+    # Numbers of the recording, in the order of serving, to those of the episode.
+    numbers: dict[int | None, int] = {}
     for branch in recording.branches():
         segments.append(len(turns))
         before = 0
@@ -314,8 +318,12 @@ def _episode(
                     text=decode(sampled.ids.tolist()),
                     finish_reason=reason,
                     reward=recording.rewards.get(number, 0.0),
+                    messages=tuple(map(_message, served.heard)),
+                    said=_answer(served.answer, reason, len(sampled)),
+                    branched_from=None if before else numbers.get(served.parent),
                 )
             )
+            numbers[number] = len(turns) - 1
             before = last
     text = "\n".join(message.content for message in task.messages)
     episode = Episode(
@@ -338,3 +346,44 @@ def _episode(
     )
     end: EpisodeEnd = "length" if last.finish_reason == "length" else "stop"
     return dataclasses.replace(episode, turns=tuple(turns), finish_reason=end)
+
+
+def _message(row: Mapping[str, Any]) -> Message:
+    """A message as chat templates read it."""
+    calls = tuple(
+        ToolCall(
+            str(call["function"]["name"]),
+            _text(call["function"].get("arguments") or {}),
+            str(call.get("id") or ""),
+        )
+        for call in row.get("tool_calls") or ()
+    )
+    reasoning = row.get("reasoning_content") or row.get("reasoning")
+    name = row.get("name")
+    return Message(
+        row["role"],
+        row.get("content") or "",
+        reasoning=None if reasoning is None else _text(reasoning),
+        tool_calls=calls,
+        tool_call_id=row.get("tool_call_id"),
+        name=None if name is None else _text(name),
+    )
+
+
+def _answer(row: Mapping[str, Any], reason: str, size: int) -> Answer | None:
+    """An answer in parts; None if its text is all of it."""
+    said = _message(row)
+    if said == Message("assistant", said.content):
+        return None
+    return Answer(
+        "assistant",
+        said.content,
+        reason,
+        size,
+        reasoning=said.reasoning,
+        tool_calls=said.tool_calls,
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -49,6 +49,8 @@ class Turn:
         said: one key per message of the conversation, its own answer last.
         settings: a key of the template's other inputs.
         finish_reason: as OpenAI names it.
+        heard: the messages of the call that the parent's conversation does not have.
+        answer: the message that was served.
     """
 
     parent: int | None
@@ -57,6 +59,8 @@ class Turn:
     said: tuple[str, ...]
     settings: str
     finish_reason: str
+    heard: tuple[Mapping[str, Any], ...]
+    answer: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Begun:
         settings: a key of the template's other inputs.
         number: of the call in the episode, from 0.
         kind: how it relates to the calls before it.
+        heard: the messages that the parent's conversation does not have.
     """
 
     prompt: tuple[int, ...]
@@ -78,6 +83,7 @@ class Begun:
     settings: str
     number: int
     kind: Kind
+    heard: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,9 @@ class Recording:
             prompt = chat.render(tokenizer, messages, options)
         number, self.calls = self.calls, self.calls + 1
         self.counts[kind] += 1
-        return Begun(prompt, parent, said, settings, number, kind)
+        known = 0 if parent is None else len(self.turns[parent].said)
+        heard = tuple(messages[known:])
+        return Begun(prompt, parent, said, settings, number, kind, heard)
 
     def noise(self, begun: Begun) -> int | None:
         """The noise of a call, in [0, 2**32); None without a seed.
@@ -216,6 +224,8 @@ class Recording:
                 (*begun.said, _key(answer)),
                 begun.settings,
                 reason,
+                begun.heard,
+                answer,
             )
         )
         return len(self.turns) - 1

@@ -9,6 +9,9 @@ import pytest
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.programs.agents import agent_collector
+from jaxrl_post.programs.online import _samples
+from jaxrl_post.records.conversations import conversation
+from jaxrl_post.rollout.batch import is_trained
 from jaxrl_post.rollout.collector import EpisodeCollector, RolloutTimeoutError
 from jaxrl_post.rollout.episode import Episode
 from jaxrl_post.serve.recordings import Recording
@@ -92,6 +95,40 @@ def test_every_row_trains_what_was_served_and_nothing_else(served, branching, st
             assert metrics["env/agent_branched"] == float(branching)
 
 
+def test_what_samples_mark_as_trained_is_the_loss_mask_of_the_batch():
+    with training(Letters(branching=True)) as trainer:
+        trainer.updater.learner.seen.clear()
+        _, groups = trainer.step(1)
+        batches = [batch for _, batch in trainer.updater.learner.seen]
+        held_out = trainer.evaluate().groups
+    episodes = [episode for group in groups for episode in group.episodes]
+    rows = [conversation(each, trained=is_trained(each)) for each in episodes]
+    turns = [turn for row in rows for turn in row["turns"]]
+    marked = sorted(turn["sampled"] for turn in turns if turn["trained"])
+    assert marked == sorted(len(run) for each in batches for run in runs_of(each))
+    assert sum(marked) == sum(int((b.loss_mask > 0).sum()) for b in batches)
+    for row, episode in zip(rows, episodes, strict=True):
+        # The second question was asked twice, each time after the first answer.
+        assert [turn["parent"] for turn in row["turns"]] == [None, 0, 0]
+        heard = [[m["text"] for m in turn["heard"]] for turn in row["turns"]]
+        assert heard == [[episode.prompt_text], ["1="], ["2="]]
+        marks = [
+            mark
+            for turn in row["turns"]
+            for mark in [False] * turn["context"] + [turn["trained"]] * turn["sampled"]
+        ]
+        assert marks == episode.tokens.sampled.tolist()
+    # The order of the answers in an episode stays in its checkpoint.
+    again = [Episode.from_json(episode.to_json()) for episode in episodes]
+    assert [conversation(e, trained=True) for e in again] == rows
+    # Held-out answers are sampled, and never trained on.
+    samples = _samples("eval", held_out, 8) + _samples("train", groups, 8, is_trained)
+    for sample in samples:
+        assert {turn["trained"] for turn in sample.conversation["turns"]} == {
+            sample.split == "train"
+        }
+
+
 def test_the_tokens_of_a_branch_are_its_whole_prompt_and_its_answer(served):
     with training(Letters(branching=True)) as trainer:
         episodes, _ = collected(trainer)
@@ -134,6 +171,8 @@ def test_an_agent_that_fails_fails_its_episode_alone():
     assert "out of order" in errors[0]
     assert errors[1] == "the agent ended without a call that was answered"
     assert metrics["rollout/failed"] == 8
+    assert metrics["rollout/failed/raised"] == 4
+    assert metrics["rollout/failed/other"] == 4
     assert all(e.reward is None for e in episodes if e.task_id in (0, 1))
 
 

@@ -198,7 +198,7 @@ def test_a_slow_first_step_is_cut_and_named():
     layout, (whole, _) = figure["layout"], figure["data"]
     assert whole["marker"]["size"] == [5] + [0] * 19
     assert 2.0 < whole["y"][0] < 2.4
-    assert layout["annotations"][0]["text"] == "cut: step 1 took 1 min 0 s"
+    assert layout["annotations"][0]["text"] == "cut at step 1: 1 min 0 s"
     assert layout["yaxis"]["range"] == [0, 2.4]
     even = stacked_chart(list(range(1, 21)), [("a", [2.0] * 20)], (1, 20))["layout"]
     assert "annotations" not in even

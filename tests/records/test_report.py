@@ -13,6 +13,7 @@ from importlib import resources
 
 import pytest
 
+from jaxrl_post.envs.tools import ERROR_KINDS
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.records.report import write_report
 from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
@@ -288,6 +289,79 @@ def test_time_of_no_phase_is_other(directory):
     assert "<h3>Time by phase</h3><b>4.0 s</b>" in html
     times = page.figures[-1]["data"]
     assert [trace["x"] for trace in times] == [[1, 2]] * 3
+
+
+def headings_of(html: str) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", html)
+
+
+def test_agents_and_tools_have_a_section(directory):
+    kinds = dict.fromkeys(ERROR_KINDS, 0.0)
+    errors = {
+        step: kinds | {"unknown_tool": 3.0 / step, "too_late": 1.0} for step in (1, 3)
+    }
+    rows: dict[int, dict[str, float]] = {
+        step: {
+            "rollout/turns": 2.5,
+            "env/tools/calls": 3.0,
+            "env/tools/failed": 1.0,
+            "env/tools/broken": 0.0,
+            "rollout/turn_limit": 0.25,
+            "env/agent_first": 1.0,
+            "env/agent_edited": 0.5,
+            "env/agent_again": 0.0,
+            **{f"env/tools/errors/{k}": value for k, value in found.items()},
+        }
+        for step, found in errors.items()
+    }
+    rows = {0: {"eval/accuracy": 0.5}, **rows}
+    log_metrics(directory, rows)
+    html, page = read(directory)
+    # Nothing is left for "Other metrics".
+    assert headings_of(html) == ["Learning", "Agents and tools"]
+    assert page.headings == [
+        "Held-out accuracy",
+        *("Turns", "Tool calls", "Failed calls", "Unreadable calls"),
+        *("Tool errors by kind", "Episodes cut by a limit", "Calls of agents by kind"),
+    ]
+    errors_chart = page.figures[-3]["data"]
+    # Kinds that never occurred have no layer, and steps without tools no bar.
+    assert [trace["x"] for trace in errors_chart] == [[1, 3]] * 3
+    assert [trace["y"] for trace in errors_chart[1:]] == [[3.0, 1.0], [1.0, 1.0]]
+    legend = re.findall(r"</i>([\w ]+) <span>(.*?)</span>", html)
+    assert legend == [
+        *(("unknown tool", "66.7%"), ("too late", "33.3%")),
+        ("limit of turns", "100.0%"),
+        *(("first", "66.7%"), ("edited", "33.3%")),
+    ]
+    assert "<h3>Tool errors by kind</h3><b>3</b>" in html
+    assert "<h3>Episodes cut by a limit</h3><b>25.0%</b>" in html
+
+
+def test_without_tools_there_is_no_such_section(directory):
+    errors = {f"env/tools/errors/{kind}": 0.0 for kind in ERROR_KINDS}
+    log_metrics(directory, {1: {"train/loss": 0.5, "env/agent_first": 0.0, **errors}})
+    html, page = read(directory)
+    assert headings_of(html) == ["Optimization"]
+    assert page.headings == ["Loss"]
+
+
+def test_failed_rollouts_have_kinds(directory):
+    rows = {
+        1: {"rollout/failed": 0.0},
+        2: {
+            "rollout/failed": 3.0,
+            "rollout/failed/timeout": 2.0,
+            "rollout/failed/other": 1.0,
+        },
+        3: {"rollout/failed": 1.0, "rollout/failed/timeout": 1.0},
+    }
+    log_metrics(directory, rows)
+    _, page = read(directory)
+    assert page.headings == ["Failed rollouts", "Failed rollouts by kind"]
+    _, timeout, other = page.figures[-1]["data"]
+    assert (timeout["x"], timeout["y"]) == ([2, 3], [2.0, 1.0])
+    assert (other["x"], other["y"]) == ([2, 3], [1.0, 0.0])
 
 
 def test_examples_compare_the_same_tasks(directory):

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from jaxrl_post.envs.env import Answer, Message, ToolCall
 from jaxrl_post.rollout import Episode, Group, GroupQueue, Turn
 from jaxrl_post.tokens import Tokens
 
@@ -99,6 +100,35 @@ def test_the_queue_comes_back_exactly_through_json():
     assert len(queue) == 5, "looking is not taking"
     assert restored.take(9) == groups
     assert json.dumps(GroupQueue(groups).to_json()) == text
+
+
+def test_a_turn_comes_back_with_what_was_said_in_parts():
+    call = ToolCall("look", '{"key": "1"}', "3")
+    said = Answer("assistant", "a", "stop", 2, reasoning="b", tool_calls=(call,))
+    heard = (Message("tool", "5", tool_call_id="3", name="look"), Message("user", "6"))
+    turn = answer(1.0, messages=heard, said=said, branched_from=0)
+    again = Turn.from_json(json.loads(json.dumps(turn.to_json())))
+    assert again == turn
+    assert isinstance(again.said, Answer)
+
+
+def test_turns_of_earlier_versions_are_read_and_plain_ones_stay_as_small():
+    value = answer(1.0).to_json()
+    assert set(value) == {
+        *("context", "sampled", "heard", "text", "finish_reason"),
+        *("reward", "rewards", "metrics"),
+    }
+    turn = Turn.from_json(value)
+    assert (turn.messages, turn.said, turn.branched_from) == ((), None, None)
+
+
+def test_a_turn_continues_the_one_before_unless_it_begins_a_sequence():
+    turns = [answer(0.0) for _ in range(5)]
+    turns[3] = answer(0.0, branched_from=1)
+    episode = dataclasses.replace(make_episode(0.0), turns=tuple(turns))
+    assert episode.parents == [None, 0, 1, 2, 3]
+    branched = dataclasses.replace(episode, segments=(2, 3))
+    assert branched.parents == [None, 0, None, 1, 3]
 
 
 def test_the_queue_gives_the_oldest_first_and_what_it_has():

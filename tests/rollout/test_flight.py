@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_post.envs import Answer, Message, Step, Task
+from jaxrl_post.envs import Answer, Message, Step, Task, ToolCall
 from jaxrl_post.rollout import flight as flights
 from jaxrl_post.rollout.flight import ChangedTaskError, Flight, Limits
 from tests.rollout.scripts import sampled
@@ -70,6 +70,26 @@ def test_two_turns_token_by_token():
     assert episode.prompt_text == "be brief\nhi"
     assert (episode.response_text, episode.finish_reason) == ("said 6", "length")
     assert [turn.heard for turn in episode.turns] == ["be brief\nhi", "more"]
+    # By role, where their text does not say it: one message is the user's.
+    assert [turn.messages for turn in episode.turns] == [TASK.messages, ()]
+
+
+def test_a_turn_keeps_results_of_tools_and_its_answer_in_parts():
+    call = ToolCall("look", "{}", "7")
+    result = Message("tool", "5", tool_call_id="7", name="look")
+    asks = dataclasses.replace(
+        generated(4),
+        message=Message("assistant", "", tool_calls=(call,)),
+        broken_calls=1,
+    )
+    flight, _ = play(
+        asks, flights.Judged(Step(0.0, False, (result,)), (8,)), generated(5)
+    )
+    first, second = flight.episode.turns
+    assert first.said == flight.conversation[2]
+    assert first.said.tool_calls == (call,)
+    assert first.said.broken_calls == 1
+    assert (second.messages, second.said) == ((result,), None)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxrl_post.config.errors import ConfigError
@@ -16,7 +17,9 @@ from jaxrl_post.envs.tasks.lookup import lookup
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.tasks import TaskSets, fitting_prompts
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
-from jaxrl_post.rollout import Collector, Limits
+from jaxrl_post.records.conversations import conversation
+from jaxrl_post.rollout import Collector, Group, Limits
+from jaxrl_post.rollout.batch import is_trained, sequences
 from jaxrl_post.sampler.requests import SamplingParams
 from jaxrl_post.tokens import Tokens
 from tests.rollout.scripts import ScriptedSampler
@@ -115,6 +118,7 @@ def test_calls_results_and_answers_are_the_tokens_of_the_template(
         tokens = episode.tokens
         assert tokens.ids[tokens.sampled].tolist() == expected
         assert (tokens.logprobs[~tokens.sampled] == 0).all()
+    check_marks(episodes)
     # What transformers would render of the same conversation is the same.
     messages = [
         *task.messages,
@@ -125,6 +129,41 @@ def test_calls_results_and_answers_are_the_tokens_of_the_template(
     assert texts[0].startswith(chat.render_text(tokenizer, messages, options))
     assert episodes[0].metrics["tools/calls"] == 2
     assert episodes[2].metrics["tools/broken"] == 1
+    assert episodes[2].metrics["tools/errors/unreadable"] == 1
+    assert episodes[3].metrics["tools/errors/unknown_tool"] == 1
+
+
+def check_marks(episodes):
+    """The tokens that samples.jsonl marks as trained on are those of the loss."""
+    rows = [conversation(each, trained=is_trained(each)) for each in episodes]
+    group = Group(3, episodes)
+    made = sequences([group], np.ones((1, len(episodes)), np.float32))
+    # Every episode is in the batch, and none has tokens that are not.
+    assert len(made) == len(episodes)
+    for row, sequence in zip(rows, made, strict=True):
+        marks = [
+            mark
+            for turn in row["turns"]
+            for mark in [False] * turn["context"] + [turn["trained"]] * turn["sampled"]
+        ]
+        assert marks == (np.asarray(sequence.loss_mask) > 0).tolist()
+    first, _, broken, unknown, both = (row["turns"] for row in rows)
+    assert [call["arguments"]["text"] for call in both[0]["calls"]] == [
+        '{"key": "5993"}',
+        '{"key": "4369"}',
+    ]
+    assert [each["answers"] for each in both[1]["heard"]] == [
+        call["id"] for call in both[0]["calls"]
+    ]
+    assert both[0]["text"] == {"text": "I look."}
+    assert [len(turn.get("calls", [])) for turn in first] == [1, 1, 0]
+    assert broken[0]["broken"] == 1
+    assert unknown[1]["heard"][0]["text"].startswith("error: there is no tool 'find'")
+    # Of an episode that failed nothing is trained on, and it is in no batch.
+    failed = replace(episodes[0], error="boom")
+    assert not is_trained(failed)
+    group = Group(3, (failed,))
+    assert sequences([group], np.ones((1, 1), np.float32)) == []
 
 
 def demonstration(environment, task) -> Message:

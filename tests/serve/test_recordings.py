@@ -117,6 +117,23 @@ def test_the_longest_conversation_is_continued(tokenizer):
     assert recording.begin(tokenizer, messages, OPTIONS).parent == 1
 
 
+def test_a_turn_keeps_what_its_parent_had_not_heard(tokenizer):
+    recording = Recording("one")
+    served(recording, tokenizer, [user("a")], "b")
+    for question in ("c", "d"):
+        messages = [user("a"), said("b"), user(question), user("!")]
+        served(recording, tokenizer, messages, "e")
+    served(recording, tokenizer, [user("a"), said("edited"), user("c")], "f")
+    first, one, other, anew = recording.turns
+    assert first.heard == (user("a"),)
+    assert one.heard == (user("c"), user("!"))
+    assert other.heard == (user("d"), user("!"))
+    assert anew.heard == (user("a"), said("edited"), user("c"))
+    assert [turn.answer for turn in recording.turns] == [
+        said(text) for text in ("b", "e", "e", "f")
+    ]
+
+
 def test_an_episode_that_has_ended_takes_nothing(tokenizer):
     recording = Recording("one")
     begun = recording.begin(tokenizer, [user("a")], OPTIONS)

@@ -112,7 +112,8 @@ class Table:
         del name
         key = arguments.get("key")
         if not (isinstance(key, str) and len(key) == 4 and key.isdecimal()):
-            raise ToolError("key must be a text of four digits")
+            told = "key must be a text of four digits"
+            raise ToolError(told, kind="bad_arguments")
         return self.find(key)
 
     def find(self, key: str) -> str:

@@ -6,10 +6,19 @@ from jaxrl_post.envs.tools.environment import ToolEnvironment
 from jaxrl_post.envs.tools.functions import Functions
 from jaxrl_post.envs.tools.interpreter import Interpreter
 from jaxrl_post.envs.tools.mcp import McpServer
-from jaxrl_post.envs.tools.toolset import OpenTools, Tool, ToolError, Toolset
+from jaxrl_post.envs.tools.toolset import (
+    ERROR_KINDS,
+    ErrorKind,
+    OpenTools,
+    Tool,
+    ToolError,
+    Toolset,
+)
 
 __all__ = [
+    "ERROR_KINDS",
     "Endpoint",
+    "ErrorKind",
     "Functions",
     "Interpreter",
     "McpServer",

@@ -20,7 +20,12 @@ from jaxrl_post.envs.env import (
     ToolCall,
 )
 from jaxrl_post.envs.sandbox import SandboxError
-from jaxrl_post.envs.tools.toolset import OpenTools, ToolError, Toolset
+from jaxrl_post.envs.tools.toolset import (
+    ERROR_KINDS,
+    OpenTools,
+    ToolError,
+    Toolset,
+)
 
 __all__ = ["ToolEnvironment"]
 
@@ -116,6 +121,7 @@ class ToolSession:
         self._ended = ended
         self._conversation = task.messages
         self._counts = {"calls": 0, "failed": 0, "broken": 0}
+        self._errors = dict.fromkeys(ERROR_KINDS, 0)
 
     def step(self, turn: Answer) -> Step:
         """Carries out the calls of a turn, or has the answer judged."""
@@ -132,6 +138,7 @@ class ToolSession:
         )
         if turn.broken_calls:
             self._counts["broken"] += turn.broken_calls
+            self._errors["unreadable"] += turn.broken_calls
             told = (
                 f"{turn.broken_calls} of the calls could not be read: a call is a JSON "
                 "object with a name and an object of arguments"
@@ -145,7 +152,9 @@ class ToolSession:
         self._ended.close()
 
     def _metrics(self) -> dict[str, float]:
-        found = {f"tools/{name}": float(n) for name, n in self._counts.items()}
+        errors = {f"errors/{kind}": count for kind, count in self._errors.items()}
+        counts = self._counts | errors
+        found = {f"tools/{name}": float(count) for name, count in counts.items()}
         for tools in self._tools.values():
             # Which mechanism held what was run; see `sandbox.find`.
             mechanism = getattr(tools, "mechanism", None)
@@ -159,6 +168,7 @@ class ToolSession:
             result = self._result(call, place, until)[:LONGEST_RESULT]
         except ToolError as error:
             self._counts["failed"] += 1
+            self._errors[error.kind] += 1
             result = f"error: {error}"
         except SandboxError:
             # Nothing that the policy did, nor can mend: the episode fails.
@@ -166,16 +176,25 @@ class ToolSession:
         # A tool is somebody's code, and may raise anything.
         except Exception as error:
             self._counts["failed"] += 1
+            self._errors["tool_failed"] += 1
             result = f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT]
         return Message("tool", result, tool_call_id=call.id, name=call.name)
 
     def _result(self, call: ToolCall, place: int, until: float) -> str:
         most = self._environment.max_calls
         if place >= most:
-            raise ToolError(f"a turn may have {most} calls; call it in the next turn")
+            told = f"a turn may have {most} calls; call it in the next turn"
+            raise ToolError(told, kind="too_many")
         if time.monotonic() > until:
-            raise ToolError("the earlier calls took too long; call it in the next turn")
+            told = "the earlier calls took too long; call it in the next turn"
+            raise ToolError(told, kind="too_late")
         if call.name not in self._tools:
             names = ", ".join(self._tools)
-            raise ToolError(f"there is no tool {call.name!r}; there are {names}")
-        return self._tools[call.name].call(call.name, json.loads(call.arguments))
+            told = f"there is no tool {call.name!r}; there are {names}"
+            raise ToolError(told, kind="unknown_tool")
+        try:
+            arguments = json.loads(call.arguments)
+        except ValueError as error:
+            told = f"the arguments must be a JSON object: {error}"
+            raise ToolError(told, kind="bad_arguments") from error
+        return self._tools[call.name].call(call.name, arguments)

@@ -81,7 +81,8 @@ class Functions:
                 f"{'.'.join(map(str, each['loc'])) or name}: {each['msg']}"
                 for each in error.errors(include_url=False)
             ]
-            raise ToolError(f"wrong arguments: {'; '.join(problems)}") from error
+            told = f"wrong arguments: {'; '.join(problems)}"
+            raise ToolError(told, kind="bad_arguments") from error
         result = self._functions[name](**bound)
         if isinstance(result, str):
             return result

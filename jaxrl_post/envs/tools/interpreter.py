@@ -118,7 +118,8 @@ class OpenInterpreter:
         if not isinstance(text, str) or len(arguments) != 1:
             raise ToolError(
                 f"wrong arguments: {name} takes one, {argument!r}, a text; got "
-                f"{sorted(arguments)}"
+                f"{sorted(arguments)}",
+                kind="bad_arguments",
             )
         fresh = self._place is not None and not self._place.alive
         if self._place is None or fresh:

@@ -4,15 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from jaxrl_post.envs.env import Task
 
-__all__ = ["OpenTools", "Tool", "ToolError", "Toolset"]
+__all__ = ["ERROR_KINDS", "ErrorKind", "OpenTools", "Tool", "ToolError", "Toolset"]
+
+
+# What went wrong with a call. "unreadable": it could not be read. "unknown_tool": there
+# is no such tool. "bad_arguments": they do not fit the tool. "tool_failed": the tool
+# raised. "too_many": the turn had all the calls that it may have. "too_late": the calls
+# before took all the time that a turn has.
+type ErrorKind = Literal[
+    "unreadable",
+    "unknown_tool",
+    "bad_arguments",
+    "tool_failed",
+    "too_many",
+    "too_late",
+]
+ERROR_KINDS: tuple[ErrorKind, ...] = get_args(ErrorKind.__value__)
 
 
 class ToolError(Exception):
-    """A call failed; the policy reads the message, and goes on."""
+    """A call failed; the policy reads the message, and goes on.
+
+    Args:
+        message: what was wrong, and what to do.
+        kind: what the metrics count it as, one of `ERROR_KINDS`.
+
+    Raises:
+        ValueError: there is no such kind.
+
+    >>> ToolError("year must be 1950 or later", kind="bad_arguments").kind
+    'bad_arguments'
+    """
+
+    kind: ErrorKind = "tool_failed"
+
+    def __init__(self, message: str, *, kind: ErrorKind = "tool_failed") -> None:
+        super().__init__(message)
+        if kind not in ERROR_KINDS:
+            raise ValueError(f"kind must be one of {ERROR_KINDS}, got {kind!r}")
+        self.kind = kind
 
 
 @dataclass(frozen=True)

@@ -342,7 +342,7 @@ def stacked_chart(
         seconds = (math.fsum(v) for v in zip(*(v for _, v in layers), strict=True))
         highest, when = max(zip(seconds, steps, strict=True))
         figure.update_yaxes(range=[0, top])
-        _add_note(figure, f"cut: step {when} took {form(highest)}")
+        _add_note(figure, f"cut at step {when}: {form(highest)}")
     return figure.to_plotly_json()
 
 

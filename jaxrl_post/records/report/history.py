@@ -13,6 +13,10 @@ from jaxrl_post.records.report.charts import Point
 __all__ = ["Curve", "History", "read_history"]
 
 MAX_EXAMPLES = 8
+MAX_TRAINED = 4  # Conversations that were trained on, beside held-out ones.
+
+
+type Examples = tuple[dict[str, Any], ...]  # Samples of one task, to compare.
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class History:
     times: list[float]
     curves: dict[str, Curve]
     description: Mapping[str, Any]
-    examples: list[tuple[dict[str, Any], ...]]
+    examples: list[Examples]
+    trained: list[dict[str, Any]]
 
     @property
     def span(self) -> tuple[int, int]:
@@ -69,8 +74,10 @@ def read_history(directory: RunDirectory) -> History:
             "make the report after the first step"
         )
     description = _read_description(directory.config)
-    examples = _read_examples(directory.samples) if directory.samples.exists() else []
-    return History(steps, times, curves, description, examples)
+    examples, trained = [], []
+    if directory.samples.exists():
+        examples, trained = _read_examples(directory.samples)
+    return History(steps, times, curves, description, examples, trained)
 
 
 def _read_description(path: Path) -> dict[str, Any]:
@@ -85,10 +92,11 @@ def _read_description(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _read_examples(path: Path) -> list[tuple[dict[str, Any], ...]]:
+def _read_examples(path: Path) -> tuple[list[Examples], list[dict[str, Any]]]:
     """Returns samples of the first tasks, from the first and the last evaluation.
 
     With one evaluation, or with training samples alone, each tuple holds one row.
+    Beside held-out samples come conversations that were trained on last.
     """
     first: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
     last: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
@@ -100,12 +108,13 @@ def _read_examples(path: Path) -> list[tuple[dict[str, Any], ...]]:
             last[split] = []
         last[split].append(row)
     if not first["eval"]:
-        return [(row,) for row in last["train"][:MAX_EXAMPLES]]
+        return [(row,) for row in last["train"][:MAX_EXAMPLES]], []
+    told = [row for row in last["train"] if row.get("conversation")][:MAX_TRAINED]
     before, after = _one_a_task(first["eval"]), _one_a_task(last["eval"])
     if first["eval"][0]["step"] == last["eval"][0]["step"]:
-        return [(row,) for row in list(before.values())[:MAX_EXAMPLES]]
+        return [(row,) for row in list(before.values())[:MAX_EXAMPLES]], told
     common = [task for task in before if task in after]
-    return [(before[task], after[task]) for task in common[:MAX_EXAMPLES]]
+    return [(before[task], after[task]) for task in common[:MAX_EXAMPLES]], told
 
 
 def _one_a_task(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

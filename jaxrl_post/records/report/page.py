@@ -20,9 +20,12 @@ from jaxrl_post.records.report.panels import (
     PHASES,
     SECTIONS,
     SPEED,
+    STACKS,
     STEP_TIME,
     Panel,
+    Stack,
 )
+from jaxrl_post.records.report.trees import tree
 from jaxrl_post.records.sinks import ACCURACY, MISMATCH, REWARD, TOKENS_PER_SECOND
 
 if TYPE_CHECKING:
@@ -33,9 +36,18 @@ __all__ = ["page"]
 MAX_OTHERS = 60  # Most charts of metrics without a heading.
 MAX_CHARACTERS = 4000  # Most that a prompt or completion shows.
 
-# Browsers hide control characters or act on them: show Unicode's control pictures.
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+# Browsers hide control characters or act on them: show Unicode's control pictures, and
+# the numbers of those that have none. Among them are those that turn text around: a
+# call could seem to have other arguments.
+_VISIBLE: dict[int, int | str] = {
+    code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"
+}
 _VISIBLE[0x7F] = 0x2421
+_VISIBLE |= {
+    code: f"[U+{code:04X}]"
+    for codes in ((0x80, 0xA0), (0x202A, 0x202F), (0x2066, 0x206A))
+    for code in range(*codes)
+}
 
 type Values = dict[str, Any]  # Variables of the template, by name.
 
@@ -51,6 +63,7 @@ def page(title: str, history: History) -> str:
         history: of the run.
     """
     scripts = [_packaged("plotly-basic.min.js"), _packaged("draw.js")]
+    scale = _scale(history)
     return _template().render(
         title=title,
         scripts=scripts,
@@ -61,7 +74,8 @@ def page(title: str, history: History) -> str:
         tiles=list(_tiles(history)),
         sections=[*_sections(history)],
         others=_others(history),
-        examples=_examples(history),
+        examples=[[_sample(row, scale) for row in rows] for rows in history.examples],
+        trained=[_sample(row, scale) for row in history.trained],
         configuration=list(_flat("", history.description.get("config") or {})),
         version=jaxrl_post.__version__,
         num_rows=len(history.steps),
@@ -79,9 +93,10 @@ def _digest(script: str) -> str:
 @functools.cache
 def _template() -> "Template":
     # Imported here: the import is slow, and programs read their options first.
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     environment = Environment(
+        loader=FunctionLoader(_packaged),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -91,7 +106,7 @@ def _template() -> "Template":
         ),
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return environment.from_string(_packaged("page.html.jinja"))
+    return environment.get_template("page.html.jinja")
 
 
 def _summary(history: History) -> str:
@@ -171,6 +186,8 @@ def _sections(history: History) -> Iterator[tuple[str, list[Values]]]:
         figures = list(_figures(panels, history))
         if name == "Time":
             figures = [*_phases(history), *figures]
+        for stack in STACKS.get(name, ()):
+            figures += _stacked(stack, history)
         if figures:
             yield name, figures
 
@@ -206,14 +223,43 @@ def _figures(panels: Sequence[Panel], history: History) -> Iterator[Values]:
 def _phases(history: History) -> Iterator[Values]:
     """Charts the seconds of a step by phase."""
     steps, layers = _layers(history)
+    stack = Stack(
+        "Time by phase",
+        "time/*, mean seconds per step",
+        form=notation.duration,
+        width="most",
+    )
+    yield from _stack(stack, steps, layers, history)
+
+
+def _stacked(stack: Stack, history: History) -> Iterator[Values]:
+    """Charts the layers of a stack that were ever above 0."""
+    found = [(name, dict(history.points(metric))) for metric, name in stack.layers]
+    steps = sorted({step for _, values in found for step in values})
+    layers = [
+        # A kind that did not occur at a step may have no value there.
+        (name, [max(0.0, values.get(step, 0.0)) for step in steps])
+        for name, values in found
+        if any(value > 0 for value in values.values())
+    ]
+    return _stack(stack, steps, layers, history)
+
+
+def _stack(
+    stack: Stack,
+    steps: Sequence[int],
+    layers: Sequence[tuple[str, Sequence[float]]],
+    history: History,
+) -> Iterator[Values]:
+    """Charts layers on top of each other, if any of them is above 0."""
     total = math.fsum(value for _, values in layers for value in values)
     if total > 0:
         yield {
-            "title": "Time by phase",
-            "now": notation.duration(total / len(steps)),
-            "below": "time/*, mean seconds per step",
-            "width": "most",
-            "chart": charts.stacked_chart(steps, layers, history.span),
+            "title": stack.title,
+            "now": stack.form(total / len(steps)),
+            "below": stack.unit,
+            "width": stack.width,
+            "chart": charts.stacked_chart(steps, layers, history.span, form=stack.form),
             "legend": [
                 (name, notation.percent(math.fsum(values) / total))
                 for name, values in layers
@@ -244,6 +290,8 @@ def _layers(history: History) -> tuple[list[int], list[tuple[str, list[float]]]]
 def _others(history: History) -> Values:
     shown = {panel.metric for _, panels in SECTIONS for panel in panels}
     shown |= {metric for metric, _ in PHASES} | {STEP_TIME, SPEED.metric}
+    stacks = [stack for found in STACKS.values() for stack in found]
+    shown |= {metric for stack in stacks for metric, _ in stack.layers}
     others = sorted(set(history.curves) - shown)
     panels = [Panel(metric, metric) for metric in others[:MAX_OTHERS]]
     return {
@@ -253,24 +301,26 @@ def _others(history: History) -> Values:
     }
 
 
-def _examples(history: History) -> list[list[Values]]:
-    """Returns the samples of each task, with `share` for the colour of a reward."""
-    rewards = [row["reward"] for rows in history.examples for row in rows]
-    finite = [reward for reward in rewards if reward is not None]
-    low, high = min([0.0, *finite]), max([1.0, *finite])
+def _scale(history: History) -> tuple[float, float]:
+    """The rewards that are shown in red and in green."""
+    rows = [*(row for rows in history.examples for row in rows), *history.trained]
+    finite = [row["reward"] for row in rows if row["reward"] is not None]
+    return min([0.0, *finite]), max([1.0, *finite])
 
-    def sample(row: Values) -> Values:
-        reward = row["reward"]
-        share = 0.0 if reward is None else (reward - low) / (high - low)
-        return {
-            **row,
-            "prompt": _excerpt(row["prompt"]),
-            "completion": _excerpt(row["completion"]),
-            "reward": "not finite" if reward is None else notation.number(reward),
-            "share": f"{100 * share:.0f}%",
-        }
 
-    return [[sample(row) for row in rows] for rows in history.examples]
+def _sample(row: Values, scale: tuple[float, float]) -> Values:
+    """Returns a sample with `share` for the colour of its reward."""
+    reward, (low, high) = row["reward"], scale
+    share = 0.0 if reward is None else (reward - low) / (high - low)
+    turns = row.get("conversation")
+    return {
+        **row,
+        "prompt": _excerpt(row["prompt"]),
+        "completion": _excerpt(row["completion"]),
+        "conversation": None if turns is None else tree(turns),
+        "reward": "not finite" if reward is None else notation.number(reward),
+        "share": f"{100 * share:.0f}%",
+    }
 
 
 def _excerpt(written: str) -> str:

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from jaxrl_post.records import notation
 from jaxrl_post.records.sinks import ACCURACY, MISMATCH, REWARD, TOKENS_PER_SECOND
 
-__all__ = ["FAILED", "PHASES", "SECTIONS", "SPEED", "STEP_TIME", "Panel"]
+__all__ = [
+    "FAILED",
+    "PHASES",
+    "SECTIONS",
+    "SPEED",
+    "STACKS",
+    "STEP_TIME",
+    "Panel",
+    "Stack",
+]
 
 STEP_TIME = "time/step"
 FAILED = "rollout/failed"
@@ -23,6 +32,20 @@ class Panel:
     width: str = ""
     factor: float = 1.0  # The shown value is factor * metric.
     smoothed: bool = True
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Metrics that add up, in one chart: their names there, from the bottom up.
+
+    The number above the chart is the mean, over the steps, of the sum.
+    """
+
+    title: str
+    unit: str
+    layers: tuple[tuple[str, str], ...] = ()
+    form: Callable[[float], str] = notation.number
+    width: str = "half"
 
 
 SECTIONS = (
@@ -50,6 +73,15 @@ SECTIONS = (
             Panel("policy/entropy", "Entropy", "nats per token"),
             Panel("rollout/completion_length", "Completion length", "tokens"),
             Panel(MISMATCH, "Sampler mismatch", "factor, 1 is exact", notation.ratio),
+        ),
+    ),
+    (
+        "Agents and tools",
+        (
+            Panel("rollout/turns", "Turns", "per episode", width="half"),
+            Panel("env/tools/calls", "Tool calls", "per episode", width="half"),
+            Panel("env/tools/failed", "Failed calls", "per episode", width="half"),
+            Panel("env/tools/broken", "Unreadable calls", "per episode", width="half"),
         ),
     ),
     (
@@ -109,6 +141,60 @@ SECTIONS = (
         ),
     ),
 )
+# Charts at the end of the sections.
+STACKS = {
+    "Agents and tools": (
+        Stack(
+            "Tool errors by kind",
+            "env/tools/errors/*, per episode, mean of all steps",
+            (
+                ("env/tools/errors/unreadable", "unreadable"),
+                ("env/tools/errors/unknown_tool", "unknown tool"),
+                ("env/tools/errors/bad_arguments", "bad arguments"),
+                ("env/tools/errors/tool_failed", "tool failed"),
+                ("env/tools/errors/too_many", "too many"),
+                ("env/tools/errors/too_late", "too late"),
+            ),
+        ),
+        Stack(
+            "Episodes cut by a limit",
+            "share of the episodes, mean of all steps",
+            (
+                ("rollout/turn_limit", "limit of turns"),
+                ("rollout/token_limit", "limit of tokens"),
+            ),
+            form=notation.percent,
+        ),
+        Stack(
+            "Calls of agents by kind",
+            "env/agent_*, per episode, mean of all steps",
+            (
+                ("env/agent_first", "first"),
+                ("env/agent_bridged", "bridged"),
+                ("env/agent_branched", "branched"),
+                ("env/agent_again", "again"),
+                ("env/agent_edited", "edited"),
+                ("env/agent_unbridged", "unbridged"),
+            ),
+        ),
+    ),
+    "Optimization": (
+        Stack(
+            "Failed rollouts by kind",
+            "rollout/failed/*, per step, mean of the steps with any",
+            (
+                ("rollout/failed/raised", "raised"),
+                ("rollout/failed/timeout", "time out"),
+                ("rollout/failed/crashed", "crashed"),
+                ("rollout/failed/invalid", "invalid"),
+                ("rollout/failed/ended", "ended"),
+                ("rollout/failed/sampler", "sampler"),
+                ("rollout/failed/tools", "tools"),
+                ("rollout/failed/other", "other"),
+            ),
+        ),
+    ),
+}
 PHASES = (
     ("time/data", "data"),
     ("time/rollout", "rollout"),

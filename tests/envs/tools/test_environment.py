@@ -8,6 +8,7 @@ import pytest
 from jaxrl_post.envs import Answer, Message, Step, Task, ToolCall, WorkerPool, response
 from jaxrl_post.envs.env import NeedsPreparation, TaskSequence
 from jaxrl_post.envs.tools import (
+    ERROR_KINDS,
     Functions,
     Interpreter,
     ToolEnvironment,
@@ -68,6 +69,13 @@ def opened(**options):
     return environment, task, environment.open(task)
 
 
+def errors_of(step) -> dict[str, float]:
+    prefix = "tools/errors/"
+    found = {k: value for k, value in step.metrics.items() if k.startswith(prefix)}
+    assert [k.removeprefix(prefix) for k in found] == list(ERROR_KINDS)
+    return {k.removeprefix(prefix): value for k, value in found.items() if value}
+
+
 def test_tasks_have_the_tools():
     environment, task, _ = opened()
     assert [tool["function"]["name"] for tool in task.tools] == ["add", "fail", "long"]
@@ -85,7 +93,8 @@ def test_calls_are_answered_in_order_and_the_answer_is_judged():
             Message("tool", "5", tool_call_id="000000000", name="add"),
             Message("tool", "6", tool_call_id="000000001", name="add"),
         ),
-        {"tools/calls": 2.0, "tools/failed": 0.0, "tools/broken": 0.0},
+        {"tools/calls": 2.0, "tools/failed": 0.0, "tools/broken": 0.0}
+        | {f"tools/errors/{kind}": 0.0 for kind in ERROR_KINDS},
     )
     last = session.step(Answer("assistant", "5"))
     assert (last.reward, last.done) == (1.0, True)
@@ -96,18 +105,23 @@ def test_calls_are_answered_in_order_and_the_answer_is_judged():
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "told", "kind"),
     [
-        (("add", {"a": 1}), "error: wrong arguments: b: "),
-        (("subtract", {}), "error: there is no tool 'subtract'; there are add, fail"),
-        (("fail", {}), "error: RuntimeError: no luck"),
+        (("add", {"a": 1}), "error: wrong arguments: b: ", "bad_arguments"),
+        (
+            ("subtract", {}),
+            "error: there is no tool 'subtract'; there ",
+            "unknown_tool",
+        ),
+        (("fail", {}), "error: RuntimeError: no luck", "tool_failed"),
     ],
 )
-def test_a_call_that_fails_is_answered(call, told):
+def test_a_call_that_fails_is_answered(call, told, kind):
     _, _, session = opened()
     step = session.step(calls(call))
     assert step.messages[0].content.startswith(told)
     assert step.metrics["tools/failed"] == 1
+    assert errors_of(step) == {kind: 1}
     assert not step.done
 
 
@@ -124,6 +138,7 @@ def test_what_cannot_be_read_is_answered():
     both = session.step(calls(("add", {"a": 1, "b": 1}), broken=1))
     assert [message.role for message in both.messages] == ["tool", "user"]
     assert both.metrics["tools/broken"] == 3
+    assert errors_of(both) == {"unreadable": 3}
 
 
 def test_a_turn_that_was_cut_is_judged():
@@ -137,9 +152,25 @@ def test_calls_are_bounded_in_number_time_and_length():
     step = session.step(calls(("long", {}), ("add", {"a": 1, "b": 1})))
     assert len(step.messages[0].content) == 2**16
     assert step.messages[1].content.startswith("error: a turn may have 1 calls")
+    assert errors_of(step) == {"too_many": 1}
     _, _, session = opened(turn_seconds=-1.0)
     step = session.step(calls(("add", {"a": 1, "b": 1})))
     assert step.messages[0].content.startswith("error: the earlier calls took too long")
+    assert errors_of(step) == {"too_late": 1}
+
+
+def test_arguments_that_are_no_json_are_bad_arguments():
+    _, _, session = opened()
+    call = ToolCall("add", "{a", "0")
+    step = session.step(Answer("assistant", "", "stop", 3, tool_calls=(call,)))
+    assert step.messages[0].content.startswith("error: the arguments must be a JSON")
+    assert errors_of(step) == {"bad_arguments": 1}
+
+
+def test_an_error_has_one_of_the_known_kinds():
+    assert ToolError("no").kind == "tool_failed"
+    with pytest.raises(ValueError, match=r"kind must be one of .* got 'rain'"):
+        ToolError("no", kind="rain")
 
 
 def test_what_makes_no_environment_is_refused():
