@@ -1,9 +1,10 @@
 """A JetStream engine over the sampler's own device functions.
 
-Slot i owns a run of pages in one cache: first those of its prompt, then those of what
-it samples. `prefill` fills a cache of its own with a prompt, `insert` copies that into a
-slot's pages, and `generate` is one step of `decode` over all slots. As in the sampler,
-the first step feeds the last token of the prompt again, so prefill needs no logits.
+Slot i owns a run of pages in one cache: those of its prompt, then those of what it
+samples. `prefill` fills a cache of its own with a prompt, `insert` copies that into the
+pages of a slot, and `generate` is one step of `decode` over all slots. As in the
+sampler, the first step feeds the last token of the prompt again, so prefill needs no
+logits.
 """
 
 import collections
@@ -72,6 +73,7 @@ class DecodeState:
     Attributes:
         pages: keys and values of all slots.
         progress: how far each slot has come.
+        sampled: int32, number of tokens that each slot has sampled.
         lengths: int32, number of tokens of each slot's prompt.
         noise_ids: uint32, as in `Prefix`.
         indices: uint32, as in `Prefix`.
@@ -79,6 +81,7 @@ class DecodeState:
 
     pages: Pages
     progress: device.Progress
+    sampled: Int[HostOrDevice, " slots"]
     lengths: Int[HostOrDevice, " slots"]
     noise_ids: UInt[HostOrDevice, " slots"]
     indices: UInt[HostOrDevice, " slots"]
@@ -145,8 +148,7 @@ def jetstream_engine(
         max_tokens=max_tokens,
         stop_ids=tokenizer.stop_ids,
     )
-    if cache_dtype is None:
-        cache_dtype = jax.tree.leaves(params)[0].dtype
+    own_dtype: DTypeLike = jax.tree.leaves(params)[0].dtype
     engine = JetStreamEngine(
         params,
         config,
@@ -154,7 +156,7 @@ def jetstream_engine(
         sizes,
         sampling,
         seed=seed,
-        cache_dtype=cache_dtype,
+        cache_dtype=own_dtype if cache_dtype is None else cache_dtype,
         mesh=mesh,
         rules=rules,
         kernels=kernels,
@@ -458,11 +460,11 @@ class JetStreamEngine:
         slots = self.sizes.num_slots
 
         def empty() -> DecodeState:
-            zeros = [jnp.zeros((slots,), jnp.int32) for _ in range(5)]
+            zeros = [jnp.zeros((slots,), jnp.int32) for _ in range(6)]
             ids = [jnp.zeros((slots,), jnp.uint32) for _ in range(2)]
             progress = device.Progress(*zeros[:4])
             pages = self._pages(slots * self._slot_pages)
-            return DecodeState(pages, progress, zeros[4], *ids)
+            return DecodeState(pages, progress, *zeros[4:], *ids)
 
         return jax.jit(empty, out_shardings=self._state_shardings)
 
@@ -476,20 +478,16 @@ class JetStreamEngine:
                 return jax.lax.dynamic_update_slice_in_dim(whole, new, first, axis=0)
 
             pages = jax.tree.map(copied, state.pages, prefix.pages)
-            new = {
-                "tokens": prefix.last,
-                "positions": prefix.length - 1,
-                "remaining": self.sizes.max_tokens,
-                "counts": 0,
-            }
+            progress = state.progress
             return DecodeState(
                 pages=pages,
                 progress=device.Progress(
-                    **{
-                        name: getattr(state.progress, name).at[slot].set(value)
-                        for name, value in new.items()
-                    }
+                    tokens=progress.tokens.at[slot].set(prefix.last),
+                    positions=progress.positions.at[slot].set(prefix.length - 1),
+                    remaining=progress.remaining.at[slot].set(self.sizes.max_tokens),
+                    counts=progress.counts.at[slot].set(0),
                 ),
+                sampled=state.sampled.at[slot].set(0),
                 lengths=state.lengths.at[slot].set(prefix.length),
                 noise_ids=state.noise_ids.at[slot].set(prefix.noise_id),
                 indices=state.indices.at[slot].set(prefix.index),
@@ -503,7 +501,6 @@ class JetStreamEngine:
             params: DecoderParams[Array], state: DecodeState, key: Key[Array, ""]
         ) -> tuple[DecodeState, Array]:
             self.compilations["generate"] += 1
-            before = state.progress
             pages, emitted, _, progress, _ = device.decode(
                 params,
                 self.config,
@@ -519,15 +516,15 @@ class JetStreamEngine:
             )
             tokens = emitted.tokens[0]
             is_one = (tokens >= 0) & jnp.isfinite(emitted.logprobs[0])
-            # The last token of the prompt is fed first, so no token has been sampled
-            # yet at its position.
-            sampled = before.positions - state.lengths + 1
             new = is_one.astype(jnp.int32)
-            data = [jnp.where(is_one, tokens, 0), new, sampled + new]
+            sampled = state.sampled + new
+            data = [jnp.where(is_one, tokens, 0), new, sampled]
             progress = dataclasses.replace(
                 progress, remaining=jnp.where(is_one, progress.remaining, 0)
             )
-            state = dataclasses.replace(state, pages=pages, progress=progress)
+            state = dataclasses.replace(
+                state, pages=pages, progress=progress, sampled=sampled
+            )
             return state, jnp.stack(data, axis=1)
 
         out = None
@@ -573,7 +570,8 @@ class JetStreamEngine:
         if replicated is None:
             return None
         progress = device.Progress(*[replicated] * 4)
-        return DecodeState(self._functions.pages_shardings, progress, *[replicated] * 3)
+        others = [replicated] * 4
+        return DecodeState(self._functions.pages_shardings, progress, *others)
 
     def _pages(self, count: int) -> Pages:
         return Pages.zeros(self.config, count, self._functions.dtype)

@@ -21,8 +21,9 @@ VERSION = "0.2.2"
 
 
 class JetStream(NamedTuple):
-    """The modules of JetStream that the adapter needs."""
+    """The modules of JetStream that the adapter needs, and gRPC."""
 
+    grpc: Any
     engine_api: Any
     token_utils: Any
     tokenizer_api: Any
@@ -41,6 +42,7 @@ def load() -> JetStream:
     try:
         with _root_logger_as_it_is(), _stand_in_for_seqio():
             modules = JetStream(
+                importlib.import_module("grpc"),
                 importlib.import_module("jetstream.engine.engine_api"),
                 importlib.import_module("jetstream.engine.token_utils"),
                 importlib.import_module("jetstream.engine.tokenizer_api"),

@@ -40,9 +40,8 @@ def jetstream_server(
     Raises:
         OSError: the port is taken, or this machine does not have the address.
     """
-    import grpc
-
-    server_lib, orchestrator = library.load().server_lib, library.load().orchestrator
+    jetstream = library.load()
+    server_lib, orchestrator = jetstream.server_lib, jetstream.orchestrator
     port = _free_port(host, port)
     engine.compile()
     driver = _driver()(
@@ -63,7 +62,7 @@ def jetstream_server(
                 driver,
                 threads,
                 port,
-                credentials or grpc.insecure_server_credentials(),
+                credentials or jetstream.grpc.insecure_server_credentials(),
             )
     except BaseException:
         driver.stop()
@@ -110,9 +109,7 @@ class _RefusedError(ValueError):
 
 @functools.cache
 def _servicer() -> type:
-    import grpc
-
-    orchestrator = library.load().orchestrator
+    orchestrator, status = library.load().orchestrator, library.load().grpc.StatusCode
 
     class Orchestrator(orchestrator.LLMOrchestrator):
         """JetStream's, which tells clients why a request is refused."""
@@ -129,7 +126,7 @@ def _servicer() -> type:
             except _RefusedError as error:
                 if context is None:
                     raise
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                await context.abort(status.INVALID_ARGUMENT, str(error))
 
     return Orchestrator
 
@@ -142,7 +139,7 @@ def _driver() -> type:
         """JetStream's driver; its threads see no request that would make them fail."""
 
         def place_request_on_prefill_queue(self, request: Any) -> None:
-            """Queues a request; raises `_RefusedError` if the engine cannot serve it."""
+            """Queues a request, or refuses one that the engine cannot serve."""
             (engine,) = self._prefill_engines
             try:
                 _prepare(request, engine)
@@ -151,9 +148,11 @@ def _driver() -> type:
             super().place_request_on_prefill_queue(request)
 
         def _generate_thread(self, idx: int) -> None:
-            while self.live:
+            ended = False
+            while self.live and not ended:
                 try:
-                    return super()._generate_thread(idx)
+                    super()._generate_thread(idx)
+                    ended = True
                 except AssertionError:
                     # It asserts that a slot is in use before a step. That fails if
                     # the last stream ends between its look at the requests and the
