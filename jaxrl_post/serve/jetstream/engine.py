@@ -1,15 +1,12 @@
 """A JetStream engine over the sampler's own device functions.
 
-Slot i owns a run of pages in one cache: those of its prompt, then those of what it
-samples. `prefill` fills a cache of its own with a prompt, `insert` copies that into the
-pages of a slot, and `generate` is one step of `decode` over all slots. As in the
-sampler, the first step feeds the last token of the prompt again, so prefill needs no
-logits.
+`prefill` fills a cache of its own with a prompt, `insert` copies that into the pages of
+a slot, and `generate` is one step of `decode` over all slots. As in the sampler, the
+first step feeds the last token of the prompt again, so prefill needs no logits.
 """
 
 import collections
 import dataclasses
-import functools
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -29,62 +25,21 @@ from jaxrl_post.models import DecoderParams, ModelConfig
 from jaxrl_post.sampler import EngineConfig, SamplingParams, batches
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.jitted import DeviceFunctions
-from jaxrl_post.sampler.pages import Pages, Shared
 from jaxrl_post.sampler.prefixes import Segment
-from jaxrl_post.sampler.sampling import SamplingArrays
 from jaxrl_post.sampler.scheduler import Chunk
-from jaxrl_post.sampler.sizes import PAGE, pages_for
+from jaxrl_post.sampler.sizes import pages_for
 from jaxrl_post.serve.jetstream import library
+from jaxrl_post.serve.jetstream.slots import DecodeState, Prefix, SlotFunctions
 from jaxrl_post.serve.jetstream.tokens import TokenizerAdapter, prompt_of
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, create_mesh, split_size
-from jaxrl_post.types import Array, HostOrDevice, Int, Key, PyTree, UInt
+from jaxrl_post.types import Array, PyTree
 
-__all__ = ["DecodeState", "JetStreamEngine", "Prefix", "jetstream_engine"]
+__all__ = ["JetStreamEngine", "jetstream_engine"]
 
 # Lengths to which JetStream pads prompts.
 PADDED = tuple(2**power for power in range(4, 16))
 # Prompts whose samples are counted.
 MOST_COUNTED = 2**16
-
-
-@struct.dataclass
-class Prefix:
-    """A prompt that has been prefilled.
-
-    Attributes:
-        pages: its keys and values, in as many pages as a slot has for a prompt.
-        last: int32, its last token.
-        length: int32, number of its tokens.
-        noise_id: uint32, determines the noise with `index`, the seed and the position.
-        index: uint32, number of earlier requests with the same prompt.
-    """
-
-    pages: Pages
-    last: Int[HostOrDevice, ""]
-    length: Int[HostOrDevice, ""]
-    noise_id: UInt[HostOrDevice, ""]
-    index: UInt[HostOrDevice, ""]
-
-
-@struct.dataclass
-class DecodeState:
-    """The slots.
-
-    Attributes:
-        pages: keys and values of all slots.
-        progress: how far each slot has come.
-        sampled: int32, number of tokens that each slot has sampled.
-        lengths: int32, number of tokens of each slot's prompt.
-        noise_ids: uint32, as in `Prefix`.
-        indices: uint32, as in `Prefix`.
-    """
-
-    pages: Pages
-    progress: device.Progress
-    sampled: Int[HostOrDevice, " slots"]
-    lengths: Int[HostOrDevice, " slots"]
-    noise_ids: UInt[HostOrDevice, " slots"]
-    indices: UInt[HostOrDevice, " slots"]
 
 
 def jetstream_engine(
@@ -120,8 +75,7 @@ def jetstream_engine(
             of earlier requests with the same prompt, and the position.
         cache_dtype: dtype of the cache; None for the parameters'. int8 and
             float8_e4m3fn are codes, as in `sampler.Engine`.
-        mesh: mesh of the parameters, of which all devices but one of `tp` would be
-            copies; None on one device.
+        mesh: mesh of the parameters, which may have `tp` alone; None on one device.
         rules: logical axis to mesh axes.
         kernels: implementation of attention, as in `models.forward`.
 
@@ -214,8 +168,7 @@ class JetStreamEngine:
             )
         self.config, self.tokenizer, self.sizes = config, tokenizer, sizes
         self.sampling, self.compilations = sampling, collections.Counter[str]()
-        self._params, self._mesh, self._rules = params, mesh, rules
-        self._kernels: Implementation = kernels
+        self._params, self._mesh = params, mesh
         # Its prefill is of one prompt, and takes the mesh and the sizes as they are.
         self._functions = DeviceFunctions(
             config,
@@ -226,8 +179,7 @@ class JetStreamEngine:
             self.compilations,
             kernels=kernels,
         )
-        self._prompt_pages = pages_for(sizes.max_prompt_tokens)
-        self._slot_pages = self._prompt_pages + pages_for(sizes.max_tokens)
+        self._slots = SlotFunctions(self._functions, sizes, sampling)
         self._lock = threading.Lock()
         self._asked: collections.Counter[int] = collections.Counter()
         self._jetstream = library.load()
@@ -324,7 +276,7 @@ class JetStreamEngine:
                 f"insert: slot must lie in 0..{self.sizes.num_slots - 1}; got {slot}"
             )
         with self._lock, self._own_mesh():
-            return self._insert(prefix, decode_state, np.int32(slot))
+            return self._slots.insert(prefix, decode_state, np.int32(slot))
 
     def generate(
         self, params: DecoderParams[Array], decode_state: DecodeState
@@ -342,7 +294,7 @@ class JetStreamEngine:
             engine, or by logits that are not finite.
         """
         with self._lock, self._own_mesh():
-            state, data = self._generate(params, decode_state, self._key)
+            state, data = self._slots.generate(params, decode_state, self._key)
         return state, self._jetstream.engine_api.ResultTokens(
             data=data,
             tokens_idx=(0, 1),
@@ -354,7 +306,7 @@ class JetStreamEngine:
     def init_decode_state(self) -> DecodeState:
         """Empty slots."""
         with self._lock, self._own_mesh():
-            return self._empty_state()
+            return self._slots.empty_state()
 
     def compile(self) -> None:
         """Compiles and runs the smallest programs, so that what fails does so here."""
@@ -427,7 +379,7 @@ class JetStreamEngine:
         index: int,
     ) -> Prefix:
         with self._own_mesh():
-            pages = self._empty_prefix()
+            pages = self._slots.empty_prefix()
             for rows in self._chunks(prompt.tolist()):
                 pages = self._functions.prefill(params, pages, rows)
         return Prefix(
@@ -447,131 +399,3 @@ class JetStreamEngine:
             size = min(longest, len(prompt) - first)
             chunk = Chunk(0, segment, (), first, size, wave=0)
             yield from batches.prefill_calls([chunk], self._functions.sizes, 1)
-
-    @functools.cached_property
-    def _empty_prefix(self) -> Any:
-        return jax.jit(
-            lambda: self._pages(self._prompt_pages),
-            out_shardings=self._functions.pages_shardings,
-        )
-
-    @functools.cached_property
-    def _empty_state(self) -> Any:
-        slots = self.sizes.num_slots
-
-        def empty() -> DecodeState:
-            zeros = [jnp.zeros((slots,), jnp.int32) for _ in range(6)]
-            ids = [jnp.zeros((slots,), jnp.uint32) for _ in range(2)]
-            progress = device.Progress(*zeros[:4])
-            pages = self._pages(slots * self._slot_pages)
-            return DecodeState(pages, progress, *zeros[4:], *ids)
-
-        return jax.jit(empty, out_shardings=self._state_shardings)
-
-    @functools.cached_property
-    def _insert(self) -> Any:
-        def insert(prefix: Prefix, state: DecodeState, slot: Array) -> DecodeState:
-            self.compilations["insert"] += 1
-
-            def copied(whole: Array, new: Array) -> Array:
-                first = slot * self._slot_pages
-                return jax.lax.dynamic_update_slice_in_dim(whole, new, first, axis=0)
-
-            pages = jax.tree.map(copied, state.pages, prefix.pages)
-            progress = state.progress
-            return DecodeState(
-                pages=pages,
-                progress=device.Progress(
-                    tokens=progress.tokens.at[slot].set(prefix.last),
-                    positions=progress.positions.at[slot].set(prefix.length - 1),
-                    remaining=progress.remaining.at[slot].set(self.sizes.max_tokens),
-                    counts=progress.counts.at[slot].set(0),
-                ),
-                sampled=state.sampled.at[slot].set(0),
-                lengths=state.lengths.at[slot].set(prefix.length),
-                noise_ids=state.noise_ids.at[slot].set(prefix.noise_id),
-                indices=state.indices.at[slot].set(prefix.index),
-            )
-
-        return jax.jit(insert, donate_argnums=1, out_shardings=self._state_shardings)
-
-    @functools.cached_property
-    def _generate(self) -> Any:
-        def generate(
-            params: DecoderParams[Array], state: DecodeState, key: Key[Array, ""]
-        ) -> tuple[DecodeState, Array]:
-            self.compilations["generate"] += 1
-            pages, emitted, _, progress, _ = device.decode(
-                params,
-                self.config,
-                state.pages,
-                self._rows(state),
-                key,
-                np.int32(0),
-                self._rules,
-                num_steps=1,
-                split=1,
-                truncate=self.sampling.truncates,
-                kernels=self._kernels,
-            )
-            tokens = emitted.tokens[0]
-            is_one = (tokens >= 0) & jnp.isfinite(emitted.logprobs[0])
-            new = is_one.astype(jnp.int32)
-            sampled = state.sampled + new
-            data = [jnp.where(is_one, tokens, 0), new, sampled]
-            progress = dataclasses.replace(
-                progress, remaining=jnp.where(is_one, progress.remaining, 0)
-            )
-            state = dataclasses.replace(
-                state, pages=pages, progress=progress, sampled=sampled
-            )
-            return state, jnp.stack(data, axis=1)
-
-        out = None
-        if self._mesh is not None:
-            out = self._state_shardings, self._functions.replicated
-        return jax.jit(generate, donate_argnums=1, out_shardings=out)
-
-    def _rows(self, state: DecodeState) -> device.Rows:
-        """The slots as `decode` takes them: a prompt is what a group of one shares."""
-        slots, sampling = self.sizes.num_slots, self.sampling
-        first = self._slot_pages * jnp.arange(slots, dtype=jnp.int32)[:, None]
-        pages = first + jnp.arange(self._slot_pages, dtype=jnp.int32)
-        begins = PAGE * jnp.arange(self._prompt_pages, dtype=jnp.int32)
-        filled = jnp.clip(state.lengths[:, None] - begins, 0, PAGE)
-        stops = jnp.asarray(sampling.stop_ids, jnp.int32)
-        return device.Rows(
-            progress=state.progress,
-            remaining=state.progress.remaining,
-            prompt_ids=state.noise_ids,
-            sample_indices=state.indices,
-            sampling=SamplingArrays(
-                jnp.full((slots,), sampling.temperature, jnp.float32),
-                jnp.full((slots,), sampling.top_k, jnp.int32),
-                jnp.full((slots,), sampling.top_p, jnp.float32),
-                jnp.full((slots,), sampling.min_p, jnp.float32),
-            ),
-            stop_ids=jnp.broadcast_to(stops, (slots, len(sampling.stop_ids))),
-            starts=state.lengths,
-            pages=pages[:, self._prompt_pages :],
-            shared=Shared(
-                pages=pages[:, : self._prompt_pages],
-                starts=jnp.broadcast_to(begins, filled.shape),
-                counts=filled,
-                places=jnp.arange(slots, dtype=jnp.int32),
-                members=1,
-            ),
-        )
-
-    @property
-    def _state_shardings(self) -> PyTree:
-        """None on one device."""
-        replicated = self._functions.replicated
-        if replicated is None:
-            return None
-        progress = device.Progress(*[replicated] * 4)
-        others = [replicated] * 4
-        return DecodeState(self._functions.pages_shardings, progress, *others)
-
-    def _pages(self, count: int) -> Pages:
-        return Pages.zeros(self.config, count, self._functions.dtype)

@@ -23,13 +23,13 @@ VERSION = "0.2.2"
 class JetStream(NamedTuple):
     """The modules of JetStream that the adapter needs, and gRPC."""
 
-    grpc: Any
     engine_api: Any
     token_utils: Any
     tokenizer_api: Any
     tokenizer_pb2: Any
     orchestrator: Any
     server_lib: Any
+    grpc: Any
 
 
 @functools.cache
@@ -42,13 +42,13 @@ def load() -> JetStream:
     try:
         with _root_logger_as_it_is(), _stand_in_for_seqio():
             modules = JetStream(
-                importlib.import_module("grpc"),
                 importlib.import_module("jetstream.engine.engine_api"),
                 importlib.import_module("jetstream.engine.token_utils"),
                 importlib.import_module("jetstream.engine.tokenizer_api"),
                 importlib.import_module("jetstream.engine.tokenizer_pb2"),
                 importlib.import_module("jetstream.core.orchestrator"),
                 importlib.import_module("jetstream.core.server_lib"),
+                importlib.import_module("grpc"),
             )
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(

@@ -180,7 +180,7 @@ def test_on_a_mesh_no_parameter_is_gathered():
         assert ours is theirs
     state = engine.init_decode_state()
     with jax.set_mesh(mesh):
-        lowered = engine._generate.lower(params, state, engine._key)
+        lowered = engine._slots.generate.lower(params, state, engine._key)
     found = collectives(lowered.compile().as_text())
     received = [c.bytes for c in found if c.kind != "all-reduce"]
     split = [
