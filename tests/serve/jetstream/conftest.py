@@ -1,11 +1,12 @@
 """A tiny model behind JetStream's gRPC server, and our own engine to compare with."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -77,27 +78,33 @@ def without_stop(ids: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
     return ids[:-1] if ids[-1] in tokenizer.stop_ids else ids
 
 
-def ask(
-    port: int, content: str | Sequence[int], max_tokens: int, session: str = ""
-) -> Stream:
-    """A request over gRPC; a call that does not end in time is an error."""
+@contextlib.contextmanager
+def calls(port: int) -> Iterator[tuple[Any, Any]]:
+    """The function that asks a server, and the type of its requests."""
     import grpc  # type: ignore[reportMissingImports]
     from jetstream.core.proto import (  # type: ignore[reportMissingImports]
         jetstream_pb2,
         jetstream_pb2_grpc,
     )
 
-    asked = jetstream_pb2.DecodeRequest
-    request = asked(max_tokens=max_tokens, session_cache=session)
-    if isinstance(content, str):
-        request.text_content.CopyFrom(asked.TextContent(text=content))
-    else:
-        request.token_content.CopyFrom(asked.TokenContent(token_ids=content))
-    ids: list[int] = []
-    text = ""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = jetstream_pb2_grpc.OrchestratorStub(channel)
-        for response in stub.Decode(request, timeout=DEADLINE):
+        yield stub.Decode, jetstream_pb2.DecodeRequest
+
+
+def ask(
+    port: int, content: str | Sequence[int], max_tokens: int, session: str = ""
+) -> Stream:
+    """A request over gRPC; a call that does not end in time is an error."""
+    ids: list[int] = []
+    text = ""
+    with calls(port) as (decode, asked):
+        request = asked(max_tokens=max_tokens, session_cache=session)
+        if isinstance(content, str):
+            request.text_content.CopyFrom(asked.TextContent(text=content))
+        else:
+            request.token_content.CopyFrom(asked.TokenContent(token_ids=content))
+        for response in decode(request, timeout=DEADLINE):
             (sample,) = response.stream_content.samples
             ids += sample.token_ids
             text += sample.text

@@ -31,12 +31,12 @@ pytestmark = needs_jetstream
 STEPS = 6
 
 
-def make_engine(config=CONFIG, params=None, **options):
+def make_engine(config=CONFIG, params=None, stops=(), **options):
     sizes = {"num_slots": 2, "max_prompt_tokens": 40, "max_tokens": 24}
     return jetstream_engine(
         tiny.params(config) if params is None else params,
         config,
-        make_tokenizer(),
+        make_tokenizer(*stops),
         **(sizes | options),
     )
 
@@ -108,6 +108,12 @@ def test_a_slot_ends_with_the_maximum_of_the_engine():
     engine = make_engine(max_tokens=3)
     (stream, _) = drive(engine, prompts(2))
     assert len(stream) == 3
+
+
+def test_a_slot_ends_with_a_stop_id(engine):
+    one, other = drive(engine, prompts(2))
+    assert one[2] not in (*one[:2], *other)
+    assert drive(make_engine(stops=one[2:3]), prompts(2)) == [one[:3], other]
 
 
 def test_a_long_prompt_is_prefilled_in_chunks():
