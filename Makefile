@@ -7,8 +7,8 @@ CHECKS := check-format check-lint check-types check-layers
 # Two processes, a file in one of them: what a file's tests share is computed once.
 PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: demo quick test test-all mutations check $(CHECKS) check-kernels format notebooks
-.PHONY: parity lock environment
+.PHONY: demo quick test test-all mutations check $(CHECKS) check-kernels check-jetstream
+.PHONY: format notebooks parity lock environment
 
 # A small model learns from reward alone; runs/demo/report.html shows how.
 demo:
@@ -34,7 +34,11 @@ mutations: environment
 # What CI asks for beside the tests.
 check: $(CHECKS)
 
-check-format: environment
+check-# The adapter for JetStream, under JetStream, which is installed for this alone.
+check-jetstream: environment
+	tools/jetstream.sh $(ARGS)
+
+format: environment
 	.venv/bin/ruff format --check .
 
 check-lint: environment
@@ -49,6 +53,10 @@ check-layers: environment
 # Kernels and plans, compiled for TPUs and GPUs that are not there, at the shapes of real models.
 check-kernels: environment
 	tools/kernels.sh $(ARGS)
+
+# The adapter for JetStream, under JetStream, which is installed for this alone.
+check-jetstream: environment
+	tools/jetstream.sh $(ARGS)
 
 format: environment
 	.venv/bin/ruff check --fix-only --quiet .
