@@ -1,5 +1,6 @@
 """Every fault: of losses, kernels, sampling, packing, episodes and processes."""
 
+from tests.mutations.environment_faults import ENVIRONMENTS
 from tests.mutations.fault import Fault
 from tests.mutations.kernel_faults import KERNELS
 from tests.mutations.loss_faults import LOSSES
@@ -435,6 +436,7 @@ FAULTS = [
     *SAMPLER,
     *SERVE,
     *TOOLS,
+    *ENVIRONMENTS,
     *PACKING,
     *EXAMPLES,
     *COLLECTOR,
