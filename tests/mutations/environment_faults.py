@@ -6,6 +6,8 @@ __all__ = ["ENVIRONMENTS"]
 
 ANSWERS = "envs/test_prompt_answers.py"
 
+SEARCH = "envs/tools/test_search.py"
+
 ENVIRONMENTS = [
     Fault(
         "a word counts as often as it is said",
@@ -34,5 +36,26 @@ ENVIRONMENTS = [
         "parse_constant=_refuse, ",
         "",
         ANSWERS,
+    ),
+    Fault(
+        "the worst passages are found",
+        "envs/tools/search.py",
+        "ORDER BY rank, rowid",
+        "ORDER BY rank DESC, rowid",
+        SEARCH,
+    ),
+    Fault(
+        "a passage needs all words of a query",
+        "envs/tools/search.py",
+        '" OR ".join',
+        '" AND ".join',
+        SEARCH,
+    ),
+    Fault(
+        "a call may ask for any number of passages",
+        "envs/tools/search.py",
+        "not 1 <= value <= self.max_passages",
+        "value < 1",
+        SEARCH,
     ),
 ]

@@ -114,8 +114,9 @@ def _validator(text: str) -> Any:
     draft: Any = jsonschema.Draft202012Validator
     if isinstance(schema, dict) and "$schema" in schema:
         named = schema["$schema"]
-        draft = validator_for(schema, default=None) if isinstance(named, str) else None
-        if draft is None:
+        unknown: Any = None
+        draft = validator_for(schema, unknown) if isinstance(named, str) else unknown
+        if draft is unknown:
             raise SchemaError(f"names an unknown draft, {named!r}")
     try:
         draft.check_schema(schema)
