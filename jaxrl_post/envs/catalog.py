@@ -20,13 +20,14 @@ from jaxrl_post.envs.tasks.guess import Guess
 from jaxrl_post.envs.tasks.lookup import lookup
 from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
 from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
+from jaxrl_post.envs.tasks.sql import Text2SQL
 from jaxrl_post.envs.tasks.world import World
 
 __all__ = ["make"]
 
 _FORMS = (
-    "arithmetic, code, gsm8k, guess, jsonl, lookup, world, reasoning-gym:<task>, "
-    "<module>:<factory>"
+    "arithmetic, code, gsm8k, guess, jsonl, lookup, text2sql, world, "
+    "reasoning-gym:<task>, <module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "code": Code,
@@ -34,6 +35,7 @@ _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "guess": Guess,
     "jsonl": PromptAnswers,
     "lookup": lookup,
+    "text2sql": Text2SQL,
     "world": World,
 }
 _REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
@@ -49,6 +51,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         guess?size=7&guesses=3                  world?turns=8
         lookup?depth=2                          code?path=problems.jsonl&reward=share
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
+        text2sql?level=2                        text2sql?path=questions.jsonl&rows=0
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
 
@@ -72,7 +75,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     >>> make("arithmetics")
     Traceback (most recent call last):
     ValueError: no environment 'arithmetics'; there are arithmetic, code, gsm8k, guess,
-    jsonl, lookup, world, reasoning-gym:<task>, <module>:<factory>
+    jsonl, lookup, text2sql, world, reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

@@ -8,6 +8,10 @@ ANSWERS = "envs/test_prompt_answers.py"
 
 SEARCH = "envs/tools/test_search.py"
 
+QUERIES = "envs/sql/test_execution.py"
+RESULTS = "envs/sql/test_results.py"
+QUESTIONS = "envs/sql/test_text2sql.py"
+
 ENVIRONMENTS = [
     Fault(
         "a word counts as often as it is said",
@@ -57,5 +61,68 @@ ENVIRONMENTS = [
         "not 1 <= value <= self.max_passages",
         "value < 1",
         SEARCH,
+    ),
+    Fault(
+        "a query may do what it likes",
+        "envs/tasks/sql/inside.py",
+        "    database.set_authorizer(authorize)\n",
+        "",
+        QUERIES,
+    ),
+    Fault(
+        "a query may load code",
+        "envs/tasks/sql/inside.py",
+        "str(second).lower() in DENIED",
+        "str(second) in DENIED",
+        QUERIES,
+    ),
+    Fault(
+        "a data base is opened to be written",
+        "envs/tasks/sql/inside.py",
+        "?mode=ro&immutable=1",
+        "?mode=rwc",
+        QUERIES,
+    ),
+    Fault(
+        "a query has all the memory of the machine",
+        "envs/tasks/sql/inside.py",
+        "    limit_process()\n    databases",
+        "    databases",
+        QUERIES,
+    ),
+    Fault(
+        "what SQLite does in one step is waited for",
+        "envs/tasks/sql/execution.py",
+        "self._seconds + _GRACE)",
+        "60 * self._seconds)",
+        QUERIES,
+    ),
+    Fault(
+        "equal rows count once",
+        "envs/tasks/sql/results.py",
+        "mine, theirs = sorted(mine, key=_key), sorted(theirs, key=_key)",
+        "mine, theirs = (sorted(set(x), key=_key) for x in (mine, theirs))",
+        RESULTS,
+    ),
+    Fault(
+        "order matters where a part of the query orders",
+        "envs/tasks/sql/results.py",
+        "if depth == 0 and before",
+        "if before",
+        RESULTS,
+    ),
+    Fault(
+        "any query is right that finds nothing either",
+        "envs/tasks/sql/environment.py",
+        "        if not found.rows:\n",
+        "        if False:\n",
+        QUESTIONS,
+    ),
+    Fault(
+        "held-out questions are asked in training",
+        "envs/tasks/sql/environment.py",
+        "split_of(question.text) == split",
+        "split_of(about.schema + question.text) == split",
+        QUESTIONS,
     ),
 ]
