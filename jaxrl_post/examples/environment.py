@@ -17,7 +17,7 @@ FROM_FILES = {
     "jsonl": "a .jsonl or .parquet file of prompts and answers",
 }
 # Environments that read a file if one is given, and make their tasks otherwise.
-WITHOUT_FILES_TOO = ("text2sql",)
+WITHOUT_FILES_TOO = ("instructions", "text2sql")
 
 
 def make_environment(

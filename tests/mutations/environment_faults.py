@@ -12,6 +12,8 @@ QUERIES = "envs/sql/test_execution.py"
 RESULTS = "envs/sql/test_results.py"
 QUESTIONS = "envs/sql/test_text2sql.py"
 
+INSTRUCTIONS = "envs/test_instructions.py"
+
 ENVIRONMENTS = [
     Fault(
         "a word counts as often as it is said",
@@ -70,10 +72,10 @@ ENVIRONMENTS = [
         QUERIES,
     ),
     Fault(
-        "a query may load code",
+        "a query may draw a number that is another each time",
         "envs/tasks/sql/inside.py",
-        "str(second).lower() in DENIED",
-        "str(second) in DENIED",
+        '"fts3_tokenizer", "random", ',
+        '"fts3_tokenizer", ',
         QUERIES,
     ),
     Fault(
@@ -107,8 +109,8 @@ ENVIRONMENTS = [
     Fault(
         "order matters where a part of the query orders",
         "envs/tasks/sql/results.py",
-        "if depth == 0 and before",
-        "if before",
+        'depth += (token == "(") - (token == ")")',
+        "depth += 0",
         RESULTS,
     ),
     Fault(
@@ -124,5 +126,40 @@ ENVIRONMENTS = [
         "split_of(question.text) == split",
         "split_of(about.schema + question.text) == split",
         QUESTIONS,
+    ),
+    Fault(
+        "at least means more than",
+        "envs/tasks/instructions/checks.py",
+        "count >= number if",
+        "count > number if",
+        INSTRUCTIONS,
+    ),
+    Fault(
+        "an empty text uses no comma",
+        "envs/tasks/instructions/constraints.py",
+        "bool(text.strip()) and ",
+        "",
+        INSTRUCTIONS,
+    ),
+    Fault(
+        "one instruction that is fulfilled is enough",
+        "envs/tasks/instructions/environment.py",
+        'share if self.reward == "share" else float(all(kept))',
+        'share if self.reward == "share" else float(any(kept))',
+        INSTRUCTIONS,
+    ),
+    Fault(
+        "a word is forbidden inside of others",
+        "envs/tasks/instructions/checks.py",
+        r'rf"(?<!\w){re.escape(word)}(?!\w)"',
+        "re.escape(word)",
+        INSTRUCTIONS,
+    ),
+    Fault(
+        "loose verification is always done",
+        "envs/tasks/instructions/environment.py",
+        "_loosened(said) if self.loose else (said,)",
+        "_loosened(said)",
+        INSTRUCTIONS,
     ),
 ]

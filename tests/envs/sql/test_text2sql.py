@@ -180,8 +180,8 @@ def test_right_queries_need_not_be_tried_at_first(file):
         ("check=3", "check must be true or false, got 3"),
         ("on_bad_row=no", "on_bad_row must be 'fail' or 'skip'"),
         ("eval_path=x.jsonl", "eval_path needs path"),
-        ("path=x.jsonl&level=1", "level is of generated questions: drop it"),
-        ("path=x.jsonl&seed=1", "seed is of generated questions: drop it"),
+        ("path=x.jsonl&level=1", "level is of generated tasks: drop it"),
+        ("path=x.jsonl&seed=1", "seed is of generated tasks: drop it"),
     ],
 )
 def test_options_are_checked(option, told):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
@@ -14,7 +14,7 @@ from jaxrl_post.conversations import text_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
 from jaxrl_post.envs.tasks.blocks import last_block
 from jaxrl_post.envs.tasks.held_out import rows_of_split, split_of
-from jaxrl_post.envs.tasks.ranges import require_integer
+from jaxrl_post.envs.tasks.ranges import require_integer, require_path_options
 from jaxrl_post.envs.tasks.sql.execution import (
     KINDS,
     Database,
@@ -131,15 +131,7 @@ class Text2SQL:
             raise ValueError(
                 f"executed_reward must be in [0, 1), got {self.executed_reward!r}"
             )
-        if self.path is None:
-            if self.eval_path is not None:
-                raise ValueError("eval_path needs path: name the training rows, too")
-            return
-        for field in fields(self):
-            if field.name in _GENERATED and getattr(self, field.name) != field.default:
-                raise ValueError(
-                    f"{field.name} is of generated questions: drop it, or drop path"
-                )
+        require_path_options(self, _GENERATED)
 
     @property
     def name(self) -> str:
