@@ -23,7 +23,7 @@ CREATE VIEW north AS SELECT name FROM city;
 
 @pytest.fixture(scope="module")
 def executor():
-    found = Executor(seconds=1.0, most_rows=2000)
+    found = Executor(seconds=0.5, most_rows=2000)
     yield found
     found.close()
 

@@ -61,7 +61,7 @@ def make(rng: Random, most: int) -> Request:
         if not any({kind, other} <= group for other in kinds for group in _EXCLUSIVE):
             kinds.append(kind)
     # Asked for words and forbidden ones are different.
-    words = rng.sample(_WORDS, len(_WORDS))
+    words: list[str] = rng.sample(_WORDS, len(_WORDS))
     sentences, constraints = [], []
     for kind in kinds:
         sentence, parameters = _MAKERS[kind](rng, words)
