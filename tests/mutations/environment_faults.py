@@ -116,8 +116,8 @@ ENVIRONMENTS = [
     Fault(
         "any query is right that finds nothing either",
         "envs/tasks/sql/environment.py",
-        "        if not found.rows:\n",
-        "        if False:\n",
+        "None if found.rows else ",
+        "None if True else ",
         QUESTIONS,
     ),
     Fault(

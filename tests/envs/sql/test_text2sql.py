@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.envs import Message, make
+from jaxrl_post.envs import Message, WorkerPool, make
 from jaxrl_post.envs.tasks.sql import Text2SQL
 from jaxrl_post.envs.tasks.sql.questions import ask
 from jaxrl_post.envs.tasks.sql.shipped import DOMAINS, VARIANTS, content
@@ -107,6 +107,13 @@ def test_a_query_that_does_not_end_costs_its_time_alone(file):
     )
     assert judged(environment, task, endless).metrics["error/time"] == 1.0
     assert judged(environment, task, GOOD["query"]).reward == 1.0
+
+
+def test_a_query_is_judged_in_a_worker(file):
+    environment, task = one(file)
+    turn = (*task.messages, Message("assistant", GOOD["query"]))
+    with WorkerPool(environment) as pool:
+        assert pool.submit(task, turn).result(timeout=60).step.reward == 1.0
 
 
 def test_order_matters_where_the_right_query_orders(file):

@@ -43,7 +43,7 @@ class Database:
 
     Attributes:
         path: of a SQLite file.
-        schema: statements that create and fill one.
+        schema: statements that create and fill one, in the time of a query.
     """
 
     path: str | None = None
@@ -116,6 +116,9 @@ class Executor:
         self._process = self._end = None
 
     def _asked(self, request: bytes) -> dict[str, Any]:
+        if self._process is not None and self._process.poll() is not None:
+            # It was ended while it had nothing to do, which is no query's fault.
+            self.close()
         if self._process is None:
             self._start()
         process = self._process

@@ -13,6 +13,7 @@ and the clock of the process that asks.
 import contextlib
 import json
 import math
+import signal
 import sqlite3
 import sys
 import time
@@ -65,7 +66,7 @@ def authorize(action, first, second, *_):
     return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
 
-def opened(path, schema):
+def opened(path, schema, seconds):
     """A data base: of a file, or one in memory that a text creates and fills."""
     if path is not None:
         # Immutable: no lock is taken, and no file appears beside it.
@@ -78,7 +79,7 @@ def opened(path, schema):
     database.execute("PRAGMA temp_store = MEMORY")
     database.execute("PRAGMA trusted_schema = OFF")
     if schema is not None:
-        with limited(database, 10.0):
+        with limited(database, seconds):
             database.executescript(schema)
     for limit, value in LENGTHS.items():
         database.setlimit(limit, value)
@@ -127,7 +128,7 @@ def answer(databases, request):
     key = (request["path"], request["schema"])
     try:
         if key not in databases:
-            databases[key] = opened(*key)
+            databases[key] = opened(*key, request["seconds"])
             while len(databases) > KEPT:
                 databases.popitem(last=False)[1].close()
         databases.move_to_end(key)
@@ -197,6 +198,8 @@ def limit_time(seconds):
 def main():
     """Answers requests until there are no more."""
     limit_process()
+    # Ctrl-C is for the run, which may still need answers before it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     databases = OrderedDict()
     for line in sys.stdin.buffer:
         request = json.loads(line)
