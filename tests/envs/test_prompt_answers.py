@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import sys
 
 import pytest
 
@@ -207,6 +208,14 @@ def test_a_schema_that_cannot_be_used_is_a_bad_row(file, schema, reason):
     path = file([{"prompt": "1", "answer": PERSON}, {"prompt": "2", "answer": schema}])
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: field 'answer' {reason}"):
         PromptAnswers(path, path, grader="schema").tasks("train")
+
+
+def test_a_missing_library_names_its_extra(file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    environment = PromptAnswers(file(ROWS), grader="schema")
+    for needs in (environment.prepare, lambda: environment.tasks("train")):
+        with pytest.raises(ModuleNotFoundError, match=r"jaxrl_post\[schema\]"):
+            needs()
 
 
 @pytest.mark.processes
