@@ -88,8 +88,8 @@ ENVIRONMENTS = [
     Fault(
         "a query has all the memory of the machine",
         "envs/tasks/sql/inside.py",
-        "    limit_process()\n    databases",
-        "    databases",
+        "    limit_process()\n    # Ctrl-C",
+        "    # Ctrl-C",
         QUERIES,
     ),
     Fault(
@@ -161,5 +161,12 @@ ENVIRONMENTS = [
         "_loosened(said) if self.loose else (said,)",
         "_loosened(said)",
         INSTRUCTIONS,
+    ),
+    Fault(
+        "Ctrl-C ends what runs queries",
+        "envs/tasks/sql/inside.py",
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n",
+        "",
+        QUERIES,
     ),
 ]

@@ -209,6 +209,19 @@ def test_a_process_that_ended_is_started_again(executor):
     assert executor._process is not process
 
 
+def test_a_process_that_uses_no_time_is_not_waited_for(executor):
+    # As on a machine without memory; the limit of processor time does not help here.
+    database = Database(schema=FILL)
+    executor.run(database, "SELECT 1")
+    executor._process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(SqlError) as caught:
+        executor.run(database, "SELECT 1")
+    assert caught.value.kind == "time"
+    assert time.monotonic() - began < 4.0
+    assert executor.run(database, "SELECT 1").rows == ((1,),)
+
+
 PARENT = """
 import os, signal
 from jaxrl_post.envs.tasks.sql.execution import Database, Executor
