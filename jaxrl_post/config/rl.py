@@ -40,12 +40,13 @@ class RLConfig(RunConfig):
     """Training of a policy on its own samples.
 
     Attributes:
-        env: arithmetic, code, gsm8k, guess, jsonl, lookup, world,
-            reasoning-gym:<task>, or <module>:<factory>, with options as in
+        env: arithmetic, code, gsm8k, guess, instructions, jsonl, lookup, text2sql,
+            world, reasoning-gym:<task>, or <module>:<factory>, with options as in
             arithmetic?level=2 or jsonl?grader=math.
         tools: what the policy may call before it answers: python, shell (both run in
-            the sandbox), mcp?command=["..."], http?url=...&tools=FILE, or
-            <module>:<name> of a function or of functions. Needs `rollout.max_turns`.
+            the sandbox), search?corpus=FILE, mcp?command=["..."],
+            http?url=...&tools=FILE, or <module>:<name> of a function or of functions.
+            Needs `rollout.max_turns`.
         data: files of tasks, for environments that read some.
         log_samples: number of training completions logged at each evaluation.
         log_eval_samples: number of held-out completions logged at each evaluation.

@@ -117,7 +117,8 @@ class ChatConfig:
         env: environment whose texts train the tokenizer of a preset.
         system: a system message before the first one.
         tools: what the model may call, as in training: python, shell,
-            mcp?command=["..."], http?url=...&tools=FILE, or <module>:<name>.
+            search?corpus=FILE, mcp?command=["..."], http?url=...&tools=FILE, or
+            <module>:<name>.
         max_turns: most answers in a row that call tools, with the last one.
         max_result_tokens: most tokens of what a tool returned to the model; a longer
             result loses its middle, and says so.

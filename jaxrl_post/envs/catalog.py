@@ -20,6 +20,7 @@ from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.code import Code
 from jaxrl_post.envs.tasks.gsm8k import GSM8K
 from jaxrl_post.envs.tasks.guess import Guess
+from jaxrl_post.envs.tasks.instructions import Instructions
 from jaxrl_post.envs.tasks.lookup import lookup
 from jaxrl_post.envs.tasks.mixture import (
     Part,
@@ -29,21 +30,24 @@ from jaxrl_post.envs.tasks.mixture import (
 )
 from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
 from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
+from jaxrl_post.envs.tasks.sql import Text2SQL
 from jaxrl_post.envs.tasks.world import World
 
 __all__ = ["make"]
 
 _FORMS = (
-    "arithmetic, code, gsm8k, guess, jsonl, judged, lookup, mixture, world, "
-    "reasoning-gym:<task>, <module>:<factory>"
+    "arithmetic, code, gsm8k, guess, instructions, jsonl, judged, lookup, mixture, "
+    "text2sql, world, reasoning-gym:<task>, <module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "code": Code,
     "gsm8k": GSM8K,
     "guess": Guess,
+    "instructions": Instructions,
     "jsonl": PromptAnswers,
     "judged": Judged,
     "lookup": lookup,
+    "text2sql": Text2SQL,
     "world": World,
 }
 _REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
@@ -59,6 +63,8 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         guess?size=7&guesses=3                  world?turns=8
         lookup?depth=2                          code?path=problems.jsonl&reward=share
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
+        instructions?constraints=3              instructions?path=ifeval.jsonl
+        text2sql?level=2                        text2sql?path=questions.jsonl&rows=0
         judged?path=prompts.jsonl&url=http://127.0.0.1:8000/v1&kind=compare
         mixture?path=mixture.json
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
@@ -88,7 +94,8 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     >>> make("arithmetics")
     Traceback (most recent call last):
     ValueError: no environment 'arithmetics'; there are arithmetic, code, gsm8k, guess,
-    jsonl, judged, lookup, mixture, world, reasoning-gym:<task>, <module>:<factory>
+    instructions, jsonl, judged, lookup, mixture, text2sql, world,
+    reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

@@ -17,12 +17,14 @@ FROM_FILES = {
     "judged": "a .jsonl or .parquet file of prompts, for a judge to read the answers",
     "jsonl": "a .jsonl or .parquet file of prompts and answers",
 }
+# Environments that read a file if one is given, and make their tasks otherwise.
+WITHOUT_FILES_TOO = ("instructions", "text2sql")
 
 
 def make_environment(
     spec: str, data: DataConfig, tools: Sequence[str] = ()
 ) -> Environment:
-    """Makes an environment; `data` names the files of gsm8k and jsonl.
+    """Makes an environment; `data` names the files of tasks, if it reads any.
 
     Args:
         spec: the environment, as `envs.make` takes it.
@@ -59,7 +61,9 @@ def _with_tools(environment: Environment, tools: Sequence[str]) -> Environment:
 
 def _file_options(spec: str, data: DataConfig) -> dict[str, str]:
     name = spec.partition("?")[0]
-    if name not in FROM_FILES:
+    if name in WITHOUT_FILES_TOO and data.path is None and data.eval_path is None:
+        return {}
+    if name not in FROM_FILES and name not in WITHOUT_FILES_TOO:
         for field in ("path", "eval_path"):
             if getattr(data, field) is not None:
                 raise ConfigError(
@@ -68,7 +72,8 @@ def _file_options(spec: str, data: DataConfig) -> dict[str, str]:
                 )
         return {}
     if data.path is None:
-        raise ConfigError(f"--data.path: {name} needs {FROM_FILES[name]}")
+        kind = FROM_FILES.get(name, "the training rows beside those of evaluation")
+        raise ConfigError(f"--data.path: {name} needs {kind}")
     options: dict[str, str] = {"path": data.path, "on_bad_row": data.on_bad_row}
     if data.eval_path is not None:
         options["eval_path"] = data.eval_path

@@ -18,6 +18,7 @@ LINES = [
 LOCKED_EXTRAS = (
     "math",
     "envs",
+    "schema",
     "parquet",
     "hub",
     "ray",

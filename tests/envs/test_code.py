@@ -5,7 +5,8 @@ import json
 import pytest
 
 from jaxrl_post.envs import Message, Task, make
-from jaxrl_post.envs.tasks.code import Code, program_of
+from jaxrl_post.envs.tasks.blocks import last_block
+from jaxrl_post.envs.tasks.code import Code
 from tests.envs.sandbox import available
 
 pytestmark = pytest.mark.processes
@@ -119,8 +120,8 @@ def test_what_does_not_end_costs_its_time_alone(options):
 
 
 def test_the_program_is_the_last_block():
-    assert program_of("print(1)") == "print(1)"
-    assert program_of("```\na\n```\nor\n```py\nb\n```\nwell") == "b\n"
+    assert last_block("print(1)") == "print(1)"
+    assert last_block("```\na\n```\nor\n```py\nb\n```\nwell") == "b\n"
 
 
 def rows(tmp_path, *found):

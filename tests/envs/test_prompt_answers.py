@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import sys
 
 import pytest
 
@@ -101,6 +102,16 @@ GRADED = [
     (Grader("regex"), r"\d+ apples", "12 apples, or 13", 0),
     (Grader("regex"), ".*7.*", "first\n7\nlast", 1),
     (Grader("regex"), "yes|yeah", "yes yes", 0),
+    # Two of three words said are right, and both that are asked: 2*2 / (3 + 2).
+    (Grader("f1"), "Eiffel Tower", "The Eiffel tower, Paris.", 0.8),
+    (Grader("f1"), ["Tour Eiffel", "the Eiffel Tower"], "Eiffel Tower!", 1),
+    (Grader("f1"), ["Tour Eiffel", "1889"], "1890", 0),
+    # A word counts as often as both have it: 2*1 / (3 + 1).
+    (Grader("f1"), "Paris", "Paris Paris Paris", 0.5),
+    (Grader("f1"), "Paris", "the", 0),
+    (Grader("f1"), 1889, "In 1889", pytest.approx(2 / 3)),
+    (Grader("f1", extract="<a>(.*?)</a>"), "Paris", "Oh <a> paris </a>", 1),
+    (Grader("f1", extract="<a>(.*?)</a>"), "Paris", "Paris", 0),
 ]
 
 
@@ -129,6 +140,84 @@ def test_grading_of_mathematics(grader, answer, text, expected):
     assert grader.grade(text, answer).reward == expected
 
 
+def test_f1_tells_exact_matches_apart():
+    for said, reward, exact in (("A red fox.", 1, 1), ("fox red", 1, 0)):
+        grade = Grader("f1").grade(said, "red fox")
+        assert (grade.reward, grade.metrics["correct"]) == (reward, exact)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "friends": {"type": "array", "items": {"$ref": "#"}},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+# (grader, schema, response, reward, whether there was JSON)
+VALID = [
+    (Grader("schema"), PERSON, '{"name": "Ada"}', 1, 1),
+    (Grader("schema"), json.dumps(PERSON), '{"name": "Ada"}', 1, 1),
+    (Grader("schema"), PERSON, '{"name": 1}', 0, 1),
+    (Grader("schema"), PERSON, '{"name": "A", "friends": [{"name": 1}]}', 0, 1),
+    (Grader("schema"), PERSON, 'So: {"name": "Ada"}', 0, 0),
+    (Grader("schema"), PERSON, 'So:\n```json\n{"name": "Ada"}\n```\nDone.', 1, 1),
+    (Grader("schema"), PERSON, '```\n{"name": "Ada"}\n```\n```\n{}\n```', 0, 1),
+    (Grader("schema", extract="<(.*)>"), PERSON, '<{"name": "Ada"}>', 1, 1),
+    (Grader("schema", extract="<(.*)>"), PERSON, '{"name": "Ada"}', 0, 0),
+    (Grader("schema"), True, "", 0, 0),
+    (Grader("schema"), {"type": "number"}, "NaN", 0, 0),
+    (Grader("schema"), {"type": "number"}, "1e999", 0, 0),
+    (Grader("schema"), {"multipleOf": 0.5}, "1" * 400, 0, 1),
+    (Grader("schema"), {"type": "array"}, "[" * 100_000, 0, 0),
+    (Grader("schema"), {"items": {"$ref": "#"}}, "[" * 900 + "]" * 900, 0, 1),
+]
+
+
+@pytest.mark.parametrize(("grader", "schema", "text", "expected", "answered"), VALID)
+def test_json_under_a_schema(grader, schema, text, expected, answered):
+    pytest.importorskip("jsonschema", reason="needs the extra 'schema'")
+    assert grader.wrong_with(schema) is None
+    grade = grader.grade(text, schema)
+    assert (grade.reward, grade.metrics["answered"]) == (expected, answered)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "sting"}, "is no valid JSON schema: 'sting' is not .* at 'type'"),
+        ({"pattern": "("}, "is no valid JSON schema: .* at 'pattern'"),
+        ("{", "is no JSON: Expecting property name"),
+        (3, "must be a JSON schema, an object or a bool, got int"),
+        ({"$schema": "draft-99"}, "names an unknown draft, 'draft-99'"),
+        ({"$schema": 3}, "names an unknown draft, 3"),
+        ({"$ref": "#"}, "refers to itself without end"),
+        (
+            {"properties": {"a": {"$ref": "http://127.0.0.1:9/person"}}},
+            "refers to 'http://127.0.0.1:9/person', which is not inside of it",
+        ),
+        ({"items": {"$ref": "file:///etc/hosts"}}, "refers to 'file:///etc/hosts'"),
+        ({"items": {"$ref": "#/$defs/absent"}}, "refers to '/.defs/absent', which"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_a_bad_row(file, schema, reason):
+    pytest.importorskip("jsonschema", reason="needs the extra 'schema'")
+    path = file([{"prompt": "1", "answer": PERSON}, {"prompt": "2", "answer": schema}])
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: field 'answer' {reason}"):
+        PromptAnswers(path, path, grader="schema").tasks("train")
+
+
+def test_a_missing_library_names_its_extra(file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    environment = PromptAnswers(file(ROWS), grader="schema")
+    for needs in (environment.prepare, lambda: environment.tasks("train")):
+        with pytest.raises(ModuleNotFoundError, match=r"jaxrl_post\[schema\]"):
+            needs()
+
+
 @pytest.mark.processes
 def test_a_function_grades_in_a_worker(file, scripted):
     rows = [{"prompt": "Say something long.", "answer": {"length": 4}}]
@@ -152,7 +241,7 @@ def test_a_function_returns_a_finite_number(monkeypatch, value):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"grader": "exactly"}, "no grader 'exactly'; there are exact, math, regex, <"),
+        ({"grader": "exactly"}, "no grader 'exactly'; there are exact, f1, math, re"),
         ({"grader": "absent_module:f"}, "there is no module 'absent_module' on sys.p"),
         ({"grader": "json:absent"}, "'json' has no function 'absent'"),
         ({"extract": "("}, r"extract must be a regular expression, got '\('"),
@@ -178,6 +267,9 @@ def test_options_are_checked(options, message):
         ({"prompt": " ", "answer": "2"}, {}, "the prompt is empty"),
         ({"prompt": "1", "answer": " "}, {}, "field 'answer' is empty"),
         ({"prompt": "1", "answer": [2]}, {}, "field 'answer' must be a text or a num"),
+        ({"prompt": "1", "answer": []}, {"grader": "f1"}, "'answer' is an empty list"),
+        ({"prompt": "1", "answer": ["b", {}]}, {"grader": "f1"}, "a number, got dict"),
+        ({"prompt": "1", "answer": "A."}, {"grader": "f1"}, "has no word but articles"),
         ({"prompt": "1", "answer": "("}, {"grader": "regex"}, "must be a regular expr"),
         ({"prompt": "1", "answer": "2", "s": 3}, {"solution": "s"}, "'s' must be str"),
         (
@@ -209,6 +301,11 @@ def test_a_split_without_a_prompt_is_refused(file):
 
 
 def test_right_answers_are_demonstrations_where_the_grader_says_so(file):
-    for grader, expected in (("exact", "1"), ("math", "#### 1"), ("regex", None)):
+    for grader, expected in (
+        ("exact", "1"),
+        ("f1", "1"),
+        ("math", "#### 1"),
+        ("regex", None),
+    ):
         environment, task = one(ROWS, file, grader=grader)
         assert environment.demonstration(task) == expected

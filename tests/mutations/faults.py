@@ -1,5 +1,6 @@
 """Every fault: of losses, kernels, sampling, packing, episodes and processes."""
 
+from tests.mutations.environment_faults import ENVIRONMENTS
 from tests.mutations.fault import Fault
 from tests.mutations.judge_faults import JUDGES
 from tests.mutations.kernel_faults import KERNELS
@@ -437,6 +438,7 @@ FAULTS = [
     *SERVE,
     *TOOLS,
     *JUDGES,
+    *ENVIRONMENTS,
     *PACKING,
     *EXAMPLES,
     *COLLECTOR,

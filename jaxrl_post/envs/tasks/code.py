@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -15,13 +14,13 @@ from typing import Any, Literal
 from jaxrl_post.conversations import prompt_of, text_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, response
 from jaxrl_post.envs.sandbox import Limits, Place, Sandbox, check_requirement, find
+from jaxrl_post.envs.tasks.blocks import last_block
 from jaxrl_post.envs.tasks.held_out import rows_of_split
 from jaxrl_post.jsonl import BadRowError, OnBadRow
 from jaxrl_post.tables import listed
 
-__all__ = ["Code", "program_of"]
+__all__ = ["Code"]
 
-_FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.M | re.S)
 _PROMPTS = ("prompt", "messages")
 # Relative difference of numbers that are equal.
 _CLOSE = 1e-6
@@ -132,7 +131,7 @@ class Code:
         Raises:
             SandboxError: a place cannot be opened.
         """
-        program = program_of(response(conversation))
+        program = last_block(response(conversation))
         tests, entry = task.data["tests"], task.data["entry_point"]
         until = time.monotonic() + self.total_seconds
         passed, late = 0, False
@@ -212,16 +211,6 @@ class _Row:
     @property
     def text(self) -> str:
         return "\n\n".join(message.content for message in self.messages)
-
-
-def program_of(text: str) -> str:
-    r"""The program in a response: its last fenced block, or all of it.
-
-    >>> program_of("So:\n```python\nprint(1)\n```\nDone.")
-    'print(1)\n'
-    """
-    found = _FENCED.findall(text)
-    return found[-1] if found else text
 
 
 def _require_test(test: Any, number: int, entry: str | None) -> None:

@@ -11,17 +11,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_post.envs.tasks.blocks import last_block
+from jaxrl_post.envs.tasks.json_schema import (
+    SchemaError,
+    is_valid,
+    json_of,
+    require_library,
+    require_schema,
+)
 from jaxrl_post.envs.tasks.math_answers import (
     Extraction,
     equal,
     final_answer,
     require_extraction,
 )
+from jaxrl_post.envs.tasks.token_f1 import token_f1, words
 from jaxrl_post.jsonl import is_unicode
 
 __all__ = ["GRADERS", "Grade", "Grader"]
 
-GRADERS = ("exact", "math", "regex")
+GRADERS = ("exact", "f1", "math", "regex", "schema")
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ class Grader:
     """One way to grade; `envs.tasks.prompt_answers.PromptAnswers` documents all.
 
     Attributes:
-        name: "exact", "math", "regex", or "module:name" of a function.
+        name: "exact", "f1", "math", "regex", "schema", or "module:name" of a function.
         extract: a regular expression for the part of a response to grade.
         extraction: "strict" or "flexible", for the grader "math".
 
@@ -81,13 +90,33 @@ class Grader:
         """Imports the grader's library or function, so that the first grade is fast."""
         if self.name == "math":
             equal("1", "1")
+        elif self.name == "schema":
+            require_library()
         elif self.name not in GRADERS:
             _function(self.name)
 
     def wrong_with(self, answer: Any) -> str | None:
-        """Why an answer of a file cannot be used as a reference; None if it can."""
+        """Why an answer of a file cannot be used as a reference; None if it can.
+
+        Raises:
+            ModuleNotFoundError: "schema" without the extra.
+        """
         if self.name not in GRADERS:
             return None
+        if self.name == "schema":
+            try:
+                require_schema(answer)
+            except SchemaError as error:
+                return str(error)
+            return None
+        if self.name == "f1" and isinstance(answer, list):
+            if not answer:
+                return "is an empty list"
+            reasons = (self._wrong_with_text(each) for each in answer)
+            return next((reason for reason in reasons if reason is not None), None)
+        return self._wrong_with_text(answer)
+
+    def _wrong_with_text(self, answer: Any) -> str | None:
         if type(answer) not in (str, int, float):
             return f"must be a text or a number, got {type(answer).__name__}"
         text = _text(answer).strip()
@@ -95,6 +124,8 @@ class Grader:
             return "is empty"
         if not is_unicode(text):
             return "holds half of a surrogate pair"
+        if self.name == "f1" and not words(text):
+            return f"has no word but articles and punctuation, got {text!r}"
         if self.name == "regex":
             try:
                 re.compile(text)
@@ -103,7 +134,9 @@ class Grader:
         return None
 
     def reference(self, answer: Any) -> str:
-        """The answer as text, as responses are compared with it."""
+        """The answer as text; of several accepted texts the first."""
+        if self.name == "f1":
+            return _accepted(answer)[0].strip()
         text = _text(answer).strip()
         if self.name != "math":
             return text
@@ -114,7 +147,8 @@ class Grader:
         """A right response for a reference; None if the grader does not define one."""
         if self.extract is not None:
             return None
-        return {"exact": reference, "math": f"#### {reference}"}.get(self.name)
+        shown = {"exact": reference, "f1": reference, "math": f"#### {reference}"}
+        return shown.get(self.name)
 
     def grade(self, response: str, answer: Any) -> Grade:
         """Grades a response.
@@ -130,9 +164,17 @@ class Grader:
         if self.name not in GRADERS:
             return Grade(_finite(self.name, _function(self.name)(response, answer)))
         said = self._said(response)
-        correct = said is not None and self._is_right(said, self.reference(answer))
-        metrics = {"correct": float(correct), "answered": float(said is not None)}
-        return Grade(float(correct), metrics)
+        if self.name == "schema":
+            return _valid(said, answer)
+        if said is None:
+            reward, correct = 0.0, False
+        elif self.name == "f1":
+            reward, correct = token_f1(said, _accepted(answer))
+        else:
+            correct = self._is_right(said, self.reference(answer))
+            reward = float(correct)
+        answered = said is not None
+        return _graded(reward, correct=correct, answered=answered)
 
     def _said(self, response: str) -> str | None:
         """The part of a response to grade; None if there is none."""
@@ -145,6 +187,8 @@ class Grader:
             return None if found is None else found.strip()
         if self.name == "math":
             return final_answer(response, extraction=self.extraction)
+        if self.name == "schema":
+            return last_block(response)
         return response.strip()
 
     def _is_right(self, said: str, reference: str) -> bool:
@@ -153,6 +197,25 @@ class Grader:
         if self.name == "regex":
             return re.fullmatch(reference, said, re.DOTALL) is not None
         return said == reference
+
+
+def _valid(said: str | None, schema: Any) -> Grade:
+    """Grades JSON; a text that is none counts as no answer."""
+    try:
+        value = json_of("" if said is None else said)
+    except ValueError:
+        return _graded(0.0, correct=False, answered=False)
+    valid = is_valid(schema, value)
+    return _graded(float(valid), correct=valid, answered=True)
+
+
+def _graded(reward: float, *, correct: bool, answered: bool) -> Grade:
+    metrics = {"correct": float(correct), "answered": float(answered)}
+    return Grade(reward, metrics)
+
+
+def _accepted(answer: Any) -> list[str]:
+    return [_text(each) for each in (answer if isinstance(answer, list) else [answer])]
 
 
 def _text(answer: Any) -> str:

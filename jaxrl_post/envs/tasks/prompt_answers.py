@@ -27,11 +27,18 @@ class PromptAnswers:
     The grader computes the reward:
 
     - exact: the response equals the answer; both are stripped of white space.
+    - f1: the share of right words, as SQuAD computes it: the F1 of the words of both,
+      without case, articles and punctuation. The answer is a text or a list of accepted
+      texts, of which the best counts.
     - math: math-verify finds the final answers of both equal (extra `math`). The final
       answer of a response is a number after "####" or the content of `\boxed{...}`,
       unless `extraction` is "flexible". In the file, these marks are optional.
     - regex: the answer is a regular expression (a dot also matches a line break) that
       must match the whole response, stripped of white space.
+    - schema: the answer is a JSON schema (an object, or its text), and the last fenced
+      block of the response, or all of it without one, must be JSON that is valid under
+      it (extra `schema`). The schema is checked when the file is read. It may refer to
+      its own parts alone: nothing is fetched. Formats such as "date" are not checked.
     - module:name: a function (response, answer) -> reward, a finite number. Its
       arguments are the response's text and the unchanged field of the file.
 
@@ -45,10 +52,11 @@ class PromptAnswers:
         on_bad_row: "fail" raises at a bad row, "skip" drops it and logs a warning.
         prompt: the field of the prompt, a text or a list of {"role", "content"}; the
             default is "prompt", or "messages" in a row without the field "prompt".
-        answer: the field of the answer, a text or a number; for a function any value.
+        answer: the field of the answer, a text or a number; for f1 also a list of
+            them, for schema an object, for a function any value.
         solution: the field of a demonstration, a text; None if there is no such field.
         grader: one of the graders above.
-        extract: a regular expression, for the graders exact, math and regex.
+        extract: a regular expression, for all graders but functions.
         extraction: for math: "strict", or "flexible", which takes the last number of a
             response without a marked answer.
         instruction: text after the prompt and an empty line.
@@ -108,7 +116,7 @@ class PromptAnswers:
 
         Raises:
             ValueError: at a bad row under "fail", or if the split is empty.
-            ModuleNotFoundError: for .parquet without the extra.
+            ModuleNotFoundError: for .parquet or JSON schemas without their extras.
             OSError: if the file cannot be read.
         """
         rows = rows_of_split(
@@ -137,8 +145,9 @@ class PromptAnswers:
             conversation: the messages so far; ends with the assistant's answer.
 
         Returns:
-            The last step. For exact, math and regex, it has the metrics `correct` and
-            `answered` (whether there was an answer to grade).
+            The last step. Unless a function grades, it has the metrics `correct` (for
+            f1, whether all words are right) and `answered` (whether there was an
+            answer to grade, for schema any JSON).
         """
         grade = self._grader.grade(response(conversation), task.data["answer"])
         return Step(grade.reward, done=True, metrics=grade.metrics)

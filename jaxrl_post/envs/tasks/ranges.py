@@ -1,6 +1,10 @@
 """Checks of the arguments of environments."""
 
-__all__ = ["require_integer", "require_share"]
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+__all__ = ["require_integer", "require_path_options", "require_share"]
 
 
 def require_integer(argument: str, value: object, low: int, high: int) -> None:
@@ -21,3 +25,23 @@ def require_share(argument: str, value: float) -> None:
     """Raises ValueError unless a value is in [0, 1]."""
     if not 0 <= value <= 1:
         raise ValueError(f"{argument} must be a share in [0, 1], got {value!r}")
+
+
+def require_path_options(environment: Any, generated: Sequence[str]) -> None:
+    """Raises ValueError if options of files and of generated tasks are mixed.
+
+    Args:
+        environment: a dataclass with `path` and `eval_path`; without a path it
+            generates its tasks.
+        generated: names of the options that only generated tasks have.
+    """
+    if environment.path is None:
+        if environment.eval_path is not None:
+            raise ValueError("eval_path needs path: name the training rows, too")
+        return
+    for field in fields(environment):
+        given = getattr(environment, field.name) != field.default
+        if field.name in generated and given:
+            raise ValueError(
+                f"{field.name} is of generated tasks: drop it, or drop path"
+            )

@@ -6,6 +6,7 @@ from jaxrl_post.envs.tools.environment import ToolEnvironment
 from jaxrl_post.envs.tools.functions import Functions
 from jaxrl_post.envs.tools.interpreter import Interpreter
 from jaxrl_post.envs.tools.mcp import McpServer
+from jaxrl_post.envs.tools.search import Search
 from jaxrl_post.envs.tools.toolset import (
     ERROR_KINDS,
     ErrorKind,
@@ -23,6 +24,7 @@ __all__ = [
     "Interpreter",
     "McpServer",
     "OpenTools",
+    "Search",
     "Tool",
     "ToolEnvironment",
     "ToolError",

@@ -13,11 +13,12 @@ from jaxrl_post.envs.tools.endpoint import Endpoint
 from jaxrl_post.envs.tools.functions import Functions
 from jaxrl_post.envs.tools.interpreter import Interpreter
 from jaxrl_post.envs.tools.mcp import McpServer
+from jaxrl_post.envs.tools.search import Search
 from jaxrl_post.envs.tools.toolset import Toolset
 
 __all__ = ["make_toolset"]
 
-_FORMS = "python, shell, http, mcp, <module>:<name>"
+_FORMS = "python, shell, search, http, mcp, <module>:<name>"
 
 
 def make_toolset(spec: str) -> Toolset:
@@ -26,6 +27,7 @@ def make_toolset(spec: str) -> Toolset:
         python                                  a Python in the sandbox
         shell?sandbox=require:bubblewrap        a shell as well
         python?seconds=2&python=/opt/tools/bin/python
+        search?corpus=passages.jsonl            passages of a file, found by their words
         mcp?command=["python","server.py"]      mcp?url=http://127.0.0.1:9000/mcp
         http?url=http://127.0.0.1:9000&tools=tools.json
         my_package.my_module:look_up            a function, a list of them, a toolset,
@@ -38,7 +40,8 @@ def make_toolset(spec: str) -> Toolset:
     ['python']
     >>> make_toolset("perl")
     Traceback (most recent call last):
-    ValueError: no tools 'perl'; there are python, shell, http, mcp, <module>:<name>
+    ValueError: no tools 'perl'; there are python, shell, search, http, mcp,
+    <module>:<name>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)
@@ -46,6 +49,8 @@ def make_toolset(spec: str) -> Toolset:
         return call(_python, chosen, name, kind="tool")
     if name == "shell":
         return call(_shell, chosen, name, kind="tool")
+    if name == "search":
+        return call(Search, chosen, name, kind="tool")
     if name == "http":
         return call(Endpoint.from_file, chosen, name, kind="tool")
     if name == "mcp":

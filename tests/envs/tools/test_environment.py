@@ -248,7 +248,7 @@ def test_episodes_run_in_worker_processes_and_tell_their_sandbox():
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
-        ("perl", "no tools 'perl'; there are python, shell, http, mcp"),
+        ("perl", "no tools 'perl'; there are python, shell, search, http, mcp"),
         ("python?second=2", "tool 'python' has no option 'second'.*'seconds'"),
         ("http?url=http://127.0.0.1:9", "needs the option 'tools'"),
         ("no.such.module:f", "there is no module 'no'"),

@@ -1,0 +1,213 @@
+"""The process that runs the queries a model wrote: it may read a data base, no more.
+
+It is started as a plain file (`execution.py`), so it imports only the standard library.
+Each line of standard input is a request, each line of standard output its answer, both
+JSON. The end of the input ends the process.
+
+A query cannot write: the data base is opened read-only, and the authorizer refuses all
+but reading. Its time is limited three times: a handler that SQLite calls while a query
+runs, the processor time of this process, which also ends what SQLite does in one step,
+and the clock of the process that asks.
+"""
+
+import contextlib
+import json
+import math
+import signal
+import sqlite3
+import sys
+import time
+import urllib.parse
+from collections import OrderedDict
+
+# Heap of SQLite, and address space of this process, in bytes.
+HEAP = 256 << 20
+ADDRESS_SPACE = 1 << 30
+# Bytes of one value, of a query and of an answer, and characters of a LIKE pattern.
+LENGTHS = {
+    sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1_000,
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+    sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
+}
+QUERY_BYTES = 20_000
+ANSWER_BYTES = 4_000_000
+# Steps of SQLite's machine between two looks at the clock: microseconds.
+STEPS = 1_000
+# Data bases that stay open.
+KEPT = 16
+
+ALLOWED = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+}
+# They load code, or return something else each time.
+DENIED = {"load_extension", "fts3_tokenizer", "random", "randomblob"}
+KINDS = {
+    "SQLITE_AUTH": "refused",
+    "SQLITE_INTERRUPT": "time",
+    "SQLITE_NOMEM": "size",
+    "SQLITE_TOOBIG": "size",
+    "SQLITE_FULL": "size",
+}
+
+
+class RefusedError(Exception):
+    """A query is not run: kind and message."""
+
+
+def authorize(action, first, second, *_):
+    """Whether SQLite may compile a part of a query."""
+    allowed = action in ALLOWED and not (
+        action == sqlite3.SQLITE_FUNCTION and str(second).lower() in DENIED
+    )
+    return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+
+
+def opened(path, schema, seconds):
+    """A data base: of a file, or one in memory that a text creates and fills."""
+    if path is not None:
+        # Immutable: no lock is taken, and no file appears beside it.
+        name = f"file:{urllib.parse.quote(path)}?mode=ro&immutable=1"
+        database = sqlite3.connect(name, uri=True, isolation_level=None)
+    else:
+        database = sqlite3.connect(":memory:", isolation_level=None)
+    database.text_factory = lambda raw: raw.decode("utf-8", "replace")
+    # Nothing is written to temporary files, and this process has little memory.
+    database.execute("PRAGMA temp_store = MEMORY")
+    database.execute("PRAGMA trusted_schema = OFF")
+    if schema is not None:
+        with limited(database, seconds):
+            database.executescript(schema)
+    for limit, value in LENGTHS.items():
+        database.setlimit(limit, value)
+    database.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, QUERY_BYTES)
+    database.execute("PRAGMA query_only = ON")
+    database.set_authorizer(authorize)
+    return database
+
+
+@contextlib.contextmanager
+def limited(database, seconds):
+    """Interrupts what takes longer."""
+    until = time.monotonic() + seconds
+    database.set_progress_handler(lambda: time.monotonic() > until, STEPS)
+    try:
+        yield
+    finally:
+        database.set_progress_handler(None, STEPS)
+
+
+def rows_of(database, query, seconds, most):
+    """The rows of a query, as lists, and the number of its columns."""
+    rows, size = [], 0
+    with limited(database, seconds), contextlib.closing(database.cursor()) as cursor:
+        cursor.execute(query)
+        if cursor.description is None:
+            raise RefusedError("refused", "it is not a query: nothing is selected")
+        for row in cursor:
+            written = [plain(value) for value in row]
+            size += sum(len(value) if isinstance(value, str) else 8 for value in row)
+            rows.append(written)
+            if len(rows) > most:
+                raise RefusedError("size", f"it returns more than {most} rows")
+            if size > ANSWER_BYTES:
+                raise RefusedError("size", "it returns too much text")
+        return rows, len(cursor.description)
+
+
+def plain(value):
+    """A value as JSON has it."""
+    return {"bytes": value.hex()} if isinstance(value, bytes) else value
+
+
+def answer(databases, request):
+    """Carries out a request."""
+    key = (request["path"], request["schema"])
+    try:
+        if key not in databases:
+            databases[key] = opened(*key, request["seconds"])
+            while len(databases) > KEPT:
+                databases.popitem(last=False)[1].close()
+        databases.move_to_end(key)
+        rows, columns = rows_of(
+            databases[key], request["query"], request["seconds"], request["rows"]
+        )
+        return {"rows": rows, "columns": columns}
+    except RefusedError as error:
+        return failure(*error.args)
+    except MemoryError:
+        return failure("size", "it needs too much memory")
+    except sqlite3.ProgrammingError as error:
+        return failure("refused", str(error))
+    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+        return failure(kind_of(error), str(error))
+
+
+def kind_of(error):
+    """Why SQLite raised."""
+    # A function that is not allowed, and a long query, have no code of their own.
+    if str(error).startswith("not authorized"):
+        return "refused"
+    if isinstance(error, sqlite3.DataError):
+        return "size"
+    return KINDS.get(getattr(error, "sqlite_errorname", ""), "invalid")
+
+
+def failure(kind, message):
+    """The answer that says why there are no rows."""
+    return {"kind": kind, "message": message[:500]}
+
+
+def limit_process():
+    """Limits the memory and the files of this process."""
+    database = sqlite3.connect(":memory:")
+    database.execute(f"PRAGMA hard_heap_limit = {HEAP}")
+    database.close()
+    try:
+        import resource
+    except ImportError:  # Not on Windows.
+        return
+    for kind, value in (
+        (resource.RLIMIT_AS, ADDRESS_SPACE),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        lower = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        # Some systems refuse to limit the address space.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(kind, (lower, lower))
+
+
+def limit_time(seconds):
+    """Ends this process after so much more processor time."""
+    try:
+        import resource
+    except ImportError:
+        return
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    end = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CPU, (end, hard))
+
+
+def main():
+    """Answers requests until there are no more."""
+    limit_process()
+    # Ctrl-C is for the run, which may still need answers before it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    databases = OrderedDict()
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        limit_time(request["seconds"])
+        reply = json.dumps(answer(databases, request)).encode("ascii")
+        sys.stdout.buffer.write(reply + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

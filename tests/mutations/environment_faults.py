@@ -1,0 +1,172 @@
+"""Faults of graders and of built-in environments."""
+
+from tests.mutations.fault import Fault
+
+__all__ = ["ENVIRONMENTS"]
+
+ANSWERS = "envs/test_prompt_answers.py"
+
+SEARCH = "envs/tools/test_search.py"
+
+QUERIES = "envs/sql/test_execution.py"
+RESULTS = "envs/sql/test_results.py"
+QUESTIONS = "envs/sql/test_text2sql.py"
+
+INSTRUCTIONS = "envs/test_instructions.py"
+
+ENVIRONMENTS = [
+    Fault(
+        "a word counts as often as it is said",
+        "envs/tasks/token_f1.py",
+        "(Counter(mine) & Counter(theirs)).total()",
+        "sum(each in theirs for each in mine)",
+        ANSWERS,
+    ),
+    Fault(
+        "the first accepted text alone counts",
+        "envs/tasks/token_f1.py",
+        "max(_f1(mine, each) for each in theirs)",
+        "_f1(mine, theirs[0])",
+        ANSWERS,
+    ),
+    Fault(
+        "a JSON schema may refer to what is fetched",
+        "envs/tasks/json_schema.py",
+        "        _require_references(validator, schema, REGISTRY)\n",
+        "",
+        ANSWERS,
+    ),
+    Fault(
+        "a constant that is not JSON is an answer",
+        "envs/tasks/json_schema.py",
+        "parse_constant=_refuse, ",
+        "",
+        ANSWERS,
+    ),
+    Fault(
+        "the worst passages are found",
+        "envs/tools/search.py",
+        "ORDER BY rank, rowid",
+        "ORDER BY rank DESC, rowid",
+        SEARCH,
+    ),
+    Fault(
+        "a passage needs all words of a query",
+        "envs/tools/search.py",
+        '" OR ".join',
+        '" AND ".join',
+        SEARCH,
+    ),
+    Fault(
+        "a call may ask for any number of passages",
+        "envs/tools/search.py",
+        "not 1 <= value <= self.max_passages",
+        "value < 1",
+        SEARCH,
+    ),
+    Fault(
+        "a query may do what it likes",
+        "envs/tasks/sql/inside.py",
+        "    database.set_authorizer(authorize)\n",
+        "",
+        QUERIES,
+    ),
+    Fault(
+        "a query may draw a number that is another each time",
+        "envs/tasks/sql/inside.py",
+        '"fts3_tokenizer", "random", ',
+        '"fts3_tokenizer", ',
+        QUERIES,
+    ),
+    Fault(
+        "a data base is opened to be written",
+        "envs/tasks/sql/inside.py",
+        "?mode=ro&immutable=1",
+        "?mode=rwc",
+        QUERIES,
+    ),
+    Fault(
+        "a query has all the memory of the machine",
+        "envs/tasks/sql/inside.py",
+        "    limit_process()\n    # Ctrl-C",
+        "    # Ctrl-C",
+        QUERIES,
+    ),
+    Fault(
+        "what SQLite does in one step is waited for",
+        "envs/tasks/sql/execution.py",
+        "self._seconds + _GRACE)",
+        "60 * self._seconds)",
+        QUERIES,
+    ),
+    Fault(
+        "equal rows count once",
+        "envs/tasks/sql/results.py",
+        "mine, theirs = sorted(mine, key=_key), sorted(theirs, key=_key)",
+        "mine, theirs = (sorted(set(x), key=_key) for x in (mine, theirs))",
+        RESULTS,
+    ),
+    Fault(
+        "order matters where a part of the query orders",
+        "envs/tasks/sql/results.py",
+        'depth += (token == "(") - (token == ")")',
+        "depth += 0",
+        RESULTS,
+    ),
+    Fault(
+        "any query is right that finds nothing either",
+        "envs/tasks/sql/environment.py",
+        "None if found.rows else ",
+        "None if True else ",
+        QUESTIONS,
+    ),
+    Fault(
+        "held-out questions are asked in training",
+        "envs/tasks/sql/environment.py",
+        "split_of(question.text) == split",
+        "split_of(about.schema + question.text) == split",
+        QUESTIONS,
+    ),
+    Fault(
+        "at least means more than",
+        "envs/tasks/instructions/checks.py",
+        "count >= number if",
+        "count > number if",
+        INSTRUCTIONS,
+    ),
+    Fault(
+        "an empty text uses no comma",
+        "envs/tasks/instructions/constraints.py",
+        "bool(text.strip()) and ",
+        "",
+        INSTRUCTIONS,
+    ),
+    Fault(
+        "one instruction that is fulfilled is enough",
+        "envs/tasks/instructions/environment.py",
+        'share if self.reward == "share" else float(all(kept))',
+        'share if self.reward == "share" else float(any(kept))',
+        INSTRUCTIONS,
+    ),
+    Fault(
+        "a word is forbidden inside of others",
+        "envs/tasks/instructions/checks.py",
+        r'rf"(?<!\w){re.escape(word)}(?!\w)"',
+        "re.escape(word)",
+        INSTRUCTIONS,
+    ),
+    Fault(
+        "loose verification is always done",
+        "envs/tasks/instructions/environment.py",
+        "_loosened(said) if self.loose else (said,)",
+        "_loosened(said)",
+        INSTRUCTIONS,
+    ),
+    Fault(
+        "Ctrl-C ends what runs queries",
+        "envs/tasks/sql/inside.py",
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n",
+        "",
+        QUERIES,
+    ),
+]
