@@ -1,0 +1,126 @@
+"""POST requests of JSON to one server, with the cookies of an episode."""
+
+from __future__ import annotations
+
+import http.client
+import http.cookiejar
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import Any, NamedTuple
+
+from jaxrl_post.envs.servers import SlowServerError, UnreachableError
+
+__all__ = ["JsonPosts", "Reply", "require_http"]
+
+# Statuses of a proxy whose server is away, or of a server that starts or is too busy.
+_AWAY = (502, 503, 504)
+# Bytes that are read at a time, between two looks at the clock.
+_CHUNK = 1 << 16
+
+
+class Reply(NamedTuple):
+    """The answer to a request.
+
+    Attributes:
+        status: of HTTP.
+        text: the body.
+    """
+
+    status: int
+    text: str
+
+
+class JsonPosts:
+    """Posts JSON to a server; what it sets as cookies is sent back.
+
+    Args:
+        url: of the server, with http or https.
+        most_bytes: of an answer that are read; the rest is left.
+    """
+
+    def __init__(self, url: str, most_bytes: int = 1 << 20) -> None:
+        self.url = url.rstrip("/")
+        self._most_bytes = most_bytes
+        cookies = urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar())
+        # Such servers are not behind the proxy that a cluster may have for the world.
+        direct = urllib.request.ProxyHandler({})
+        self._opener = urllib.request.build_opener(cookies, direct)
+
+    def post(self, name: str, body: Any, until: float) -> Reply:
+        """Posts once to URL/NAME; an attempt of `servers.Retries`.
+
+        Args:
+            name: the path under the URL.
+            body: JSON.
+            until: instant of `time.monotonic()` at which the answer must be there.
+
+        Returns:
+            The answer, also one with the status of an error.
+
+        Raises:
+            UnreachableError: the server is not there, broke the connection before the
+                answer was whole, or answered with 502, 503 or 504.
+            SlowServerError: the server took the request, and gave no answer in time.
+        """
+        request = urllib.request.Request(
+            f"{self.url}/{name}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+            method="POST",
+        )
+        left = max(until - time.monotonic(), 1e-3)
+        try:
+            try:
+                answer = self._opener.open(request, timeout=left)
+            except urllib.error.HTTPError as error:
+                answer = error
+            with answer:
+                reply = Reply(answer.status, self._read(answer, until))
+        # urllib wraps what goes wrong before the request was sent into a URLError, so
+        # only a wait for the answer raises a bare TimeoutError.
+        except TimeoutError as error:
+            raise SlowServerError(
+                f"POST {request.full_url}: no answer within {left:.3g} s"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error) or type(error).__name__
+            raise UnreachableError(f"POST {request.full_url}: {reason}") from error
+        if reply.status in _AWAY:
+            raise UnreachableError(f"POST {request.full_url}: status {reply.status}")
+        return reply
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._opener.close()
+
+    def _read(self, answer: Any, until: float) -> str:
+        body = b""
+        while len(body) < self._most_bytes:
+            # One read of the socket: a server that sends byte by byte ends as well.
+            chunk = answer.read1(min(_CHUNK, self._most_bytes - len(body)))
+            if not chunk:
+                break
+            body += chunk
+            if time.monotonic() > until:
+                raise TimeoutError
+        else:
+            return body.decode("utf-8", "replace")
+        if getattr(answer, "length", None):
+            raise http.client.IncompleteRead(body, answer.length)
+        return body.decode("utf-8", "replace")
+
+
+def require_http(url: str) -> None:
+    """Refuses a URL that is none of HTTP.
+
+    Raises:
+        ValueError: the URL is something else.
+
+    >>> require_http("ftp://tools")
+    Traceback (most recent call last):
+    ValueError: url must begin with http:// or https://, got 'ftp://tools'
+    """
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise ValueError(f"url must begin with http:// or https://, got {url!r}")
