@@ -12,6 +12,7 @@ from jaxrl_post.envs.env import (
     StatefulEnvironment,
     StatelessEnvironment,
 )
+from jaxrl_post.envs.protocols import NemoGym
 from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.code import Code
@@ -25,8 +26,8 @@ from jaxrl_post.envs.tasks.world import World
 __all__ = ["make"]
 
 _FORMS = (
-    "arithmetic, code, gsm8k, guess, jsonl, lookup, world, reasoning-gym:<task>, "
-    "<module>:<factory>"
+    "arithmetic, code, gsm8k, guess, jsonl, lookup, nemo-gym, world, "
+    "reasoning-gym:<task>, <module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "code": Code,
@@ -34,6 +35,7 @@ _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "guess": Guess,
     "jsonl": PromptAnswers,
     "lookup": lookup,
+    "nemo-gym": NemoGym,
     "world": World,
 }
 _REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
@@ -49,6 +51,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         guess?size=7&guesses=3                  world?turns=8
         lookup?depth=2                          code?path=problems.jsonl&reward=share
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
+        nemo-gym?url=http://127.0.0.1:9000&path=rows.jsonl
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
 
@@ -72,7 +75,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     >>> make("arithmetics")
     Traceback (most recent call last):
     ValueError: no environment 'arithmetics'; there are arithmetic, code, gsm8k, guess,
-    jsonl, lookup, world, reasoning-gym:<task>, <module>:<factory>
+    jsonl, lookup, nemo-gym, world, reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

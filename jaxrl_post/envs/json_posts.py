@@ -73,7 +73,7 @@ class JsonPosts:
         left = max(until - time.monotonic(), 1e-3)
         try:
             try:
-                answer = self._opener.open(request, timeout=left)
+                answer: Any = self._opener.open(request, timeout=left)
             except urllib.error.HTTPError as error:
                 answer = error
             with answer:
@@ -82,7 +82,7 @@ class JsonPosts:
         # only a wait for the answer raises a bare TimeoutError.
         except TimeoutError as error:
             raise SlowServerError(
-                f"POST {request.full_url}: no answer within {left:.3g} s"
+                f"POST {request.full_url}: no answer in time"
             ) from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error) or type(error).__name__

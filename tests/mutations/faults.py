@@ -3,6 +3,7 @@
 from tests.mutations.fault import Fault
 from tests.mutations.kernel_faults import KERNELS
 from tests.mutations.loss_faults import LOSSES
+from tests.mutations.protocol_faults import PROTOCOLS
 from tests.mutations.sampler_faults import SAMPLER
 from tests.mutations.serve_faults import SERVE
 from tests.mutations.tool_faults import TOOLS
@@ -435,6 +436,7 @@ FAULTS = [
     *SAMPLER,
     *SERVE,
     *TOOLS,
+    *PROTOCOLS,
     *PACKING,
     *EXAMPLES,
     *COLLECTOR,

@@ -1,0 +1,5 @@
+"""Environments of other people, run through their protocols; imports no jax."""
+
+from jaxrl_post.envs.protocols.nemo_gym import NemoGym
+
+__all__ = ["NemoGym"]
