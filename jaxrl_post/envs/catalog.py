@@ -12,7 +12,7 @@ from jaxrl_post.envs.env import (
     StatefulEnvironment,
     StatelessEnvironment,
 )
-from jaxrl_post.envs.protocols import NemoGym
+from jaxrl_post.envs.protocols import NemoGym, OpenEnv
 from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.code import Code
@@ -26,7 +26,7 @@ from jaxrl_post.envs.tasks.world import World
 __all__ = ["make"]
 
 _FORMS = (
-    "arithmetic, code, gsm8k, guess, jsonl, lookup, nemo-gym, world, "
+    "arithmetic, code, gsm8k, guess, jsonl, lookup, nemo-gym, openenv, world, "
     "reasoning-gym:<task>, <module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
@@ -36,6 +36,7 @@ _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "jsonl": PromptAnswers,
     "lookup": lookup,
     "nemo-gym": NemoGym,
+    "openenv": OpenEnv,
     "world": World,
 }
 _REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
@@ -52,6 +53,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         lookup?depth=2                          code?path=problems.jsonl&reward=share
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
         nemo-gym?url=http://127.0.0.1:9000&path=rows.jsonl
+        openenv?url=ws://127.0.0.1:8001/ws&tasks=1000&action=message
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
 
@@ -75,7 +77,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     >>> make("arithmetics")
     Traceback (most recent call last):
     ValueError: no environment 'arithmetics'; there are arithmetic, code, gsm8k, guess,
-    jsonl, lookup, nemo-gym, world, reasoning-gym:<task>, <module>:<factory>
+    jsonl, lookup, nemo-gym, openenv, world, reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

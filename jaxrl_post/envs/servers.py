@@ -75,18 +75,20 @@ class Retries:
         until = begin + self._seconds
         pause = _FIRST_PAUSE
         number = 1
+        causes: list[str] = []
         while True:
             try:
                 found = attempt(until)
             except UnreachableError as error:
+                causes.append(str(error))
                 left = until - time.monotonic()
                 if number == self._most or left <= pause:
-                    raise self._failure(str(error), number) from error
+                    raise self._failure(causes) from error
             except SlowServerError as error:
                 if number == 1:
                     raise
                 # What was left of the time was no fair chance to answer.
-                raise self._failure(str(error), number) from error
+                raise self._failure([*causes, str(error)]) from error
             else:
                 return found
             time.sleep(pause)
@@ -95,9 +97,12 @@ class Retries:
             pause = min(2 * pause, _LONGEST_PAUSE)
             number += 1
 
-    def _failure(self, cause: str, number: int) -> ServerError:
-        times = "once" if number == 1 else f"{number} times"
+    def _failure(self, causes: list[str]) -> ServerError:
+        # A last attempt that ran out of time says less than the first one.
+        first, last = causes[0], causes[-1]
+        then = "" if last == first else f", and at last: {last}"
+        times = "once" if len(causes) == 1 else f"{len(causes)} times"
         return ServerError(
-            f"{cause}; tried {times} within {self._seconds:g} s. Look after the "
+            f"{first}{then}; tried {times} within {self._seconds:g} s. Look after the "
             "server; the option 'seconds' gives it longer to come back"
         )

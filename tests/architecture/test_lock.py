@@ -23,6 +23,7 @@ LOCKED_EXTRAS = (
     "ray",
     "serve",
     "tools",
+    "openenv",
     "notebooks",
     "dev",
 )

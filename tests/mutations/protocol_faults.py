@@ -5,6 +5,8 @@ from tests.mutations.fault import Fault
 __all__ = ["PROTOCOLS"]
 
 NEMO_GYM = "envs/protocols/test_nemo_gym.py"
+OPENENV = "envs/protocols/test_openenv.py"
+ACTIONS = "envs/protocols/test_actions.py"
 
 PROTOCOLS = [
     Fault(
@@ -41,5 +43,47 @@ PROTOCOLS = [
         "        said = conversation[len(task.messages) :]\n",
         "        said = conversation[-1:]\n",
         NEMO_GYM,
+    ),
+    Fault(
+        "a connection of OpenEnv is made again without the actions before",
+        "envs/protocols/openenv.py",
+        "                    self._journal.replay(\n",
+        '                    Journal("").replay(\n',
+        OPENENV,
+    ),
+    Fault(
+        "an episode of OpenEnv goes on from another beginning",
+        "envs/protocols/openenv.py",
+        'if first != task.data["first"]:',
+        "if False:",
+        OPENENV,
+    ),
+    Fault(
+        "the seeds of OpenEnv that are held out are trained on",
+        "envs/protocols/openenv.py",
+        '2 * index + (split == "eval")',
+        "index",
+        OPENENV,
+    ),
+    Fault(
+        "an OpenEnv server that is full fails an episode at once",
+        "envs/protocols/openenv_client.py",
+        "            if code == _CAPACITY:\n                raise UnreachableError(\n",
+        "            if code == _CAPACITY:\n                raise ServerError(\n",
+        OPENENV,
+    ),
+    Fault(
+        "what a policy thinks of is its action",
+        "envs/protocols/actions.py",
+        "said = text.rpartition(_THOUGHT_END)[2].strip()",
+        "said = text.strip()",
+        ACTIONS,
+    ),
+    Fault(
+        "the first object of an answer is the action",
+        "envs/protocols/actions.py",
+        "            found = value\n",
+        "            found = found or value\n",
+        ACTIONS,
     ),
 ]

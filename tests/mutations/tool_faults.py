@@ -115,7 +115,7 @@ TOOLS = [
     ),
     Fault(
         "an answer that broke off is whole",
-        "envs/json_posts.py",
+        "envs/json_server.py",
         'if getattr(answer, "length", None):',
         "if False:",
         SERVERS,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_post.envs.env import Answer, Message, Split, Step, Task
-from jaxrl_post.envs.json_posts import JsonPosts, Reply, require_http
+from jaxrl_post.envs.json_server import JsonServer, Reply, require_http
 from jaxrl_post.envs.protocols.responses import messages_of, response_of, tools_of
 from jaxrl_post.envs.servers import (
     Retries,
@@ -146,7 +146,7 @@ class _Episode:
         self._retries = Retries(seconds)
         self._journal = Journal(url)
         # Until the session is seeded, and after a connection broke, there is none.
-        self._posts: JsonPosts | None = None
+        self._server: JsonServer | None = None
 
     @property
     def lost(self) -> float:
@@ -176,9 +176,9 @@ class _Episode:
 
     def close(self) -> None:
         """Forgets the session; the protocol has no request that ends it."""
-        if self._posts is not None:
-            self._posts.close()
-            self._posts = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def _called(self, name: str, arguments: Mapping[str, Any]) -> str:
         try:
@@ -189,7 +189,7 @@ class _Episode:
 
     def _request(self, name: str, body: Any) -> Reply:
         def attempt(until: float) -> Reply:
-            fresh = self._posts is None
+            fresh = self._server is None
             reply = self._sent(name, body, until)
             if reply.status >= 400 and not fresh:
                 # Between two requests a server may have been started again unnoticed.
@@ -200,32 +200,32 @@ class _Episode:
         return self._retries(attempt)
 
     def _sent(self, name: str, body: Any, until: float) -> Reply:
-        if self._posts is None:
-            self._posts = self._seeded(until)
+        if self._server is None:
+            self._server = self._seeded(until)
         try:
-            return self._posts.post(name, body, until)
+            return self._server.post(name, body, until)
         except UnreachableError:
             # What was away may have been started again, and know no session.
             self.close()
             raise
 
-    def _seeded(self, until: float) -> JsonPosts:
+    def _seeded(self, until: float) -> JsonServer:
         """A session that has had the calls of the episode so far."""
-        posts = JsonPosts(self._url, _MOST_BYTES)
+        server = JsonServer(self._url, _MOST_BYTES)
         try:
-            reply = posts.post("seed_session", self._row, until)
+            reply = server.post("seed_session", self._row, until)
         except SlowServerError as error:
-            # Nothing that the policy asked for.
-            raise ServerError(str(error)) from error
+            # Nothing that the policy asked for, unlike a call that takes long.
+            raise UnreachableError(str(error)) from error
         if reply.status >= 300:
             raise ServerError(
-                f"POST {posts.url}/seed_session: status {reply.status}, "
+                f"POST {server.url}/seed_session: status {reply.status}, "
                 f"{reply.text!r:.200}. The rows must be those of this server"
             )
         self._journal.replay(
-            lambda name, arguments: _result(posts.post(name, arguments, until))
+            lambda name, arguments: _result(server.post(name, arguments, until))
         )
-        return posts
+        return server
 
 
 def _result(reply: Reply) -> str:

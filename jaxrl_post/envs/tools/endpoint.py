@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_post.envs.env import Task
-from jaxrl_post.envs.json_posts import JsonPosts, require_http
+from jaxrl_post.envs.json_server import JsonServer, require_http
 from jaxrl_post.envs.servers import Retries, SlowServerError
 from jaxrl_post.envs.tools.toolset import Tool, ToolError
 
@@ -81,7 +81,7 @@ class OpenEndpoint:
     """The connection of one episode; from `Endpoint.open`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._posts = JsonPosts(endpoint.url)
+        self._server = JsonServer(endpoint.url)
         self._seconds = endpoint.seconds
         self._retries = Retries(endpoint.seconds)
 
@@ -99,7 +99,7 @@ class OpenEndpoint:
         """
         try:
             reply = self._retries(
-                lambda until: self._posts.post(name, arguments, until)
+                lambda until: self._server.post(name, arguments, until)
             )
         except SlowServerError as error:
             raise ToolError(f"no answer within {self._seconds:g} s") from error
@@ -109,7 +109,7 @@ class OpenEndpoint:
 
     def close(self) -> None:
         """Closes the connection."""
-        self._posts.close()
+        self._server.close()
 
 
 def _tools_of(path: str) -> list[Tool]:

@@ -235,23 +235,23 @@ def test_what_a_tool_says_is_told_and_what_the_machine_does_is_not(path):
         told = session.step(call(a=1)).messages[0].content
         assert told == "error: the server failed with status 500"
         session.close()
-        sums.changed = {"add": lambda handler: time.sleep(1.0)}
-        session = environment(server.url, path, seconds=0.3).open(task)
+        sums.changed = {"add": lambda handler: time.sleep(2.0)}
+        session = environment(server.url, path, seconds=0.8).open(task)
         told = session.step(call(a=1)).messages[0].content
-        assert told == "error: no answer within 0.3 s"
+        assert told == "error: no answer within 0.8 s"
         session.close()
         sums.changed = {"add": (503, "later")}
-        session = environment(server.url, path, seconds=0.3).open(task)
-        told = "/add: status 503; tried [23] times within 0.3 s"
+        session = environment(server.url, path, seconds=0.8).open(task)
+        told = "/add: status 503.*; tried .* within 0.8 s"
         with pytest.raises(ServerError, match=told):
             session.step(call(a=1))
         session.close()
         for changed, told in (
             ((404, "Not Found"), "/seed_session: status 404, 'Not Found'"),
-            (lambda handler: time.sleep(1.0), "/seed_session: no answer in time"),
+            (lambda handler: time.sleep(2.0), "/seed_session: no answer in time"),
         ):
             sums.changed = {"seed_session": changed}
-            session = environment(server.url, path, seconds=0.3).open(task)
+            session = environment(server.url, path, seconds=0.8).open(task)
             with pytest.raises(ServerError, match=told):
                 session.step(call(a=1))
             session.close()
@@ -278,7 +278,7 @@ def test_a_server_that_knows_other_numbers_fails_the_episode(path):
 def test_a_pool_names_the_server_and_takes_lost_sessions_again(path):
     sums = Sums()
     with serving(sums, sums.cookies) as server:
-        found = environment(server.url, path, seconds=0.3)
+        found = environment(server.url, path, seconds=3)
         (task, *_) = found.tasks("train")
         with WorkerPool(found, 1, deadline_s=30.0) as pool:
             turn = call(a=5)

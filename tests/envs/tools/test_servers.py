@@ -176,7 +176,7 @@ def test_an_mcp_server_that_is_not_there_is_named(options, told):
 
 def echoing(handler, name, said):
     if name == "hang":
-        time.sleep(1.0)
+        time.sleep(1.5)
     status = {"wrong": 422, "broken": 500}.get(name, 200)
     text = {"name": name, "said": said, "cookie": handler.headers["Cookie"]}
     return status, json.dumps(text)
@@ -208,16 +208,16 @@ def test_an_endpoint_is_posted_to_and_keeps_the_cookies_of_an_episode(url, tmp_p
 
 
 def test_an_endpoint_that_fails_is_told(url, tmp_path):
-    opened = endpoint(url, tmp_path, seconds=0.3).open(TASK)
+    opened = endpoint(url, tmp_path, seconds=0.5).open(TASK)
     with pytest.raises(ToolError, match="failed with status 500"):
         opened.call("broken", {})
-    with pytest.raises(ToolError, match=r"^no answer within 0\.3 s$"):
+    with pytest.raises(ToolError, match=r"^no answer within 0\.5 s$"):
         opened.call("hang", {})
 
 
 def test_an_endpoint_that_is_not_there_fails_the_episode():
     nowhere = Endpoint("http://127.0.0.1:9", (), seconds=0.2).open(TASK)
-    told = r"POST http://127\.0\.0\.1:9/look: .*refused; tried [23] times within 0\.2 s"
+    told = r"POST http://127\.0\.0\.1:9/look: .*refused; tried .* within 0\.2 s"
     with pytest.raises(ServerError, match=told):
         nowhere.call("look", {})
 
@@ -231,11 +231,11 @@ def test_an_endpoint_that_is_started_again_costs_time():
 
 @pytest.mark.parametrize("how", [502, 503, 504, "at once", "within the answer"])
 def test_a_call_that_was_not_answered_is_made_again(how):
-    made = []
+    made, recovers = [], True
 
     def answer(handler, name, said):
         made.append(said)
-        if len(made) > 2:
+        if recovers and len(made) > 2:
             return 200, "done"
         if how == "at once":
             return handler.break_off()
@@ -247,9 +247,9 @@ def test_a_call_that_was_not_answered_is_made_again(how):
         opened = Endpoint(server.url, (), seconds=15).open(TASK)
         assert opened.call("look", {"at": 1}) == "done"
         assert made == [{"at": 1}] * 3
-        made.clear()
-        hurried = Endpoint(server.url, (), seconds=0.04).open(TASK)
-        with pytest.raises(ServerError, match=f"{server.url}/look: .*; tried once"):
+        recovers = False
+        hurried = Endpoint(server.url, (), seconds=0.4).open(TASK)
+        with pytest.raises(ServerError, match=f"{server.url}/look: .*; tried .* 0.4 s"):
             hurried.call("look", {"at": 1})
 
 

@@ -1,4 +1,4 @@
-"""POST requests of JSON to one server, with the cookies of an episode."""
+"""Requests of JSON to one HTTP server, with the cookies of an episode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_post.envs.servers import SlowServerError, UnreachableError
 
-__all__ = ["JsonPosts", "Reply", "require_http"]
+__all__ = ["JsonServer", "Reply", "require_http"]
 
 # Statuses of a proxy whose server is away, or of a server that starts or is too busy.
 _AWAY = (502, 503, 504)
@@ -32,8 +32,8 @@ class Reply(NamedTuple):
     text: str
 
 
-class JsonPosts:
-    """Posts JSON to a server; what it sets as cookies is sent back.
+class JsonServer:
+    """A server that is sent JSON; what it sets as cookies is sent back.
 
     Args:
         url: of the server, with http or https.
@@ -70,6 +70,14 @@ class JsonPosts:
             headers={"Content-Type": "application/json"},
             method="POST",
         )
+        return self._answered(request, until)
+
+    def get(self, name: str, until: float) -> Reply:
+        """Gets URL/NAME once; otherwise as `post`."""
+        return self._answered(urllib.request.Request(f"{self.url}/{name}"), until)
+
+    def _answered(self, request: urllib.request.Request, until: float) -> Reply:
+        what = f"{request.get_method()} {request.full_url}"
         left = max(until - time.monotonic(), 1e-3)
         try:
             try:
@@ -81,14 +89,12 @@ class JsonPosts:
         # urllib wraps what goes wrong before the request was sent into a URLError, so
         # only a wait for the answer raises a bare TimeoutError.
         except TimeoutError as error:
-            raise SlowServerError(
-                f"POST {request.full_url}: no answer in time"
-            ) from error
+            raise SlowServerError(f"{what}: no answer in time") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error) or type(error).__name__
-            raise UnreachableError(f"POST {request.full_url}: {reason}") from error
+            raise UnreachableError(f"{what}: {reason}") from error
         if reply.status in _AWAY:
-            raise UnreachableError(f"POST {request.full_url}: status {reply.status}")
+            raise UnreachableError(f"{what}: status {reply.status}")
         return reply
 
     def close(self) -> None:
