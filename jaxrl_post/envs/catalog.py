@@ -15,6 +15,7 @@ from jaxrl_post.envs.env import (
 from jaxrl_post.envs.protocols import NemoGym, OpenEnv
 from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+from jaxrl_post.envs.tasks.bfcl import Bfcl
 from jaxrl_post.envs.tasks.code import Code
 from jaxrl_post.envs.tasks.gsm8k import GSM8K
 from jaxrl_post.envs.tasks.guess import Guess
@@ -26,10 +27,11 @@ from jaxrl_post.envs.tasks.world import World
 __all__ = ["make"]
 
 _FORMS = (
-    "arithmetic, code, gsm8k, guess, jsonl, lookup, nemo-gym, openenv, world, "
+    "arithmetic, bfcl, code, gsm8k, guess, jsonl, lookup, nemo-gym, openenv, world, "
     "reasoning-gym:<task>, <module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
+    "bfcl": Bfcl,
     "code": Code,
     "gsm8k": GSM8K,
     "guess": Guess,
@@ -54,6 +56,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
         nemo-gym?url=http://127.0.0.1:9000&path=rows.jsonl
         openenv?url=ws://127.0.0.1:8001/ws&tasks=1000&action=message
+        bfcl?category=multi_turn_base
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
 
@@ -76,8 +79,9 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     'arithmetic(+-,2x2)'
     >>> make("arithmetics")
     Traceback (most recent call last):
-    ValueError: no environment 'arithmetics'; there are arithmetic, code, gsm8k, guess,
-    jsonl, lookup, nemo-gym, openenv, world, reasoning-gym:<task>, <module>:<factory>
+    ValueError: no environment 'arithmetics'; there are arithmetic, bfcl, code, gsm8k,
+    guess, jsonl, lookup, nemo-gym, openenv, world, reasoning-gym:<task>,
+    <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

@@ -6,6 +6,7 @@ __all__ = ["PROTOCOLS"]
 
 NEMO_GYM = "envs/protocols/test_nemo_gym.py"
 OPENENV = "envs/protocols/test_openenv.py"
+BFCL = "envs/bfcl/test_sessions.py"
 ACTIONS = "envs/protocols/test_actions.py"
 
 PROTOCOLS = [
@@ -85,5 +86,33 @@ PROTOCOLS = [
         "            found = value\n",
         "            found = found or value\n",
         ACTIONS,
+    ),
+    Fault(
+        "a wrong turn of BFCL is forgiven",
+        "envs/tasks/bfcl.py",
+        "if not right or self._turn == len(turns):",
+        "if self._turn == len(turns):",
+        BFCL,
+    ),
+    Fault(
+        "BFCL compares states alone",
+        "envs/tasks/bfcl.py",
+        'bool(state["valid"] and results["valid"])',
+        'bool(state["valid"])',
+        BFCL,
+    ),
+    Fault(
+        "BFCL compares results alone",
+        "envs/tasks/bfcl.py",
+        'bool(state["valid"] and results["valid"])',
+        'bool(results["valid"])',
+        BFCL,
+    ),
+    Fault(
+        "every method of an API of BFCL can be called",
+        "envs/tasks/bfcl.py",
+        "dict.fromkeys(names, self)",
+        'dict.fromkeys([*names, "reset", "_load_scenario"], self)',
+        BFCL,
     ),
 ]

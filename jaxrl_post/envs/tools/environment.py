@@ -117,7 +117,7 @@ class ToolSession:
     Args:
         task: the task.
         tools: those of the episode, by the name that the policy calls.
-        judge: (task, conversation) -> the step that ends the episode.
+        judge: (task, conversation) -> the answer to a turn without calls.
         ended: closes the tools.
         max_calls: as of `ToolEnvironment`.
         turn_seconds: likewise.
@@ -148,6 +148,8 @@ class ToolSession:
         # A turn that was cut may have lost a call: it is judged as it is.
         if turn.truncated or not (turn.tool_calls or turn.broken_calls):
             step = self._judge(self._task, self._conversation)
+            # A judge may also go on, with what a user says next.
+            self._conversation = (*self._conversation, *step.messages)
             return replace(step, metrics={**step.metrics, **self._metrics()})
         until = time.monotonic() + self._turn_seconds - self._lost()
         messages = tuple(

@@ -13,7 +13,7 @@ from jaxrl_post.envs import Answer, Message, ToolCall, WorkerPool, make
 from jaxrl_post.envs.protocols.responses import messages_of, response_of, tools_of
 from jaxrl_post.envs.servers import ServerError
 from jaxrl_post.jsonl import BadRowError
-from tests.envs.http_servers import serving, serving_later
+from tests.envs.tools.http_servers import serving, serving_later
 
 ADD = {
     "type": "function",

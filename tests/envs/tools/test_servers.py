@@ -20,7 +20,7 @@ from jaxrl_post.envs.tools import (
     ToolEnvironment,
     ToolError,
 )
-from tests.envs.http_servers import serving, serving_later
+from tests.envs.tools.http_servers import serving, serving_later
 from tests.envs.tools.test_environment import Sums, calls
 
 pytestmark = pytest.mark.processes
