@@ -114,8 +114,8 @@ class SFTConfig(OfflineConfig):
     """Supervised fine-tuning on chats and texts, or an environment's demonstrations.
 
     Attributes:
-        env: arithmetic, code, gsm8k, guess, jsonl, lookup, nemo-gym,
-            openenv, world, reasoning-gym:<task>, or <module>:<factory>, with options as in
+        env: arithmetic, code, gsm8k, guess, jsonl, lookup, world,
+            reasoning-gym:<task>, or <module>:<factory>, with options as in
             arithmetic?level=2. None for the rows of `data.path`, which have messages,
             prompt and completion, or text; arithmetic without a file.
         data: files of chats, texts or tasks.

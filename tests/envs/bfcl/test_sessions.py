@@ -63,7 +63,6 @@ def test_a_right_episode_goes_through_the_turns_of_the_user(tasks):
     [
         (),
         (("dim", '{"by": 1}'),),
-        # The state is right, but not what was said on the way.
         (("dim", '{"by": 1}'), ("dim", '{"by": 0}'), ("dim", '{"by": 1, "x": 1}')),
         (("dim", '{"by": 1, "twice": true}'), ("dim", '{"by": 1}')),
         (("reset", "{}"), ("dim", '{"by": 2, "by ": 1}')),
@@ -76,6 +75,19 @@ def test_a_wrong_turn_ends_the_episode(tasks, calls):
     step = session.step(DONE)
     assert (step.reward, step.done) == (0.0, True)
     assert step.metrics["bfcl/right_turns"] == 0.0
+    session.close()
+
+
+def test_a_right_state_is_not_enough(tasks):
+    session = bfcl.Bfcl().open(tasks[0])
+    session.step(calling(("dim", '{"by": 2}')))
+    session.step(DONE)
+    session.step(DONE)
+    # The lamp is as it should be, but the user wants to hear how it looks.
+    session.step(calling(("dim", '{"by": 1, "twice": true}')))
+    step = session.step(DONE)
+    assert (step.reward, step.done) == (0.0, True)
+    assert step.metrics["bfcl/right_turns"] == 2.0
     session.close()
 
 
