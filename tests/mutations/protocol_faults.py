@@ -55,7 +55,7 @@ PROTOCOLS = [
     Fault(
         "an episode of OpenEnv goes on from another beginning",
         "envs/protocols/openenv.py",
-        'if first != task.data["first"]:',
+        "if first != before:",
         "if False:",
         OPENENV,
     ),

@@ -15,7 +15,12 @@ from jaxrl_post.envs.protocols.actions import (
     check_field,
     text_of_observation,
 )
-from jaxrl_post.envs.protocols.openenv_client import OpenEnvClient, RefusalError, Result
+from jaxrl_post.envs.protocols.openenv_client import (
+    OpenEnvClient,
+    RefusalError,
+    Result,
+    load_library,
+)
 from jaxrl_post.envs.servers import Retries, ServerError, UnreachableError
 from jaxrl_post.envs.tasks.ranges import require_integer
 from jaxrl_post.envs.tools.journal import Journal
@@ -83,6 +88,7 @@ class OpenEnv:
             raise ValueError(f"seconds must be a number, got {seconds!r}")
         if not seconds > 0:
             raise ValueError(f"seconds must be positive, got {seconds!r}")
+        load_library()
         self.url = url
         self.action = action
         self.observation = observation
@@ -132,7 +138,7 @@ class OpenEnv:
         Raises:
             ModuleNotFoundError: it is not installed.
         """
-        import websockets.sync.client  # noqa: F401
+        load_library()
 
     def demonstration(self, task: Task) -> None:
         """None: the server knows no good action."""
@@ -162,14 +168,11 @@ class OpenEnvSession:
         self._environment = environment
         self._refused = 0
         self._episode = _Episode(environment)
-        first = self._episode.begun(task.data["seed"])
-        if first != task.data["first"]:
+        try:
+            self._begin(task)
+        except ServerError:
             self.close()
-            raise ServerError(
-                f"{environment.url}: a reset with seed {task.data['seed']} gave "
-                f"{first!r:.80} after {task.data['first']!r:.80}: an environment must "
-                "depend on its seed alone, as lost episodes are taken again"
-            )
+            raise
 
     def step(self, turn: Answer) -> Step:
         """Carries the policy's action out.
@@ -191,6 +194,16 @@ class OpenEnvSession:
     def close(self) -> None:
         """Ends the session at the server."""
         self._episode.close()
+
+    def _begin(self, task: Task) -> None:
+        seed, before = task.data["seed"], task.data["first"]
+        first = self._episode.begun(seed)
+        if first != before:
+            raise ServerError(
+                f"{self._environment.url}: a reset with seed {seed} gave {first!r:.80} "
+                f"after {before!r:.80}: an environment must depend on its seed alone, "
+                "as lost episodes are taken again"
+            )
 
 
 class _Episode:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_post.envs.servers import ServerError, SlowServerError, UnreachableError
 
-__all__ = ["OpenEnvClient", "RefusalError", "Result"]
+__all__ = ["OpenEnvClient", "RefusalError", "Result", "load_library"]
 
 # Seconds in which a server may answer that a connection is to be closed.
 _CLOSE = 1.0
@@ -54,7 +54,7 @@ class OpenEnvClient:
     """
 
     def __init__(self, url: str, until: float, most_bytes: int) -> None:
-        client, errors = _library()
+        client, errors = load_library()
         self._url = url
         self._most_bytes = most_bytes
         self._closed = errors.ConnectionClosed
@@ -183,7 +183,12 @@ def _told(data: dict[str, Any]) -> str:
     return f"{told}: {'; '.join(details)}" if details else told
 
 
-def _library() -> tuple[Any, Any]:
+def load_library() -> tuple[Any, Any]:
+    """The modules of websockets with its client and with its errors.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
     try:
         from websockets import exceptions
         from websockets.sync import client

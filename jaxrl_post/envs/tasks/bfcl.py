@@ -96,8 +96,9 @@ class Bfcl:
         """
         if split != "eval":
             raise ValueError(
-                "bfcl is a benchmark and has nothing to train on: it is for "
-                "`python -m launch.evaluate --env bfcl`"
+                "bfcl is a benchmark and has nothing to train on, not even the "
+                "tokenizer of a preset: give `python -m launch.evaluate --env bfcl` a "
+                "--model that is a directory or a name on the hub"
             )
         return _tasks(self.category)
 
