@@ -25,17 +25,17 @@ PROTOCOLS = [
         NEMO_GYM,
     ),
     Fault(
-        "an error of NeMo Gym that comes from a lost session is told",
+        "a NeMo Gym server that was started again unnoticed is asked on",
         "envs/protocols/nemo_gym.py",
-        "reply.status >= 400 and not fresh",
-        "reply.status >= 600 and not fresh",
+        "if self._watch is not None and not self._watch.open:",
+        "if False:",
         NEMO_GYM,
     ),
     Fault(
         "a session of NeMo Gym goes on after its connection broke",
         "envs/protocols/nemo_gym.py",
-        "            self.close()\n            raise\n",
-        "            raise\n",
+        "                self.close()\n                raise\n",
+        "                raise\n",
         NEMO_GYM,
     ),
     Fault(

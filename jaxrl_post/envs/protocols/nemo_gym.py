@@ -11,6 +11,7 @@ from typing import Any
 from jaxrl_post.envs.env import Answer, Message, Split, Step, Task
 from jaxrl_post.envs.json_server import JsonServer, Reply, require_http
 from jaxrl_post.envs.protocols.responses import messages_of, response_of, tools_of
+from jaxrl_post.envs.protocols.watch import Watch
 from jaxrl_post.envs.servers import (
     Retries,
     ServerError,
@@ -27,6 +28,8 @@ __all__ = ["NemoGym"]
 
 # The field of a row with the request that the policy answers.
 _PARAMS = "responses_create_params"
+# With a tool of such a name a policy could ask for its reward.
+_RESERVED = ("seed_session", "verify", "aggregate_metrics", "mcp")
 # Bytes of an answer: /verify returns the row and the whole conversation.
 _MOST_BYTES = 1 << 26
 
@@ -47,9 +50,7 @@ class NemoGym:
     A server that is not there is waited for, for at most `seconds` a request. It may
     have lost the session, so a new one is seeded and gets the earlier calls again. If
     it stays away, or judges with something else than a finite number, the episode fails
-    and has no reward: the policy is never told, as it is not its doing. The status of
-    an error may mean too that the session was lost; it counts if a new session gives
-    it again.
+    and has no reward: the policy is never told, as it is not its doing.
 
     Args:
         url: of the resource server, with http or https.
@@ -145,8 +146,9 @@ class _Episode:
         self._seconds = seconds
         self._retries = Retries(seconds)
         self._journal = Journal(url)
-        # Until the session is seeded, and after a connection broke, there is none.
+        # Until the session is seeded, and after the server was lost, there is none.
         self._server: JsonServer | None = None
+        self._watch: Watch | None = None
 
     @property
     def lost(self) -> float:
@@ -176,9 +178,10 @@ class _Episode:
 
     def close(self) -> None:
         """Forgets the session; the protocol has no request that ends it."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        for each in (self._server, self._watch):
+            if each is not None:
+                each.close()
+        self._server = self._watch = None
 
     def _called(self, name: str, arguments: Mapping[str, Any]) -> str:
         try:
@@ -189,28 +192,24 @@ class _Episode:
 
     def _request(self, name: str, body: Any) -> Reply:
         def attempt(until: float) -> Reply:
-            fresh = self._server is None
-            reply = self._sent(name, body, until)
-            if reply.status >= 400 and not fresh:
-                # Between two requests a server may have been started again unnoticed.
+            if self._watch is not None and not self._watch.open:
+                # Another server may listen already, which does not know the session.
                 self.close()
-                reply = self._sent(name, body, until)
-            return reply
+            try:
+                if self._server is None:
+                    self._server = self._seeded(until)
+                return self._server.post(name, body, until)
+            except UnreachableError:
+                # What was away may have been started again, and know no session.
+                self.close()
+                raise
 
         return self._retries(attempt)
 
-    def _sent(self, name: str, body: Any, until: float) -> Reply:
-        if self._server is None:
-            self._server = self._seeded(until)
-        try:
-            return self._server.post(name, body, until)
-        except UnreachableError:
-            # What was away may have been started again, and know no session.
-            self.close()
-            raise
-
     def _seeded(self, until: float) -> JsonServer:
         """A session that has had the calls of the episode so far."""
+        # Before the session is there, so that it sees every end of it.
+        self._watch = Watch(self._url, until)
         server = JsonServer(self._url, _MOST_BYTES)
         try:
             reply = server.post("seed_session", self._row, until)
@@ -261,5 +260,12 @@ def _row(row: Mapping[str, Any]) -> list[Task]:
             f"no object {_PARAMS!r} (fields: {', '.join(row)}); the file must be one "
             "of NeMo Gym, for the resource server at the URL"
         )
+    tools = tools_of(params)
+    for tool in tools:
+        if tool["function"]["name"] in _RESERVED:
+            raise BadRowError(
+                f"a tool must not have the name {tool['function']['name']!r}, which is "
+                "that of a request of the protocol"
+            )
     # The index follows from the split.
-    return [Task(0, messages_of(params), "", {"row": dict(row)}, tools_of(params))]
+    return [Task(0, messages_of(params), "", {"row": dict(row)}, tools)]

@@ -127,13 +127,11 @@ def test_an_episode_seeds_calls_and_is_judged(path):
         other.close()
     names = [name for name, _ in sums.seen]
     assert names == [
-        *("seed_session", "add", "seed_session", "add"),
-        # What is wrong is asked again in a new session, after the calls before it.
-        *("add", "seed_session", "add", "add", "add"),
+        *("seed_session", "add", "seed_session", "add", "add", "add"),
         *("verify", "verify"),
     ]
     assert sums.seen[0][1] == row(number)
-    said = sums.seen[9][1]
+    said = sums.seen[6][1]
     response = said.pop("response")
     assert said == row(number)
     assert Response.model_validate(response).output_text == str(number + 4)
@@ -143,7 +141,7 @@ def test_an_episode_seeds_calls_and_is_judged(path):
         *("call_0", "call_0", "call_1", "call_1", "call_2", "call_2", None)
     ]
     assert response["output"][1]["output"] == str(number)
-    assert sums.seen[10][1]["response"]["output"][-1]["status"] == "incomplete"
+    assert sums.seen[7][1]["response"]["output"][-1]["status"] == "incomplete"
 
 
 def test_a_server_that_is_started_again_costs_an_episode_nothing_but_time(path):
@@ -176,7 +174,7 @@ def test_a_server_that_was_started_again_between_two_requests_is_noticed(path):
     again = Sums()
     with serving(again, again.cookies, port):
         assert session.step(call(a=2)).messages[0].content == "3"
-    assert [name for name, _ in again.seen] == ["add", "seed_session", "add", "add"]
+    assert [name for name, _ in again.seen] == ["seed_session", "add", "add"]
     session.close()
 
 
@@ -289,12 +287,11 @@ def test_a_pool_names_the_server_and_takes_lost_sessions_again(path):
             assert second.step.messages[0].content == "11"
             assert len(sums.sums) == 2
             url = server.url
-            server.shutdown()
-            server.server_close()
+            server.end()
             answer = (*task.messages, Answer("assistant", "4"))
             third = pool.submit(task, answer, session="c").result(60)
             assert third.step is None
-            told = f"ServerError: POST {url}/seed_session: .*refused"
+            told = f"ServerError: {url}: .*refused"
             assert re.search(told, str(third.error))
 
 
@@ -313,6 +310,7 @@ def test_a_pool_names_the_server_and_takes_lost_sessions_again(path):
         ),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tool 0 must be a func"),
         ({"input": "a", "tools": [ADD, ADD]}, "tool 1: there are two of the name"),
+        ({"input": "a", "tools": [{**ADD, "name": "verify"}]}, "the name 'verify'"),
     ],
 )
 def test_rows_that_are_none_are_refused(tmp_path, bad, told):

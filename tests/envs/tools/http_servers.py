@@ -57,10 +57,24 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.answer = answer
         self.cookies = cookies
+        self.connections = []
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def get_request(self):
+        connection, address = super().get_request()
+        self.connections.append(connection)
+        return connection, address
+
+    def end(self) -> None:
+        """Ends as a process does, with all its connections."""
+        self.shutdown()
+        self.server_close()
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request, client_address):
         pass
@@ -75,9 +89,8 @@ def serving(answer, cookies=lambda handler: (), port=0) -> Iterator[Server]:
     try:
         yield server
     finally:
-        server.shutdown()
+        server.end()
         thread.join(LONGEST)
-        server.server_close()
 
 
 @contextlib.contextmanager
