@@ -213,17 +213,17 @@ class _Episode:
         server = JsonServer(self._url, _MOST_BYTES)
         try:
             reply = server.post("seed_session", self._row, until)
-        except SlowServerError as error:
-            # Nothing that the policy asked for, unlike a call that takes long.
-            raise UnreachableError(str(error)) from error
-        if reply.status >= 300:
-            raise ServerError(
-                f"POST {server.url}/seed_session: status {reply.status}, "
-                f"{reply.text!r:.200}. The rows must be those of this server"
+            if reply.status >= 300:
+                raise ServerError(
+                    f"POST {server.url}/seed_session: status {reply.status}, "
+                    f"{reply.text!r:.200}. The rows must be those of this server"
+                )
+            self._journal.replay(
+                lambda name, arguments: _result(server.post(name, arguments, until))
             )
-        self._journal.replay(
-            lambda name, arguments: _result(server.post(name, arguments, until))
-        )
+        except SlowServerError as error:
+            # Nothing that the policy asked for now, unlike a call that takes long.
+            raise UnreachableError(str(error)) from error
         return server
 
 

@@ -272,6 +272,20 @@ def test_a_server_that_knows_other_numbers_fails_the_episode(path):
     session.close()
 
 
+def test_an_earlier_call_that_is_slow_when_it_is_made_again_is_not_told(path):
+    first = Sums()
+    with serving(first, first.cookies) as server:
+        found = environment(server.url, path, seconds=0.8)
+        session = found.open(found.tasks("train")[0])
+        session.step(call(a=1))
+        port = server.server_port
+    slow = Sums(add=lambda handler: time.sleep(2.0))
+    told = "/add: no answer in time; tried .* within 0.8 s"
+    with serving(slow, slow.cookies, port), pytest.raises(ServerError, match=told):
+        session.step(call(a=2))
+    session.close()
+
+
 @pytest.mark.processes
 def test_a_pool_names_the_server_and_takes_lost_sessions_again(path):
     sums = Sums()
