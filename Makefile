@@ -1,7 +1,7 @@
 # `make demo` and `make test` need a Python >= 3.12 and nothing else: both make .venv.
 # ARGS adds options, as in: make demo ARGS="--steps 20", make test ARGS=tests/losses.
 
-EXTRAS := math,envs,schema,parquet,hub,ray,serve,tools,notebooks,dev
+EXTRAS := math,envs,schema,parquet,hub,ray,serve,tools,openenv,notebooks,dev
 CHECKS := check-format check-lint check-types check-layers
 
 # Two processes, a file in one of them: what a file's tests share is computed once.

@@ -30,7 +30,8 @@ class EvaluateConfig:
         model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
             weights: demo, tiny, small, or a published size such as qwen3-0.6b.
         revision: branch, tag or commit of a model on the hub.
-        env: environment, as for training, such as arithmetic?level=2 or gsm8k.
+        env: environment, as for training, such as arithmetic?level=2 or gsm8k; bfcl
+            (docs/protocols.md) can only be evaluated.
         tools: what the model may call before it answers, as for training. Needs
             `max_turns`.
         data: files of tasks, for environments that read some.

@@ -15,8 +15,10 @@ from jaxrl_post.envs.env import (
     StatelessEnvironment,
 )
 from jaxrl_post.envs.judges import Judged
+from jaxrl_post.envs.protocols import NemoGym, OpenEnv
 from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+from jaxrl_post.envs.tasks.bfcl import Bfcl
 from jaxrl_post.envs.tasks.code import Code
 from jaxrl_post.envs.tasks.gsm8k import GSM8K
 from jaxrl_post.envs.tasks.guess import Guess
@@ -36,10 +38,12 @@ from jaxrl_post.envs.tasks.world import World
 __all__ = ["make"]
 
 _FORMS = (
-    "arithmetic, code, gsm8k, guess, instructions, jsonl, judged, lookup, mixture, "
-    "text2sql, world, reasoning-gym:<task>, <module>:<factory>"
+    "arithmetic, bfcl, code, gsm8k, guess, instructions, jsonl, judged, lookup, "
+    "mixture, nemo-gym, openenv, text2sql, world, reasoning-gym:<task>, "
+    "<module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
+    "bfcl": Bfcl,
     "code": Code,
     "gsm8k": GSM8K,
     "guess": Guess,
@@ -47,6 +51,8 @@ _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "jsonl": PromptAnswers,
     "judged": Judged,
     "lookup": lookup,
+    "nemo-gym": NemoGym,
+    "openenv": OpenEnv,
     "text2sql": Text2SQL,
     "world": World,
 }
@@ -67,6 +73,9 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         text2sql?level=2                        text2sql?path=questions.jsonl&rows=0
         judged?path=prompts.jsonl&url=http://127.0.0.1:8000/v1&kind=compare
         mixture?path=mixture.json
+        nemo-gym?url=http://127.0.0.1:9000&path=rows.jsonl
+        openenv?url=ws://127.0.0.1:8001/ws&tasks=1000&action=message
+        bfcl?category=multi_turn_base
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
 
@@ -93,9 +102,9 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     'arithmetic(+-,2x2)'
     >>> make("arithmetics")
     Traceback (most recent call last):
-    ValueError: no environment 'arithmetics'; there are arithmetic, code, gsm8k, guess,
-    instructions, jsonl, judged, lookup, mixture, text2sql, world,
-    reasoning-gym:<task>, <module>:<factory>
+    ValueError: no environment 'arithmetics'; there are arithmetic, bfcl, code, gsm8k,
+    guess, instructions, jsonl, judged, lookup, mixture, nemo-gym, openenv, text2sql,
+    world, reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

@@ -24,6 +24,7 @@ LOCKED_EXTRAS = (
     "ray",
     "serve",
     "tools",
+    "openenv",
     "notebooks",
     "dev",
 )

@@ -5,6 +5,7 @@ from tests.mutations.fault import Fault
 from tests.mutations.judge_faults import JUDGES
 from tests.mutations.kernel_faults import KERNELS
 from tests.mutations.loss_faults import LOSSES
+from tests.mutations.protocol_faults import PROTOCOLS
 from tests.mutations.sampler_faults import SAMPLER
 from tests.mutations.serve_faults import SERVE
 from tests.mutations.tool_faults import TOOLS
@@ -439,6 +440,7 @@ FAULTS = [
     *TOOLS,
     *JUDGES,
     *ENVIRONMENTS,
+    *PROTOCOLS,
     *PACKING,
     *EXAMPLES,
     *COLLECTOR,

@@ -54,8 +54,8 @@ JUDGES = [
     Fault(
         "a judge that starts is not waited for",
         "envs/judges/endpoint.py",
-        "if error.code not in _PASSING:",
-        "if True:",
+        "if reply.status in _BUSY:",
+        "if False:",
         JUDGE,
     ),
     Fault(

@@ -8,6 +8,7 @@ EPISODES = "rollout/test_tools.py"
 TOKENS = "data/test_tools.py"
 ENVIRONMENT = "envs/tools/test_environment.py"
 CODE = "envs/test_code.py"
+SERVERS = "envs/tools/test_servers.py"
 
 TOOLS = [
     Fault(
@@ -90,5 +91,40 @@ TOOLS = [
         "        return said is expected\n",
         "",
         CODE,
+    ),
+    Fault(
+        "a server that is away is told to the policy",
+        "envs/tools/environment.py",
+        "except (SandboxError, ServerError):",
+        "except SandboxError:",
+        SERVERS,
+    ),
+    Fault(
+        "a server that is away is tried once",
+        "envs/servers.py",
+        "if number == self._most or left <= pause:",
+        "if True:",
+        SERVERS,
+    ),
+    Fault(
+        "a wait for a server takes time from the other calls",
+        "envs/tools/environment.py",
+        "if time.monotonic() - self._lost() > until:",
+        "if time.monotonic() > until:",
+        SERVERS,
+    ),
+    Fault(
+        "an answer that broke off is whole",
+        "envs/json_server.py",
+        'if getattr(answer, "length", None):',
+        "if False:",
+        SERVERS,
+    ),
+    Fault(
+        "a server that was started again is given no earlier calls",
+        "envs/tools/mcp.py",
+        "            self._journal.replay(\n",
+        '            Journal("").replay(\n',
+        SERVERS,
     ),
 ]

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import os
 import secrets
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jaxrl_post.envs.json_server import JsonServer, Reply, require_http
+from jaxrl_post.envs.servers import Retries, ServerError, UnreachableError
+
 __all__ = ["ChatEndpoint", "JudgeError"]
 
-# Bytes of an answer that are read.
-_MOST_BYTES = 1 << 20
-# What asking again may mend: the server is busy, starts, or is restarted.
-_PASSING = (408, 429, 500, 502, 503, 504)
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
+# Statuses that asking again may mend, beside those of a server that is away.
+_BUSY = (408, 429, 500)
 # Answers that a process keeps in memory.
 _MOST_KEPT = 10_000
 
 
-class JudgeError(RuntimeError):
+class JudgeError(ServerError):
     """There is no verdict: the judge gave no answer, or none that can be read."""
 
 
@@ -68,10 +65,7 @@ class ChatEndpoint:
     seconds: float = 8.0
 
     def __post_init__(self) -> None:
-        if not str(self.url).startswith(("http://", "https://")):
-            raise ValueError(
-                f"url must begin with http:// or https://, got {self.url!r}"
-            )
+        require_http(self.url)
         for name, low in (("temperature", -1e-9), ("max_tokens", 0), ("seconds", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -144,39 +138,38 @@ class ChatEndpoint:
 
     def _ask(self, path: str, body: Any, until: float) -> Any:
         """The JSON of an answer; asks again while the server may be restarting."""
-        headers = {"Content-Type": "application/json"}
+        headers = {}
         if self.key_file is not None:
             headers["Authorization"] = f"Bearer {_key(self.key_file)}"
-        url = f"{self.url.rstrip('/')}/{path}"
-        wait, told = _FIRST_WAIT_S, "the time was over before it was asked"
-        while (left := until - time.monotonic()) > 0:
-            request = urllib.request.Request(
-                url,
-                data=None if body is None else json.dumps(body).encode(),
-                headers=headers,
+        server = JsonServer(self.url, headers=headers, proxy=True)
+        where = f"{server.url}/{path}"
+
+        def attempt(until: float) -> Reply:
+            if body is None:
+                reply = server.get(path, until)
+            else:
+                reply = server.post(path, body, until)
+            if reply.status in _BUSY:
+                raise UnreachableError(f"{where}: status {reply.status}")
+            return reply
+
+        try:
+            reply = Retries(max(round(until - time.monotonic(), 1), 0.1))(attempt)
+        except ServerError as error:
+            raise JudgeError(f"the judge gave no answer: {error}") from error
+        finally:
+            server.close()
+        if reply.status >= 400:
+            raise JudgeError(
+                f"the judge at {where} refused, with status {reply.status}: "
+                f"{reply.text:.300}; change the question or the options of the judge"
             )
-            try:
-                with urllib.request.urlopen(request, timeout=left) as answer:
-                    return json.loads(answer.read(_MOST_BYTES))
-            except urllib.error.HTTPError as error:
-                with error:
-                    text = error.read(2000).decode("utf-8", "replace")
-                told = f"status {error.code}: {text:.300}"
-                if error.code not in _PASSING:
-                    raise JudgeError(
-                        f"the judge at {url} refused: {told}; change the question or "
-                        "the options of the judge"
-                    ) from error
-            except (OSError, http.client.HTTPException) as error:
-                told = str(getattr(error, "reason", error)) or type(error).__name__
-            except ValueError as error:
-                told = f"what it sent is no JSON ({error})"
-            time.sleep(max(0.0, min(wait, until - time.monotonic())))
-            wait = min(2 * wait, _LONGEST_WAIT_S)
-        raise JudgeError(
-            f"the judge at {url} gave no answer within {self.seconds:g} s: {told}; see "
-            "that it runs, or give it more time with 'seconds'"
-        )
+        try:
+            return json.loads(reply.text)
+        except ValueError as error:
+            raise JudgeError(
+                f"the judge at {where} sent no JSON ({error}): {reply.text:.200}"
+            ) from error
 
 
 @lru_cache(maxsize=1)

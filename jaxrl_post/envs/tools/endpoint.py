@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
-import http.cookiejar
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxrl_post.envs.env import Task
+from jaxrl_post.envs.json_server import JsonServer, require_http
+from jaxrl_post.envs.servers import Retries, SlowServerError
 from jaxrl_post.envs.tools.toolset import Tool, ToolError
 
 __all__ = ["Endpoint"]
-
-# Bytes of an answer that are read.
-_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -26,14 +21,19 @@ class Endpoint:
     """Tools that are called by POST URL/NAME with the arguments as JSON.
 
     The body of the answer is the result, also that of a status from 400 to 499, which
-    tells the policy what was wrong with its call. A server that cannot be reached, or
-    fails with a status from 500 on, is told as an error. Cookies are kept for an
-    episode, so a server may know it again. NeMo Gym's resource servers are called so.
+    tells the policy what was wrong with its call. A status from 500 on, and an answer
+    that does not come in time, are told as errors. Cookies are kept for an episode, so
+    a server may know it again.
+
+    A server that is not there (no connection, or one that broke before the answer, or
+    a status of 502, 503 or 504) is asked again, for at most `seconds`; then the episode
+    fails. A call whose connection broke may have been carried out already, so tools
+    should do no harm when they are called twice.
 
     Args:
         url: of the server, with http or https.
         offered: the tools.
-        seconds: of a call, at most.
+        seconds: of a call with all its attempts, at most.
 
     Raises:
         ValueError: the URL is none of HTTP, or `seconds` is not positive.
@@ -48,10 +48,7 @@ class Endpoint:
     seconds: float = 3.0
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"url must begin with http:// or https://, got {self.url!r}"
-            )
+        require_http(self.url)
         if not self.seconds > 0:
             raise ValueError(f"seconds must be positive, got {self.seconds}")
 
@@ -62,7 +59,7 @@ class Endpoint:
         Args:
             url: of the server.
             tools: path of a JSON file, a list of functions as in OpenAI's chat API.
-            seconds: of a call, at most.
+            seconds: of a call with all its attempts, at most.
 
         Raises:
             ValueError: the file holds something else.
@@ -84,43 +81,35 @@ class OpenEndpoint:
     """The connection of one episode; from `Endpoint.open`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        cookies = urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar())
-        # Tools are not behind the proxy that a cluster may have for the world.
-        direct = urllib.request.ProxyHandler({})
-        self._opener = urllib.request.build_opener(cookies, direct)
+        self._server = JsonServer(endpoint.url)
+        self._seconds = endpoint.seconds
+        self._retries = Retries(endpoint.seconds)
+
+    @property
+    def lost(self) -> float:
+        """Seconds of the episode in which the server was away."""
+        return self._retries.lost
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Posts a call.
 
         Raises:
-            ToolError: there was no answer, or the server failed.
+            ToolError: the server failed, or did not answer in time.
+            ServerError: the server was away for all the time.
         """
-        request = urllib.request.Request(
-            f"{self._endpoint.url.rstrip('/')}/{name}",
-            data=json.dumps(arguments).encode(),
-            headers={"Content-Type": "application/json"},
-            method="POST",
-        )
         try:
-            with self._opener.open(request, timeout=self._endpoint.seconds) as answer:
-                return _text(answer)
-        except urllib.error.HTTPError as error:
-            with error:
-                told = _text(error)
-            if error.code < 500:
-                return told
-            raise ToolError(f"the server failed with status {error.code}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise ToolError(f"the server gave no answer: {error}") from error
+            reply = self._retries(
+                lambda until: self._server.post(name, arguments, until)
+            )
+        except SlowServerError as error:
+            raise ToolError(f"no answer within {self._seconds:g} s") from error
+        if reply.status >= 500:
+            raise ToolError(f"the server failed with status {reply.status}")
+        return reply.text
 
     def close(self) -> None:
         """Closes the connection."""
-        self._opener.close()
-
-
-def _text(answer: Any) -> str:
-    return answer.read(_MOST_BYTES).decode("utf-8", "replace")
+        self._server.close()
 
 
 def _tools_of(path: str) -> list[Tool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -20,6 +20,7 @@ from jaxrl_post.envs.env import (
     ToolCall,
 )
 from jaxrl_post.envs.sandbox import SandboxError
+from jaxrl_post.envs.servers import ServerError
 from jaxrl_post.envs.tools.toolset import (
     ERROR_KINDS,
     OpenTools,
@@ -27,7 +28,7 @@ from jaxrl_post.envs.tools.toolset import (
     Toolset,
 )
 
-__all__ = ["ToolEnvironment"]
+__all__ = ["ToolEnvironment", "ToolSession"]
 
 # Characters of one result: the policy reads few of them, and the trainer must tokenise
 # all. `--rollout.max-result-tokens` cuts further.
@@ -41,14 +42,17 @@ class ToolEnvironment:
     A turn with tool calls is answered with their results, in order, and earns nothing.
     The first turn without one is the answer: the other environment judges the
     conversation, and the episode ends. A call that cannot be read or carried out is
-    answered with what was wrong, never with an exception.
+    answered with what was wrong. Only what the policy cannot mend fails the episode: a
+    sandbox that cannot be opened (`SandboxError`), a server that is gone
+    (`ServerError`).
 
     Args:
         environment: has the tasks, and judges an answer by `step`.
         toolsets: the tools.
         max_calls: most calls of a turn; those beyond are refused.
-        turn_seconds: time after which no further call of a turn begins. With that of a
-            call it must stay below the deadline of a judgement.
+        turn_seconds: time after which no further call of a turn begins, without that
+            in which a tool's server was away. With that of a call it must stay below
+            the deadline of a judgement.
 
     Raises:
         ValueError: two tools have one name, or the environment has no `step`.
@@ -102,23 +106,44 @@ class ToolEnvironment:
                 stack.callback(tools.close)
                 opened |= {tool.name: tools for tool in each.tools()}
             ended = stack.pop_all()
-        return ToolSession(self, task, opened, ended)
+        return ToolSession(
+            task,
+            opened,
+            self.environment.step,
+            ended,
+            max_calls=self.max_calls,
+            turn_seconds=self.turn_seconds,
+        )
 
 
 class ToolSession:
-    """One episode with tools; from `ToolEnvironment.open`."""
+    """One episode with tools; `ToolEnvironment.open` makes them.
+
+    Args:
+        task: the task.
+        tools: those of the episode, by the name that the policy calls.
+        judge: (task, conversation) -> the answer to a turn without calls.
+        ended: closes the tools.
+        max_calls: as of `ToolEnvironment`.
+        turn_seconds: likewise.
+    """
 
     def __init__(
         self,
-        environment: ToolEnvironment,
         task: Task,
-        tools: dict[str, OpenTools],
+        tools: Mapping[str, OpenTools],
+        judge: Callable[[Task, tuple[Message, ...]], Step],
         ended: ExitStack,
+        *,
+        max_calls: int = 8,
+        turn_seconds: float = 4.0,
     ) -> None:
-        self._environment = environment
         self._task = task
         self._tools = tools
+        self._judge = judge
         self._ended = ended
+        self._max_calls = max_calls
+        self._turn_seconds = turn_seconds
         self._conversation = task.messages
         self._counts = {"calls": 0, "failed": 0, "broken": 0}
         self._errors = dict.fromkeys(ERROR_KINDS, 0)
@@ -128,10 +153,11 @@ class ToolSession:
         self._conversation = (*self._conversation, turn)
         # A turn that was cut may have lost a call: it is judged as it is.
         if turn.truncated or not (turn.tool_calls or turn.broken_calls):
-            judge = self._environment.environment
-            step = judge.step(self._task, self._conversation)
+            step = self._judge(self._task, self._conversation)
+            # A judge may also go on, with what a user says next.
+            self._conversation = (*self._conversation, *step.messages)
             return replace(step, metrics={**step.metrics, **self._metrics()})
-        until = time.monotonic() + self._environment.turn_seconds
+        until = time.monotonic() + self._turn_seconds - self._lost()
         messages = tuple(
             self._answered(call, place, until)
             for place, call in enumerate(turn.tool_calls)
@@ -150,6 +176,11 @@ class ToolSession:
     def close(self) -> None:
         """Closes the tools."""
         self._ended.close()
+
+    def _lost(self) -> float:
+        """Seconds of the episode in which servers of tools were away."""
+        opened = {id(tools): tools for tools in self._tools.values()}.values()
+        return sum(getattr(tools, "lost", 0.0) for tools in opened)
 
     def _metrics(self) -> dict[str, float]:
         errors = {f"errors/{kind}": count for kind, count in self._errors.items()}
@@ -170,7 +201,7 @@ class ToolSession:
             self._counts["failed"] += 1
             self._errors[error.kind] += 1
             result = f"error: {error}"
-        except SandboxError:
+        except (SandboxError, ServerError):
             # Nothing that the policy did, nor can mend: the episode fails.
             raise
         # A tool is somebody's code, and may raise anything.
@@ -181,11 +212,12 @@ class ToolSession:
         return Message("tool", result, tool_call_id=call.id, name=call.name)
 
     def _result(self, call: ToolCall, place: int, until: float) -> str:
-        most = self._environment.max_calls
+        most = self._max_calls
         if place >= most:
             told = f"a turn may have {most} calls; call it in the next turn"
             raise ToolError(told, kind="too_many")
-        if time.monotonic() > until:
+        # A call that waited for a server must not change what the next one is told.
+        if time.monotonic() - self._lost() > until:
             told = "the earlier calls took too long; call it in the next turn"
             raise ToolError(told, kind="too_late")
         if call.name not in self._tools:

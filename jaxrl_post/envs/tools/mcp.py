@@ -11,6 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from jaxrl_post.envs.env import Task
+from jaxrl_post.envs.servers import Retries, UnreachableError
+from jaxrl_post.envs.tools.journal import Journal
 from jaxrl_post.envs.tools.toolset import Tool, ToolError
 
 __all__ = ["McpServer"]
@@ -18,6 +20,9 @@ __all__ = ["McpServer"]
 # Seconds for a server to start and to tell its tools, and to end.
 _START = 30.0
 _END = 5.0
+# What the package mcp says of a server that has gone, or that a proxy cannot reach.
+_CLOSED = -32000
+_GONE = ("Session terminated", "Server returned an error response")
 
 
 class McpServer:
@@ -26,13 +31,18 @@ class McpServer:
     The server is asked for its tools when this object is made. Each episode has a
     connection of its own, with `command` also a process of its own, opened at its first
     call: about a second. With `shared`, the episodes of a worker process share one, for
-    servers without state. A server that has gone is connected to again at the next
-    call, without the state that it had.
+    servers without state.
+
+    A server that has gone is connected to again within the same call: one of `command`
+    is started again once, one of a `url` is tried for `seconds`. Unless it is `shared`,
+    it gets the episode's earlier calls again first, and must answer them as it did. If
+    it stays away, the episode fails. A call that was under way is made again, so tools
+    should do no harm when they are called twice.
 
     Args:
         command: a program and its arguments, which speaks MCP over stdio.
         url: of a server that speaks MCP over HTTP.
-        seconds: of a call, at most.
+        seconds: of a call, at most; as long a `url` that has gone is tried again.
         shared: whether episodes share a connection.
 
     Raises:
@@ -62,7 +72,10 @@ class McpServer:
         self._url = url
         self._seconds = seconds
         self._shared = shared
-        connection = _Connection(self._server, self._where)
+        try:
+            connection = _Connection(self._server, self._where)
+        except UnreachableError as error:
+            raise ValueError(str(error)) from error
         try:
             self._tools = connection.tools()
         finally:
@@ -75,7 +88,14 @@ class McpServer:
     def open(self, task: Task) -> OpenMcp:
         """The tools of an episode."""
         del task
-        return OpenMcp(self._connect, self._seconds, shared=self._shared)
+        if self._command is None:
+            retries = Retries(self._seconds)
+        else:
+            # The time to start counts too.
+            retries = Retries(self._seconds + _START, most=2)
+        return OpenMcp(
+            self._connect, self._where, self._seconds, retries, shared=self._shared
+        )
 
     def _connect(self) -> _Connection:
         if self._shared:
@@ -84,7 +104,7 @@ class McpServer:
 
     @property
     def _where(self) -> str:
-        return self._url or " ".join(self._command or ())
+        return f"mcp {self._url or ' '.join(self._command or ())}"
 
     def _server(self) -> Any:
         return _server(self._command, self._url)
@@ -94,24 +114,52 @@ class OpenMcp:
     """The connection of one episode; from `McpServer.open`."""
 
     def __init__(
-        self, connect: Callable[[], _Connection], seconds: float, *, shared: bool
+        self,
+        connect: Callable[[], _Connection],
+        where: str,
+        seconds: float,
+        retries: Retries,
+        *,
+        shared: bool,
     ) -> None:
         self._connect = connect
         self._seconds = seconds
+        self._retries = retries
         self._shared = shared
+        self._journal = Journal(where)
         self._connection: _Connection | None = None
+
+    @property
+    def lost(self) -> float:
+        """Seconds of the episode in which the server was away."""
+        return self._retries.lost
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Calls a tool.
 
         Raises:
-            ToolError: the server says that the call failed, or does not answer.
+            ToolError: the server says that the call failed, or is too slow.
+            ServerError: the server has gone, and did not come back, or came back with
+                other answers.
         """
+        if self._shared:
+            return self._made(name, arguments)
+        return self._journal.make(name, arguments, self._made)
+
+    def _made(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return self._retries(
+            lambda _: self._connected().call(name, arguments, self._seconds)
+        )
+
+    def _connected(self) -> _Connection:
         if self._connection is not None and self._connection.lost:
             self.close()
         if self._connection is None:
-            self._connection = self._connect()
-        return self._connection.call(name, arguments, self._seconds)
+            connection = self._connection = self._connect()
+            self._journal.replay(
+                lambda name, arguments: connection.call(name, arguments, self._seconds)
+            )
+        return self._connection
 
     def close(self) -> None:
         """Ends the connection, unless others share it."""
@@ -136,9 +184,9 @@ class _Connection:
             ready.result(_START)
         except TimeoutError as error:
             self.close()
-            raise ValueError(f"mcp {where}: no answer within {_START:g} s") from error
+            raise UnreachableError(f"{where}: no start within {_START:g} s") from error
         except Exception as error:  # Whatever the program or the network did.
-            raise ValueError(f"mcp {where}: {_first(error)}") from error
+            raise UnreachableError(f"{where}: {_first(error)}") from error
 
     def tools(self) -> tuple[Tool, ...]:
         """What the server offers."""
@@ -157,8 +205,10 @@ class _Connection:
             pending.cancel()
             raise ToolError(f"no answer within {seconds:g} s") from error
         except Exception as error:
+            if _refused(error):
+                raise ToolError(str(error)) from error
             self.lost = True
-            raise ToolError(f"the server gave no answer: {_first(error)}") from error
+            raise UnreachableError(f"{self._where}: {_first(error)}") from error
         texts = [getattr(each, "text", f"[{each.type}]") for each in result.content]
         text = "\n".join(texts)
         if result.is_error:
@@ -212,7 +262,7 @@ def _shared_connection(command: tuple[str, ...] | None, url: str | None) -> _Con
         found.close()
         found = None
     if found is None:
-        where = url or " ".join(command or ())
+        where = f"mcp {url or ' '.join(command or ())}"
         found = _Connection(lambda: _server(command, url), where)
         _shared[command, url] = found
     return found
@@ -228,6 +278,15 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _submit[Found](work: Coroutine[Any, Any, Found]) -> Future[Found]:
     return asyncio.run_coroutine_threadsafe(work, _loop())
+
+
+def _refused(error: Exception) -> bool:
+    """Whether a server that is there refused a call, so that the policy should know."""
+    from mcp import MCPError
+
+    if not isinstance(error, MCPError):
+        return False
+    return error.error.code != _CLOSED and error.error.message not in _GONE
 
 
 def _first(error: BaseException) -> str:

@@ -82,7 +82,11 @@ class Tool:
 
 @runtime_checkable
 class OpenTools(Protocol):
-    """The tools of one episode, with the state that they keep between calls."""
+    """The tools of one episode, with the state that they keep between calls.
+
+    They may also have `lost`, the seconds so far in which a server was away: these do
+    not count as time of the policy's calls.
+    """
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Carries out a call, in the main thread of a worker process.
@@ -96,7 +100,8 @@ class OpenTools(Protocol):
 
         Raises:
             ToolError: the policy is told why. Any other exception is told too, with its
-                type, and counted as an error of the tool.
+                type, and counted as an error of the tool, except these:
+            SandboxError, ServerError: the machine failed, and with it the episode.
         """
         ...
 

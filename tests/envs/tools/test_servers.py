@@ -1,20 +1,33 @@
 """Tools of other programs: MCP over stdio, and HTTP endpoints."""
 
-import http.server
+import contextlib
 import json
 import pathlib
 import pickle
+import socket
+import subprocess
 import sys
-import threading
+import time
 
 import pytest
 
 from jaxrl_post.envs import Task
-from jaxrl_post.envs.tools import Endpoint, McpServer, ToolError
+from jaxrl_post.envs.servers import ServerError
+from jaxrl_post.envs.tools import (
+    Endpoint,
+    McpServer,
+    Tool,
+    ToolEnvironment,
+    ToolError,
+)
+from tests.envs.tools.http_servers import serving, serving_later
+from tests.envs.tools.test_environment import Sums, calls
 
 pytestmark = pytest.mark.processes
 
 TASK = Task(0, (), "")
+ROOT = pathlib.Path(__file__).parents[3]
+NAMES = ["multiply", "count", "pid", "end", "end_once", "wait"]
 COMMAND = [sys.executable, str(pathlib.Path(__file__).with_name("mcp_server.py"))]
 
 
@@ -24,7 +37,7 @@ def mcp():
 
 
 def test_an_mcp_server_tells_its_tools(mcp):
-    assert [tool.name for tool in mcp.tools()] == ["multiply", "count", "end", "wait"]
+    assert [tool.name for tool in mcp.tools()] == NAMES
     multiply = mcp.tools()[0]
     assert multiply.description == "Multiplies two numbers."
     assert multiply.parameters["required"] == ["a", "b"]
@@ -55,15 +68,87 @@ def test_a_shared_mcp_server_keeps_its_state():
         opened.close()
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_an_mcp_server_that_has_gone_is_connected_to_again(shared):
-    opened = McpServer(COMMAND, seconds=30, shared=shared).open(TASK)
-    before = int(opened.call("count", {}))
-    with pytest.raises(ToolError, match="the server gave no answer"):
-        opened.call("end", {})
-    assert opened.call("count", {}) == "1"
-    assert before >= 1
+def test_an_mcp_server_that_has_gone_is_started_again_with_what_it_knew(tmp_path):
+    opened = McpServer(COMMAND, seconds=30).open(TASK)
+    marker = str(tmp_path / "ended")
+    assert [opened.call("count", {}) for _ in range(3)] == ["1", "2", "3"]
+    with pytest.raises(ToolError, match="valid integer"):
+        opened.call("multiply", {"a": "x", "b": 1})
+    # The first time, this call ends the server: it is made again, after the others.
+    assert opened.call("end_once", {"marker": marker}) == "survived"
+    assert opened.call("count", {}) == "4"
+    assert opened.lost > 0
     opened.close()
+
+
+def test_an_mcp_server_that_is_shared_is_started_again_as_new(tmp_path):
+    opened = McpServer(COMMAND, seconds=30, shared=True).open(TASK)
+    opened.call("count", {})
+    marker = str(tmp_path / "ended")
+    assert opened.call("end_once", {"marker": marker}) == "survived"
+    assert opened.call("count", {}) == "1"
+    opened.close()
+
+
+def test_an_mcp_server_that_ends_at_every_start_fails_the_episode():
+    opened = McpServer(COMMAND, seconds=30).open(TASK)
+    told = r"mcp .*mcp_server\.py: MCPError: Connection closed; tried 2 times"
+    with pytest.raises(ServerError, match=told):
+        opened.call("end", {})
+    opened.close()
+
+
+def test_an_mcp_server_that_answers_otherwise_fails_the_episode(tmp_path):
+    opened = McpServer(COMMAND, seconds=30).open(TASK)
+    opened.call("pid", {})
+    told = "answered call 1 of the episode, pid, otherwise than before"
+    with pytest.raises(ServerError, match=told):
+        opened.call("end_once", {"marker": str(tmp_path / "ended")})
+    opened.close()
+
+
+def http_server(port):
+    code = "import logging; from tests.envs.tools.mcp_server import SERVER as s; "
+    code += "logging.disable(); "
+    code += f"s.run('streamable-http', host='127.0.0.1', port={port})"
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+
+
+def test_an_mcp_server_behind_http_is_connected_to_again():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = http_server(port)
+    try:
+        wait_for(port)
+        opened = McpServer(url=f"http://127.0.0.1:{port}/mcp", seconds=30).open(TASK)
+        assert opened.call("multiply", {"a": 6, "b": 7}) == "42"
+        running.kill()
+        running.wait(10)
+        running = http_server(port)
+        # The server needs a second or more until it listens.
+        assert opened.call("multiply", {"a": 6, "b": 8}) == "48"
+        assert opened.lost > 0
+        running.kill()
+        running.wait(10)
+        opened._retries._seconds = 0.5
+        with pytest.raises(ServerError, match=f"{port}/mcp: .*tried [0-9]+ times"):
+            opened.call("multiply", {"a": 6, "b": 9})
+        opened.close()
+    finally:
+        running.kill()
+        running.wait(10)
+
+
+def wait_for(port):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise TimeoutError("the server does not listen")
 
 
 def test_an_mcp_server_that_hangs_is_left():
@@ -89,36 +174,18 @@ def test_an_mcp_server_that_is_not_there_is_named(options, told):
         McpServer(**options)
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        name = self.path.strip("/")
-        if name == "hang":
-            self.server.released.wait(10)
-        status = {"wrong": 422, "broken": 500}.get(name, 200)
-        text = json.dumps(
-            {"name": name, "said": json.loads(body), "cookie": self.headers["Cookie"]}
-        )
-        self.send_response(status)
-        self.send_header("Set-Cookie", "episode=7")
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *words):
-        pass
+def echoing(handler, name, said):
+    if name == "hang":
+        time.sleep(1.5)
+    status = {"wrong": 422, "broken": 500}.get(name, 200)
+    text = {"name": name, "said": said, "cookie": handler.headers["Cookie"]}
+    return status, json.dumps(text)
 
 
 @pytest.fixture(scope="module")
 def url():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.released = threading.Event()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.released.set()
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
+    with serving(echoing, lambda handler: ["episode=7"]) as server:
+        yield server.url
 
 
 def endpoint(url, tmp_path, **options):
@@ -141,14 +208,84 @@ def test_an_endpoint_is_posted_to_and_keeps_the_cookies_of_an_episode(url, tmp_p
 
 
 def test_an_endpoint_that_fails_is_told(url, tmp_path):
-    opened = endpoint(url, tmp_path, seconds=0.3).open(TASK)
+    opened = endpoint(url, tmp_path, seconds=0.5).open(TASK)
     with pytest.raises(ToolError, match="failed with status 500"):
         opened.call("broken", {})
-    with pytest.raises(ToolError, match="gave no answer"):
+    with pytest.raises(ToolError, match=r"^no answer within 0\.5 s$"):
         opened.call("hang", {})
-    nowhere = Endpoint("http://127.0.0.1:9", ()).open(TASK)
-    with pytest.raises(ToolError, match="gave no answer"):
+
+
+def test_an_endpoint_that_is_not_there_fails_the_episode():
+    nowhere = Endpoint("http://127.0.0.1:9", (), seconds=0.2).open(TASK)
+    told = r"POST http://127\.0\.0\.1:9/look: .*refused; tried .* within 0\.2 s"
+    with pytest.raises(ServerError, match=told):
         nowhere.call("look", {})
+
+
+def test_an_endpoint_that_is_started_again_costs_time():
+    with serving_later(0.5, echoing) as later:
+        opened = Endpoint(later, (), seconds=15).open(TASK)
+        assert json.loads(opened.call("look", {}))["name"] == "look"
+        assert 0.3 < opened.lost < 15
+
+
+@pytest.mark.parametrize("how", [502, 503, 504, "at once", "within the answer"])
+def test_a_call_that_was_not_answered_is_made_again(how):
+    made, recovers = [], True
+
+    def answer(handler, name, said):
+        made.append(said)
+        if recovers and len(made) > 2:
+            return 200, "done"
+        if how == "at once":
+            return handler.break_off()
+        if how == "within the answer":
+            return handler.break_off(announced=10)
+        return how, "not now"
+
+    with serving(answer) as server:
+        opened = Endpoint(server.url, (), seconds=15).open(TASK)
+        assert opened.call("look", {"at": 1}) == "done"
+        assert made == [{"at": 1}] * 3
+        recovers = False
+        hurried = Endpoint(server.url, (), seconds=0.4).open(TASK)
+        with pytest.raises(ServerError, match=f"{server.url}/look: .*; tried .* 0.4 s"):
+            hurried.call("look", {"at": 1})
+
+
+def test_an_answer_that_comes_byte_by_byte_ends():
+    def answer(handler, name, said):
+        handler.send_response(200)
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                handler.wfile.write(b"x")
+                time.sleep(0.05)
+
+    with serving(answer) as server:
+        opened = Endpoint(server.url, (), seconds=0.4).open(TASK)
+        begin = time.monotonic()
+        with pytest.raises(ToolError, match=r"no answer within 0\.4 s"):
+            opened.call("look", {})
+        assert time.monotonic() - begin < 3
+
+
+def test_the_policy_sees_nothing_of_a_server_that_was_away():
+    """Two calls of a turn, the first of which waits: neither is told of it."""
+    with serving_later(0.6, echoing) as later:
+        tools = Endpoint(later, (Tool("look", ""),), seconds=15)
+        environment = ToolEnvironment(Sums(), (tools,), turn_seconds=0.3)
+        (task, *_) = environment.tasks("train")
+        session = environment.open(task)
+        step = session.step(calls(("look", {"at": 1}), ("look", {"at": 2})))
+        said = [json.loads(message.content)["said"]["at"] for message in step.messages]
+        assert said == [1, 2]
+        session.close()
+    nowhere = Endpoint("http://127.0.0.1:9", (Tool("look", ""),), seconds=0.1)
+    session = ToolEnvironment(Sums(), (nowhere,)).open(task)
+    with pytest.raises(ServerError, match="refused"):
+        session.step(calls(("look", {})))
+    session.close()
 
 
 def test_a_file_of_tools_must_hold_tools(tmp_path):

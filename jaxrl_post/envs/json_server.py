@@ -1,0 +1,145 @@
+"""Requests of JSON to one HTTP server, with the cookies of an episode."""
+
+from __future__ import annotations
+
+import http.client
+import http.cookiejar
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jaxrl_post.envs.servers import SlowServerError, UnreachableError
+
+__all__ = ["JsonServer", "Reply", "require_http"]
+
+# Statuses of a proxy whose server is away, or of a server that starts or is too busy.
+_AWAY = (502, 503, 504)
+# Bytes that are read at a time, between two looks at the clock.
+_CHUNK = 1 << 16
+
+
+class Reply(NamedTuple):
+    """The answer to a request.
+
+    Attributes:
+        status: of HTTP.
+        text: the body.
+    """
+
+    status: int
+    text: str
+
+
+class JsonServer:
+    """A server that is sent JSON; what it sets as cookies is sent back.
+
+    Args:
+        url: of the server, with http or https.
+        most_bytes: of an answer that are read; the rest is left.
+        headers: of every request.
+        proxy: whether the proxy of the environment variables is used, which a cluster
+            may have for the world.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        most_bytes: int = 1 << 20,
+        *,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        proxy: bool = False,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._most_bytes = most_bytes
+        cookies = urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar())
+        self._headers = dict(headers)
+        direct = () if proxy else (urllib.request.ProxyHandler({}),)
+        self._opener = urllib.request.build_opener(cookies, *direct)
+
+    def post(self, name: str, body: Any, until: float) -> Reply:
+        """Posts once to URL/NAME; an attempt of `servers.Retries`.
+
+        Args:
+            name: the path under the URL.
+            body: JSON.
+            until: instant of `time.monotonic()` at which the answer must be there.
+
+        Returns:
+            The answer, also one with the status of an error.
+
+        Raises:
+            UnreachableError: the server is not there, broke the connection before the
+                answer was whole, or answered with 502, 503 or 504.
+            SlowServerError: the server took the request, and gave no answer in time.
+        """
+        request = urllib.request.Request(
+            f"{self.url}/{name}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", **self._headers},
+            method="POST",
+        )
+        return self._answered(request, until)
+
+    def get(self, name: str, until: float) -> Reply:
+        """Gets URL/NAME once; otherwise as `post`."""
+        request = urllib.request.Request(f"{self.url}/{name}", headers=self._headers)
+        return self._answered(request, until)
+
+    def _answered(self, request: urllib.request.Request, until: float) -> Reply:
+        what = f"{request.get_method()} {request.full_url}"
+        left = max(until - time.monotonic(), 1e-3)
+        try:
+            try:
+                answer: Any = self._opener.open(request, timeout=left)
+            except urllib.error.HTTPError as error:
+                answer = error
+            with answer:
+                reply = Reply(answer.status, self._read(answer, until))
+        # urllib wraps what goes wrong before the request was sent into a URLError, so
+        # only a wait for the answer raises a bare TimeoutError.
+        except TimeoutError as error:
+            raise SlowServerError(f"{what}: no answer in time") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error) or type(error).__name__
+            raise UnreachableError(f"{what}: {reason}") from error
+        if reply.status in _AWAY:
+            raise UnreachableError(f"{what}: status {reply.status}")
+        return reply
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._opener.close()
+
+    def _read(self, answer: Any, until: float) -> str:
+        body = b""
+        while len(body) < self._most_bytes:
+            # One read of the socket: a server that sends byte by byte ends as well.
+            chunk = answer.read1(min(_CHUNK, self._most_bytes - len(body)))
+            if not chunk:
+                break
+            body += chunk
+            if time.monotonic() > until:
+                raise TimeoutError
+        else:
+            return body.decode("utf-8", "replace")
+        if getattr(answer, "length", None):
+            raise http.client.IncompleteRead(body, answer.length)
+        return body.decode("utf-8", "replace")
+
+
+def require_http(url: str) -> None:
+    """Refuses a URL that is none of HTTP.
+
+    Raises:
+        ValueError: the URL is something else.
+
+    >>> require_http("ftp://tools")
+    Traceback (most recent call last):
+    ValueError: url must begin with http:// or https://, got 'ftp://tools'
+    """
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise ValueError(f"url must begin with http:// or https://, got {url!r}")

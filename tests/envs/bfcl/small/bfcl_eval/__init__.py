@@ -1,0 +1,1 @@
+"""Stands for the package bfcl-eval, with one API and two conversations."""
