@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ANOTHER_TRAINER = ROOT / "notebooks" / "grpo_in_another_trainer.ipynb"
+AGENT = ROOT / "notebooks" / "train_your_agent.ipynb"
 LARGEST = 400_000  # bytes
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -22,7 +23,9 @@ needs_extra = pytest.mark.skipif(
 
 
 def test_there_are_notebooks():
-    assert [path.stem for path in NOTEBOOKS] == ["grpo_in_another_trainer", "losses"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "grpo_in_another_trainer", "losses", "train_your_agent"
+    ]  # fmt: skip
 
 
 def code_cells(path: Path) -> list[dict]:
@@ -109,10 +112,17 @@ def run(path: Path, into: Path, *options: str) -> subprocess.CompletedProcess[st
     )
 
 
+# The others are quicker tests' work: their losses have tests of their own.
 @needs_extra
-@pytest.mark.all
 @pytest.mark.processes
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=() if path == AGENT else pytest.mark.all)
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_runs_afresh(path, tmp_path):
     result = run(path, tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
