@@ -42,6 +42,7 @@ SAMPLING_ERRORS = (FailedRolloutsError, RolloutTimeoutError, WorkerStartError)
 
 # Characters of an error that a warning shows; samples.jsonl has all of it.
 MOST_OF_ERROR = 300
+_TRACEBACK = "Traceback (most recent call last):"
 
 # How an episode fails: `envs.workers.interface.OutcomeKind` of its judgement, or where.
 FAILURES = ("raised", "timeout", "invalid", "crashed", "ended", "sampler", "tools")
@@ -366,16 +367,24 @@ class Experience:
                 f"--rollout.max-failed-share allows a share of {allowed:g}, and never "
                 f"all of them. The first: {failed[0].error}"
             )
-        for error, count in Counter(_first_line(e.error) for e in failed).items():
+        for error, count in Counter(_summary(e.error) for e in failed).items():
             _LOGGER.warning(
                 "%s: %d of %d rollouts failed: %s", where, count, len(episodes), error
             )
         return [e.reward for e in episodes if e.reward is not None]
 
 
-def _first_line(error: str) -> str:
-    """The beginning of an error, without the output of a worker below it."""
-    return error.partition("\n")[0][:MOST_OF_ERROR]
+def _summary(error: str) -> str:
+    """What an error says in a line: its first one, or of a traceback the exception."""
+    first, _, rest = error.partition("\n")
+    kind, colon, traceback = first.partition(f": {_TRACEBACK}")
+    if not colon or traceback:
+        return first[:MOST_OF_ERROR]
+    # An exception may have a cause, whose traceback stands before its own. Lines of a
+    # traceback are indented, and the exception follows.
+    last = rest.rpartition(f"{_TRACEBACK}\n")[2]
+    said = [line for line in last.splitlines() if line[:1].strip()] or [_TRACEBACK]
+    return f"{kind}: {said[0]}"[:MOST_OF_ERROR]
 
 
 def _failure(error: str) -> str:

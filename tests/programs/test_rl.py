@@ -129,7 +129,7 @@ def test_meta_brings_buffer_and_numbering_back(coin, judges):
     assert other.experience.queue.take(9) == trainer.experience.queue.take(9)
 
 
-def test_failed_rollouts_are_counted_and_left_out(coin):
+def test_failed_rollouts_are_counted_named_and_left_out(coin, caplog):
     environment = coin.Coin(broken=10)
     config = changed("rollout", max_failed_share=0.9)
     with WorkerPool(environment) as judges:
@@ -141,6 +141,10 @@ def test_failed_rollouts_are_counted_and_left_out(coin):
                 break
     assert 0 < len(failed) < 16
     assert metrics["rollout/failed"] == len(failed)
+    told = f"{len(failed)} of 16 rollouts failed: raised: RuntimeError: out of order"
+    assert [record.getMessage().split(": ", 1)[1] for record in caplog.records] == [
+        told
+    ]
     assert all("out of order" in r.error for r in failed)
     rewards = [r.reward for g in groups for r in g.episodes if r.reward is not None]
     assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
