@@ -34,11 +34,7 @@ mutations: environment
 # What CI asks for beside the tests.
 check: $(CHECKS)
 
-check-# The adapter for JetStream, under JetStream, which is installed for this alone.
-check-jetstream: environment
-	tools/jetstream.sh $(ARGS)
-
-format: environment
+check-format: environment
 	.venv/bin/ruff format --check .
 
 check-lint: environment
