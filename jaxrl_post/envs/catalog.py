@@ -139,7 +139,10 @@ def _make_reasoning_gym(task: str, chosen: Mapping[str, Any]) -> Environment:
 def _make_mixture(
     path: str, size: int | None = None
 ) -> StatelessMixture | StatefulMixture:
-    rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be a JSON list: {error}") from error
     if not isinstance(rows, list):
         raise ValueError(
             f"{path} must be a JSON list of environments, got {rows!r:.80}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxrl_post.envs.servers import SlowServerError, UnreachableError
+from jaxrl_post.envs.servers import ServerError, SlowServerError, UnreachableError
 
 __all__ = ["JsonServer", "Reply", "require_http"]
 
@@ -58,7 +58,7 @@ class JsonServer:
         cookies = urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar())
         self._headers = dict(headers)
         direct = () if proxy else (urllib.request.ProxyHandler({}),)
-        self._opener = urllib.request.build_opener(cookies, *direct)
+        self._opener = urllib.request.build_opener(cookies, _Stay(), *direct)
 
     def post(self, name: str, body: Any, until: float) -> Reply:
         """Posts once to URL/NAME; an attempt of `servers.Retries`.
@@ -75,6 +75,7 @@ class JsonServer:
             UnreachableError: the server is not there, broke the connection before the
                 answer was whole, or answered with 502, 503 or 504.
             SlowServerError: the server took the request, and gave no answer in time.
+            ServerError: the server is elsewhere: it answered with a redirection.
         """
         request = urllib.request.Request(
             f"{self.url}/{name}",
@@ -106,6 +107,11 @@ class JsonServer:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error) or type(error).__name__
             raise UnreachableError(f"{what}: {reason}") from error
+        if 300 <= reply.status < 400:
+            raise ServerError(
+                f"{what}: status {reply.status}, the server is elsewhere; give the URL "
+                "to which it redirects"
+            )
         if reply.status in _AWAY:
             raise UnreachableError(f"{what}: status {reply.status}")
         return reply
@@ -129,6 +135,13 @@ class JsonServer:
         if getattr(answer, "length", None):
             raise http.client.IncompleteRead(body, answer.length)
         return body.decode("utf-8", "replace")
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: it would turn a POST into a GET, and carry keys along."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """None: the answer stays that of the first server."""
 
 
 def require_http(url: str) -> None:

@@ -65,7 +65,7 @@ def post(url: str, body: dict) -> bytes:
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json", "Authorization": "Bearer none"},
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=100) as answer:
         return answer.read()
 
 

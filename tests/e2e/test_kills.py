@@ -31,7 +31,7 @@ COMMON = (
     "--rollout.max-turns=2",
     "--rollout.truncated=reward",
     "--rollout.reward-workers=2",
-    "--rollout.reward-deadline-s=60",
+    "--rollout.reward-deadline-s=120",
     "--rollout.max-failed-share=0.5",
     "--update.row-tokens=64",
     "--update.microbatch-tokens=512",
@@ -136,6 +136,11 @@ def rows(run: Path, name: str) -> list[dict]:
     return list(read_rows(file)) if file.exists() else []
 
 
+def at_work(run: Path, since: float) -> bool:
+    """Whether a step was logged after a time of the clock, in seconds."""
+    return any(row["time"] > since for row in rows(run, "metrics.jsonl"))
+
+
 def has_checkpoint(run: Path) -> bool:
     """Whether a trainer that is killed now has something to go on from."""
     return any(place.name.isdecimal() for place in (run / "checkpoints").glob("*"))
@@ -185,11 +190,12 @@ def assert_that_nothing_is_lost(program, folder, kind, targets, *, steps, record
         run = folder / "run"
         more = (f"--rollout.partial={partial}",)
         disturbed = Disturbed(program, [*arguments(run), *more], services, draw)
-        killed = []
+        killed, since = [], 0.0
         for number, target in enumerate(targets):
             wanted = number * (steps - 2) // len(targets)
             until = time.monotonic() + 240
-            while len(rows(run, "metrics.jsonl")) <= wanted:
+            # After its own kill a trainer has first to be at work again.
+            while not at_work(run, since) or len(rows(run, "metrics.jsonl")) <= wanted:
                 assert disturbed.trainer.poll() is None, disturbed.trainer.communicate()
                 assert time.monotonic() < until
                 time.sleep(0.01)
@@ -197,6 +203,7 @@ def assert_that_nothing_is_lost(program, folder, kind, targets, *, steps, record
                 assert time.monotonic() < until
                 time.sleep(0.01)
             time.sleep(draw.uniform(0, 0.3))
+            since = time.time() if target == "trainer" else since
             if disturbed.kill(target):
                 killed.append((target, len(rows(run, "metrics.jsonl"))))
         output, _ = disturbed.trainer.communicate(timeout=400)

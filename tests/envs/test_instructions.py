@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import time
 
 import pytest
 
@@ -219,7 +220,12 @@ def test_parameters_have_types():
         (
             "length_constraints:nth_paragraph_first_word",
             TWO_PARAGRAPHS | {"nth_paragraph": 3},
-            "nth_paragraph must not be more than num_paragraphs",
+            "nth_paragraph must be from 1 to num_paragraphs, 2, got 3",
+        ),
+        (
+            "length_constraints:nth_paragraph_first_word",
+            TWO_PARAGRAPHS | {"nth_paragraph": 0},
+            "nth_paragraph must be from 1 to num_paragraphs, 2, got 0",
         ),
     ):
         with pytest.raises(ValueError, match=told):
@@ -272,3 +278,18 @@ def test_an_instruction_is_a_criterion():
 def test_options_are_checked(option, told):
     with pytest.raises(ValueError, match=told):
         make(f"instructions?{option}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [
+        ("detectable_format:number_bullet_lists", {"num_bullets": 2}),
+        ("detectable_content:number_placeholders", {"num_placeholders": 2}),
+    ],
+)
+@pytest.mark.parametrize("repeated", ["\n", "[", " ", "*", "- ", "[]"])
+def test_a_repeated_letter_takes_no_time(kind, parameters, repeated):
+    # It took 20 seconds where the time grew with the square of the length.
+    began = time.monotonic()
+    Constraint(kind, parameters).holds(repeated * 64_000)
+    assert time.monotonic() - began < 2.0

@@ -153,8 +153,20 @@ def test_bad_files_are_named(tmp_path, rows, told):
 def test_agents_and_sizes_that_hold_nothing_are_refused():
     with pytest.raises(ValueError, match="environment of agents"):
         Part(Letters(), 1, "letters")
-    with pytest.raises(ValueError, match="size must be an integer of at least 2"):
-        mixture([Part(SUMS, 1, "a"), Part(PRODUCTS, 1, "b")], size=1)
+    for size in (1, 100_001):
+        with pytest.raises(ValueError, match="size must be an integer in"):
+            mixture([Part(SUMS, 1, "a"), Part(PRODUCTS, 1, "b")], size=size)
+
+
+def test_the_parts_are_the_whole():
+    names = "abc"
+    for size in (3, 10, 11, 100):
+        tasks = mixture([Part(SUMS, 1, name) for name in names], size).tasks("train")
+        counts = Counter(parts_of(tasks))
+        assert len(tasks) == size
+        assert max(counts.values()) - min(counts.values()) <= 1
+    tiny = mixture([Part(SUMS, 1, "a"), Part(PRODUCTS, 1e-9, "b")], size=4)
+    assert parts_of(tiny.tasks("train")) == [0, 0, 0, 0, 1]
 
 
 @pytest.mark.processes

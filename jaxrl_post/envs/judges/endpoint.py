@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from jaxrl_post.envs.json_server import JsonServer, Reply, require_http
 from jaxrl_post.envs.servers import Retries, ServerError, UnreachableError
 
 __all__ = ["ChatEndpoint", "JudgeError"]
+
+_LOGGER = logging.getLogger(__name__)
 
 # Statuses that asking again may mend, beside those of a server that is away.
 _BUSY = (408, 429, 500)
@@ -32,7 +35,7 @@ class JudgeError(ServerError):
 class ChatEndpoint:
     """A model behind OpenAI's chat API: a service, or our own `launch.serve`.
 
-    What was said to equal requests is remembered: in memory, and with `cache` in files
+    An answer that could be read is remembered: in memory, and with `cache` in files
     that all workers and later runs share. So equal answers of a group cost one call,
     and a resumed run gets the verdicts of the run before. A request names its model,
     not its server.
@@ -73,21 +76,27 @@ class ChatEndpoint:
             if not low < value < 1e9:
                 raise ValueError(f"{name} is out of range, got {value}")
 
-    def said(
+    def ask[Found](
         self,
         messages: Sequence[Mapping[str, str]],
         schema: Mapping[str, Any],
+        read: Callable[[str], Found | None],
         *,
         attempt: int = 0,
         until: float | None = None,
-    ) -> str:
-        """What the model answers.
+    ) -> tuple[Found | None, str]:
+        """Asks the model, and reads its answer; one that was read is remembered.
 
         Args:
             messages: as {"role", "content"}.
             schema: JSON schema of the answer, which the server is asked to enforce.
+            read: takes what is wanted from an answer; None if it is not there.
             attempt: number of earlier answers to this question; seeds the sampling.
             until: `time.monotonic()` at which to give up; None for `seconds` from now.
+
+        Returns:
+            What was read, None if nothing could be, and the answer. Of an answer that
+            was cut at `max_tokens` nothing is read: its end, which decides, is missing.
 
         Raises:
             JudgeError: no answer came in time, or the server refused the question.
@@ -107,34 +116,40 @@ class ChatEndpoint:
         }
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         kept = _kept()
-        found = kept.get(key)
-        if found is None and self.cache is not None:
-            found = _read(Path(self.cache), key)
-        if found is None:
-            found = _content(self._ask("chat/completions", body, until), self.url)
-            if self.cache is not None:
-                _write(Path(self.cache), key, found)
+        said = kept.get(key)
+        if said is None and self.cache is not None:
+            said = _read(Path(self.cache), key)
+        if said is not None and (found := read(said)) is not None:
+            return found, said
+        said, whole = _content(self._ask("chat/completions", body, until), self.url)
+        found = read(said) if whole else None
+        if found is not None:
+            self._keep(key, said)
+        return found, said
+
+    def _keep(self, key: str, said: str) -> None:
+        kept = _kept()
         if len(kept) >= _MOST_KEPT:
             kept.pop(next(iter(kept)))
-        kept[key] = found
-        return found
+        kept[key] = said
+        if self.cache is None:
+            return
+        try:
+            _write(Path(self.cache), key, said)
+        except OSError as error:
+            # The verdict is good all the same.
+            _LOGGER.warning(
+                "the judge's cache %s cannot be written: %s", self.cache, error
+            )
 
     def find(self) -> str:
-        """The model's name; asks the server for it, if it has no name here.
+        """The model's name; asks the server for it, at the first call of a process.
 
         Raises:
             JudgeError: the server gives no answer, or lists no model.
         """
-        listed = self._ask("models", None, time.monotonic() + self.seconds)
-        try:
-            names = [str(each["id"]) for each in listed["data"]]
-        except (KeyError, TypeError):
-            names = []
-        if not names and not self.model:
-            raise JudgeError(
-                f"{self.url}/models lists no model; name it, as in 'model=NAME'"
-            )
-        return self.model or names[0]
+        first = _first_model(self)
+        return self.model or first
 
     def _ask(self, path: str, body: Any, until: float) -> Any:
         """The JSON of an answer; asks again while the server may be restarting."""
@@ -180,25 +195,42 @@ def _kept() -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def _first_model(endpoint: ChatEndpoint) -> str:
-    return endpoint.find()
+    """The first model that the server lists; "" if it lists none and none is needed."""
+    listed = endpoint._ask("models", None, time.monotonic() + endpoint.seconds)
+    try:
+        names = [str(each["id"]) for each in listed["data"]]
+    except (KeyError, TypeError):
+        names = []
+    if not names and not endpoint.model:
+        raise JudgeError(
+            f"{endpoint.url}/models lists no model; name it, as in 'model=NAME'"
+        )
+    return names[0] if names else ""
 
 
 @lru_cache(maxsize=8)
 def _key(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
+        key = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
         raise JudgeError(f"key_file {path!r} cannot be read: {error}") from error
+    # http.client would tell a key that fits no header in its error.
+    if not (key.isascii() and key.isprintable() and key):
+        raise JudgeError(f"key_file {path!r} must hold one line, the key, in ASCII")
+    return key
 
 
-def _content(answer: Any, url: str) -> str:
+def _content(answer: Any, url: str) -> tuple[str, bool]:
+    """The text of an answer, and whether it is whole."""
     try:
-        content = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
+        choice = answer["choices"][0]
+        content = choice["message"]["content"]
+        whole = choice.get("finish_reason") != "length"
+    except (KeyError, IndexError, TypeError, AttributeError):
         raise JudgeError(
             f"the server at {url} does not speak the chat API: it sent {answer!r:.200}"
         ) from None
-    return content if isinstance(content, str) else ""
+    return (content if isinstance(content, str) else ""), whole
 
 
 def _place(folder: Path, key: str) -> Path:

@@ -53,7 +53,11 @@ _COMPARE = """Rubric:
 
 Which answer is better by the rubric? The order in which they stand means nothing.
 Reply with {{"reason": "one sentence", "better": "A", "B" or "tie"}}."""
-_TAG = re.compile(r"<(?=/?\s*(?:conversation|reference|answer(?:_[ab])?)\s*>)", re.I)
+_TAG = re.compile(r"<(?=[\s/]*(?:conversation|reference|answer(?:_[ab])?)\b)", re.I)
+# What a model thought before it answered.
+_THOUGHT = "</think>"
+# Characters at the end of an answer among which a verdict is looked for.
+_LAST = 20_000
 _REASON = {"type": "string", "maxLength": 600}
 
 
@@ -179,11 +183,17 @@ class Judge:
         ]
         until = time.monotonic() + self.endpoint.seconds
         said = ""
-        for attempt in range(self.tries):
-            said = self.endpoint.said(messages, schema, attempt=attempt, until=until)
+
+        def read(said: str) -> Any:
             found = _read(said, name)
             # True is 1 to Python, but no grade.
-            if not isinstance(found, bool) and found in allowed:
+            return found if not isinstance(found, bool) and found in allowed else None
+
+        for attempt in range(self.tries):
+            found, said = self.endpoint.ask(
+                messages, schema, read, attempt=attempt, until=until
+            )
+            if found is not None:
                 return found, {
                     "judge/asked": attempt + 1.0,
                     "judge/unreadable": float(attempt),
@@ -206,18 +216,22 @@ def _schema(name: str, kind: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(said: str, name: str) -> Any:
-    """The verdict in the last JSON object of a text that has it; None without one."""
-    decoder, found, at = json.JSONDecoder(), None, said.find("{")
+    """The verdict in the JSON object that ends a text; None without one.
+
+    An object before other words may be a quotation of the answer that is judged.
+    """
+    said = said.rpartition(_THOUGHT)[2].strip().removesuffix("```").rstrip()[-_LAST:]
+    decoder, at = json.JSONDecoder(), said.find("{")
     while at >= 0:
         try:
             value, end = decoder.raw_decode(said, at)
         except (ValueError, RecursionError):
             end = at + 1
         else:
-            if isinstance(value, dict) and name in value:
-                found = value[name]
+            if end == len(said):
+                return value.get(name)
         at = said.find("{", end)
-    return found
+    return None
 
 
 def _told(question: Sequence[Message]) -> str:
@@ -226,7 +240,7 @@ def _told(question: Sequence[Message]) -> str:
     for message in question:
         said = _quoted(message.content)
         calls = "".join(
-            f"\n[calls {call.name}({_quoted(call.arguments)})]"
+            f"\n[calls {_quoted(call.name)}({_quoted(call.arguments)})]"
             for call in message.tool_calls
         )
         lines.append(f"{message.role}: {said}{calls}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +53,7 @@ def action_of(
     if _is_text(wanted):
         return {field: said}
     try:
-        return {field: json.loads(said, parse_constant=_no_number)}
+        return {field: _DECODER.decode(said)}
     except (ValueError, RecursionError) as error:
         kind = wanted.get("type", "JSON value")
         raise ActionError(
@@ -123,12 +124,11 @@ def text_of_observation(observation: Any, field: str | None) -> str:
 
 
 def _last_object(text: str) -> dict[str, Any]:
-    decoder = json.JSONDecoder(parse_constant=_no_number)
     found: dict[str, Any] | None = None
     place = text.find("{")
     while place >= 0:
         try:
-            value, end = decoder.raw_decode(text, place)
+            value, end = _DECODER.raw_decode(text, place)
         except (ValueError, RecursionError):
             end = place + 1
         else:
@@ -151,6 +151,16 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
 
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(float(number)):
+        raise ValueError(f"{number} is too large")
+    return float(number)
+
+
+# Python reads NaN, Infinity and 1e999, and writes the last as Infinity.
+_DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 
 def _shown(value: Any) -> str:

@@ -19,6 +19,7 @@ from jaxrl_post.envs.servers import (
     UnreachableError,
 )
 from jaxrl_post.envs.tasks.held_out import rows_of_split
+from jaxrl_post.envs.tasks.ranges import require_integer
 from jaxrl_post.envs.tools.environment import ToolSession
 from jaxrl_post.envs.tools.journal import Journal
 from jaxrl_post.envs.tools.toolset import ToolError
@@ -81,11 +82,12 @@ class NemoGym:
 
     def __post_init__(self) -> None:
         require_http(self.url)
-        for name, low in (("seconds", 0.0), ("turn_seconds", 0.0), ("max_calls", 0)):
+        require_integer("max_calls", self.max_calls, 1, 1000)
+        for name in ("seconds", "turn_seconds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{name} must be a number, got {value!r}")
-            if not value > low:
+            if not value > 0:
                 raise ValueError(f"{name} must be positive, got {value!r}")
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
@@ -166,7 +165,9 @@ class OpenEnvClient:
     def _number(self, reward: Any) -> float:
         if reward is None:
             return 0.0
-        if not isinstance(reward, int | float) or not abs(reward) < math.inf:
+        number = isinstance(reward, int | float) and not isinstance(reward, bool)
+        # Not true of NaN, nor of an integer that is too large for a float.
+        if not number or not abs(reward) < 1e300:
             raise ServerError(
                 f"{self._url}: the reward must be a finite number, got {reward!r:.80}"
             )

@@ -65,7 +65,10 @@ def tools_of(params: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     'now'
     """
     found: dict[str, dict[str, Any]] = {}
-    for number, tool in enumerate(params.get("tools") or ()):
+    tools = params.get("tools") or []
+    if not isinstance(tools, list):
+        raise BadRowError(f"'tools' must be a list, got {tools!r:.80}")
+    for number, tool in enumerate(tools):
         name = tool.get("name") if isinstance(tool, dict) else None
         kind = tool.get("type", "function") if isinstance(tool, dict) else None
         if kind != "function" or not isinstance(name, str) or not name:

@@ -22,6 +22,7 @@ from jaxrl_post.envs.env import (
     Task,
     TaskSequence,
 )
+from jaxrl_post.envs.tasks.ranges import require_integer
 
 __all__ = ["Part", "StatefulMixture", "StatelessMixture", "mixture"]
 
@@ -79,11 +80,8 @@ class _Mixture:
                 f"{', '.join(names)}; give them with 'name'"
             )
         size = self.size
-        if size is not None and not (type(size) is int and size >= len(names)):
-            raise ValueError(
-                f"size must be an integer of at least {len(names)}, one task for each "
-                f"environment, got {size!r}"
-            )
+        if size is not None:
+            require_integer("size", size, len(names), MOST_TASKS)
 
     @property
     def name(self) -> str:
@@ -130,8 +128,11 @@ class _Mixture:
                 for each, share in zip(tasks, shares, strict=True)
             ]
             size = min(max(needed), MOST_TASKS)
-        counts = [max(1, round(share * size)) for share in shares]
-        ends = [0, *accumulate(counts)]
+        # Rounded sums, so that the parts are the whole; each has one task or more.
+        ends = [round(share * size) for share in accumulate(shares, initial=0.0)]
+        for number in range(len(shares)):
+            ends[number + 1] = max(ends[number + 1], ends[number] + 1)
+        counts = [end - first for first, end in pairwise(ends)]
 
         def make(index: int) -> Task:
             number = bisect(ends, index) - 1
@@ -204,7 +205,7 @@ def mixture(
 
     Args:
         parts: the environments.
-        size: training tasks in all; None for enough to show each.
+        size: training tasks in all, at most 100,000; None for enough to show each.
 
     Raises:
         ValueError: no part, two parts of one name, or a size too small.

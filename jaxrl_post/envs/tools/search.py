@@ -135,13 +135,16 @@ class Search:
         """
         unknown = sorted(set(arguments) - {"query", "limit"})
         if unknown:
-            raise ToolError(f"{name} takes query and limit, got {listed(unknown)}")
+            told = f"{name} takes query and limit, got {listed(unknown)}"
+            raise ToolError(told, kind="bad_arguments")
         query = arguments.get("query")
         if not isinstance(query, str):
-            raise ToolError("query must be a text, such as 'capital of France'")
+            told = "query must be a text, such as 'capital of France'"
+            raise ToolError(told, kind="bad_arguments")
         words = _words(query)
         if not words:
-            raise ToolError(f"query has no word to look for, got {query[:80]!r}")
+            told = f"query has no word to look for, got {query[:80]!r}"
+            raise ToolError(told, kind="bad_arguments")
         found = self._index().best(words, self._limit(arguments.get("limit")))
         if not found:
             shown = ", ".join(words[:10])
@@ -164,7 +167,8 @@ class Search:
         if type(value) is not int or not 1 <= value <= self.max_passages:
             raise ToolError(
                 f"limit must be an integer from 1 to {self.max_passages}, got "
-                f"{value!r:.80}"
+                f"{value!r:.80}",
+                kind="bad_arguments",
             )
         return value
 

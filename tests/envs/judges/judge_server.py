@@ -46,6 +46,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, text: str) -> None:
         self.send_response(status)
+        if 300 <= status < 400:
+            self.send_header("Location", text)
         self.send_header("Content-Length", str(len(text.encode())))
         self.end_headers()
         self.wfile.write(text.encode())

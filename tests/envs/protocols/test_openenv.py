@@ -204,11 +204,11 @@ def test_an_answer_that_is_none_fails_the_episode(answer, told):
     class Bad(Guess):
         def answer(self, connection, guess, seed):
             if answer == "slow":
-                time.sleep(1.6)
+                time.sleep(4.0)
             return answer
 
     with running(Bad()) as url:
-        found = environment(url, "seconds=0.8&most_bytes=4000")
+        found = environment(url, "seconds=2&most_bytes=4000")
         session = found.open(found.tasks("train")[0])
         with pytest.raises(ServerError, match=f"{url}: .*{told}"):
             session.step(guess(5))

@@ -27,7 +27,7 @@ CREATE VIEW north AS SELECT name FROM city;
 
 @pytest.fixture(scope="module")
 def executor():
-    found = Executor(seconds=0.5, most_rows=2000)
+    found = Executor(seconds=1.0, most_rows=2000)
     yield found
     found.close()
 
@@ -146,6 +146,7 @@ HOSTILE = [
     ("SELECT length(zeroblob(1000000000))", "size"),
     ("SELECT randomblob(1000000000)", "refused"),
     ("SELECT replace(hex(zeroblob(400000)), '0', '0000000000')", "size"),
+    ("SELECT zeroblob(999000), n FROM big", "size"),
     ("SELECT hex(zeroblob(400000)), n FROM big", "size"),
     ("SELECT group_concat(hex(zeroblob(1000))) FROM big", "size"),
     ("SELECT json_group_array(hex(zeroblob(1000))) FROM big", "size"),
@@ -166,7 +167,7 @@ def test_hostile_queries_have_no_effect(executor, file, form, query, kinds):
     with pytest.raises(SqlError) as caught:
         executor.run(database, query)
     assert caught.value.kind in kinds.split(), caught.value
-    assert time.monotonic() - began < 4.0
+    assert time.monotonic() - began < 6.0
     assert state(file) == before
     # And none that a later query sees.
     told = executor.run(database, "SELECT (SELECT count(*) FROM city), name FROM north")
@@ -218,7 +219,7 @@ def test_a_process_that_uses_no_time_is_not_waited_for(executor):
     with pytest.raises(SqlError) as caught:
         executor.run(database, "SELECT 1")
     assert caught.value.kind == "time"
-    assert time.monotonic() - began < 4.0
+    assert time.monotonic() - began < 6.0
     assert executor.run(database, "SELECT 1").rows == ((1,),)
 
 

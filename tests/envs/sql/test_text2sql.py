@@ -100,7 +100,7 @@ def test_a_query_is_judged_by_its_rows(file, query, reward, metrics):
 
 
 def test_a_query_that_does_not_end_costs_its_time_alone(file):
-    environment, task = one(file, seconds=0.2)
+    environment, task = one(file, seconds=1.0)
     endless = (
         "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) "
         "SELECT max(n) FROM c"

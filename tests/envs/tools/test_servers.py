@@ -226,7 +226,7 @@ def test_an_endpoint_that_is_started_again_costs_time():
     with serving_later(0.5, echoing) as later:
         opened = Endpoint(later, (), seconds=15).open(TASK)
         assert json.loads(opened.call("look", {}))["name"] == "look"
-        assert 0.3 < opened.lost < 15
+        assert 0 < opened.lost < 15
 
 
 @pytest.mark.parametrize("how", [502, 503, 504, "at once", "within the answer"])
@@ -272,9 +272,9 @@ def test_an_answer_that_comes_byte_by_byte_ends():
 
 def test_the_policy_sees_nothing_of_a_server_that_was_away():
     """Two calls of a turn, the first of which waits: neither is told of it."""
-    with serving_later(0.6, echoing) as later:
+    with serving_later(3.0, echoing) as later:
         tools = Endpoint(later, (Tool("look", ""),), seconds=15)
-        environment = ToolEnvironment(Sums(), (tools,), turn_seconds=0.3)
+        environment = ToolEnvironment(Sums(), (tools,), turn_seconds=1.5)
         (task, *_) = environment.tasks("train")
         session = environment.open(task)
         step = session.step(calls(("look", {"at": 1}), ("look", {"at": 2})))

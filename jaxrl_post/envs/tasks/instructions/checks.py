@@ -107,7 +107,7 @@ def _first_word(
 
 
 def _placeholders(text: str, *, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
 
 
 def _postscript(text: str, *, postscript_marker: str) -> bool:
@@ -116,7 +116,7 @@ def _postscript(text: str, *, postscript_marker: str) -> bool:
 
 
 def _bullets(text: str, *, num_bullets: int) -> bool:
-    found = re.findall(r"^\s*(?:\*[^*\n]|-).*$", text, re.MULTILINE)
+    found = re.findall(r"^[^\S\n]*(?:\*[^*\n]|-).*$", text, re.MULTILINE)
     return len(found) == num_bullets
 
 

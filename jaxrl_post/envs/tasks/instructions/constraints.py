@@ -64,8 +64,11 @@ class Constraint:
             )
         for name, type_ in wanted.items():
             given[name] = _checked(name, given[name], type_)
-        if given.get("nth_paragraph", 0) > given.get("num_paragraphs", 1):
-            raise ValueError("nth_paragraph must not be more than num_paragraphs")
+        nth, of = given.get("nth_paragraph"), given.get("num_paragraphs", 0)
+        if nth is not None and not 1 <= nth <= of:
+            raise ValueError(
+                f"nth_paragraph must be from 1 to num_paragraphs, {of}, got {nth}"
+            )
         object.__setattr__(self, "parameters", given)
 
     def holds(self, text: str) -> bool:

@@ -108,14 +108,20 @@ def rows_of(database, query, seconds, most):
         if cursor.description is None:
             raise RefusedError("refused", "it is not a query: nothing is selected")
         for row in cursor:
-            written = [plain(value) for value in row]
-            size += sum(len(value) if isinstance(value, str) else 8 for value in row)
-            rows.append(written)
-            if len(rows) > most:
-                raise RefusedError("size", f"it returns more than {most} rows")
+            size += sum(map(size_of, row))
             if size > ANSWER_BYTES:
                 raise RefusedError("size", "it returns too much text")
+            rows.append([plain(value) for value in row])
+            if len(rows) > most:
+                raise RefusedError("size", f"it returns more than {most} rows")
         return rows, len(cursor.description)
+
+
+def size_of(value):
+    """Characters of a value as JSON has it, about."""
+    if isinstance(value, bytes):
+        return 2 * len(value)
+    return len(value) if isinstance(value, str) else 8
 
 
 def plain(value):
