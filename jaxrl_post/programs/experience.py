@@ -348,6 +348,7 @@ class Experience:
                 metrics[f"rollout/{name}"] = ends.count(name) / len(ends)
         metrics |= _means("env", [episode.metrics for episode in episodes])
         metrics |= _means("reward", [episode.rewards for episode in episodes])
+        metrics |= _means("reward/player", [_by_player(each) for each in episodes])
         greedy = [g.greedy.reward for g in sampled if g.greedy is not None]
         baselines = [reward for reward in greedy if reward is not None]
         if baselines:
@@ -371,6 +372,12 @@ class Experience:
                 "%s: %d of %d rollouts failed: %s", where, count, len(episodes), error
             )
         return [e.reward for e in episodes if e.reward is not None]
+
+
+def _by_player(episode: Episode) -> dict[str, float]:
+    """The rewards of an episode's players; empty without players, or if it failed."""
+    found = {name: episode.of_player(name).reward for name in episode.last_turns}
+    return {name: each for name, each in found.items() if name and each is not None}
 
 
 def _first_line(error: str) -> str:
