@@ -8,6 +8,7 @@ import pytest
 from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.envs.tasks.nim import Nim
 from jaxrl_post.records.conversations import conversation
+from jaxrl_post.records.report.trees import tree
 from jaxrl_post.rollout.episode import Episode
 from tests.programs import trainers
 from tests.programs.agent_letters import Duel, Lenient
@@ -61,6 +62,8 @@ def check_game(episode):
     rows = conversation(episode, trained=True)["turns"]
     assert [row["player"] for row in rows] == [turn.player for turn in turns]
     assert [row["parent"] for row in rows][second] is None
+    labels = [chain["label"] for chain in tree({"turns": rows})["chains"]]
+    assert labels == [f"player {turns[at].player}" for at in (0, second)]
 
 
 @pytest.mark.parametrize("credit", ["outcome", "turns"])
@@ -77,6 +80,7 @@ def test_the_tokens_of_a_player_have_the_sign_of_its_result(credit):
         results = [each.last_turns["first"].reward for each in group.episodes]
         assert group.has_spread is (len(set(results)) == 2)
         for episode, result in zip(group.episodes, results, strict=True):
+            assert result is not None
             for turn in (0, *episode.segments):
                 sequence = made.pop(0)
                 own = sequence.advantages[sequence.loss_mask]
