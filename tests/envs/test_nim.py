@@ -49,14 +49,14 @@ def answering(answer):
         server.server_close()
 
 
-def task(stones: int, split: str = "train") -> Task:
-    data = {"stones": stones, "game": "one", "split": split}
+def task(stones: int, split: str = "train", prefix: str = "") -> Task:
+    data = {"stones": stones, "game": "one", "split": split, "prefix": prefix}
     return Task(0, (Message("user", f"{stones}="),), "", data)
 
 
-def played(stones, *said, split="train", game=PLAIN):
+def played(stones, *said, prefix=""):
     with answering(lambda number, _: said[number]) as (url, calls):
-        return game.run(task(stones, split), url), calls
+        return PLAIN.run(task(stones, prefix=prefix), url), calls
 
 
 def test_the_players_take_turns_and_hear_what_is_left():
@@ -88,8 +88,9 @@ def test_an_illegal_move_loses_at_once(said):
 
 
 def test_the_instruction_is_given_once():
-    _, calls = played(5, "3", "1", "1", game=Nim(instruction="Play. "))
-    assert calls[2][1] == ["Play. 5=", "3", "1="]
+    _, calls = played(5, "3", "1", "1", prefix="Play. 14 ")
+    assert calls[1][1] == ["Play. 14 2="]
+    assert calls[2][1] == ["Play. 14 5=", "3", "1="]
 
 
 def test_the_opponent_that_is_perfect_wins_unless_it_cannot():
@@ -99,7 +100,7 @@ def test_the_opponent_that_is_perfect_wins_unless_it_cannot():
     assert (step.reward, step.players, step.metrics["illegal"]) == (0.0, {}, 0.0)
 
     def best(_, messages):
-        return str(int(messages[-1]["content"].rstrip("=")) % 4)
+        return str(int(messages[-1]["content"].rstrip("=").split()[-1]) % 4)
 
     for number in range(0, 20, 2):
         with answering(best) as (url, calls):
@@ -128,7 +129,8 @@ def test_tasks_and_demonstrations():
         stones = {each.data["stones"] for each in tasks}
         assert (min(stones), max(stones)) == (fewest, 6)
         for each in tasks:
-            assert each.messages[0].content == f"{each.data['stones']}="
+            number = 2 * each.id + (split == "eval")
+            assert each.messages[0].content == f"{number} {each.data['stones']}="
             taken = game.move(game.demonstration(each), each.data["stones"])
             assert taken is not None
     demonstrations = {game.demonstration(each) for each in game.tasks("train")[:50]}

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.processes
 __all__ = ["served"]
 
 CONFIG = trainers.changed("rollout", max_turns=6, prompts_per_step=2)
-GAME = Lenient(least=4, most=6, instruction="")
+# Three moves of each player, and numbers of one digit: prompts have 16 tokens at most.
+SIZES = {"least": 4, "most": 6, "instruction": "", "train_size": 4, "eval_size": 4}
+GAME = Lenient(**SIZES)
 
 
 def groups_of(trainer):
@@ -141,7 +143,7 @@ def test_a_reward_that_no_player_can_have_fails_the_episode(duel, error):
 
 
 def test_the_game_is_evaluated_against_its_opponent():
-    with training(Nim(most=6, instruction=""), CONFIG) as trainer:
+    with training(Nim(**SIZES), CONFIG) as trainer:
         found = trainer.experience.evaluate(published(trainer, 0))
         [group] = trainer.experience.collector.run(
             published(trainer, 0),

@@ -19,7 +19,8 @@ PLAYERS = ("first", "second")
 MOST_TAKEN = 3
 INSTRUCTION = (
     "Two players take 1 to 3 stones in turn, and who takes the last one wins. "
-    "You are told how many are left. Answer with the number that you take.\n"
+    "A message ends with how many are left; the first one begins with the number of "
+    "the game. Answer with how many you take.\n"
 )
 # The pool's deadline ends an episode long before a single call takes as long.
 CALL_S = 3600.0
@@ -38,14 +39,16 @@ class Nim:
     every other one. The reward is 1 for a win, else 0. Who can leave a multiple of 4
     wins; the opponent knows that in a share `skill` of its moves.
 
-    A game needs at most `most` calls (`--rollout.max-turns`).
+    The first message is the instruction and "14 7=": the number of the game, which is
+    unrelated to the play, and the stones that are left. Later ones are as "3=". A game
+    needs at most `most` calls (`--rollout.max-turns`).
 
     Args:
         least: smallest number of stones, in [4, most].
         most: largest number of stones, in [least, 99].
         skill: share of the opponent's moves that are the best one, in [0, 1]; the
             others are random. Where no move is good it takes any.
-        instruction: text before the first number of stones.
+        instruction: text before the number of the game.
         seed: seeds the numbers of stones, the opponent and the demonstrations.
         train_size: number of training games.
         eval_size: number of held-out games.
@@ -55,7 +58,7 @@ class Nim:
 
     >>> task = Nim(instruction="").tasks("train")[0]
     >>> task.messages[0].content
-    '7='
+    '0 7='
     """
 
     least: int = 4
@@ -88,8 +91,10 @@ class Nim:
             stones = rng.randint(self.least, self.most)
             if split == "eval" and index % 2:
                 stones -= self._opponent(stones, rng)
-            data = {"stones": stones, "game": name, "split": split}
-            opening = Message("user", f"{self.instruction}{stones}=")
+            # Even numbers belong to "train", odd ones to "eval": the prompts differ.
+            prefix = f"{self.instruction}{2 * index + (split == 'eval')} "
+            data = {"stones": stones, "game": name, "split": split, "prefix": prefix}
+            opening = Message("user", f"{prefix}{stones}=")
             return Task(index, (opening,), "", data)
 
         return TaskSequence(
@@ -111,7 +116,7 @@ class Nim:
             return self._against_opponent(task, base_url)
         stones, illegal, moves = task.data["stones"], False, 0
         players = {
-            name: _Player(player_url(base_url, name), self.instruction)
+            name: _Player(player_url(base_url, name), task.data["prefix"])
             for name in PLAYERS
         }
         while stones and not illegal:
@@ -140,7 +145,7 @@ class Nim:
     def _against_opponent(self, task: Task, base_url: str) -> Step:
         stones, moves = task.data["stones"], 0
         rng = Random(f"{task.data['game']} opponent")
-        policy = _Player(base_url, self.instruction)
+        policy = _Player(base_url, task.data["prefix"])
         won = illegal = False
         while stones:
             taken = self.move(policy.ask(stones), stones)
@@ -165,7 +170,7 @@ class _Player:
     """One side of the game, asked over HTTP; its conversation grows by each move."""
 
     base_url: str
-    instruction: str
+    prefix: str
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, stones: int) -> str:
@@ -174,7 +179,7 @@ class _Player:
         Raises:
             ServerError: there is none.
         """
-        begin = "" if self.messages else self.instruction
+        begin = "" if self.messages else self.prefix
         self.messages.append({"role": "user", "content": f"{begin}{stones}="})
         body = {"model": "policy", "messages": self.messages}
         server = JsonServer(self.base_url)
