@@ -114,7 +114,7 @@ class SFTConfig(OfflineConfig):
     """Supervised fine-tuning on chats and texts, or an environment's demonstrations.
 
     Attributes:
-        env: arithmetic, code, gsm8k, guess, instructions, jsonl, lookup, text2sql,
+        env: arithmetic, code, gsm8k, guess, instructions, jsonl, lookup, nim, text2sql,
             world, reasoning-gym:<task>, or <module>:<factory>, with options as in
             arithmetic?level=2. None for the rows of `data.path`, which have messages,
             prompt and completion, or text; arithmetic without a file.

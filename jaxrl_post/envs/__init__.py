@@ -14,6 +14,7 @@ from jaxrl_post.envs.env import (
     Task,
     TaskSequence,
     ToolCall,
+    player_url,
     response,
 )
 from jaxrl_post.envs.workers.pool import Outcome, WorkerPool, WorkerStartError
@@ -35,5 +36,6 @@ __all__ = [
     "WorkerPool",
     "WorkerStartError",
     "make",
+    "player_url",
     "response",
 ]

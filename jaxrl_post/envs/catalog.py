@@ -30,6 +30,7 @@ from jaxrl_post.envs.tasks.mixture import (
     StatelessMixture,
     mixture,
 )
+from jaxrl_post.envs.tasks.nim import Nim
 from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
 from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
 from jaxrl_post.envs.tasks.sql import Text2SQL
@@ -39,7 +40,7 @@ __all__ = ["make"]
 
 _FORMS = (
     "arithmetic, bfcl, code, gsm8k, guess, instructions, jsonl, judged, lookup, "
-    "mixture, nemo-gym, openenv, text2sql, world, reasoning-gym:<task>, "
+    "mixture, nemo-gym, nim, openenv, text2sql, world, reasoning-gym:<task>, "
     "<module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
@@ -52,6 +53,7 @@ _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "judged": Judged,
     "lookup": lookup,
     "nemo-gym": NemoGym,
+    "nim": Nim,
     "openenv": OpenEnv,
     "text2sql": Text2SQL,
     "world": World,
@@ -68,6 +70,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         gsm8k?path=train.jsonl&eval_path=test.jsonl
         guess?size=7&guesses=3                  world?turns=8
         lookup?depth=2                          code?path=problems.jsonl&reward=share
+        nim?most=9&skill=1
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
         instructions?constraints=3              instructions?path=ifeval.jsonl
         text2sql?level=2                        text2sql?path=questions.jsonl&rows=0
@@ -103,8 +106,8 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     >>> make("arithmetics")
     Traceback (most recent call last):
     ValueError: no environment 'arithmetics'; there are arithmetic, bfcl, code, gsm8k,
-    guess, instructions, jsonl, judged, lookup, mixture, nemo-gym, openenv, text2sql,
-    world, reasoning-gym:<task>, <module>:<factory>
+    guess, instructions, jsonl, judged, lookup, mixture, nemo-gym, nim, openenv,
+    text2sql, world, reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

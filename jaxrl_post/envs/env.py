@@ -9,6 +9,7 @@ or with a session that keeps state during one episode (`StatefulEnvironment`).
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, overload, runtime_checkable
@@ -30,11 +31,16 @@ __all__ = [
     "Task",
     "TaskSequence",
     "ToolCall",
+    "player_url",
+    "require_player",
     "response",
 ]
 
 # Where `Task.data` has the base URL of an agent's episode.
 BASE_URL = "openai_base_url"
+
+# The name of a player, which is a part of a path.
+_PLAYER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 type Split = Literal["train", "eval"]
 
@@ -101,6 +107,9 @@ class Step:
         metrics: finite numbers to be averaged over episodes.
         rewards: the unweighted parts of the reward by name; empty if the reward has
             only one part. GDPO normalises each part separately.
+        players: of an agent whose episode has players (`player_url`), rewards by
+            player, finite numbers; each is credited to that player's last turn. With
+            several players `reward` must be 0, and `rewards` empty.
 
     >>> Step(reward=1.0, done=True).messages
     ()
@@ -111,6 +120,7 @@ class Step:
     messages: tuple[Message, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     rewards: Mapping[str, float] = field(default_factory=dict)
+    players: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -203,9 +213,11 @@ class AgentEnvironment(Environment, Protocol):
             task: the problem.
             base_url: of the episode, such as "http://127.0.0.1:8000/episodes/3-0/v1",
                 for one agent; POST .../reward beside /v1 credits single turns.
+                `player_url` has one for each of several players.
 
         Returns:
-            The reward of the episode, and metrics; `messages` are not read.
+            The reward of the episode, or rewards by player, and metrics; `messages`
+            are not read.
         """
         ...
 
@@ -253,6 +265,45 @@ class TaskSequence(Sequence[Task]):
         if isinstance(chosen, range):
             return TaskSequence(len(chosen), lambda i: self.make(chosen[i]))
         return self.make(operator.index(chosen))
+
+
+def require_player(name: object) -> None:
+    """Refuses a name that no player may have.
+
+    Raises:
+        ValueError: unless it is 1 to 64 letters, digits, dashes and underscores.
+    """
+    if not isinstance(name, str) or not _PLAYER.fullmatch(name):
+        raise ValueError(
+            "a player's name must be 1 to 64 letters, digits, dashes and underscores; "
+            f"got {name!r:.80}"
+        )
+
+
+def player_url(base_url: str, name: str) -> str:
+    """The base URL of one player of an agent's episode.
+
+    What is served under it is recorded as this player's: conversations continue those
+    of the same player alone, and rewards are compared with the same player's.
+
+    Args:
+        base_url: of the episode, as `AgentEnvironment.run` gets it; ends with /v1.
+        name: of the player, 1 to 64 letters, digits, dashes and underscores.
+
+    Raises:
+        ValueError: the name has other characters, or the URL does not end with /v1.
+
+    >>> player_url("http://127.0.0.1:8000/episodes/3-0/v1", "first")
+    'http://127.0.0.1:8000/episodes/3-0/players/first/v1'
+    """
+    require_player(name)
+    episode, found, rest = base_url.rstrip("/").rpartition("/v1")
+    if not found or rest or "/players/" in episode:
+        raise ValueError(
+            "base_url must be that of an episode, and end with /v1; got "
+            f"{base_url!r:.200}"
+        )
+    return f"{episode}/players/{name}/v1"
 
 
 def response(conversation: Sequence[Message]) -> str:

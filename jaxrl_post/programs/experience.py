@@ -349,6 +349,7 @@ class Experience:
                 metrics[f"rollout/{name}"] = ends.count(name) / len(ends)
         metrics |= _means("env", [episode.metrics for episode in episodes])
         metrics |= _means("reward", [episode.rewards for episode in episodes])
+        metrics |= _means("reward/player", [_by_player(each) for each in episodes])
         greedy = [g.greedy.reward for g in sampled if g.greedy is not None]
         baselines = [reward for reward in greedy if reward is not None]
         if baselines:
@@ -385,6 +386,12 @@ def _summary(error: str) -> str:
     last = rest.rpartition(f"{_TRACEBACK}\n")[2]
     said = [line for line in last.splitlines() if line[:1].strip()] or [_TRACEBACK]
     return f"{kind}: {said[0]}"[:MOST_OF_ERROR]
+
+
+def _by_player(episode: Episode) -> dict[str, float]:
+    """The rewards of an episode's players; empty without players, or if it failed."""
+    found = {name: episode.of_player(name).reward for name in episode.last_turns}
+    return {name: each for name, each in found.items() if name and each is not None}
 
 
 def _failure(error: str) -> str:

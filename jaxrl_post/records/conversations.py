@@ -38,8 +38,9 @@ def conversation(episode: Episode, *, trained: bool) -> Row | None:
 
     Returns:
         JSON: `turns`, and `left_out` if it is not 0. A turn has its `number`, from 0,
-        its `parent`, the number of the turn that it continues, or None; what was
-        `heard`, with role, text and, of a tool, name and the `answers` id of the call;
+        its `parent`, the number of the turn that it continues, or None; the `player`
+        whose turn it is; what was `heard`, with role, text and, of a tool, name and the
+        `answers` id of the call;
         `reasoning`, `text` and `calls` (name, arguments, id) of the policy; `broken`,
         the calls that could not be read; its `reward`, with `parts`; `finish_reason`;
         the numbers of `sampled` and `context` tokens; `versions` of the weights, first
@@ -98,6 +99,7 @@ def _turn(
     row: Row = {
         "number": number,
         "parent": parent,
+        "player": turn.player,
         "heard": [_heard(message, texts) for message in heard[:MOST_PIECES]],
         "heard_left_out": len(heard[MOST_PIECES:]),
         **_said(turn, texts),
@@ -110,8 +112,8 @@ def _turn(
         "trained": trained,
     }
     absent = {
-        "heard", "heard_left_out", "reasoning", "calls", "calls_left_out", "broken",
-        "parts", "versions",
+        "player", "heard", "heard_left_out", "reasoning", "calls", "calls_left_out",
+        "broken", "parts", "versions",
     }  # fmt: skip
     return {k: value for k, value in row.items() if value or k not in absent}
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_post.data import packing
 from jaxrl_post.losses.credit.returns import turn_returns
-from jaxrl_post.rollout.episode import Episode, Group, Turn
+from jaxrl_post.rollout.episode import Episode, Group, Turn, players_of
 
 __all__ = [
     "GroupFacts",
@@ -78,6 +78,9 @@ def advantages(
 ) -> np.ndarray:
     """Applies a group advantage estimator to the rewards.
 
+    If there are players, it is applied to each player's rewards alone: a player is
+    compared with the same player of the group's other samples.
+
     Args:
         groups: of equal size.
         estimator: `GroupFacts` to advantages [groups, samples].
@@ -87,8 +90,14 @@ def advantages(
         parts: names of the components that the estimator reads, if any.
 
     Returns:
-        float32 [groups, samples]; the values of failed episodes are not used.
+        float32 [groups, samples]; the values of failed episodes are not used. With
+        players [groups, samples, turns], 0 for missing turns: each turn has its
+        player's value.
     """
+    if players_of(groups):
+        return _by_player(
+            groups, lambda own: advantages(own, estimator, shaping, parts)
+        )
     rewards = np.stack([group.rewards for group in groups])
     lengths = np.stack([group.lengths for group in groups])
     valid = np.stack([group.valid for group in groups])
@@ -104,6 +113,35 @@ def advantages(
         greedy=greedy,
     )
     return np.asarray(estimator(facts), np.float32)
+
+
+def _by_player(
+    groups: Sequence[Group], compute: Callable[[Sequence[Group]], np.ndarray]
+) -> np.ndarray:
+    """Computes values from each player's turns alone, and gives them to these turns.
+
+    Args:
+        groups: of equal size, with players.
+        compute: from groups without players to values [groups, samples] or [groups,
+            samples, turns].
+
+    Returns:
+        float32 [groups, samples, turns]; 0 for missing turns.
+    """
+    samples = len(groups[0].episodes)
+    most = max(len(episode.turns) for g in groups for episode in g.episodes)
+    values = np.zeros((len(groups), samples, most), np.float32)
+    for name in players_of(groups):
+        found = compute([group.of_player(name) for group in groups])
+        for row, group in enumerate(groups):
+            for column, episode in enumerate(group.episodes):
+                names = [turn.player for turn in episode.turns]
+                own = np.flatnonzero([each == name for each in names])
+                by_turn = found[row, column]
+                values[row, column, own] = (
+                    by_turn if found.ndim == 2 else by_turn[: len(own)]
+                )
+    return values
 
 
 def _greedy(
@@ -135,6 +173,8 @@ def turn_rewards(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The reward of every turn; the shaping of an episode is added to its last turn.
 
+    That of a player's turns, if there are players, is added to the player's last turn.
+
     Args:
         groups: of equal size.
         shaping: as for `advantages`.
@@ -143,6 +183,9 @@ def turn_rewards(
         Rewards, float32 [groups, samples, turns], and a mask of the turns that exist,
         bool of the same shape. Both are 0 for missing turns and for failed episodes.
     """
+    if shaping is not None and players_of(groups):
+        _, exist = turn_rewards(groups)
+        return _by_player(groups, lambda own: turn_rewards(own, shaping)[0]), exist
     episodes = [episode for group in groups for episode in group.episodes]
     most = max((len(episode.turns) for episode in episodes), default=0)
     rewards = np.zeros((len(episodes), most), np.float32)
@@ -170,7 +213,8 @@ def turn_advantages(
     """Applies a group advantage estimator to the return of each turn.
 
     Turn k of a sample is compared with turn k of the group's other samples, as far as
-    they have k turns, by the discounted sum of the rewards from turn k on.
+    they have k turns, by the discounted sum of the rewards from turn k on. If there are
+    players, turns are counted and rewards are summed for each player alone.
 
     Args:
         groups: of equal size.
@@ -185,6 +229,11 @@ def turn_advantages(
         Zeng et al., Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level
         Credit Assignment, arXiv:2505.11821.
     """
+    if players_of(groups):
+        return _by_player(
+            groups,
+            lambda own: turn_advantages(own, estimator, shaping, discount=discount),
+        )
     rewards, mask = turn_rewards(groups, shaping)
     returns = np.asarray(
         turn_returns(jnp.asarray(rewards), jnp.asarray(mask), gamma=discount)
@@ -221,7 +270,8 @@ def sequences(
     Args:
         groups: as for `advantages`.
         values: advantages, float32 [groups, samples] per episode or [groups, samples,
-            turns] per turn; every sampled token gets that of its episode or turn.
+            turns] per turn; every sampled token gets that of its episode or turn. So
+            the sequence of a player has this player's.
         rewards: float32 [groups, samples, turns] for algorithms that compute advantages
             per token; placed at the last token of each turn. None for other algorithms.
         skip_truncated: drops the episodes whose last turn was cut (DAPO's overlong
@@ -241,15 +291,19 @@ def sequences(
             placed = None
             if rewards is not None:
                 placed = _at_ends(turns, rewards[row, column])
-            tokens = episode.tokens
+            tokens, cut = episode.tokens, [episode.truncated] * len(episode.spans)
+            if any(turn.player for turn in episode.turns):
+                # Each player's sequence ends with a turn of its own.
+                ends = (*episode.segments, len(episode.turns))
+                cut = [episode.turns[end - 1].truncated for end in ends]
             made += [
                 packing.Sequence(
                     tokens=tokens[span],
                     advantages=per_token[span].astype(np.float32),
                     rewards=None if placed is None else placed[span],
-                    truncated=episode.truncated if mark_truncated else None,
+                    truncated=ended if mark_truncated else None,
                 )
-                for span in episode.spans
+                for span, ended in zip(episode.spans, cut, strict=True)
             ]
     return made
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import numpy as np
 from jaxrl_post.envs.env import Answer, Message
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["Episode", "EpisodeEnd", "Group", "Turn"]
+__all__ = ["Episode", "EpisodeEnd", "Group", "Turn", "players_of"]
 
 # How an episode ended. "stop", "stop_string" and "length" (cut at the maximum tokens of
 # a turn): the environment was done, and its last turn ended so. "turn_limit" and
@@ -43,6 +44,7 @@ class Turn:
             reasoning; None for `text` alone.
         branched_from: of a turn of `Episode.segments`, the number of the earlier turn
             that it continues, from 0; None if it begins anew.
+        player: whose turn it is, in an episode with players; "" otherwise.
     """
 
     context: Tokens
@@ -56,6 +58,7 @@ class Turn:
     messages: tuple[Message, ...] = ()
     said: Answer | None = None
     branched_from: int | None = None
+    player: str = ""
 
     @property
     def truncated(self) -> bool:
@@ -71,7 +74,7 @@ class Turn:
             "said": None if self.said is None else self.said.to_json(),
         }
         # Most turns have none of them, and a queue holds thousands of turns.
-        absent = {n for n in _LATER if fields[n] is None or fields[n] == []}
+        absent = {n for n in _LATER if fields[n] is None or fields[n] in ([], "")}
         return {n: _plain(value) for n, value in fields.items() if n not in absent}
 
     @classmethod
@@ -199,8 +202,31 @@ class Episode:
 
     @property
     def truncated(self) -> bool:
-        """Whether the last turn was cut at the maximum number of tokens of a turn."""
-        return bool(self.turns) and self.turns[-1].truncated
+        """Whether the last turn was cut at the maximum number of tokens of a turn.
+
+        Of players, whether the last turn of any of them was.
+        """
+        return any(turn.truncated for turn in self.last_turns.values())
+
+    @property
+    def last_turns(self) -> dict[str, Turn]:
+        """The last turn of each player; with the key "" if there are no players."""
+        return {turn.player: turn for turn in self.turns}
+
+    def of_player(self, name: str) -> Episode:
+        """The turns of one player as an episode of one policy alone.
+
+        If the player had none, the episode has failed.
+        """
+        if not self.error and name not in self.last_turns:
+            return dataclasses.replace(self, turns=(), segments=(), error="no turns")
+        own = tuple(
+            dataclasses.replace(turn, player="")
+            for turn in self.turns
+            if turn.player == name
+        )
+        # Where its sequences begin is no matter to rewards, lengths and texts.
+        return dataclasses.replace(self, turns=own, segments=())
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value from which `from_json` restores the episode exactly."""
@@ -246,8 +272,35 @@ class Group:
         return np.array([e.num_sampled for e in self.episodes], np.int32)
 
     @property
+    def players(self) -> tuple[str, ...]:
+        """The names of the players, sorted; () if all turns are of one policy alone.
+
+        Turns without a name, beside those of players, are of a player named "".
+        """
+        return players_of([self])
+
+    def of_player(self, name: str) -> Group:
+        """The group with the turns of one player alone.
+
+        A sample in which this player had no turn counts as failed.
+        """
+        greedy = None if self.greedy is None else self.greedy.of_player(name)
+        own = tuple(episode.of_player(name) for episode in self.episodes)
+        return Group(self.prompt_id, own, greedy)
+
+    @property
     def has_spread(self) -> bool:
-        """Whether the unshaped rewards differ; otherwise the group teaches nothing."""
+        """Whether the unshaped rewards differ; otherwise the group teaches nothing.
+
+        Of players, whether the rewards of any of them differ: in a game that one wins
+        and the other loses their sum is always 0.
+        """
+        if self.players:
+            return any(self.of_player(name)._differs for name in self.players)
+        return self._differs
+
+    @property
+    def _differs(self) -> bool:
         rewards = self.rewards[self.valid]
         return rewards.size > 1 and bool(np.ptp(rewards) > 0)
 
@@ -270,8 +323,14 @@ class Group:
         )
 
 
+def players_of(groups: Sequence[Group]) -> tuple[str, ...]:
+    """The names of all players of groups, as `Group.players`."""
+    names = {turn.player for g in groups for each in g.episodes for turn in each.turns}
+    return tuple(sorted(names)) if any(names) else ()
+
+
 # Fields of `Turn` that checkpoints of earlier versions do not have.
-_LATER = ("messages", "said", "branched_from")
+_LATER = ("messages", "said", "branched_from", "player")
 
 
 def _plain(value: Any) -> Any:

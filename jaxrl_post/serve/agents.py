@@ -18,7 +18,7 @@ from typing import Any
 
 import uvicorn
 
-from jaxrl_post.envs.env import BASE_URL, Answer, Task
+from jaxrl_post.envs.env import BASE_URL, Answer, Step, Task
 from jaxrl_post.envs.workers.interface import Outcome
 from jaxrl_post.messages import Message, ToolCall
 from jaxrl_post.rollout.collector import RolloutTimeoutError
@@ -321,6 +321,7 @@ def _episode(
                     messages=tuple(map(_message, served.heard)),
                     said=_answer(served.answer, reason, len(sampled)),
                     branched_from=None if before else numbers.get(served.parent),
+                    player=served.player,
                 )
             )
             numbers[number] = len(turns) - 1
@@ -334,8 +335,14 @@ def _episode(
         error = f"{outcome.kind}: {outcome.error}"
     elif not turns:
         error = "the agent ended without a call that was answered"
-    if step is None or not turns:
+    else:
+        error = _unfair(episode, recording, step)
+    if step is None or error:
         return dataclasses.replace(episode, finish_reason="failed", error=error)
+    for name, reward in step.players.items():
+        at = max(n for n, turn in enumerate(turns) if turn.player == name)
+        reward += turns[at].reward or 0.0
+        turns[at] = dataclasses.replace(turns[at], reward=reward)
     last = turns[-1]
     counts = {f"agent_{kind}": float(recording.counts[kind]) for kind in KINDS}
     turns[-1] = dataclasses.replace(
@@ -344,8 +351,29 @@ def _episode(
         rewards=step.rewards,
         metrics={**step.metrics, **counts, "agent_turns": float(len(turns))},
     )
-    end: EpisodeEnd = "length" if last.finish_reason == "length" else "stop"
+    end: EpisodeEnd = "length" if episode.truncated else "stop"
     return dataclasses.replace(episode, turns=tuple(turns), finish_reason=end)
+
+
+def _unfair(episode: Episode, recording: Recording, step: Step) -> str:
+    """Why rewards cannot be told to the players of an episode; "" if they can."""
+    players = list(episode.last_turns)
+    for name in step.players:
+        if not name or name not in players:
+            spoke = ", ".join(filter(None, players)) or "nobody by a name"
+            return (
+                f"players: {name!r} is rewarded, but had no turn in this episode, in "
+                f"which {spoke} had; reward those who spoke (envs.player_url)"
+            )
+    whole = recording.reward + step.reward
+    if len(players) > 1 and (whole or step.rewards):
+        got = f"parts {dict(step.rewards)}" if step.rewards else f"{whole:g}"
+        return (
+            f"reward: the episode has the players {players}, so a reward of all "
+            f"together is nobody's; got {got}. Use Step.players, or POST "
+            ".../players/NAME/reward"
+        )
+    return ""
 
 
 def _message(row: Mapping[str, Any]) -> Message:

@@ -106,6 +106,7 @@ def make_app(
         return Route(path, _counted(served, path, handler, access), methods=[method])
 
     episode = "/episodes/{id}"
+    player = f"{episode}/players/{{player}}"
 
     return Starlette(
         routes=[
@@ -118,6 +119,9 @@ def make_app(
             post(f"{episode}/v1/chat/completions", ChatFields, episodes.answer),
             get(f"{episode}/v1/models", models),
             post(f"{episode}/reward", RewardFields, episodes.rewarded),
+            post(f"{player}/v1/chat/completions", ChatFields, episodes.answer),
+            get(f"{player}/v1/models", models),
+            post(f"{player}/reward", RewardFields, episodes.rewarded),
             post(f"{episode}/end", EndFields, episodes.ended),
             get(episode, episodes.shown),
             get(episode, episodes.forgotten, "DELETE"),

@@ -38,6 +38,7 @@ async def answer(
     served: Served,
     fields: ChatFields,
     recording: Recording | None = None,
+    player: str = "",
 ) -> Response:
     """Answers a chat.
 
@@ -46,12 +47,13 @@ async def answer(
         served: the model.
         fields: of the request.
         recording: the episode to which the chat belongs; None for none.
+        player: who asks, of an episode with players.
 
     Raises:
         ApiError: names what is wrong with the request.
     """
     served.check_model(fields.model)
-    asked = _Asked.of(served, fields, recording)
+    asked = _Asked.of(served, fields, recording, player)
     if fields.stream:
         return answers.event_stream(served, _events(served, asked))
     [updates] = await collected(http, served, [asked.wanted])
@@ -83,7 +85,11 @@ class _Asked:
 
     @classmethod
     def of(
-        cls, served: Served, fields: ChatFields, recording: Recording | None
+        cls,
+        served: Served,
+        fields: ChatFields,
+        recording: Recording | None,
+        player: str,
     ) -> "_Asked":
         """Reads and checks a request.
 
@@ -121,7 +127,7 @@ class _Asked:
                 continue_final=fields.continue_final_message,
             )
         else:
-            begun = _begun(served, recording, fields, options)
+            begun = _begun(served, recording, fields, options, player)
             prompt = begun.prompt
             seed = recording.noise(begun) if seed is None else seed
         most = fields.max_completion_tokens or fields.max_tokens or served.max_tokens
@@ -182,7 +188,11 @@ class _Asked:
 
 
 def _begun(
-    served: Served, recording: Recording, fields: ChatFields, options: templates.Options
+    served: Served,
+    recording: Recording,
+    fields: ChatFields,
+    options: templates.Options,
+    player: str,
 ) -> Begun:
     """The prompt of a call in an episode.
 
@@ -197,7 +207,8 @@ def _begun(
             param="continue_final_message",
         )
     try:
-        return recording.begin(served.tokenizer, messages_of(fields.messages), options)
+        messages = messages_of(fields.messages)
+        return recording.begin(served.tokenizer, messages, options, player)
     except EndedError as error:
         raise ApiError(409, str(error), code="episode_ended") from error
     except TokenizerError as error:

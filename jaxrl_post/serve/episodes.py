@@ -3,6 +3,8 @@
 POST /episodes                            opens one: {"id", "base_url"}
 POST /episodes/ID/v1/chat/completions     the agent's calls, by any client
 POST /episodes/ID/reward                  a reward, of a turn or of the episode
+POST /episodes/ID/players/NAME/v1/...     the calls of one of several players
+POST /episodes/ID/players/NAME/reward     a reward of that player's last turn, or of one
 POST /episodes/ID/end                     ends it
 GET /episodes/ID                          what was served, as token ids
 DELETE /episodes/ID                       forgets it
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from jaxrl_post.envs.env import require_player
 from jaxrl_post.serve import chat
 from jaxrl_post.serve.calls import ApiError, Served
 from jaxrl_post.serve.fields import (
@@ -133,13 +136,13 @@ class Episodes:
     async def answer(
         self, http: HttpRequest, served: Served, fields: ChatFields
     ) -> Response:
-        """A call of an agent."""
-        kept = self.find(http)
+        """A call of an agent, or of one of its players."""
+        kept, player = self.find(http), _player(http)
         left = max(kept.ends - time.monotonic(), 0.0)
         served = dataclasses.replace(served, timeout_s=min(served.timeout_s, left))
         before = dict(kept.recording.counts)
         try:
-            return await chat.answer(http, served, fields, kept.recording)
+            return await chat.answer(http, served, fields, kept.recording, player)
         finally:
             for kind, count in kept.recording.counts.items():
                 new = count - before.get(kind, 0)
@@ -148,11 +151,11 @@ class Episodes:
     async def rewarded(
         self, http: HttpRequest, served: Served, fields: RewardFields
     ) -> Response:
-        """`POST /episodes/ID/reward`."""
+        """`POST /episodes/ID/reward`, also of a player."""
         del served
-        recording = self.find(http).recording
+        recording, player = self.find(http).recording, _player(http)
         try:
-            recording.credit(fields.reward, fields.turn)
+            recording.credit(fields.reward, fields.turn, player)
         except EndedError as error:
             raise ApiError(409, str(error), code="episode_ended") from error
         except ValueError as error:
@@ -187,3 +190,19 @@ class Episodes:
         kept.recording.end("deleted")
         del self._kept[kept.recording.id]
         return JSONResponse({"id": kept.recording.id, "deleted": True})
+
+
+def _player(http: HttpRequest) -> str:
+    """The player that a path names; "" for none.
+
+    Raises:
+        ApiError: no player may have this name.
+    """
+    name = http.path_params.get("player")
+    if name is None:
+        return ""
+    try:
+        require_player(name)
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
+    return name

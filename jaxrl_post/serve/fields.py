@@ -314,7 +314,10 @@ class EpisodeFields(_Fields):
 
 
 class RewardFields(_Fields):
-    """`POST /episodes/ID/reward`: of a turn, or of the episode as a whole."""
+    """`POST /episodes/ID/reward`: of a turn, or of the episode as a whole.
+
+    Of a player, `POST /episodes/ID/players/NAME/reward`: of a turn, or of the last one.
+    """
 
     reward: float
     turn: Annotated[int | None, Field(ge=0)] = None

@@ -5,7 +5,8 @@ the conversations that were served. If it continues one of them, the prompt is t
 tokens of that one and those of the new messages (`data/bridges.py`): the served tokens
 stay as they are. If it continues one that was continued before, it is a branch. If it
 continues none, because an answer or the beginning was edited, a new segment begins with
-a prompt of its own.
+a prompt of its own. Of an episode with players, each one's calls are compared with its
+own alone.
 """
 
 import collections
@@ -26,10 +27,10 @@ from jaxrl_post.tokens import Tokens
 
 __all__ = ["KINDS", "Begun", "Branch", "EndedError", "Recording", "Turn"]
 
-# How a call relates to those before it. "first": the first one. "again": the prompt of
-# an earlier one. "bridged": it continues an answer. "branched": it continues an answer
-# that was continued before. "edited": it continues none. "unbridged": it continues an
-# answer, but the template does not show how.
+# How a call relates to its player's before it. "first": the first one. "again": the
+# prompt of an earlier one. "bridged": it continues an answer. "branched": it continues
+# an answer that was continued before. "edited": it continues none. "unbridged": it
+# continues an answer, but the template does not show how.
 type Kind = Literal["first", "again", "bridged", "branched", "edited", "unbridged"]
 KINDS: tuple[Kind, ...] = get_args(Kind.__value__)
 
@@ -51,6 +52,7 @@ class Turn:
         finish_reason: as OpenAI names it.
         heard: the messages of the call that the parent's conversation does not have.
         answer: the message that was served.
+        player: who asked for it; "" in an episode without players.
     """
 
     parent: int | None
@@ -61,6 +63,7 @@ class Turn:
     finish_reason: str
     heard: tuple[Mapping[str, Any], ...]
     answer: Mapping[str, Any]
+    player: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,10 @@ class Begun:
         parent: the turn that it continues; None if it begins a segment.
         said: one key per message.
         settings: a key of the template's other inputs.
-        number: of the call in the episode, from 0.
+        number: of the call among its player's, from 0.
         kind: how it relates to the calls before it.
         heard: the messages that the parent's conversation does not have.
+        player: who asks; "" in an episode without players.
     """
 
     prompt: tuple[int, ...]
@@ -84,6 +88,7 @@ class Begun:
     number: int
     kind: Kind
     heard: tuple[Mapping[str, Any], ...]
+    player: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Recording:
         reward: of the episode as a whole.
         ended: why it ended; "" while it goes on.
         counts: calls by kind.
-        calls: number of calls that began.
+        calls: number of calls that began, by player; "" for calls of none.
         sampling: how to sample, whatever the agent asks for; None to do as it asks.
         most_turns: calls that are answered; None for no limit.
     """
@@ -124,7 +129,7 @@ class Recording:
     reward: float = 0.0
     ended: str = ""
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
-    calls: int = 0
+    calls: collections.Counter[str] = field(default_factory=collections.Counter)
     sampling: SamplingParams | None = None
     most_turns: int | None = None
 
@@ -133,6 +138,7 @@ class Recording:
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
         options: chat.Options,
+        player: str = "",
     ) -> Begun:
         """Finds the prompt of a conversation.
 
@@ -140,6 +146,7 @@ class Recording:
             tokenizer: the model's.
             messages: as chat templates read them.
             options: inputs of the template.
+            player: who asks; "" for an agent without players.
 
         Raises:
             EndedError: the episode has ended.
@@ -155,7 +162,7 @@ class Recording:
         settings = json.dumps(
             [options.tools, options.documents, dict(options.variables)], sort_keys=True
         )
-        parent = self._continued(said, settings)
+        parent = self._continued(said, settings, player)
         prompt: tuple[int, ...] | None = None
         kind: Kind = "bridged"
         if parent is not None:
@@ -176,29 +183,33 @@ class Recording:
                 prompt = (*path, *after)
                 if any(other.parent == parent for other in self.turns):
                     kind = "branched"
-        elif not self.calls:
+        elif not self.calls[player]:
             kind = "first"
         else:
-            asked = [turn.said[:-1] for turn in self.turns if turn.parent is None]
+            own = [turn for turn in self.turns if turn.player == player]
+            asked = [turn.said[:-1] for turn in own if turn.parent is None]
             kind = "again" if said in asked else "edited"
         if prompt is None:
             prompt = chat.render(tokenizer, messages, options)
-        number, self.calls = self.calls, self.calls + 1
+        number = self.calls[player]
+        self.calls[player] += 1
         self.counts[kind] += 1
         known = 0 if parent is None else len(self.turns[parent].said)
         heard = tuple(messages[known:])
-        return Begun(prompt, parent, said, settings, number, kind, heard)
+        return Begun(prompt, parent, said, settings, number, kind, heard, player)
 
     def noise(self, begun: Begun) -> int | None:
         """The noise of a call, in [0, 2**32); None without a seed.
 
         It depends on the seed and on the number of the call, so a call that is repeated
         gets another answer, and an agent that does the same again gets the same ones.
+        Players' calls are counted apart, so it does not matter who of two asks first.
         """
         if self.seed is None:
             return None
-        text = f"{self.seed} {begun.number}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
+        text = f"{self.seed} {begun.number}"
+        text += f" {begun.player}" if begun.player else ""
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
     def add(
         self, begun: Begun, tokens: Tokens, answer: Mapping[str, Any], reason: str
@@ -226,20 +237,30 @@ class Recording:
                 reason,
                 begun.heard,
                 answer,
+                begun.player,
             )
         )
         return len(self.turns) - 1
 
-    def credit(self, reward: float, turn: int | None = None) -> None:
+    def credit(self, reward: float, turn: int | None = None, player: str = "") -> None:
         """Adds a reward, to a turn or to the episode as a whole.
+
+        Args:
+            reward: a finite number.
+            turn: its number; None for the episode as a whole or, of a player, for the
+                last turn so far.
+            player: whose turn it must be; "" if that is no matter.
 
         Raises:
             EndedError: the episode has ended.
-            ValueError: the reward is not finite, or there is no such turn.
+            ValueError: the reward is not finite, there is no such turn, or it is not
+                the player's.
         """
         self.check_open()
         if not math.isfinite(reward):
             raise ValueError(f"reward: must be finite; got {reward}")
+        if player:
+            turn = self._own(player, turn)
         if turn is None:
             self.reward += reward
             return
@@ -296,6 +317,7 @@ class Recording:
                     "parent": turn.parent,
                     "finish_reason": turn.finish_reason,
                     "num_tokens": len(turn.sampled),
+                    **({"player": turn.player} if turn.player else {}),
                 }
                 for turn in self.turns
             ],
@@ -313,13 +335,28 @@ class Recording:
             ],
         }
 
-    def _continued(self, said: tuple[str, ...], settings: str) -> int | None:
+    def _own(self, player: str, turn: int | None) -> int:
+        """The turn of a player that a reward is for."""
+        own = [n for n, each in enumerate(self.turns) if each.player == player]
+        if not own:
+            raise ValueError(
+                f"player: {player} has no turn yet in episode {self.id}; reward a "
+                "player after its first answer"
+            )
+        if turn is not None and turn not in own:
+            raise ValueError(f"turn: the turns of {player} are {own}; got {turn}")
+        return own[-1] if turn is None else turn
+
+    def _continued(
+        self, said: tuple[str, ...], settings: str, player: str
+    ) -> int | None:
         """The turn that a conversation continues, by the most messages; else None."""
         best: int | None = None
         for number, turn in enumerate(self.turns):
             length = len(turn.said)
             if (
-                turn.settings == settings
+                turn.player == player
+                and turn.settings == settings
                 and length < len(said)
                 and said[:length] == turn.said
                 and (best is None or length >= len(self.turns[best].said))

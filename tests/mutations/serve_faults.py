@@ -105,4 +105,25 @@ SERVE = [
         "",
         "serve/test_texts.py",
     ),
+    Fault(
+        "a player's call continues the other player's answer",
+        "serve/recordings.py",
+        "                turn.player == player\n                and turn.settings",
+        "                turn.settings",
+        "serve/test_recordings.py",
+    ),
+    Fault(
+        "a player's reward is the last speaker's",
+        "serve/agents.py",
+        "enumerate(turns) if turn.player == name)",
+        "enumerate(turns))",
+        "programs/test_players.py",
+    ),
+    Fault(
+        "players are compared with each other",
+        "rollout/batch.py",
+        "compute([group.of_player(name) for group in groups])",
+        "compute([group.of_player(players_of(groups)[0]) for group in groups])",
+        "rollout/test_players.py",
+    ),
 ]

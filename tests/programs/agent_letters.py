@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import httpx
 import openai
 
-from jaxrl_post.envs import Message, Step, Task, TaskSequence
+from jaxrl_post.envs import Message, Step, Task, TaskSequence, player_url
+from jaxrl_post.envs.tasks.nim import Nim
 
 
 @dataclass(frozen=True)
@@ -71,3 +72,51 @@ class Letters:
 def share(text: str) -> float:
     """Share of even digits among the characters."""
     return sum(letter in "02468" for letter in text) / max(len(text), 1)
+
+
+@dataclass(frozen=True)
+class Duel(Letters):
+    """Two players who hear the same; the one with more even digits wins the difference.
+
+    Attributes:
+        posted: rewards are posted beside /v1 after each answer, not returned.
+        rewarded: rewards that are returned instead, by name.
+        whole: a reward of the episode as a whole.
+    """
+
+    posted: bool = False
+    rewarded: tuple[tuple[str, float], ...] = ()
+    whole: float = 0.0
+    name: str = "duel"
+
+    def run(self, task: Task, base_url: str) -> Step:
+        said = {"left": [], "right": []}
+        heard = {name: [] for name in said}
+        # In turn, and both begin with the same message.
+        for name in ("left", "right", "left", "right"):
+            url = player_url(base_url, name)
+            content = f"{len(said[name])}="
+            heard[name].append({"role": "user", "content": content})
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                answer = client.chat.completions.create(
+                    model="policy", messages=heard[name]
+                )
+            said[name].append(answer.choices[0].message.content)
+            heard[name].append({"role": "assistant", "content": said[name][-1]})
+            if self.posted:
+                body = {"reward": float(len(said[name]))}
+                beside = url.removesuffix("/v1") + "/reward"
+                httpx.post(beside, json=body).raise_for_status()
+        left, right = (sum(map(share, said[name])) for name in ("left", "right"))
+        players = {"left": left - right, "right": right - left}
+        if self.posted or self.rewarded:
+            players = dict(self.rewarded)
+        return Step(self.whole, done=True, players=players)
+
+
+@dataclass(frozen=True)
+class Lenient(Nim):
+    """Nim for a model that does not know digits yet: any answer is some legal move."""
+
+    def move(self, said: str, stones: int) -> int | None:
+        return min(stones, 1 + sum(map(ord, said)) % 3)

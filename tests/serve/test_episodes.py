@@ -272,3 +272,39 @@ def test_the_metrics_count_calls_by_kind(url, agent):
     agent.say(ASK)
     agent.say({"role": "user", "content": "New."})
     assert edited() == before + 1
+
+
+def test_players_have_base_urls_and_rewards_of_their_own(agent):
+    def say(name, *messages):
+        answer = httpx.post(
+            f"{agent.url}/players/{name}/v1/chat/completions",
+            json={"model": "tiny", "messages": list(messages), "max_tokens": 5},
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]
+
+    told = {name: say(name, ASK) for name in ("one", "two")}
+    assert [choice["turn"] for choice in told.values()] == [0, 1]
+    # The first answer of the other one, in the place of one's own.
+    other = {"role": "assistant", "content": told["one"]["message"]["content"]}
+    if other["content"] != told["two"]["message"]["content"]:
+        assert say("two", ASK, other, AGAIN)["turn"] == 2
+        assert agent.record()["calls"] == {"first": 2, "edited": 1}
+    assert agent.post("players/one/reward", reward=0.5).status_code == 200
+    assert agent.post("players/one/reward", reward=0.25, turn=0).status_code == 200
+    record = agent.record()
+    assert record["turn_rewards"] == {"0": 0.75}
+    assert [turn["player"] for turn in record["turns"][:2]] == ["one", "two"]
+    assert httpx.get(f"{agent.url}/players/one/v1/models").status_code == 200
+
+
+def test_players_that_cannot_be_are_refused(agent):
+    agent.say(ASK)
+    for path, body, message in (
+        ("players/a%20b/reward", {"reward": 1.0}, "a player's name must be 1 to 64"),
+        ("players/a.b/v1/chat/completions", {"messages": [ASK]}, "got 'a.b'"),
+        ("players/nobody/reward", {"reward": 1.0}, "nobody has no turn yet"),
+    ):
+        answer = agent.post(path, **body)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]

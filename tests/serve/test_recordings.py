@@ -152,3 +152,52 @@ def test_an_episode_that_has_ended_takes_nothing(tokenizer):
 def test_a_reward_is_finite(reward):
     with pytest.raises(ValueError, match="reward: must be finite"):
         Recording("one").credit(reward)
+
+
+def by(recording, tokenizer, player, messages, text):
+    """A call of a player that is answered with `text`."""
+    begun = recording.begin(tokenizer, messages, OPTIONS, player)
+    ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
+    tokens = Tokens.generated(ids, [-0.5] * len(ids), version=0)
+    recording.add(begun, tokens, said(text), "stop")
+    return begun
+
+
+def test_players_that_say_the_same_have_conversations_of_their_own(tokenizer):
+    recording = Recording("one", seed=3)
+    messages = [user("a"), said("b"), user("c")]
+    begun = [
+        by(recording, tokenizer, "x", messages[:1], "b"),
+        by(recording, tokenizer, "y", messages[:1], "b"),
+        by(recording, tokenizer, "x", messages, "d"),
+        by(recording, tokenizer, "y", messages, "d"),
+        # Of no player: this continues none.
+        by(recording, tokenizer, "", messages, "d"),
+    ]
+    kinds = ["first", "first", "bridged", "bridged", "first"]
+    assert [each.kind for each in begun] == kinds
+    assert [turn.parent for turn in recording.turns] == [None, None, 0, 1, None]
+    assert [turn.player for turn in recording.turns] == ["x", "y", "x", "y", ""]
+    branches = recording.branches()
+    numbers = [set(branch.turns[branch.turns >= 0].tolist()) for branch in branches]
+    assert numbers == [{0, 2}, {1, 3}, {4}]
+    rows = recording.to_json()["turns"]
+    assert [row.get("player") for row in rows] == ["x", "y", "x", "y", None]
+    # The noise is the player's own, whoever asked first.
+    assert len({recording.noise(each) for each in begun}) == 5
+    assert [each.number for each in begun] == [0, 0, 1, 1, 0]
+
+
+def test_a_players_reward_is_its_last_turns(tokenizer):
+    recording = Recording("one")
+    for player in ("x", "y", "x", "y"):
+        by(recording, tokenizer, player, [user("a")], "b")
+    recording.credit(1.0, player="x")
+    recording.credit(0.5, 0, player="x")
+    recording.credit(-1.0, player="y")
+    assert recording.rewards == {2: 1.0, 0: 0.5, 3: -1.0}
+    assert recording.reward == 0
+    with pytest.raises(ValueError, match=r"the turns of x are \[0, 2\]; got 1"):
+        recording.credit(1.0, 1, player="x")
+    with pytest.raises(ValueError, match="z has no turn yet in episode one"):
+        recording.credit(1.0, player="z")

@@ -83,7 +83,7 @@ class Sessions:
         environment = self._environment
         if isinstance(environment, StatelessEnvironment):
             with self._watched():
-                return environment.step(task, conversation)
+                return _of_one(environment.step(task, conversation))
         if isinstance(environment, AgentEnvironment):
             with self._watched():
                 return environment.run(task, task.data[BASE_URL])
@@ -97,7 +97,7 @@ class Sessions:
             self._replay(opened, conversation, before)
         opened.turns += 1
         with self._watched():
-            return opened.session.step(_answer(conversation[last]))
+            return _of_one(opened.session.step(_answer(conversation[last])))
 
     def end(self, key: Hashable) -> None:
         """Closes the session of an episode, if it is open."""
@@ -154,3 +154,17 @@ def _answer(message: Message) -> Answer:
     if isinstance(message, Answer):
         return message
     return Answer("assistant", message.content, tool_calls=message.tool_calls)
+
+
+def _of_one(step: Step) -> Step:
+    """A step of one policy alone; what is no step at all is refused later.
+
+    Raises:
+        ValueError: it rewards players.
+    """
+    if isinstance(step, Step) and step.players:
+        raise ValueError(
+            f"players: only episodes of agents have players; got {dict(step.players)}. "
+            "Return a reward alone, or write the game as an AgentEnvironment"
+        )
+    return step

@@ -103,7 +103,11 @@ def encode_step(step: object) -> dict[str, Any]:
             f"messages must have at most {LONGEST_MESSAGES} characters together, got "
             f"{size}: shorten what a tool returns"
         )
-    return {
+    players = {
+        str(name): _finite(f"reward of player {name!r}", value)
+        for name, value in step.players.items()
+    }
+    fields = {
         "reward": _finite("reward", step.reward),
         "done": step.done,
         "messages": [message.to_json() for message in step.messages],
@@ -116,6 +120,7 @@ def encode_step(step: object) -> dict[str, Any]:
             for name, value in step.rewards.items()
         },
     }
+    return fields | ({"players": players} if players else {})
 
 
 def decode_step(fields: dict[str, Any]) -> Step:
@@ -139,6 +144,10 @@ def decode_step(fields: dict[str, Any]) -> Step:
         },
         rewards={
             name: _finite(name, value) for name, value in fields["rewards"].items()
+        },
+        players={
+            name: _finite(name, value)
+            for name, value in fields.get("players", {}).items()
         },
     )
 

@@ -48,8 +48,14 @@ def tree(conversation: Mapping[str, Any]) -> Values:
     for number, turn in turns.items():
         _answer(turn["calls"], children[number])
     chains = [_chain(turn, children) for turn in children[None]]
-    for chain in chains[1:]:
-        chain["label"] = "begins anew, with a prompt of its own"
+    known = {""}
+    for place, chain in enumerate(chains):
+        player = chain["first"][0]["player"]
+        if player not in known:
+            known.add(player)
+            chain["label"] = f"player {player}"
+        elif place:
+            chain["label"] = "begins anew, with a prompt of its own"
     return {
         "chains": chains,
         "strip": [
@@ -101,6 +107,7 @@ def _turn(row: Mapping[str, Any]) -> Values:
     return {
         "number": row["number"],
         "title": f"turn {row['number'] + 1}",
+        "player": row.get("player", ""),
         "kind": "trained" if row["trained"] else "sampled",
         "gap": 0,
         "heard": [_heard(each) for each in row.get("heard", [])],
