@@ -7,16 +7,29 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_post import envs
 from jaxrl_post.records.directory import read_rows
-from launch import grpo
+from launch import cli, grpo
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
+
+
+def test_the_game_of_the_guide_has_options_that_exist():
+    _, command = COMMANDS
+    _, _, program, *arguments = shlex.split(command.replace("\\\n", " "))
+    assert program == "launch.grpo"
+    config = cli.read_options(grpo.PROGRAM, arguments)
+    environment = envs.make(config.env)
+    # The longest game has as many turns as there are stones.
+    most = max(task.data["stones"] for task in environment.tasks("train"))
+    assert most == config.rollout.max_turns == 9
 
 
 @pytest.mark.processes
 def test_the_agent_of_the_guide_trains(tmp_path, monkeypatch):
-    [agent] = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    [command] = re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
+    agent = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[0]
+    command, _ = COMMANDS
     (tmp_path / "my_agent.py").write_text(agent)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
