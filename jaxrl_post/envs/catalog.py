@@ -144,8 +144,8 @@ def _make_mixture(
 ) -> StatelessMixture | StatefulMixture:
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be a JSON list: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"mixture: {path} must be a JSON list: {error}") from error
     if not isinstance(rows, list):
         raise ValueError(
             f"{path} must be a JSON list of environments, got {rows!r:.80}"

@@ -150,6 +150,17 @@ def test_bad_files_are_named(tmp_path, rows, told):
         envs.make(f"mixture?path={path}")
 
 
+@pytest.mark.parametrize(("written", "told"), [("[", "Expecting"), (None, "No such")])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, written, told):
+    path = tmp_path / "mixture.json"
+    if written is not None:
+        path.write_text(written)
+    with pytest.raises(
+        ValueError, match=f"mixture: {path} must be a JSON list: .*{told}"
+    ):
+        envs.make(f"mixture?path={path}")
+
+
 def test_agents_and_sizes_that_hold_nothing_are_refused():
     with pytest.raises(ValueError, match="environment of agents"):
         Part(Letters(), 1, "letters")
