@@ -20,6 +20,7 @@ __all__ = [
     "json_lines",
     "json_object",
     "read_jsonl",
+    "require_on_bad_row",
 ]
 
 type OnBadRow = Literal["fail", "skip"]
@@ -130,6 +131,17 @@ def read_jsonl(
     return gather(os.fspath(path), json_lines(path), parse, on_bad_row=on_bad_row)
 
 
+def require_on_bad_row(value: object) -> None:
+    """Raises ValueError unless a value is "fail" or "skip".
+
+    >>> require_on_bad_row("ask")
+    Traceback (most recent call last):
+    ValueError: on_bad_row must be 'fail' or 'skip', got 'ask'
+    """
+    if value not in ("fail", "skip"):
+        raise ValueError(f"on_bad_row must be 'fail' or 'skip', got {value!r}")
+
+
 def gather[Raw, Item](
     name: str,
     rows: Iterable[tuple[int, Raw]],
@@ -157,8 +169,7 @@ def gather[Raw, Item](
     >>> words, report.num_rows, report.num_unused
     (['a', 'b'], 2, 1)
     """
-    if on_bad_row not in ("fail", "skip"):
-        raise ValueError(f"on_bad_row must be 'fail' or 'skip', got {on_bad_row!r}")
+    require_on_bad_row(on_bad_row)
     items: list[Item] = []
     bad: list[BadRow] = []
     num_rows = num_unused = 0

@@ -13,7 +13,7 @@ from jaxrl_post.envs.env import Message, Split, Step, Task, response
 from jaxrl_post.envs.judges.endpoint import ChatEndpoint
 from jaxrl_post.envs.judges.judge import RUBRIC, Judge
 from jaxrl_post.envs.tasks.held_out import rows_of_split
-from jaxrl_post.jsonl import BadRowError, OnBadRow
+from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
 __all__ = ["Judged"]
@@ -78,10 +78,7 @@ class Judged:
     def __post_init__(self) -> None:
         if self.kind not in ("grade", "compare"):
             raise ValueError(f"kind must be 'grade' or 'compare', got {self.kind!r}")
-        if self.on_bad_row not in ("fail", "skip"):
-            raise ValueError(
-                f"on_bad_row must be 'fail' or 'skip', got {self.on_bad_row!r}"
-            )
+        require_on_bad_row(self.on_bad_row)
         self._judge(None)
 
     @property

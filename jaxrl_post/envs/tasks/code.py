@@ -16,7 +16,7 @@ from jaxrl_post.envs.env import Message, Split, Step, Task, response
 from jaxrl_post.envs.sandbox import Limits, Place, Sandbox, check_requirement, find
 from jaxrl_post.envs.tasks.blocks import last_block
 from jaxrl_post.envs.tasks.held_out import rows_of_split
-from jaxrl_post.jsonl import BadRowError, OnBadRow
+from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
 __all__ = ["Code"]
@@ -76,10 +76,7 @@ class Code:
     instruction: str = "Write a Python program. Put it into one fenced block."
 
     def __post_init__(self) -> None:
-        if self.on_bad_row not in ("fail", "skip"):
-            raise ValueError(
-                f"on_bad_row must be 'fail' or 'skip', got {self.on_bad_row!r}"
-            )
+        require_on_bad_row(self.on_bad_row)
         if self.reward not in ("all", "share"):
             raise ValueError(f"reward must be 'all' or 'share', got {self.reward!r}")
         check_requirement(self.sandbox)

@@ -21,7 +21,7 @@ from jaxrl_post.envs.tasks.math_answers import (
     is_number,
     require_extraction,
 )
-from jaxrl_post.jsonl import OnBadRow, Row, read_jsonl
+from jaxrl_post.jsonl import OnBadRow, Row, read_jsonl, require_on_bad_row
 
 __all__ = ["GSM8K", "INSTRUCTION"]
 
@@ -76,10 +76,7 @@ class GSM8K:
 
     def __post_init__(self) -> None:
         require_extraction(self.extraction)
-        if self.on_bad_row not in ("fail", "skip"):
-            raise ValueError(
-                f"on_bad_row must be 'fail' or 'skip', got {self.on_bad_row!r}"
-            )
+        require_on_bad_row(self.on_bad_row)
 
     @property
     def name(self) -> str:

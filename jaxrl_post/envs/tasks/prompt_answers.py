@@ -11,7 +11,7 @@ from jaxrl_post.envs.env import Message, Split, Step, Task, response
 from jaxrl_post.envs.tasks.graders import Grader
 from jaxrl_post.envs.tasks.held_out import rows_of_split
 from jaxrl_post.envs.tasks.math_answers import Extraction
-from jaxrl_post.jsonl import BadRowError, OnBadRow
+from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
 __all__ = ["PromptAnswers"]
@@ -89,10 +89,7 @@ class PromptAnswers:
     system: str = ""
 
     def __post_init__(self) -> None:
-        if self.on_bad_row not in ("fail", "skip"):
-            raise ValueError(
-                f"on_bad_row must be 'fail' or 'skip', got {self.on_bad_row!r}"
-            )
+        require_on_bad_row(self.on_bad_row)
         for name in ("path", "answer", "instruction", "system"):
             value = getattr(self, name)
             if not isinstance(value, str):

@@ -23,7 +23,7 @@ from jaxrl_post.conversations import text_of
 from jaxrl_post.envs.env import Task
 from jaxrl_post.envs.tasks.ranges import require_integer
 from jaxrl_post.envs.tools.toolset import Tool, ToolError
-from jaxrl_post.jsonl import BadRowError, OnBadRow
+from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import Layout, listed, read_table
 
 __all__ = ["Search"]
@@ -82,10 +82,7 @@ class Search:
     def __post_init__(self) -> None:
         if not isinstance(self.corpus, str):
             raise ValueError(f"corpus must be a path, got {self.corpus!r}")
-        if self.on_bad_row not in ("fail", "skip"):
-            raise ValueError(
-                f"on_bad_row must be 'fail' or 'skip', got {self.on_bad_row!r}"
-            )
+        require_on_bad_row(self.on_bad_row)
         require_integer("max_passages", self.max_passages, 1, 50)
         require_integer("passages", self.passages, 1, self.max_passages)
         require_integer("max_chars", self.max_chars, 1, 65536)

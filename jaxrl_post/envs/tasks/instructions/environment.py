@@ -14,7 +14,7 @@ from jaxrl_post.envs.tasks.held_out import rows_of_split, split_of
 from jaxrl_post.envs.tasks.instructions.constraints import Constraint
 from jaxrl_post.envs.tasks.instructions.generated import Request, answer, make
 from jaxrl_post.envs.tasks.ranges import require_integer, require_path_options
-from jaxrl_post.jsonl import BadRowError, OnBadRow
+from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
 __all__ = ["Instructions"]
@@ -72,10 +72,7 @@ class Instructions:
     eval_size: int = 200
 
     def __post_init__(self) -> None:
-        if self.on_bad_row not in ("fail", "skip"):
-            raise ValueError(
-                f"on_bad_row must be 'fail' or 'skip', got {self.on_bad_row!r}"
-            )
+        require_on_bad_row(self.on_bad_row)
         if self.reward not in ("all", "share"):
             raise ValueError(f"reward must be 'all' or 'share', got {self.reward!r}")
         if type(self.loose) is not bool:

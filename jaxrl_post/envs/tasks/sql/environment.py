@@ -25,7 +25,7 @@ from jaxrl_post.envs.tasks.sql.execution import (
 from jaxrl_post.envs.tasks.sql.questions import LEVELS, Question, ask
 from jaxrl_post.envs.tasks.sql.results import equal, is_ordered
 from jaxrl_post.envs.tasks.sql.shipped import DOMAINS, VARIANTS, content
-from jaxrl_post.jsonl import BadRowError, OnBadRow
+from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
 __all__ = ["Text2SQL"]
@@ -114,10 +114,7 @@ class Text2SQL:
     )
 
     def __post_init__(self) -> None:
-        if self.on_bad_row not in ("fail", "skip"):
-            raise ValueError(
-                f"on_bad_row must be 'fail' or 'skip', got {self.on_bad_row!r}"
-            )
+        require_on_bad_row(self.on_bad_row)
         require_integer("level", self.level, 1, LEVELS)
         require_integer("rows", self.rows, 0, 20)
         require_integer("max_rows", self.max_rows, 1, 1_000_000)
