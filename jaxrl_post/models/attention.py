@@ -17,7 +17,16 @@ from jaxrl_post.models.rope import apply_rope
 from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["Context", "grouped_query", "latent_attention", "query_key_value"]
+__all__ = [
+    "Context",
+    "LatentParts",
+    "from_latents",
+    "grouped_query",
+    "latent_attention",
+    "latent_parts",
+    "query_key_value",
+    "to_latents",
+]
 
 HEAD_AXES = ("batch", "length", "heads", "head_dim")
 # Training uses the cache's layout too.
@@ -112,34 +121,84 @@ def latent_attention(
     Returns:
         The update of the residual stream, and the cache with these tokens.
     """
-    shape = context.positions.shape
-    query = _latent_query(config, latent, params, x, shape)
-    query_nope, query_rope = jnp.split(query, [latent.nope_dim], axis=-1)
-    query_rope = _rotate(config, query_rope, context)
-    compressed, key_rope = jnp.split(
-        project(x, params.kv_down, params.kv_down_bias), [latent.kv_rank], axis=-1
-    )
-    compressed = norm(config, compressed, params.kv_norm, latent.norm_eps)
-    key_rope = _rotate(config, key_rope.reshape(*shape, 1, -1), context)
+    parts = latent_parts(config, latent, params, x, context)
     if context.entry is None:
-        both = to_heads(compressed, params.kv_up, None, shape)
+        shape = context.positions.shape
+        both = to_heads(parts.latent, params.kv_up, None, shape)
         key_nope, value = jnp.split(both, [latent.nope_dim], axis=-1)
-        key_rope = jnp.broadcast_to(key_rope, (*key_nope.shape[:3], latent.rope_dim))
+        rotated = (*key_nope.shape[:3], latent.rope_dim)
+        key_rope = jnp.broadcast_to(parts.key_rope, rotated)
         key = jnp.concatenate([key_nope, key_rope], axis=-1)
-        query = jnp.concatenate([query_nope, query_rope], axis=-1)
+        query = jnp.concatenate([parts.query_nope, parts.query_rope], axis=-1)
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         attended, entry = _attend(config, query, key, value, context, rules)
     else:
         up = dense(params.kv_up, x.dtype)
-        compressed = compressed.reshape(*shape, 1, -1)
-        row = jnp.concatenate([compressed, key_rope], axis=-1).swapaxes(1, 2)
-        moved = jnp.einsum("blhn,rhn->blhr", query_nope, up[..., : latent.nope_dim])
-        query = jnp.concatenate([moved, query_rope], axis=-1)
+        query, row = to_latents(parts, up[..., : latent.nope_dim])
+        row = row.swapaxes(1, 2)
         mixed, entry = _attend(config, query, row, row[..., :0], context, rules)
         mixed = mixed[..., : latent.kv_rank]
-        attended = jnp.einsum("blhr,rhv->blhv", mixed, up[..., latent.nope_dim :])
+        attended = from_latents(mixed, up[..., latent.nope_dim :])
     attended = attended.reshape(x.shape[0], -1)
     return project(attended, params.output, params.output_bias, inputs=2), entry
+
+
+class LatentParts(NamedTuple):
+    """What latent attention projects tokens to.
+
+    Attributes:
+        query_nope: the queries' dims without rotation.
+        query_rope: their rotated dims.
+        latent: the normed latents.
+        key_rope: the rotated key of all heads.
+    """
+
+    query_nope: Float[Array, "batch length heads nope_dim"]
+    query_rope: Float[Array, "batch length heads rope_dim"]
+    latent: Float[Array, "tokens kv_rank"]
+    key_rope: Float[Array, "batch length 1 rope_dim"]
+
+
+def latent_parts(
+    config: ModelConfig,
+    latent: LatentAttention,
+    params: LatentAttentionParams[Array],
+    x: Float[Array, "tokens hidden"],
+    context: Context,
+) -> LatentParts:
+    """Projects tokens to queries, to latents and to the rotated key."""
+    shape = context.positions.shape
+    query = _latent_query(config, latent, params, x, shape)
+    query_nope, query_rope = jnp.split(query, [latent.nope_dim], axis=-1)
+    compressed, key_rope = jnp.split(
+        project(x, params.kv_down, params.kv_down_bias), [latent.kv_rank], axis=-1
+    )
+    return LatentParts(
+        query_nope,
+        _rotate(config, query_rope, context),
+        norm(config, compressed, params.kv_norm, latent.norm_eps),
+        _rotate(config, key_rope.reshape(*shape, 1, -1), context),
+    )
+
+
+def to_latents(
+    parts: LatentParts, key_up: Float[Array, "kv_rank heads nope_dim"]
+) -> tuple[
+    Float[Array, "batch length heads width"], Float[Array, "batch length 1 width"]
+]:
+    """Returns queries that meet entries of a cache, [U_k^T q, r], and the entries."""
+    moved = jnp.einsum("blhn,rhn->blhr", parts.query_nope, key_up)
+    query = jnp.concatenate([moved, parts.query_rope], axis=-1)
+    latents = parts.latent.reshape(*parts.key_rope.shape[:3], -1)
+    return query, jnp.concatenate([latents, parts.key_rope], axis=-1)
+
+
+def from_latents(
+    mixed: Float[Array, "batch length heads kv_rank"],
+    value_up: Float[Array, "kv_rank heads value_dim"],
+) -> Float[Array, "batch length heads value_dim"]:
+    """Returns the values of mixed latents, U_v c."""
+    return jnp.einsum("blhr,rhv->blhv", mixed, value_up)
 
 
 def _latent_query(

@@ -19,25 +19,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.kernels.attention.paths import (
-    BLOCK,
-    Settings,
-    Tasks,
-    attend_paths,
-    queries_per_task,
-)
 from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
-from jaxrl_post.models.attention import Context, query_key_value
 from jaxrl_post.models.cache import KVCache, LayerCache
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.exact_attention import Paths, exact_attention
 from jaxrl_post.models.experts import partial_mixture
 from jaxrl_post.models.layers import add_bias, embed, gated, norm, project
 from jaxrl_post.models.matrix import part_axes
 from jaxrl_post.models.params import DecoderParams, LayerParams, MLPParams, param_specs
-from jaxrl_post.models.rope import rope_tables
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, partition_spec
-from jaxrl_post.types import Array, Bool, Float, Int, previous_tokens
+from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = ["check_exact", "exact_forward"]
 
@@ -56,11 +48,6 @@ def check_exact(config: ModelConfig, parts: int) -> None:
         ValueError: says what stands in the way.
     """
     scaling = config.rope_scaling
-    if config.latent is not None:
-        raise ValueError(
-            f"{config.model_type} has latent attention, which trains and decodes by "
-            "different products"
-        )
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
         raise ValueError(
             f"rope_scaling of the kind {scaling.kind} rotates a token by the length of "
@@ -182,26 +169,23 @@ def _local(
     layers, final_norm = weights
     shape = positions.shape
     rows = CountedRows.of(counted.reshape(-1))
-    paths = _Paths.of(positions, counted, ends, rows)
+    paths = Paths.of(positions, counted, ends, rows)
     states = rows.take(hidden.reshape(-1, hidden.shape[-1]))
-    at = rows.take(positions.reshape(-1))
     entries: list[LayerCache] = []
     for index, layer in enumerate(layers):
-        query, key, value = map_tiles(
-            functools.partial(_projected, config, index, layer),
-            [states, at],
-            rows.count,
+        part, entry = exact_attention(
+            config,
+            index,
+            layer,
+            paths,
+            states,
+            None if cache is None else cache.layer(index),
+            heads=split.heads,
+            kv_heads=split.kv_heads,
         )
-        attended, entry = _attended(
-            config, index, layer, split, paths, rows, query, key, value,
-            None if cache is None else cache.layer(index), positions,
-        )  # fmt: skip
         if entry is not None:
             entries.append(entry)
-        parts = _parts(
-            map_tiles(functools.partial(_mixed, layer), [attended], rows.count),
-            split.heads,
-        )
+        parts = _parts(part, split.heads)
         states, part = map_tiles(
             functools.partial(_branched, config, index, layer, split),
             [states, *parts],
@@ -245,31 +229,6 @@ def _residual(
     if config.residual_scale != 1.0:
         branch = branch * jnp.asarray(config.residual_scale, branch.dtype)
     return hidden + branch
-
-
-def _projected(
-    config: ModelConfig,
-    index: int,
-    params: LayerParams[Array],
-    hidden: Array,
-    positions: Array,
-) -> tuple[Array, Array, Array]:
-    """Queries, keys and values of a tile, [TILE, heads, head_dim] each."""
-    window, at = config.window(index), positions[None]
-    tables = None
-    if index not in config.unrotated_layers:
-        local = window is not None and config.local_rope_theta is not None
-        tables = rope_tables(config, at, local=local)
-    context = Context(at, None, None, tables, window, None)
-    x = _normed(config, hidden, params.attention_norm)
-    found = query_key_value(config, params.attention, x, context)  # type: ignore[arg-type]
-    return tuple(heads[0] for heads in found)  # type: ignore[return-value]
-
-
-def _mixed(params: LayerParams[Array], attended: Array) -> Array:
-    """This device's part of the output of attention."""
-    flat = attended.reshape(attended.shape[0], -1)
-    return project(flat, params.attention.output, inputs=2)
 
 
 def _branched(
@@ -317,180 +276,3 @@ def _added(
     if mlp is not None and mlp.down_bias is not None:
         branch = add_bias(branch, mlp.down_bias)
     return _residual(config, hidden, branch, params.mlp_post_norm)
-
-
-class _Paths(NamedTuple):
-    """The paths of a device's tokens, numbered over all its rows of the batch.
-
-    Tokens that follow each other on a path form a run; a token of a run has a place in
-    it, and a run follows a token, which lies in another one.
-
-    Attributes:
-        starts: int32 [tokens], first token of each token's run.
-        positions: int32 [tokens], along the path.
-        parents: int32 [tokens], the token before each first token of a run.
-        counted: bool [tokens].
-        places: int32 [tokens], the row that holds the token's states.
-        length: tokens of a row of the batch.
-    """
-
-    starts: Array
-    positions: Array
-    parents: Array
-    counted: Array
-    places: Array
-    length: int
-
-    @classmethod
-    def of(
-        cls, positions: Array, counted: Array, ends: Array | None, rows: CountedRows
-    ) -> "_Paths":
-        batch, length = positions.shape
-        index = jnp.arange(length, dtype=jnp.int32)
-        first = index[None] == 0
-        parents = jnp.zeros((batch, length), jnp.int32)
-        if ends is not None:
-            before = jnp.roll(ends, 1, axis=1)
-            first = first | (before <= index)
-            parents = previous_tokens(ends)
-        starts = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
-        offset = length * jnp.arange(batch, dtype=jnp.int32)[:, None]
-        return cls(
-            (jnp.broadcast_to(starts, (batch, length)) + offset).reshape(-1),
-            positions.reshape(-1),
-            (parents + offset).reshape(-1),
-            counted.reshape(-1),
-            rows.places,
-            length,
-        )
-
-    def tasks(self, group: int, rows: int) -> tuple[Tasks, Array]:
-        """Groups the queries of runs; also returns the last token of each task."""
-        tokens, size = self.starts.shape[0], queries_per_task(group)
-        index = jnp.arange(tokens, dtype=jnp.int32)
-        begins = self.counted & ((index - self.starts) % size == 0)
-        order = jnp.argsort(~begins, stable=True).astype(jnp.int32)
-        members = order[:, None] + jnp.arange(size, dtype=jnp.int32)
-        inside = members < tokens
-        members = jnp.minimum(members, tokens - 1)
-        inside &= self.starts[members] == self.starts[order][:, None]
-        inside &= self.counted[members]
-        last = jnp.where(inside, members, 0).max(axis=1)
-        tasks = Tasks(
-            jnp.where(inside, self.places[members], rows),
-            jnp.where(inside, self.positions[members], -1),
-            begins.sum(dtype=jnp.int32),
-        )
-        return tasks, last
-
-    def find(self, last: Array, block: Array) -> Array:
-        """The rows of the tokens of a block of the paths that end with `last`.
-
-        Args:
-            last: int32 [n], tokens.
-            block: int32, number of the block.
-
-        Returns:
-            int32 [n, BLOCK]; any row for positions beyond `last`.
-        """
-        wanted = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-        found = jnp.broadcast_to(last[:, None], (last.shape[0], BLOCK))
-
-        def start_of(token: Array) -> Array:
-            return self.positions[self.starts[token]]
-
-        def climb(state: tuple[Array, Array]) -> tuple[Array, Array]:
-            steps, token = state
-            earlier = start_of(token) > wanted
-            return steps + 1, jnp.where(
-                earlier, self.parents[self.starts[token]], token
-            )
-
-        def higher(state: tuple[Array, Array]) -> Array:
-            # A path has at most so many runs as tokens; the bound ends the loop for
-            # rows that are no forest.
-            return (state[0] < self.length) & (start_of(state[1]) > wanted).any()
-
-        _, found = jax.lax.while_loop(higher, climb, (jnp.int32(0), found))
-        tokens = self.starts[found] + wanted - start_of(found)
-        tokens = jnp.clip(tokens, 0, self.starts.shape[0] - 1)
-        return self.places[tokens]
-
-
-def _attended(
-    config: ModelConfig,
-    index: int,
-    params: LayerParams[Array],
-    split: _Split,
-    paths: _Paths,
-    rows: CountedRows,
-    query: Array,
-    key: Array,
-    value: Array,
-    entry: LayerCache | None,
-    positions: Array,
-) -> tuple[Array, LayerCache | None]:
-    """Attention of all tokens, over their paths in the batch or over the cache."""
-    heads, kv_heads = query.shape[1], key.shape[1]
-    read, num_read = _read_heads(config, split, heads, kv_heads)
-    tasks, last = paths.tasks(heads // num_read, query.shape[0])
-    sinks = getattr(params.attention, "sinks", None)
-    scale = config.score_scale
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    window, cap = config.window(index), config.attention_softcap
-    settings = Settings(float(scale), window, cap)
-    if entry is None:
-
-        def fetch(numbers: Array, block: Array) -> tuple[Array, Array]:
-            chosen = paths.find(last[numbers], block)
-            return tuple(  # type: ignore[return-value]
-                array.at[chosen].get(mode="clip")[:, :, read].swapaxes(1, 2)
-                for array in (key, value)
-            )
-
-    else:
-        batch, length = positions.shape
-
-        def of_batch(array: Array) -> Array:
-            """[rows, heads, dim] as [batch, heads, length, dim]."""
-            whole = rows.put(array).reshape(batch, length, *array.shape[1:])
-            return whole.swapaxes(1, 2)
-
-        counted = paths.counted.reshape(batch, length)
-        # Tokens that are not counted are written nowhere.
-        to = jnp.where(counted, positions, entry.keys.shape[2])
-        entry = entry.write(of_batch(key), of_batch(value), to, kernels="xla")
-        keys, values = entry.keys, entry.values
-        # A cache of codes is refused with exact mode.
-        assert isinstance(keys, Array)
-        assert isinstance(values, Array)
-
-        def fetch(numbers: Array, block: Array) -> tuple[Array, Array]:
-            sequences = last[numbers] // length
-
-            def one(array: Array) -> Array:
-                shape = (1, array.shape[1], BLOCK, array.shape[3])
-                found = jax.vmap(
-                    lambda row: jax.lax.dynamic_slice(
-                        array, (row, 0, block * BLOCK, 0), shape
-                    )[0]
-                )(sequences)
-                return found[:, read]
-
-            return one(keys), one(values)
-
-    return attend_paths(settings, query, tasks, fetch, sinks), entry
-
-
-def _read_heads(
-    config: ModelConfig, split: _Split, heads: int, kv_heads: int
-) -> tuple[slice | Array, int]:
-    """Which of its key/value heads this device's query heads read, and how many."""
-    if not split.heads or split.kv_heads:
-        return slice(None), kv_heads
-    # All key/value heads are on every device. If each group of query heads lies on one
-    # device, or a device's heads are in one group, each is read once.
-    group = config.num_heads // kv_heads
-    first = jax.lax.axis_index(split.heads) * heads
-    step = min(group, heads) if max(group, heads) % min(group, heads) == 0 else 1
-    return (first + jnp.arange(0, heads, step, dtype=jnp.int32)) // group, heads // step

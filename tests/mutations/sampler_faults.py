@@ -229,6 +229,13 @@ SAMPLER = [
         "sampler/test_exact.py",
     ),
     Fault(
+        "exact mode scales scores of latents by the width of their entries",
+        "models/exact_attention.py",
+        "float(config.score_scale)",
+        "float(query.shape[-1] ** -0.5)",
+        "sampler/test_exact.py",
+    ),
+    Fault(
         "the trainer scores among all tokens what was drawn from some",
         "learner/step.py",
         "        kept=kept,\n        temperature",

@@ -14,9 +14,16 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.data.packing import Sequence, pack, trees
 from jaxrl_post.learner.step import Policy, predict
 from jaxrl_post.mesh_spec import read_mesh
-from jaxrl_post.models import LatentAttention, MixtureOfExperts, RopeScaling
-from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, initialize_adapter
-from jaxrl_post.models.exact import check_exact
+from jaxrl_post.models import LatentAttention, MixtureOfExperts, RopeScaling, forward
+from jaxrl_post.models.adapters.lora import (
+    LoRAConfig,
+    adaptable,
+    adapted,
+    initialize_adapter,
+)
+from jaxrl_post.models.exact import check_exact, exact_forward
+from jaxrl_post.models.matrix import EXPERTS
+from jaxrl_post.models.rope import yarn_mscale
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import create_mesh, place
 from jaxrl_post.tokens import Tokens
@@ -55,6 +62,44 @@ FAMILIES = {
         norm_plus_one=True,
         embedding_scale=4.0,
     ),
+    # Queries without a latent of their own; one layer compiles in half the time.
+    "latent": dataclasses.replace(
+        DENSE,
+        model_type="youtu",
+        num_layers=1,
+        num_kv_heads=8,
+        head_dim=8,
+        latent=LatentAttention(kv_rank=12, nope_dim=4, rope_dim=4, value_dim=6),
+        qkv_bias=True,
+        output_bias=True,
+        tie_embeddings=True,
+    ),
+    # As DeepSeek-V3, with a dense layer first.
+    "latent_experts": dataclasses.replace(
+        DENSE,
+        model_type="deepseek_v3",
+        num_kv_heads=8,
+        head_dim=8,
+        latent=LatentAttention(12, nope_dim=4, rope_dim=4, value_dim=6, query_rank=10),
+        rope_interleaved=True,
+        rope_scaling=RopeScaling(
+            "yarn", factor=4.0, original_length=32, mscale=1.0, mscale_all_dim=1.0
+        ),
+        attention_scale=8**-0.5 * yarn_mscale(4.0, 1.0) ** 2,
+        experts=MixtureOfExperts(
+            num_experts=8,
+            experts_per_token=2,
+            expert_size=12,
+            scoring="sigmoid",
+            scale=2.5,
+            num_groups=4,
+            groups_per_token=2,
+            group_score="top2",
+            correction_bias=True,
+            shared_size=8,
+            dense_layers=(0,),
+        ),
+    ),
 }
 SYSTEM = tuple(np.random.default_rng(7).integers(0, 40, 21).tolist())
 REPLY = (7, 8, 9)
@@ -70,7 +115,8 @@ def prompt(number, length):
 
 def with_adapter(params, config, mesh):
     """The parameters under a LoRA adapter whose B is not zero."""
-    lora = LoRAConfig(rank=3)
+    targets = tuple(name for name in adaptable(config) if name not in EXPERTS)
+    lora = LoRAConfig(rank=3, targets=targets)
     key = jax.random.key(1)
     adapter = initialize_adapter(key, params, config, lora, mesh=mesh)
     moved = jax.tree.map(lambda leaf: leaf + 0.1 * jnp.sin(7 + leaf), adapter)
@@ -156,9 +202,37 @@ def check(config, dtype, spec=None, *, adapter=False, top_p=1.0):
         np.testing.assert_array_equal(ours, recorded)
 
 
+@pytest.mark.parametrize("family", ["latent", "latent_experts"])
+def test_latents_give_what_the_form_of_training_gives(family):
+    """Both sides could agree and be wrong: exact mode multiplies other matrices."""
+    config = FAMILIES[family]
+    params, rng = tiny.params(config), np.random.default_rng(0)
+    units = [
+        Sequence.of(SYSTEM, rng.integers(0, 40, count).tolist()) for count in (5, 30, 2)
+    ]
+    batch = jax.tree.map(jnp.asarray, pack(trees(units), 64, 1))
+    paths = {"positions": batch.positions, "ends": batch.ends}
+
+    @jax.jit
+    def run(params):
+        counted = batch.ends > 0
+        found, _ = exact_forward(params, config, batch.tokens, counted=counted, **paths)
+        return found, forward(params, config, batch.tokens, **paths)
+
+    found, expected = jax.tree.map(lambda leaf: leaf[batch.ends > 0], run(params))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert (found != expected).any()
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("dense", tiny.F32), ("windows", tiny.F32), ("experts", tiny.BF16)],
+    [
+        ("dense", tiny.F32),
+        ("windows", tiny.F32),
+        ("experts", tiny.BF16),
+        ("latent", tiny.F32),
+        ("latent_experts", tiny.BF16),
+    ],
     ids=str,
 )
 def test_every_recorded_logprob_is_the_trainers(family, dtype):
@@ -172,6 +246,7 @@ def test_every_recorded_logprob_is_the_trainers(family, dtype):
         ("windows", tiny.BF16, "tp2"),
         ("dense", tiny.BF16, "dp2,tp2"),
         ("experts", tiny.F32, "fsdp2,tp2"),
+        ("latent", tiny.BF16, "tp2"),
     ],
     ids=str,
 )
@@ -179,8 +254,8 @@ def test_on_meshes(family, dtype, spec):
     config = FAMILIES[family]
     # One layer compiles in half the time; `test_everywhere` has two.
     config = dataclasses.replace(config, num_layers=1, windows=config.windows[:1])
-    dense = family == "dense"
-    check(config, dtype, spec, adapter=dense, top_p=0.8 if dense else 1.0)
+    adapter = family in ("dense", "latent")
+    check(config, dtype, spec, adapter=adapter, top_p=0.8 if adapter else 1.0)
 
 
 @pytest.mark.all
@@ -194,12 +269,17 @@ def test_everywhere(family, dtype, spec):
     check(FAMILIES[family], dtype, spec)
 
 
-def test_without_exact_mode_most_differ():
+# What "latent" does is seen in `test_latents_give_what_the_form_of_training_gives` too.
+@pytest.mark.parametrize(
+    "family", ["dense", pytest.param("latent", marks=pytest.mark.all)]
+)
+def test_without_exact_mode_most_differ(family):
     """The control: the tests above can fail."""
-    params, sampled = conversations(DENSE, tiny.F32, None, exact=False)
+    config = FAMILIES[family]
+    params, sampled = conversations(config, tiny.F32, None, exact=False)
     sequences = [Sequence(each, np.ones(len(each), np.float32)) for each in sampled]
     ours, recorded = scored(
-        DENSE, params, trees(sequences), 256, None, exact=False, gradient=True
+        config, params, trees(sequences), 256, None, exact=False, gradient=True
     )
     assert (ours == recorded).mean() < 0.9
     np.testing.assert_allclose(ours, recorded, atol=1e-4)
@@ -236,15 +316,11 @@ def test_values_are_exact_and_the_gradient_is_that_of_the_model():
     ("change", "parts", "why"),
     [
         (
-            {"latent": LatentAttention(kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4)},
-            1,
-            "latent attention",
-        ),
-        (
             {"rope_scaling": RopeScaling("dynamic", factor=2.0, original_length=32)},
             1,
             "dynamic rotates a token by the length",
         ),
+        ({"qk_norm": "joint"}, 2, "norms all heads together, and 2 devices"),
     ],
 )
 def test_refuses_models_that_cannot_be_exact(change, parts, why):
