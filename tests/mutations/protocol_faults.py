@@ -13,8 +13,8 @@ PROTOCOLS = [
     Fault(
         "a new session of NeMo Gym gets no earlier calls",
         "envs/protocols/nemo_gym.py",
-        "            self._journal.replay(\n",
-        '            Journal("").replay(\n',
+        "            self._journal.replay(again, slow=slow)\n",
+        '            Journal("").replay(again, slow=slow)\n',
         NEMO_GYM,
     ),
     Fault(
