@@ -90,8 +90,8 @@ PROTOCOLS = [
     Fault(
         "a wrong turn of BFCL is forgiven",
         "envs/tasks/bfcl.py",
-        "if not right or self._turn == len(turns):",
-        "if self._turn == len(turns):",
+        'if not right or self._turn == len(row["question"]):',
+        'if self._turn == len(row["question"]):',
         BFCL,
     ),
     Fault(
@@ -113,6 +113,20 @@ PROTOCOLS = [
         "envs/tasks/bfcl.py",
         "dict.fromkeys(names, self)",
         'dict.fromkeys([*names, "reset", "_load_scenario"], self)',
+        BFCL,
+    ),
+    Fault(
+        "a function of BFCL that is missing is offered at first",
+        "envs/tasks/bfcl.py",
+        "return [tool for tool in offered if tool.name not in later]",
+        "return offered",
+        BFCL,
+    ),
+    Fault(
+        "a function of BFCL that was missing is never described",
+        "envs/tasks/bfcl.py",
+        "    if added:\n",
+        "    if False:\n",
         BFCL,
     ),
 ]

@@ -135,6 +135,8 @@ class ToolSession:
         judge: (task, conversation) -> the answer to a turn without calls.
         ended: closes the tools.
         concurrent: names of the tools whose calls may be carried out at the same time.
+        hidden: names of tools that the policy has not been told of: they can be called,
+            but do not stand in errors.
         max_calls: as of `ToolEnvironment`.
         turn_seconds: likewise.
     """
@@ -147,11 +149,13 @@ class ToolSession:
         ended: ExitStack,
         *,
         concurrent: Collection[str] = (),
+        hidden: Collection[str] = (),
         max_calls: int = 8,
         turn_seconds: float = 4.0,
     ) -> None:
         self._task = task
         self._alone = frozenset(tools) - frozenset(concurrent)
+        self._hidden = hidden
         self._tools = tools
         self._judge = judge
         self._ended = ended
@@ -285,7 +289,7 @@ class ToolSession:
         if time.monotonic() - self._lost() > until:
             raise ToolError(_TOO_LATE, kind="too_late")
         if call.name not in self._tools:
-            names = ", ".join(self._tools)
+            names = ", ".join(name for name in self._tools if name not in self._hidden)
             told = f"there is no tool {call.name!r}; there are {names}"
             raise ToolError(told, kind="unknown_tool")
         try:
