@@ -7,6 +7,7 @@ __all__ = ["PROTOCOLS"]
 NEMO_GYM = "envs/protocols/test_nemo_gym.py"
 OPENENV = "envs/protocols/test_openenv.py"
 BFCL = "envs/bfcl/test_sessions.py"
+VERIFIERS = "envs/protocols/test_verifiers.py"
 ACTIONS = "envs/protocols/test_actions.py"
 
 PROTOCOLS = [
@@ -128,5 +129,19 @@ PROTOCOLS = [
         "    if added:\n",
         "    if False:\n",
         BFCL,
+    ),
+    Fault(
+        "an error of an agent of verifiers is a reward of zero",
+        "envs/protocols/verifiers_inside.py",
+        "    if errors:\n",
+        "    if False:\n",
+        VERIFIERS,
+    ),
+    Fault(
+        "a process of verifiers that ended is asked again",
+        "envs/protocols/verifiers.py",
+        "            _player.cache_clear()\n",
+        "",
+        VERIFIERS,
     ),
 ]
