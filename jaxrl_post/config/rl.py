@@ -41,8 +41,8 @@ class RLConfig(RunConfig):
 
     Attributes:
         env: arithmetic, code, gsm8k, guess, instructions, jsonl, judged, lookup,
-            mixture, nemo-gym, nim, openenv, text2sql, world, reasoning-gym:<task>,
-            or <module>:<factory>, with options as in
+            mixture, nemo-gym, nim, openenv, text2sql, verifiers, world,
+            reasoning-gym:<task>, or <module>:<factory>, with options as in
             arithmetic?level=2 or jsonl?grader=math.
         tools: what the policy may call before it answers: python, shell (both run in
             the sandbox), search?corpus=FILE, mcp?command=["..."],

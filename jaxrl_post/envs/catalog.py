@@ -15,7 +15,7 @@ from jaxrl_post.envs.env import (
     StatelessEnvironment,
 )
 from jaxrl_post.envs.judges import Judged
-from jaxrl_post.envs.protocols import NemoGym, OpenEnv
+from jaxrl_post.envs.protocols import NemoGym, OpenEnv, Verifiers
 from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.bfcl import Bfcl
@@ -40,8 +40,8 @@ __all__ = ["make"]
 
 _FORMS = (
     "arithmetic, bfcl, code, gsm8k, guess, instructions, jsonl, judged, lookup, "
-    "mixture, nemo-gym, nim, openenv, text2sql, world, reasoning-gym:<task>, "
-    "<module>:<factory>"
+    "mixture, nemo-gym, nim, openenv, text2sql, verifiers, world, "
+    "reasoning-gym:<task>, <module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "bfcl": Bfcl,
@@ -56,6 +56,7 @@ _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "nim": Nim,
     "openenv": OpenEnv,
     "text2sql": Text2SQL,
+    "verifiers": Verifiers,
     "world": World,
 }
 _REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
@@ -78,6 +79,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         mixture?path=mixture.json
         nemo-gym?url=http://127.0.0.1:9000&path=rows.jsonl
         openenv?url=ws://127.0.0.1:8001/ws&tasks=1000&action=message
+        verifiers?python=/envs/verifiers/bin/python&config=env.json
         bfcl?category=multi_turn_base
         reasoning-gym:chain_sum?max_terms=2&max_digits=1
         my_package.my_module:my_factory?temperature=0.5
@@ -107,7 +109,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     Traceback (most recent call last):
     ValueError: no environment 'arithmetics'; there are arithmetic, bfcl, code, gsm8k,
     guess, instructions, jsonl, judged, lookup, mixture, nemo-gym, nim, openenv,
-    text2sql, world, reasoning-gym:<task>, <module>:<factory>
+    text2sql, verifiers, world, reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

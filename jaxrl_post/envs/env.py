@@ -187,6 +187,25 @@ class Session(Protocol):
 
 
 @runtime_checkable
+class Repeats(Session, Protocol):
+    """A session that wants to know how a turn was answered when it takes it again.
+
+    So what depended on the clock, such as an answer that did not come in time, can stay
+    as it was.
+    """
+
+    def repeat(self, turn: Answer, said: tuple[Message, ...]) -> Step:
+        """Takes an earlier turn again, in the place of `step`.
+
+        Args:
+            turn: of the policy.
+            said: the messages with which it was answered. Another answer than these
+                fails the episode.
+        """
+        ...
+
+
+@runtime_checkable
 class StatefulEnvironment(Environment, Protocol):
     """An environment with state: a game, a sandbox, a simulated user."""
 

@@ -38,9 +38,7 @@ class Retries:
         seconds: for all attempts together, positive.
         most: number of attempts, at least 1; None if only the time bounds them.
 
-    Attributes:
-        lost: seconds that went by, in all requests so far, between the first failed
-            attempt of a request and the beginning of its last one.
+    Several threads may make requests at the same time.
 
     >>> tries = iter([False, True])
     >>> def attempt(until):
@@ -53,9 +51,19 @@ class Retries:
     """
 
     def __init__(self, seconds: float, most: int | None = None) -> None:
-        self.lost = 0.0
         self._seconds = seconds
         self._most = most
+        # Beginning and end of each failed attempt, with the pause after it.
+        self._failed: list[tuple[float, float]] = []
+
+    @property
+    def lost(self) -> float:
+        """Seconds so far in which some request failed, or waited to be repeated."""
+        total, reached = 0.0, 0.0
+        for begin, end in sorted(self._failed):
+            total += max(end - max(begin, reached), 0.0)
+            reached = max(end, reached)
+        return total
 
     def __call__[Found](self, attempt: Callable[[float], Found]) -> Found:
         """Makes attempts until one reaches the server.
@@ -92,8 +100,9 @@ class Retries:
             else:
                 return found
             time.sleep(pause)
-            self.lost += time.monotonic() - begin
-            begin = time.monotonic()
+            end = time.monotonic()
+            self._failed.append((begin, end))
+            begin = end
             pause = min(2 * pause, _LONGEST_PAUSE)
             number += 1
 

@@ -74,8 +74,15 @@ ENVIRONMENTS = [
     Fault(
         "a query may draw a number that is another each time",
         "envs/tasks/sql/inside.py",
-        '"fts3_tokenizer", "random", ',
-        '"fts3_tokenizer", ',
+        "        for name in CHANCE:\n",
+        "        for name in ():\n",
+        QUERIES,
+    ),
+    Fault(
+        "a query may ask for the day",
+        "envs/tasks/sql/inside.py",
+        "if is_now(arguments[place]):",
+        "if False:",
         QUERIES,
     ),
     Fault(

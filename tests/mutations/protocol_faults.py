@@ -7,14 +7,15 @@ __all__ = ["PROTOCOLS"]
 NEMO_GYM = "envs/protocols/test_nemo_gym.py"
 OPENENV = "envs/protocols/test_openenv.py"
 BFCL = "envs/bfcl/test_sessions.py"
+VERIFIERS = "envs/protocols/test_verifiers.py"
 ACTIONS = "envs/protocols/test_actions.py"
 
 PROTOCOLS = [
     Fault(
         "a new session of NeMo Gym gets no earlier calls",
         "envs/protocols/nemo_gym.py",
-        "            self._journal.replay(\n",
-        '            Journal("").replay(\n',
+        "            self._journal.replay(again, slow=slow)\n",
+        '            Journal("").replay(again, slow=slow)\n',
         NEMO_GYM,
     ),
     Fault(
@@ -90,8 +91,8 @@ PROTOCOLS = [
     Fault(
         "a wrong turn of BFCL is forgiven",
         "envs/tasks/bfcl.py",
-        "if not right or self._turn == len(turns):",
-        "if self._turn == len(turns):",
+        'if not right or self._turn == len(row["question"]):',
+        'if self._turn == len(row["question"]):',
         BFCL,
     ),
     Fault(
@@ -114,5 +115,33 @@ PROTOCOLS = [
         "dict.fromkeys(names, self)",
         'dict.fromkeys([*names, "reset", "_load_scenario"], self)',
         BFCL,
+    ),
+    Fault(
+        "a function of BFCL that is missing is offered at first",
+        "envs/tasks/bfcl.py",
+        "return [tool for tool in offered if tool.name not in later]",
+        "return offered",
+        BFCL,
+    ),
+    Fault(
+        "a function of BFCL that was missing is never described",
+        "envs/tasks/bfcl.py",
+        "    if added:\n",
+        "    if False:\n",
+        BFCL,
+    ),
+    Fault(
+        "an error of an agent of verifiers is a reward of zero",
+        "envs/protocols/verifiers_inside.py",
+        "    if errors:\n",
+        "    if False:\n",
+        VERIFIERS,
+    ),
+    Fault(
+        "a process of verifiers that ended is asked again",
+        "envs/protocols/verifiers.py",
+        "            _player.cache_clear()\n",
+        "",
+        VERIFIERS,
     ),
 ]

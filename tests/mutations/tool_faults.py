@@ -9,6 +9,8 @@ TOKENS = "data/test_tools.py"
 ENVIRONMENT = "envs/tools/test_environment.py"
 CODE = "envs/test_code.py"
 SERVERS = "envs/tools/test_servers.py"
+CONCURRENT = "envs/tools/test_concurrent.py"
+REPEATED = "envs/tools/test_repeated.py"
 
 TOOLS = [
     Fault(
@@ -123,8 +125,36 @@ TOOLS = [
     Fault(
         "a server that was started again is given no earlier calls",
         "envs/tools/mcp.py",
-        "            self._journal.replay(\n",
-        '            Journal("").replay(\n',
+        "        self._journal.replay(again, slow=slow)\n",
+        '        Journal("").replay(again, slow=slow)\n',
+        SERVERS,
+    ),
+    Fault(
+        "a call that is not concurrent is carried out beside others",
+        "envs/tools/environment.py",
+        "lambda placed: placed[1].name in self._alone",
+        "lambda placed: False",
+        CONCURRENT,
+    ),
+    Fault(
+        "each call that waits for a server makes a connection",
+        "envs/tools/mcp.py",
+        "        with self._connecting:\n",
+        "        if True:\n",
+        SERVERS,
+    ),
+    Fault(
+        "a call that came too late is made when its turn is taken again",
+        "envs/tools/environment.py",
+        'if before == f"error: {_TOO_LATE}":',
+        "if False:",
+        REPEATED,
+    ),
+    Fault(
+        "an MCP server that refuses a call is taken for gone",
+        "envs/tools/mcp_http.py",
+        "if not 400 <= status < 500 or status in _LATER:",
+        "if True:",
         SERVERS,
     ),
 ]

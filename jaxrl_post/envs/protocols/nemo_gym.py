@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxrl_post.envs.tasks.held_out import rows_of_split
 from jaxrl_post.envs.tasks.ranges import require_integer
 from jaxrl_post.envs.tools.environment import ToolSession
 from jaxrl_post.envs.tools.journal import Journal
-from jaxrl_post.envs.tools.toolset import ToolError
+from jaxrl_post.envs.tools.toolset import ToolError, slow_call
 from jaxrl_post.jsonl import BadRowError, OnBadRow
 
 __all__ = ["NemoGym"]
@@ -49,9 +50,10 @@ class NemoGym:
       Responses API, when the policy answers without a call. `reward` is the reward.
 
     A server that is not there is waited for, for at most `seconds` a request. It may
-    have lost the session, so a new one is seeded and gets the earlier calls again. If
-    it stays away, or judges with something else than a finite number, the episode fails
-    and has no reward: the policy is never told, as it is not its doing.
+    have lost the session, so a new one is seeded and gets the earlier calls again. One
+    that was told as too slow may have another outcome then. If the server stays away,
+    or judges with something else than a finite number, the episode fails and has no
+    reward: the policy is never told, as it is not its doing.
 
     Args:
         url: of the resource server, with http or https.
@@ -189,7 +191,7 @@ class _Episode:
         try:
             reply = self._request(name, arguments)
         except SlowServerError as error:
-            raise ToolError(f"no answer within {self._seconds:g} s") from error
+            raise slow_call(self._seconds) from error
         return _result(reply)
 
     def _request(self, name: str, body: Any) -> Reply:
@@ -199,7 +201,7 @@ class _Episode:
                 self.close()
             try:
                 if self._server is None:
-                    self._server = self._seeded(until)
+                    self._server, until = self._seeded(until)
                 return self._server.post(name, body, until)
             except UnreachableError:
                 # What was away may have been started again, and know no session.
@@ -208,8 +210,23 @@ class _Episode:
 
         return self._retries(attempt)
 
-    def _seeded(self, until: float) -> JsonServer:
-        """A session that has had the calls of the episode so far."""
+    def _seeded(self, until: float) -> tuple[JsonServer, float]:
+        """A session that has had the calls of the episode so far, and until when.
+
+        A call that was too slow is waited for as long as it was the first time, and
+        `until` is put off by that.
+        """
+
+        def again(name: str, arguments: Mapping[str, Any]) -> str:
+            return _result(server.post(name, arguments, until))
+
+        def slow(name: str, arguments: Mapping[str, Any]) -> None:
+            nonlocal until
+            begin = time.monotonic()
+            with suppress(SlowServerError):
+                server.post(name, arguments, begin + self._seconds)
+            until += time.monotonic() - begin
+
         # Before the session is there, so that it sees every end of it.
         self._watch = Watch(self._url, until)
         server = JsonServer(self._url, _MOST_BYTES)
@@ -220,13 +237,11 @@ class _Episode:
                     f"POST {server.url}/seed_session: status {reply.status}, "
                     f"{reply.text!r:.200}. The rows must be those of this server"
                 )
-            self._journal.replay(
-                lambda name, arguments: _result(server.post(name, arguments, until))
-            )
+            self._journal.replay(again, slow=slow)
         except SlowServerError as error:
             # Nothing that the policy asked for now, unlike a call that takes long.
             raise UnreachableError(str(error)) from error
-        return server
+        return server, until
 
 
 def _result(reply: Reply) -> str:

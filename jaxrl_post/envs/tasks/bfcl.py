@@ -27,11 +27,15 @@ from jaxrl_post.envs.tools.environment import ToolSession
 __all__ = ["Bfcl", "Category", "gold_calls"]
 
 type Category = Literal[
-    "multi_turn_base", "multi_turn_miss_param", "multi_turn_long_context"
+    "multi_turn_base",
+    "multi_turn_miss_param",
+    "multi_turn_miss_func",
+    "multi_turn_long_context",
 ]
 
 _CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
 _BACKENDS = "bfcl_eval.constants.executable_backend_config"
+_PROMPTS = "bfcl_eval.constants.default_prompts"
 # Answers with calls after which the benchmark gives a model up, in a turn of the user.
 _MOST_STEPS = 20
 # Calls of an answer: more than the longest right sequence of a turn, which has 34.
@@ -58,16 +62,18 @@ class Bfcl:
 
     Args:
         category: "multi_turn_base"; "multi_turn_miss_param", where the user first
-            forgets to say something; "multi_turn_long_context", with long results.
+            forgets to say something; "multi_turn_miss_func", where functions are
+            missing at first, and are described in a later turn of the user;
+            "multi_turn_long_context", with long results.
 
     Raises:
         ModuleNotFoundError: bfcl-eval is not installed.
         ValueError: there is no such category.
 
-    >>> Bfcl("multi_turn_miss_func")
+    >>> Bfcl("multi_turn")
     Traceback (most recent call last):
     ValueError: category must be one of multi_turn_base, multi_turn_miss_param,
-    multi_turn_long_context, got 'multi_turn_miss_func'
+    multi_turn_miss_func, multi_turn_long_context, got 'multi_turn'
     """
 
     category: Category = "multi_turn_base"
@@ -132,12 +138,17 @@ class BfclSession:
         self._results: list[str] = []
         self._turn = 0
         self._steps = 0
-        names = [tool["function"]["name"] for tool in task.tools]
+        row = task.data["row"]
+        names = [tool.name for tool in _offered(row["involved_classes"])]
+        self._hidden = {name for missing in _missing(row).values() for name in missing}
         self._tools = ToolSession(
             task,
             dict.fromkeys(names, self),
             self._ended_turn,
             ExitStack(),
+            # As in the benchmark, a function that is missing can be called all the
+            # same. A policy knows such a name only by chance.
+            hidden=self._hidden,
             max_calls=_MOST_CALLS,
         )
 
@@ -149,7 +160,7 @@ class BfclSession:
         return self._tools.step(turn)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Calls a function of an API; `name` is one of the task's tools."""
+        """Calls a function of an API."""
         result = _called(self._models, name, (), arguments)
         self._results.append(result)
         return result
@@ -163,10 +174,11 @@ class BfclSession:
         right = self._right(_gold(task)[self._turn])
         self._turn += right
         self._steps = 0
-        turns = task.data["row"]["question"]
-        if not right or self._turn == len(turns):
+        row = task.data["row"]
+        if not right or self._turn == len(row["question"]):
             return Step(float(right), done=True, metrics=self._metrics())
-        return Step(0.0, False, _messages(turns[self._turn]), self._metrics())
+        self._hidden.difference_update(_missing(row).get(self._turn, ()))
+        return Step(0.0, False, _turn(row, self._turn), self._metrics())
 
     def _right(self, gold: Sequence[_Call]) -> bool:
         expected = [_called(self._golds, *call) for call in gold]
@@ -277,17 +289,47 @@ def _tasks(category: Category) -> tuple[Task, ...]:
     return tuple(
         Task(
             index,
-            _messages(row["question"][0]),
+            _turn(row, 0),
             "",
             {"row": row, "gold": golds[row["id"]]},
-            tuple(tool.to_json() for tool in _offered(row["involved_classes"])),
+            tuple(tool.to_json() for tool in _at_first(row)),
         )
         for index, row in enumerate(_rows(data / file))
     )
 
 
-def _messages(turn: Sequence[Mapping[str, str]]) -> tuple[Message, ...]:
-    return tuple(Message("user", each["content"]) for each in turn)
+def _turn(row: Mapping[str, Any], number: int) -> tuple[Message, ...]:
+    """What the user says in a turn.
+
+    Functions that were missing until then are described, one a line, as the benchmark
+    does for models that have no tools in their template: those in the prompt cannot be
+    changed any more.
+    """
+    said = [each["content"] for each in row["question"][number]]
+    added = _missing(row).get(number, ())
+    if added:
+        described = [
+            json.dumps(tool.to_json())
+            for tool in _offered(row["involved_classes"])
+            if tool.name in added
+        ]
+        prompts = importlib.import_module(_PROMPTS)
+        asked = prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC
+        said.append("\n".join([*described, asked]))
+    return tuple(Message("user", each) for each in said)
+
+
+def _missing(row: Mapping[str, Any]) -> dict[int, list[str]]:
+    """Names of the functions that are missing until a turn, by its number."""
+    missing = row.get("missed_function", {})
+    return {int(turn): names for turn, names in missing.items()}
+
+
+def _at_first(row: Mapping[str, Any]) -> list[Tool]:
+    """The functions that the prompt offers."""
+    later = {name for names in _missing(row).values() for name in names}
+    offered = _offered(row["involved_classes"])
+    return [tool for tool in offered if tool.name not in later]
 
 
 def _offered(apis: Sequence[str]) -> list[Tool]:

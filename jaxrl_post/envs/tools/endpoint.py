@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxrl_post.envs.env import Task
 from jaxrl_post.envs.json_server import JsonServer, require_http
 from jaxrl_post.envs.servers import Retries, SlowServerError
-from jaxrl_post.envs.tools.toolset import Tool, ToolError
+from jaxrl_post.envs.tools.toolset import Tool, ToolError, slow_call
 
 __all__ = ["Endpoint"]
 
@@ -34,9 +34,12 @@ class Endpoint:
         url: of the server, with http or https.
         offered: the tools.
         seconds: of a call with all its attempts, at most.
+        concurrent: whether calls of a turn are made at the same time, for a server
+            without state. Then `seconds` must be enough for all of them.
 
     Raises:
-        ValueError: the URL is none of HTTP, or `seconds` is not positive.
+        ValueError: the URL is none of HTTP, `seconds` is not positive, or `concurrent`
+            is no boolean.
 
     >>> Endpoint("ftp://tools", ())
     Traceback (most recent call last):
@@ -46,30 +49,40 @@ class Endpoint:
     url: str
     offered: tuple[Tool, ...]
     seconds: float = 3.0
+    concurrent: bool = False
 
     def __post_init__(self) -> None:
         require_http(self.url)
         if not self.seconds > 0:
             raise ValueError(f"seconds must be positive, got {self.seconds}")
+        if type(self.concurrent) is not bool:
+            raise ValueError(
+                f"concurrent must be true or false, got {self.concurrent!r}"
+            )
 
     @classmethod
-    def from_file(cls, url: str, tools: str, seconds: float = 3.0) -> Endpoint:
+    def from_file(
+        cls, url: str, tools: str, seconds: float = 3.0, concurrent: bool = False
+    ) -> Endpoint:
         """Reads the tools from a file.
 
         Args:
             url: of the server.
             tools: path of a JSON file, a list of functions as in OpenAI's chat API.
             seconds: of a call with all its attempts, at most.
+            concurrent: whether calls of a turn are made at the same time.
 
         Raises:
             ValueError: the file holds something else.
             OSError: the file cannot be read.
         """
-        return cls(url, tuple(_tools_of(tools)), seconds)
+        return cls(url, tuple(_tools_of(tools)), seconds, concurrent)
 
     def tools(self) -> Sequence[Tool]:
         """The tools that it offers."""
-        return self.offered
+        if not self.concurrent:
+            return self.offered
+        return tuple(replace(each, concurrent=True) for each in self.offered)
 
     def open(self, task: Task) -> OpenEndpoint:
         """The tools of an episode, with cookies of its own."""
@@ -102,7 +115,7 @@ class OpenEndpoint:
                 lambda until: self._server.post(name, arguments, until)
             )
         except SlowServerError as error:
-            raise ToolError(f"no answer within {self._seconds:g} s") from error
+            raise slow_call(self._seconds) from error
         if reply.status >= 500:
             raise ToolError(f"the server failed with status {reply.status}")
         return reply.text

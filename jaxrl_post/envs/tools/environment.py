@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from jaxrl_post.envs.env import (
     Answer,
@@ -23,6 +25,7 @@ from jaxrl_post.envs.sandbox import SandboxError
 from jaxrl_post.envs.servers import ServerError
 from jaxrl_post.envs.tools.toolset import (
     ERROR_KINDS,
+    ErrorKind,
     OpenTools,
     ToolError,
     Toolset,
@@ -33,6 +36,9 @@ __all__ = ["ToolEnvironment", "ToolSession"]
 # Characters of one result: the policy reads few of them, and the trainer must tokenise
 # all. `--rollout.max-result-tokens` cuts further.
 LONGEST_RESULT = 2**16
+# What depends on the clock, as the policy reads it.
+_TOO_LATE = "the earlier calls took too long; call it in the next turn"
+_SLOW = "error: no answer within "
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,9 @@ class ToolEnvironment:
     A turn with tool calls is answered with their results, in order, and earns nothing.
     The first turn without one is the answer: the other environment judges the
     conversation, and the episode ends. A call that cannot be read or carried out is
-    answered with what was wrong. Only what the policy cannot mend fails the episode: a
+    answered with what was wrong. Calls of tools that are `concurrent` are carried out
+    at the same time; any other call waits for those before it, and those after it wait
+    for it. Only what the policy cannot mend fails the episode: a
     sandbox that cannot be opened (`SandboxError`), a server that is gone
     (`ServerError`).
 
@@ -106,11 +114,13 @@ class ToolEnvironment:
                 stack.callback(tools.close)
                 opened |= {tool.name: tools for tool in each.tools()}
             ended = stack.pop_all()
+        offered = [tool for each in self.toolsets for tool in each.tools()]
         return ToolSession(
             task,
             opened,
             self.environment.step,
             ended,
+            concurrent={tool.name for tool in offered if tool.concurrent},
             max_calls=self.max_calls,
             turn_seconds=self.turn_seconds,
         )
@@ -124,6 +134,9 @@ class ToolSession:
         tools: those of the episode, by the name that the policy calls.
         judge: (task, conversation) -> the answer to a turn without calls.
         ended: closes the tools.
+        concurrent: names of the tools whose calls may be carried out at the same time.
+        hidden: names of tools that the policy has not been told of: they can be called,
+            but do not stand in errors.
         max_calls: as of `ToolEnvironment`.
         turn_seconds: likewise.
     """
@@ -135,10 +148,14 @@ class ToolSession:
         judge: Callable[[Task, tuple[Message, ...]], Step],
         ended: ExitStack,
         *,
+        concurrent: Collection[str] = (),
+        hidden: Collection[str] = (),
         max_calls: int = 8,
         turn_seconds: float = 4.0,
     ) -> None:
         self._task = task
+        self._alone = frozenset(tools) - frozenset(concurrent)
+        self._hidden = hidden
         self._tools = tools
         self._judge = judge
         self._ended = ended
@@ -150,6 +167,18 @@ class ToolSession:
 
     def step(self, turn: Answer) -> Step:
         """Carries out the calls of a turn, or has the answer judged."""
+        return self._taken(turn, None)
+
+    def repeat(self, turn: Answer, said: tuple[Message, ...]) -> Step:
+        """Takes a turn again that was answered with `said`; see `envs.env.Repeats`.
+
+        What depended on the clock stays as it was. A call that came too late is not
+        carried out. One that was too slow is, but whatever comes of it, the policy was
+        told that no answer came in time, which stays true.
+        """
+        return self._taken(turn, said)
+
+    def _taken(self, turn: Answer, said: tuple[Message, ...] | None) -> Step:
         self._conversation = (*self._conversation, turn)
         # A turn that was cut may have lost a call: it is judged as it is.
         if turn.truncated or not (turn.tool_calls or turn.broken_calls):
@@ -158,10 +187,7 @@ class ToolSession:
             self._conversation = (*self._conversation, *step.messages)
             return replace(step, metrics={**step.metrics, **self._metrics()})
         until = time.monotonic() + self._turn_seconds - self._lost()
-        messages = tuple(
-            self._answered(call, place, until)
-            for place, call in enumerate(turn.tool_calls)
-        )
+        messages = self._answered(turn.tool_calls, until, said)
         if turn.broken_calls:
             self._counts["broken"] += turn.broken_calls
             self._errors["unreadable"] += turn.broken_calls
@@ -193,23 +219,66 @@ class ToolSession:
                 found[f"sandbox/{mechanism}"] = 1.0
         return found
 
-    def _answered(self, call: ToolCall, place: int, until: float) -> Message:
-        self._counts["calls"] += 1
+    def _answered(
+        self,
+        calls: Sequence[ToolCall],
+        until: float,
+        said: tuple[Message, ...] | None,
+    ) -> tuple[Message, ...]:
+        """The results of the calls of a turn, in their order."""
+
+        def carried_out(placed: tuple[int, ToolCall]) -> tuple[str, ErrorKind | None]:
+            place, call = placed
+            if said is None:
+                return self._outcome(call, place, until)
+            return self._repeated(call, place, said)
+
+        outcomes: list[tuple[str, ErrorKind | None]] = []
+        # What is no tool at all is refused, and holds nobody up.
+        for alone, group in groupby(
+            enumerate(calls), lambda placed: placed[1].name in self._alone
+        ):
+            together = list(group)
+            if alone or len(together) == 1:
+                outcomes += map(carried_out, together)
+            else:
+                with ThreadPoolExecutor(min(len(together), self._max_calls)) as threads:
+                    outcomes += threads.map(carried_out, together)
+        for _, kind in outcomes:
+            self._counts["calls"] += 1
+            if kind is not None:
+                self._counts["failed"] += 1
+                self._errors[kind] += 1
+        return tuple(
+            Message("tool", result, tool_call_id=call.id, name=call.name)
+            for call, (result, _) in zip(calls, outcomes, strict=True)
+        )
+
+    def _repeated(
+        self, call: ToolCall, place: int, said: tuple[Message, ...]
+    ) -> tuple[str, ErrorKind | None]:
+        """The outcome of a call of a turn that is taken again."""
+        before = said[place].content if place < len(said) else ""
+        if before == f"error: {_TOO_LATE}":
+            return before, "too_late"
+        outcome = self._outcome(call, place, until=float("inf"))
+        return (before, "slow") if before.startswith(_SLOW) else outcome
+
+    def _outcome(
+        self, call: ToolCall, place: int, until: float
+    ) -> tuple[str, ErrorKind | None]:
+        """What the policy is told of a call, and the kind of error if it is one."""
         try:
-            result = self._result(call, place, until)[:LONGEST_RESULT]
+            return self._result(call, place, until)[:LONGEST_RESULT], None
         except ToolError as error:
-            self._counts["failed"] += 1
-            self._errors[error.kind] += 1
-            result = f"error: {error}"
+            return f"error: {error}", error.kind
         except (SandboxError, ServerError):
             # Nothing that the policy did, nor can mend: the episode fails.
             raise
         # A tool is somebody's code, and may raise anything.
         except Exception as error:
-            self._counts["failed"] += 1
-            self._errors["tool_failed"] += 1
-            result = f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT]
-        return Message("tool", result, tool_call_id=call.id, name=call.name)
+            told = f"error: {type(error).__name__}: {error}"
+            return told[:LONGEST_RESULT], "tool_failed"
 
     def _result(self, call: ToolCall, place: int, until: float) -> str:
         most = self._max_calls
@@ -218,10 +287,9 @@ class ToolSession:
             raise ToolError(told, kind="too_many")
         # A call that waited for a server must not change what the next one is told.
         if time.monotonic() - self._lost() > until:
-            told = "the earlier calls took too long; call it in the next turn"
-            raise ToolError(told, kind="too_late")
+            raise ToolError(_TOO_LATE, kind="too_late")
         if call.name not in self._tools:
-            names = ", ".join(self._tools)
+            names = ", ".join(name for name in self._tools if name not in self._hidden)
             told = f"there is no tool {call.name!r}; there are {names}"
             raise ToolError(told, kind="unknown_tool")
         try:

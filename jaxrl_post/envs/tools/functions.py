@@ -27,6 +27,8 @@ class Functions:
 
     Args:
         functions: defined in a module, so that worker processes can import them.
+        concurrent: whether calls of a turn run at the same time, each in a thread: for
+            functions that wait, such as for a network, and that threads may share.
 
     Raises:
         ModuleNotFoundError: pydantic is not installed.
@@ -49,12 +51,14 @@ class Functions:
     '42'
     """
 
-    def __init__(self, *functions: Callable[..., Any]) -> None:
+    def __init__(
+        self, *functions: Callable[..., Any], concurrent: bool = False
+    ) -> None:
         self._functions = {function.__name__: function for function in functions}
         if len(self._functions) < len(functions):
             names = [function.__name__ for function in functions]
             raise ValueError(f"functions must have different names, got {names}")
-        self._tools = tuple(map(_tool, functions))
+        self._tools = tuple(_tool(function, concurrent) for function in functions)
 
     def tools(self) -> Sequence[Tool]:
         """One tool a function."""
@@ -127,7 +131,7 @@ def _validated(function: Callable[..., Any]) -> Any:
     return adapter(bound)
 
 
-def _tool(function: Callable[..., Any]) -> Tool:
+def _tool(function: Callable[..., Any], concurrent: bool) -> Tool:
     try:
         import docstring_parser
         import pydantic
@@ -152,4 +156,5 @@ def _tool(function: Callable[..., Any]) -> Tool:
         if meaning:
             properties[name]["description"] = " ".join(meaning.split())
     description = " ".join((told.short_description or "").split())
-    return Tool(function.__name__, description, {**schema, "properties": properties})
+    parameters = {**schema, "properties": properties}
+    return Tool(function.__name__, description, parameters, concurrent)

@@ -18,7 +18,9 @@ class Journal:
 
     A server that is started again knows nothing of an episode. As a session that is
     lost has its turns taken again (docs/decisions/0006), it gets the earlier calls
-    again, and must answer them as it did.
+    again, and must answer them as it did. A call that was too slow is made again as
+    well, but what comes of it is not compared: the policy was told that no answer came
+    in time, which stays true.
 
     Args:
         where: names the server in errors.
@@ -34,7 +36,8 @@ class Journal:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._made: list[tuple[str, Mapping[str, Any], str]] = []
+        # The outcome is None of a call that was too slow.
+        self._made: list[tuple[str, Mapping[str, Any], str | None]] = []
 
     def make(self, name: str, arguments: Mapping[str, Any], call: _Call) -> str:
         """Makes a call, and keeps what came of it.
@@ -45,18 +48,32 @@ class Journal:
         try:
             result = call(name, arguments)
         except ToolError as error:
-            self._made.append((name, arguments, _failed(error)))
+            outcome = None if error.kind == "slow" else _failed(error)
+            self._made.append((name, arguments, outcome))
             raise
         self._made.append((name, arguments, result))
         return result
 
-    def replay(self, call: _Call) -> None:
+    def replay(
+        self,
+        call: _Call,
+        *,
+        slow: Callable[[str, Mapping[str, Any]], object] | None = None,
+    ) -> None:
         """Makes the calls again.
+
+        Args:
+            call: makes a call.
+            slow: makes a call that was too slow, and does not mind if it is again;
+                None where a call that is too slow fails the episode.
 
         Raises:
             ServerError: an outcome is not what it was.
         """
         for number, (name, arguments, before) in enumerate(self._made, 1):
+            if before is None:
+                (slow or call)(name, arguments)
+                continue
             try:
                 outcome = call(name, arguments)
             except ToolError as error:

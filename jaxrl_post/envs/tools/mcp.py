@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -11,9 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 from jaxrl_post.envs.env import Task
-from jaxrl_post.envs.servers import Retries, UnreachableError
+from jaxrl_post.envs.servers import Retries, ServerError, UnreachableError
 from jaxrl_post.envs.tools.journal import Journal
-from jaxrl_post.envs.tools.toolset import Tool, ToolError
+from jaxrl_post.envs.tools.mcp_http import refused_status, transport
+from jaxrl_post.envs.tools.toolset import Tool, ToolError, slow_call
 
 __all__ = ["McpServer"]
 
@@ -23,6 +25,8 @@ _END = 5.0
 # What the package mcp says of a server that has gone, or that a proxy cannot reach.
 _CLOSED = -32000
 _GONE = ("Session terminated", "Server returned an error response")
+# Statuses of a server that would refuse any other call as well.
+_BARRED = (401, 403, 405, 407)
 
 
 class McpServer:
@@ -39,16 +43,23 @@ class McpServer:
     it stays away, the episode fails. A call that was under way is made again, so tools
     should do no harm when they are called twice.
 
+    A status from 400 to 499 of a `url`, such as 413 of a call that is too large, is
+    told to the policy. Of these, 401, 403, 405 and 407 fail the episode at once, and
+    404, 408, 425 and 429 are those of a server that has gone.
+
     Args:
         command: a program and its arguments, which speaks MCP over stdio.
         url: of a server that speaks MCP over HTTP.
         seconds: of a call, at most; as long a `url` that has gone is tried again.
         shared: whether episodes share a connection.
+        concurrent: whether calls of a turn are made at the same time; then `seconds`
+            must be enough for all of them. None: calls of tools of which the server
+            says that they only read (`readOnlyHint`) are.
 
     Raises:
         ModuleNotFoundError: the package mcp is not installed.
-        ValueError: not exactly one of `command` and `url` is given, or the server does
-            not tell its tools.
+        ValueError: not exactly one of `command` and `url` is given, `concurrent` is no
+            boolean, or the server does not tell its tools.
     """
 
     def __init__(
@@ -57,6 +68,7 @@ class McpServer:
         url: str | None = None,
         seconds: float = 3.0,
         shared: bool = False,
+        concurrent: bool | None = None,
     ) -> None:
         if (command is None) == (url is None) or command == [] or url == "":
             raise ValueError(
@@ -68,16 +80,20 @@ class McpServer:
                 'mcp: command must be a list, such as ["python", "server.py"], and '
                 f"seconds positive; got {command!r} and {seconds!r}"
             )
+        if concurrent is not None and type(concurrent) is not bool:
+            raise ValueError(
+                f"mcp: concurrent must be true, false or null, got {concurrent!r}"
+            )
         self._command = None if command is None else tuple(command)
         self._url = url
         self._seconds = seconds
         self._shared = shared
         try:
             connection = _Connection(self._server, self._where)
-        except UnreachableError as error:
+        except (UnreachableError, ServerError) as error:
             raise ValueError(str(error)) from error
         try:
-            self._tools = connection.tools()
+            self._tools = connection.tools(concurrent)
         finally:
             connection.close()
 
@@ -127,7 +143,10 @@ class OpenMcp:
         self._retries = retries
         self._shared = shared
         self._journal = Journal(where)
+        self._where = where
         self._connection: _Connection | None = None
+        # Calls of several threads make one connection.
+        self._connecting = threading.Lock()
 
     @property
     def lost(self) -> float:
@@ -140,7 +159,7 @@ class OpenMcp:
         Raises:
             ToolError: the server says that the call failed, or is too slow.
             ServerError: the server has gone, and did not come back, or came back with
-                other answers.
+                other answers; or it lets nobody in.
         """
         if self._shared:
             return self._made(name, arguments)
@@ -148,18 +167,30 @@ class OpenMcp:
 
     def _made(self, name: str, arguments: Mapping[str, Any]) -> str:
         return self._retries(
-            lambda _: self._connected().call(name, arguments, self._seconds)
+            lambda until: self._connected(until).call(name, arguments, self._seconds)
         )
 
-    def _connected(self) -> _Connection:
-        if self._connection is not None and self._connection.lost:
-            self.close()
-        if self._connection is None:
-            connection = self._connection = self._connect()
-            self._journal.replay(
-                lambda name, arguments: connection.call(name, arguments, self._seconds)
-            )
-        return self._connection
+    def _connected(self, until: float) -> _Connection:
+        with self._connecting:
+            if self._connection is not None and self._connection.lost:
+                self.close()
+            if self._connection is None:
+                if time.monotonic() > until:
+                    # Another call has tried for all the time that this one has.
+                    raise UnreachableError(f"{self._where}: no connection in time")
+                self._connection = self._connect()
+                self._replay(self._connection)
+            return self._connection
+
+    def _replay(self, connection: _Connection) -> None:
+        def again(name: str, arguments: Mapping[str, Any]) -> str:
+            return connection.call(name, arguments, self._seconds)
+
+        def slow(name: str, arguments: Mapping[str, Any]) -> None:
+            with suppress(ToolError):
+                again(name, arguments)
+
+        self._journal.replay(again, slow=slow)
 
     def close(self) -> None:
         """Ends the connection, unless others share it."""
@@ -186,13 +217,20 @@ class _Connection:
             self.close()
             raise UnreachableError(f"{where}: no start within {_START:g} s") from error
         except Exception as error:  # Whatever the program or the network did.
+            if _status(error) is not None:
+                raise ServerError(f"{where}: no connection, {_first(error)}") from error
             raise UnreachableError(f"{where}: {_first(error)}") from error
 
-    def tools(self) -> tuple[Tool, ...]:
-        """What the server offers."""
+    def tools(self, concurrent: bool | None) -> tuple[Tool, ...]:
+        """What the server offers; `concurrent` is as of `McpServer`."""
         found = _submit(self._client.list_tools()).result(_START)
         return tuple(
-            Tool(each.name, each.description or "", each.input_schema)
+            Tool(
+                each.name,
+                each.description or "",
+                each.input_schema,
+                _only_reads(each) if concurrent is None else concurrent,
+            )
             for each in found.tools
         )
 
@@ -203,8 +241,10 @@ class _Connection:
             result = pending.result(seconds)
         except TimeoutError as error:
             pending.cancel()
-            raise ToolError(f"no answer within {seconds:g} s") from error
+            raise slow_call(seconds) from error
         except Exception as error:
+            if _status(error) in _BARRED:
+                raise ServerError(f"{self._where}: {_first(error)}") from error
             if _refused(error):
                 raise ToolError(str(error)) from error
             self.lost = True
@@ -247,7 +287,7 @@ def _server(command: Sequence[str] | None, url: str | None) -> Any:
             "tools of MCP servers need the package mcp: pip install 'jaxrl_post[tools]'"
         ) from error
     if url is not None:
-        return url
+        return transport(url)
     assert command is not None, "one of both is given"
     return StdioServerParameters(command=command[0], args=list(command[1:]))
 
@@ -256,16 +296,25 @@ def _server(command: Sequence[str] | None, url: str | None) -> Any:
 _shared: dict[tuple[tuple[str, ...] | None, str | None], _Connection] = {}
 
 
+_sharing = threading.Lock()
+
+
 def _shared_connection(command: tuple[str, ...] | None, url: str | None) -> _Connection:
-    found = _shared.get((command, url))
-    if found is not None and found.lost:
-        found.close()
-        found = None
-    if found is None:
-        where = f"mcp {url or ' '.join(command or ())}"
-        found = _Connection(lambda: _server(command, url), where)
-        _shared[command, url] = found
-    return found
+    with _sharing:
+        found = _shared.get((command, url))
+        if found is not None and found.lost:
+            found.close()
+            found = None
+        if found is None:
+            where = f"mcp {url or ' '.join(command or ())}"
+            found = _Connection(lambda: _server(command, url), where)
+            _shared[command, url] = found
+        return found
+
+
+def _only_reads(tool: Any) -> bool:
+    """Whether the server says that a tool changes nothing."""
+    return tool.annotations is not None and tool.annotations.read_only_hint is True
 
 
 @lru_cache(maxsize=1)
@@ -280,6 +329,14 @@ def _submit[Found](work: Coroutine[Any, Any, Found]) -> Future[Found]:
     return asyncio.run_coroutine_threadsafe(work, _loop())
 
 
+def _status(error: BaseException) -> int | None:
+    """The status of HTTP with which a server refused something."""
+    from mcp import MCPError
+
+    error = _innermost(error)
+    return refused_status(error.error.data) if isinstance(error, MCPError) else None
+
+
 def _refused(error: Exception) -> bool:
     """Whether a server that is there refused a call, so that the policy should know."""
     from mcp import MCPError
@@ -289,8 +346,14 @@ def _refused(error: Exception) -> bool:
     return error.error.code != _CLOSED and error.error.message not in _GONE
 
 
-def _first(error: BaseException) -> str:
-    """The first error of a group, as a line."""
+def _innermost(error: BaseException) -> BaseException:
+    """The first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def _first(error: BaseException) -> str:
+    """The first error of a group, as a line."""
+    error = _innermost(error)
     return f"{type(error).__name__}: {error}"

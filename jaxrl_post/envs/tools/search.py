@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import sqlite3
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ class Search:
                     "properties": {"query": query, "limit": limit},
                     "required": ["query"],
                 },
+                concurrent=True,
             ),
         )
 
@@ -185,6 +187,7 @@ class _Index:
 
     def __init__(self, passages: Sequence[tuple[str, str]]) -> None:
         # Held by a cache of the process, so any thread of it may ask; one at a time.
+        self._lock = threading.Lock()
         self._database = sqlite3.connect(":memory:", check_same_thread=False)
         weakref.finalize(self, self._database.close)
         try:
@@ -205,7 +208,8 @@ class _Index:
         # A word of most passages adds nothing to BM25, but makes all of them fit.
         rare = [word for word in words if word not in self._common]
         query = " OR ".join(f'"{word}"' for word in rare or words)
-        return self._database.execute(_BEST, (query, limit)).fetchall()
+        with self._lock:
+            return self._database.execute(_BEST, (query, limit)).fetchall()
 
     def _terms_of_more_than(self, count: int) -> frozenset[str]:
         self._database.execute(

@@ -8,18 +8,28 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from jaxrl_post.envs.env import Task
 
-__all__ = ["ERROR_KINDS", "ErrorKind", "OpenTools", "Tool", "ToolError", "Toolset"]
+__all__ = [
+    "ERROR_KINDS",
+    "ErrorKind",
+    "OpenTools",
+    "Tool",
+    "ToolError",
+    "Toolset",
+    "slow_call",
+]
 
 
 # What went wrong with a call. "unreadable": it could not be read. "unknown_tool": there
 # is no such tool. "bad_arguments": they do not fit the tool. "tool_failed": the tool
-# raised. "too_many": the turn had all the calls that it may have. "too_late": the calls
-# before took all the time that a turn has.
+# raised. "slow": a server gave no answer in time. "too_many": the turn had all the
+# calls that it may have. "too_late": the calls before took all the time that a turn
+# has.
 type ErrorKind = Literal[
     "unreadable",
     "unknown_tool",
     "bad_arguments",
     "tool_failed",
+    "slow",
     "too_many",
     "too_late",
 ]
@@ -49,6 +59,18 @@ class ToolError(Exception):
         self.kind = kind
 
 
+def slow_call(seconds: float) -> ToolError:
+    """The error that tells the policy that a server did not answer a call in time.
+
+    Args:
+        seconds: how long it was waited for.
+
+    >>> print(slow_call(3))
+    no answer within 3 s
+    """
+    return ToolError(f"no answer within {seconds:g} s", kind="slow")
+
+
 @dataclass(frozen=True)
 class Tool:
     """A function as the policy sees it.
@@ -57,6 +79,8 @@ class Tool:
         name: letters, digits, "_", "-" and ".".
         description: what it does, for the policy to read.
         parameters: JSON schema of the arguments, an object.
+        concurrent: whether a call may be carried out while others of its turn are: it
+            changes nothing that they depend on. The policy is not told.
 
     >>> Tool("now", "The time.").to_json()["function"]["name"]
     'now'
@@ -67,6 +91,7 @@ class Tool:
     parameters: Mapping[str, Any] = field(
         default_factory=lambda: {"type": "object", "properties": {}}
     )
+    concurrent: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The tool as in OpenAI's chat API, for `Task.tools`."""
@@ -90,6 +115,9 @@ class OpenTools(Protocol):
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Carries out a call, in the main thread of a worker process.
+
+        Calls of tools that are `concurrent` come from several threads, at the same
+        time.
 
         Args:
             name: of one of the toolset's tools.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 from jaxrl_post.envs.env import (
     BASE_URL,
@@ -12,6 +13,7 @@ from jaxrl_post.envs.env import (
     Answer,
     Environment,
     Message,
+    Repeats,
     Session,
     StatefulEnvironment,
     StatelessEnvironment,
@@ -115,15 +117,18 @@ class Sessions:
     def _replay(
         self, opened: _Open, conversation: tuple[Message, ...], turns: Sequence[int]
     ) -> None:
-        for number, turn in enumerate(turns, 1):
+        session = opened.session
+        last = len(conversation) - 1
+        for number, (turn, following) in enumerate(pairwise([*turns, last]), 1):
+            answer = _answer(conversation[turn])
+            said = conversation[turn + 1 : following]
             with self._watched():
-                step = opened.session.step(_answer(conversation[turn]))
+                if isinstance(session, Repeats):
+                    step = session.repeat(answer, said)
+                else:
+                    step = session.step(answer)
             opened.turns += 1
-            said = conversation[turn + 1 : turn + 1 + len(step.messages)]
-            follows = turn + 1 + len(step.messages)
-            ends = follows < len(conversation) and conversation[follows]
-            whole = bool(ends) and ends.role == "assistant"
-            if step.done or step.messages != said or not whole:
+            if step.done or step.messages != said:
                 raise SessionError(
                     f"{self._environment.name}: turn {number} was answered otherwise "
                     "when it was taken again in a new session (the worker of the first "

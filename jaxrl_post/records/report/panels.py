@@ -152,6 +152,7 @@ STACKS = {
                 ("env/tools/errors/unknown_tool", "unknown tool"),
                 ("env/tools/errors/bad_arguments", "bad arguments"),
                 ("env/tools/errors/tool_failed", "tool failed"),
+                ("env/tools/errors/slow", "slow"),
                 ("env/tools/errors/too_many", "too many"),
                 ("env/tools/errors/too_late", "too late"),
             ),

@@ -2,11 +2,12 @@
 
 import json
 import sys
+from typing import get_args
 
 import pytest
 
 from jaxrl_post.envs import Answer, ToolCall, WorkerPool, make
-from jaxrl_post.envs.tasks.bfcl import Bfcl, gold_calls
+from jaxrl_post.envs.tasks.bfcl import Bfcl, Category, gold_calls
 
 DONE = Answer("assistant", "Done.", "stop", 3)
 
@@ -47,9 +48,7 @@ def calling(calls) -> Answer:
     return Answer("assistant", "", "stop", 3, tool_calls=tuple(calls))
 
 
-@pytest.mark.parametrize(
-    "category", ["multi_turn_base", "multi_turn_miss_param", "multi_turn_long_context"]
-)
+@pytest.mark.parametrize("category", get_args(Category.__value__))
 def test_every_right_episode_scores_one(package, category):
     environment = make(f"bfcl?category={category}")
     environment.prepare()
@@ -150,6 +149,15 @@ def test_a_task_has_the_first_question_and_the_functions(package):
         ]
     )
     assert all(f'"type": "{kind}"' not in shown for kind in ("dict", "float", "any"))
+
+
+def test_no_prompt_tells_a_function_that_is_missing(package):
+    environment = Bfcl("multi_turn_miss_func")
+    for task in environment.tasks("eval"):
+        names = {tool["function"]["name"] for tool in task.tools}
+        (missing,) = task.data["row"]["missed_function"].values()
+        assert missing
+        assert not names & set(missing)
 
 
 @pytest.mark.processes

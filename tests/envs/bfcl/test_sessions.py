@@ -1,5 +1,6 @@
 """Sessions of BFCL with a small package in the place of bfcl-eval."""
 
+import json
 import pathlib
 import sys
 
@@ -98,6 +99,51 @@ def test_looking_is_no_change_but_asked_for(tasks):
             session.step(calling(*calls))
         assert session.step(DONE).reward == reward
         session.close()
+
+
+def test_functions_that_are_missing_are_described_in_a_later_turn(tasks):
+    environment = bfcl.Bfcl("multi_turn_miss_func")
+    (task,) = environment.tasks("eval")
+    assert [tool["function"]["name"] for tool in task.tools] == ["look"]
+    session = environment.open(task)
+    told = results(session.step(calling(("fly", "{}"))))
+    assert told == ["error: there is no tool 'fly'; there are look"]
+    (said,) = session.step(DONE).messages
+    described, asked = said.content.split("\n")
+    assert (said.role, asked) == ("user", "There are more now.")
+    assert json.loads(described) == tasks[0].tools[0]
+    told = results(session.step(calling(("fly", "{}"))))
+    assert told == ["error: there is no tool 'fly'; there are dim, look"]
+    session.step(calling(("dim", '{"by": 2}')))
+    assert session.step(DONE).messages == (Message("user", "Look."),)
+    session.step(calling(("look", "{}")))
+    assert session.step(DONE).reward == 1.0
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("turns", "reward"),
+    [
+        # It is carried out before it is offered, as in the benchmark: the state and
+        # the results are right in the end, but the turn needs a call.
+        ([("dim", '{"by": 2}')], 0.0),
+        ([("dim", '{"by": 2}'), ("look", "{}"), ("look", "{}")], 1.0),
+        ([("look", "{}"), ("look", "{}")], 0.0),
+    ],
+)
+def test_a_function_that_is_missing_can_be_called(tasks, turns, reward):
+    environment = bfcl.Bfcl("multi_turn_miss_func")
+    session = environment.open(environment.tasks("eval")[0])
+    found = 0.0
+    for call in turns:
+        session.step(calling(call))
+        step = session.step(DONE)
+        found += step.reward
+    while not step.done:
+        step = session.step(DONE)
+        found += step.reward
+    assert found == reward
+    session.close()
 
 
 def test_only_what_is_offered_is_called(tasks):

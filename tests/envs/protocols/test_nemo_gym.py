@@ -4,6 +4,7 @@ import itertools
 import json
 import pickle
 import re
+import threading
 import time
 
 import pytest
@@ -283,6 +284,40 @@ def test_an_earlier_call_that_is_slow_when_it_is_made_again_is_not_told(path):
     told = "/add: no answer in time; tried .* within 2 s"
     with serving(slow, slow.cookies, port), pytest.raises(ServerError, match=told):
         session.step(call(a=2))
+    session.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_call_that_was_told_as_slow_may_have_any_outcome_in_a_new_session(
+    path, again
+):
+    ended = threading.Event()
+
+    def slow(sums):
+        def answer(handler, name, said):
+            if name == "add" and said["a"] == 5:
+                ended.wait(20)
+                return 200, "too late"
+            return sums(handler, name, said)
+
+        return answer
+
+    first, second = Sums(), Sums()
+    with serving(slow(first), first.cookies) as server:
+        session = environment(server.url, path, seconds=0.8).open(
+            environment(server.url, path).tasks("train")[0]
+        )
+        assert session.step(call(a=1)).messages[0].content == "1"
+        step = session.step(call(a=5))
+        assert step.messages[0].content == "error: no answer within 0.8 s"
+        assert step.metrics["tools/errors/slow"] == 1.0
+        port = server.server_port
+        server.end()
+        with serving(slow(second) if again else second, second.cookies, port):
+            # Not carried out if it is slow again, and carried out otherwise.
+            found = session.step(call(a=2)).messages[0].content
+            assert found == ("3" if again else "8")
+        ended.set()
     session.close()
 
 

@@ -69,6 +69,55 @@ def test_queries_return_rows(executor, file, query, rows):
         assert executor.run(database, query).rows == rows
 
 
+# Times in a view, a column and an index are those of a query.
+TIMES = """
+CREATE TABLE t (day TEXT, year AS (strftime('%Y', day)), at DEFAULT CURRENT_TIMESTAMP);
+CREATE INDEX i ON t (date(day, '+1 day'));
+INSERT INTO t (day, at) VALUES ('2020-12-31', 1), ('2021-05-05', 2);
+CREATE TABLE word (text);
+INSERT INTO word VALUES ('now');
+CREATE VIEW latest AS SELECT max(date(day)) AS day FROM t;
+CREATE VIEW today AS SELECT date('now') AS day;
+CREATE VIEW dice AS SELECT random() AS number;
+"""
+
+
+@pytest.mark.parametrize(
+    ("query", "row"),
+    [
+        ("SELECT day FROM latest", ("2021-05-05",)),
+        ("SELECT year FROM t WHERE date(day, '+1 day') = '2021-01-01'", ("2020",)),
+        ("SELECT date(NULL), date('no'), time('12:30'), unixepoch('1970-01-02'), "
+         "strftime('%d', 0, 'unixepoch'), round(julianday('2000-01-01'), 1)",
+         (None, None, "12:30:00", 86400, "01", 2451544.5)),
+        ("SELECT datetime('2020-07-01', 'localtime')", ("2020-07-01 00:00:00",)),
+    ],
+)  # fmt: skip
+def test_times_that_are_given_are_the_same_everywhere(monkeypatch, query, row):
+    monkeypatch.setenv("TZ", "America/New_York")
+    executor = Executor()
+    assert executor.run(Database(schema=TIMES), query).rows == (row,)
+    executor.close()
+
+
+@pytest.mark.parametrize(
+    ("schema", "query", "told"),
+    [
+        (TIMES, "SELECT day FROM today", r"date\(\) of now depends on the clock"),
+        (TIMES, "SELECT date(text) FROM word", r"date\(\) of now depends on the clock"),
+        (TIMES, "SELECT number FROM dice", r"random\(\) depends on chance"),
+        (f"{TIMES} INSERT INTO t (day) VALUES ('2020-01-01')", "SELECT 1",
+         "current_timestamp depends on the clock"),
+        ("CREATE TABLE t AS SELECT random() AS a", "SELECT 1",
+     r"random\(\) depends on chance"),
+    ],
+)  # fmt: skip
+def test_what_another_day_would_change_is_refused(executor, schema, query, told):
+    with pytest.raises(SqlError, match=f"^{told}, and so would the rows") as caught:
+        executor.run(Database(schema=schema), query)
+    assert caught.value.kind == "refused"
+
+
 def test_a_result_without_rows_has_columns(executor):
     found = executor.run(Database(schema=FILL), "SELECT 1, 2 WHERE 0")
     assert (found.rows, found.columns) == ((), 2)
@@ -130,8 +179,19 @@ HOSTILE = [
     ("SELECT '\x00'", "refused"),
     ("SELECT '\ud800'", "invalid"),
     ("SELECT ?", "refused"),
-    # Chance: the same query must have the same rows.
+    # Chance and the clock: the same query must have the same rows.
     ("SELECT random()", "refused"),
+    ("SELECT name FROM city ORDER BY random() LIMIT 1", "refused"),
+    ("SELECT name FROM city WHERE date('now') > '2020-01-01'", "refused"),
+    ("SELECT strftime('%Y', 'n' || 'OW', 'localtime')", "refused"),
+    ("SELECT date(x'6e6f77'), date('now' || char(0) || '.')", "refused"),
+    ("SELECT datetime()", "refused"),
+    ("SELECT strftime('%Y')", "refused"),
+    ("SELECT julianday('2020-01-01') - julianday('subsec')", "refused"),
+    ("SELECT timediff('2020-01-01', 'now')", "refused"),
+    ("SELECT CURRENT_DATE", "refused"),
+    ("SELECT current_timestamp", "refused"),
+    ("SELECT time(1, 2, 3" + ", 4" * 200 + ")", "invalid"),
     # Time.
     ("WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) "
      "SELECT count(*) FROM c", "time"),

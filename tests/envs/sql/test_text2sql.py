@@ -162,6 +162,14 @@ def test_data_bases_lie_beside_the_rows(file, tmp_path):
         ({"query": "SELECT nam FROM city"}, r"'query' fails \(invalid\): no such col"),
         ({"query": "DROP TABLE city"}, r"'query' fails \(refused\): not authorized"),
         ({"query": "SELECT name FROM city WHERE 0"}, "'query' returns no row"),
+        (
+            {"query": "SELECT name, date('now') FROM city"},
+            r"'query' fails \(refused\): date\(\) of now depends on the clock",
+        ),
+        (
+            {"schema": "CREATE TABLE city AS SELECT random() AS name"},
+            r"'schema' is no data base: random\(\) depends on chance",
+        ),
     ],
 )
 def test_a_bad_row_is_named(file, change, told):

@@ -26,6 +26,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = text if isinstance(text, bytes) else text.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", "application/json")
         for each in self.server.cookies(self):
             self.send_header("Set-Cookie", each)
         self.end_headers()

@@ -1,13 +1,17 @@
 """An MCP server over stdio, for tests."""
 
+import asyncio
 import logging
 import os
 import time
 
 from mcp.server import MCPServer
+from mcp_types import ToolAnnotations
 
 SERVER = MCPServer("sums", log_level="CRITICAL")
 COUNT = 0
+MET = asyncio.Event()
+WAITING = 0
 
 
 @SERVER.tool()
@@ -37,8 +41,10 @@ def end() -> str:
 
 
 @SERVER.tool()
-def end_once(marker: str) -> str:
-    """Ends the server, unless it did already."""
+async def end_once(marker: str, meeting: int = 0) -> str:
+    """Ends the server when so many calls meet, unless it did already."""
+    while meeting > WAITING and not os.path.exists(marker):
+        await asyncio.sleep(0.01)
     if not os.path.exists(marker):
         open(marker, "w").close()
         os._exit(1)
@@ -50,6 +56,17 @@ def wait(seconds: float) -> str:
     """Waits."""
     time.sleep(seconds)
     return "waited"
+
+
+@SERVER.tool(annotations=ToolAnnotations(read_only_hint=True))
+async def meet(at: int, parties: int) -> str:
+    """Waits until so many calls are under way."""
+    global WAITING
+    WAITING += 1
+    if parties == WAITING:
+        MET.set()
+    await asyncio.wait_for(MET.wait(), 20)
+    return f"met {at}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.processes
 
 TASK = Task(0, (), "")
 ROOT = pathlib.Path(__file__).parents[3]
-NAMES = ["multiply", "count", "pid", "end", "end_once", "wait"]
+NAMES = ["multiply", "count", "pid", "end", "end_once", "wait", "meet"]
 COMMAND = [sys.executable, str(pathlib.Path(__file__).with_name("mcp_server.py"))]
 
 
@@ -58,6 +59,34 @@ def test_each_episode_has_an_mcp_server_of_its_own(mcp):
     finally:
         one.close()
         two.close()
+
+
+def test_calls_of_tools_that_only_read_are_under_way_together(mcp):
+    assert [tool.name for tool in mcp.tools() if tool.concurrent] == ["meet"]
+    environment = ToolEnvironment(Sums(), (mcp,), turn_seconds=30.0)
+    session = environment.open(environment.tasks("train")[0])
+    # The first call connects, and the others wait for that.
+    step = session.step(calls(*(("meet", {"at": at, "parties": 3}) for at in range(3))))
+    assert [message.content for message in step.messages] == ["met 0", "met 1", "met 2"]
+    session.close()
+
+
+def test_calls_under_way_survive_an_mcp_server_together(mcp, tmp_path):
+    opened = mcp.open(TASK)
+    assert opened.call("count", {}) == "1"
+    with ThreadPoolExecutor(3) as threads:
+        # Two of three meet, so none has an answer when the server ends.
+        met = [
+            threads.submit(opened.call, "meet", {"at": at, "parties": 3})
+            for at in range(2)
+        ]
+        arguments = {"marker": str(tmp_path / "ended"), "meeting": 2}
+        assert opened.call("end_once", arguments) == "survived"
+        # All are made again, in one new server.
+        met.append(threads.submit(opened.call, "meet", {"at": 2, "parties": 3}))
+        assert [each.result(60) for each in met] == ["met 0", "met 1", "met 2"]
+    assert opened.call("count", {}) == "2"
+    opened.close()
 
 
 def test_a_shared_mcp_server_keeps_its_state():
@@ -138,6 +167,77 @@ def test_an_mcp_server_behind_http_is_connected_to_again():
     finally:
         running.kill()
         running.wait(10)
+
+
+class Refusing:
+    """The least of an MCP server; `refusals` are what calls get first."""
+
+    def __init__(self, *refusals):
+        self.refusals = list(refusals)
+        self.calls = 0
+
+    def __call__(self, handler, name, said):
+        if "id" not in said:
+            return 202, ""
+        method = said["method"]
+        if method == "tools/call":
+            self.calls += 1
+            if self.refusals:
+                return self.refusals.pop(0)
+        results = {
+            "initialize": {
+                "protocolVersion": "2025-06-18",
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "refusing", "version": "1"},
+            },
+            "tools/list": {
+                "tools": [{"name": "look", "inputSchema": {"type": "object"}}]
+            },
+            "tools/call": {"content": [{"type": "text", "text": "found"}]},
+        }
+        told = {"jsonrpc": "2.0", "id": said["id"]}
+        if method not in results:
+            return 200, json.dumps(told | {"error": {"code": -32601, "message": "no"}})
+        return 200, json.dumps(told | {"result": results[method]})
+
+
+WRONG = {"jsonrpc": "2.0", "id": None, "error": {"code": -32602, "message": "a is 2"}}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error", "told"),
+    [
+        ((413, "too large"), ToolError, "^status 413: too large$"),
+        ((413, ""), ToolError, "^status 413: .*Too Large$"),
+        ((400, "no"), ToolError, "^status 400: no$"),
+        ((400, json.dumps(WRONG)), ToolError, "^a is 2$"),
+        ((401, "who?"), ServerError, "mcp http.*: MCPError: status 401: who?"),
+        ((403, ""), ServerError, "status 403: Forbidden"),
+        ((429, "later"), None, None),
+        ((503, "later"), None, None),
+    ],
+)
+def test_an_mcp_server_that_refuses_is_not_taken_for_gone(refusal, error, told):
+    refusing = Refusing(refusal)
+    with serving(refusing) as server:
+        opened = McpServer(url=f"{server.url}/mcp", seconds=15).open(TASK)
+        if error is None:
+            assert opened.call("look", {}) == "found"
+            assert refusing.calls == 2
+        else:
+            with pytest.raises(error, match=told):
+                opened.call("look", {})
+            assert refusing.calls == 1
+            # The connection is as good as before.
+            assert opened.call("look", {}) == "found"
+        opened.close()
+
+
+def test_an_mcp_server_that_lets_nobody_in_is_named():
+    with serving(lambda handler, name, said: (401, "who?")) as server:
+        told = f"mcp {server.url}/mcp: no connection, MCPError: status 401: who?"
+        with pytest.raises(ValueError, match=told):
+            McpServer(url=f"{server.url}/mcp")
 
 
 def wait_for(port):

@@ -50,7 +50,8 @@ class Text2SQL:
 
     The query runs in a process of its own that can read the data base and nothing else
     (`execution.Executor`). A query that would write, attach, or load anything is
-    refused, and so are several statements; time, rows and memory are limited.
+    refused, and so are several statements, and what depends on the clock or on chance;
+    time, rows and memory are limited.
 
     Without `path`, questions over small data bases are generated, in four levels of
     difficulty (`questions.ask`). No question of "eval" is one of "train".

@@ -8,11 +8,17 @@ A query cannot write: the data base is opened read-only, and the authorizer refu
 but reading. Its time is limited three times: a handler that SQLite calls while a query
 runs, the processor time of this process, which also ends what SQLite does in one step,
 and the clock of the process that asks.
+
+A query has the same rows on any day and on any machine: what depends on chance or on
+the clock is refused, in the statements that fill a data base as well, and local time is
+UTC.
 """
 
 import contextlib
+import functools
 import json
 import math
+import os
 import signal
 import sqlite3
 import sys
@@ -43,8 +49,17 @@ ALLOWED = {
     sqlite3.SQLITE_FUNCTION,
     sqlite3.SQLITE_RECURSIVE,
 }
-# They load code, or return something else each time.
-DENIED = {"load_extension", "fts3_tokenizer", "random", "randomblob"}
+# They load code.
+DENIED = {"load_extension", "fts3_tokenizer"}
+CHANCE = {"random", "randomblob"}
+CLOCK = {"current_date", "current_time", "current_timestamp"}
+# Functions of times, and at which places they take one: without it they take now.
+TIMES = {
+    **dict.fromkeys(("date", "time", "datetime", "julianday", "unixepoch"), (0,)),
+    "strftime": (1,),
+    "timediff": (0, 1),
+}
+NOW = {"now", "subsec", "subsecond"}
 KINDS = {
     "SQLITE_AUTH": "refused",
     "SQLITE_INTERRUPT": "time",
@@ -66,6 +81,68 @@ def authorize(action, first, second, *_):
     return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
 
+class Steady:
+    """Functions in the place of SQLite's that have another value each time.
+
+    `reason` is why the last one raised, kind and message: SQLite does not tell.
+    """
+
+    def __init__(self):
+        self.reason = None
+        # Here SQLite's own functions are found.
+        self._plain = sqlite3.connect(":memory:", isolation_level=None)
+
+    def install(self, database):
+        """Replaces the functions of a data base."""
+        for name in CHANCE:
+            database.create_function(name, -1, functools.partial(self._chance, name))
+        for name in CLOCK:
+            database.create_function(name, -1, functools.partial(self._clock, name))
+        for name in TIMES:
+            # Else SQLite would take it neither in an index nor in a column.
+            database.create_function(
+                name, -1, functools.partial(self._time, name), deterministic=True
+            )
+
+    def _chance(self, name, *_):
+        raise self._refused(f"{name}() depends on chance, and so would the rows")
+
+    def _clock(self, name, *_):
+        raise self._refused(
+            f"{name} depends on the clock, and so would the rows: write the time that "
+            "is meant"
+        )
+
+    def _time(self, name, *arguments):
+        for place in TIMES[name]:
+            if place >= len(arguments):
+                self._clock(f"{name}() without a time")
+            if is_now(arguments[place]):
+                self._clock(f"{name}() of now")
+        places = ", ".join("?" * len(arguments))
+        try:
+            (row,) = self._plain.execute(f"SELECT {name}({places})", arguments)
+        except sqlite3.Error as error:
+            self.reason = "invalid", str(error)
+            raise
+        return row[0]
+
+    def _refused(self, message):
+        self.reason = "refused", message
+        return RefusedError(*self.reason)
+
+
+STEADY = Steady()
+
+
+def is_now(value):
+    """Whether SQLite takes a value for the present time."""
+    if isinstance(value, bytes):
+        value = value.decode("latin-1")
+    # For SQLite a time ends with the first zero.
+    return isinstance(value, str) and value.partition("\0")[0].lower() in NOW
+
+
 def opened(path, schema, seconds):
     """A data base: of a file, or one in memory that a text creates and fills."""
     if path is not None:
@@ -77,7 +154,10 @@ def opened(path, schema, seconds):
     database.text_factory = lambda raw: raw.decode("utf-8", "replace")
     # Nothing is written to temporary files, and this process has little memory.
     database.execute("PRAGMA temp_store = MEMORY")
-    database.execute("PRAGMA trusted_schema = OFF")
+    # A view may use what a query may: the authorizer sees both. SQLite would refuse it
+    # the functions of `Steady`.
+    database.execute("PRAGMA trusted_schema = ON")
+    STEADY.install(database)
     if schema is not None:
         with limited(database, seconds):
             database.executescript(schema)
@@ -132,6 +212,7 @@ def plain(value):
 def answer(databases, request):
     """Carries out a request."""
     key = (request["path"], request["schema"])
+    STEADY.reason = None
     try:
         if key not in databases:
             databases[key] = opened(*key, request["seconds"])
@@ -149,7 +230,7 @@ def answer(databases, request):
     except sqlite3.ProgrammingError as error:
         return failure("refused", str(error))
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-        return failure(kind_of(error), str(error))
+        return failure(*(STEADY.reason or (kind_of(error), str(error))))
 
 
 def kind_of(error):
@@ -206,6 +287,9 @@ def main():
     limit_process()
     # Ctrl-C is for the run, which may still need answers before it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TZ"] = "UTC"
+    if hasattr(time, "tzset"):  # Not on Windows.
+        time.tzset()
     databases = OrderedDict()
     for line in sys.stdin.buffer:
         request = json.loads(line)
