@@ -8,8 +8,10 @@ from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.recipes.chain_sum import chain_sum
 from launch.recipes.demo import demo
-from launch.recipes.games import guess, world
+from launch.recipes.games import guess, nim, world
+from launch.recipes.instructions import instructions
 from launch.recipes.lookup import lookup
+from launch.recipes.search import search
 from launch.training import beginning, online
 
 PROGRAM = cli.Program(
@@ -27,7 +29,10 @@ PROGRAM = cli.Program(
         "chain_sum": chain_sum,
         "guess": guess,
         "world": world,
+        "nim": nim,
         "lookup": lookup,
+        "search": search,
+        "instructions": instructions,
     },
 )
 

@@ -114,10 +114,10 @@ class SFTConfig(OfflineConfig):
     """Supervised fine-tuning on chats and texts, or an environment's demonstrations.
 
     Attributes:
-        env: arithmetic, code, gsm8k, guess, instructions, jsonl, lookup, nim, text2sql,
-            world, reasoning-gym:<task>, or <module>:<factory>, with options as in
-            arithmetic?level=2. None for the rows of `data.path`, which have messages,
-            prompt and completion, or text; arithmetic without a file.
+        env: arithmetic, code, facts, gsm8k, guess, instructions, jsonl, lookup, nim,
+            text2sql, world, reasoning-gym:<task>, or <module>:<factory>, with options
+            as in arithmetic?level=2. None for the rows of `data.path`, which have
+            messages, prompt and completion, or text; arithmetic without a file.
         data: files of chats, texts or tasks.
     """
 

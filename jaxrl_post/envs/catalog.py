@@ -20,6 +20,7 @@ from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.bfcl import Bfcl
 from jaxrl_post.envs.tasks.code import Code
+from jaxrl_post.envs.tasks.facts import facts
 from jaxrl_post.envs.tasks.gsm8k import GSM8K
 from jaxrl_post.envs.tasks.guess import Guess
 from jaxrl_post.envs.tasks.instructions import Instructions
@@ -39,13 +40,14 @@ from jaxrl_post.envs.tasks.world import World
 __all__ = ["make"]
 
 _FORMS = (
-    "arithmetic, bfcl, code, gsm8k, guess, instructions, jsonl, judged, lookup, "
-    "mixture, nemo-gym, nim, openenv, text2sql, verifiers, world, "
+    "arithmetic, bfcl, code, facts, gsm8k, guess, instructions, jsonl, judged, "
+    "lookup, mixture, nemo-gym, nim, openenv, text2sql, verifiers, world, "
     "reasoning-gym:<task>, <module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "bfcl": Bfcl,
     "code": Code,
+    "facts": facts,
     "gsm8k": GSM8K,
     "guess": Guess,
     "instructions": Instructions,
@@ -71,7 +73,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         gsm8k?path=train.jsonl&eval_path=test.jsonl
         guess?size=7&guesses=3                  world?turns=8
         lookup?depth=2                          code?path=problems.jsonl&reward=share
-        nim?most=9&skill=1
+        nim?most=9&skill=1                      facts?passages=3
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
         instructions?constraints=3              instructions?path=ifeval.jsonl
         text2sql?level=2                        text2sql?path=questions.jsonl&rows=0
@@ -107,8 +109,8 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     'arithmetic(+-,2x2)'
     >>> make("arithmetics")
     Traceback (most recent call last):
-    ValueError: no environment 'arithmetics'; there are arithmetic, bfcl, code, gsm8k,
-    guess, instructions, jsonl, judged, lookup, mixture, nemo-gym, nim, openenv,
+    ValueError: no environment 'arithmetics'; there are arithmetic, bfcl, code, facts,
+    gsm8k, guess, instructions, jsonl, judged, lookup, mixture, nemo-gym, nim, openenv,
     text2sql, verifiers, world, reasoning-gym:<task>, <module>:<factory>
     """
     name, _, query = spec.partition("?")

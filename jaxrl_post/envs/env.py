@@ -23,6 +23,7 @@ __all__ = [
     "Environment",
     "Message",
     "NeedsPreparation",
+    "NeedsTurns",
     "Session",
     "Split",
     "StatefulEnvironment",
@@ -252,6 +253,19 @@ class NeedsPreparation(Protocol):
 
     def prepare(self) -> None:
         """Imports and loads what `step` needs."""
+        ...
+
+
+@runtime_checkable
+class NeedsTurns(Protocol):
+    """An environment of agents whose episodes fail if they may not call often enough.
+
+    A run with a smaller `--rollout.max-turns` is refused before it begins.
+    """
+
+    @property
+    def most_calls(self) -> int:
+        """The most calls that an episode may need, at least 1."""
         ...
 
 

@@ -7,46 +7,33 @@ from collections.abc import Iterator
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data.tools import expresses_tools, form_of
-from jaxrl_post.envs import WorkerPool
+from jaxrl_post.envs import AgentEnvironment, Environment, NeedsTurns, WorkerPool
 from jaxrl_post.learner.model import Model
 from jaxrl_post.rollout.collector import EpisodeCollector
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, SamplingParams
 from jaxrl_post.sharding import processes
 
-__all__ = ["agent_collector"]
+__all__ = ["agent_collector", "check_agents"]
 
 # Seconds for one answer; the episode's own deadline is that of its agent.
 ANSWER_S = 3600.0
 
 
-@contextlib.contextmanager
-def agent_collector(
-    config: RLConfig, model: Model, judges: WorkerPool, engine: Engine
-) -> Iterator[EpisodeCollector]:
-    """The collector of an `AgentEnvironment`, with its server until the block ends.
+def check_agents(environment: Environment, config: RLConfig) -> None:
+    """Refuses options with which no agent can call; before the warm start.
 
     Args:
+        environment: of the run; only an `AgentEnvironment` has agents.
         config: of the run.
-        model: the trained model.
-        judges: run the agents.
-        engine: the run's sampler.
 
     Raises:
         ConfigError: several processes or machines, `--rollout.partial`,
-            `--reward.model`, an address that others can reach or that is taken, or the
-            extra serve is missing.
+            `--reward.model`, too few turns for an episode, or an address that others
+            can reach.
     """
-    try:
-        from jaxrl_post.serve.agents import AgentCollector, AgentServer
-        from jaxrl_post.serve.calls import Served
-        from jaxrl_post.serve.grammars import Grammars
-        from jaxrl_post.serve.service import Service
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--env: an environment of agents needs the extra serve ({error}); pip "
-            "install 'jaxrl_post[serve]'"
-        ) from error
+    if not isinstance(environment, AgentEnvironment):
+        return
     if processes.count() > 1:
         raise ConfigError(
             "--env: agents call a server of one process, and this run has "
@@ -67,6 +54,42 @@ def agent_collector(
             "--rollout.judges: agents reach the sampler on this machine's loopback, "
             f"which those of {config.rollout.judges} cannot; take local"
         )
+    turns = config.rollout.max_turns
+    if isinstance(environment, NeedsTurns) and turns < environment.most_calls:
+        raise ConfigError(
+            f"--rollout.max-turns: an episode of {environment.name} may need "
+            f"{environment.most_calls} calls; got {turns}; raise it to "
+            f"{environment.most_calls}"
+        )
+    _address(config.rollout.serve)
+
+
+@contextlib.contextmanager
+def agent_collector(
+    config: RLConfig, model: Model, judges: WorkerPool, engine: Engine
+) -> Iterator[EpisodeCollector]:
+    """The collector of an `AgentEnvironment`, with its server until the block ends.
+
+    Args:
+        config: of the run; `check_agents` has accepted it.
+        model: the trained model.
+        judges: run the agents.
+        engine: the run's sampler.
+
+    Raises:
+        ConfigError: an address that others can reach or that is taken, or the extra
+            serve is missing.
+    """
+    try:
+        from jaxrl_post.serve.agents import AgentCollector, AgentServer
+        from jaxrl_post.serve.calls import Served
+        from jaxrl_post.serve.grammars import Grammars
+        from jaxrl_post.serve.service import Service
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--env: an environment of agents needs the extra serve ({error}); pip "
+            "install 'jaxrl_post[serve]'"
+        ) from error
     host, port = _address(config.rollout.serve)
     tokenizer, rollout = model.tokenizer, config.rollout
     served = Served(

@@ -37,7 +37,7 @@ from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Critic, Updater, longest_sequence, row_tokens
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
-from jaxrl_post.programs.agents import agent_collector
+from jaxrl_post.programs.agents import agent_collector, check_agents
 from jaxrl_post.programs.experience import Evaluation, Experience, make_collector
 from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.judge import open_judge
@@ -106,6 +106,7 @@ def run_rl(
     )
     with warnings_shown(console):
         environment = make_environment(config.env, config.data, config.tools)
+        check_agents(environment, config)
         tasks = open_tasks(environment, config.data.on_overlap)
     fitting = functools.cache(functools.partial(_fitting, tasks, config.rollout))
     shared = config.algorithm.name == "ppo" and config.critic.backbone == "shared"

@@ -4,6 +4,10 @@ The warm start imitates a player who knows the rules but plays carelessly. The m
 learns to win from the rewards of whole games. Of 200 held-out games, played greedily
 with seed 0, it wins in `guess` 28 % before and 62 % after training (67 % at step 100),
 in `world` none before, 98 % after 40 steps and all after 80.
+
+In `nim` it plays against itself, and is held out against an opponent who never errs, so
+that 69.5 % of the games can be won. With seeds 0, 1 and 2 it wins 46.0 % before, each
+time, and 69.5, 69.0 and 64.5 % after 20 steps (69.5, 69.5 and 68.5 % after 10).
 """
 
 from dataclasses import replace
@@ -13,7 +17,7 @@ from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import EvalConfig, UpdateConfig
 from launch.recipes.demo import demo
 
-__all__ = ["guess", "world"]
+__all__ = ["guess", "nim", "world"]
 
 
 def guess() -> RLConfig:
@@ -53,4 +57,30 @@ def world() -> RLConfig:
         optimizer=replace(demo().optimizer, learning_rate=1e-3),
         eval=EvalConfig(every=40, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=250),
+    )
+
+
+def nim() -> RLConfig:
+    """`python -m launch.grpo --recipe nim`: two players, who are the same policy.
+
+    Needs the extra `serve`.
+    """
+    return replace(
+        demo(),
+        run_dir="runs/nim",
+        env="nim?least=1&most=9&skill=1&begun=0.5&slips=0.7&instruction=",
+        steps=20,
+        rollout=RolloutConfig(
+            prompts_per_step=16,
+            samples_per_prompt=8,
+            max_prompt_tokens=24,
+            max_tokens=2,
+            max_turns=9,
+            # As many games at a time.
+            num_slots=8,
+            reward_workers=8,
+            reward_deadline_s=60.0,
+        ),
+        eval=EvalConfig(every=10, num_tasks=200),
+        warm_start=replace(demo().warm_start, steps=300, examples_per_step=64),
     )

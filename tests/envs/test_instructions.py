@@ -244,6 +244,23 @@ def test_generated_prompts_can_be_answered(most):
     assert len(seen) == 17
 
 
+def test_slips_are_instructions_that_a_demonstration_forgets():
+    environment = make("instructions?constraints=3&slips=0.6")
+    kept = total = 0
+    for task in environment.tasks("train")[:2000]:
+        # Kinds that a text fulfils only if it wants to.
+        step = judged(environment, task, environment.demonstration(task))
+        for name in ("detectable_format:title", "startend:quotation"):
+            if f"followed/{name}" in step.metrics:
+                total += 1
+                kept += step.metrics[f"followed/{name}"]
+    assert 0.35 < kept / total < 0.45
+    forgetful = make("instructions?constraints=3&slips=1")
+    for task in forgetful.tasks("train")[:40]:
+        said = forgetful.demonstration(task)
+        assert said == f"Let me tell you about {task.data['topic']}."
+
+
 def test_generated_prompts_are_held_out():
     environment = Instructions()
     prompts = {
@@ -270,6 +287,8 @@ def test_an_instruction_is_a_criterion():
         ("reward=some", "reward must be 'all' or 'share', got 'some'"),
         ("loose=1", "loose must be true or false, got 1"),
         ("constraints=9", r"constraints must be an integer in \[1, 8\], got 9"),
+        ("slips=-1", r"slips must be a share in \[0, 1\], got -1"),
+        ("path=x.jsonl&slips=0.5", "slips is of generated tasks: drop it, or drop"),
         ("on_bad_row=no", "on_bad_row must be 'fail' or 'skip'"),
         ("eval_path=x.jsonl", "eval_path needs path"),
         ("path=x.jsonl&seed=3", "seed is of generated tasks: drop it, or drop path"),

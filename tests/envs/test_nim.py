@@ -133,16 +133,55 @@ def test_tasks_and_demonstrations():
             assert each.messages[0].content == f"{number} {each.data['stones']}="
             taken = game.move(game.demonstration(each), each.data["stones"])
             assert taken is not None
-    demonstrations = {game.demonstration(each) for each in game.tasks("train")[:50]}
-    assert demonstrations == {"1", "2", "3"}
+
+
+def test_a_game_that_has_begun_goes_on():
+    game = Nim(least=1, most=9, begun=0.5, instruction="Play. ")
+    tasks = game.tasks("train")[:200]
+    begun = [each for each in tasks if len(each.messages) == 3]
+    assert 50 < len(begun) < 100
+    assert all(len(each.messages) == 1 for each in game.tasks("eval"))
+    for each in begun[:2]:
+        opening, said, heard = (message.content for message in each.messages)
+        left = each.data["stones"]
+        before = int(opening.removesuffix("=").split()[-1])
+        assert heard == f"{left}="
+        assert 1 <= before - int(said) - left <= 3
+        # Who takes one stone at a time ends every game.
+        with answering(lambda *_: "1") as (url, calls):
+            step = game.run(each, url)
+        assert calls[0][1] == [opening, said, heard]
+        assert step.metrics == {"illegal": 0.0, "moves": float(left)}
+        if left > 1:
+            number = each.messages[0].content.split()[1]
+            assert calls[1][1] == [f"Play. {number} {left - 1}="]
+
+
+def test_a_demonstration_is_the_best_move_or_takes_as_many_as_may_be():
+    def shown(slips):
+        game = Nim(least=1, most=9, slips=slips, instruction="")
+        tasks = game.tasks("train")[:300]
+        return [(each.data["stones"], game.demonstration(each)) for each in tasks]
+
+    most = {(stones, str(min(stones, 3))) for stones in range(1, 10)}
+    best = {(stones, str(stones % 4)) for stones in range(1, 10) if stones % 4}
+    assert set(shown(1)) == most
+    # Where no move is good it is the same as of the careless.
+    assert set(shown(0)) == best | {(4, "3"), (8, "3")}
+    mixed = shown(0.7)
+    careless = [each in most for each in mixed if each[0] in (5, 6, 9)]
+    assert set(mixed) == most | best
+    assert 0.6 < sum(careless) / len(careless) < 0.8
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"least": 3}, r"least must be an integer in \[4, 21\], got 3"),
+        ({"least": 0}, r"least must be an integer in \[1, 21\], got 0"),
         ({"most": 100}, r"most must be an integer in \[4, 99\], got 100"),
         ({"skill": 1.5}, r"skill must be a share in \[0, 1\]"),
+        ({"begun": 2}, r"begun must be a share in \[0, 1\]"),
+        ({"slips": -1}, r"slips must be a share in \[0, 1\]"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

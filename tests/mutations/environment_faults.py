@@ -14,7 +14,30 @@ QUESTIONS = "envs/sql/test_text2sql.py"
 
 INSTRUCTIONS = "envs/test_instructions.py"
 
+FACTS = "envs/test_facts.py"
+
 ENVIRONMENTS = [
+    Fault(
+        "people who are held out are trained on",
+        "envs/tasks/facts/environment.py",
+        "if split_of(home[0], one_in=_ONE_IN) == split",
+        "if home",
+        FACTS,
+    ),
+    Fault(
+        "a demonstration keeps what it should forget",
+        "envs/tasks/instructions/environment.py",
+        "if rng.random() >= self.slips",
+        "if rng.random() < self.slips",
+        INSTRUCTIONS,
+    ),
+    Fault(
+        "a game may have too few turns",
+        "programs/agents.py",
+        "turns < environment.most_calls",
+        "turns < 1",
+        "programs/test_agents.py",
+    ),
     Fault(
         "a word counts as often as it is said",
         "envs/tasks/token_f1.py",

@@ -8,7 +8,9 @@ import pytest
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.envs import WorkerPool
-from jaxrl_post.programs.agents import agent_collector
+from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+from jaxrl_post.envs.tasks.nim import Nim
+from jaxrl_post.programs.agents import agent_collector, check_agents
 from jaxrl_post.programs.online import _samples
 from jaxrl_post.records.conversations import conversation
 from jaxrl_post.rollout.batch import is_trained
@@ -220,16 +222,6 @@ def test_an_agent_that_never_ends_is_closed_at_the_deadline():
             collected(trainer)
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "example.org:1", "8000", "::1"])
-def test_an_address_that_others_can_reach_is_refused(address):
-    config = trainers.changed("rollout", serve=address)
-    with (
-        pytest.raises(ConfigError, match=r"--rollout\.serve: must be an address"),
-        training(Letters(), config),
-    ):
-        pass
-
-
 def test_an_address_that_is_taken_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -241,28 +233,29 @@ def test_an_address_that_is_taken_is_refused():
             pass
 
 
-def test_agents_of_other_machines_are_refused():
-    config = trainers.changed("rollout", judges="ray:local")
-    with (
-        pytest.raises(ConfigError, match=r"--rollout\.judges: agents reach"),
-        training(Letters(), config),
-    ):
-        pass
+ADDRESSES = ("0.0.0.0:0", "example.org:1", "8000", "::1")
 
 
-def test_a_reward_model_is_refused():
-    config = trainers.changed("reward", model="judge")
-    with (
-        pytest.raises(ConfigError, match=r"--reward\.model: reads an answer"),
-        training(Letters(), config),
-    ):
-        pass
+@pytest.mark.parametrize(
+    ("section", "options", "told"),
+    [
+        *(("rollout", {"serve": each}, "serve: must be an") for each in ADDRESSES),
+        ("rollout", {"judges": "ray:local"}, "judges: agents reach the sampler on"),
+        ("rollout", {"partial": 2}, "partial: an agent is a program that cannot wait"),
+        ("reward", {"model": "judge"}, "model: reads an answer to a task's prompt"),
+    ],
+)
+def test_options_that_no_agent_can_have_are_refused(section, options, told):
+    config = trainers.changed(section, **options)
+    with pytest.raises(ConfigError, match=rf"^--{section}\.{told}"):
+        check_agents(Letters(), config)
+    # The options of a run without agents.
+    check_agents(Arithmetic(), config)
 
 
-def test_samples_cannot_go_on_under_the_next_parameters():
-    config = trainers.changed("rollout", partial=2)
-    with (
-        pytest.raises(ConfigError, match=r"--rollout\.partial: an agent is a program"),
-        training(Letters(), config),
-    ):
-        pass
+def test_too_few_turns_for_a_game_are_refused_before_it_begins():
+    told = r"^--rollout\.max-turns: an episode of nim\(4-9\) may need 9 calls; got 8; "
+    with pytest.raises(ConfigError, match=f"{told}raise it to 9$"):
+        check_agents(Nim(most=9), trainers.changed("rollout", max_turns=8))
+    check_agents(Nim(most=9), trainers.changed("rollout", max_turns=9))
+    check_agents(Letters(), trainers.changed("rollout", max_turns=1))

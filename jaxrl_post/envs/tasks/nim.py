@@ -36,18 +36,23 @@ class Nim:
     who has not moved yet when the other one loses gets nothing.
 
     In the held-out games the policy plays against a scripted opponent, which begins
-    every other one. The reward is 1 for a win, else 0. Who can leave a multiple of 4
-    wins; the opponent knows that in a share `skill` of its moves.
+    every other one, but for those that it would win at once. The reward is 1 for a
+    win, else 0. Who can leave a multiple of 4 wins; the opponent knows that in a share
+    `skill` of its moves.
 
     The first message is the instruction and "14 7=": the number of the game, which is
-    unrelated to the play, and the stones that are left. Later ones are as "3=". A game
-    needs at most `most` calls (`--rollout.max-turns`).
+    unrelated to the play, and the stones that are left. Later ones are as "3=".
 
     Args:
-        least: smallest number of stones, in [4, most].
-        most: largest number of stones, in [least, 99].
+        least: smallest number of stones, in [1, most].
+        most: largest number of stones, in [4, 99].
         skill: share of the opponent's moves that are the best one, in [0, 1]; the
             others are random. Where no move is good it takes any.
+        begun: share of the training games, in [0, 1], whose prompt holds a random move
+            of each player, if stones are left then: so a supervised warm start sees
+            how a game goes on.
+        slips: share of the demonstrations, in [0, 1], that take as many stones as they
+            may. A model that imitates them learns the rules, but wins seldom.
         instruction: text before the number of the game.
         seed: seeds the numbers of stones, the opponent and the demonstrations.
         train_size: number of training games.
@@ -65,6 +70,8 @@ class Nim:
     most: int = 21
     _: KW_ONLY
     skill: float = 0.5
+    begun: float = 0.0
+    slips: float = 0.8
     instruction: str = INSTRUCTION
     seed: int = 0
     train_size: int = 5000
@@ -72,8 +79,10 @@ class Nim:
 
     def __post_init__(self) -> None:
         require_integer("most", self.most, 4, 99)
-        require_integer("least", self.least, 4, self.most)
+        require_integer("least", self.least, 1, self.most)
         require_share("skill", self.skill)
+        require_share("begun", self.begun)
+        require_share("slips", self.slips)
         for argument in ("train_size", "eval_size"):
             require_integer(argument, getattr(self, argument), 1, 2**30)
 
@@ -82,6 +91,11 @@ class Nim:
         """A short name for logs."""
         return f"nim({self.least}-{self.most})"
 
+    @property
+    def most_calls(self) -> int:
+        """The most calls of a game: each one takes a stone at least, or is the last."""
+        return self.most
+
     def tasks(self, split: Split) -> TaskSequence:
         """The games of a split; of "eval", the opponent has begun every other one."""
 
@@ -89,22 +103,34 @@ class Nim:
             name = f"{self.seed} {split} {index}"
             rng = Random(name)
             stones = rng.randint(self.least, self.most)
-            if split == "eval" and index % 2:
+            # The opponent must not have won before the policy moves.
+            if split == "eval" and index % 2 and stones > MOST_TAKEN:
                 stones -= self._opponent(stones, rng)
             # Even numbers belong to "train", odd ones to "eval": the prompts differ.
             prefix = f"{self.instruction}{2 * index + (split == 'eval')} "
+            messages = [Message("user", f"{prefix}{stones}=")]
+            if split == "train" and self.begun and rng.random() < self.begun:
+                said = _any(stones, rng)
+                left = stones - said - _any(stones - said, rng) if said < stones else 0
+                if left:
+                    messages += [
+                        Message("assistant", str(said)),
+                        Message("user", f"{left}="),
+                    ]
+                    stones = left
             data = {"stones": stones, "game": name, "split": split, "prefix": prefix}
-            opening = Message("user", f"{prefix}{stones}=")
-            return Task(index, (opening,), "", data)
+            return Task(index, tuple(messages), "", data)
 
         return TaskSequence(
             self.train_size if split == "train" else self.eval_size, make
         )
 
     def demonstration(self, task: Task) -> str:
-        """A random legal move, so that an imitator learns the rules and no more."""
-        rng = Random(f"{task.data['game']} demonstration")
-        return str(_any(task.data["stones"], rng))
+        """The best move or, for a share `slips` of the games, the largest one."""
+        stones, rng = task.data["stones"], Random(f"{task.data['game']} demonstration")
+        best = stones % (MOST_TAKEN + 1)
+        careless = rng.random() < self.slips
+        return str(min(stones, MOST_TAKEN) if careless or not best else best)
 
     def run(self, task: Task, base_url: str) -> Step:
         """Plays a game, as `AgentEnvironment.run`.
@@ -119,6 +145,10 @@ class Nim:
             name: _Player(player_url(base_url, name), task.data["prefix"])
             for name in PLAYERS
         }
+        # What the first player has heard and said in a game that has begun.
+        players[PLAYERS[0]].messages = [
+            {"role": each.role, "content": each.content} for each in task.messages[:-1]
+        ]
         while stones and not illegal:
             mover = PLAYERS[moves % 2]
             moves += 1

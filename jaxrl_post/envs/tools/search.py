@@ -55,7 +55,8 @@ class Search:
 
     Args:
         corpus: .jsonl or .json with one object a line, or .parquet (extra `parquet`),
-            with the field "text", perhaps "title"; other fields are ignored.
+            with the field "text", perhaps "title"; other fields are ignored. In Python
+            also the passages themselves, each a title, which may be "", and a text.
         on_bad_row: "fail" raises at a bad row, "skip" drops it and logs a warning.
         passages: how many are returned where a call does not say, in [1, 50].
         max_passages: the most that a call may ask for, in [1, 50].
@@ -74,15 +75,17 @@ class Search:
     A city of France.
     """
 
-    corpus: str
+    corpus: str | tuple[tuple[str, str], ...]
     on_bad_row: OnBadRow = "fail"
     passages: int = 3
     max_passages: int = 10
     max_chars: int = 2000
 
     def __post_init__(self) -> None:
-        if not isinstance(self.corpus, str):
-            raise ValueError(f"corpus must be a path, got {self.corpus!r}")
+        if not isinstance(self.corpus, str | tuple) or not self.corpus:
+            raise ValueError(
+                f"corpus must be a path, or a tuple of passages, got {self.corpus!r}"
+            )
         require_on_bad_row(self.on_bad_row)
         require_integer("max_passages", self.max_passages, 1, 50)
         require_integer("passages", self.passages, 1, self.max_passages)
@@ -220,7 +223,9 @@ class _Index:
 
 
 @lru_cache(maxsize=2)
-def _index(corpus: str, on_bad_row: OnBadRow) -> _Index:
+def _index(corpus: str | tuple[tuple[str, str], ...], on_bad_row: OnBadRow) -> _Index:
+    if not isinstance(corpus, str):
+        return _Index(corpus)
     passages, report = read_table(corpus, [Layout((), _row)], on_bad_row=on_bad_row)
     if report.num_bad:
         _LOGGER.warning("%s", report)

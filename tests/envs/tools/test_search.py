@@ -188,6 +188,16 @@ def test_options_are_checked(option, told):
         make_toolset(f"search?corpus=passages.jsonl&{option}")
 
 
+def test_passages_of_the_program_itself(corpus):
+    passages = (("Rome", "Capital of Italy."), ("", "Paris, on the Seine."))
+    rows = [{"title": title, "text": text} for title, text in passages]
+    for query in ("Italy", "seine", "capital Paris"):
+        assert search(passages, query) == search(corpus(rows), query)
+    for bad in ((), "", 3):
+        with pytest.raises(ValueError, match="corpus must be a path, or a tuple of p"):
+            Search(bad)
+
+
 def test_questions_with_a_search(corpus):
     questions = corpus(
         [{"prompt": "What is the capital of Italy?", "answer": ["Rome", "Roma"]}],

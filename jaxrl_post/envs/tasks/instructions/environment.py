@@ -13,7 +13,11 @@ from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, respon
 from jaxrl_post.envs.tasks.held_out import rows_of_split, split_of
 from jaxrl_post.envs.tasks.instructions.constraints import Constraint
 from jaxrl_post.envs.tasks.instructions.generated import Request, answer, make
-from jaxrl_post.envs.tasks.ranges import require_integer, require_path_options
+from jaxrl_post.envs.tasks.ranges import (
+    require_integer,
+    require_path_options,
+    require_share,
+)
 from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
@@ -21,7 +25,7 @@ __all__ = ["Instructions"]
 
 _PROMPTS = ("prompt", "messages")
 # Options that only the generated prompts have.
-_GENERATED = ("constraints", "seed", "train_size", "eval_size")
+_GENERATED = ("constraints", "slips", "seed", "train_size", "eval_size")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class Instructions:
             asterisks, its first line or its last line, as in IFEval's loose accuracy.
             For evaluation: a policy learns to be verbose from it.
         constraints: most instructions of a generated prompt, in [1, 8].
+        slips: share of the instructions of a generated prompt, in [0, 1], that its
+            demonstration forgets. A model that imitates it writes well and obeys
+            seldom.
         seed: of the generated prompts.
         train_size: number of generated training prompts.
         eval_size: number of generated evaluation prompts.
@@ -67,6 +74,7 @@ class Instructions:
     reward: Literal["all", "share"] = "all"
     loose: bool = False
     constraints: int = 2
+    slips: float = 0.0
     seed: int = 0
     train_size: int = 10_000
     eval_size: int = 200
@@ -78,6 +86,7 @@ class Instructions:
         if type(self.loose) is not bool:
             raise ValueError(f"loose must be true or false, got {self.loose!r}")
         require_integer("constraints", self.constraints, 1, 8)
+        require_share("slips", self.slips)
         for name in ("train_size", "eval_size"):
             require_integer(name, getattr(self, name), 1, 2**30)
         require_path_options(self, _GENERATED)
@@ -135,9 +144,14 @@ class Instructions:
         return Step(reward, True, metrics=metrics)
 
     def demonstration(self, task: Task) -> str | None:
-        """A text that fulfils all instructions; None for the prompts of a file."""
+        """A text that fulfils all instructions, but for `slips`; None for files."""
         topic = task.data.get("topic")
-        return None if topic is None else answer(topic, task.data["constraints"])
+        if topic is None:
+            return None
+        rng = Random(f"{task.messages[0].content} slips")
+        constraints: tuple[Constraint, ...] = task.data["constraints"]
+        kept = (each for each in constraints if rng.random() >= self.slips)
+        return answer(topic, tuple(kept))
 
     def _generated(self, split: Split, index: int) -> Task:
         rng = Random(f"{self.seed} {split} {index}")
