@@ -28,7 +28,7 @@ part head 240 "$python" -m benchmarks.kernels --operations token_logprob \
     --json "$out/token_logprob.json"
 part attention 300 "$python" -m benchmarks.kernels --operations attention \
     --json "$out/attention.json"
-part decode 120 "$python" -m benchmarks.kernels --operations decode_attention \
+part decode 180 "$python" -m benchmarks.kernels --operations decode_attention \
     --json "$out/decode_attention.json"
 part step 240 "$python" -m benchmarks.grpo_step --shape small --dtype bfloat16 \
     --json "$out/grpo_step.json"

@@ -138,12 +138,11 @@ def _cases(options: Options) -> Iterator[Case]:
                 yield _decode(name, shape, dtype, options.divide)
 
 
-def _implementations(dtype: Any, *, on_gpu: bool = False) -> list[str]:
-    """What runs here; `on_gpu`: whether there is a kernel for Hopper GPUs."""
+def _implementations(dtype: Any) -> list[str]:
     names = ["xla"]
     if platform() == "tpu" and dtype in (jnp.bfloat16, jnp.float32):
         names.append("pallas_tpu")
-    if platform() == "hopper" and dtype == jnp.bfloat16 and on_gpu:
+    if platform() == "hopper" and dtype == jnp.bfloat16:
         names.append("pallas_gpu")
     return names
 
@@ -173,7 +172,7 @@ def _head(name: str, shape: HeadShape, dtype: Any, divide: int) -> Case:
         return found, pull((g, jnp.zeros_like(g)))
 
     rows = max(8, shape.rows // divide)
-    names = ["reference", *_implementations(dtype, on_gpu=not shape.kept)]
+    names = ["reference", *_implementations(dtype)]
     return Case(
         "token_logprob",
         name,
@@ -241,8 +240,7 @@ def _attention(
     back = shape.window or length
     # A token sees itself and what is before it on its path.
     seen = shape.batch * float(np.minimum(positions + 1, back).sum())
-    on_gpu = shape.head_dim <= 192 and shape.value_dim <= 128
-    names = ["reference", *_implementations(dtype, on_gpu=on_gpu)]
+    names = ["reference", *_implementations(dtype)]
     plain = not answers and shape.head_dim == shape.value_dim
     if platform() in ("gpu", "hopper") and plain and shape[6:] == (None, None, False):
         names.append("cudnn")

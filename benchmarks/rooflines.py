@@ -6,8 +6,9 @@ Each kernel counts the products that it computes, the recomputed ones too, and t
 that its blocks really move between HBM and VMEM. It takes the longer of the two, with
 both overlapped completely, and a fixed time for each step of the grid. The vector unit
 (exponentials, masks, sums) is not counted, so the numbers are bounds that hardware may
-refute downwards. Kernels for Hopper GPUs are bound by their products, or by what their
-tiles move from the L2 cache into shared memory. Nothing was measured.
+refute downwards. Kernels for Hopper GPUs are bound by their products, by what their
+tiles move from the L2 cache into shared memory, or by the memory's bandwidth; starting
+them is not counted. Nothing was measured.
 """
 
 import math
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 from jaxrl_post.kernels.attention.kernel_tiles import choose_tile
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
+from jaxrl_post.kernels.decode_attention import gpu_sizes as gpu_decode
 from jaxrl_post.kernels.decode_attention.pallas_tpu import LANES, Sizes
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
@@ -138,12 +140,7 @@ def of_decode_attention(shape: DecodeShape) -> Iterator[tuple[Kernel, float]]:
     # A scale for each key, and each value.
     entry = widths * item + 8 * (shape.codes is not None)
     value_dim = shape.value_dim or shape.head_dim
-    group = shape.heads // shape.kv_heads
-    parts = [(shape.batch, shape.queries * group, shape.own)]
-    if shape.members:
-        groups = math.ceil(shape.batch / shape.members)
-        parts.append((groups, shape.members * shape.queries * group, shape.shared))
-    for batch, queries, keys in parts:
+    for batch, queries, keys in parts_of_keys(shape):
         rows = 16 * math.ceil(queries / 16)
         rows = rows if rows <= 512 else 512 * math.ceil(rows / 512)
         key_bytes = max(shape.head_dim, shape.value_dim) * item
@@ -159,6 +156,49 @@ def of_decode_attention(shape: DecodeShape) -> Iterator[tuple[Kernel, float]]:
             Kernel(work, work, again * entries + beside, blocks * again),
             float(entries),
         )
+
+
+def parts_of_keys(shape: DecodeShape) -> list[tuple[int, int, int]]:
+    """Own and shared keys: sequences or groups, queries of a head, and keys."""
+    queries = shape.queries * shape.heads // shape.kv_heads
+    parts = [(shape.batch, queries, shape.own)]
+    if shape.members:
+        groups = math.ceil(shape.batch / shape.members)
+        parts.append((groups, shape.members * queries, shape.shared))
+    return parts
+
+
+def of_decode_attention_on_hopper(shape: DecodeShape) -> Iterator[tuple[float, float]]:
+    """Seconds for own and for shared keys, and those of reading keys and values once.
+
+    Every query sees every key. Blocks of queries that read the same keys find them in
+    the L2 cache. Results of parts are written and read by the program that merges them.
+    """
+    item = ITEM if shape.codes is None else 1
+    entries = gpu_decode.Widths(shape.head_dim, shape.value_dim, item)
+    for batch, queries, keys in parts_of_keys(shape):
+        heads = batch * shape.kv_heads
+        sizes = gpu_decode.Sizes.of(heads, queries, keys, entries)
+        blocks = math.ceil(queries / sizes.queries)
+        parts = math.ceil(math.ceil(keys / gpu_decode.KEYS) / sizes.steps)
+        columns = heads * blocks * sizes.queries
+        read = heads * keys * (entries.slot_bytes / gpu_decode.KEYS - 4)
+        beside = columns * (entries.dim * ITEM + 2 * 4 * parts * entries.mixed_dim)
+        work = 2.0 * columns * keys * (entries.dim + entries.mixed_dim)
+        seconds = max(
+            (read + beside) / HOPPER.memory_bandwidth,
+            blocks * read / L2_BANDWIDTH,
+            work / HOPPER.flops,
+        )
+        yield seconds, read / HOPPER.memory_bandwidth
+
+
+def hopper_decode_row(name: str, shape: DecodeShape) -> str:
+    """A row of the table of decoding on a Hopper GPU."""
+    found = list(of_decode_attention_on_hopper(shape))
+    spent = " + ".join(f"{1e6 * seconds:.0f}" for seconds, _ in found)
+    share = sum(read for _, read in found) / sum(seconds for seconds, _ in found)
+    return f"| {name} | {spent} | {share:.0%} |"
 
 
 def decode_row(name: str, kernels: list[tuple[Kernel, float]]) -> str:
@@ -244,6 +284,10 @@ def main() -> None:
             ("us", "bandwidth"),
         )
     )
+    print("## decode_attention on an H100: own keys + shared keys\n")
+    print("| shape | us | bandwidth |\n|---|---|---|")
+    for name, shape in DECODE.items():
+        print(hopper_decode_row(name, shape))
 
 
 if __name__ == "__main__":

@@ -169,9 +169,9 @@ class RunConfig:
         warm_start: supervised steps of a preset.
         lora: an adapter to train in place of the model.
         kernels: what computes attention and the trainer's log-probs: "auto", the Pallas
-            kernels on TPUs and, in training, on Hopper GPUs, and XLA programs
-            elsewhere; "xla", XLA programs; "pallas_tpu", the kernels for TPUs, or an
-            error.
+            kernels on TPUs and Hopper GPUs where they take the dtype and the sizes, and
+            XLA programs elsewhere; "xla", XLA programs; "pallas_tpu" and "pallas_gpu",
+            the kernels for TPUs and for Hopper GPUs, or an error.
         log: trackers that get the metrics, beside metrics.jsonl: tensorboard, wandb,
             trackio.
         log_project: project in wandb and trackio; None for their default.
@@ -194,7 +194,9 @@ class RunConfig:
     )
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
-    kernels: Annotated[Literal["auto", "xla", "pallas_tpu"], FREE] = "auto"
+    kernels: Annotated[Literal["auto", "xla", "pallas_tpu", "pallas_gpu"], FREE] = (
+        "auto"
+    )
     log: Annotated[tuple[TrackerName, ...], FREE] = ("tensorboard",)
     log_project: Annotated[str | None, FREE] = None
     processes: Annotated[ProcessesConfig, FREE] = field(default_factory=ProcessesConfig)

@@ -14,7 +14,7 @@ from typing import Literal, cast, get_args
 import jax
 from jax.typing import DTypeLike
 
-__all__ = ["Implementation", "choose", "platform"]
+__all__ = ["PLATFORMS", "Implementation", "choose", "platform"]
 
 Implementation = Literal["auto", "xla", "pallas_tpu", "pallas_gpu", "reference"]
 Platform = Literal["cpu", "gpu", "hopper", "tpu"]

@@ -19,7 +19,7 @@ from jaxrl_post.config.run import RunConfig, UpdateConfig, WarmStartConfig, diff
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.packed import Examples, batches
-from jaxrl_post.kernels.dispatch import choose
+from jaxrl_post.kernels.dispatch import PLATFORMS, choose
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.checkpoint import CheckpointError, Checkpoints
 from jaxrl_post.learner.learner import (
@@ -225,7 +225,8 @@ def open_run[Config: RunConfig](
         config = complete(config, model)
         stack.enter_context(jax.set_mesh(model.mesh))
         try:
-            choose("--kernels", config.kernels, model.dtype)
+            kernels = dict.fromkeys(PLATFORMS)
+            choose("--kernels", config.kernels, model.dtype, kernels=kernels)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         named = fetched.named(config)

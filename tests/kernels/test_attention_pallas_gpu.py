@@ -53,8 +53,18 @@ def error(found, exact):
 def test_it_equals_the_reference(
     heads, kv_heads, dim, value_dim, window, softcap, sinks
 ):
-    positions, ends = forest(2, 200)
-    arrays = operands(2, 200, heads, kv_heads, dim, value_dim, jnp.bfloat16)
+    check(2, 200, heads, kv_heads, dim, value_dim, window, softcap, sinks)
+
+
+def test_wide_heads():
+    """Their blocks are others: 64 keys in the gradient of keys, and 32 that pass."""
+    check(1, 100, 2, 1, 256, 256, None, 30.0, False)
+
+
+def check(batch, length, heads, kv_heads, dim, value_dim, window, softcap, sinks):
+    """The errors of both passes are at most twice those of the reference."""
+    positions, ends = forest(batch, length)
+    arrays = operands(batch, length, heads, kv_heads, dim, value_dim, jnp.bfloat16)
     options = {"window": window, "softcap": softcap}
     if sinks:
         options["sinks"] = jnp.linspace(-1.0, 2.0, heads)
@@ -112,11 +122,11 @@ def test_a_row_of_padding_gives_zeros():
 
 
 def test_what_it_cannot_compute_is_refused():
-    query, key, value, _ = operands(1, 4, 1, 1, 256, 256, jnp.bfloat16)
+    query, key, value, _ = operands(1, 4, 1, 1, 320, 256, jnp.bfloat16)
     at = jnp.arange(4, dtype=jnp.int32)[None]
     options = {"query_positions": at, "kv_positions": at, "ends": jnp.full_like(at, 4)}
     run = {"implementation": "pallas_gpu", "interpret": True, **options}
-    with pytest.raises(ValueError, match="values of 128, are needed; got 256 and 256"):
+    with pytest.raises(ValueError, match="at most 256 numbers are needed; got 320 and"):
         attention(query, key, value, **run)
     narrow = [array[..., :64].astype(jnp.float32) for array in (query, key, value)]
     with pytest.raises(ValueError, match="pallas_gpu computes with bfloat16; got floa"):

@@ -5,7 +5,9 @@ memory; Mosaic refuses more shared memory than there is. `make check-kernels` in
 the compilers; CI runs a part.
 """
 
+import dataclasses
 import importlib.util
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +19,22 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
+from jaxrl_post.config.plan import PlanConfig, PlannedRollout
 from jaxrl_post.kernels.attention import attention
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
+from jaxrl_post.kernels.decode_attention import (
+    QuantizedEntries,
+    SharedKeys,
+    decode_attention,
+)
+from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.token_logprob import token_logprob
+from jaxrl_post.kernels.token_logprob.kept import GATHERED_BYTES
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.programs.planning.sampling import make_sampler
+from jaxrl_post.programs.planning.training import make_trainer
+from jaxrl_post.sharding import create_mesh
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
@@ -46,6 +60,7 @@ runtime_version { major: 12 minor: 9 }
 # Bytes of shared memory that a block of threads may have.
 SHARED_MEMORY = 227 * 1024
 PART = {"qwen2.5-0.5b", "llama-3.1-8b", "deepseek-v3, tp8", "odd"}
+DECODE_PART = {"llama-3.1-8b, int8", "deepseek-v3, tp8", "odd"}
 
 
 @pytest.fixture(autouse=True)
@@ -112,17 +127,16 @@ def check_resources(dump: Path, kernel: str, spilled: int = 0) -> None:
     "name",
     [
         name if name in PART else pytest.param(name, marks=pytest.mark.all)
-        for name, shape in TOKEN_LOGPROB.items()
-        if not shape.kept
+        for name in TOKEN_LOGPROB
     ],
 )
 def test_token_logprob(gpu, dump, name):
     shape = TOKEN_LOGPROB[name]
 
-    def both_passes(hidden, weight, targets, mask, towards):
+    def both_passes(hidden, weight, targets, mask, kept, towards):
         def run(hidden, weight):
             found = token_logprob(
-                hidden, weight, targets, mask=mask, softcap=shape.softcap
+                hidden, weight, targets, mask=mask, kept=kept, softcap=shape.softcap
             )
             return tuple(found)
 
@@ -139,6 +153,9 @@ def test_token_logprob(gpu, dump, name):
         jax.ShapeDtypeStruct((shape.vocab, shape.width), jnp.bfloat16),
         rows(jnp.int32),
         rows(jnp.bool_),
+        jax.ShapeDtypeStruct((1, shape.rows, shape.kept), jnp.int32)
+        if shape.kept
+        else None,
         rows(jnp.float32),
     )
     text = program.as_text()
@@ -150,14 +167,16 @@ def test_token_logprob(gpu, dump, name):
     arrays = re.findall(r"\w+\[(\d+(?:,\d+)*)\]", text)
     sizes = [[int(size) for size in sizes.split(",")] for sizes in set(arrays)]
     assert not [s for s in sizes if shape.vocab in s and shape.width not in s]
+    # The weight's rows of kept tokens are gathered for a few rows at a time.
+    gathered = [s for s in sizes if shape.kept and s[-2:] == [shape.kept, shape.width]]
+    assert all(2 * math.prod(size) <= GATHERED_BYTES for size in gathered)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         name if name in PART else pytest.param(name, marks=pytest.mark.all)
-        for name, shape in ATTENTION.items()
-        if shape.value_dim <= 128
+        for name in ATTENTION
     ],
 )
 def test_attention(gpu, dump, name):
@@ -192,32 +211,163 @@ def test_attention(gpu, dump, name):
     text = program.as_text()
     assert text is not None
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
-    check_resources(dump, "attention_forward")
-    check_resources(dump, "attention_query")
-    # The sums of keys and of values fill the registers, and a few other numbers of a
-    # thread are spilled.
-    check_resources(dump, "attention_key", spilled=64 if shape.head_dim <= 128 else 256)
+    # Sums fill the registers, and other numbers of a thread are spilled: those of keys
+    # and of values together, and those of wide heads.
+    wide = shape.head_dim > 192
+    check_resources(dump, "attention_forward", spilled=512 if wide else 0)
+    check_resources(dump, "attention_query", spilled=96 if wide else 0)
+    both = 64 if shape.head_dim <= 128 else 256
+    check_resources(dump, "attention_key", spilled=0 if wide else both)
+
+
+def entries(shape, batch, keys, width):
+    """Keys or values, of codes if the shape has them."""
+    if not width:
+        return None
+    whole = batch, shape.kv_heads, keys, width
+    if shape.codes is None:
+        return jax.ShapeDtypeStruct(whole, jnp.bfloat16)
+    return QuantizedEntries(
+        jax.ShapeDtypeStruct(whole, jnp.dtype(shape.codes)),
+        jax.ShapeDtypeStruct((*whole[:3], 1), jnp.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in DECODE_PART else pytest.param(name, marks=pytest.mark.all)
+        for name in DECODE
+    ],
+)
+def test_decode_attention(gpu, dump, name):
+    shape = DECODE[name]
+
+    def attend(query, key, value, at, positions, shared):
+        if shared is not None:
+            shared = SharedKeys(*shared, shape.members)
+        return decode_attention(
+            query, key, value,
+            query_positions=at, kv_positions=positions, shared=shared,
+            sinks=jnp.zeros(shape.heads) if shape.sinks else None,
+            window=shape.window, softcap=shape.softcap,
+        )  # fmt: skip
+
+    def integers(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.int32)
+
+    shared, widths = None, (shape.head_dim, shape.value_dim)
+    if shape.members:
+        sizes = -(-shape.batch // shape.members), shape.shared
+        common = [entries(shape, *sizes, width) for width in widths]
+        shared = *common, integers(*sizes), integers(shape.batch)
+    of_query = shape.batch, shape.queries, shape.heads, shape.head_dim
+    program = compiled(
+        gpu,
+        attend,
+        jax.ShapeDtypeStruct(of_query, jnp.bfloat16),
+        *(entries(shape, shape.batch, shape.own, width) for width in widths),
+        integers(shape.batch, shape.queries),
+        integers(shape.batch, shape.own),
+        shared,
+    )
+    text = program.as_text()
+    assert text is not None
+    calls = text.count('custom_call_target="mosaic_gpu_v2"')
+    assert calls == 1 + (shared is not None)
+    check_resources(dump, "decode_attention")
+    # No array of keys is copied, not even to be laid out otherwise.
+    if name not in ("odd", "views of 16"):
+        keys = rf"(?:bf16|s8|f8\w+)\[\d+,\d+,{shape.own},{shape.head_dim}\]"
+        assert not re.search(rf"= {keys}\S* (?:copy|pad|fusion)\(", text)
 
 
 def test_the_kernel_is_not_taken_where_it_cannot_compute(gpu):
-    """With kept tokens, float32 or an odd width, "auto" takes XLA's program."""
+    """With float32 or an odd width "auto" takes XLA's program."""
 
-    def run(hidden, weight, targets, kept):
-        return token_logprob(hidden, weight, targets, kept=kept).logprob
+    def run(hidden, weight, targets):
+        return token_logprob(hidden, weight, targets).logprob
 
-    def calls(width, dtype, kept=None):
-        ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    def calls(width, dtype):
         program = compiled(
             gpu,
             run,
             jax.ShapeDtypeStruct((1, 8, width), dtype),
             jax.ShapeDtypeStruct((256, width), dtype),
-            ids,
-            kept and jax.ShapeDtypeStruct((1, 8, kept), jnp.int32),
+            jax.ShapeDtypeStruct((1, 8), jnp.int32),
         )
         return program.as_text().count("mosaic_gpu")
 
     assert calls(128, jnp.bfloat16) > 0
-    assert calls(128, jnp.bfloat16, kept=3) == 0
     assert calls(128, jnp.float32) == 0
     assert calls(100, jnp.bfloat16) == 0
+
+
+@pytest.fixture(scope="module")
+def four_gpus() -> Mesh:
+    found = topologies.get_topology_desc(
+        platform="cuda", target_config=H100, topology="1x1x4"
+    )
+    return create_mesh("dp2,tp2", found.devices)
+
+
+SMALL = ModelConfig(
+    "qwen2", 32_000, 512, 1024, 2,
+    num_heads=8, num_kv_heads=2, head_dim=64, max_length=2048, qkv_bias=True,
+)  # fmt: skip
+
+
+def text_of(program) -> str:
+    with jax.set_mesh(program.mesh):
+        traced = program.function.trace(*program.arguments, **program.static)
+        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    assert text is not None
+    return text
+
+
+def calls(text: str, kernel: str) -> int:
+    """How many Mosaic kernels of a name the program has."""
+    return len(re.findall(rf'custom_call_target="mosaic_gpu_v2".*{kernel}', text))
+
+
+def test_a_train_step_takes_the_kernels(four_gpus):
+    """The step of `launch.grpo`: attention and log-probs are the kernels."""
+    length = 1024
+    config = PlanConfig(model="", topology="", mesh="dp2,tp2", row_tokens=length)
+    model = dataclasses.replace(SMALL, num_layers=1)
+    trainer = make_trainer(config, model, four_gpus)
+    (program,) = (p for p in trainer.programs(()) if p.name == "accumulate")
+    text = text_of(program)
+    # Rematerialisation computes the forward pass twice.
+    assert calls(text, "attention_forward") == 2
+    assert calls(text, "attention_query") == calls(text, "attention_key") == 1
+    assert calls(text, "token_logprob_forward") == 1
+    assert calls(text, "token_logprob_gradient") == 1
+    # No array has a logit for every token; their gradient, 32 MiB, is one chunk.
+    vocab = SMALL.vocab_size // 2
+    assert not re.search(rf"f32\[(?:1,)?{length},{vocab}\]", text)
+    assert not re.search(rf"\[(?:1,)?{vocab},{length}\]", text)
+
+
+@pytest.mark.parametrize(
+    "cache_dtype", [None, pytest.param("int8", marks=pytest.mark.all)]
+)
+def test_a_decoding_step_copies_no_cache(four_gpus, cache_dtype):
+    """Keys and values are written and read in one layout, the whole burst long."""
+    rollout = PlannedRollout(
+        prompts_per_step=8, max_prompt_tokens=512, max_tokens=512,
+        cache_dtype=cache_dtype,
+    )  # fmt: skip
+    config = PlanConfig(model="", topology="", rollout=rollout)
+    sampler = make_sampler(config, SMALL, four_gpus)
+    assert sampler is not None
+    # The last one has the largest view: 64 samples of up to 512 tokens, on two parts.
+    *_, program = sampler.programs((), ())
+    text = text_of(program)
+    # Own and shared keys of two layers.
+    assert calls(text, "decode_attention") == 4
+    keys = r"= \w+\[32,1,512,64\]\S*"
+    made = re.findall(rf"{keys} (?:copy|transpose|pad|fusion)\(.*", text)
+    # New keys and values of two layers are scattered, and nothing else is made.
+    assert len(made) == 4
+    assert all("calls=%fused_scatter" in line for line in made)

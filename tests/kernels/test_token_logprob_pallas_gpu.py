@@ -45,6 +45,19 @@ def on_gpu(*inputs, **options):
     return jax.jit(lambda *inputs: both_passes(*inputs, **options))(*inputs)
 
 
+def kept_tokens(targets, vocab, most=7):
+    """Ids of up to so many tokens, among them the target; every third row has none."""
+    random = np.random.default_rng(1)
+    ids = np.full((*targets.shape, most), -1, np.int32)
+    for place in np.ndindex(targets.shape):
+        if place[1] % 3:
+            count = random.integers(1, most + 1)
+            others = np.setdiff1d(random.permutation(vocab)[:most], targets[place])
+            chosen = [np.asarray(targets[place]), *others[: count - 1]]
+            ids[place][: len(chosen)] = random.permutation(chosen)
+    return jnp.asarray(ids)
+
+
 def oracle(
     hidden,
     weight,
@@ -55,6 +68,7 @@ def oracle(
     temperature=1.0,
     softcap=None,
     vocab_size=None,
+    kept=None,
 ):
     """The same in float64, from the definitions."""
     hidden, weight = (np.asarray(a, np.float64) for a in (hidden[0], weight))
@@ -72,11 +86,17 @@ def oracle(
     p = np.exp(log_p)
     hit = np.eye(vocab)[np.asarray(targets)]
     entropy = -(p * log_p).sum(axis=1)
-    towards = g[:, None] * (hit - p) - e[:, None] * p * (log_p + entropy[:, None])
+    among, logprob = p, (log_p * hit).sum(axis=1)
+    if kept is not None:
+        inside = np.stack([np.isin(np.arange(vocab), row) for row in kept[0]])
+        inside = inside | (np.asarray(kept[0, :, :1]) < 0)
+        mass = (p * inside).sum(axis=1)
+        among, logprob = p * inside / mass[:, None], logprob - np.log(mass)
+    towards = g[:, None] * (hit - among) - e[:, None] * p * (log_p + entropy[:, None])
     towards = towards * mask[:, None] * slope / temperature
     d_weight = np.zeros(weight.shape)
     d_weight[:vocab] = towards.T @ hidden
-    values = (log_p * hit).sum(axis=1) * mask, entropy * mask
+    values = logprob * mask, entropy * mask
     return values, (towards @ weight[:vocab], d_weight)
 
 
@@ -124,6 +144,20 @@ def test_chunks_of_rows_and_of_the_vocabulary_add_up(monkeypatch):
     monkeypatch.setattr(pallas_gpu, "CHUNK_BYTES", 2 * 256 * 256)
     inputs = arrays(600, 64, 650)
     check(on_gpu(*inputs), oracle(*inputs))
+
+
+# One block of rows and two.
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(40, {}), (300, {"softcap": 3.0, "temperature": 0.7, "vocab_size": 640})],
+)
+def test_tokens_that_were_not_kept_do_not_count(monkeypatch, rows, options):
+    # Three chunks of the vocabulary, of which the last begins within the one before.
+    monkeypatch.setattr(pallas_gpu, "CHUNK_ROWS", 256)
+    monkeypatch.setattr(pallas_gpu, "CHUNK_BYTES", 2 * 256 * 256)
+    inputs = arrays(rows, 64, 650, 640)
+    options = {**options, "kept": kept_tokens(inputs[2], 640)}
+    check(on_gpu(*inputs, **options), oracle(*inputs, **options))
 
 
 def test_extreme_logits():
@@ -210,7 +244,8 @@ def plain(settings, kernel, grid, result, results, *, name):
 
 @pytest.mark.meshes
 @pytest.mark.parametrize("spec", ["dp2,tp4", "fsdp4,tp2"])
-def test_a_split_vocabulary(monkeypatch, spec):
+@pytest.mark.parametrize("has_kept", [False, True])
+def test_a_split_vocabulary(monkeypatch, spec, has_kept):
     """The interpreter knows one device, so that here kernels are ordinary programs."""
     inputs = arrays(128, 64, 1280, 1200)
     hidden, targets, mask = (
@@ -218,7 +253,11 @@ def test_a_split_vocabulary(monkeypatch, spec):
     )
     cotangents = inputs[4].reshape(2, 4, 32)
     options = {"vocab_size": 1200, "temperature": 0.7}
+    if has_kept:
+        options["kept"] = kept_tokens(inputs[2], 1200)
     expected = oracle(*inputs, **options)
+    if has_kept:
+        options["kept"] = options["kept"].reshape(4, 32, -1)
     monkeypatch.setattr(pallas_gpu._Settings, "run", plain)
     # Two chunks of the vocabulary on a device.
     monkeypatch.setattr(pallas_gpu, "CHUNK_BYTES", 2 * 256 * 256)
@@ -233,8 +272,6 @@ def test_what_it_cannot_compute_is_refused():
     run = {"implementation": "pallas_gpu", "interpret": True}
     with pytest.raises(ValueError, match="a multiple of 64 is needed; got 63"):
         token_logprob(hidden[..., 1:], weight[:, 1:], targets, **run)
-    with pytest.raises(ValueError, match="it knows no kept tokens"):
-        token_logprob(hidden, weight, targets, kept=targets[..., None], **run)
     wide = hidden.astype(jnp.float32), weight.astype(jnp.float32)
     with pytest.raises(ValueError, match="pallas_gpu computes with bfloat16; got floa"):
         token_logprob(*wide, targets, **run)

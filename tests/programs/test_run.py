@@ -227,9 +227,13 @@ def test_a_model_that_is_not_there_is_refused_before_a_warm_start(
     assert not (tmp_path / "run").exists()
 
 
-def test_kernels_of_another_platform_are_refused_before_anything_is_compiled(tmp_path):
-    config = dataclasses.replace(
-        RL, kernels="pallas_tpu", run_dir=str(tmp_path / "run")
-    )
-    with pytest.raises(ConfigError, match="--kernels: pallas_tpu runs on tpu, and "):
+@pytest.mark.parametrize(
+    ("kernels", "platform"), [("pallas_tpu", "tpu"), ("pallas_gpu", "hopper")]
+)
+def test_kernels_of_another_platform_are_refused_before_anything_is_compiled(
+    tmp_path, kernels, platform
+):
+    config = dataclasses.replace(RL, kernels=kernels, run_dir=str(tmp_path / "run"))
+    message = f"--kernels: {kernels} runs on {platform}, and "
+    with pytest.raises(ConfigError, match=message):
         begin(config)

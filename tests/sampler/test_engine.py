@@ -511,10 +511,14 @@ def test_slots_that_the_mesh_does_not_divide_are_refused():
 
 def test_the_implementation_of_attention_is_the_one_that_is_named(params):
     request = Request(1, (3, 1, 4), sampling=SamplingParams(max_tokens=2))
-    engine = Engine(tiny.CONFIG, SIZES, kernels="pallas_tpu")
-    message = "write_entries: pallas_tpu runs on tpu, and this program is for cpu"
-    with pytest.raises(ValueError, match=message):
-        engine.generate(params, [request])
+    for kernels, message in (
+        ("pallas_tpu", "write_entries: pallas_tpu runs on tpu, and this program is"),
+        # New keys are scattered there.
+        ("pallas_gpu", "decode_attention: pallas_gpu runs on hopper, and this "),
+    ):
+        engine = Engine(tiny.CONFIG, SIZES, kernels=kernels)
+        with pytest.raises(ValueError, match=message):
+            engine.generate(params, [request])
     both = [
         Engine(tiny.CONFIG, SIZES, kernels=name).generate(params, [request])
         for name in ("xla", "auto")

@@ -75,9 +75,9 @@ def attention(
             "pallas_gpu" compute tiles of scores, with `ends` only those that hold a
             visible one, and compute them again in the backward pass, so that memory
             grows with the length. "reference" holds all scores. "auto" takes the kernel
-            on TPUs and, for bfloat16 and heads of at most 192 numbers with values of at
-            most 128, on Hopper GPUs, and "xla" elsewhere. Over a cache, without `ends`,
-            a kernel's name means the same program as "xla".
+            on TPUs and, for bfloat16 and heads of at most 256 numbers, on Hopper GPUs,
+            and "xla" elsewhere. Over a cache, without `ends`, a kernel's name means the
+            same program as "xla".
         interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
 
     Returns:
@@ -139,10 +139,9 @@ def attention(
 
 def _unsupported_on_gpu(head_dim: int, value_dim: int) -> str | None:
     """Why "pallas_gpu" cannot compute a call, or None."""
-    if head_dim > 192 or value_dim > 128:
+    if max(head_dim, value_dim) > 256:
         return (
-            "heads of at most 192 numbers, and values of 128, are needed; got "
-            f"{head_dim} and {value_dim}"
+            f"heads of at most 256 numbers are needed; got {head_dim} and {value_dim}"
         )
     return None
 

@@ -1,6 +1,7 @@
 """Attention of decoding: checks the arguments and calls an implementation."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,12 +11,16 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.kernels.attention.reference import check_scoring
 from jaxrl_post.kernels.decode_attention.quantized import QuantizedEntries
 from jaxrl_post.kernels.decode_attention.reference import attend_concatenated
-from jaxrl_post.kernels.decode_attention.xla import attend_in_parts, part_of_keys
+from jaxrl_post.kernels.decode_attention.xla import Part, attend_in_parts, part_of_keys
 from jaxrl_post.kernels.dispatch import Implementation, choose
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["SharedKeys", "decode_attention"]
+
+# Heads of the "pallas_gpu" implementation: the least, the largest, and the largest
+# where keys are the values too.
+GPU_WIDTHS = 64, 256, 576
 
 
 class SharedKeys(NamedTuple):
@@ -76,7 +81,8 @@ def decode_attention(
         softcap: as in `attention`.
         sinks: as in `attention`.
         rules: how a mesh of `jax.set_mesh`, if any, splits batch and heads.
-        implementation: "auto" takes "pallas_tpu" on a TPU and "xla" elsewhere;
+        implementation: "auto" takes "pallas_tpu" on a TPU, "pallas_gpu" on a Hopper
+            GPU in bfloat16, with heads that it can read, and "xla" elsewhere;
             "reference" copies the shared keys to every sequence and computes one
             softmax.
         interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
@@ -112,17 +118,18 @@ def decode_attention(
         )
     check_scoring("decode_attention", window, softcap)
     implementation = choose(
-        "decode_attention", implementation, query.dtype, interpret=interpret
+        "decode_attention",
+        implementation,
+        query.dtype,
+        kernels={"pallas_tpu": None, "pallas_gpu": _unsupported_on_gpu(key, value)},
+        interpret=interpret,
     )
     factor = query.shape[3] ** -0.5 if scale is None else float(scale)
     attend = attend_concatenated
     if implementation == "xla":
         attend = functools.partial(attend_in_parts, part_of=part_of_keys)
-    elif implementation == "pallas_tpu":
-        # Half a second that only TPUs need.
-        from jaxrl_post.kernels.decode_attention import pallas_tpu
-
-        part_of = functools.partial(pallas_tpu.part_of_keys, interpret=interpret)
+    elif implementation != "reference":
+        part_of = functools.partial(_kernel(implementation), interpret=interpret)
         attend = functools.partial(attend_in_parts, part_of=part_of)
     settings = window, factor, softcap
     members = 0 if shared is None else shared.members
@@ -170,3 +177,29 @@ def decode_attention(
         out_specs=P(batch, None, split_heads),
         check_vma=False,
     )(*arguments)
+
+
+def _unsupported_on_gpu(key: Any, value: Any) -> str | None:
+    """Why "pallas_gpu" cannot read these keys and values, or None."""
+    widths = {key.shape[3], key.shape[3] if value is None else value.shape[3]}
+    coded = isinstance(key, QuantizedEntries)
+    least, most, latent = GPU_WIDTHS
+    most, multiple = latent if value is None else most, 32 if coded else 16
+    if all(least <= width <= most and width % multiple == 0 for width in widths):
+        return None
+    return (
+        f"heads of {least} to {most} {'codes' if coded else 'numbers'}, a multiple of "
+        f"{multiple}, are needed; got {' and '.join(map(str, sorted(widths)))}"
+    )
+
+
+def _kernel(implementation: Implementation) -> Callable[..., Part]:
+    """The Pallas kernel of an implementation."""
+    # Imported where they are needed: each takes half a second.
+    if implementation == "pallas_tpu":
+        from jaxrl_post.kernels.decode_attention import pallas_tpu
+
+        return pallas_tpu.part_of_keys
+    from jaxrl_post.kernels.decode_attention import pallas_gpu
+
+    return pallas_gpu.part_of_keys

@@ -35,7 +35,8 @@ def write_entries(
         places: int32, of consecutive tokens in a row; a place of `keys` or more drops
             its token.
         rules: how a mesh of `jax.set_mesh`, if any, splits batch and heads.
-        implementation: as in `decode_attention`.
+        implementation: as in `decode_attention`; on GPUs XLA's scatter keeps the
+            layout, and "pallas_gpu" takes it.
         interpret: as in `decode_attention`.
 
     Raises:
@@ -47,6 +48,8 @@ def write_entries(
     >>> made.ravel().tolist()
     [0.0, 1.0, 0.0]
     """
+    if implementation == "pallas_gpu":
+        implementation = "xla"
     leaf = jax.tree.leaves(new)[-1]
     # The last leaf of codes is that of their scales.
     wanted = choose("write_entries", implementation, leaf.dtype, interpret=interpret)

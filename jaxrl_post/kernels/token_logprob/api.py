@@ -63,8 +63,8 @@ def token_logprob(
         vocab_size: number of real rows of `unembedding`; the rest is padding.
         rules: how batch and vocabulary are split over the mesh of `jax.set_mesh`.
         implementation: "auto" takes "pallas_tpu" on TPUs, "pallas_gpu" on Hopper GPUs
-            for bfloat16 without `kept` and a width that is a multiple of 64, and "xla"
-            elsewhere; "reference" holds all logits.
+            for bfloat16 and a width that is a multiple of 64, and "xla" elsewhere;
+            "reference" holds all logits.
         interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
 
     Returns:
@@ -107,7 +107,7 @@ def token_logprob(
         hidden.dtype,
         kernels={
             "pallas_tpu": None,
-            "pallas_gpu": _unsupported_on_gpu(hidden.shape[-1], kept is not None),
+            "pallas_gpu": _unsupported_on_gpu(hidden.shape[-1]),
         },
         interpret=interpret,
     )
@@ -127,11 +127,11 @@ def token_logprob(
     return TokenLogprob(*_fused(plan, hidden, unembedding, (targets, mask, kept)))
 
 
-def _unsupported_on_gpu(width: int, kept: bool) -> str | None:
+def _unsupported_on_gpu(width: int) -> str | None:
     """Why "pallas_gpu" cannot compute a call, or None."""
     if width % 64:
         return f"a width that is a multiple of 64 is needed; got {width}"
-    return "it knows no kept tokens (top-k, top-p, min-p)" if kept else None
+    return None
 
 
 def _reference(

@@ -13,6 +13,10 @@ and of the weight. So neither pass stores the logits of a batch, and there are 8
 products of T x V x H where 6 are the least. Sums have one order: nothing is added
 atomically.
 
+Kept tokens (top-k, top-p, min-p) are no part of the kernels. Their logits, a few for
+each row, are products with rows of the weight that are gathered, and what their
+log-probs add to the gradient is written into that of the logits.
+
 References:
     Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models,
     arXiv:2411.09009.
@@ -29,6 +33,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_post.kernels.token_logprob.counted import Residuals, counted_tiles, take
+from jaxrl_post.kernels.token_logprob.kept import (
+    KeptGradients,
+    gathered_logits,
+    own_columns,
+)
 from jaxrl_post.kernels.token_logprob.reference import MASKED
 from jaxrl_post.types import Array
 
@@ -76,6 +85,16 @@ class Layout(NamedTuple):
             first = jax.lax.axis_index(self.axes) * columns
         return first, jnp.clip(self.vocab_size - first, 0, columns)
 
+    def kept_logits(
+        self, hidden: Array, weight: Array, columns: Array, tiles: Array
+    ) -> Array:
+        """Scaled logits of kept tokens, as `gathered_logits`."""
+        logits = gathered_logits(hidden, weight, columns, tiles, ROWS)
+        if self.softcap is not None:
+            logits = self.softcap * jnp.tanh(logits / self.softcap)
+        logits = logits * (1.0 / self.temperature)
+        return jnp.where(columns < weight.shape[0], logits, MASKED)
+
 
 def forward(
     hidden: Array,
@@ -86,10 +105,14 @@ def forward(
     layout: Layout,
 ) -> tuple[Array, Array, Residuals]:
     """Returns log-prob and entropy [rows] (0 where masked) and the residuals."""
-    assert kept is None
     assert hidden.shape[1] % DEPTH == 0
     order, num_tiles = counted_tiles(mask, ROWS)
     first, limit = layout.limit(weight.shape[0])
+    counted = take(hidden, order)
+    kept_logits = None
+    if kept is not None:
+        columns = own_columns(take(kept, order), first, weight.shape[0])
+        kept_logits = layout.kept_logits(counted, weight, columns, num_tiles)
     weight = _padded(weight)
     row_tiles = order.shape[0] // ROWS
     part, ranges = _ranges(math.ceil(weight.shape[0] / COLUMNS), row_tiles)
@@ -102,7 +125,7 @@ def forward(
         name="token_logprob_forward",
     )(
         jnp.stack([limit, num_tiles]),
-        take(hidden, order),
+        counted,
         weight,
         take(targets - first, order),
     )
@@ -120,13 +143,22 @@ def forward(
     if layout.axes:
         total, weighted, target = jax.lax.psum((total, weighted, target), layout.axes)
     normalizer = top + jnp.log(total)
+    logprob, log_mass = target - normalizer, None
 
     def by_row(values: Array) -> Array:
         return _by_row(values, mask)
 
+    if kept_logits is not None:
+        mass = jnp.exp(kept_logits - normalizer[:, None]).sum(axis=1)
+        if layout.axes:
+            mass = jax.lax.psum(mass, layout.axes)
+        # A row without kept tokens has a mass of 0.
+        log_mass = jnp.where(mass > 0, jnp.log(mass), 0.0)
+        logprob = logprob - log_mass
+        log_mass = by_row(log_mass)
     entropy = by_row(jnp.log(total) - weighted / total)
-    residuals = Residuals(by_row(normalizer), entropy)
-    return by_row(target - normalizer), entropy, residuals
+    residuals = Residuals(by_row(normalizer), entropy, log_mass)
+    return by_row(logprob), entropy, residuals
 
 
 def backward(
@@ -143,16 +175,26 @@ def backward(
 
     With a split vocabulary the gradient of hidden must be summed over the devices.
     """
-    assert kept is None
     first, limit = layout.limit(weight.shape[0])
-    vocab, weight = weight.shape[0], _padded(weight)
+    unpadded, weight = weight, _padded(weight)
     columns, width = weight.shape
     block = min(CHUNK_ROWS, math.ceil(hidden.shape[0] / ROWS) * ROWS)
     most = CHUNK_BYTES // (weight.dtype.itemsize * block)
     chunk = min(most, columns) // COLUMNS * COLUMNS
     order, num_blocks = counted_tiles(mask, block)
     inputs, own = take(hidden, order), take(targets - first, order)
-    facts = jnp.stack([residuals.normalizer, residuals.entropy, *cotangents])
+    g, e = cotangents
+    among_kept = None
+    if kept is not None:
+        assert residuals.log_mass is not None
+        among_kept = _kept_gradients(
+            *(inputs, unpadded, own, take(kept, order), first),
+            take(residuals.normalizer + residuals.log_mass, order),
+            *(take(g, order), num_blocks * (block // ROWS), layout),
+        )
+        # A row with kept tokens has its log-prob among these.
+        g = jnp.where(kept[:, 0] < 0, g, 0.0)
+    facts = jnp.stack([residuals.normalizer, residuals.entropy, g, e])
     facts = take(facts.T, order).T
     part, ranges = _ranges(chunk // COLUMNS, block // ROWS)
     settings = _Settings(layout, part, BACKWARD_SLOTS)
@@ -180,6 +222,8 @@ def backward(
             table = jax.lax.dynamic_slice_in_dim(weight, start, chunk)
             bounds = jnp.stack([limit - start, begin - start])
             towards = gradient(bounds, here, table, of_rows[0] - start, of_rows[1])
+            if among_kept is not None:
+                towards = among_kept.added(towards, rows, begin, start)
             d_here = d_here + _product(towards, table, (1, 0))
             d_table = jax.lax.dynamic_slice_in_dim(d_weight, start, chunk)
             d_table = d_table + _product(towards, here, (0, 0))
@@ -195,7 +239,43 @@ def backward(
 
     zeros = jnp.zeros(inputs.shape, jnp.float32), jnp.zeros(weight.shape, jnp.float32)
     d_hidden, d_weight = jax.lax.fori_loop(0, num_blocks, add_rows, zeros)
-    return _by_row(d_hidden, mask), d_weight[:vocab]
+    return _by_row(d_hidden, mask), d_weight[: unpadded.shape[0]]
+
+
+def _kept_gradients(
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    kept: Array,
+    first: Array,
+    normalizer: Array,
+    g: Array,
+    tiles: Array,
+    layout: Layout,
+) -> KeptGradients:
+    """The gradient of the products of kept tokens, of log-probs among them.
+
+    Args:
+        hidden: [rows, width], whole tiles.
+        weight: [vocab, width].
+        targets: of this device's columns.
+        kept: ids [rows, kept].
+        first: this device's first column.
+        normalizer: log of the sum over the kept tokens, [rows].
+        g: cotangents of the log-probs, [rows].
+        tiles: that are computed.
+        layout: of the call.
+    """
+    columns = own_columns(kept, first, weight.shape[0])
+    logits = layout.kept_logits(hidden, weight, columns, tiles)
+    hit = jnp.where(columns == targets[:, None], 1.0, 0.0)
+    found = hit - jnp.exp(logits - normalizer[:, None])
+    found = found * (g * (1.0 / layout.temperature))[:, None]
+    if layout.softcap is not None:
+        capped = logits * (layout.temperature / layout.softcap)
+        found = found * (1.0 - capped * capped)
+    # Also where there is none: its logit is far outside of the cap.
+    return KeptGradients(columns, jnp.where(columns < weight.shape[0], found, 0.0))
 
 
 def _ranges(tiles: int, row_tiles: int) -> tuple[int, int]:
