@@ -11,6 +11,7 @@ sequence a row, and groups of eight answers to a prompt. `cudnn` is
 
 Decode attention has no backward pass. Its `share` is that of the bandwidth at which
 this run sums a large array, for the keys and values that a query sees, each read once.
+So has the next token, for the matrix of the vocabulary.
 
 Before an implementation is timed, its results are compared with those of "reference",
 which holds all scores or logits, at a smaller size; it is skipped if they differ.
@@ -41,6 +42,9 @@ from jaxrl_post.kernels.decode_attention.quantized import quantize_entries
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
 from jaxrl_post.kernels.dispatch import platform
+from jaxrl_post.kernels.next_token import next_token
+from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
+from jaxrl_post.kernels.next_token.shapes import Shape as NextShape
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.kernels.token_logprob.shapes import Shape as HeadShape
@@ -68,8 +72,8 @@ class Options:
     """
 
     operations: tuple[
-        Literal["token_logprob", "attention", "decode_attention"], ...
-    ] = ("token_logprob", "attention", "decode_attention")
+        Literal["token_logprob", "attention", "decode_attention", "next_token"], ...
+    ] = ("token_logprob", "attention", "decode_attention", "next_token")
     shapes: tuple[str, ...] = ()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     divide: int = 1
@@ -136,6 +140,10 @@ def _cases(options: Options) -> Iterator[Case]:
         for name, shape in DECODE.items():
             if not options.shapes or name in options.shapes:
                 yield _decode(name, shape, dtype, options.divide)
+    if "next_token" in options.operations:
+        for name, shape in NEXT_TOKEN.items():
+            if not options.shapes or name in options.shapes:
+                yield _next(name, shape, dtype)
 
 
 def _implementations(dtype: Any) -> list[str]:
@@ -313,6 +321,31 @@ def _decode(name: str, shape: DecodeShape, dtype: Any, divide: int) -> Case:
         functools.partial(arrays, shape.batch, own, shared),
         functools.partial(arrays, max(4, shape.members), max(96, shape.queries), 48),
         float(seen * shape.kv_heads * each),
+        "B",
+    )
+
+
+def _next(name: str, shape: NextShape, dtype: Any) -> Case:
+    def arrays(rows: int, vocab: int) -> Arrays:
+        keys = jax.random.split(jax.random.key(0), 3)
+        hidden = jax.random.normal(keys[0], (rows, shape.width), dtype)
+        weight = jax.random.normal(keys[1], (vocab, shape.width), dtype)
+        weight = weight * jnp.asarray(shape.width**-0.5, dtype)
+        return hidden, weight, jax.random.uniform(keys[2], (rows,)), jnp.ones(rows)
+
+    names = ["reference", *_implementations(dtype)]
+    return Case(
+        "next_token",
+        name,
+        {
+            by: jax.jit(
+                functools.partial(next_token, softcap=shape.softcap, implementation=by)  # type: ignore[arg-type]
+            )
+            for by in names
+        },
+        functools.partial(arrays, shape.rows, shape.vocab),
+        functools.partial(arrays, 30, min(shape.vocab, 5003)),
+        float(shape.vocab * shape.width * jnp.dtype(dtype).itemsize),
         "B",
     )
 

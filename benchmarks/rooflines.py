@@ -21,6 +21,9 @@ from jaxrl_post.kernels.decode_attention import gpu_sizes as gpu_decode
 from jaxrl_post.kernels.decode_attention.pallas_tpu import LANES, Sizes
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
+from jaxrl_post.kernels.next_token import pallas_tpu as draw
+from jaxrl_post.kernels.next_token.parts import ENTRIES
+from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
 from jaxrl_post.kernels.token_logprob import pallas_gpu as gpu_head
 from jaxrl_post.kernels.token_logprob import pallas_tpu as head
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
@@ -31,6 +34,9 @@ STEP_S = 0.35e-6
 ITEM = 2  # bytes of a bfloat16 number
 # Bytes per second that an H100's L2 cache delivers, about; NVIDIA names no number.
 L2_BANDWIDTH = 5.5e12
+# Of the logits of a step, in XLA's program as it is compiled for a v5e: logits and
+# weights are written, each is read, and the weights are copied into another layout.
+LOGIT_PASSES = 6
 HOPPER = CHIPS["NVIDIA H100 80GB HBM3"]
 NAMES = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 
@@ -214,6 +220,35 @@ def decode_row(name: str, kernels: list[tuple[Kernel, float]]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def of_next_token(rows: int, width: int, vocab: int) -> Iterator[Kernel]:
+    """Statistics with what XLA does to them, and the logits that are computed again."""
+    tiles = draw.tiles_for(rows, width, ITEM)
+    by_row, by_column = math.ceil(rows / tiles.rows), math.ceil(vocab / tiles.columns)
+    # Written, and read to be added up.
+    sums = 2 * 4 * rows * vocab / ENTRIES
+    product = 2.0 * rows * width * vocab
+    moved = rows * width * ITEM + by_row * vocab * width * ITEM + sums
+    yield Kernel(product, product, moved, by_row * by_column)
+    groups, entries = math.ceil(rows / draw.GROUP), draw.GROUP * ENTRIES
+    again = 2.0 * groups * draw.GROUP * width * entries
+    moved = rows * (ENTRIES + 1) * width * ITEM + 2 * 4 * rows * entries
+    yield Kernel(again, 0.0, moved, groups)
+
+
+def next_token_row(name: str, rows: int, width: int, vocab: int) -> str:
+    """A row of the table of sampling: microseconds, also with logits in memory."""
+    cells = [name]
+    product, table = 2.0 * rows * width * vocab, vocab * width * ITEM
+    for kind in NAMES:
+        chip = CHIPS[kind]
+        rates = chip.flops, chip.memory_bandwidth
+        times = [k.seconds(*rates) for k in of_next_token(rows, width, vocab)]
+        in_memory = max(product / chip.flops, table / chip.memory_bandwidth)
+        in_memory += LOGIT_PASSES * 4 * rows * vocab / chip.memory_bandwidth
+        cells += [" + ".join(f"{1e6 * t:.0f}" for t in times), f"{1e6 * in_memory:.0f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
 def row(name: str, kernels: list[Kernel]) -> str:
     """A row of a table: milliseconds and shares on each chip."""
     cells = [name]
@@ -282,6 +317,13 @@ def main() -> None:
                 for name, shape in DECODE.items()
             ],
             ("us", "bandwidth"),
+        )
+    )
+    print(
+        table(
+            "next_token: statistics + logits computed again",
+            [next_token_row(name, *shape[:3]) for name, shape in NEXT_TOKEN.items()],
+            ("us", "XLA"),
         )
     )
     print("## decode_attention on an H100: own keys + shared keys\n")

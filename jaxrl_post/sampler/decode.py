@@ -19,7 +19,7 @@ from flax import struct
 
 from jaxrl_post.kernels.decode_attention import Entries
 from jaxrl_post.kernels.dispatch import Implementation
-from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward, logits
+from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
 from jaxrl_post.sampler.drafting import Draft, propose
@@ -33,7 +33,7 @@ from jaxrl_post.sampler.pages import (
     read_shared,
     write_pages,
 )
-from jaxrl_post.sampler.sampling import SamplingArrays, sample
+from jaxrl_post.sampler.sampling import SamplingArrays, sample, sample_next
 from jaxrl_post.sampler.sizes import PAGE, pages_for
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, HostOrDevice, Int, Key, UInt
@@ -306,8 +306,8 @@ def _burst(
     fixed = view.starts, view.shared
     inside = jnp.arange(width, dtype=jnp.int32)
 
-    def score(fed: Array, at: Array, active: Array, entries: Any) -> Any:
-        """Logits [count * width, vocab] after the fed tokens, and the new entries."""
+    def feed(fed: Array, at: Array, active: Array, entries: Any) -> Any:
+        """Hidden states [count * width, hidden] of fed tokens, and the new entries."""
         keys, values = entries
         cache = KVCache(keys, values, *fixed)
         counted = jnp.broadcast_to(active[:, None], fed.shape)
@@ -332,12 +332,7 @@ def _burst(
                 kernels=kernels,
             )
         assert after is not None
-        hidden = hidden.reshape(count * width, -1)
-        if exact:
-            scores = head.logits(hidden, scale, counted.reshape(-1))
-        else:
-            scores = logits(params, config, hidden)
-        return scores, (after.keys, after.values)
+        return hidden.reshape(count * width, -1), (after.keys, after.values)
 
     def noise(at: Array) -> Array:
         """A uniform number for each token after positions `at`, [count, width]."""
@@ -350,30 +345,33 @@ def _burst(
             )(at)
         )(sample_keys, at + 1)
 
-    def draw(scores: Array, uniforms: Array, active: Array) -> Emitted:
+    options: Any = {
+        "truncate": truncate,
+        "kept_ids": kept_ids,
+        "allowed": rows.allowed,
+        "alternatives": alternatives,
+        "rules": rules,
+    }
+
+    def draw(hidden: Array, uniforms: Array, active: Array) -> Emitted:
         """The tokens that these numbers select, [count, width]."""
-        drawn = sample(
-            scores,
-            uniforms.reshape(-1),
-            sampling,
-            truncate=truncate,
-            kept_ids=kept_ids,
-            allowed=rows.allowed,
-            alternatives=alternatives,
-            rules=rules,
-        )
+        uniforms = uniforms.reshape(-1)
         if exact:
+            counted = jnp.repeat(active, width)
+            scores = head.logits(hidden, scale, counted)
+            drawn = sample(scores, uniforms, sampling, **options)
             logprobs, log_masses = head.logprobs(
-                scores,
-                drawn.tokens,
-                jnp.repeat(active, width),
-                drawn.kept,
+                scores, drawn.tokens, counted, drawn.kept
             )
             drawn = drawn._replace(logprobs=logprobs)
             if drawn.kept is not None:
                 recorded = drawn.kept[:, 0] >= 0
                 log_masses = jnp.where(recorded, log_masses, drawn.log_masses)
                 drawn = drawn._replace(log_masses=log_masses)
+        else:
+            drawn = sample_next(
+                params, config, hidden, uniforms, sampling, kernels=kernels, **options
+            )
         return jax.tree.map(
             lambda leaf: leaf.reshape(count, width, *leaf.shape[1:]), Emitted(*drawn)
         )
@@ -402,8 +400,8 @@ def _burst(
             guessed = look_up(state.history, state.positions + 1, guesses)
         if guesses:
             fed = jnp.concatenate([fed, jnp.maximum(guessed, 0)], axis=1)
-        scores, entries = score(fed, at, active, state.entries)
-        drawn = draw(scores, uniforms, active)
+        hidden, entries = feed(fed, at, active, state.entries)
+        drawn = draw(hidden, uniforms, active)
         stops = (drawn.tokens[:, :, None] == rows.stop_ids[:, None]).any(axis=2)
         # A token counts if the one before it does, did not end the sample, and was
         # guessed; the burst has no room for more than `num_steps`.

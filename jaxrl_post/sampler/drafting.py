@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import jax
 
 from jaxrl_post.kernels.dispatch import Implementation
-from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward, logits
-from jaxrl_post.sampler.sampling import SamplingArrays, sample
+from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward
+from jaxrl_post.sampler.sampling import SamplingArrays, sample_next
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, Int
 
@@ -76,8 +76,16 @@ def propose(
             rules=rules,
             kernels=kernels,
         )
-        scores = logits(draft.params, draft.config, hidden[:, 0])
-        drawn = sample(scores, uniform, sampling, truncate=truncate, rules=rules)
+        drawn = sample_next(
+            draft.params,
+            draft.config,
+            hidden[:, 0],
+            uniform,
+            sampling,
+            truncate=truncate,
+            rules=rules,
+            kernels=kernels,
+        )
         return (drawn.tokens, cache), drawn.tokens
 
     inputs = positions.T, uniforms.T

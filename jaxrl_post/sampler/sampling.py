@@ -1,29 +1,24 @@
 """Samples tokens from logits, with their log-probabilities.
 
-Tokens are drawn by inverting the cumulative distribution with one uniform number per
-row: the same distribution as Gumbel noise and argmax, without a random number for every
-entry of the vocabulary. Logits are transposed to [vocab, rows], so that a CPU computes
-the large matrix times the small one instead of the reverse, in two thirds of the time.
-
-Over a vocabulary that a mesh splits, each device sums its own blocks of 128 entries.
-The sums are gathered, so every device knows the chosen block, and the one that holds it
-knows the token. Only top-k, top-p and min-p, which rank all tokens, gather the logits.
+Where nothing cuts or ranks the tokens, `kernels.next_token` draws them, and may do so
+without logits in memory. Top-k, top-p and min-p rank all tokens, and so gather logits
+that a mesh splits.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.kernels.token_logprob import exponentials
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
+from jaxrl_post.kernels.dispatch import Implementation
+from jaxrl_post.kernels.next_token import next_token
+from jaxrl_post.kernels.next_token.reference import draw, select, weigh
+from jaxrl_post.models import DecoderParams, ModelConfig, unembedding
+from jaxrl_post.models.decoder import logits_of
+from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, Float, HostOrDevice, Int, UInt
 
-__all__ = ["Sampled", "SamplingArrays", "sample"]
-
-BLOCK = 128
+__all__ = ["Sampled", "SamplingArrays", "sample", "sample_next"]
 
 
 class SamplingArrays(NamedTuple):
@@ -56,6 +51,59 @@ class Sampled(NamedTuple):
     kept: Int[Array, "rows kept"] | None = None
     alternatives: Int[Array, "rows most"] | None = None
     alternatives_logprobs: Float[Array, "rows most"] | None = None
+
+
+def sample_next(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    hidden: Float[Array, "rows hidden"],
+    uniforms: Float[Array, " rows"],
+    sampling: SamplingArrays,
+    *,
+    truncate: bool,
+    kept_ids: int = 0,
+    allowed: UInt[Array, "rows words"] | None = None,
+    alternatives: int = 0,
+    rules: Rules = DEFAULT_RULES,
+    kernels: Implementation = "auto",
+) -> Sampled:
+    """`sample` of the logits of hidden states, which need not be in memory.
+
+    Args:
+        params: parameters of a model with a head for the vocabulary.
+        config: static.
+        hidden: final hidden states.
+        uniforms: as in `sample`.
+        sampling: as in `sample`.
+        truncate: as in `sample`.
+        kept_ids: as in `sample`.
+        allowed: as in `sample`.
+        alternatives: as in `sample`.
+        rules: as in `sample`.
+        kernels: static, as in `next_token`.
+    """
+    if truncate or allowed is not None or alternatives:
+        return sample(
+            logits_of(config, unembedding(params), hidden),
+            uniforms,
+            sampling,
+            truncate=truncate,
+            kept_ids=kept_ids,
+            allowed=allowed,
+            alternatives=alternatives,
+            rules=rules,
+        )
+    tokens, logprobs = next_token(
+        hidden,
+        unembedding(params),
+        uniforms,
+        sampling.temperature,
+        divisor=config.logit_divisor,
+        softcap=config.logit_softcap,
+        rules=rules,
+        implementation=kernels,
+    )
+    return Sampled(tokens, logprobs, jnp.zeros_like(logprobs))
 
 
 def sample(
@@ -93,51 +141,11 @@ def sample(
     >>> sample(even, jnp.array([0.6]), full, truncate=False).tokens
     Array([2], dtype=int32)
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    vocab: tuple[str, ...] = ()
-    whole = truncate or allowed is not None or alternatives > 0
-    if not (mesh.empty or mesh.size == 1 or whole):
-        vocab = dividing_axes("vocab", logits.shape[1], mesh, rules)
-    if not vocab:
-        return _sample(
-            logits,
-            uniforms,
-            sampling,
-            truncate=truncate,
-            kept_ids=kept_ids,
-            allowed=allowed,
-            alternatives=alternatives,
-        )
-    batch = P(dividing_axes("batch", logits.shape[0], mesh, rules))
-    return jax.shard_map(
-        functools.partial(_sample, truncate=False, axes=vocab),
-        in_specs=(P(*batch, vocab), batch, batch),
-        out_specs=batch,
-        check_vma=False,
-    )(logits, uniforms, sampling)
-
-
-def _sample(
-    logits: Array,
-    uniforms: Array,
-    sampling: SamplingArrays,
-    *,
-    truncate: bool,
-    kept_ids: int = 0,
-    allowed: Array | None = None,
-    alternatives: int = 0,
-    axes: tuple[str, ...] = (),
-) -> Sampled:
-    """Draws from a device's rows; `axes` split the vocabulary."""
+    if not (truncate or allowed is not None or alternatives):
+        tokens, logprobs = draw(logits, uniforms, sampling.temperature, rules)
+        return Sampled(tokens, logprobs, jnp.zeros_like(logprobs))
     greedy = sampling.temperature == 0
-    scaled = logits.T / jnp.where(greedy, 1.0, sampling.temperature)
-    top = scaled.max(axis=0)
-    if axes:
-        top = jax.lax.pmax(top, axes)
-        weights = jnp.exp(scaled - top)
-        normalizer = jnp.log(jax.lax.psum(weights.sum(axis=0), axes)) + top
-    else:
-        weights, normalizer = exponentials(scaled, axis=0)
+    scaled, top, weights, normalizer = weigh(logits, sampling.temperature)
     if allowed is not None:
         scaled = jnp.where(_unpacked(allowed, scaled.shape[0]), scaled, -jnp.inf)
         # Relative to the likeliest allowed token: the others may be far likelier.
@@ -152,15 +160,7 @@ def _sample(
         if kept_ids:
             count = jnp.where(greedy, 0, is_kept.sum(axis=0, dtype=jnp.int32))
             ids = _likeliest(scaled.T, count, kept_ids)
-    # Greedy rows keep only their maxima; a uniform of 0 then selects the first of them.
-    most_probable = (scaled == top).astype(jnp.float32)
-    tokens, own, here = _invert(
-        jnp.where(greedy, most_probable, left), jnp.where(greedy, 0.0, uniforms), axes
-    )
-    chosen = jnp.take_along_axis(scaled, own[None], axis=0)[0]
-    if axes:
-        tokens = jax.lax.psum(jnp.where(here, tokens, 0), axes)
-        chosen = jax.lax.psum(jnp.where(here, chosen, 0.0), axes)
+    tokens, chosen = select(scaled, top, left, uniforms, sampling.temperature)
     logprobs = chosen - normalizer
     log_masses = jnp.zeros_like(logprobs)
     if allowed is not None:
@@ -217,50 +217,3 @@ def _likeliest(scaled: Array, count: Array, width: int) -> Array:
     inside = jnp.arange(most, dtype=jnp.int32) < count[:, None]
     ids = jnp.where(inside, ids.astype(jnp.int32), -1)
     return jnp.pad(ids, ((0, 0), (0, width - most)), constant_values=-1)
-
-
-def _invert(
-    weights: Array, uniforms: Array, axes: tuple[str, ...] = ()
-) -> tuple[Array, Array, Array]:
-    """First index at which the cumulative sum of weights exceeds uniform x total.
-
-    Sums over blocks of 128 entries select the block, a cumulative sum within the block
-    selects the token. If no entry exceeds the target because of rounding, the index of
-    the largest weight is returned. A token of zero weight is never drawn.
-
-    Args:
-        weights: [vocab, rows], not negative.
-        uniforms: [rows].
-        axes: mesh axes of a `shard_map` that split the vocabulary.
-
-    Returns:
-        int32 [rows]: the token, its place among this device's weights, and whether it
-        is one of them.
-    """
-    vocab, rows = weights.shape
-    blocks = jnp.pad(weights, ((0, -vocab % BLOCK), (0, 0))).reshape(-1, BLOCK, rows)
-    sums, first = blocks.sum(axis=1), jnp.int32(0)
-    count = sums.shape[0]
-    if axes:
-        sums = jax.lax.all_gather(sums, axes, tiled=True)
-        first = jax.lax.axis_index(axes)
-    running = jnp.cumsum(sums, axis=0)
-    target = uniforms * running[-1]
-    # Rounded sums may not be monotone, so one may exceed the target at an empty block.
-    block = _first((running > target) & (sums > 0), sums)
-    before = jnp.take_along_axis(running - sums, block[None], axis=0)
-    own = block - first * count
-    here = (own >= 0) & (own < count)
-    own = jnp.clip(own, 0, count - 1)
-    inside = jnp.take_along_axis(blocks, own[None, None], axis=0)[0]
-    reached = jnp.cumsum(inside, axis=0) > target - before
-    place = own * BLOCK + _first(reached & (inside > 0), inside)
-    place = jnp.minimum(place, vocab - 1).astype(jnp.int32)
-    return place + first * vocab, place, here
-
-
-def _first(reached: Array, weights: Array) -> Array:
-    """Index of each column's first True; without a True, of its largest weight."""
-    return jnp.where(
-        reached.any(axis=0), jnp.argmax(reached, axis=0), jnp.argmax(weights, axis=0)
-    )

@@ -4,6 +4,7 @@ Mosaic refuses tiles that do not fit into VMEM, and an operation or a layout tha
 chip does not have. `make check-kernels` installs the compiler; CI runs a part.
 """
 
+import functools
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from jaxrl_post.kernels.decode_attention import (
     write_entries,
 )
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
+from jaxrl_post.kernels.next_token import next_token
+from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.models import ModelConfig
@@ -281,6 +284,30 @@ def test_token_logprob(chip, name, dtype):
     assert not re.search(rf"\[{shape.vocab},{shape.rows}\]", text)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", named(NEXT_TOKEN))
+def test_next_token(chip, name, dtype):
+    shape = NEXT_TOKEN[name]
+    text = compiled(
+        chip,
+        functools.partial(next_token, softcap=shape.softcap),
+        ((shape.rows, shape.width), dtype),
+        ((shape.vocab, shape.width), dtype),
+        ((shape.rows,), jnp.float32),
+        ((shape.rows,), jnp.float32),
+    )
+    for kernel in ("statistics", "logits"):
+        assert calls(text, f"next_token_{kernel}") == 1
+    assert not logits_in_memory(text, shape.rows, shape.vocab)
+    # The matrix is read where it lies.
+    assert not re.search(rf"\[{shape.vocab},{shape.width}\]\S* (copy|pad)\(", text)
+
+
+def logits_in_memory(text: str, rows: int, vocab: int) -> bool:
+    """Whether an array has a logit of every row, in any order."""
+    return any(f"[{sizes}]" in text for sizes in (f"{rows},{vocab}", f"{vocab},{rows}"))
+
+
 # Model, slice and mesh; what a device holds of the vocabulary.
 STEPS = [
     ("qwen2.5-0.5b", "v5e:2x2", "dp2,tp2", 151_936 // 2),
@@ -314,7 +341,10 @@ def test_a_train_step_takes_the_kernels(tmp_path, model, topology, mesh, vocab):
     [(64, None), (128, "int8"), pytest.param(128, None, marks=EVERY)],
 )
 def test_a_decoding_step_copies_no_cache(dim, cache_dtype):
-    """Keys and values are written and read in one layout, the whole burst long."""
+    """Keys and values are written and read in one layout, the whole burst long.
+
+    And tokens are drawn without logits in memory.
+    """
     plan.load()
     devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
     mesh = create_mesh("dp2,tp2", devices)
@@ -341,6 +371,10 @@ def test_a_decoding_step_copies_no_cache(dim, cache_dtype):
     assert calls(loop, "write_entries") == 2
     copied = rf"= \w+\[32,1,512,{dim}\]\S* (?:copy|transpose|fusion|scatter)\("
     assert not re.search(copied, loop)
+    for kernel in ("statistics", "logits"):
+        assert calls(loop, f"next_token_{kernel}") == 1
+    # A device has half of the samples and half of the vocabulary.
+    assert not logits_in_memory(text, 32, 16_000)
 
 
 @pytest.mark.parametrize(("weights", "code"), [("int8", "s8"), ("float8", "f8e4m3fn")])

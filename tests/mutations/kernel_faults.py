@@ -69,6 +69,27 @@ KERNELS = [
         "kernels/test_token_logprob.py",
     ),
     Fault(
+        "a token behind the vocabulary is drawn",
+        "kernels/next_token/pallas_tpu.py",
+        "z = jnp.where(column < columns, z, MASKED)",
+        "z = jnp.where(column < columns, z, z)",
+        "kernels/test_next_token.py",
+    ),
+    Fault(
+        "sums of logits are relative to the largest one of their own tile",
+        "kernels/next_token/pallas_tpu.py",
+        "jnp.exp(tops - tops[-1])[:, None]",
+        "jnp.exp(tops - tops)[:, None]",
+        "kernels/test_next_token.py",
+    ),
+    Fault(
+        "a greedy row takes its token from the device of its uniform number",
+        "kernels/next_token/parts.py",
+        "jnp.where(greedy, first(tops == top, tops), device)",
+        "device",
+        "kernels/test_next_token.py",
+    ),
+    Fault(
         "new tokens are written to the first of two blocks alone",
         "kernels/decode_attention/pallas_tpu_write.py",
         "visits = 1 if count == 1 else 2",

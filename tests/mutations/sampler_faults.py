@@ -7,9 +7,9 @@ __all__ = ["SAMPLER"]
 SAMPLER = [
     Fault(
         "a temperature multiplies the logits",
-        "sampler/sampling.py",
-        "scaled = logits.T / jnp.where(greedy, 1.0, sampling.temperature)",
-        "scaled = logits.T * jnp.where(greedy, 1.0, sampling.temperature)",
+        "kernels/next_token/reference.py",
+        "scaled = logits.T / jnp.where(temperature == 0, 1.0, temperature)",
+        "scaled = logits.T * jnp.where(temperature == 0, 1.0, temperature)",
         "sampler/test_sampling.py",
     ),
     Fault(

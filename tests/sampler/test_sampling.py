@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from scipy.special import log_softmax, softmax
 
-from jaxrl_post.sampler import sampling
+from jaxrl_post.kernels.next_token.reference import invert
 from jaxrl_post.sampler.sampling import SamplingArrays, sample
 from jaxrl_post.sharding import create_mesh
 
@@ -207,10 +207,10 @@ def test_rounded_sums_never_draw_a_token_without_probability():
     weights = np.zeros((len(rows), 300, 128), np.float32)
     weights[:, :, 5] = sums[rows]
     weights = jnp.asarray(weights.reshape(len(rows), -1).T)
-    invert = jax.jit(sampling._invert)
+    inverted = jax.jit(invert)
     uniforms = running[rows, before] / running[rows, -1]
     for _ in range(3):
-        tokens, _, _ = invert(weights, jnp.asarray(uniforms))
+        tokens, _, _ = inverted(weights, jnp.asarray(uniforms))
         chosen = jnp.take_along_axis(weights, tokens[None], axis=0)
         assert (chosen > 0).all()
         uniforms = np.nextafter(uniforms, np.float32(1))
