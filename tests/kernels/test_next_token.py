@@ -49,7 +49,8 @@ def arrays(rows, vocab, width, *, dtype=np.float32, seed=0):
 
 def distribution(hidden, weight, temperature, divisor=1.0, softcap=None):
     """Probabilities [rows, vocab] in float64; those of a greedy row at 1."""
-    logits = np.float64(hidden) @ np.float64(weight).T / divisor
+    hidden, weight = (np.asarray(array, np.float64) for array in (hidden, weight))
+    logits = hidden @ weight.T / divisor
     if softcap is not None:
         logits = softcap * np.tanh(logits / softcap)
     temperature = np.float64(temperature)[:, None]

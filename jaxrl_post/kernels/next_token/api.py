@@ -58,7 +58,7 @@ def next_token(
         implementation: "auto" takes "pallas_tpu" on TPUs, which holds no logits in
             memory but a sum for every 16 of them, and "xla" elsewhere, which holds
             them, or on a CPU a tile of them if they would take more than 8 MiB;
-            "reference" holds them all. There is no kernel for Hopper: "pallas_gpu" takes
+            "reference" holds them all. "pallas_gpu", which has no kernel here, takes
             "xla".
         interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
 
