@@ -228,8 +228,19 @@ def test_very_long_rows_get_larger_tiles():
         assert 4 * pairs <= LIST_BYTES
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("rows", [1, 130, 300])
+# One tile of rows and several, without kept tokens and with them; the others are in the
+# longer tier.
+@pytest.mark.parametrize(
+    ("rows", "kept"),
+    [
+        (1, True),
+        (300, False),
+        pytest.param(1, False, marks=pytest.mark.all),
+        pytest.param(130, False, marks=pytest.mark.all),
+        pytest.param(130, True, marks=pytest.mark.all),
+        pytest.param(300, True, marks=pytest.mark.all),
+    ],
+)
 def test_token_logprob_without_races(rows, kept):
     """Two tiles of rows with a part masked, and columns that no tile divides."""
     random = np.random.default_rng(0)
