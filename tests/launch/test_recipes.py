@@ -20,6 +20,7 @@ CUT = {
     "lookup": 0.0,
     "search": 0.0,
     "instructions": 0.05,
+    "text2sql": 0.0,
 }
 TASKS = 200
 

@@ -9,7 +9,8 @@ from jaxrl_post.envs.tasks.sql.results import equal, is_ordered
 
 
 def rows(*found, columns=None):
-    return Rows(tuple(found), len(found[0]) if columns is None else columns)
+    names = "abc"[: len(found[0]) if columns is None else columns]
+    return Rows(tuple(found), tuple(names))
 
 
 A, B = (1, "a"), (2, "b")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxrl_post.conversations import text_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
@@ -29,6 +29,9 @@ from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
 __all__ = ["Text2SQL"]
+
+# How a prompt shows the tables of a data base.
+type Tables = Literal["create", "columns"]
 
 # Options that only the generated questions have.
 _GENERATED = ("level", "seed", "train_size", "eval_size")
@@ -71,6 +74,8 @@ class Text2SQL:
         seed: of the generated data bases and questions.
         train_size: number of generated training questions.
         eval_size: number of generated evaluation questions.
+        tables: how the prompt shows the tables: "create", their CREATE statements, or
+            "columns", a line each, such as "loans(id, reader, days)".
         rows: how many rows of each table the prompt shows, in [0, 20].
         seconds: time of a query. Twice that, and 2 s, must be below the deadline of a
             judgement.
@@ -105,6 +110,7 @@ class Text2SQL:
     seed: int = 0
     train_size: int = 10_000
     eval_size: int = 200
+    tables: Tables = "create"
     rows: int = 3
     seconds: float = 2.0
     max_rows: int = 10_000
@@ -117,6 +123,10 @@ class Text2SQL:
     def __post_init__(self) -> None:
         require_on_bad_row(self.on_bad_row)
         require_integer("level", self.level, 1, LEVELS)
+        if self.tables not in get_args(Tables.__value__):
+            raise ValueError(
+                f"tables must be 'create' or 'columns', got {self.tables!r}"
+            )
         require_integer("rows", self.rows, 0, 20)
         require_integer("max_rows", self.max_rows, 1, 1_000_000)
         for name in ("train_size", "eval_size"):
@@ -201,6 +211,9 @@ class Text2SQL:
     def _executor(self) -> Executor:
         return _executor(self.seconds, self.max_rows)
 
+    def _told(self, database: Database) -> str:
+        return _told(self._executor, database, self.tables, self.rows)
+
     def _expected(self, database: Database, query: str) -> Rows:
         try:
             return _rows(self.seconds, self.max_rows, database, query)
@@ -221,8 +234,7 @@ class Text2SQL:
                 return self._task(index, question, Database(schema=about.schema))
 
     def _task(self, index: int, question: Question, database: Database) -> Task:
-        tables = _told(self._executor, database, self.rows)
-        parts = [tables, f"Question: {question.text}"]
+        parts = [self._told(database), f"Question: {question.text}"]
         prompt = "\n\n".join(
             [*parts, *([self.instruction] if self.instruction else [])]
         )
@@ -250,7 +262,7 @@ class Text2SQL:
             database = Database(path=str(path.absolute()))
         question = Question(row["question"].strip(), row["query"].strip())
         try:
-            _told(self._executor, database, self.rows)
+            self._told(database)
         except SqlError as error:
             raise BadRowError(f"field {given[0]!r} is no data base: {error}") from None
         if self.check:
@@ -293,16 +305,20 @@ def _wrong_with(
 
 
 @lru_cache(maxsize=1024)
-def _told(executor: Executor, database: Database, rows: int) -> str:
+def _told(executor: Executor, database: Database, tables: Tables, rows: int) -> str:
     """The tables of a data base, as the prompt shows them."""
     parts = []
     for name, statement in executor.run(database, _TABLES).rows:
-        parts.append(f"{statement.strip()};")
+        if tables == "create":
+            parts.append(f"{statement.strip()};")
+            if not rows:
+                continue
+        quoted = name.replace('"', '""')
+        shown = executor.run(database, f'SELECT * FROM "{quoted}" LIMIT {rows}')
+        if tables == "columns":
+            parts.append(f"{name}({', '.join(shown.columns)})")
         if rows:
-            quoted = name.replace('"', '""')
-            query = f'SELECT * FROM "{quoted}" LIMIT {rows}'
-            shown = executor.run(database, query).rows
-            lines = [" | ".join(map(_literal, row)) for row in shown]
+            lines = [" | ".join(map(_literal, row)) for row in shown.rows]
             parts += [f"-- {line}" for line in [f"First rows of {name}:", *lines]]
     if not parts:
         raise SqlError("invalid", "it has no table")

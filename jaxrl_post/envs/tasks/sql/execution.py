@@ -56,11 +56,11 @@ class Rows:
 
     Attributes:
         rows: values are None, int, float, str or bytes.
-        columns: number of columns, also of no rows.
+        columns: names of the columns, also of no rows.
     """
 
     rows: tuple[tuple[Any, ...], ...]
-    columns: int
+    columns: tuple[str, ...]
 
 
 class Executor:
@@ -107,7 +107,7 @@ class Executor:
         if "kind" in answer:
             raise SqlError(answer["kind"], answer["message"])
         rows = tuple(tuple(map(_value, row)) for row in answer["rows"])
-        return Rows(rows, answer["columns"])
+        return Rows(rows, tuple(answer["columns"]))
 
     def close(self) -> None:
         """Ends the process."""

@@ -181,7 +181,7 @@ def limited(database, seconds):
 
 
 def rows_of(database, query, seconds, most):
-    """The rows of a query, as lists, and the number of its columns."""
+    """The rows of a query, as lists, and the names of its columns."""
     rows, size = [], 0
     with limited(database, seconds), contextlib.closing(database.cursor()) as cursor:
         cursor.execute(query)
@@ -194,7 +194,7 @@ def rows_of(database, query, seconds, most):
             rows.append([plain(value) for value in row])
             if len(rows) > most:
                 raise RefusedError("size", f"it returns more than {most} rows")
-        return rows, len(cursor.description)
+        return rows, [name for name, *_ in cursor.description]
 
 
 def size_of(value):

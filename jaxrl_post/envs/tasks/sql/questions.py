@@ -61,12 +61,28 @@ def _above(rng: Random, about: Content) -> Question:
     table = about.domain.many
     place = rng.randrange(2)
     column, meaning, *_ = table.numbers[place]
-    # The greatest value is above any other, so the answer is never empty.
-    value = rng.choice(sorted(row[3 + place] for row in about.many)[:-1])
+    values = [row[3 + place] for row in about.many]
+    # The greatest value is above any of these, so the answer is never empty.
+    value = rng.randrange(min(values), max(values))
     return Question(
         f"List the {table.text[1]} of every {table.one} whose {meaning} is greater "
         f"than {value}.",
         f"SELECT {table.text[0]} FROM {table.name} WHERE {column} > {value}",
+    )
+
+
+def _between(rng: Random, about: Content) -> Question:
+    table = about.domain.many
+    place = rng.randrange(2)
+    column, meaning, least, greatest = table.numbers[place]
+    # Around the value of a row, so the answer is never empty.
+    value = rng.choice(about.many)[3 + place]
+    low, high = rng.randint(least, value), rng.randint(value, greatest)
+    return Question(
+        f"List the {table.text[1]} of every {table.one} whose {meaning} is between "
+        f"{low} and {high}.",
+        f"SELECT {table.text[0]} FROM {table.name} WHERE {column} BETWEEN {low} "
+        f"AND {high}",
     )
 
 
@@ -255,7 +271,7 @@ def _joined(about: Content) -> str:
 
 
 _BY_LEVEL: dict[int, tuple[Callable[[Random, Content], Question], ...]] = {
-    1: (_count, _one_value, _one_value, _above, _above, _in_group),
+    1: (_count, _one_value, _one_value, _above, _between, _in_group),
     2: (_aggregate, _aggregate, _extreme, _sorted, _per_text, _different),
     3: (_belonging, _owner_of, _largest_of_owner, _events_of, _number_each),
     4: (_without, _at_least, _above_average, _totals),

@@ -55,11 +55,14 @@ def equal(found: Rows, expected: Rows, *, ordered: bool) -> bool:
         expected: the rows of the right query.
         ordered: whether the order of the rows matters.
 
-    >>> one, two = Rows(((1, "a"), (2, None)), 2), Rows(((2.0, None), (1, "a")), 2)
+    >>> one = Rows(((1, "a"), (2, None)), ("number", "text"))
+    >>> two = Rows(((2.0, None), (1, "a")), ("number", "text"))
     >>> equal(one, two, ordered=False), equal(one, two, ordered=True)
     (True, False)
     """
-    if found.columns != expected.columns or len(found.rows) != len(expected.rows):
+    if len(found.columns) != len(expected.columns):
+        return False
+    if len(found.rows) != len(expected.rows):
         return False
     mine: Sequence[Any] = found.rows
     theirs: Sequence[Any] = expected.rows

@@ -1,0 +1,30 @@
+"""A small model learns to write SQL from what its queries return."""
+
+from dataclasses import replace
+
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.run import EvalConfig, UpdateConfig
+from launch.recipes.demo import demo
+
+__all__ = ["text2sql"]
+
+
+def text2sql() -> RLConfig:
+    """`python -m launch.grpo --recipe text2sql`: queries over small data bases."""
+    return replace(
+        demo(),
+        run_dir="runs/text2sql",
+        env="text2sql?level=1&tables=columns&rows=0&instruction=",
+        steps=40,
+        rollout=RolloutConfig(
+            prompts_per_step=32,
+            samples_per_prompt=8,
+            max_prompt_tokens=256,
+            max_tokens=80,
+        ),
+        update=UpdateConfig(row_tokens=1024, microbatch_tokens=4096),
+        optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
+        eval=EvalConfig(every=10, num_tasks=200),
+        warm_start=replace(demo().warm_start, steps=600, examples_per_step=32),
+    )
