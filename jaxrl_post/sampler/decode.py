@@ -33,7 +33,12 @@ from jaxrl_post.sampler.pages import (
     read_shared,
     write_pages,
 )
-from jaxrl_post.sampler.sampling import SamplingArrays, sample, sample_next
+from jaxrl_post.sampler.sampling import (
+    SamplingArrays,
+    sample,
+    sample_next,
+    uniform_numbers,
+)
 from jaxrl_post.sampler.sizes import PAGE, pages_for
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, HostOrDevice, Int, Key, UInt
@@ -337,13 +342,7 @@ def _burst(
     def noise(at: Array) -> Array:
         """A uniform number for each token after positions `at`, [count, width]."""
         # The noise is keyed by the position of the drawn token, not of the fed one.
-        return jax.vmap(
-            lambda key, at: jax.vmap(
-                lambda at: jax.random.uniform(
-                    jax.random.fold_in(key, at), dtype=jnp.float32
-                )
-            )(at)
-        )(sample_keys, at + 1)
+        return uniform_numbers(sample_keys, at + 1)
 
     options: Any = {
         "truncate": truncate,

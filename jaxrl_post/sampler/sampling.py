@@ -18,7 +18,7 @@ from jaxrl_post.models.decoder import logits_of
 from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, Float, HostOrDevice, Int, UInt
 
-__all__ = ["Sampled", "SamplingArrays", "sample", "sample_next"]
+__all__ = ["Sampled", "SamplingArrays", "sample", "sample_next", "uniform_numbers"]
 
 
 class SamplingArrays(NamedTuple):
@@ -158,7 +158,12 @@ def sample(
             is_kept &= scaled > -jnp.inf
         left = jnp.where(is_kept, weights, 0.0)
         if kept_ids:
-            count = jnp.where(greedy, 0, is_kept.sum(axis=0, dtype=jnp.int32))
+            # Of a row that keeps all tokens a constraint alone cuts the distribution.
+            whole = (
+                (sampling.top_k == 0) & (sampling.top_p >= 1) & (sampling.min_p <= 0)
+            )
+            kept = is_kept.sum(axis=0, dtype=jnp.int32)
+            count = jnp.where(greedy | whole, 0, kept)
             ids = _likeliest(scaled.T, count, kept_ids)
     tokens, chosen = select(scaled, top, left, uniforms, sampling.temperature)
     logprobs = chosen - normalizer
@@ -179,6 +184,31 @@ def sample(
             chosen - normalizer[:, None], missing, constant_values=-jnp.inf
         )
     return Sampled(tokens, logprobs, log_masses, ids, likeliest, likeliest_logprobs)
+
+
+def uniform_numbers(
+    keys: Array, positions: Int[Array, "rows width"]
+) -> Float[Array, "rows width"]:
+    """The random number with which each token is drawn.
+
+    Args:
+        keys: a key for each sample, [rows].
+        positions: of the tokens in their sequences.
+
+    Returns:
+        float32 in (0, 1), each in the middle of one of 2^23 equal steps. 0 would draw
+        the first token that is possible at all, however unlikely it is.
+
+    >>> number = uniform_numbers(jax.random.key(0)[None], jnp.array([[7]]))[0, 0]
+    >>> (number * 2**23 % 1).item()
+    0.5
+    """
+
+    def one(key: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(key, position), dtype=jnp.float32)
+
+    # The sum is exact: 2^-24 is the spacing of the largest of these numbers.
+    return jax.vmap(jax.vmap(one, (None, 0)))(keys, positions) + 2.0**-24
 
 
 def _unpacked(words: Array, vocab: int) -> Array:

@@ -332,7 +332,20 @@ class Scheduler:
             tree = self.trees[sample.part]
             tree.grow(sample.own, own + min(2 * steps, sample.remaining))
         own_pages = max(burst.own_pages, self._sizes.own_pages(longest))
-        return replace(burst, own_pages=own_pages, floor=self._floor(most))
+        return replace(
+            burst,
+            groups=[
+                # Pages that no living sample reads may serve another prompt by now.
+                [
+                    (path, members)
+                    for path, members in groups
+                    if any(part[row].own is not None for row in members)
+                ]
+                for groups, part in zip(burst.groups, burst.rows, strict=True)
+            ],
+            own_pages=own_pages,
+            floor=self._floor(most),
+        )
 
     @staticmethod
     def has(burst: Burst) -> bool:

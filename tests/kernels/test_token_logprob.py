@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_post.kernels.row_tiles import TILE
 from jaxrl_post.kernels.token_logprob import api, from_logits, token_logprob
+from jaxrl_post.kernels.token_logprob.rows import logprob_rows
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
 
 IMPLEMENTATIONS = ["reference", "xla", "pallas_tpu"]
@@ -244,6 +246,57 @@ def test_tokens_that_were_not_kept_do_not_count(implementation, monkeypatch):
     every, every_grads = both_passes(hidden, weight, targets, cotangents, **options)
     np.testing.assert_array_equal(values[0], every[0])
     close(grads, every_grads, 1e-6)
+
+
+# Logits of three rows whose kept tokens 3 and 4 have a mass of about exp(-95), which is
+# 0 in float32; the last row has no kept tokens.
+UNLIKELY = np.zeros(40)
+UNLIKELY[[3, 4, 7]] = 5, 4, 100
+RARE = jnp.array([[3, 4, -1], [4, 3, -1], [-1, -1, -1]], jnp.int32)
+RARE_TARGETS = jnp.array([3, 4, 7], jnp.int32)
+RARE_LOGPROBS = -np.log([1 + np.exp(-1), 1 + np.exp(1), 1])
+
+
+def rare(**options):
+    """Log-probs and the gradients of their sum, by hidden and by the unembedding."""
+    hidden = jnp.zeros((1, 3, 4)).at[:, :, 0].set(1.0)
+    weight = jnp.zeros((40, 4)).at[:, 0].set(UNLIKELY)
+    cotangents = jnp.stack([jnp.ones((1, 3)), jnp.zeros((1, 3))])
+    inputs = hidden, weight, RARE_TARGETS[None], cotangents, None, RARE[None]
+    values, (_, d_weight) = both_passes(*inputs, **options)
+    return values[0][0], d_weight[:, 0]
+
+
+def assert_rare(found):
+    logprobs, d_weight = found
+    np.testing.assert_allclose(logprobs, RARE_LOGPROBS, rtol=1e-5, atol=1e-6)
+    # One row draws 3 and one 4, so what one gives the other takes: p - 1/2 each.
+    p = 1 / (1 + np.exp(-1))
+    expected = np.zeros(40)
+    expected[[3, 4]] = 1 - 2 * p, 1 - 2 * (1 - p)
+    np.testing.assert_allclose(d_weight, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_kept_tokens_may_be_as_unlikely_as_can_be(implementation):
+    assert_rare(rare(implementation=implementation, setting="rare"))
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+def test_kept_tokens_may_be_unlikely_over_a_split_vocabulary(implementation):
+    with jax.set_mesh(create_mesh("tp8")):
+        assert_rare(rare(implementation=implementation, setting="rare tp8"))
+
+
+def test_kept_tokens_may_be_unlikely_in_exact_mode():
+    logits = jnp.asarray(np.tile(UNLIKELY, (TILE, 1)), jnp.float32)
+    padded = ((0, TILE - 3), (0, 0))
+    kept = jnp.pad(RARE, padded, constant_values=-1)
+    targets = jnp.pad(RARE_TARGETS, padded[:1])
+    logprobs, masses = logprob_rows(logits, targets, jnp.int32(3), kept=kept)
+    found = (logprobs - masses)[:3]
+    np.testing.assert_allclose(found, RARE_LOGPROBS, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.meshes

@@ -160,6 +160,21 @@ def test_tokens_that_were_not_kept_do_not_count(monkeypatch, rows, options):
     check(on_gpu(*inputs, **options), oracle(*inputs, **options))
 
 
+def test_kept_tokens_may_be_as_unlikely_as_can_be():
+    # Their mass of about exp(-95) is 0 in float32.
+    inputs = arrays(40, 64, 200)
+    hidden = jnp.zeros_like(inputs[0]).at[..., 0].set(1.0)
+    column = jnp.zeros((200,)).at[jnp.array([3, 4, 7])].set(jnp.array([5.0, 4, 100]))
+    weight = jnp.zeros_like(inputs[1]).at[:, 0].set(column.astype(inputs[1].dtype))
+    targets = jnp.full_like(inputs[2], 3)
+    kept = jnp.tile(jnp.array([3, 4, -1], jnp.int32), (1, 40, 1))
+    inputs = hidden, weight, targets, *inputs[3:]
+    values, _ = found = on_gpu(*inputs, kept=kept)
+    check(found, oracle(*inputs, kept=kept))
+    expected = np.where(inputs[3], -np.log(1 + np.exp(-1)), 0.0)
+    np.testing.assert_allclose(values[0], expected, rtol=1e-5)
+
+
 def test_extreme_logits():
     hidden, weight, *others = arrays(20, 64, 200)
     values, gradients = on_gpu(100 * hidden, 30 * weight, *others)

@@ -268,6 +268,24 @@ def test_pages_are_there_for_both_bursts():
     assert scheduler.ahead(third) is None
 
 
+def test_pages_of_a_prompt_may_go_while_another_sample_goes_on(params):
+    # The third prompt needs the pages of the first, whose sample has ended. It is
+    # computed in chunks, and meanwhile bursts of the second follow one another.
+    config = dataclasses.replace(CONFIG, max_length=256)
+    sizes = dataclasses.replace(
+        SIZES, max_prompt_tokens=128, prefill_tokens=32, cache_tokens=208
+    )
+    asked = [
+        Request(i, prompt(i, length), sampling=SamplingParams(max_tokens=most))
+        for i, (length, most) in enumerate([(96, 2), (3, 32), (128, 2)])
+    ]
+    ahead, alone = Engine(config, sizes), Engine(config, sizes)
+    alone.scheduler.ahead = lambda burst: None
+    assert_same_samples(ahead.generate(params, asked), alone.generate(params, asked))
+    # Some bursts did follow others unseen.
+    assert ahead.decoded_rows == alone.decoded_rows
+
+
 def test_no_burst_follows_that_could_sample_nothing():
     scheduler, burst = started(max_tokens=4)
     assert scheduler.ahead(burst) is None

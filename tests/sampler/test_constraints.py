@@ -106,6 +106,24 @@ def test_only_allowed_tokens_are_drawn_with_the_right_frequencies(temperature):
     np.testing.assert_allclose(out.logprobs, chosen, atol=1e-5)
 
 
+def test_a_row_records_the_same_whatever_its_neighbours_do():
+    scores = np.zeros((2, 40), np.float32)
+    found = []
+    for top_k in (0, 5):
+        given = settings(2)._replace(top_k=jnp.array([0, top_k], jnp.int32))
+        out = drawn(
+            jnp.asarray(scores),
+            jnp.array([0.3, 0.3]),
+            given,
+            truncate=True,
+            kept_ids=8,
+            allowed=np.stack([bits([0, 1, 2], 40), bits(range(40), 40)]),
+        )
+        found.append((out.kept[0].tolist(), float(out.log_masses[0])))
+    assert found[0] == found[1]
+    assert found[0][0] == [-1] * 8
+
+
 def test_top_k_counts_allowed_tokens_only():
     scores = np.arange(10.0)
     out = one_row(scores, [0, 1, 2, 3], top_k=2)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from scipy.special import log_softmax, softmax
 
 from jaxrl_post.kernels.next_token.reference import invert
-from jaxrl_post.sampler.sampling import SamplingArrays, sample
+from jaxrl_post.sampler.sampling import SamplingArrays, sample, uniform_numbers
 from jaxrl_post.sharding import create_mesh
 
 drawn = jax.jit(sample, static_argnames=("truncate", "kept_ids"))
@@ -227,6 +227,21 @@ def test_random_logits_with_holes_never_draw_one():
         jnp.asarray(logits), jnp.asarray(uniforms), settings(2048), truncate=False
     )
     assert not holes[np.arange(2048), np.asarray(out.tokens)].any()
+
+
+def test_no_uniform_number_is_zero():
+    # There all bits of the random number that count are 0.
+    key = jax.random.key(0)
+    for word in (34, 3):
+        key = jax.random.fold_in(key, np.uint32(word))
+    assert jax.random.uniform(jax.random.fold_in(key, 6066)) == 0
+    numbers = uniform_numbers(key[None], jnp.arange(6000, 6100)[None])[0]
+    assert numbers[66] == 2.0**-24
+    assert ((numbers > 0) & (numbers < 1)).all()
+    # The first token is drawn as often as it should be, not once in 2^23 tokens.
+    logits = jnp.zeros((1, 1000)).at[0, 0].set(-80.0)
+    out = drawn(logits, numbers[66:67], settings(1), truncate=False)
+    assert out.tokens.item() == 1
 
 
 def test_a_uniform_is_all_the_randomness_there_is():

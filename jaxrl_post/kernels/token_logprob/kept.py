@@ -8,7 +8,13 @@ import jax.numpy as jnp
 
 from jaxrl_post.types import Array
 
-__all__ = ["GATHERED_BYTES", "KeptGradients", "gathered_logits", "own_columns"]
+__all__ = [
+    "GATHERED_BYTES",
+    "KeptGradients",
+    "gathered_logits",
+    "log_mass_of",
+    "own_columns",
+]
 
 # Bytes of rows of the weight that are gathered at a time. XLA writes them, and the L2
 # cache of an H100, 50 MB, holds them until they are read.
@@ -23,6 +29,32 @@ def own_columns(ids: Array, first: Array, columns: int) -> Array:
     """
     here = (ids >= 0) & (ids >= first) & (ids < first + columns)
     return jnp.where(here, ids - first, columns)
+
+
+def log_mass_of(among: Array, has_kept: Array, axes: tuple[str, ...] = ()) -> Array:
+    """Log of the mass of the kept tokens, however small the mass is.
+
+    Args:
+        among: log-probs of the kept tokens among all [rows, kept]; far below every
+            other one where there is none, or where another device has it.
+        has_kept: whether a row has kept tokens [rows].
+        axes: mesh axes of a `shard_map` that split the vocabulary.
+
+    Returns:
+        float32 [rows]; 0 for rows without kept tokens.
+
+    >>> among = jnp.array([[-200.0, -200.0, -1e30]])  # exp(-200) is 0 in float32
+    >>> log_mass_of(among, jnp.array([True]))
+    Array([-199.30685], dtype=float32)
+    """
+    top = among.max(axis=-1)
+    if axes:
+        top = jax.lax.pmax(top, axes)
+    # Relative to the likeliest kept token, so the sum is at least 1.
+    total = jnp.exp(among - top[:, None]).sum(axis=-1)
+    if axes:
+        total = jax.lax.psum(total, axes)
+    return jnp.where(has_kept, top + jnp.log(total), 0.0)
 
 
 def gathered_logits(

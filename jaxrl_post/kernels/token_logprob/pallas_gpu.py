@@ -36,6 +36,7 @@ from jaxrl_post.kernels.token_logprob.counted import Residuals, counted_tiles, t
 from jaxrl_post.kernels.token_logprob.kept import (
     KeptGradients,
     gathered_logits,
+    log_mass_of,
     own_columns,
 )
 from jaxrl_post.kernels.token_logprob.reference import MASKED
@@ -148,12 +149,9 @@ def forward(
     def by_row(values: Array) -> Array:
         return _by_row(values, mask)
 
-    if kept_logits is not None:
-        mass = jnp.exp(kept_logits - normalizer[:, None]).sum(axis=1)
-        if layout.axes:
-            mass = jax.lax.psum(mass, layout.axes)
-        # A row without kept tokens has a mass of 0.
-        log_mass = jnp.where(mass > 0, jnp.log(mass), 0.0)
+    if kept is not None and kept_logits is not None:
+        among = kept_logits - normalizer[:, None]
+        log_mass = log_mass_of(among, take(kept[:, 0], order) >= 0, layout.axes)
         logprob = logprob - log_mass
         log_mass = by_row(log_mass)
     entropy = by_row(jnp.log(total) - weighted / total)

@@ -118,21 +118,24 @@ def forward(
         ],
         ("row", statistics),
     )
-    top, total, weighted, target, mass = found[:5]
+    top, total, weighted, target, mass, top_kept = found[:6]
     if layout.axes:
         own, top = top, jax.lax.pmax(top, layout.axes)
         shrink = jnp.exp(own - top)
         # The sum of exp(z - top) (z - top), of sums about another maximum.
         weighted = (weighted + total * (own - top)) * shrink
+        own, top_kept = top_kept, jax.lax.pmax(top_kept, layout.axes)
+        mass = mass * jnp.exp(own - top_kept)
         total, weighted, target, mass = jax.lax.psum(
-            (total * shrink, weighted, target, mass * shrink), layout.axes
+            (total * shrink, weighted, target, mass), layout.axes
         )
     normalizer = top + jnp.log(total)
     logprob = target - normalizer
     log_mass = None
     if kept is not None:
-        # A row without kept tokens has a mass of 0.
-        log_mass = jnp.where(mass > 0, jnp.log(mass / total), 0.0)
+        # A row without kept tokens has a mass of 0, and any other one of at least 1,
+        # because the mass is relative to the likeliest kept token.
+        log_mass = jnp.where(mass > 0, top_kept + jnp.log(mass) - normalizer, 0.0)
         logprob = logprob - log_mass
         log_mass = call.restored(log_mass, mask)
     normalizer = call.restored(normalizer, mask)
@@ -159,11 +162,12 @@ def backward(
     g, e = cotangents
     among_all, among_kept = g, jnp.zeros_like(g)
     if kept is not None:
-        assert log_mass is not None
         among_all = jnp.where(kept[:, 0] < 0, g, 0.0)
-        among_kept = jnp.where(kept[:, 0] < 0, 0.0, g * jnp.exp(-log_mass))
-    facts = jnp.stack([normalizer, entropy, g, e, among_all, among_kept], axis=1)
-    facts = jnp.pad(facts, ((0, 0), (0, 2)))
+        among_kept = g - among_all
+    if log_mass is None:
+        log_mass = jnp.zeros_like(g)
+    facts = [normalizer, entropy, g, e, among_all, among_kept, log_mass]
+    facts = jnp.pad(jnp.stack(facts, axis=1), ((0, 0), (0, 1)))
 
     def gradient(kernel: Literal["hidden", "weight"]) -> tuple[_Call, Array]:
         call = _Call.of(kernel, hidden, weight, mask, kept, layout)
@@ -318,14 +322,17 @@ def _forward_kernel(
     """Adds a vocabulary tile to the statistics of a tile of rows.
 
     The rows of `found`: maximum, sum of exp(z - maximum), sum of exp(z - maximum)
-    (z - maximum), the target's logit, and the part of the sum that is kept.
+    (z - maximum), the target's logit, and for the kept tokens the sum of
+    exp(z - maximum) and their own maximum.
     """
     part = pl.program_id(1)
 
     @pl.when(part == 0)
     def _() -> None:
         found[...] = jnp.zeros_like(found)
-        found[0:1] = jnp.full((1, settings.tiles.rows), MASKED, jnp.float32)
+        lowest = jnp.full((1, settings.tiles.rows), MASKED, jnp.float32)
+        found[0:1] = lowest
+        found[5:6] = lowest
 
     logits, column = _logits(settings, part, limit, hidden, weight)[:2]
     old = found[0:1]
@@ -343,8 +350,15 @@ def _forward_kernel(
     found[1:2] = shrink * found[1:2] + total(weights)
     found[3:4] += total(jnp.where(column == ids[0:1], logits, 0.0))
     if settings.has_kept:
-        kept = weights * _among(column, ids)
-        found[4:5] = shrink * found[4:5] + total(kept)
+        # About a maximum of their own: all of them may be far below the others.
+        kept = _among(column, ids)
+        among = jnp.where(kept > 0, logits, MASKED)
+        old_kept = found[5:6]
+        top_kept = jnp.maximum(old_kept, among.max(axis=0, keepdims=True))
+        found[4:5] = jnp.exp(old_kept - top_kept) * found[4:5] + total(
+            jnp.exp(among - top_kept) * kept
+        )
+        found[5:6] = top_kept
     found[0:1] = top
 
 
@@ -367,14 +381,16 @@ def _gradient_kernel(
         gradient[...] = jnp.zeros_like(gradient)
 
     logits, column, table = _logits(settings, part, limit, hidden, weight)
-    normalizer, entropy, g, e, among_all, among_kept = (
-        facts[i : i + 1] for i in range(6)
+    normalizer, entropy, g, e, among_all, among_kept, log_mass = (
+        facts[i : i + 1] for i in range(7)
     )
     log_p = logits - normalizer
     share = among_all + e * (log_p + entropy)
-    if settings.has_kept:
-        share = share + among_kept * _among(column, ids)
     towards = jnp.where(column == ids[0:1], g, 0.0) - jnp.exp(log_p) * share
+    if settings.has_kept:
+        # At most 1 for a kept token; others may be likelier than all kept ones.
+        p_kept = jnp.exp(jnp.minimum(log_p - log_mass, 0.0))
+        towards = towards - among_kept * p_kept * _among(column, ids)
     towards = towards * (1.0 / layout.temperature)
     if layout.softcap is not None:
         capped = logits * (layout.temperature / layout.softcap)

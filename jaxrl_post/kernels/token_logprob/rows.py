@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post.kernels.row_tiles import map_tiles
+from jaxrl_post.kernels.token_logprob.reference import MASKED
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["logprob_rows"]
@@ -65,14 +66,20 @@ def logprob_rows(
         own = kept - first
         here = (kept >= 0) & (own >= 0) & (own < columns)
         found = jnp.take_along_axis(logits, jnp.where(here, own, 0), axis=1)
-        p = jnp.exp(found - normalizers[:, None])
-        return jnp.where(here, p, 0.0).sum(axis=1)
+        log_p = jnp.where(here, found - normalizers[:, None], MASKED)
+        # About a maximum of their own: all of them may be far below the others.
+        top = log_p.max(axis=1)
+        total = jnp.where(here, jnp.exp(log_p - top[:, None]), 0.0).sum(axis=1)
+        return jnp.stack([top, total], axis=1)
 
     def log_mass(*masses: Array) -> Array:
-        total = jnp.zeros_like(masses[0])
+        top = masses[0][:, 0]
+        for part in masses[1:]:
+            top = jnp.maximum(top, part[:, 0])
+        total = jnp.zeros_like(top)
         for part in masses:
-            total = total + part
-        return jnp.where(total > 0, jnp.log(total), 0.0)
+            total = total + part[:, 1] * jnp.exp(part[:, 0] - top)
+        return jnp.where(total > 0, top + jnp.log(total), 0.0)
 
     masses = from_all(map_tiles(mass, [logits, normalizers, kept], count))
     return logprobs, map_tiles(log_mass, masses, count)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post.kernels.token_logprob.counted import Residuals, counted_tiles, take
+from jaxrl_post.kernels.token_logprob.kept import log_mass_of
 from jaxrl_post.kernels.token_logprob.reference import MASKED
 from jaxrl_post.types import Array
 
@@ -55,8 +56,8 @@ def forward(
     def tile(index: Array, by_row: tuple[Array, ...]) -> tuple[tuple, Array]:
         chosen = _tile(order, index, layout.tile)
         logits, first = _logits(take(hidden, chosen), weight, layout)
-        ids = None if kept is None else _local(take(kept, chosen), first)
-        stats = _statistics(logits, take(targets, chosen) - first, ids, layout)
+        ids = None if kept is None else take(kept, chosen)
+        stats = _statistics(logits, take(targets, chosen), first, ids, layout)
         by_row = tuple(
             array.at[chosen].set(value, mode="drop")
             for array, value in zip(by_row, stats, strict=True)
@@ -195,13 +196,13 @@ def _at(log_p: Array, columns: Array) -> Array:
 
 
 def _statistics(
-    logits: Array, local_targets: Array, kept: Array | None, layout: Layout
+    logits: Array, targets: Array, first: Array, kept: Array | None, layout: Layout
 ) -> tuple[Array, ...]:
     """Target logit, log-normaliser and entropy of each row of a tile.
 
-    With the columns of kept tokens also the log of their mass, 0 for a row without any.
+    With kept tokens also the log of their mass, 0 for a row without any.
     """
-    column = _here(local_targets, logits.shape[1])
+    column = _here(targets - first, logits.shape[1])
     target = jnp.take_along_axis(
         logits, column[:, None], axis=-1, mode="fill", fill_value=0.0
     )[:, 0]
@@ -219,7 +220,6 @@ def _statistics(
         entropy = jax.lax.psum(entropy, layout.axes)
     if kept is None:
         return target, normalizer, entropy
-    mass = jnp.exp(_at(log_p, kept)).sum(axis=-1)
-    if layout.axes:
-        mass = jax.lax.psum(mass, layout.axes)
-    return target, normalizer, entropy, jnp.where(mass > 0, jnp.log(mass), 0.0)
+    among = _at(log_p, _local(kept, first))
+    log_mass = log_mass_of(among, kept[:, 0] >= 0, layout.axes)
+    return target, normalizer, entropy, log_mass
