@@ -15,13 +15,13 @@ def text2sql() -> RLConfig:
     return replace(
         demo(),
         run_dir="runs/text2sql",
-        env="text2sql?level=1&tables=columns&rows=0&instruction=",
-        steps=40,
+        env="text2sql?level=1&slips=0.7&tables=columns&rows=0&instruction=",
+        steps=20,
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
             max_prompt_tokens=256,
-            max_tokens=80,
+            max_tokens=48,
         ),
         update=UpdateConfig(row_tokens=1024, microbatch_tokens=4096),
         optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),

@@ -190,6 +190,8 @@ def test_right_queries_need_not_be_tried_at_first(file):
     [
         ("level=5", r"level must be an integer in \[1, 4\], got 5"),
         ("rows=-1", r"rows must be an integer in \[0, 20\]"),
+        ("tables=all", "tables must be 'create' or 'columns', got 'all'"),
+        ("slips=2", r"slips must be a share in \[0, 1\], got 2"),
         ("seconds=0", "seconds must be positive"),
         ("executed_reward=1", r"executed_reward must be in \[0, 1\), got 1"),
         ("check=3", "check must be true or false, got 3"),
@@ -197,11 +199,45 @@ def test_right_queries_need_not_be_tried_at_first(file):
         ("eval_path=x.jsonl", "eval_path needs path"),
         ("path=x.jsonl&level=1", "level is of generated tasks: drop it"),
         ("path=x.jsonl&seed=1", "seed is of generated tasks: drop it"),
+        ("path=x.jsonl&slips=0.5", "slips is of generated tasks: drop it"),
     ],
 )
 def test_options_are_checked(option, told):
     with pytest.raises(ValueError, match=told):
         make(f"text2sql?{option}")
+
+
+def test_tables_may_be_a_line_each(file):
+    _, task = one(file, tables="columns", rows=1, instruction="")
+    assert task.messages[0].content == (
+        "city(id, name, people)\n-- First rows of city:\n-- 1 | 'Oslo' | 0.7\n\n"
+        "Question: Which cities have more than half a million people?"
+    )
+    # Quoted names, and a view with its own columns.
+    schema = '''CREATE TABLE "two words" ("a ""b""" INT, c TEXT);
+        CREATE VIEW v AS SELECT c AS d, 1 AS e FROM "two words";
+        INSERT INTO "two words" VALUES (1, 'x')'''
+    row = {"question": "How many?", "query": "SELECT count(*) FROM v", "schema": schema}
+    _, task = one(file, row, tables="columns", rows=0)
+    told = task.messages[0].content.partition("\n\n")[0]
+    assert told == '"two words"("a ""b""", c)\nv(d, e)'
+
+
+def test_demonstrations_slip_as_often_as_they_should():
+    environment = Text2SQL(level=4, slips=0.3)
+    slipped = 0
+    for task in environment.tasks("train")[:200]:
+        query = environment.demonstration(task).splitlines()[1]
+        assert environment.demonstration(task) == f"```sql\n{query}\n```"
+        if query != task.reference:
+            assert query.startswith("SELECT * FROM ")
+            assert judged(environment, task, query).reward == 0.0
+            slipped += 1
+    # 60 are expected, with a standard deviation of 6.5.
+    assert 35 <= slipped <= 85
+    plain = Text2SQL(level=4)
+    for task in plain.tasks("train")[:20]:
+        assert task.reference in plain.demonstration(task)
 
 
 def test_the_command_line_gives_a_file_or_none(file):

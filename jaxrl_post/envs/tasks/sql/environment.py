@@ -14,7 +14,11 @@ from jaxrl_post.conversations import text_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
 from jaxrl_post.envs.tasks.blocks import last_block
 from jaxrl_post.envs.tasks.held_out import rows_of_split, split_of
-from jaxrl_post.envs.tasks.ranges import require_integer, require_path_options
+from jaxrl_post.envs.tasks.ranges import (
+    require_integer,
+    require_path_options,
+    require_share,
+)
 from jaxrl_post.envs.tasks.sql.execution import (
     KINDS,
     Database,
@@ -34,7 +38,7 @@ __all__ = ["Text2SQL"]
 type Tables = Literal["create", "columns"]
 
 # Options that only the generated questions have.
-_GENERATED = ("level", "seed", "train_size", "eval_size")
+_GENERATED = ("level", "slips", "seed", "train_size", "eval_size")
 _LONGEST_VALUE = 40
 _TABLES = (
     "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL "
@@ -71,6 +75,8 @@ class Text2SQL:
             returns no row makes a bad row, because any query without a row would be
             right. Without, the first is found when an answer is judged.
         level: of generated questions: from all levels up to this one, in [1, 4].
+        slips: share of the demonstrations, in [0, 1], that select all columns, as of
+            somebody who does not read what is asked for; of generated questions.
         seed: of the generated data bases and questions.
         train_size: number of generated training questions.
         eval_size: number of generated evaluation questions.
@@ -107,6 +113,7 @@ class Text2SQL:
     on_bad_row: OnBadRow = "fail"
     check: bool = True
     level: int = LEVELS
+    slips: float = 0.0
     seed: int = 0
     train_size: int = 10_000
     eval_size: int = 200
@@ -123,6 +130,7 @@ class Text2SQL:
     def __post_init__(self) -> None:
         require_on_bad_row(self.on_bad_row)
         require_integer("level", self.level, 1, LEVELS)
+        require_share("slips", self.slips)
         if self.tables not in get_args(Tables.__value__):
             raise ValueError(
                 f"tables must be 'create' or 'columns', got {self.tables!r}"
@@ -204,8 +212,11 @@ class Text2SQL:
         return Step(reward, True, metrics=metrics)
 
     def demonstration(self, task: Task) -> str:
-        """The right query, in a fenced block."""
-        return f"```sql\n{task.reference}\n```"
+        """The right query, in a fenced block; for a share `slips` of all columns."""
+        query = task.reference
+        if Random(f"{self.seed} {task.id} {query} slip").random() < self.slips:
+            query = "SELECT * FROM " + query.partition(" FROM ")[2]
+        return f"```sql\n{query}\n```"
 
     @property
     def _executor(self) -> Executor:
@@ -313,16 +324,24 @@ def _told(executor: Executor, database: Database, tables: Tables, rows: int) -> 
             parts.append(f"{statement.strip()};")
             if not rows:
                 continue
-        quoted = name.replace('"', '""')
-        shown = executor.run(database, f'SELECT * FROM "{quoted}" LIMIT {rows}')
+        shown = executor.run(database, f"SELECT * FROM {_quoted(name)} LIMIT {rows}")
         if tables == "columns":
-            parts.append(f"{name}({', '.join(shown.columns)})")
+            table, *columns = (
+                each if each.isidentifier() else _quoted(each)
+                for each in (name, *shown.columns)
+            )
+            parts.append(f"{table}({', '.join(columns)})")
         if rows:
             lines = [" | ".join(map(_literal, row)) for row in shown.rows]
             parts += [f"-- {line}" for line in [f"First rows of {name}:", *lines]]
     if not parts:
         raise SqlError("invalid", "it has no table")
     return "\n".join(parts)
+
+
+def _quoted(name: str) -> str:
+    """A name as SQL writes it, whatever its characters."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _literal(value: Any) -> str:
