@@ -25,6 +25,13 @@ ENVIRONMENTS = [
         FACTS,
     ),
     Fault(
+        "a slip selects what is asked for",
+        "envs/tasks/sql/environment.py",
+        'query = "SELECT * FROM " + query.partition(" FROM ")[2]',
+        "query = query.strip()",
+        QUESTIONS,
+    ),
+    Fault(
         "a demonstration keeps what it should forget",
         "envs/tasks/instructions/environment.py",
         "if rng.random() >= self.slips",

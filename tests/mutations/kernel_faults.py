@@ -160,6 +160,20 @@ KERNELS = [
         "kernels/test_attention_pallas_gpu.py",
     ),
     Fault(
+        "the mass of kept tokens is relative to all tokens",
+        "kernels/token_logprob/kept.py",
+        "top = among.max(axis=-1)",
+        "top = jnp.zeros_like(among[:, 0])",
+        "kernels/test_token_logprob.py",
+    ),
+    Fault(
+        "the mass of kept tokens is relative to all tokens on a TPU",
+        "kernels/token_logprob/pallas_tpu.py",
+        "among = jnp.where(kept > 0, logits, MASKED)",
+        "among = logits",
+        "kernels/test_token_logprob.py",
+    ),
+    Fault(
         "a kept token that two chunks of the vocabulary have counts twice",
         "kernels/token_logprob/kept.py",
         "(columns >= begin) & (columns < start + chunk)",

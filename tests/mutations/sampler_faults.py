@@ -20,6 +20,27 @@ SAMPLER = [
         "sampler/test_sampling.py",
     ),
     Fault(
+        "a uniform number may be 0",
+        "sampler/sampling.py",
+        "(keys, positions) + 2.0**-24",
+        "(keys, positions)",
+        "sampler/test_sampling.py",
+    ),
+    Fault(
+        "kept tokens of a constraint are recorded if a neighbour truncates",
+        "sampler/sampling.py",
+        "jnp.where(greedy | whole, 0, kept)",
+        "jnp.where(greedy, 0, kept)",
+        "sampler/test_constraints.py",
+    ),
+    Fault(
+        "a burst ahead reads a prompt that nobody needs",
+        "sampler/scheduler.py",
+        "if any(part[row].own is not None for row in members)",
+        "if members",
+        "sampler/test_ahead.py",
+    ),
+    Fault(
         "top-k keeps one token more",
         "sampler/sampling.py",
         "by_rank = jnp.arange(vocab, dtype=jnp.int32) < top_k[:, None]",
@@ -43,9 +64,9 @@ SAMPLER = [
     ),
     Fault(
         "a sample's noise is the same at every position",
-        "sampler/decode.py",
-        "jax.random.fold_in(key, at), dtype",
-        "jax.random.fold_in(key, 0 * at), dtype",
+        "sampler/sampling.py",
+        "jax.random.fold_in(key, position), dtype",
+        "jax.random.fold_in(key, 0 * position), dtype",
         "sampler/test_engine.py",
     ),
     Fault(
