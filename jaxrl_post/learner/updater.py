@@ -119,10 +119,18 @@ class Updater:
         anchored = self.algorithm.divergence is None
         needs_proximal = anchored and update.minibatches * update.epochs > 1
         with self._phase("logprobs"):
-            pieces = [self._scored(piece, needs_proximal) for piece in pieces]
+            # Credit may take a fresh token's log-prob from the sampler, but an older
+            # one is that of other parameters.
+            reads = self.algorithm.credit_reads_logprobs and any(
+                piece.stale is not None and piece.stale.any() for piece in pieces
+            )
+            pieces = [self._scored(piece, needs_proximal or reads) for piece in pieces]
             if self.algorithm.credit is not None:
                 pieces, found = credited(self._credit, pieces)
                 metrics |= found
+            if not needs_proximal:
+                # The one update computes them itself, always in the same program.
+                pieces = [piece.replace(proximal_logprobs=None) for piece in pieces]  # type: ignore[attr-defined]
         collected: list[dict[str, float]] = []
         with self._phase("train"):
             for epoch in range(update.epochs):

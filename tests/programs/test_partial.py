@@ -99,6 +99,47 @@ def test_what_was_sampled_across_an_update_is_what_the_trainer_scores(coin, judg
     assert checked > 2, "the test shows nothing"
 
 
+@pytest.mark.parametrize(
+    ("name", "coefficient"),
+    [("distillation", 0.0), ("reinforce_plus_plus", 0.1), ("reinforce_plus_plus", 0.0)],
+)
+def test_credit_compares_what_the_parameters_say_now(coin, judges, name, coefficient):
+    """Log-probs of older parameters would bias the KL that is an advantage."""
+    reference = "teacher" if name == "distillation" else None
+    config = with_credit(
+        CONFIG, name=name, kl_coefficient=coefficient, reference=reference
+    )
+    trainer = make_trainer(coin.Relay(), judges, config)
+    updater = trainer.updater
+    credit, credits = jax.jit(updater.algorithm.credit), []
+    updater.__dict__["_credit"] = lambda batch: credits.append(batch) or credit(batch)
+    stale = 0
+    for number in range(1, 5):
+        start = jax.tree.map(np.array, updater.state.params)
+        updater.learner.seen.clear()
+        trainer.step(number)
+        ((_, batch),) = updater.learner.seen
+        # The one update of the batch is its own start.
+        assert batch.proximal_logprobs is None
+        count, mask = len(batch.tokens), batch.loss_mask
+        now = np.asarray(updater.learner.scorer.predict(start, batch).logprobs)[mask]
+        read = credits[-1].proximal_logprobs
+        if name == "reinforce_plus_plus" and not coefficient:
+            assert read is None
+            continue
+        if not batch.stale.any():
+            assert read is None
+            np.testing.assert_allclose(batch.behavior_logprobs[mask], now, atol=1e-5)
+            continue
+        old = batch.stale[mask]
+        stale += int((abs(batch.behavior_logprobs[mask] - now)[old] > 1e-3).sum())
+        np.testing.assert_allclose(read[:count][mask], now, atol=1e-5)
+        if name == "distillation":
+            expected = batch.reference_logprobs[mask] - now
+            np.testing.assert_allclose(batch.advantages[mask], expected, atol=1e-5)
+    assert stale > 2 or not (coefficient or reference), "the test shows nothing"
+
+
 @pytest.mark.parametrize("stop", [1, 2])
 def test_a_checkpoint_holds_the_episodes_under_way(coin, judges, stop):
     """A run that went on from it equals, to the last bit, one that never stopped."""
