@@ -209,7 +209,7 @@ class Updater:
         return wanted or tuple(found)
 
     def _overlong(self, lengths: np.ndarray) -> np.ndarray:
-        """Computes the penalty of completions close to the maximum length."""
+        """Computes the penalty of turns close to the maximum length of a turn."""
         rollout = self.config.rollout
         return np.asarray(
             shaping.overlong_penalty(

@@ -166,6 +166,11 @@ class Episode:
         return sum(len(turn.sampled) for turn in self.turns)
 
     @property
+    def longest_turn(self) -> int:
+        """Number of tokens that the policy sampled in the longest turn."""
+        return max((len(turn.sampled) for turn in self.turns), default=0)
+
+    @property
     def reward(self) -> float | None:
         """Sum of the turns' rewards; None if the episode failed."""
         if self.error:

@@ -57,7 +57,8 @@ def test_shaping_acts_on_rewards_by_length_and_not_on_the_choice_of_groups():
     def longer_is_worse(lengths: np.ndarray) -> np.ndarray:
         return -0.5 * lengths.astype(np.float32)
 
-    # A sample has sampled two tokens more than its index: one of them a turn before.
+    # A sample has sampled two tokens more than its index: one of them a turn before,
+    # which is not the longest.
     assert GROUPS[0].lengths.tolist() == [2, 3, 4, 5]
     seen = []
     batch.advantages(
@@ -65,7 +66,7 @@ def test_shaping_acts_on_rewards_by_length_and_not_on_the_choice_of_groups():
         lambda facts: seen.append(facts.rewards) or facts.rewards,
         longer_is_worse,
     )
-    expected = [[2.0, -0.5, -2.0, -0.5], [-1.0, -1.5, 2.0, -2.5]]
+    expected = [[2.5, 0.0, -1.5, 0.0], [-0.5, -1.0, 2.5, -2.0]]
     np.testing.assert_array_equal(seen[0], np.float32(expected))
     # Lengths that differ make no group worth training on.
     equal = Group(3, tuple(make_episode(3, i, 1.0) for i in range(3)))
@@ -212,12 +213,35 @@ def test_rewards_stand_at_the_last_token_of_their_turn():
     long, short = turns_of(1.0, -2.0, 4.0), turns_of(3.0, index=1)
     groups = [Group(1, (long, short))]
     rewards, mask = batch.turn_rewards(groups, lambda lengths: -0.1 * lengths)
-    # The shaping of six tokens, and of two, is the last turn's.
-    np.testing.assert_allclose(rewards, [[[1, -2, 3.4], [2.8, 0, 0]]], atol=1e-6)
+    # Turns have two tokens each; of equally long ones the last is shaped.
+    np.testing.assert_allclose(rewards, [[[1, -2, 3.8], [2.8, 0, 0]]], atol=1e-6)
     assert mask.tolist() == [[[True] * 3, [True, False, False]]]
     made = batch.sequences(groups, rewards, rewards=rewards)
-    np.testing.assert_allclose(made[0].rewards, [0, 0, 1, 0, 0, -2, 0, 0, 3.4])
+    np.testing.assert_allclose(made[0].rewards, [0, 0, 1, 0, 0, -2, 0, 0, 3.8])
     np.testing.assert_allclose(made[1].rewards, [0, 0, 2.8])
     packed = packing.pack(made, 16, 1)
     assert packed.token_rewards is not None
-    assert packed.token_rewards.sum() == np.float32(1 - 2 + 3.4 + 2.8)
+    assert packed.token_rewards.sum() == np.float32(1 - 2 + 3.8 + 2.8)
+
+
+def test_the_longest_turn_is_shaped_by_its_own_length():
+    episode = turns_of(1.0, 2.0, 3.0)
+    said = Tokens.generated([20] * 5, [0.0] * 5, version=0)
+    long = dataclasses.replace(episode.turns[1], sampled=said)
+    episode = dataclasses.replace(
+        episode, turns=(episode.turns[0], long, episode.turns[2])
+    )
+    groups = [Group(1, (episode, turns_of(6.0, index=1)))]
+
+    def over_four(lengths: np.ndarray) -> np.ndarray:
+        return -np.maximum(lengths - 4, 0).astype(np.float32)
+
+    rewards, _ = batch.turn_rewards(groups, over_four)
+    np.testing.assert_array_equal(rewards, [[[1, 1, 3], [6, 0, 0]]])
+    # Nine tokens were sampled, of which five at once.
+    values = batch.advantages(groups, lambda facts: facts.rewards, over_four)
+    np.testing.assert_array_equal(values, [[5, 6]])
+    greedy = [dataclasses.replace(groups[0], greedy=episode)]
+    seen = []
+    batch.advantages(greedy, lambda f: seen.append(f) or f.rewards, over_four)
+    np.testing.assert_array_equal(seen[0].greedy, [5])

@@ -101,14 +101,14 @@ def test_shaping_and_lengths_are_those_of_the_players_turns():
     )
     a, b = seen
     assert (a.lengths.tolist(), b.lengths.tolist()) == ([[4, 4]], [[2, 2]])
-    np.testing.assert_allclose(a.rewards, [[0.6, -1.4]], atol=1e-6)
+    np.testing.assert_allclose(a.rewards, [[0.8, -1.2]], atol=1e-6)
     np.testing.assert_allclose(b.rewards, [[-1.2, 0.8]], atol=1e-6)
     rewards, mask = batch.turn_rewards([group], longer_is_worse)
-    np.testing.assert_allclose(rewards, [[[0, 0.6, -1.2], [0, -1.4, 0.8]]], atol=1e-6)
+    np.testing.assert_allclose(rewards, [[[0, 0.8, -1.2], [0, -1.2, 0.8]]], atol=1e-6)
     assert mask.all()
     made = batch.sequences([group], rewards, rewards=rewards)
     # The last token of a turn, in the sequence of its player.
-    np.testing.assert_allclose(made[0].rewards, [0, 0, 0, 0, 0, 0.6], atol=1e-6)
+    np.testing.assert_allclose(made[0].rewards, [0, 0, 0, 0, 0, 0.8], atol=1e-6)
     np.testing.assert_allclose(made[1].rewards, [0, 0, -1.2], atol=1e-6)
 
 
