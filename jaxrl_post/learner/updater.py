@@ -107,7 +107,10 @@ class Updater:
             skip_truncated=rollout.truncated == "mask",
             mark_truncated=self.config.critic.bootstrap_truncated,
         )
-        return made, rollout_metrics(groups, values, version)
+        # Of these, `credit` makes advantages, or nobody does.
+        later = self.algorithm.credit is not None
+        later = later or self.algorithm.divergence is not None
+        return made, rollout_metrics(groups, None if later else values, version)
 
     def update(
         self, sequences: list[packing.Sequence], number: int

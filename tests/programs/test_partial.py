@@ -12,9 +12,11 @@ import pytest
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import Task, WorkerPool
 from jaxrl_post.programs.rl import Trainer, make_engine
+from jaxrl_post.rollout.episode import Group
 from jaxrl_post.rollout.flight import ChangedTaskError
 from tests.packed_rows import sequences_in
 from tests.programs.trainers import RL, assert_same, changed, make_trainer
+from tests.rollout.test_batch import turns_of
 
 pytestmark = pytest.mark.processes
 
@@ -304,6 +306,26 @@ def test_dynamic_sampling_takes_the_first_groups_with_spread(coin):
             # One task in three has none: these were drawn beside the others.
             assert metrics["rollout/groups_with_spread"] < 1
         assert trainer.experience.drawn > 4 * 4 + 2
+
+
+def test_dynamic_sampling_keeps_groups_whose_turns_differ(coin, judges):
+    def group(first: float, second: float) -> Group:
+        return Group(
+            1, (turns_of(first, 1 - first), turns_of(second, 1 - second, index=1))
+        )
+
+    config = changed(
+        "rollout", max_turns=3, max_prompt_tokens=16, dynamic_sampling=True
+    )
+    for options, kept in (
+        ({"turn_credit": "turns"}, [(0.0, 1.0)]),
+        ({"turn_credit": "turns", "turn_discount": 0.5}, [(0.0, 1.0)]),
+        ({}, []),
+    ):
+        trainer = make_trainer(coin.Relay(), judges, with_credit(config, **options))
+        trainer.experience._queued([group(0.0, 1.0), group(0.5, 0.5)])
+        found = trainer.experience.queue.take(9)
+        assert found == [group(*rewards) for rewards in kept]
 
 
 @pytest.mark.parametrize(

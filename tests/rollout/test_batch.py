@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrl_post import algorithms
 from jaxrl_post.data import packing
@@ -163,10 +164,10 @@ def test_facts_of_groups_are_aligned_with_their_samples():
     [facts] = seen
     assert facts.lengths.tolist() == [[2, 3]] * 2
     assert facts.components.tolist() == [[[10.0, 1.0], [0.0, 0.0]]] * 2
-    # 2 - 0.5 * 5, shaped as the samples are.
-    assert facts.greedy[0] == -0.5
+    # 2 - 0.5 * 4, shaped as the samples are.
+    assert facts.greedy[0] == 0.0
     assert facts.valid.tolist() == [[True, False], [False, False]]
-    assert facts.rewards.tolist() == [[0.0, -1.5]] * 2
+    assert facts.rewards.tolist() == [[0.5, -1.0]] * 2
 
 
 def turns_of(*rewards: float, index: int = 0) -> Episode:
@@ -207,6 +208,33 @@ def test_each_turn_is_credited_with_the_rewards_from_it_on():
         made[0].advantages, [0, -0.25, -0.25, 0, -0.5, -0.5, 0, 0, 0], atol=1e-6
     )
     assert made[0].rewards is None
+
+
+@pytest.mark.parametrize(
+    ("discount", "samples", "spread"),
+    [
+        # Equal sums, and second turns that earned different rewards.
+        (1.0, ((1.0, 0.0), (0.0, 1.0)), True),
+        (0.0, ((1.0, 0.0), (0.0, 1.0)), True),
+        (1.0, ((1.0, 0.5), (1.0, 0.5)), False),
+        # Different sums, and nobody with whom to compare the second turn.
+        (1.0, ((1.0,), (1.0, 1.0)), True),
+        (0.0, ((1.0,), (1.0, 1.0)), False),
+        # Equal sums, and one sample alone has a second turn.
+        (1.0, ((1.0,), (0.0, 1.0)), False),
+        (0.5, ((1.0,), (0.0, 1.0)), True),
+        # 0.1 + 0.2 + 0.3 and 0.6 differ by rounding alone.
+        (1.0, ((0.1, 0.2, 0.3), (0.6,)), False),
+    ],
+)
+def test_the_spread_of_turns_is_what_turn_credit_learns_from(discount, samples, spread):
+    group = Group(1, tuple(turns_of(*r, index=i) for i, r in enumerate(samples)))
+    assert group.has_turn_spread(discount) is spread
+    values = batch.turn_advantages([group], centred, discount=discount)
+    assert (abs(values).max() > 1e-6) == spread
+    failed = dataclasses.replace(turns_of(9.0, 9.0, index=9), error="boom")
+    with_failed = Group(1, (*group.episodes, failed))
+    assert with_failed.has_turn_spread(discount) is spread
 
 
 def test_rewards_stand_at_the_last_token_of_their_turn():

@@ -39,6 +39,13 @@ def test_a_game_without_a_sum_has_spread():
     assert group.players == ("a", "b")
     assert group.has_spread
     assert not Group(1, (game(0, 1.0), game(1, 1.0))).has_spread
+    # Turn by turn each player is compared with itself, too.
+    one, other = (
+        play(i, ("a", 0.0 + i), ("b", 1.0), ("a", 1.0 - i), ("b", 0.0)) for i in (0, 1)
+    )
+    assert not Group(1, (one, other)).has_spread
+    assert Group(1, (one, other)).has_turn_spread(1.0)
+    assert not Group(1, (one, one)).has_turn_spread(1.0)
     # One sample of b's is nothing to compare; nor is a failed one.
     alone = play(1, ("a", 1.0))
     assert not Group(1, (game(0, 1.0), alone)).has_spread
