@@ -303,8 +303,9 @@ class Group:
     def has_spread(self) -> bool:
         """Whether the unshaped rewards differ; otherwise the group teaches nothing.
 
-        With turn credit `has_turn_spread` says that. Of players, whether the rewards of any of them differ: in a game that one wins
-        and the other loses their sum is always 0.
+        With turn credit `has_turn_spread` says that. Of players, whether the rewards of
+        any of them differ: in a game that one wins and the other loses their sum is
+        always 0.
         """
         if self.players:
             return any(self.of_player(name)._differs for name in self.players)

@@ -27,6 +27,7 @@ CONFIG = ModelConfig(
     experts=MixtureOfExperts(4, 2, 12),
 )  # fmt: skip
 SPECS = models.param_specs(CONFIG)
+GRPO = algorithms.grpo().objective
 
 
 def routing(assigned, probability, tokens, squared=0.0):
@@ -65,7 +66,7 @@ def batch_of(rows=16):
     return jax.tree.map(jnp.asarray, made)
 
 
-def begin(objective=algorithms.grpo().objective, **changes):
+def begin(objective=GRPO, **changes):
     mesh = create_mesh("dp1", jax.devices()[:1])
     jax.set_mesh(mesh)
     params = models.initialize(jax.random.key(0), SPECS, jnp.float32, mesh)
@@ -155,7 +156,9 @@ def test_a_student_beside_a_teacher_trains_its_routers_too():
     assert plain["loss"] == pytest.approx(0, abs=1e-6)
     learner, state = taught(router_balance=0.5, router_z=0.25)
     share = 0.5 * plain["router/balance_loss"] + 0.25 * plain["router/z_loss"]
-    assert learner.evaluate(state.params, batch)["loss"] == pytest.approx(share, rel=1e-4)
+    assert learner.evaluate(state.params, batch)["loss"] == pytest.approx(
+        share, rel=1e-4
+    )
     before = np.asarray(state.params.layers[0].experts.router)
     state, metrics = learner.update(state, batch, where="step 1")
     assert metrics["router/balance_loss"] == plain["router/balance_loss"]

@@ -113,8 +113,8 @@ def test_credit_compares_what_the_parameters_say_now(coin, judges, name, coeffic
     )
     trainer = make_trainer(coin.Relay(), judges, config)
     updater = trainer.updater
-    credit, credits = jax.jit(updater.algorithm.credit), []
-    updater.__dict__["_credit"] = lambda batch: credits.append(batch) or credit(batch)
+    credit, read_by = jax.jit(updater.algorithm.credit), []
+    updater.__dict__["_credit"] = lambda batch: read_by.append(batch) or credit(batch)
     stale = 0
     for number in range(1, 5):
         start = jax.tree.map(np.array, updater.state.params)
@@ -125,7 +125,7 @@ def test_credit_compares_what_the_parameters_say_now(coin, judges, name, coeffic
         assert batch.proximal_logprobs is None
         count, mask = len(batch.tokens), batch.loss_mask
         now = np.asarray(updater.learner.scorer.predict(start, batch).logprobs)[mask]
-        read = credits[-1].proximal_logprobs
+        read = read_by[-1].proximal_logprobs
         if name == "reinforce_plus_plus" and not coefficient:
             assert read is None
             continue

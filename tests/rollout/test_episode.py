@@ -180,4 +180,6 @@ def test_statistics_of_advantages_leave_out_what_does_not_exist():
     found = rollout_metrics([group], np.float32([[1, 2, 9]]), 0)
     assert (found["advantage/mean"], found["advantage/std"]) == (1.5, 0.5)
     # Rewards that an algorithm makes advantages of later are none.
-    assert not any(k.startswith("advantage/") for k in rollout_metrics([group], None, 0))
+    assert not any(
+        k.startswith("advantage/") for k in rollout_metrics([group], None, 0)
+    )
