@@ -337,7 +337,9 @@ class Group:
             for number, turn in reversed(list(enumerate(turns))):
                 following = (turn.reward or 0.0) + discount * following
                 by_turn.setdefault(number, []).append(following)
-        return any(_differ(np.float32(returns)) for returns in by_turn.values())
+        return any(
+            _differ(np.array(returns, np.float32)) for returns in by_turn.values()
+        )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value from which `from_json` restores the group exactly."""
