@@ -119,8 +119,10 @@ class TokenBatch:
         behavior_logprobs: float32 [rows, length], the sampler's, in nats; with
             `kept`, those among the kept tokens.
         proximal_logprobs: float32 [rows, length] or None: log-probabilities under the
-            parameters at the start of this batch's updates. None means that the batch
-            gets one update, so that they equal the policy's own.
+            parameters at the start of this batch's updates. None in an objective means
+            that the batch gets one update, so that they equal the policy's own; None
+            in `Algorithm.credit` that no token is stale, so that they are
+            `behavior_logprobs`, up to the sampler's rounding.
         reference_logprobs: float32 [rows, length] or None, under the reference policy.
         values_before: float32 [rows, length] or None: the critic's value before the
             token, by the parameters at the start of this batch's updates. It equals

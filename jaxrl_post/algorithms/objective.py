@@ -101,6 +101,9 @@ class Algorithm(NamedTuple):
             [groups, samples, components] and valid. "lengths": rewards, valid and the
             completions' lengths in tokens, int [groups, samples]. "greedy": rewards,
             valid and the rewards of the prompts' greedy completions, [groups].
+        credit_reads_logprobs: whether `credit` reads the policy's log-probs. They are
+            `batch.proximal_logprobs`, or the sampler's where these are None, which is
+            right for a batch without stale tokens.
     """
 
     advantages: Callable[..., Float[Array, "groups samples"]]
@@ -110,6 +113,7 @@ class Algorithm(NamedTuple):
     value_objective: Callable[[Predictions, TokenBatch], Objective] | None = None
     divergence: Divergence | None = None
     reads: Literal["rewards", "components", "lengths", "greedy"] = "rewards"
+    credit_reads_logprobs: bool = False
 
 
 class PolicyTerm(NamedTuple):

@@ -337,7 +337,11 @@ def _rewards(
 
 
 def _start(batch: TokenBatch) -> Float[Array, "rows length"]:
-    """Log-probs before the first update; the sampler's if the batch has none."""
+    """Log-probs before the first update; the sampler's if the batch has none.
+
+    The sampler's are of the same parameters unless tokens are stale, and a batch with
+    such tokens must have proximal log-probs (`Algorithm.credit_reads_logprobs`).
+    """
     if batch.proximal_logprobs is None:
         return batch.behavior_logprobs
     return batch.proximal_logprobs
@@ -425,6 +429,9 @@ def _still(tree):
 def _credited(algorithm: Algorithm, credit, kl_coefficient: float) -> Algorithm:
     if kl_coefficient < 0:
         raise ValueError(f"kl_coefficient must be >= 0, got {kl_coefficient}")
-    made = algorithm._replace(credit=credit, needs_reference=kl_coefficient > 0)
+    with_kl = kl_coefficient > 0
+    made = algorithm._replace(
+        credit=credit, needs_reference=with_kl, credit_reads_logprobs=with_kl
+    )
     raise_early(made)
     return made

@@ -223,6 +223,8 @@ def _check_rl(config: RLConfig) -> None:
             f"{update.minibatches} and {update.epochs}. Use 1 and 1, or an algorithm "
             "with a ratio, such as grpo"
         )
+    if name == "gdpo":
+        _check_parts(config)
     if config.reward.model is None and config.reward != RewardModelConfig():
         raise ConfigError(
             "--reward.*: there is no reward model; give --reward.model, or drop the "
@@ -233,6 +235,26 @@ def _check_rl(config: RLConfig) -> None:
             f"--critic.warmup-steps: must be less than --steps, {config.steps}, or the "
             f"policy never learns; got {config.critic.warmup_steps}"
         )
+
+
+def _check_parts(config: RLConfig) -> None:
+    """Refuses what changes the whole reward alone, of which gdpo sees the parts."""
+    if config.rollout.overlong_buffer:
+        raise ConfigError(
+            "--rollout.overlong-buffer: gdpo normalises each part of the reward by "
+            f"itself, and the penalty is no part; got {config.rollout.overlong_buffer}."
+            " Drop the option, give the environment a criterion of length "
+            "(envs.rubric), or use another algorithm"
+        )
+    for name in ("weight", "environment_weight"):
+        weight = getattr(config.reward, name)
+        if weight != getattr(RewardModelConfig, name):
+            raise ConfigError(
+                f"--reward.{name.replace('_', '-')}: gdpo normalises each part of the "
+                f"reward by itself, whatever its factor; got {weight:g}. Drop the "
+                "option and give --algorithm.reward-weights, such as environment=1 "
+                "model=0.5, or use another algorithm"
+            )
 
 
 def _check_exact(config: RLConfig) -> None:

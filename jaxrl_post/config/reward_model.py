@@ -14,6 +14,8 @@ class RewardModelConfig:
 
     reward = environment_weight * the environment's + weight * the model's
 
+    gdpo normalises each of these parts and has weights of its own, so it refuses both.
+
     Attributes:
         model: directory of a reward model or a process reward model, as launch.reward
             writes them, or ORG/NAME on the hub; None for none.

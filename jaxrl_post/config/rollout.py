@@ -85,12 +85,14 @@ class RolloutConfig:
             guesses, or ORG/NAME on the hub (ORG/NAME@REVISION for a revision). It is
             not trained.
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
-            differ (DAPO); groups beyond that wait for the next step.
+            differ (DAPO), or of which a turn's do, where turns are credited; groups
+            beyond that wait for the next step.
         truncated: reward of an answer that was cut at `max_tokens`. zero: 0, whatever
             stands in it; reward: what the environment says; mask: it is not trained on,
             but its group is still compared with it (DAPO's overlong filter).
         overlong_buffer: tokens before `max_tokens` over which a completion's reward
-            falls linearly, by up to `overlong_penalty` (DAPO); 0 for no penalty.
+            falls linearly, by up to `overlong_penalty` (DAPO); 0 for no penalty. Of
+            several turns the longest one counts, since `max_tokens` is of a turn.
         overlong_penalty: reward that a completion of `max_tokens` tokens loses.
         max_draws: with dynamic sampling, most prompts drawn for a step, as a multiple
             of `prompts_per_step`; after that the step takes the groups that it has.

@@ -32,7 +32,8 @@ def credited(
 
     def joined(*parts: np.ndarray) -> np.ndarray:
         whole = np.concatenate(parts)
-        return np.pad(whole, ((0, empty), (0, 0)))
+        # `kept` has a third axis.
+        return np.pad(whole, ((0, empty), *[(0, 0)] * (whole.ndim - 1)))
 
     whole = jax.tree.map(np.asarray, credit(jax.tree.map(joined, *pieces)))
     mask, metrics = whole.loss_mask, {}

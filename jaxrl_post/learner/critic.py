@@ -10,7 +10,7 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.learner.adapters import lora_of, with_adapter
-from jaxrl_post.learner.model import Model
+from jaxrl_post.learner.model import Model, check_beside
 from jaxrl_post.models.matrix import is_matrix
 from jaxrl_post.pretrained.families import write_config
 
@@ -56,7 +56,9 @@ def check_critic(config: RLConfig, model: Model) -> None:
         )
 
 
-def open_critic(config: CriticConfig, model: Model, *, seed: int) -> Model:
+def open_critic(
+    config: CriticConfig, model: Model, *, seed: int, longest: int
+) -> Model:
     """Opens a separate value model from the policy's weights or a directory.
 
     If policy and critic both train adapters, they share the arrays of the frozen base.
@@ -66,10 +68,12 @@ def open_critic(config: CriticConfig, model: Model, *, seed: int) -> Model:
         config: names the directory, if any, and the adapter.
         model: the policy.
         seed: seed of the adapter's initial values.
+        longest: tokens of the longest sequence that the critic reads.
 
     Raises:
         CheckpointError: the directory does not hold a readable model.
-        ConfigError: the adapter's options do not fit the critic.
+        ConfigError: the adapter's options do not fit the critic, or the context of the
+            directory's model is shorter than `longest`.
     """
     shared = config.model is None and config.lora.rank > 0
     shared = shared and model.adaptation is not None
@@ -83,6 +87,7 @@ def open_critic(config: CriticConfig, model: Model, *, seed: int) -> Model:
             dtype=model.dtype,
             head="value",
         )
+        check_beside(value_config, config.model, longest, "--critic.model")
         critic = dataclasses.replace(
             model,
             name=config.model,

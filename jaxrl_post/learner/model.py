@@ -39,6 +39,7 @@ from jaxrl_post.types import PyTree
 __all__ = [
     "Adaptation",
     "Model",
+    "check_beside",
     "check_context",
     "context_of",
     "layout_table",
@@ -323,6 +324,31 @@ def check_context(config: ModelConfig, longest: int, option: str) -> None:
         if limit < config.max_length:
             why = "up to which the model's rope_scaling is the same for all sequences"
         raise ConfigError(f"{option}: must be at most {limit}, {why}; got {longest}")
+
+
+def check_beside(
+    config: ModelConfig, directory: str, longest: int, option: str
+) -> None:
+    """Refuses a model beside the trained one that cannot read all sequences.
+
+    Args:
+        config: of the model beside it.
+        directory: where the model is from.
+        longest: tokens of the longest sequence.
+        option: name of the directory's command-line option.
+
+    Raises:
+        ConfigError: see `check_context`.
+    """
+    limit = context_of(config)
+    if longest > limit:
+        what = f"has a context of {limit} tokens"
+        if limit < config.max_length:
+            what = f"has the same rope_scaling for all sequences up to {limit} tokens"
+        raise ConfigError(
+            f"{option}: {directory} {what}, and the longest sequence may have "
+            f"{longest}; use a model with a longer context, or shorter sequences"
+        )
 
 
 def _activation_bytes(

@@ -11,7 +11,7 @@ from jaxrl_post.algorithms.objective import Divergence
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.learner import Learner, Scorer
-from jaxrl_post.learner.model import Model, open_model
+from jaxrl_post.learner.model import Model, check_beside, open_model
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.learner.teacher import Comparison
 from jaxrl_post.types import PyTree
@@ -45,7 +45,12 @@ def require_directory(path: str | None, option: str) -> None:
 
 
 def open_reference(
-    model: Model, learner: Learner, directory: str | None, option: str
+    model: Model,
+    learner: Learner,
+    directory: str | None,
+    option: str,
+    *,
+    longest: int,
 ) -> Reference:
     """Opens the frozen policy of a run.
 
@@ -54,9 +59,11 @@ def open_reference(
         learner: gives temperature, rematerialisation and the size of a microbatch.
         directory: a model directory; None for the model at step 0.
         option: name of the directory's option, for errors.
+        longest: tokens of the longest sequence that the policy scores.
 
     Raises:
-        ConfigError: the directory's tokenizer has other ids.
+        ConfigError: the directory's tokenizer has other ids, or its model's context is
+            shorter than `longest`.
     """
     if directory is None:
         # Nothing is compared with a reference's last bits.
@@ -79,6 +86,7 @@ def open_reference(
             f"{option}: the tokenizer of {directory} has other ids than "
             f"that of {model.name}; token by token they cannot be compared"
         )
+    check_beside(frozen.config, directory, longest, option)
     policy = learner.policy
     scorer = Scorer(
         Policy(

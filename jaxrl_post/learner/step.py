@@ -109,14 +109,15 @@ class Accumulator:
 
 def states_before(
     policy: Policy, params: PyTree, batch: TokenBatch, chunks: Chunks
-) -> Float[Array, "chunks chunk hidden"]:
+) -> tuple[Float[Array, "chunks chunk hidden"], Predictions]:
     """Returns the states that predict the tokens of a packed batch.
 
     A token is predicted by the last hidden state of the token before it on its path.
-    They are in the parameters' dtype.
+    They are in the parameters' dtype. The predictions are those of the model itself,
+    its routers' losses and metrics, if it has experts.
     """
-    hidden = _hidden_states(policy, params, batch, chunks)
-    return chunks.take(hidden, batch.previous)
+    hidden, own = _hidden_states(policy, params, batch, chunks)
+    return chunks.take(hidden, batch.previous), own
 
 
 def chunks_of(policy: Policy, batch: TokenBatch) -> Chunks:
@@ -126,10 +127,12 @@ def chunks_of(policy: Policy, batch: TokenBatch) -> Chunks:
 
 def _hidden_states(
     policy: Policy, params: PyTree, batch: TokenBatch, chunks: Chunks
-) -> Float[Array, "chunks chunk hidden"]:
-    return forward(
-        params, policy.config, **_inputs(batch, chunks), **_how(policy, chunks)
-    )
+) -> tuple[Float[Array, "chunks chunk hidden"], Predictions]:
+    """Returns hidden states, and of a model with experts its routers' losses."""
+    if policy.config.experts is not None:
+        return _routed_states(policy, params, batch, chunks)
+    inputs, how = _inputs(batch, chunks), _how(policy, chunks)
+    return forward(params, policy.config, **inputs, **how), Predictions()
 
 
 def _inputs(batch: TokenBatch, chunks: Chunks) -> dict[str, Any]:
@@ -157,10 +160,7 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
     the sampler kept; entropies are always those of all tokens.
     """
     chunks = chunks_of(policy, batch)
-    if policy.config.experts is None:
-        hidden, own = _hidden_states(policy, params, batch, chunks), Predictions()
-    else:
-        hidden, own = _routed_states(policy, params, batch, chunks)
+    hidden, own = _hidden_states(policy, params, batch, chunks)
     after = None
     if policy.config.head != "lm":
         after = chunks.join(values(params, hidden))

@@ -57,6 +57,7 @@ class Comparison:
 
         Returns:
             Predictions without log-probs; 0 for tokens that the loss mask excludes.
+            Those of a student with experts have its routers' losses and metrics.
         """
         chunks = chunks_of(self.student, batch)
         mask = chunks.split(in_sequence(batch.loss_mask, batch.ends))
@@ -74,19 +75,18 @@ class Comparison:
             own = jax.lax.stop_gradient(own)
             return divergence, entropy(own, on), entropy(teachers, on)
 
+        before, routed = states_before(self.student, params, batch, chunks)
+        before_teachers, _ = states_before(self.teacher, frozen, batch, chunks)
         found = _in_chunks(
             compare,
             (own, teachers),
-            (
-                states_before(self.student, params, batch, chunks),
-                states_before(self.teacher, frozen, batch, chunks),
-            ),
+            (before, before_teachers),
             mask,
             chunks.rules,
             self.chunk_bytes,
         )
         divergence, entropies, theirs = map(chunks.join, found)
-        return Predictions(
+        return routed._replace(
             entropy=entropies, divergence=divergence, teacher_entropy=theirs
         )
 

@@ -107,7 +107,10 @@ class Updater:
             skip_truncated=rollout.truncated == "mask",
             mark_truncated=self.config.critic.bootstrap_truncated,
         )
-        return made, rollout_metrics(groups, values, version)
+        # Of these, `credit` makes advantages, or nobody does.
+        later = self.algorithm.credit is not None
+        later = later or self.algorithm.divergence is not None
+        return made, rollout_metrics(groups, None if later else values, version)
 
     def update(
         self, sequences: list[packing.Sequence], number: int
@@ -119,10 +122,18 @@ class Updater:
         anchored = self.algorithm.divergence is None
         needs_proximal = anchored and update.minibatches * update.epochs > 1
         with self._phase("logprobs"):
-            pieces = [self._scored(piece, needs_proximal) for piece in pieces]
+            # Credit may take a fresh token's log-prob from the sampler, but an older
+            # one is that of other parameters.
+            reads = self.algorithm.credit_reads_logprobs and any(
+                piece.stale is not None and piece.stale.any() for piece in pieces
+            )
+            pieces = [self._scored(piece, needs_proximal or reads) for piece in pieces]
             if self.algorithm.credit is not None:
                 pieces, found = credited(self._credit, pieces)
                 metrics |= found
+            if not needs_proximal:
+                # The one update computes them itself, always in the same program.
+                pieces = [piece.replace(proximal_logprobs=None) for piece in pieces]  # type: ignore[attr-defined]
         collected: list[dict[str, float]] = []
         with self._phase("train"):
             for epoch in range(update.epochs):
@@ -201,7 +212,7 @@ class Updater:
         return wanted or tuple(found)
 
     def _overlong(self, lengths: np.ndarray) -> np.ndarray:
-        """Computes the penalty of completions close to the maximum length."""
+        """Computes the penalty of turns close to the maximum length of a turn."""
         rollout = self.config.rollout
         return np.asarray(
             shaping.overlong_penalty(

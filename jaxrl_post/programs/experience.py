@@ -294,9 +294,16 @@ class Experience:
             groups = batching.worthless_if_truncated(groups)
         keep = groups
         if rollout.dynamic_sampling:
-            keep = [group for group in groups if group.has_spread]
+            keep = [group for group in groups if self._has_spread(group)]
         self.queue.put(keep)
         return groups
+
+    def _has_spread(self, group: Group) -> bool:
+        """Whether rewards differ that the algorithm compares."""
+        algorithm = self.config.algorithm
+        if algorithm.turn_credit == "turns":
+            return group.has_turn_spread(algorithm.turn_discount)
+        return group.has_spread
 
     def _with_greedy(
         self,
@@ -337,7 +344,7 @@ class Experience:
             "reward/std": float(np.std(rewards)),
             "rollout/failed": float(len(episodes) - len(rewards)),
             "rollout/groups_with_spread": float(
-                np.mean([group.has_spread for group in sampled])
+                np.mean([self._has_spread(group) for group in sampled])
             ),
         }
         failures = Counter(_failure(e.error) for e in episodes if e.reward is None)

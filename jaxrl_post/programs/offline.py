@@ -295,7 +295,13 @@ def _training(
     )
     reference = None
     if job.needs_reference:
-        reference = open_reference(model, learner, job.reference, "--loss.reference")
+        reference = open_reference(
+            model,
+            learner,
+            job.reference,
+            "--loss.reference",
+            longest=config.max_tokens,
+        )
     _print_layout(run, learner, state, reference, row_tokens)
     measured = job.measured(examples)
     feed = Feed(

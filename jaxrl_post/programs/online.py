@@ -215,9 +215,12 @@ def _warm_started(
 
 def _demonstrations(tasks: TaskSets, config: RLConfig, model: Model) -> Demonstrations:
     """The demonstrations that are not longer than a sample may be."""
-    longest = config.update.row_tokens or longest_sequence(config)
-    demonstrations = Demonstrations(tasks, longest)
+    demonstrations = Demonstrations(tasks, _longest_demonstration(config))
     return demonstrations.fitting(model.tokenizer, "--update.row-tokens")
+
+
+def _longest_demonstration(config: RLConfig) -> int:
+    return config.update.row_tokens or longest_sequence(config)
 
 
 def _trainer(
@@ -251,7 +254,9 @@ def _trainer(
     )
     critic = None
     if algorithm.value_objective is not None:
-        value_model = open_critic(config.critic, model, seed=config.seed)
+        value_model = open_critic(
+            config.critic, model, seed=config.seed, longest=longest_sequence(config)
+        )
         learner, state = begin(
             value_model,
             algorithm.value_objective,
@@ -266,10 +271,17 @@ def _trainer(
         num_steps=policy_steps,
         exact=config.exact,
     )
+    longest = longest_sequence(config)
+    if config.distill.data == "demonstrations":
+        longest = _longest_demonstration(config)
     reference = None
     if algorithm.needs_reference or algorithm.divergence is not None:
         reference = open_reference(
-            model, learner, config.algorithm.reference, "--algorithm.reference"
+            model,
+            learner,
+            config.algorithm.reference,
+            "--algorithm.reference",
+            longest=longest,
         )
     if reference is not None and algorithm.divergence is not None:
         learner = beside_teacher(

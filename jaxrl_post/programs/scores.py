@@ -42,7 +42,7 @@ class Scores:
         mean_reward: in the environment's units.
         mean_tokens: mean length of a completion.
         max_tokens: of the longest completion.
-        stopped: share of samples that ended before the limit of tokens.
+        stopped: share of samples that ended by themselves, `Episode.stopped`.
         metrics: means of the environment's own metrics, and of the parts of the reward.
     """
 
@@ -97,7 +97,7 @@ def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
         mean_reward=float(np.mean(rewards)),
         mean_tokens=float(np.mean(lengths)),
         max_tokens=max(lengths),
-        stopped=float(np.mean([r.finish_reason != "length" for r in judged])),
+        stopped=float(np.mean([r.stopped for r in judged])),
         metrics={name: float(np.mean(values[name])) for name in sorted(values)},
     )
 

@@ -84,9 +84,9 @@ def advantages(
     Args:
         groups: of equal size.
         estimator: `GroupFacts` to advantages [groups, samples].
-        shaping: maps the number of sampled tokens to a term added to the reward. The
-            term is added only here, so that `Group.has_spread` selects groups by their
-            unshaped rewards.
+        shaping: maps the sampled tokens of an episode's longest turn to a term added to
+            the reward; the limit of tokens is one of a turn. The term is added only
+            here, so that `Group.has_spread` selects groups by their unshaped rewards.
         parts: names of the components that the estimator reads, if any.
 
     Returns:
@@ -106,13 +106,19 @@ def advantages(
         greedy, judged = _greedy(groups, shaping)
         valid = valid & judged[:, None]
     facts = GroupFacts(
-        rewards=rewards if shaping is None else rewards + shaping(lengths),
+        rewards=rewards if shaping is None else rewards + shaping(_longest(groups)),
         valid=valid,
         lengths=lengths,
         components=_components(groups, parts) if parts else None,
         greedy=greedy,
     )
     return np.asarray(estimator(facts), np.float32)
+
+
+def _longest(groups: Sequence[Group]) -> np.ndarray:
+    """int32 [groups, samples]: sampled tokens of each episode's longest turn."""
+    found = [[episode.longest_turn for episode in group.episodes] for group in groups]
+    return np.array(found, np.int32)
 
 
 def _by_player(
@@ -151,7 +157,7 @@ def _greedy(
     found = [group.greedy for group in groups]
     rewards = np.array([(r and r.reward) or 0.0 for r in found], np.float32)
     if shaping is not None:
-        lengths = np.array([r.num_sampled if r else 0 for r in found], np.int32)
+        lengths = np.array([r.longest_turn if r else 0 for r in found], np.int32)
         rewards = rewards + shaping(lengths[:, None])[:, 0]
     return rewards, np.array([r is not None and r.reward is not None for r in found])
 
@@ -171,9 +177,10 @@ def turn_rewards(
     groups: Sequence[Group],
     shaping: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The reward of every turn; the shaping of an episode is added to its last turn.
+    """The reward of every turn; the shaping of an episode is added to its longest turn.
 
-    That of a player's turns, if there are players, is added to the player's last turn.
+    Of turns of equal length it is the last one. If there are players, each has a
+    shaping, which is added to the player's own longest turn.
 
     Args:
         groups: of equal size.
@@ -197,8 +204,10 @@ def turn_rewards(
         rewards[row, :count] = [turn.reward or 0.0 for turn in episode.turns]
         mask[row, :count] = True
         if shaping is not None:
-            length = np.array([[episode.num_sampled]], np.int32)
-            rewards[row, count - 1] += shaping(length)[0, 0]
+            sizes = [len(turn.sampled) for turn in episode.turns]
+            longest = count - 1 - int(np.argmax(sizes[::-1]))
+            length = np.array([[episode.longest_turn]], np.int32)
+            rewards[row, longest] += shaping(length)[0, 0]
     shape = (len(groups), -1, most) if groups else (0, 0, 0)
     return rewards.reshape(shape), mask.reshape(shape)
 

@@ -166,6 +166,11 @@ class Episode:
         return sum(len(turn.sampled) for turn in self.turns)
 
     @property
+    def longest_turn(self) -> int:
+        """Number of tokens that the policy sampled in the longest turn."""
+        return max((len(turn.sampled) for turn in self.turns), default=0)
+
+    @property
     def reward(self) -> float | None:
         """Sum of the turns' rewards; None if the episode failed."""
         if self.error:
@@ -207,6 +212,12 @@ class Episode:
         Of players, whether the last turn of any of them was.
         """
         return any(turn.truncated for turn in self.last_turns.values())
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the episode ended by itself: at no limit of tokens or of turns."""
+        limits = ("turn_limit", "token_limit")
+        return not self.truncated and self.finish_reason not in limits
 
     @property
     def last_turns(self) -> dict[str, Turn]:
@@ -292,17 +303,43 @@ class Group:
     def has_spread(self) -> bool:
         """Whether the unshaped rewards differ; otherwise the group teaches nothing.
 
-        Of players, whether the rewards of any of them differ: in a game that one wins
-        and the other loses their sum is always 0.
+        With turn credit `has_turn_spread` says that. Of players, whether the rewards of
+        any of them differ: in a game that one wins and the other loses their sum is
+        always 0.
         """
         if self.players:
             return any(self.of_player(name)._differs for name in self.players)
         return self._differs
 
+    def has_turn_spread(self, discount: float) -> bool:
+        """Whether the unshaped returns of any turn differ, for credit turn by turn.
+
+        Turns are compared as by `batch.turn_advantages`: those of one number, and of
+        one player, among the samples that have them.
+
+        Args:
+            discount: in [0, 1], of the rewards of the turns after a turn, per turn.
+        """
+        if self.players:
+            groups = map(self.of_player, self.players)
+            return any(own._turns_differ(discount) for own in groups)
+        return self._turns_differ(discount)
+
     @property
     def _differs(self) -> bool:
-        rewards = self.rewards[self.valid]
-        return rewards.size > 1 and bool(np.ptp(rewards) > 0)
+        return _differ(self.rewards[self.valid])
+
+    def _turns_differ(self, discount: float) -> bool:
+        by_turn: dict[int, list[float]] = {}
+        for episode in self.episodes:
+            following = 0.0
+            turns = () if episode.reward is None else episode.turns
+            for number, turn in reversed(list(enumerate(turns))):
+                following = (turn.reward or 0.0) + discount * following
+                by_turn.setdefault(number, []).append(following)
+        return any(
+            _differ(np.array(returns, np.float32)) for returns in by_turn.values()
+        )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value from which `from_json` restores the group exactly."""
@@ -327,6 +364,10 @@ def players_of(groups: Sequence[Group]) -> tuple[str, ...]:
     """The names of all players of groups, as `Group.players`."""
     names = {turn.player for g in groups for each in g.episodes for turn in each.turns}
     return tuple(sorted(names)) if any(names) else ()
+
+
+def _differ(rewards: np.ndarray) -> bool:
+    return rewards.size > 1 and bool(np.ptp(rewards) > 0)
 
 
 # Fields of `Turn` that checkpoints of earlier versions do not have.

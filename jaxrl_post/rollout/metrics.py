@@ -10,25 +10,27 @@ __all__ = ["rollout_metrics"]
 
 
 def rollout_metrics(
-    groups: Sequence[Group], values: np.ndarray, version: int
+    groups: Sequence[Group], values: np.ndarray | None, version: int
 ) -> dict[str, float]:
     """Statistics of the rewards, lengths, staleness and advantages of one step.
 
     Args:
         groups: the step's groups.
-        values: advantages, float32 [groups, samples] or [groups, samples, turns].
+        values: advantages, float32 [groups, samples] or [groups, samples, turns]; None
+            if they are made later, of tokens. Values of failed episodes and of turns
+            that do not exist are left out.
         version: version of the parameters that train on the groups.
     """
     episodes = [e for group in groups for e in group.episodes if e.reward is not None]
     rewards = [e.reward for e in episodes if e.reward is not None]
     lengths = [e.num_sampled for e in episodes]
-    stopped = [not e.truncated for e in episodes]
+    stopped = [e.stopped for e in episodes]
     newest = [max(int(t.sampled.versions.max()) for t in e.turns) for e in episodes]
     ages = [version - each for each in newest]
     sampled = [turn.sampled for e in episodes for turn in e.turns]
     masses = np.concatenate([tokens.log_masses for tokens in sampled])
     recorded = np.concatenate([(tokens.kept >= 0).any(axis=1) for tokens in sampled])
-    return {
+    metrics = {
         "reward/trained_mean": float(np.mean(rewards)),
         "rollout/completion_length": float(np.mean(lengths)),
         "rollout/completion_length_max": float(np.max(lengths)),
@@ -40,6 +42,18 @@ def rollout_metrics(
         # KL(q || p) of q, the policy p without the tokens that top-k, top-p and min-p
         # cut: E_q[log(p / mass) - log p].
         "mismatch/truncation_kl": abs(float(np.mean(masses.astype(np.float64)))),
-        "advantage/mean": float(np.mean(values)),
-        "advantage/std": float(np.std(values)),
     }
+    if values is not None:
+        own = values[_exist(groups, values.shape)]
+        metrics["advantage/mean"] = float(np.mean(own))
+        metrics["advantage/std"] = float(np.std(own))
+    return metrics
+
+
+def _exist(groups: Sequence[Group], shape: tuple[int, ...]) -> np.ndarray:
+    """Which values [groups, samples] or [groups, samples, turns] are of a judgement."""
+    valid = np.stack([group.valid for group in groups])
+    if len(shape) == 2:
+        return valid
+    counts = np.array([[len(e.turns) for e in group.episodes] for group in groups])
+    return valid[..., None] & (np.arange(shape[2]) < counts[..., None])

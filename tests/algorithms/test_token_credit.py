@@ -185,6 +185,17 @@ def test_without_proximal_logprobs_the_sampler_is_the_start(name, layouts):
 
 
 @every_case
+def test_an_algorithm_says_whether_its_credit_reads_log_probs(name, layouts):
+    algorithm = CASES[name][0]
+    batch = layouts["packed"][1]
+    # Not by the same amount everywhere, which whitening would take away.
+    moved = batch.replace(proximal_logprobs=batch.proximal_logprobs * 1.5)
+    before, after = (algorithm.credit(each).advantages for each in (batch, moved))
+    reads = bool(jnp.any(jnp.abs(before - after) > 1e-4))
+    assert algorithm.credit_reads_logprobs == reads
+
+
+@every_case
 def test_what_stands_in_uncounted_places_changes_nothing(name, gapped, lay_out):
     algorithm = CASES[name][0]
     each_alone = [[sequence] for sequence in gapped]

@@ -77,7 +77,9 @@ def begin(config, mesh="dp1", count=1):
 
 
 def scored(batch, model, learner, state):
-    reference = open_reference(model, learner, None, "--algorithm.reference")
+    reference = open_reference(
+        model, learner, None, "--algorithm.reference", longest=32
+    )
     found = reference.scorer.predict(reference.params, batch)
     return batch.replace(reference_logprobs=found.logprobs), reference
 
@@ -311,7 +313,7 @@ def pointers(tree):
 def test_two_adapters_stand_on_one_base(quantize):
     lora = dataclasses.replace(RANK4, quantize=quantize)
     model = with_adapter(lora, with_head("lm"), seed=0)
-    critic = open_critic(CriticConfig(lora=lora), model, seed=1)
+    critic = open_critic(CriticConfig(lora=lora), model, seed=1, longest=32)
     # Only the value head is new: of the trained and of the frozen tree.
     new = pointers(critic.base) - pointers(model.base)
     assert new == pointers(critic.base.value_head)
@@ -324,7 +326,7 @@ def test_two_adapters_stand_on_one_base(quantize):
 
 def test_neither_adapter_s_steps_change_the_base():
     model = with_adapter(RANK4, with_head("lm"), seed=0)
-    critic = open_critic(CriticConfig(lora=RANK4), model, seed=1)
+    critic = open_critic(CriticConfig(lora=RANK4), model, seed=1, longest=32)
     before = jax.tree.map(np.asarray, model.base)
     batch, made = of_a_critic(batch_of()), ppo()
     _, state, seen = train(critic, made.value_objective, batch)
@@ -343,7 +345,7 @@ def test_neither_adapter_s_steps_change_the_base():
 def test_who_trains_whole_has_arrays_of_its_own(policy, critic):
     """The first optimizer step of either takes them."""
     model = with_adapter(policy, with_head("lm"), seed=0)
-    value_model = open_critic(CriticConfig(lora=critic), model, seed=1)
+    value_model = open_critic(CriticConfig(lora=critic), model, seed=1, longest=32)
     assert not pointers(value_model.base) & pointers(model.base)
 
 
@@ -352,7 +354,7 @@ def test_an_adapter_over_a_reward_model_of_a_directory(tmp_path):
     save_model(tmp_path / "rm", begins, begins.params)
     model = with_adapter(RANK4, with_head("lm"), seed=0)
     config = CriticConfig(model=str(tmp_path / "rm"), lora=RANK4)
-    critic = open_critic(config, model, seed=0)
+    critic = open_critic(config, model, seed=0, longest=32)
     head = critic.params["value_head"].weight
     np.testing.assert_array_equal(head, begins.params.value_head)
     assert not pointers(critic.base) & pointers(model.base)
@@ -377,7 +379,7 @@ def test_an_adapter_over_a_text_model_names_no_larger_model_as_its_base(tmp_path
 
 def test_the_layout_counts_a_shared_base_once():
     model = with_adapter(RANK4, with_head("lm"), seed=0)
-    critic = open_critic(CriticConfig(lora=RANK4), model, seed=1)
+    critic = open_critic(CriticConfig(lora=RANK4), model, seed=1, longest=32)
     rows = layout_table(
         model, UpdateConfig(), rows=1, row_tokens=8, optimizer=(),
         reference=model.base, critic=(critic.params, critic.base),

@@ -21,6 +21,7 @@ from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.learner.algorithm import make_algorithm, make_correction
@@ -178,6 +179,27 @@ def test_options_that_a_distillation_has_no_use_for_are_refused(
 def test_a_bad_number_of_a_divergence_is_refused_at_once(distill, message):
     with pytest.raises(ValueError, match=message):
         make_algorithm(named("distillation"), 4, distill=DistillConfig(**distill))
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "message"),
+    [
+        ("rollout", {"overlong_buffer": 2}, r"--rollout\.overlong-buffer: gdpo norma"),
+        ("reward", {"weight": -1.0}, r"--reward\.weight: gdpo norm.*reward-weights"),
+        ("reward", {"environment_weight": 0.0}, r"--reward\.environment-weight: gdpo"),
+    ],
+)
+def test_what_no_part_of_the_reward_shows_is_refused_with_gdpo(
+    tmp_path, section, options, message
+):
+    plain = RLConfig(
+        algorithm=named("gdpo"), reward=RewardModelConfig(model=str(tmp_path))
+    )
+    config = replace(plain, **{section: replace(getattr(plain, section), **options)})
+    with pytest.raises(ConfigError, match=message):
+        check_options(config)
+    check_options(plain)
+    check_options(replace(config, algorithm=named("grpo")))
 
 
 @pytest.mark.parametrize(

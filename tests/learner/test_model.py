@@ -6,16 +6,25 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jaxrl_post import algorithms, models
+from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
+from jaxrl_post.learner.critic import open_critic
+from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.model import check_context, open_model, save_model, versions
+from jaxrl_post.learner.reference import open_reference
 from jaxrl_post.models import ModelConfig, RopeScaling
-from jaxrl_post.sharding import MeshError
+from jaxrl_post.sharding import MeshError, create_mesh
 from tests.programs.trainers import make_model
 
 
@@ -137,3 +146,28 @@ def test_sequences_beyond_the_context_are_refused():
     message = r"at most 1024, up to which the model's rope_scaling is the same for all"
     with pytest.raises(ConfigError, match=message):
         check_context(long, 1025, "--max-tokens")
+
+
+@pytest.mark.meshes
+def test_sequences_beyond_the_context_of_a_model_beside_are_refused(tmp_path):
+    model, mesh = make_model(), create_mesh("dp8")
+    params = models.initialize(jax.random.key(0), model.specs, jnp.float32, mesh)
+    model = dataclasses.replace(model, params=params, mesh=mesh)
+    config = dataclasses.replace(model.config, max_length=32)
+    short = dataclasses.replace(model, config=config, preset=True)
+    directory = str(tmp_path / "short")
+    save_model(Path(directory), short, short.params)
+    objective = algorithms.grpo(kl_coefficient=0.1).objective
+    learner, _ = begin_training(
+        model, objective, OptimizerConfig(), UpdateConfig(), num_steps=1, row_tokens=64
+    )
+    critic = CriticConfig(model=directory)
+    message = r": .*short has a context of 32 tokens, and the longest .* have 33; use a"
+    with pytest.raises(ConfigError, match=f"^--loss.reference{message}"):
+        open_reference(model, learner, directory, "--loss.reference", longest=33)
+    with pytest.raises(ConfigError, match=f"^--critic.model{message}"):
+        open_critic(critic, model, seed=0, longest=33)
+    open_reference(model, learner, directory, "--loss.reference", longest=32)
+    open_critic(critic, model, seed=0, longest=32)
+    # The model itself was checked before.
+    open_reference(model, learner, None, "--loss.reference", longest=65)

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from jaxrl_post import algorithms, models
+from jaxrl_post.algorithms.whole_distributions import distribution_distillation
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data import packing
 from jaxrl_post.learner.learner import begin_training
+from jaxrl_post.learner.reference import Reference, beside_teacher
 from jaxrl_post.learner.step import Policy, predict
+from jaxrl_post.losses.distill import forward_kl
 from jaxrl_post.models import MixtureOfExperts, ModelConfig, Routing, experts
 from jaxrl_post.sharding import create_mesh
 from tests.learner.test_learner import sequences
@@ -24,6 +27,7 @@ CONFIG = ModelConfig(
     experts=MixtureOfExperts(4, 2, 12),
 )  # fmt: skip
 SPECS = models.param_specs(CONFIG)
+GRPO = algorithms.grpo().objective
 
 
 def routing(assigned, probability, tokens, squared=0.0):
@@ -62,7 +66,7 @@ def batch_of(rows=16):
     return jax.tree.map(jnp.asarray, made)
 
 
-def begin(**changes):
+def begin(objective=GRPO, **changes):
     mesh = create_mesh("dp1", jax.devices()[:1])
     jax.set_mesh(mesh)
     params = models.initialize(jax.random.key(0), SPECS, jnp.float32, mesh)
@@ -71,7 +75,7 @@ def begin(**changes):
     )
     update = UpdateConfig(microbatch_tokens=512, **changes)
     return begin_training(
-        model, algorithms.grpo().objective, OptimizerConfig(learning_rate=3e-3), update,
+        model, objective, OptimizerConfig(learning_rate=3e-3), update,
         num_steps=10, row_tokens=32,
     )  # fmt: skip
 
@@ -135,3 +139,28 @@ def test_a_model_without_experts_has_nothing_to_balance():
             make_model(), algorithms.grpo().objective, OptimizerConfig(),
             UpdateConfig(router_balance=0.1), num_steps=1, row_tokens=24,
         )  # fmt: skip
+
+
+def test_a_student_beside_a_teacher_trains_its_routers_too():
+    batch = jax.tree.map(np.asarray, batch_of())
+    made = distribution_distillation(divergence=forward_kl)
+
+    def taught(**changes):
+        learner, state = begin(made.objective, **changes)
+        teacher = Reference(learner.scorer, jax.tree.map(jnp.copy, state.params))
+        return beside_teacher(learner, teacher, forward_kl, temperature=1.0), state
+
+    learner, state = taught()
+    plain = learner.evaluate(state.params, batch)
+    # The student is its own teacher: there is nothing else to learn.
+    assert plain["loss"] == pytest.approx(0, abs=1e-6)
+    learner, state = taught(router_balance=0.5, router_z=0.25)
+    share = 0.5 * plain["router/balance_loss"] + 0.25 * plain["router/z_loss"]
+    assert learner.evaluate(state.params, batch)["loss"] == pytest.approx(
+        share, rel=1e-4
+    )
+    before = np.asarray(state.params.layers[0].experts.router)
+    state, metrics = learner.update(state, batch, where="step 1")
+    assert metrics["router/balance_loss"] == plain["router/balance_loss"]
+    moved = abs(np.asarray(state.params.layers[0].experts.router) - before)
+    assert moved.max() > 1e-4

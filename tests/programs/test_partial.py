@@ -12,9 +12,11 @@ import pytest
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import Task, WorkerPool
 from jaxrl_post.programs.rl import Trainer, make_engine
+from jaxrl_post.rollout.episode import Group
 from jaxrl_post.rollout.flight import ChangedTaskError
 from tests.packed_rows import sequences_in
 from tests.programs.trainers import RL, assert_same, changed, make_trainer
+from tests.rollout.test_batch import turns_of
 
 pytestmark = pytest.mark.processes
 
@@ -97,6 +99,47 @@ def test_what_was_sampled_across_an_update_is_what_the_trainer_scores(coin, judg
             )
             checked += int(version) < number - 1
     assert checked > 2, "the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficient"),
+    [("distillation", 0.0), ("reinforce_plus_plus", 0.1), ("reinforce_plus_plus", 0.0)],
+)
+def test_credit_compares_what_the_parameters_say_now(coin, judges, name, coefficient):
+    """Log-probs of older parameters would bias the KL that is an advantage."""
+    reference = "teacher" if name == "distillation" else None
+    config = with_credit(
+        CONFIG, name=name, kl_coefficient=coefficient, reference=reference
+    )
+    trainer = make_trainer(coin.Relay(), judges, config)
+    updater = trainer.updater
+    credit, read_by = jax.jit(updater.algorithm.credit), []
+    updater.__dict__["_credit"] = lambda batch: read_by.append(batch) or credit(batch)
+    stale = 0
+    for number in range(1, 5):
+        start = jax.tree.map(np.array, updater.state.params)
+        updater.learner.seen.clear()
+        trainer.step(number)
+        ((_, batch),) = updater.learner.seen
+        # The one update of the batch is its own start.
+        assert batch.proximal_logprobs is None
+        count, mask = len(batch.tokens), batch.loss_mask
+        now = np.asarray(updater.learner.scorer.predict(start, batch).logprobs)[mask]
+        read = read_by[-1].proximal_logprobs
+        if name == "reinforce_plus_plus" and not coefficient:
+            assert read is None
+            continue
+        if not batch.stale.any():
+            assert read is None
+            np.testing.assert_allclose(batch.behavior_logprobs[mask], now, atol=1e-5)
+            continue
+        old = batch.stale[mask]
+        stale += int((abs(batch.behavior_logprobs[mask] - now)[old] > 1e-3).sum())
+        np.testing.assert_allclose(read[:count][mask], now, atol=1e-5)
+        if name == "distillation":
+            expected = batch.reference_logprobs[mask] - now
+            np.testing.assert_allclose(batch.advantages[mask], expected, atol=1e-5)
+    assert stale > 2 or not (coefficient or reference), "the test shows nothing"
 
 
 @pytest.mark.parametrize("stop", [1, 2])
@@ -263,6 +306,26 @@ def test_dynamic_sampling_takes_the_first_groups_with_spread(coin):
             # One task in three has none: these were drawn beside the others.
             assert metrics["rollout/groups_with_spread"] < 1
         assert trainer.experience.drawn > 4 * 4 + 2
+
+
+def test_dynamic_sampling_keeps_groups_whose_turns_differ(coin, judges):
+    def group(first: float, second: float) -> Group:
+        return Group(
+            1, (turns_of(first, 1 - first), turns_of(second, 1 - second, index=1))
+        )
+
+    config = changed(
+        "rollout", max_turns=3, max_prompt_tokens=16, dynamic_sampling=True
+    )
+    for options, kept in (
+        ({"turn_credit": "turns"}, [(0.0, 1.0)]),
+        ({"turn_credit": "turns", "turn_discount": 0.5}, [(0.0, 1.0)]),
+        ({}, []),
+    ):
+        trainer = make_trainer(coin.Relay(), judges, with_credit(config, **options))
+        trainer.experience._queued([group(0.0, 1.0), group(0.5, 0.5)])
+        found = trainer.experience.queue.take(9)
+        assert found == [group(*rewards) for rewards in kept]
 
 
 @pytest.mark.parametrize(

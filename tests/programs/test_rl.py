@@ -400,6 +400,8 @@ def test_a_critic_is_asked_before_each_token_and_trained_on_the_same_batch(
     assert metrics["critic/grad_norm"] > 0
     assert metrics["critic/explained_variance"] <= 1
     assert metrics["advantage/token_std"] == pytest.approx(1, abs=0.02)
+    # Of an episode there is a reward, and no advantage.
+    assert not {"advantage/mean", "advantage/std"} & metrics.keys()
 
 
 def test_a_critic_can_learn_alone_at_first(coin, judges):
@@ -471,6 +473,7 @@ def test_whole_distributions_of_samples_need_no_scoring(coin, judges):
     assert len(groups) == 4
     assert metrics["distill/divergence"] > 1e-4
     assert "rollout/staleness" in metrics
+    assert not any(name.startswith("advantage/") for name in metrics)
     for where, batch in trainer.updater.learner.seen:
         assert batch.proximal_logprobs is None, where
         assert batch.reference_logprobs is None, where

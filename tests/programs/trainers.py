@@ -120,12 +120,12 @@ def make_trainer(
     jax.set_mesh(learner.mesh)
     critic = None
     if algorithm.value_objective is not None:
-        value_model = open_critic(config.critic, model, seed=config.seed)
+        value_model = open_critic(config.critic, model, seed=config.seed, longest=24)
         learns, state = _begin(value_model, algorithm.value_objective)
         critic = Critic(value_model, learns, state)
     reference = None
     if algorithm.needs_reference or algorithm.divergence is not None:
-        reference = open_reference(model, learner, None, "")
+        reference = open_reference(model, learner, None, "", longest=24)
     if reference is not None and algorithm.divergence is not None:
         learner = beside_teacher(
             learner, reference, algorithm.divergence, temperature=1.0

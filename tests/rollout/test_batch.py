@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrl_post import algorithms
 from jaxrl_post.data import packing
@@ -57,7 +58,8 @@ def test_shaping_acts_on_rewards_by_length_and_not_on_the_choice_of_groups():
     def longer_is_worse(lengths: np.ndarray) -> np.ndarray:
         return -0.5 * lengths.astype(np.float32)
 
-    # A sample has sampled two tokens more than its index: one of them a turn before.
+    # A sample has sampled two tokens more than its index: one of them a turn before,
+    # which is not the longest.
     assert GROUPS[0].lengths.tolist() == [2, 3, 4, 5]
     seen = []
     batch.advantages(
@@ -65,7 +67,7 @@ def test_shaping_acts_on_rewards_by_length_and_not_on_the_choice_of_groups():
         lambda facts: seen.append(facts.rewards) or facts.rewards,
         longer_is_worse,
     )
-    expected = [[2.0, -0.5, -2.0, -0.5], [-1.0, -1.5, 2.0, -2.5]]
+    expected = [[2.5, 0.0, -1.5, 0.0], [-0.5, -1.0, 2.5, -2.0]]
     np.testing.assert_array_equal(seen[0], np.float32(expected))
     # Lengths that differ make no group worth training on.
     equal = Group(3, tuple(make_episode(3, i, 1.0) for i in range(3)))
@@ -162,10 +164,10 @@ def test_facts_of_groups_are_aligned_with_their_samples():
     [facts] = seen
     assert facts.lengths.tolist() == [[2, 3]] * 2
     assert facts.components.tolist() == [[[10.0, 1.0], [0.0, 0.0]]] * 2
-    # 2 - 0.5 * 5, shaped as the samples are.
-    assert facts.greedy[0] == -0.5
+    # 2 - 0.5 * 4, shaped as the samples are.
+    assert facts.greedy[0] == 0.0
     assert facts.valid.tolist() == [[True, False], [False, False]]
-    assert facts.rewards.tolist() == [[0.0, -1.5]] * 2
+    assert facts.rewards.tolist() == [[0.5, -1.0]] * 2
 
 
 def turns_of(*rewards: float, index: int = 0) -> Episode:
@@ -208,16 +210,66 @@ def test_each_turn_is_credited_with_the_rewards_from_it_on():
     assert made[0].rewards is None
 
 
+@pytest.mark.parametrize(
+    ("discount", "samples", "spread"),
+    [
+        # Equal sums, and second turns that earned different rewards.
+        (1.0, ((1.0, 0.0), (0.0, 1.0)), True),
+        (0.0, ((1.0, 0.0), (0.0, 1.0)), True),
+        (1.0, ((1.0, 0.5), (1.0, 0.5)), False),
+        # Different sums, and nobody with whom to compare the second turn.
+        (1.0, ((1.0,), (1.0, 1.0)), True),
+        (0.0, ((1.0,), (1.0, 1.0)), False),
+        # Equal sums, and one sample alone has a second turn.
+        (1.0, ((1.0,), (0.0, 1.0)), False),
+        (0.5, ((1.0,), (0.0, 1.0)), True),
+        # 0.1 + 0.2 + 0.3 and 0.6 differ by rounding alone.
+        (1.0, ((0.1, 0.2, 0.3), (0.6,)), False),
+    ],
+)
+def test_the_spread_of_turns_is_what_turn_credit_learns_from(discount, samples, spread):
+    group = Group(1, tuple(turns_of(*r, index=i) for i, r in enumerate(samples)))
+    assert group.has_turn_spread(discount) is spread
+    values = batch.turn_advantages([group], centred, discount=discount)
+    assert (abs(values).max() > 1e-6) == spread
+    failed = dataclasses.replace(turns_of(9.0, 9.0, index=9), error="boom")
+    with_failed = Group(1, (*group.episodes, failed))
+    assert with_failed.has_turn_spread(discount) is spread
+
+
 def test_rewards_stand_at_the_last_token_of_their_turn():
     long, short = turns_of(1.0, -2.0, 4.0), turns_of(3.0, index=1)
     groups = [Group(1, (long, short))]
     rewards, mask = batch.turn_rewards(groups, lambda lengths: -0.1 * lengths)
-    # The shaping of six tokens, and of two, is the last turn's.
-    np.testing.assert_allclose(rewards, [[[1, -2, 3.4], [2.8, 0, 0]]], atol=1e-6)
+    # Turns have two tokens each; of equally long ones the last is shaped.
+    np.testing.assert_allclose(rewards, [[[1, -2, 3.8], [2.8, 0, 0]]], atol=1e-6)
     assert mask.tolist() == [[[True] * 3, [True, False, False]]]
     made = batch.sequences(groups, rewards, rewards=rewards)
-    np.testing.assert_allclose(made[0].rewards, [0, 0, 1, 0, 0, -2, 0, 0, 3.4])
+    np.testing.assert_allclose(made[0].rewards, [0, 0, 1, 0, 0, -2, 0, 0, 3.8])
     np.testing.assert_allclose(made[1].rewards, [0, 0, 2.8])
     packed = packing.pack(made, 16, 1)
     assert packed.token_rewards is not None
-    assert packed.token_rewards.sum() == np.float32(1 - 2 + 3.4 + 2.8)
+    assert packed.token_rewards.sum() == np.float32(1 - 2 + 3.8 + 2.8)
+
+
+def test_the_longest_turn_is_shaped_by_its_own_length():
+    episode = turns_of(1.0, 2.0, 3.0)
+    said = Tokens.generated([20] * 5, [0.0] * 5, version=0)
+    long = dataclasses.replace(episode.turns[1], sampled=said)
+    episode = dataclasses.replace(
+        episode, turns=(episode.turns[0], long, episode.turns[2])
+    )
+    groups = [Group(1, (episode, turns_of(6.0, index=1)))]
+
+    def over_four(lengths: np.ndarray) -> np.ndarray:
+        return -np.maximum(lengths - 4, 0).astype(np.float32)
+
+    rewards, _ = batch.turn_rewards(groups, over_four)
+    np.testing.assert_array_equal(rewards, [[[1, 1, 3], [6, 0, 0]]])
+    # Nine tokens were sampled, of which five at once.
+    values = batch.advantages(groups, lambda facts: facts.rewards, over_four)
+    np.testing.assert_array_equal(values, [[5, 6]])
+    greedy = [dataclasses.replace(groups[0], greedy=episode)]
+    seen = []
+    batch.advantages(greedy, lambda f: seen.append(f) or f.rewards, over_four)
+    np.testing.assert_array_equal(seen[0].greedy, [5])

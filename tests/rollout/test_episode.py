@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from jaxrl_post.envs.env import Answer, Message, ToolCall
+from jaxrl_post.programs.scores import score
 from jaxrl_post.rollout import Episode, Group, GroupQueue, Turn
+from jaxrl_post.rollout.metrics import rollout_metrics
 from jaxrl_post.tokens import Tokens
 
 CONTEXT = Tokens.context([1])
@@ -138,3 +140,46 @@ def test_the_queue_gives_the_oldest_first_and_what_it_has():
     assert queue.take(3) == groups[:3]
     assert queue.take(3) == groups[3:]
     assert queue.take(3) == []
+
+
+@pytest.mark.parametrize(
+    ("cut", "reason", "stopped"),
+    [
+        (False, "stop", True),
+        (False, "stop_string", True),
+        (True, "length", False),
+        (True, "turn_limit", False),
+        (False, "turn_limit", False),
+        (False, "token_limit", False),
+    ],
+)
+def test_an_episode_that_a_limit_ended_did_not_end_by_itself(cut, reason, stopped):
+    turn = answer(1.0, finish_reason="length" if cut else "stop")
+    episode = dataclasses.replace(
+        make_episode(0.0), turns=(turn,), finish_reason=reason
+    )
+    assert episode.stopped is stopped
+    # Evaluations and steps count the same.
+    group = Group(0, (episode,))
+    assert score([group]).stopped == stopped
+    assert rollout_metrics([group], None, 0)["rollout/stopped_fraction"] == stopped
+
+
+def test_statistics_of_advantages_leave_out_what_does_not_exist():
+    turn = answer(1.0)
+    episodes = (
+        dataclasses.replace(make_episode(0.0), turns=(turn,)),
+        dataclasses.replace(make_episode(0.0, 1), turns=(turn, turn)),
+        dataclasses.replace(make_episode(None, 2), turns=(turn, turn, turn)),
+    )
+    group = Group(0, episodes)
+    by_turn = np.float32([[[4, 0, 0], [1, 1, 0], [9, 9, 9]]])
+    found = rollout_metrics([group], by_turn, 0)
+    assert found["advantage/mean"] == 2.0
+    assert found["advantage/std"] == pytest.approx(np.std([4.0, 1.0, 1.0]))
+    found = rollout_metrics([group], np.float32([[1, 2, 9]]), 0)
+    assert (found["advantage/mean"], found["advantage/std"]) == (1.5, 0.5)
+    # Rewards that an algorithm makes advantages of later are none.
+    assert not any(
+        k.startswith("advantage/") for k in rollout_metrics([group], None, 0)
+    )

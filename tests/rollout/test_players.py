@@ -39,6 +39,13 @@ def test_a_game_without_a_sum_has_spread():
     assert group.players == ("a", "b")
     assert group.has_spread
     assert not Group(1, (game(0, 1.0), game(1, 1.0))).has_spread
+    # Turn by turn each player is compared with itself, too.
+    one, other = (
+        play(i, ("a", 0.0 + i), ("b", 1.0), ("a", 1.0 - i), ("b", 0.0)) for i in (0, 1)
+    )
+    assert not Group(1, (one, other)).has_spread
+    assert Group(1, (one, other)).has_turn_spread(1.0)
+    assert not Group(1, (one, one)).has_turn_spread(1.0)
     # One sample of b's is nothing to compare; nor is a failed one.
     alone = play(1, ("a", 1.0))
     assert not Group(1, (game(0, 1.0), alone)).has_spread
@@ -101,14 +108,14 @@ def test_shaping_and_lengths_are_those_of_the_players_turns():
     )
     a, b = seen
     assert (a.lengths.tolist(), b.lengths.tolist()) == ([[4, 4]], [[2, 2]])
-    np.testing.assert_allclose(a.rewards, [[0.6, -1.4]], atol=1e-6)
+    np.testing.assert_allclose(a.rewards, [[0.8, -1.2]], atol=1e-6)
     np.testing.assert_allclose(b.rewards, [[-1.2, 0.8]], atol=1e-6)
     rewards, mask = batch.turn_rewards([group], longer_is_worse)
-    np.testing.assert_allclose(rewards, [[[0, 0.6, -1.2], [0, -1.4, 0.8]]], atol=1e-6)
+    np.testing.assert_allclose(rewards, [[[0, 0.8, -1.2], [0, -1.2, 0.8]]], atol=1e-6)
     assert mask.all()
     made = batch.sequences([group], rewards, rewards=rewards)
     # The last token of a turn, in the sequence of its player.
-    np.testing.assert_allclose(made[0].rewards, [0, 0, 0, 0, 0, 0.6], atol=1e-6)
+    np.testing.assert_allclose(made[0].rewards, [0, 0, 0, 0, 0, 0.8], atol=1e-6)
     np.testing.assert_allclose(made[1].rewards, [0, 0, -1.2], atol=1e-6)
 
 
