@@ -158,6 +158,16 @@ def test_a_recipe_is_where_options_start():
         chosen("--recipe")
 
 
+def test_a_recipe_and_a_file_are_not_taken_together(tmp_path):
+    path = written(tmp_path, {"steps": 3})
+    with pytest.raises(
+        ValueError, match="--recipe: gives all options, and so does --c"
+    ):
+        cli.read_options(
+            program(recipes={"demo": demo}), ["--recipe", "demo", "--config", path]
+        )
+
+
 def test_a_whole_number_serves_as_float(tmp_path):
     path = written(tmp_path, {"rollout": {"temperature": 1}})
     assert options("--config", path).rollout.temperature == 1.0
