@@ -133,7 +133,12 @@ def _tell(outcome: Any, console: Console) -> None:
         path = getattr(outcome, name)
         if path is not None:
             console.print(f"{name + ':':<7} {path}", markup=False, highlight=False)
-    if not outcome.completed:
+    if not outcome.completed and not outcome.step:
+        console.print(
+            "stopped in the warm start, of which nothing is kept; the same command "
+            "begins it anew"
+        )
+    elif not outcome.completed:
         console.print(
             f"stopped after step {outcome.step}, all of it saved; "
             "the same command goes on from here"

@@ -19,7 +19,8 @@ PROGRAM = cli.Program(
     name="launch.grpo",
     description="Trains a language model by GRPO, Dr. GRPO, DAPO, GSPO, CISPO or "
     "RLOO. Without --model, --env, --data.path and --config it is the demo: from "
-    "reward alone a small model learns to name the largest of three numbers." + DEFAULTS,
+    "reward alone a small model learns to name the largest of three numbers."
+    + DEFAULTS,
     default=beginning(
         RLConfig(), Rates(checkpoint=1e-6, adapter=1e-5, preset=5e-4), demo=demo
     ),

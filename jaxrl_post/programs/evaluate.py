@@ -29,7 +29,7 @@ from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import check_tools, distinct
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.checkpoint import Checkpoints
-from jaxrl_post.learner.model import Model, open_model, versions
+from jaxrl_post.learner.model import Model, check_sample, open_model, versions
 from jaxrl_post.programs.experience import make_collector
 from jaxrl_post.programs.hub import fetch
 from jaxrl_post.programs.layouts import SamplerLayout
@@ -149,11 +149,20 @@ def evaluate(
         len(chat.render(model.tokenizer, task.messages, chat.with_tools(task.tools)))
         for task in tasks
     ]
+    longest = max(*prompts, config.max_prompt_tokens)
+    given = longest > max(prompts)
+    check_sample(
+        model.config,
+        longest,
+        sampling.max_tokens,
+        "--max-tokens",
+        "--max-prompt-tokens" if given else "a prompt of",
+    )
     total = len(tasks) * config.samples
     rollout = RolloutConfig(
         prompts_per_step=len(tasks),
         samples_per_prompt=config.samples,
-        max_prompt_tokens=max(*prompts, config.max_prompt_tokens),
+        max_prompt_tokens=longest,
         max_turns=config.max_turns,
         max_result_tokens=config.max_result_tokens,
         max_tokens=sampling.max_tokens,

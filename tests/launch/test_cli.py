@@ -240,6 +240,14 @@ def test_a_stopped_run_says_how_to_go_on(capsys):
     assert "stopped after step 2, all of it saved; the same command goes on" in text
 
 
+def test_a_run_that_was_stopped_in_its_warm_start_says_that_nothing_is_kept(capsys):
+    assert called(lambda config, **rest: Outcome(0, False, None, None)) == 0
+    assert capsys.readouterr().out == (
+        "stopped in the warm start, of which nothing is kept; the same command begins "
+        "it anew\n"
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_is_left_to_the_system(number):
     stop = cli.Stop(Console(quiet=True))

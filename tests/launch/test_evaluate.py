@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from functools import partial
 
@@ -37,6 +38,17 @@ def results(output):
 
 
 SAMPLED = ("--samples=4", "--temperature=1", "--num-tasks=5")
+
+
+def test_completions_beyond_the_context_are_refused_by_their_option(
+    model, tmp_path, capsys
+):
+    assert run(model, tmp_path / "results.json", "--max-tokens=60") == 1
+    assert re.match(
+        "error: --max-tokens: a prompt and its completion must have at most 64 tokens, "
+        r"the model's context; got 60 beside a prompt of \d+, which is \d+; lower one",
+        capsys.readouterr().out,
+    )
 
 
 @pytest.fixture(scope="module")
