@@ -109,6 +109,19 @@ def sampling_of(
     return sampling, defaults.unsupported
 
 
+def _why_greedy(config: EvaluateConfig, model: Model) -> str:
+    """Why the model's own defaults decode greedily, for messages."""
+    if config.temperature is not None or model.source is None:
+        return ""
+    if config.sampling_defaults != "model":
+        return ""
+    if read_generation_defaults(model.source).temperature is None:
+        said = "sets no temperature and no do_sample"
+    else:
+        said = "asks for greedy decoding (do_sample false, or temperature 0)"
+    return f": the model's generation_config.json {said}"
+
+
 def evaluate(
     config: EvaluateConfig,
     model: Model,
@@ -141,8 +154,8 @@ def evaluate(
     sampling, _ = sampling_of(config, model)
     if config.samples > 1 and sampling.temperature == 0:
         raise ConfigError(
-            f"--samples: {config.samples} greedy samples of a task are all the same; "
-            "give --temperature, or take 1"
+            f"--samples: {config.samples} greedy samples of a task are all the same"
+            f"{_why_greedy(config, model)}; give --temperature, or take 1"
         )
     check_tools(tasks, model.tokenizer, f"{config.split} tasks of {environment.name}")
     prompts = [

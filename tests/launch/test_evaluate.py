@@ -230,6 +230,15 @@ def test_what_cannot_be_evaluated(arguments, message, model, tmp_path, capsys):
     assert not output.exists()
 
 
+def test_greedy_samples_of_a_model_say_why_they_are(model, tmp_path, capsys):
+    greedy = ("--sampling-defaults=model", "--samples=2")
+    assert run(model, tmp_path / "results.json", *greedy) == 1
+    assert (
+        "are all the same: the model's generation_config.json sets no temperature and "
+        "no do_sample; give --temperature, or take 1"
+    ) in capsys.readouterr().out
+
+
 def test_nothing_is_overwritten(model, tmp_path, capsys):
     for name in ("results.json", "results.completions.jsonl"):
         file = tmp_path / name
