@@ -42,11 +42,7 @@ from jaxrl_post.programs.agents import agent_collector, check_agents
 from jaxrl_post.programs.experience import Evaluation, Experience, make_collector
 from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.judge import check_judge, open_judge
-from jaxrl_post.programs.layouts import (
-    SamplerLayout,
-    gathered_bytes,
-    sampler_layout,
-)
+from jaxrl_post.programs.layouts import SamplerLayout, sampler_layout
 from jaxrl_post.programs.loop import train
 from jaxrl_post.programs.rl import Trainer, engine_sizes, make_engine
 from jaxrl_post.programs.run import (
@@ -410,11 +406,11 @@ def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
         sampler_mesh=trainer.weights.mesh,
     )
     print_table(run.console, rows)
-    gathered = gathered_bytes(trainer.weights.read(updater.model))
+    gathered = trainer.weights.gathered_a_token(updater.model)
     if gathered:
         run.console.print(
             "sampling: the mesh splits the weights (fsdp, cp), so every decoded token "
-            f"gathers {gathered / 2**20:,.1f} MiB of them on every device; with "
+            f"gathers {gathered / 2**20:,.1f} MiB of the layers on every device; with "
             "--rollout.mesh of dp and tp they stay where they are",
             style="yellow",
             markup=False,
