@@ -179,8 +179,8 @@ def gather[Raw, Item](
         except BadRowError as error:
             if on_bad_row == "fail":
                 raise ValueError(
-                    f"{name}:{line}: {error}. Correct the row, or pass "
-                    "on_bad_row='skip' to leave such rows out"
+                    f"{name}:{line}: {error}. Correct the row, or leave such rows out "
+                    "by on_bad_row='skip' (on the command line --data.on-bad-row skip)"
                 ) from None
             bad.append(BadRow(line, str(error)))
         else:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 import os
 import shlex
 import signal
@@ -15,9 +16,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tyro
 from rich.console import Console
 
+from launch.recipes.beginnings import is_checkpoint
 from launch.several import several, status_of
 
-__all__ = ["Program", "Stop", "call", "given", "main", "read_options"]
+__all__ = ["Program", "Stop", "call", "given", "help_asked", "main", "read_options"]
 
 
 class Stop:
@@ -131,7 +133,12 @@ def _tell(outcome: Any, console: Console) -> None:
         path = getattr(outcome, name)
         if path is not None:
             console.print(f"{name + ':':<7} {path}", markup=False, highlight=False)
-    if not outcome.completed:
+    if not outcome.completed and not outcome.step:
+        console.print(
+            "stopped in the warm start, of which nothing is kept; the same command "
+            "begins it anew"
+        )
+    elif not outcome.completed:
         console.print(
             f"stopped after step {outcome.step}, all of it saved; "
             "the same command goes on from here"
@@ -139,14 +146,15 @@ def _tell(outcome: Any, console: Console) -> None:
 
 
 def read_options[Config](program: Program[Config], arguments: list[str]) -> Config:
-    """Applies `--recipe NAME`, `--config FILE`, then the other options, to a default.
+    """Applies `--recipe NAME` or `--config FILE`, then the other options, to a default.
 
     Raises:
-        ValueError: there is no such recipe; FILE cannot be read, has a key that the
-            configuration lacks, or a value of the wrong type.
+        ValueError: there is no such recipe, it comes with `--config`, or with a
+            checkpoint and no learning rate for it; FILE cannot be read, has a key that
+            the configuration lacks, or a value of the wrong type.
     """
     rest, description = arguments, program.description + "\n\n"
-    recipe = None
+    name = recipe = None
     if program.recipes:
         names = ", ".join(program.recipes)
         name, rest = _take(rest, "--recipe")
@@ -155,7 +163,15 @@ def read_options[Config](program: Program[Config], arguments: list[str]) -> Conf
         recipe = None if name is None else program.recipes[name]
         description += f"--recipe NAME starts from another configuration: {names}. "
     file, rest = _take(rest, "--config")
-    default = program.default(arguments) if recipe is None else recipe()
+    if recipe is not None and file is not None:
+        raise ValueError(
+            "--recipe: gives all options, and so does --config; give one of the two"
+        )
+    default = program.default(arguments)
+    if recipe is not None:
+        usual, default = default, recipe()
+        if not help_asked(arguments):
+            _check_rates(f"--recipe {name}", default, usual, arguments)
     if file is not None:
         default = from_json(default, _read(Path(file)), where=file)
     return tyro.cli(
@@ -181,6 +197,39 @@ def given(arguments: Sequence[str], option: str) -> str | None:
         elif argument.startswith(f"{option}="):
             value = argument.removeprefix(f"{option}=")
     return value
+
+
+def help_asked(arguments: Sequence[str]) -> bool:
+    """Whether the arguments ask for the options instead of a run."""
+    return any(option in arguments for option in ("-h", "--help"))
+
+
+def _check_rates(
+    recipe: str, config: Any, usual: Any, arguments: Sequence[str]
+) -> None:
+    """Refuses a recipe's learning rates for a checkpoint, which they would ruin.
+
+    Args:
+        recipe: its option, for messages.
+        config: of the recipe.
+        usual: the configuration without the recipe.
+        arguments: of the command line.
+
+    Raises:
+        ValueError: the model is a checkpoint, and no learning rate was given.
+    """
+    model = given(arguments, "--model")
+    if model is None or not is_checkpoint(model):
+        return
+    for option in ("--optimizer.learning-rate", "--critic.optimizer.learning-rate"):
+        path = option.removeprefix("--").replace("-", "_")
+        rate, other = (operator.attrgetter(path)(each) for each in (config, usual))
+        if rate != other and given(arguments, option) is None:
+            raise ValueError(
+                f"{option}: must be given with {recipe} and --model {model}: the "
+                f"recipe's {rate:g} is for a model with random weights; without "
+                f"--recipe it is {other:g}"
+            )
 
 
 def _take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:

@@ -8,7 +8,7 @@ from jaxrl_post.config.rl import RLConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.recipes.demo import distill_demo
-from launch.training import beginning, online
+from launch.training import DEFAULTS, beginning, online
 
 PROGRAM = cli.Program(
     name="launch.distill",
@@ -16,8 +16,8 @@ PROGRAM = cli.Program(
     "--algorithm.reference, a Hugging Face directory whose tokenizer is the "
     "student's. It learns from its own samples or from an environment's "
     "demonstrations (--distill.data), and compares the sampled tokens' log-probs "
-    "or the whole distributions of every token (--distill.divergence). When neither "
-    "--model nor --env is given the task is the demo's.",
+    "or the whole distributions of every token (--distill.divergence). Without "
+    "--model, --env, --data.path and --config the task is the demo's." + DEFAULTS,
     default=beginning(
         RLConfig(algorithm=AlgorithmConfig(name="distillation")),
         Rates(checkpoint=1e-5, adapter=1e-4, preset=5e-4),

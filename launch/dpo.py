@@ -6,12 +6,12 @@ from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.offline import PreferenceConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
-from launch.training import beginning, offline
+from launch.training import DEFAULTS, beginning, offline
 
 PROGRAM = cli.Program(
     name="launch.dpo",
     description="Trains a language model on preference pairs, or with --loss.name "
-    "kto on answers with a label each, by DPO or another loss.",
+    "kto on answers with a label each, by DPO or another loss." + DEFAULTS,
     default=beginning(
         PreferenceConfig(), Rates(checkpoint=1e-6, adapter=1e-5, preset=3e-4)
     ),

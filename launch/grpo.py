@@ -13,13 +13,14 @@ from launch.recipes.instructions import instructions
 from launch.recipes.lookup import lookup
 from launch.recipes.queries import text2sql
 from launch.recipes.search import search
-from launch.training import beginning, online
+from launch.training import DEFAULTS, beginning, online
 
 PROGRAM = cli.Program(
     name="launch.grpo",
     description="Trains a language model by GRPO, Dr. GRPO, DAPO, GSPO, CISPO or "
-    "RLOO. When neither --model nor --env is given it is the demo: from reward alone a "
-    "small model learns to name the largest of three numbers.",
+    "RLOO. Without --model, --env, --data.path and --config it is the demo: from "
+    "reward alone a small model learns to name the largest of three numbers."
+    + DEFAULTS,
     default=beginning(
         RLConfig(), Rates(checkpoint=1e-6, adapter=1e-5, preset=5e-4), demo=demo
     ),

@@ -8,13 +8,13 @@ from jaxrl_post.config.rl import RLConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.recipes.demo import ppo_demo
-from launch.training import beginning, online
+from launch.training import DEFAULTS, beginning, online
 
 PROGRAM = cli.Program(
     name="launch.ppo",
     description="Trains a language model by PPO, with a critic of its own or a value "
-    "head on the policy. When neither --model nor --env is given it solves the demo's "
-    "task, from the demo's warm start.",
+    "head on the policy. Without --model, --env, --data.path and --config it solves "
+    "the demo's task, from the demo's warm start." + DEFAULTS,
     default=beginning(
         RLConfig(algorithm=AlgorithmConfig(name="ppo")),
         Rates(checkpoint=1e-6, adapter=1e-5, preset=5e-4),

@@ -29,7 +29,13 @@ def report(config: ReportConfig, *, console: Console, command: str = "") -> None
     from jaxrl_post.records.report import write_report
 
     del command
-    path = write_report(RunDirectory(Path(config.run_dir)), title=config.title)
+    directory = RunDirectory(Path(config.run_dir))
+    if not directory.metrics.exists():
+        raise ValueError(
+            f"run_dir: {config.run_dir} is no run directory, it has no "
+            f"{directory.metrics.name}; give the --run-dir of a run"
+        )
+    path = write_report(directory, title=config.title)
     console.print(f"report: {path}", markup=False, highlight=False)
 
 

@@ -9,14 +9,14 @@ from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.offline import RewardConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
-from launch.training import beginning, offline
+from launch.training import DEFAULTS, beginning, offline
 
 PROGRAM = cli.Program(
     name="launch.reward",
     description="Trains a reward model: on preference pairs one of whole answers, "
     "saved as a sequence classifier of transformers, which serves launch.ppo as a "
     "critic; with --kind process, on labelled steps, one of steps, saved as a "
-    "token classifier.",
+    "token classifier." + DEFAULTS,
     default=beginning(
         RewardConfig(), Rates(checkpoint=1e-5, adapter=1e-4, preset=1e-3)
     ),

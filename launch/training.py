@@ -4,10 +4,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_post.config.run import RunConfig
-from launch.cli import given
+from launch.cli import given, help_asked
 from launch.recipes.beginnings import Rates, begun
 
-__all__ = ["beginning", "offline", "online"]
+__all__ = ["DEFAULTS", "beginning", "offline", "online"]
+
+# The end of a description, for --help.
+DEFAULTS = (
+    "\n\nSome defaults depend on --model, --lora.rank and, where these exist, on "
+    "--env and --recipe: give these beside --help to see theirs."
+)
 
 # With one of these options the user has an own task or model, so no demo.
 OWN = ("--model", "--env", "--data.path", "--config")
@@ -25,9 +31,8 @@ def beginning[Config: RunConfig](
     """
 
     def default(arguments: Sequence[str]) -> Config:
-        help_asked = any(option in arguments for option in ("-h", "--help"))
         own = any(given(arguments, option) is not None for option in OWN)
-        if demo is not None and not own and not help_asked:
+        if demo is not None and not own and not help_asked(arguments):
             return demo()
         return begun(
             config,

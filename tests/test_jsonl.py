@@ -64,7 +64,9 @@ BAD = [
 def test_a_bad_row_fails_with_its_line_or_is_skipped_and_listed(read, row, reason):
     content = GOOD + b"\n" + row + b"\n" + GOOD
     with pytest.raises(
-        ValueError, match=rf"rows\.jsonl:3: {reason}.*on_bad_row='skip'"
+        ValueError,
+        match=rf"rows\.jsonl:3: {reason}.*on_bad_row='skip' \(on the "
+        r"command line --data.on-bad-row skip\)",
     ):
         read(content)
     rows, report = read(content, on_bad_row="skip")

@@ -38,7 +38,7 @@ def check_schedules(config: RunConfig) -> None:
 
 
 def with_horizons[Config: RunConfig](
-    config: Config, saved: Mapping[str, Any] | None
+    config: Config, saved: Mapping[str, Any] | None, directory: str = ""
 ) -> Config:
     """Fills in `schedule_steps`: by default the `steps` with which the run began.
 
@@ -50,18 +50,20 @@ def with_horizons[Config: RunConfig](
         config: of the run; `schedule_steps` is set if the user gave it.
         saved: the configuration with which the run began, as config.json holds it; None
             for a new run.
+        directory: of the run, for messages.
 
     Raises:
-        ConfigError: `steps` is beyond the end; names the options to give.
+        ConfigError: `steps` is beyond the end; names the directory and the options to
+            give.
 
     >>> from dataclasses import asdict
     >>> linear = OptimizerConfig(schedule="linear")
     >>> began = with_horizons(RunConfig(steps=200, optimizer=linear), None)
     >>> began.optimizer.schedule_steps
     200
-    >>> with_horizons(RunConfig(steps=300, optimizer=linear), asdict(began))
+    >>> with_horizons(RunConfig(steps=300, optimizer=linear), asdict(began), "runs/a")
     Traceback (most recent call last):
-    jaxrl_post.config.errors.ConfigError: --steps: must be at most 200, where ...
+    jaxrl_post.config.errors.ConfigError: --steps: the linear schedule of the run ...
     """
     found = {
         name: replace(optimizer, schedule_steps=_end(name, optimizer, config, saved))
@@ -74,9 +76,10 @@ def with_horizons[Config: RunConfig](
         name, end = min(short.items(), key=lambda item: item[1])
         options = " ".join(f"{_option(each)} {config.steps}" for each in short)
         raise ConfigError(
-            f"--steps: must be at most {end}, where the {found[name].schedule} "
-            "schedule with which the run began reaches 0, and further steps train "
-            f"nothing; got {config.steps}. Give {options} to make the schedule longer"
+            f"--steps: the {found[name].schedule} schedule of the run in {directory} "
+            f"reaches 0 at step {end}, and further steps train nothing; got "
+            f"{config.steps}. Give {options} to make the schedule longer, or another "
+            "--run-dir"
         )
     if POLICY in found:
         config = replace(config, optimizer=found[POLICY])

@@ -122,9 +122,9 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
             )
         chosen[option] = value
     if name == "arithmetic":
-        return call(
-            Arithmetic.at_level if "level" in chosen else Arithmetic, chosen, name
-        )
+        if "level" in chosen:
+            return call(Arithmetic.at_level, chosen, name)
+        return call(Arithmetic, chosen, name, also=("level",))
     if name == "mixture":
         return call(_make_mixture, chosen, name)
     if name in _BY_NAME:
@@ -146,6 +146,8 @@ def _make_reasoning_gym(task: str, chosen: Mapping[str, Any]) -> Environment:
 def _make_mixture(
     path: str, size: int | None = None
 ) -> StatelessMixture | StatefulMixture:
+    if not Path(path).exists():
+        raise ValueError(f"mixture: {path} does not exist")
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

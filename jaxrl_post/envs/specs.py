@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = ["call", "parse_query"]
@@ -48,6 +48,7 @@ def call(
     name: str,
     *,
     kind: str = "environment",
+    also: Sequence[str] = (),
 ) -> Any:
     """Calls a factory with options, and names what is wrong with them.
 
@@ -56,6 +57,7 @@ def call(
         chosen: the options.
         name: of what it makes, for error messages.
         kind: what it makes, for error messages.
+        also: options of another factory of the same name, for error messages.
 
     Raises:
         ValueError: an option does not exist, or is missing.
@@ -73,6 +75,7 @@ def call(
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         for option in chosen:
             if option not in known:
+                known += also
                 close = difflib.get_close_matches(option, known, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(

@@ -94,6 +94,7 @@ class Demonstrations:
         if answer is None:
             raise ConfigError(
                 f"--env: {self.environment.name} has no demonstration of task "
-                f"{task.id}; supervised fine-tuning needs one for every task"
+                f"{task.id}; supervised steps need one of every task. "
+                "--warm-start.steps 0 leaves a warm start out"
             )
         return answer

@@ -33,14 +33,14 @@ def make_environment(
 
     Raises:
         ConfigError: a path for an environment without files, or no path for one with
-            files; a module that the environment needs is not installed; tools that
-            cannot be had, or an environment that judges no single answer.
-        ValueError: as `envs.make`.
+            files; as `envs.make`, or a module that the environment needs is not
+            installed; tools that cannot be had, or an environment that judges no single
+            answer.
     """
     options = _file_options(spec, data)
     try:
         environment = envs.make(spec, options=options)
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, ValueError) as error:
         raise ConfigError(f"--env: {error}") from error
     return _with_tools(environment, tools)
 

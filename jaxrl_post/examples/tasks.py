@@ -190,7 +190,8 @@ def fitting_prompts(
         tasks: the tasks of both splits.
         tokenizer: the model's tokenizer.
         limit: maximum tokens of a prompt; 0 for no limit other than `context`.
-        option: the option that sets the limit, for messages.
+        option: the option that sets the limit, for messages; for a limit of 0, that
+            which leaves so little of the model's context.
         context: tokens of the longest prompt that the model could continue.
 
     Returns:
@@ -221,10 +222,19 @@ def fitting_prompts(
         if not kept:
             raise ConfigError(
                 f"{option}: all {len(each)} {split} tasks of {tasks.name} have a "
-                f"prompt of more than {limit or context} tokens; raise the option"
-                + ("" if limit else ", or choose a model with a longer context")
+                f"prompt of more than {limit or context} tokens"
+                + (
+                    "; raise the option"
+                    if limit
+                    else ", which is left of the model's context; lower the option, or "
+                    "choose a model with a longer context"
+                )
             )
-        because = f"{option} {limit}" if limit else f"{context}, the model's context"
+        because = (
+            f"{option} {limit}"
+            if limit
+            else f"{context}, which {option} leaves of the model's context"
+        )
         left_out(
             len(each) - len(kept),
             len(each),

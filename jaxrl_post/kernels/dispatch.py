@@ -91,9 +91,13 @@ def choose(
         return wanted
     where = PLATFORMS.get(wanted, here)
     if where != here and not interpret:
+        # An option of a command line cannot interpret a kernel.
+        debugs = (
+            "" if operation.startswith("-") else "; interpret=True debugs it anywhere"
+        )
         raise ValueError(
             f"{operation}: {wanted} runs on {where}, and this program is for {here}. "
-            "Take 'auto' or 'xla'; interpret=True debugs it anywhere"
+            f"Take 'auto' or 'xla'{debugs}"
         )
     if wanted not in PLATFORMS:
         return wanted

@@ -41,9 +41,11 @@ __all__ = [
     "Model",
     "check_beside",
     "check_context",
+    "check_sample",
     "context_of",
     "layout_table",
     "open_model",
+    "read_tokenizer",
     "save_model",
 ]
 
@@ -128,6 +130,7 @@ def open_model(
     make_tokenizer: Callable[[int], Tokenizer],
     head: Head = "lm",
     rules: Rules = DEFAULT_RULES,
+    option: str = "--model",
 ) -> Model:
     """Loads a model directory, or initialises a preset and trains its tokenizer.
 
@@ -139,17 +142,18 @@ def open_model(
         make_tokenizer: trains a preset's tokenizer of so many tokens.
         head: head of the model; if the directory has no value head, it gets zeros.
         rules: mesh axes of every logical axis.
+        option: name of the option that gives `name`, for errors.
 
     Raises:
-        ConfigError: `name` is neither a directory nor a preset, or it is a reward model
-            but `head` is "lm".
+        ConfigError: `name` is neither a directory nor a preset, it is a reward model
+            but `head` is "lm", or its tokenizer cannot be read.
         MeshError: the mesh does not fit the devices or the model; raised before weights
             are read or programs compiled.
     """
     device_mesh = create_mesh(mesh)
     stored = Path(name).is_dir()
     if stored:
-        tokenizer = Tokenizer.from_directory(name)
+        tokenizer = read_tokenizer(name, option)
         wanted = None if dtype is None else jnp.dtype(dtype)
         config, params = pretrained.load(
             name,
@@ -160,7 +164,7 @@ def open_model(
         )
         if config.head != head:
             raise ConfigError(
-                f"--model: {name} is a reward model; it has no output for tokens"
+                f"{option}: {name} is a reward model; it has no output for tokens"
             )
         specs = models.param_specs(config)
     elif name in PRESETS:
@@ -174,16 +178,32 @@ def open_model(
         )
     else:
         raise ConfigError(
-            f"--model: {name!r} is neither a directory nor a preset; presets are "
+            f"{option}: {name!r} is neither a directory nor a preset; presets are "
             f"{nearest_first(name, PRESETS)}"
         )
     try:
         tokenizer = tokenizer.for_model(config.vocab_size)
     except TokenizerError as error:
-        raise ConfigError(f"--model: {name}: {error}") from error
+        raise ConfigError(f"{option}: {name}: {error}") from error
     return Model(
         name, config, specs, params, tokenizer, device_mesh, rules, preset=not stored
     )
+
+
+def read_tokenizer(directory: str, option: str) -> Tokenizer:
+    """Reads the tokenizer of a model directory.
+
+    Args:
+        directory: of the model.
+        option: name of the option that gives it, for errors.
+
+    Raises:
+        ConfigError: a missing or unreadable file, or no end-of-sequence token.
+    """
+    try:
+        return Tokenizer.from_directory(directory)
+    except TokenizerError as error:
+        raise ConfigError(f"{option}: {error}") from error
 
 
 def save_model(
@@ -320,10 +340,40 @@ def check_context(config: ModelConfig, longest: int, option: str) -> None:
     """
     limit = context_of(config)
     if longest > limit:
-        why = "the model's context"
-        if limit < config.max_length:
-            why = "up to which the model's rope_scaling is the same for all sequences"
-        raise ConfigError(f"{option}: must be at most {limit}, {why}; got {longest}")
+        raise ConfigError(
+            f"{option}: must be at most {limit}, {_limit_is(config)}; got {longest}"
+        )
+
+
+def check_sample(
+    config: ModelConfig, prompt: int, completion: int, option: str, beside: str
+) -> None:
+    """Refuses samples that are too long for the model's context.
+
+    Args:
+        config: the model's config.
+        prompt: tokens of the longest prompt, >= 1.
+        completion: most tokens of a completion.
+        option: name of the command-line option for `completion`.
+        beside: what sets `prompt`, such as an option, for the message.
+
+    Raises:
+        ConfigError: as `check_context`, of prompt and completion together.
+    """
+    limit = context_of(config)
+    if prompt + completion > limit:
+        raise ConfigError(
+            f"{option}: a prompt and its completion must have at most {limit} tokens, "
+            f"{_limit_is(config)}; got {completion} beside {beside} {prompt}, which is "
+            f"{prompt + completion}; lower one of them"
+        )
+
+
+def _limit_is(config: ModelConfig) -> str:
+    """What limits the length of a sequence, for messages."""
+    if context_of(config) < config.max_length:
+        return "up to which the model's rope_scaling is the same for all sequences"
+    return "the model's context"
 
 
 def check_beside(

@@ -11,12 +11,23 @@ from jaxrl_post.algorithms.objective import Divergence
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.learner import Learner, Scorer
-from jaxrl_post.learner.model import Model, check_beside, open_model
+from jaxrl_post.learner.model import (
+    Model,
+    check_beside,
+    open_model,
+    read_tokenizer,
+)
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.learner.teacher import Comparison
 from jaxrl_post.types import PyTree
 
-__all__ = ["Reference", "beside_teacher", "open_reference", "require_directory"]
+__all__ = [
+    "Reference",
+    "beside_teacher",
+    "open_reference",
+    "require_directory",
+    "require_same_ids",
+]
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,27 @@ def require_directory(path: str | None, option: str) -> None:
         raise ConfigError(
             f"{option}: no such directory: {path}; give that of a model, or ORG/NAME "
             "of one on the hub"
+        )
+
+
+def require_same_ids(directory: str | None, model: Model, option: str) -> None:
+    """Refuses a model whose tokens are not those of the trained one.
+
+    Args:
+        directory: of the model, None if the option was not given.
+        model: the model to train.
+        option: name of the option, for the error.
+
+    Raises:
+        ConfigError: the tokenizers differ, or one is missing.
+    """
+    if directory is None:
+        return
+    if not read_tokenizer(directory, option).same_ids(model.tokenizer):
+        raise ConfigError(
+            f"{option}: the tokenizer of {directory} has other ids than that of "
+            f"{model.name}; token by token they cannot be compared. Use a model of the "
+            "same family"
         )
 
 
@@ -80,12 +112,9 @@ def open_reference(
         seed=0,
         make_tokenizer=partial(tokenizer_of, list),
         rules=model.rules,
+        option=option,
     )
-    if not frozen.tokenizer.same_ids(model.tokenizer):
-        raise ConfigError(
-            f"{option}: the tokenizer of {directory} has other ids than "
-            f"that of {model.name}; token by token they cannot be compared"
-        )
+    require_same_ids(directory, model, option)
     check_beside(frozen.config, directory, longest, option)
     policy = learner.policy
     scorer = Scorer(

@@ -29,7 +29,7 @@ from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import check_tools, distinct
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.checkpoint import Checkpoints
-from jaxrl_post.learner.model import Model, open_model, versions
+from jaxrl_post.learner.model import Model, check_sample, open_model, versions
 from jaxrl_post.programs.experience import make_collector
 from jaxrl_post.programs.hub import fetch
 from jaxrl_post.programs.layouts import SamplerLayout
@@ -109,6 +109,19 @@ def sampling_of(
     return sampling, defaults.unsupported
 
 
+def _why_greedy(config: EvaluateConfig, model: Model) -> str:
+    """Why the model's own defaults decode greedily, for messages."""
+    if config.temperature is not None or model.source is None:
+        return ""
+    if config.sampling_defaults != "model":
+        return ""
+    if read_generation_defaults(model.source).temperature is None:
+        said = "sets no temperature and no do_sample"
+    else:
+        said = "asks for greedy decoding (do_sample false, or temperature 0)"
+    return f": the model's generation_config.json {said}"
+
+
 def evaluate(
     config: EvaluateConfig,
     model: Model,
@@ -141,19 +154,28 @@ def evaluate(
     sampling, _ = sampling_of(config, model)
     if config.samples > 1 and sampling.temperature == 0:
         raise ConfigError(
-            f"--samples: {config.samples} greedy samples of a task are all the same; "
-            "give --temperature, or take 1"
+            f"--samples: {config.samples} greedy samples of a task are all the same"
+            f"{_why_greedy(config, model)}; give --temperature, or take 1"
         )
     check_tools(tasks, model.tokenizer, f"{config.split} tasks of {environment.name}")
     prompts = [
         len(chat.render(model.tokenizer, task.messages, chat.with_tools(task.tools)))
         for task in tasks
     ]
+    longest = max(*prompts, config.max_prompt_tokens)
+    given = longest > max(prompts)
+    check_sample(
+        model.config,
+        longest,
+        sampling.max_tokens,
+        "--max-tokens",
+        "--max-prompt-tokens" if given else "a prompt of",
+    )
     total = len(tasks) * config.samples
     rollout = RolloutConfig(
         prompts_per_step=len(tasks),
         samples_per_prompt=config.samples,
-        max_prompt_tokens=max(*prompts, config.max_prompt_tokens),
+        max_prompt_tokens=longest,
         max_turns=config.max_turns,
         max_result_tokens=config.max_result_tokens,
         max_tokens=sampling.max_tokens,

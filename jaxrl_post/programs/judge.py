@@ -13,6 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,13 +27,16 @@ from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Task
 from jaxrl_post.learner.learner import Scorer
+from jaxrl_post.learner.model import read_tokenizer
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.models import ModelConfig
+from jaxrl_post.pretrained.directory import read_config_file
+from jaxrl_post.pretrained.families import read_config
 from jaxrl_post.rollout.episode import Episode, Group, Turn
 from jaxrl_post.sharding import Rules, split_size
 from jaxrl_post.types import PyTree
 
-__all__ = ["RewardJudge", "open_judge"]
+__all__ = ["RewardJudge", "check_judge", "open_judge"]
 
 ENVIRONMENT, MODEL = "environment", "model"
 
@@ -173,6 +177,27 @@ class RewardJudge:
         return float(right[-1] if last else reduce[self.options.steps](right))
 
 
+def check_judge(options: RewardModelConfig) -> None:
+    """Refuses what is no reward model by its small files, before a run begins.
+
+    Args:
+        options: of the run.
+
+    Raises:
+        ConfigError: the directory holds no reward model, or no tokenizer.
+        CheckpointError: its config.json cannot be read.
+    """
+    if options.model is None:
+        return
+    head = read_config(read_config_file(Path(options.model))).head
+    if head not in ("value", "process"):
+        raise ConfigError(
+            f"--reward.model: {options.model} is no reward model, its head is "
+            f"{head!r}; train one with python -m launch.reward"
+        )
+    read_tokenizer(options.model, "--reward.model")
+
+
 def open_judge(
     options: RewardModelConfig, *, mesh: Mesh, rules: Rules, dtype: jnp.dtype
 ) -> RewardJudge | None:
@@ -189,13 +214,10 @@ def open_judge(
     """
     if options.model is None:
         return None
+    check_judge(options)
     config, params = pretrained.load(options.model, mesh=mesh, rules=rules, dtype=dtype)
-    if config.head not in ("value", "process"):
-        raise ConfigError(
-            f"--reward.model: {options.model} is no reward model, its head is "
-            f"{config.head!r}; train one with python -m launch.reward"
-        )
-    tokenizer = Tokenizer.from_directory(options.model).for_model(config.vocab_size)
+    tokenizer = read_tokenizer(options.model, "--reward.model")
+    tokenizer = tokenizer.for_model(config.vocab_size)
     return RewardJudge(options, config, params, tokenizer, mesh, rules)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.learner.model import Model
-from jaxrl_post.models import param_specs
+from jaxrl_post.models import DecoderParams, param_specs
 from jaxrl_post.models.adapters.quantized import Quantizer, quantize
 from jaxrl_post.models.matrix import is_matrix, matrices, part_axes
 from jaxrl_post.models.spec import ParamSpec, abstract, is_spec
@@ -64,6 +64,29 @@ class SamplerLayout:
         if self.trained is not None:
             return self.copies
         return model.base if self.codes is None else self.codes
+
+    def gathered_a_token(self, model: Model) -> int:
+        """Bytes of weights that a device receives for every decoded token.
+
+        As `gathered_bytes`, of the layers: compilers take the gathers of the embedding
+        and of the head out of the loop of decoding.
+
+        Args:
+            model: the trained model.
+        """
+
+        def without_tables(tree: PyTree) -> PyTree:
+            if isinstance(tree, DecoderParams):
+                return replace(tree, embedding=None, unembedding=None)
+            return tree
+
+        return gathered_bytes(
+            jax.tree.map(
+                without_tables,
+                self.read(model),
+                is_leaf=lambda tree: isinstance(tree, DecoderParams),
+            )
+        )
 
     def publish(
         self, engine: Engine, model: Model, params: PyTree, version: int
@@ -130,7 +153,7 @@ def sampler_layout(rollout: RolloutConfig, model: Model) -> SamplerLayout:
 
 
 def gathered_bytes(params: PyTree) -> int:
-    """Bytes of weights that fsdp and cp have a device receive for every decoded token.
+    """Bytes of weights that a device receives to gather what fsdp and cp split.
 
     Decoding gathers the dimensions that they split, alone or together with ep. What ep
     splits alone is not counted: for routed experts it is not gathered.

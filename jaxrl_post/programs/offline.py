@@ -56,6 +56,7 @@ from jaxrl_post.programs.loop import train
 from jaxrl_post.programs.run import (
     Outcome,
     Run,
+    WarmStartStoppedError,
     finish,
     open_run,
     print_table,
@@ -123,7 +124,8 @@ def run_offline(
         config: of the run, an `SFTConfig`, a `PreferenceConfig` or a `RewardConfig`.
         console: for output to people.
         command: the command line, for the report.
-        should_stop: called after each step; if it returns True, the run saves and ends.
+        should_stop: called after each step, also of a warm start; if it returns True,
+            the run saves and ends.
 
     Raises:
         ConfigError, MeshError: before anything is compiled.
@@ -141,7 +143,10 @@ def run_offline(
             job = _reward_model(config, console)
         case _:
             raise TypeError(f"config must be of a program here, got {type(config)}")
-    return _run(fetched, job, console, command, should_stop)
+    try:
+        return _run(fetched, job, console, command, should_stop)
+    except WarmStartStoppedError:
+        return Outcome(step=0, completed=False, model=None, report=None)
 
 
 def _fine_tuning(config: SFTConfig, console: Console) -> Job:
@@ -242,6 +247,7 @@ def _run(
             seed=config.seed,
             row_tokens=row_tokens,
             console=console,
+            should_stop=should_stop,
         )
 
     def checked(config: OfflineConfig, model: Model) -> OfflineConfig:

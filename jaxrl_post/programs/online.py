@@ -27,11 +27,12 @@ from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.critic import check_critic, open_critic
 from jaxrl_post.learner.learner import begin_training
-from jaxrl_post.learner.model import Model, context_of, layout_table
+from jaxrl_post.learner.model import Model, check_sample, context_of, layout_table
 from jaxrl_post.learner.reference import (
     beside_teacher,
     open_reference,
     require_directory,
+    require_same_ids,
 )
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Critic, Updater, longest_sequence, row_tokens
@@ -40,17 +41,14 @@ from jaxrl_post.models.exact import check_exact
 from jaxrl_post.programs.agents import agent_collector, check_agents
 from jaxrl_post.programs.experience import Evaluation, Experience, make_collector
 from jaxrl_post.programs.hub import fetch_run
-from jaxrl_post.programs.judge import open_judge
-from jaxrl_post.programs.layouts import (
-    SamplerLayout,
-    gathered_bytes,
-    sampler_layout,
-)
+from jaxrl_post.programs.judge import check_judge, open_judge
+from jaxrl_post.programs.layouts import SamplerLayout, sampler_layout
 from jaxrl_post.programs.loop import train
 from jaxrl_post.programs.rl import Trainer, engine_sizes, make_engine
 from jaxrl_post.programs.run import (
     Outcome,
     Run,
+    WarmStartStoppedError,
     finish,
     open_run,
     print_table,
@@ -86,7 +84,8 @@ def run_rl(
         config: of the run.
         console: for messages to the user.
         command: the command line, for the report.
-        should_stop: called after each step; True saves and ends the run.
+        should_stop: called after each step, also of a warm start; True saves and ends
+            the run.
 
     Raises:
         ConfigError: options contradict each other or the model.
@@ -101,6 +100,7 @@ def run_rl(
     require_directory(config.critic.model, "--critic.model")
     require_directory(config.reward.model, "--reward.model")
     require_directory(config.rollout.draft, "--rollout.draft")
+    check_judge(config.reward)
     algorithm = make_algorithm(
         config.algorithm, config.rollout.max_tokens, config.critic, config.distill
     )
@@ -110,31 +110,34 @@ def run_rl(
         tasks = open_tasks(environment, config.data.on_overlap)
     fitting = functools.cache(functools.partial(_fitting, tasks, config.rollout))
     shared = config.algorithm.name == "ppo" and config.critic.backbone == "shared"
-    with open_run(
-        fetched,
-        console=console,
-        command=command,
-        make_tokenizer=functools.partial(environment_tokenizer, tasks),
-        head="lm+value" if shared else "lm",
-        complete=functools.partial(_measured, fitting),
-        warm_start=functools.partial(_warm_started, fitting, console),
-    ) as run:
-        rollout = run.config.rollout
-        kept, _ = fitting(run.model.tokenizer, run.model.config)
-        with (
-            open_hosts(rollout.judges, rollout.reward_cpus) as make_worker,
-            WorkerPool(
-                environment,
-                rollout.reward_workers,
-                deadline_s=rollout.reward_deadline_s,
-                memory_limit_gib=rollout.reward_memory_gib,
-                make_worker=make_worker,
-            ) as judges,
-            contextlib.ExitStack() as stack,
-        ):
-            trainer = _trainer(run, kept, judges, algorithm, stack)
-            _print_layout(run, trainer)
-            return _loop(run, trainer, should_stop)
+    try:
+        with open_run(
+            fetched,
+            console=console,
+            command=command,
+            make_tokenizer=functools.partial(environment_tokenizer, tasks),
+            head="lm+value" if shared else "lm",
+            complete=functools.partial(_measured, fitting),
+            warm_start=functools.partial(_warm_started, fitting, console, should_stop),
+        ) as run:
+            rollout = run.config.rollout
+            kept, _ = fitting(run.model.tokenizer, run.model.config)
+            with (
+                open_hosts(rollout.judges, rollout.reward_cpus) as make_worker,
+                WorkerPool(
+                    environment,
+                    rollout.reward_workers,
+                    deadline_s=rollout.reward_deadline_s,
+                    memory_limit_gib=rollout.reward_memory_gib,
+                    make_worker=make_worker,
+                ) as judges,
+                contextlib.ExitStack() as stack,
+            ):
+                trainer = _trainer(run, kept, judges, algorithm, stack)
+                _print_layout(run, trainer)
+                return _loop(run, trainer, should_stop)
+    except WarmStartStoppedError:
+        return Outcome(step=0, completed=False, model=None, report=None)
 
 
 # Returns the tasks whose prompts fit a model, and the longest prompt's tokens.
@@ -144,18 +147,28 @@ type Fitting = Callable[[Tokenizer, ModelConfig], tuple[TaskSets, int]]
 def _fitting(
     tasks: TaskSets, rollout: RolloutConfig, tokenizer: Tokenizer, config: ModelConfig
 ) -> tuple[TaskSets, int]:
+    measured = not rollout.max_prompt_tokens
+    check_sample(
+        config,
+        rollout.max_prompt_tokens or 1,
+        rollout.max_tokens,
+        "--rollout.max-tokens",
+        "a prompt of" if measured else "--rollout.max-prompt-tokens",
+    )
     return fitting_prompts(
         tasks,
         tokenizer,
         rollout.max_prompt_tokens,
-        "--rollout.max-prompt-tokens",
-        context=max(context_of(config) - rollout.max_tokens, 1),
+        "--rollout.max-tokens" if measured else "--rollout.max-prompt-tokens",
+        context=context_of(config) - rollout.max_tokens,
     )
 
 
 def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
     """Sets `max_prompt_tokens` from the prompts; checks critic, mesh and sizes."""
     check_critic(config, model)
+    require_same_ids(config.algorithm.reference, model, "--algorithm.reference")
+    require_same_ids(config.rollout.draft, model, "--rollout.draft")
     weights = sampler_layout(config.rollout, model)
     if config.exact:
         _check_exact(model, weights)
@@ -197,7 +210,11 @@ def _check_exact(model: Model, weights: SamplerLayout) -> None:
 
 
 def _warm_started(
-    fitting: Fitting, console: Console, config: RLConfig, model: Model
+    fitting: Fitting,
+    console: Console,
+    should_stop: Callable[[], bool],
+    config: RLConfig,
+    model: Model,
 ) -> Model:
     if not config.warm_start.steps:
         return model
@@ -210,6 +227,7 @@ def _warm_started(
         seed=config.seed,
         row_tokens=row_tokens(config, model),
         console=console,
+        should_stop=should_stop,
     )
 
 
@@ -400,11 +418,11 @@ def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
         sampler_mesh=trainer.weights.mesh,
     )
     print_table(run.console, rows)
-    gathered = gathered_bytes(trainer.weights.read(updater.model))
+    gathered = trainer.weights.gathered_a_token(updater.model)
     if gathered:
         run.console.print(
             "sampling: the mesh splits the weights (fsdp, cp), so every decoded token "
-            f"gathers {gathered / 2**20:,.1f} MiB of them on every device; with "
+            f"gathers {gathered / 2**20:,.1f} MiB of the layers on every device; with "
             "--rollout.mesh of dp and tp they stay where they are",
             style="yellow",
             markup=False,

@@ -13,10 +13,10 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data import packing
-from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.learner.model import Model, context_of
+from jaxrl_post.learner.reference import require_same_ids
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Updater
 from jaxrl_post.programs.experience import Evaluation, Experience
@@ -216,12 +216,7 @@ def _open_draft(
     """
     if directory is None:
         return None
-    if not Tokenizer.from_directory(directory).same_ids(model.tokenizer):
-        raise ConfigError(
-            f"--rollout.draft: the tokenizer of {directory} has other ids than that of "
-            f"{model.name}, so its guesses would mean other tokens; use a model of the "
-            "same family"
-        )
+    require_same_ids(directory, model, "--rollout.draft")
     layout = {"mesh": weights.mesh, "rules": model.rules, "dtype": weights.dtype}
     try:
         config, params = pretrained.load(directory, head="lm", **layout)

@@ -15,7 +15,14 @@ from jaxrl_post.algorithms import supervised
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.horizon import with_horizons
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import RunConfig, UpdateConfig, WarmStartConfig, differences
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.run import (
+    RunConfig,
+    UpdateConfig,
+    WarmStartConfig,
+    differences,
+    flattened,
+)
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.packed import Examples, batches
@@ -32,7 +39,7 @@ from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
 from jaxrl_post.programs.agreement import check_same_program, locked
 from jaxrl_post.programs.hub import Fetched
-from jaxrl_post.records.directory import RunDescription, RunDirectory
+from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.path import run_path
 from jaxrl_post.records.report import write_report
 from jaxrl_post.records.sinks import MetricsLog, NoLog, warnings_shown
@@ -44,6 +51,7 @@ __all__ = [
     "RUN_ERRORS",
     "Outcome",
     "Run",
+    "WarmStartStoppedError",
     "finish",
     "open_run",
     "print_table",
@@ -63,13 +71,18 @@ RUN_ERRORS = (
 )
 
 
+class WarmStartStoppedError(Exception):
+    """The run was told to end in its warm start; it left nothing behind."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended.
 
     Attributes:
         step: last finished step.
-        completed: False if the run was stopped before its last step.
+        completed: False if the run was stopped before its last step; with step 0 it
+            was stopped in its warm start, of which nothing is kept.
         model: directory of the trained model; None if the run was stopped.
         report: path of report.html; None in all processes but process 0.
     """
@@ -193,6 +206,7 @@ def open_run[Config: RunConfig](
             the kernels do not run on these devices.
         ProcessesError: the processes have other options, software or code.
         CheckpointError: the run has checkpoints, and none is whole.
+        WarmStartStoppedError: `warm_start` was told to stop.
         MeshError: the mesh does not fit; raised before anything is compiled.
     """
     config = fetched.config
@@ -208,7 +222,11 @@ def open_run[Config: RunConfig](
             "initial model",
             config.resume and (initial / "config.json").is_file(),
         )
-        config = with_horizons(config, None if saved is None else saved.config)
+        if saved is not None:
+            # Before its steps are looked at: another run may explain their number.
+            check_same_run(directory, fetched.named(_measured_as(saved, config)))
+        began = None if saved is None else saved.config
+        config = with_horizons(config, began, str(directory.path))
         model = open_model(
             str(initial) if resumable else config.model,
             mesh=config.mesh,
@@ -270,11 +288,31 @@ def check_same_run(directory: RunDirectory, config: RunConfig) -> None:
     saved = directory.read_description()
     changed = [] if saved is None else differences(saved.config, config)
     if changed:
+        remedy = "Give the same options to resume it, or another --run-dir"
+        if not _took_a_step(directory):
+            remedy += ". That run never took a step, so its directory may be removed"
         raise ConfigError(
             f"--run-dir: {directory.path} holds a run with another configuration; "
-            f"{'; '.join(changed[:5])}. Give the same options to resume it, or another "
-            "--run-dir"
+            f"{'; '.join(changed[:5])}. {remedy}"
         )
+
+
+def _measured_as[Config: RunConfig](saved: RunDescription, config: Config) -> Config:
+    """Fills in what a run measures from the description of the run itself."""
+    if not isinstance(config, RLConfig) or config.rollout.max_prompt_tokens:
+        return config
+    before = flattened(saved.config).get("rollout.max_prompt_tokens", 0)
+    rollout = dataclasses.replace(config.rollout, max_prompt_tokens=before)
+    return dataclasses.replace(config, rollout=rollout)
+
+
+def _took_a_step(directory: RunDirectory) -> bool:
+    """Whether a run has a checkpoint, or a row of metrics beyond that of step 0."""
+    if any((directory.path / "checkpoints").glob("[0-9]*")):
+        return True
+    if not directory.metrics.exists():
+        return False
+    return any(row["step"] > 0 for row in read_rows(directory.metrics))
 
 
 def warm_started(
@@ -286,6 +324,7 @@ def warm_started(
     seed: int,
     row_tokens: int,
     console: Console,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Model:
     """Trains a preset on examples by supervised steps, before the run's first step.
 
@@ -297,6 +336,10 @@ def warm_started(
         seed: of the order of the examples.
         row_tokens: length of a packed row.
         console: for messages to the user.
+        should_stop: called after each step; True ends the warm start.
+
+    Raises:
+        WarmStartStoppedError: `should_stop` returned True in one of the processes.
     """
     if not warm.steps:
         return model
@@ -325,6 +368,9 @@ def warm_started(
         where = f"warm start, step {number}"
         state, metrics = learner.update(state, next(data), where=where)
         losses.append(metrics["train/loss"])
+        # A signal may reach only one of several processes.
+        if any(processes.exchange(where, should_stop())):
+            raise WarmStartStoppedError
     console.print(
         f"warm start: {warm.steps} supervised steps in "
         f"{time.perf_counter() - begin:.0f} s, loss {losses[0]:.2f} to {losses[-1]:.2f}"

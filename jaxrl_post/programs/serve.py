@@ -20,7 +20,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.tools import expresses_tools, form_of
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
-from jaxrl_post.learner.model import Model, context_of, open_model
+from jaxrl_post.learner.model import Model, check_sample, context_of, open_model
 from jaxrl_post.programs.evaluate import refuse_runs
 from jaxrl_post.programs.hub import fetch
 from jaxrl_post.rollout.weights import Published
@@ -124,6 +124,13 @@ def open_service(config: ServeConfig, model: Model) -> Service:
     Raises:
         ValueError: the sizes do not fit the model.
     """
+    check_sample(
+        model.config,
+        config.max_prompt_tokens,
+        config.max_tokens,
+        "--max-tokens",
+        "--max-prompt-tokens",
+    )
     sizes = EngineConfig(
         num_slots=config.num_slots,
         max_prompt_tokens=config.max_prompt_tokens,

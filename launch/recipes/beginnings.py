@@ -16,7 +16,7 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import RunConfig, WarmStartConfig
 
-__all__ = ["Rates", "begun"]
+__all__ = ["Rates", "begun", "is_checkpoint"]
 
 type Kind = Literal["checkpoint", "adapter", "preset"]
 
@@ -55,7 +55,7 @@ def begun[Config: RunConfig](
         lora: whether the policy gets an adapter.
         critic_lora: whether a critic does.
     """
-    preset = not _is_checkpoint(config.model if model is None else model)
+    preset = not is_checkpoint(config.model if model is None else model)
 
     def kind(adapter: bool) -> Kind:
         return "preset" if preset else "adapter" if adapter else "checkpoint"
@@ -75,6 +75,6 @@ def begun[Config: RunConfig](
     return config
 
 
-def _is_checkpoint(name: str) -> bool:
+def is_checkpoint(name: str) -> bool:
     """Whether a model is a checkpoint: a directory, or ORG/NAME on the hub."""
     return "/" in name or Path(name).is_dir()

@@ -97,11 +97,12 @@ def test_steps_that_would_train_nothing_are_refused_with_the_options_to_give(
     longer = dataclasses.replace(config, steps=300)
     with pytest.raises(
         ConfigError,
-        match=r"^--steps: must be at most 200, where the (linear|cosine) schedule with "
-        r"which the run began reaches 0, and further steps train nothing; got 300\. "
-        rf"Give {re.escape(options)} to make the schedule longer$",
+        match=r"^--steps: the (linear|cosine) schedule of the run in runs/a reaches 0 "
+        r"at step 200, and further steps train nothing; got 300\. "
+        rf"Give {re.escape(options)} to make the schedule longer, "
+        "or another --run-dir$",
     ):
-        with_horizons(longer, saved(config))
+        with_horizons(longer, saved(config), "runs/a")
 
 
 def test_the_options_that_a_refusal_names_are_enough_and_are_remembered():

@@ -39,6 +39,7 @@ def test_a_factory_of_ones_own(scripted):
         ("", r"no environment ''; there are arithmetic"),
         ("arithmetic?level=9", r"level must be one of \[0, 1, 2, 3, 4, 5\], got 9"),
         ("arithmetic?levl=1", "no option 'levl'; it has operations, terms, digits"),
+        ("arithmetic?levl=1", "eval_size.*, level; did you mean 'level'"),
         ("arithmetic?seeds=1", "no option 'seeds'; .*; did you mean 'seed'"),
         ("arithmetic?level=1&digits=2", "no option 'digits'; it has level, seed"),
         ("arithmetic?level", "must be name=value, joined by '&', got 'level'"),

@@ -132,14 +132,18 @@ def test_without_a_limit_the_context_is_one(caplog):
         found, limit = fitted(Prompts(train=("1+1=", "1" * 50)), 0, context=20)
     assert prompts(found.train) == ["1+1="]
     assert limit == 4
-    assert "of more tokens than 20, the model's context" in caplog.text
+    assert "of more tokens than 20, which --option leaves of the" in caplog.text
 
 
-@pytest.mark.parametrize("limit", [0, 3])
-def test_a_split_of_which_nothing_fits_is_refused(limit):
+@pytest.mark.parametrize(
+    ("limit", "remedy"),
+    [(0, ", which is left of the model's context; lower the"), (3, "; raise the")],
+)
+def test_a_split_of_which_nothing_fits_is_refused(limit, remedy):
     with pytest.raises(
         ConfigError,
-        match=r"--option: all 1 eval tasks of prompts have a prompt of more than 3 tok",
+        match=r"--option: all 1 eval tasks of prompts have a prompt of more than 3 "
+        f"tokens{remedy} option",
     ):
         fitted(Prompts(eval=("2222",)), limit, context=3)
 

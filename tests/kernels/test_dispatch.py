@@ -88,6 +88,9 @@ def test_a_named_implementation_is_taken_or_refused(on):
     with pytest.raises(ValueError, match=message):
         choose("op", "pallas_tpu", jnp.float32)
     assert choose("op", "pallas_tpu", jnp.float32, interpret=True) == "pallas_tpu"
+    # An option cannot interpret.
+    with pytest.raises(ValueError, match=r"--kernels: .* Take 'auto' or 'xla'$"):
+        choose("--kernels", "pallas_tpu", jnp.float32)
     on("tpu")
     assert choose("op", "xla", jnp.float32) == "xla"
     assert choose("op", "pallas_tpu", jnp.float32) == "pallas_tpu"

@@ -158,6 +158,16 @@ def test_a_recipe_is_where_options_start():
         chosen("--recipe")
 
 
+def test_a_recipe_and_a_file_are_not_taken_together(tmp_path):
+    path = written(tmp_path, {"steps": 3})
+    with pytest.raises(
+        ValueError, match="--recipe: gives all options, and so does --c"
+    ):
+        cli.read_options(
+            program(recipes={"demo": demo}), ["--recipe", "demo", "--config", path]
+        )
+
+
 def test_a_whole_number_serves_as_float(tmp_path):
     path = written(tmp_path, {"rollout": {"temperature": 1}})
     assert options("--config", path).rollout.temperature == 1.0
@@ -228,6 +238,14 @@ def test_a_stopped_run_says_how_to_go_on(capsys):
     text = capsys.readouterr().out
     assert re.match("SIGTERM: finishing this step, then saving; again to end", text)
     assert "stopped after step 2, all of it saved; the same command goes on" in text
+
+
+def test_a_run_that_was_stopped_in_its_warm_start_says_that_nothing_is_kept(capsys):
+    assert called(lambda config, **rest: Outcome(0, False, None, None)) == 0
+    assert capsys.readouterr().out == (
+        "stopped in the warm start, of which nothing is kept; the same command begins "
+        "it anew\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from functools import partial
 
@@ -37,6 +38,17 @@ def results(output):
 
 
 SAMPLED = ("--samples=4", "--temperature=1", "--num-tasks=5")
+
+
+def test_completions_beyond_the_context_are_refused_by_their_option(
+    model, tmp_path, capsys
+):
+    assert run(model, tmp_path / "results.json", "--max-tokens=60") == 1
+    assert re.match(
+        "error: --max-tokens: a prompt and its completion must have at most 64 tokens, "
+        r"the model's context; got 60 beside a prompt of \d+, which is \d+; lower one",
+        capsys.readouterr().out,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +228,15 @@ def test_what_cannot_be_evaluated(arguments, message, model, tmp_path, capsys):
     assert run(model, output, *arguments) == 1
     assert message in capsys.readouterr().out
     assert not output.exists()
+
+
+def test_greedy_samples_of_a_model_say_why_they_are(model, tmp_path, capsys):
+    greedy = ("--sampling-defaults=model", "--samples=2")
+    assert run(model, tmp_path / "results.json", *greedy) == 1
+    assert (
+        "are all the same: the model's generation_config.json sets no temperature and "
+        "no do_sample; give --temperature, or take 1"
+    ) in capsys.readouterr().out
 
 
 def test_nothing_is_overwritten(model, tmp_path, capsys):

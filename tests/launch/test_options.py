@@ -49,6 +49,48 @@ def test_the_learning_rate_fits_the_kind_of_model(module, arguments, rate):
     assert given.optimizer.learning_rate == 0.125
 
 
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [
+        (grpo, {"--optimizer.learning-rate": ("0.0005", "1e-06")}),
+        (
+            ppo,
+            {
+                "--optimizer.learning-rate": ("0.0005", "1e-06"),
+                "--critic.optimizer.learning-rate": ("0.001", "1e-05"),
+            },
+        ),
+    ],
+)
+def test_a_recipe_for_a_checkpoint_needs_a_learning_rate(module, missing):
+    arguments = ["--recipe", "demo", "--model", "runs/sft/model"]
+    for option, (found, usual) in missing.items():
+        with pytest.raises(
+            ValueError,
+            match=rf"{option}: must be given with --recipe demo and --model "
+            rf"runs/sft/model: the recipe's {found} is for a model with random "
+            rf"weights; without --recipe it is {usual}",
+        ):
+            options(module, *arguments)
+        arguments.append(f"{option}=0.125")
+    config = options(module, *arguments)
+    assert (config.optimizer.learning_rate, config.steps) == (0.125, 160)
+
+
+def test_a_recipe_takes_another_preset_as_it_is():
+    config = options(grpo, "--recipe", "demo", "--model", "tiny", "--lora.rank=4")
+    assert config.optimizer.learning_rate == 5e-4
+
+
+@pytest.mark.parametrize("module", [grpo, ppo, distill, sft, dpo, reward])
+def test_help_says_that_defaults_depend_on_other_options(module, capsys):
+    with pytest.raises(SystemExit):
+        module.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Some defaults depend on --model" in text
+    assert "give these beside --help" in text
+
+
 def test_a_checkpoint_gets_nothing_of_the_demo():
     config = options(grpo, "--model", "models/Qwen2.5-0.5B", "--env", "gsm8k")
     assert config == RLConfig(model="models/Qwen2.5-0.5B", env="gsm8k")

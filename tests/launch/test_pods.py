@@ -137,6 +137,15 @@ def test_a_jobset_starts_again_what_died_and_nothing_else():
     assert job["template"]["spec"]["restartPolicy"] == "Never"
 
 
+def test_a_jobset_names_what_is_trained_on():
+    manifest = yaml.safe_load((PODS / "jobset.yaml").read_text())
+    [replicated] = manifest["spec"]["replicatedJobs"]
+    [container] = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    [script] = container["args"]
+    given = {each.partition("=")[0] for each in script.split()}
+    assert {"--model", "--env", "--data.path", "--run-dir"} <= given
+
+
 def test_the_pods_of_a_jobset_give_the_program_its_processes():
     manifest = yaml.safe_load((PODS / "jobset.yaml").read_text())
     [replicated] = manifest["spec"]["replicatedJobs"]

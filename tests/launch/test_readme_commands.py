@@ -1,4 +1,4 @@
-"""The commands of README.md, as they are written, one after the other."""
+"""The commands of README.md and the guides, as they are written."""
 
 import importlib
 import json
@@ -24,6 +24,19 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL = "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
 COMMANDS = re.findall(r"^python -m launch\.(\w+) (.*)$", SHELL, re.MULTILINE)
+
+# Commands of the guides, with their file.
+GUIDED = [
+    (path.name, program, written)
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    for program, written in re.findall(
+        r"^(?:\S+=\S+ )?python -m launch\.(\w+) (.*)$",
+        "".join(
+            re.findall(r"```sh\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
+        ).replace("\\\n", " "),
+        re.MULTILINE,
+    )
+]
 
 # Heads and sizes that the meshes of the README divide.
 CONFIG = ModelConfig(
@@ -117,6 +130,20 @@ def test_every_command_has_options_that_its_program_takes(
     for option, value in re.findall(r"--([\w.-]+) ('[^']*'|\S+)", written):
         found = value_of(config, option)
         assert found == type(found)(value.strip("'")), option
+
+
+@pytest.mark.parametrize(
+    ("program", "written"),
+    [(program, written) for _, program, written in GUIDED],
+    ids=[f"{name}-{number}" for number, (name, *_) in enumerate(GUIDED)],
+)
+def test_the_commands_of_the_guides_are_taken(program, written, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in re.findall(r"--data\.(?:eval-)?path (\S+)", written):
+        (tmp_path / file).touch()
+    module: ModuleType = importlib.import_module(f"launch.{program}")
+    arguments = shlex.split(written, comments=True)
+    module.PROGRAM.check(cli.read_options(module.PROGRAM, arguments))
 
 
 def value_of(config: object, option: str) -> object:

@@ -45,6 +45,28 @@ def test_files_are_for_environments_that_read_some(field):
         make_environment("arithmetic?level=1", DataConfig(**{field: "a.jsonl"}))
 
 
+@pytest.mark.parametrize("spec", ["nothing", "arithmetic?level=99", "guess?sise=1"])
+def test_a_mistake_in_an_environment_is_one_of_its_option(spec):
+    with pytest.raises(ConfigError, match=r"^--env: "):
+        make_environment(spec, DataConfig())
+
+
+def test_a_tokenizer_that_is_missing_is_named_by_the_option(tmp_path):
+    (tmp_path / "model").mkdir()
+    for option in ("--model", "--algorithm.reference"):
+        with pytest.raises(
+            ConfigError, match=f"^{option}: tokenizer: .*tokenizer.json does not exist"
+        ):
+            open_model(
+                str(tmp_path / "model"),
+                mesh="",
+                dtype=None,
+                seed=0,
+                make_tokenizer=lambda size: pytest.fail("a preset"),
+                option=option,
+            )
+
+
 def test_gsm8k_needs_a_file():
     with pytest.raises(ConfigError, match=r"--data.path: gsm8k needs a JSONL file"):
         make_environment("gsm8k", DataConfig())

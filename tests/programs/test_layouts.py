@@ -207,6 +207,11 @@ def test_what_decoding_gathers_is_counted():
     total = sum(leaf.nbytes for leaf in params)
     whole = sum(leaf.nbytes for leaf in params if leaf.ndim == 1)  # The norms.
     assert gathered_bytes(split.params) == (total - whole) * 7 // 8
+    # Of these the embedding and the head are gathered once for many tokens.
+    tables = split.params.embedding, split.params.unembedding
+    layers = total - whole - sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
+    trainers = sampler_layout(RolloutConfig(), split)
+    assert trainers.gathered_a_token(split) == layers * 7 // 8
     layout = sampler_layout(RolloutConfig(mesh="dp2,tp4"), split)
     assert gathered_bytes(layout.copies) == 0
     assert gathered_bytes(make_model("dp2,tp4").params) == 0

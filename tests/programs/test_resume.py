@@ -156,7 +156,7 @@ def test_a_run_goes_on_within_the_schedule_with_which_it_began(config, tmp_path)
     for name, value in expected.items():
         np.testing.assert_array_equal(value, found[name], err_msg=name)
     with pytest.raises(
-        ConfigError, match=r"at most 3, .* --optimizer.schedule-steps 9"
+        ConfigError, match=r"at step 3, .* --optimizer.schedule-steps 9"
     ):
         go_on(dataclasses.replace(parts, steps=9))
 

@@ -6,18 +6,22 @@ import io
 import json
 from pathlib import Path
 
+import jax
 import pytest
 from rich.console import Console
 
+from jaxrl_post import models, pretrained
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.offline import SFTConfig
+from jaxrl_post.config.offline import PairsConfig, PreferenceConfig, SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.config.run import CheckpointConfig, EvalConfig
+from jaxrl_post.config.run import CheckpointConfig, EvalConfig, WarmStartConfig
+from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.programs import offline, online, run
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.records.lock import run_lock
-from tests.programs.trainers import RL, changed
+from tests.programs.trainers import CONFIG, RL, changed
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +98,45 @@ def test_steps_beyond_a_schedule_are_refused_before_the_model_is_opened(tmp_path
     described(tmp_path / "run", dataclasses.replace(linear, steps=200))
     with pytest.raises(
         ConfigError,
-        match=r"--steps: .* at most 200.*Give --optimizer.schedule-steps 300",
+        match=rf"--steps: .* {tmp_path}/run reaches 0 at step 200.*"
+        r"Give --optimizer.schedule-steps 300 .*, or another --run-dir",
     ):
         begin(linear)
+
+
+def test_another_algorithm_is_named_before_the_end_of_a_schedule(tmp_path):
+    linear = dataclasses.replace(
+        changed("optimizer", schedule="linear"),
+        run_dir=str(tmp_path / "run"),
+        model=str(tmp_path),
+    )
+    # config.json has what a run measured; the option is given as 0.
+    began = dataclasses.replace(linear, steps=200)
+    described(tmp_path / "run", began)
+    rollout = dataclasses.replace(linear.rollout, max_prompt_tokens=0)
+    now = dataclasses.replace(
+        linear,
+        steps=300,
+        rollout=rollout,
+        algorithm=dataclasses.replace(linear.algorithm, name="dapo"),
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"another configuration; algorithm.name: 'grpo' then, 'dapo' now\. Give",
+    ):
+        begin(now)
+
+
+@pytest.mark.parametrize("rows", [None, [0], [0, 1]])
+def test_a_run_that_took_no_step_may_be_removed(tmp_path, rows):
+    directory = described(tmp_path / "run", RL)
+    if rows is not None:
+        lines = (json.dumps({"step": step}) + "\n" for step in rows)
+        directory.metrics.write_text("".join(lines))
+    with pytest.raises(ConfigError) as refused:
+        run.check_same_run(directory, dataclasses.replace(RL, seed=1))
+    removable = "That run never took a step, so its directory may be removed"
+    assert (removable in str(refused.value)) == (rows != [0, 1])
 
 
 def test_no_resume_does_not_write_over_a_run(tmp_path):
@@ -237,3 +277,126 @@ def test_kernels_of_another_platform_are_refused_before_anything_is_compiled(
     message = f"--kernels: {kernels} runs on {platform}, and "
     with pytest.raises(ConfigError, match=message):
         begin(config)
+
+
+WARM = dataclasses.replace(RL, warm_start=WarmStartConfig(steps=2, examples_per_step=4))
+
+
+@pytest.fixture
+def no_warm_start(monkeypatch):
+    monkeypatch.setattr(
+        online, "warm_started", lambda *args, **rest: pytest.fail("warm start")
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "message"),
+    [
+        (50, 2000, "got 2000 beside --rollout.max-prompt-tokens 50, which is 2050;"),
+        (0, 100_000, "got 100000 beside a prompt of 1, which is 100001; lower"),
+    ],
+)
+@pytest.mark.usefixtures("no_warm_start")
+def test_samples_beyond_the_context_are_refused_before_a_warm_start(
+    tmp_path, prompt, completion, message
+):
+    rollout = dataclasses.replace(
+        WARM.rollout, max_prompt_tokens=prompt, max_tokens=completion
+    )
+    config = dataclasses.replace(
+        WARM,
+        run_dir=str(tmp_path / "run"),
+        rollout=rollout,
+        update=dataclasses.replace(RL.update, row_tokens=0),
+    )
+    with pytest.raises(
+        ConfigError,
+        match="^--rollout.max-tokens: a prompt and its completion must have at most "
+        f"1024 tokens, the model's context; {message}",
+    ):
+        begin(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_warm_start")
+def test_a_prompt_for_which_no_room_is_left_blames_the_completion(tmp_path):
+    rollout = dataclasses.replace(RL.rollout, max_prompt_tokens=0, max_tokens=1023)
+    config = dataclasses.replace(
+        WARM,
+        run_dir=str(tmp_path / "run"),
+        rollout=rollout,
+        update=dataclasses.replace(RL.update, row_tokens=0),
+    )
+    with pytest.raises(
+        ConfigError, match=r"^--rollout.max-tokens: all .* of more than 1 tokens, which"
+    ):
+        begin(config)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("reward", "--reward.model: .* is no reward model, its head is 'lm'"),
+        ("draft", "--rollout.draft: the tokenizer of .* has other ids than"),
+        ("reference", "--algorithm.reference: the tokenizer of .* has other ids than"),
+    ],
+)
+@pytest.mark.usefixtures("no_warm_start")
+def test_a_model_that_does_not_fit_is_refused_before_a_warm_start(
+    tmp_path, option, message
+):
+    other = tmp_path / "other"
+    params = models.initialize(jax.random.key(0), models.param_specs(CONFIG))
+    tokenizer = Tokenizer.train(["abc"], vocab_size=CONFIG.vocab_size)
+    pretrained.save(other, CONFIG, params, tokenizer=tokenizer)
+    changes = {
+        "reward": {"reward": RewardModelConfig(model=str(other))},
+        "draft": {
+            "rollout": dataclasses.replace(RL.rollout, draft=str(other), guesses=3)
+        },
+        "reference": {
+            "algorithm": dataclasses.replace(
+                RL.algorithm, reference=str(other), kl_coefficient=0.1
+            )
+        },
+    }
+    config = dataclasses.replace(WARM, run_dir=str(tmp_path / "run"), **changes[option])
+    with pytest.raises(ConfigError, match=message):
+        begin(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["rl", "preferences"])
+def test_a_run_that_is_stopped_in_its_warm_start_begins_anew(tmp_path, kind):
+    asked = []
+
+    def should_stop() -> bool:
+        asked.append(None)
+        return len(asked) == 2
+
+    folder = tmp_path / "run"
+    warm = dataclasses.replace(WARM.warm_start, steps=1000)
+    if kind == "rl":
+        config = dataclasses.replace(WARM, run_dir=str(folder), warm_start=warm)
+        start = online.run_rl
+    else:
+        rows = [
+            {"prompt": f"{i}=", "chosen": "yes", "rejected": "no"} for i in range(40)
+        ]
+        pairs = tmp_path / "pairs.jsonl"
+        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = PreferenceConfig(
+            run_dir=str(folder),
+            warm_start=warm,
+            data=PairsConfig(path=str(pairs)),
+            max_tokens=16,
+        )
+        start = offline.run_offline
+    out = io.StringIO()
+    outcome = start(
+        config, console=Console(file=out), command="", should_stop=should_stop
+    )
+    assert outcome == run.Outcome(0, completed=False, model=None, report=None)
+    assert len(asked) == 2
+    # Neither a model of which a run goes on, nor options that it would have to repeat.
+    assert not any((folder / name).exists() for name in ("initial", "config.json"))

@@ -61,7 +61,9 @@ def test_the_demonstration_and_its_end_are_learned_and_the_prompt_is_not():
 
 def test_a_task_without_a_demonstration_is_refused_before_anything_is_drawn():
     with pytest.raises(
-        ConfigError, match=r"--env: arithmetic.* has no demonstration of task 1; super"
+        ConfigError,
+        match=r"--env: arithmetic.* has no demonstration of task 1; supervised steps "
+        r"need one of every task. --warm-start.steps 0 leaves a warm start out",
     ):
         Demonstrations(Shown(answers=("ab", None)), 16).fitting(TOKENIZER)
 

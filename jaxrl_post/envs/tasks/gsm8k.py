@@ -108,7 +108,8 @@ class GSM8K:
         if not rows:
             raise ValueError(
                 f"{path}: no question falls into {split!r} in so small a file; "
-                "pass eval_path with rows of its own"
+                "give eval_path (on the command line --data.eval-path), with rows of "
+                "its own"
             )
         return tuple(self._task(index, row) for index, row in enumerate(rows))
 

@@ -48,8 +48,8 @@ def rows_of_split[Row](
         rows = [row for row in rows if split_of(text(row)) == split]
     if not rows:
         raise ValueError(
-            f"{chosen}: no prompt falls into {split!r} in so small a file; pass "
-            "eval_path with rows of its own"
+            f"{chosen}: no prompt falls into {split!r} in so small a file; give "
+            "eval_path (on the command line --data.eval-path), with rows of its own"
         )
     return rows
 
