@@ -187,6 +187,7 @@ def render_reply(
     options: Options = Options(),
     *,
     stop_id: int | None,
+    continue_final: bool = False,
 ) -> tuple[int, ...]:
     r"""Token ids between the assistant's sampled turn and its next turn.
 
@@ -205,6 +206,7 @@ def render_reply(
         messages: the new messages, at least one.
         options: inputs of the template.
         stop_id: the stop token that was sampled; None if the turn has none.
+        continue_final: as `render`.
 
     Raises:
         TokenizerError: the template renders earlier turns differently if later turns
@@ -220,7 +222,9 @@ def render_reply(
     True
     """
     if tokenizer.chat_templates:
-        text, space = _following(tokenizer, before, messages, _timed(options))
+        text, space = _following(
+            tokenizer, before, messages, _timed(options), continue_final
+        )
     else:
         text, space = tokenizer.eos_token, ""
         text += "".join(_content(_message(message)) for message in messages)
@@ -342,11 +346,21 @@ def answered(
 
 
 def _following(
-    tokenizer: Tokenizer, before: Messages, messages: Messages, options: Options
+    tokenizer: Tokenizer,
+    before: Messages,
+    messages: Messages,
+    options: Options,
+    continue_final: bool,
 ) -> tuple[str, str]:
     """The text from an answer's stop token on, and the template's space before it."""
     shorter = render_text(tokenizer, before, options, prompt=False)
-    longer = render_text(tokenizer, [*before, *messages], options)
+    longer = render_text(
+        tokenizer,
+        [*before, *messages],
+        options,
+        prompt=not continue_final,
+        continue_final=continue_final,
+    )
     kept = spans.closed(shorter, longer, tokenizer.stop_tokens)
     if kept is None:
         raise TokenizerError(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.client
 import http.cookiejar
+import io
 import json
+import math
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -58,7 +61,9 @@ class JsonServer:
         cookies = urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar())
         self._headers = dict(headers)
         direct = () if proxy else (urllib.request.ProxyHandler({}),)
-        self._opener = urllib.request.build_opener(cookies, _Stay(), *direct)
+        self._opener = urllib.request.build_opener(
+            cookies, _Stay(), _Http(), _Https(), *direct
+        )
 
     def post(self, name: str, body: Any, until: float) -> Reply:
         """Posts once to URL/NAME; an attempt of `servers.Retries`.
@@ -135,6 +140,72 @@ class JsonServer:
         if getattr(answer, "length", None):
             raise http.client.IncompleteRead(body, answer.length)
         return body.decode("utf-8", "replace")
+
+
+class _Until(io.RawIOBase):
+    """What a socket sends, up to an instant.
+
+    The timeout of a socket is that of each read, so headers that come byte by byte
+    could take any time.
+    """
+
+    def __init__(
+        self, connection: socket.socket, raw: io.RawIOBase, until: float
+    ) -> None:
+        self._connection, self._raw, self._until = connection, raw, until
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """An answer that is there, whole, when the timeout of its socket is over."""
+
+    def __init__(self, sock: socket.socket, *words: Any, **named: Any) -> None:
+        super().__init__(sock, *words, **named)
+        until = time.monotonic() + (sock.gettimeout() or math.inf)
+        raw: Any = self.fp
+        self.fp = io.BufferedReader(_Until(sock, raw.detach(), until))
+
+
+class _HttpConnection(http.client.HTTPConnection):
+    """A connection for one request, with a timeout for all of it."""
+
+    response_class = _Response
+
+    def __init__(self, host: str, *, timeout: float = 30.0, **options: Any) -> None:
+        super().__init__(host, timeout=timeout, **options)
+        self._until = time.monotonic() + timeout
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        if self.sock is not None:
+            self.sock.settimeout(max(self._until - time.monotonic(), 1e-3))
+        return super().getresponse()
+
+
+class _HttpsConnection(_HttpConnection, http.client.HTTPSConnection):
+    """The same, encrypted."""
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_HttpConnection, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_HttpsConnection, req)
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from jaxrl_post.sampler import SamplingParams
 from jaxrl_post.sampler.requests import Constraint, FinishReason
@@ -158,10 +159,37 @@ def usage_of(prompts: Sequence[Sequence[int]], sampled: int) -> dict[str, int]:
     }
 
 
+class _Stream(StreamingResponse):
+    """A stream that tells when it is over, even if its client left before it began."""
+
+    def __init__(self, lines: AsyncIterator[str], ended: Callable[[], None]) -> None:
+        super().__init__(
+            lines,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store"},
+        )
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
+
+
 def event_stream(
-    served: Served, events: AsyncIterator[Mapping[str, Any]]
+    served: Served,
+    events: AsyncIterator[Mapping[str, Any]],
+    ended: Callable[[], None] = lambda: None,
 ) -> StreamingResponse:
-    """Server-sent events; an error in the middle of the stream is its last event."""
+    """Server-sent events; an error in the middle of the stream is its last event.
+
+    Args:
+        served: the model.
+        events: what is sent.
+        ended: called when the stream is over, whole or not.
+    """
 
     async def lines() -> AsyncIterator[str]:
         begin = time.perf_counter()
@@ -176,6 +204,4 @@ def event_stream(
             yield f"data: {json.dumps(error.to_json())}\n\n"
         yield "data: [DONE]\n\n"
 
-    return StreamingResponse(
-        lines(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-    )
+    return _Stream(lines(), ended)

@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions`."""
 
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -55,12 +56,12 @@ async def answer(
     served.check_model(fields.model)
     asked = _Asked.of(served, fields, recording, player)
     if fields.stream:
-        return answers.event_stream(served, _events(served, asked))
-    [updates] = await collected(http, served, [asked.wanted])
-    choices = []
-    for update in updates:
-        choice = _choice(served, asked, update)
-        choices.append(choice)
+        return answers.event_stream(served, _events(served, asked), asked.drop)
+    try:
+        [updates] = await collected(http, served, [asked.wanted])
+        choices = [_choice(served, asked, update) for update in updates]
+    finally:
+        asked.drop()
     sampled = sum(len(update.tokens) for update in updates)
     body = answers.head_of(served, "chatcmpl", "chat.completion") | {
         "choices": choices,
@@ -116,42 +117,55 @@ class _Asked:
         except ValueError as error:
             raise ApiError(400, str(error), param="chat_template_kwargs") from error
         begun, seed = None, fields.seed
-        if isinstance(fields, ChatTokensFields):
-            # The messages say what they are; nothing is rendered.
-            prompt = tuple(fields.tokens)
-        elif recording is None:
-            prompt = prompt_of(
-                served.tokenizer,
-                fields.messages,
-                options,
-                continue_final=fields.continue_final_message,
+        with contextlib.ExitStack() as undo:
+            if isinstance(fields, ChatTokensFields):
+                # The messages say what they are; nothing is rendered.
+                prompt = tuple(fields.tokens)
+            elif recording is None:
+                prompt = prompt_of(
+                    served.tokenizer,
+                    fields.messages,
+                    options,
+                    continue_final=fields.continue_final_message,
+                )
+            else:
+                begun = _begun(served, recording, fields, options, player)
+                undo.callback(recording.drop, begun)
+                prompt = begun.prompt
+                own = recording.noise(begun)
+                # Samples of a group with the request's seed would be one and the same.
+                seed = seed if own is None else own
+            most = (
+                fields.max_completion_tokens or fields.max_tokens or served.max_tokens
             )
-        else:
-            begun = _begun(served, recording, fields, options, player)
-            prompt = begun.prompt
-            seed = recording.noise(begun) if seed is None else seed
-        most = fields.max_completion_tokens or fields.max_tokens or served.max_tokens
-        served.check_lengths(prompt, most)
-        constrain = answers.constraint_of(served, fields)
-        if tools and (named or fields.tool_choice == "required"):
-            constrain = _required(served, fields)
-        asks = bool(fields.logprobs and fields.top_logprobs)
-        sampling = answers.sampling_of(
-            served, fields, max_tokens=most, alternatives=asks
-        )
-        if recording is not None and recording.sampling is not None:
-            # What is trained is the policy at the run's temperature and cuts.
-            sampling = as_trained(sampling, recording.sampling)
-        special = bool(served.form.openings) or not fields.skip_special_tokens
-        return cls(
-            fields,
-            Wanted(prompt, sampling, fields.n, seed=seed, constrain=constrain),
-            Texts(served.tokenizer, sampling.stop_strings, special),
-            thinks(served.tokenizer, prompt),
-            bool(tools),
-            recording,
-            begun,
-        )
+            served.check_lengths(prompt, most)
+            constrain = answers.constraint_of(served, fields)
+            if tools and (named or fields.tool_choice == "required"):
+                constrain = _required(served, fields)
+            asks = bool(fields.logprobs and fields.top_logprobs)
+            sampling = answers.sampling_of(
+                served, fields, max_tokens=most, alternatives=asks
+            )
+            if recording is not None and recording.sampling is not None:
+                # What is trained is the policy at the run's temperature and cuts.
+                sampling = as_trained(sampling, recording.sampling)
+            special = bool(served.form.openings) or not fields.skip_special_tokens
+            asked = cls(
+                fields,
+                Wanted(prompt, sampling, fields.n, seed=seed, constrain=constrain),
+                Texts(served.tokenizer, sampling.stop_strings, special),
+                thinks(served.tokenizer, prompt),
+                bool(tools),
+                recording,
+                begun,
+            )
+            undo.pop_all()
+            return asked
+
+    def drop(self) -> None:
+        """Gives back the turns of an episode that were not answered."""
+        if self.recording is not None and self.begun is not None:
+            self.recording.drop(self.begun)
 
     def record(self, update: Update, message: Mapping[str, Any], reason: str) -> int:
         """Records an answer in its episode; returns its number there.
@@ -208,11 +222,13 @@ def _begun(
         )
     try:
         messages = messages_of(fields.messages)
-        return recording.begin(served.tokenizer, messages, options, player)
+        begun = recording.begin(served.tokenizer, messages, options, player, fields.n)
     except EndedError as error:
         raise ApiError(409, str(error), code="episode_ended") from error
     except TokenizerError as error:
         raise ApiError(400, f"messages: {error}", param="messages") from error
+    served.metrics.calls.labels(begun.kind).inc()
+    return begun
 
 
 def _message(served: Served, reply: Reply) -> dict[str, Any]:

@@ -140,13 +140,7 @@ class Episodes:
         kept, player = self.find(http), _player(http)
         left = max(kept.ends - time.monotonic(), 0.0)
         served = dataclasses.replace(served, timeout_s=min(served.timeout_s, left))
-        before = dict(kept.recording.counts)
-        try:
-            return await chat.answer(http, served, fields, kept.recording, player)
-        finally:
-            for kind, count in kept.recording.counts.items():
-                new = count - before.get(kind, 0)
-                served.metrics.calls.labels(kind).inc(new)
+        return await chat.answer(http, served, fields, kept.recording, player)
 
     async def rewarded(
         self, http: HttpRequest, served: Served, fields: RewardFields

@@ -271,6 +271,12 @@ class GenerateSampling(BaseModel):
     frequency_penalty: Unsupported0 = None
     presence_penalty: Unsupported0 = None
     repetition_penalty: Annotated[float | None, _neutral(1)] = None
+    logit_bias: Annotated[dict[str, float] | None, _neutral({})] = None
+    best_of: Annotated[int | None, _neutral(1)] = None
+    use_beam_search: Annotated[bool, _neutral(False)] = False
+    prompt_logprobs: Annotated[int | None, _neutral(None)] = None
+    bad_words: Annotated[list[str] | None, _neutral([])] = None
+    allowed_token_ids: Annotated[list[TokenId] | None, _neutral(None)] = None
     min_tokens: Annotated[int | None, _neutral(0)] = None
 
 

@@ -106,18 +106,23 @@ def prompt_of(
         if message.prompt_token_ids and message.generation_token_ids
     ]
     try:
-        if not pinned or pinned[-1] + 1 == len(messages):
+        last = bool(pinned) and pinned[-1] + 1 == len(messages)
+        if not pinned or (last and not continue_final):
             return chat.render(tokenizer, rows, options, continue_final=continue_final)
         place = pinned[-1]
         said = messages[place].generation_token_ids or []
         before = messages[place].prompt_token_ids or []
         stop_id = said[-1] if said[-1] in tokenizer.stop_ids else None
+        if last:
+            # The answer itself is continued, so it has not ended.
+            return (*before, *(said if stop_id is None else said[:-1]))
         after = chat.render_reply(
             tokenizer,
             rows[: place + 1],
             rows[place + 1 :],
             options,
             stop_id=stop_id,
+            continue_final=continue_final,
         )
         return (*before, *said, *after)
     except TokenizerError as error:

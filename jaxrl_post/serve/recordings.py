@@ -75,7 +75,7 @@ class Begun:
         parent: the turn that it continues; None if it begins a segment.
         said: one key per message.
         settings: a key of the template's other inputs.
-        number: of the call among its player's, from 0.
+        number: of the call among its player's with the same prompt, from 0.
         kind: how it relates to the calls before it.
         heard: the messages that the parent's conversation does not have.
         player: who asks; "" in an episode without players.
@@ -89,6 +89,11 @@ class Begun:
     kind: Kind
     heard: tuple[Mapping[str, Any], ...]
     player: str = ""
+
+    @property
+    def call(self) -> tuple[str, tuple[int, ...], int]:
+        """What no other call of the episode has."""
+        return self.player, self.prompt, self.number
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ class Recording:
         calls: number of calls that began, by player; "" for calls of none.
         sampling: how to sample, whatever the agent asks for; None to do as it asks.
         most_turns: calls that are answered; None for no limit.
+        prompts: how often a player had a prompt.
+        running: answers that are still to come, by player, prompt and number of a call.
     """
 
     id: str
@@ -132,6 +139,12 @@ class Recording:
     calls: collections.Counter[str] = field(default_factory=collections.Counter)
     sampling: SamplingParams | None = None
     most_turns: int | None = None
+    prompts: collections.Counter[tuple[str, tuple[int, ...]]] = field(
+        default_factory=collections.Counter
+    )
+    running: collections.Counter[tuple[str, tuple[int, ...], int]] = field(
+        default_factory=collections.Counter
+    )
 
     def begin(
         self,
@@ -139,25 +152,25 @@ class Recording:
         messages: Sequence[Mapping[str, Any]],
         options: chat.Options,
         player: str = "",
+        count: int = 1,
     ) -> Begun:
-        """Finds the prompt of a conversation.
+        """Finds the prompt of a conversation, and reserves its turns.
+
+        `drop` gives back those that are not answered.
 
         Args:
             tokenizer: the model's.
             messages: as chat templates read them.
             options: inputs of the template.
             player: who asks; "" for an agent without players.
+            count: how many answers it shall have.
 
         Raises:
-            EndedError: the episode has ended.
+            EndedError: the episode has ended, or would have more turns than it may.
             TokenizerError: the template refuses the conversation.
         """
         self.check_open()
-        if self.most_turns is not None and len(self.turns) >= self.most_turns:
-            raise EndedError(
-                f"episode {self.id} has had its {self.most_turns} turns "
-                "(--rollout.max-turns)"
-            )
+        self._check_room(count)
         said = tuple(map(_key, messages))
         settings = json.dumps(
             [options.tools, options.documents, dict(options.variables)], sort_keys=True
@@ -191,24 +204,33 @@ class Recording:
             kind = "again" if said in asked else "edited"
         if prompt is None:
             prompt = chat.render(tokenizer, messages, options)
-        number = self.calls[player]
+        number = self.prompts[player, prompt]
+        self.prompts[player, prompt] += 1
         self.calls[player] += 1
         self.counts[kind] += 1
         known = 0 if parent is None else len(self.turns[parent].said)
         heard = tuple(messages[known:])
-        return Begun(prompt, parent, said, settings, number, kind, heard, player)
+        begun = Begun(prompt, parent, said, settings, number, kind, heard, player)
+        self.running[begun.call] = count
+        return begun
+
+    def drop(self, begun: Begun) -> None:
+        """Gives back the turns of a call that were not answered; may be repeated."""
+        self.running.pop(begun.call, None)
 
     def noise(self, begun: Begun) -> int | None:
         """The noise of a call, in [0, 2**32); None without a seed.
 
-        It depends on the seed and on the number of the call, so a call that is repeated
-        gets another answer, and an agent that does the same again gets the same ones.
-        Players' calls are counted apart, so it does not matter who of two asks first.
+        It depends on the seed, the prompt, and how often the player had the same prompt
+        before. So a call that is repeated gets another answer, an agent that does the
+        same again gets the same ones, and of calls at the same time it does not matter
+        which one comes first.
         """
         if self.seed is None:
             return None
         text = f"{self.seed} {begun.number}"
-        text += f" {begun.player}" if begun.player else ""
+        text += f" {begun.player} "
+        text += " ".join(map(str, begun.prompt))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
     def add(
@@ -226,6 +248,8 @@ class Recording:
             EndedError: the episode has ended meanwhile, and the answer is not counted.
         """
         self.check_open()
+        if self.running[begun.call] > 0:
+            self.running[begun.call] -= 1
         before = 0 if begun.parent is None else len(self.path(begun.parent).tokens)
         self.turns.append(
             Turn(
@@ -335,6 +359,19 @@ class Recording:
             ],
         }
 
+    def _check_room(self, count: int) -> None:
+        """Raises EndedError if so many more answers would be too many."""
+        most, running = self.most_turns, self.running.total()
+        if most is None or len(self.turns) + running + count <= most:
+            return
+        had = f"episode {self.id} has had its {most} turns"
+        if len(self.turns) < most:
+            had = (
+                f"episode {self.id} has had {len(self.turns)} of its {most} turns, "
+                f"{running} are under way, and the call asks for {count}"
+            )
+        raise EndedError(f"{had} (--rollout.max-turns)")
+
     def _own(self, player: str, turn: int | None) -> int:
         """The turn of a player that a reward is for."""
         own = [n for n, each in enumerate(self.turns) if each.player == player]
@@ -377,7 +414,10 @@ class Recording:
 
 
 def _key(message: Mapping[str, Any]) -> str:
-    """What makes a message the same: not reasoning, ids, or space around an answer."""
+    """What makes a message the same: not ids, nor an answer's reasoning or space.
+
+    Nor an answer's name: frameworks give it one when they send it back.
+    """
     content = message.get("content") or ""
     if message["role"] == "assistant" and isinstance(content, str):
         content = content.strip()
@@ -385,7 +425,8 @@ def _key(message: Mapping[str, Any]) -> str:
         [call["function"]["name"], _value(call["function"].get("arguments"))]
         for call in message.get("tool_calls") or ()
     ]
-    return json.dumps([message["role"], content, calls], sort_keys=True)
+    name = None if message["role"] == "assistant" else message.get("name")
+    return json.dumps([message["role"], content, calls, name], sort_keys=True)
 
 
 def _value(arguments: Any) -> Any:

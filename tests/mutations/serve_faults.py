@@ -45,7 +45,7 @@ SERVE = [
     Fault(
         "served tokens are rendered again in the next prompt",
         "serve/prompts.py",
-        "if not pinned or pinned[-1] + 1 == len(messages):",
+        "if not pinned or (last and not continue_final):",
         "if True:",
         "serve/test_chat.py",
     ),

@@ -130,6 +130,13 @@ TOOLS = [
         SERVERS,
     ),
     Fault(
+        "an MCP server that was started again unnoticed is asked on",
+        "envs/tools/mcp.py",
+        "if self._watch is not None and not self._watch.open:",
+        "if False:",
+        SERVERS,
+    ),
+    Fault(
         "a call that is not concurrent is carried out beside others",
         "envs/tools/environment.py",
         "lambda placed: placed[1].name in self._alone",
@@ -153,7 +160,7 @@ TOOLS = [
     Fault(
         "an MCP server that refuses a call is taken for gone",
         "envs/tools/mcp_http.py",
-        "if not 400 <= status < 500 or status in _LATER:",
+        "if status > _RAISED or status in _LATER:",
         "if True:",
         SERVERS,
     ),

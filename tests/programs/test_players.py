@@ -19,8 +19,8 @@ pytestmark = pytest.mark.processes
 __all__ = ["served"]
 
 CONFIG = trainers.changed("rollout", max_turns=6, prompts_per_step=2)
-# Three moves of each player, and numbers of one digit: prompts have 16 tokens at most.
-SIZES = {"least": 4, "most": 6, "instruction": "", "train_size": 4, "eval_size": 4}
+# Two moves of each player, and numbers of one digit: prompts have 16 tokens at most.
+SIZES = {"least": 4, "most": 4, "instruction": "", "train_size": 4, "eval_size": 4}
 GAME = Lenient(**SIZES)
 
 

@@ -259,6 +259,34 @@ def test_served_tokens_come_first_in_the_next_prompt(client, served):
     )
 
 
+def test_an_answer_is_continued_after_served_tokens(client, served):
+    first = with_ids(client, max_tokens=20, seed=3)
+    message = first.choices[0].message.model_dump()
+    told = [*first.prompt_token_ids, *first.choices[0].token_ids]
+    end = served.tokenizer.backend.token_to_id("<|im_end|>")
+    begun = {"role": "assistant", "content": "The answer is"}
+    messages = [*ASK, message, {"role": "user", "content": "And 2+3?"}, begun]
+    options = {"continue_final_message": True, "return_token_ids": True}
+
+    def prompt(messages):
+        answer = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=1, extra_body=options
+        )
+        return answer.prompt_token_ids
+
+    found = prompt(messages)
+    assert found[: len(told)] == told
+    rest = served.tokenizer.backend.decode(
+        found[len(told) :], skip_special_tokens=False
+    )
+    assert rest == ("" if told[-1] == end else "<|im_end|>") + (
+        "\n<|im_start|>user\nAnd 2+3?<|im_end|>\n<|im_start|>assistant\nThe answer is"
+    )
+    # A served answer that is continued itself stays open.
+    stopped = told[-1] in served.tokenizer.stop_ids
+    assert prompt([*ASK, message]) == (told[:-1] if stopped else told)
+
+
 def test_a_stop_string_ends_the_text_before_it(client):
     whole = ask(client, max_tokens=40, seed=5).choices[0].message.content
     stop = whole[6:9]

@@ -121,6 +121,27 @@ def test_ignore_eos_goes_on_to_the_limit(url):
     assert {len(c["token_ids"]) for c in answers["choices"]} == {100}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("logit_bias", {"5": 1.0}, {}),
+        ("best_of", 2, 1),
+        ("use_beam_search", True, False),
+        ("prompt_logprobs", 1, None),
+        ("bad_words", ["no"], []),
+        ("allowed_token_ids", [5], None),
+        ("min_tokens", 1, 0),
+    ],
+)
+def test_what_would_change_the_samples_is_refused_by_name(url, name, value, neutral):
+    answer = generate(url, max_tokens=1, **{name: value})
+    assert answer.status_code == 400
+    assert f"sampling_params.{name}: this sampler does not have it" in answer.text
+    assert generate(url, max_tokens=1, **{name: neutral}).status_code == 200
+    # What changes none may be sent; clients send all that any server has.
+    assert generate(url, max_tokens=1, detokenize=False).status_code == 200
+
+
 @pytest.mark.parametrize("body", [{"prompt": "1+2="}, {"prompt": ""}])
 def test_tokenize_a_text(url, served, body):
     told = httpx.post(f"{url}/tokenize", json=body).json()

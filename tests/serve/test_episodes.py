@@ -1,6 +1,7 @@
 """Agents through the openai client: what is recorded is what was served."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -8,7 +9,8 @@ import pytest
 
 from jaxrl_post.serve.app import make_app
 from jaxrl_post.serve.episodes import Episodes
-from tests.serve.conftest import listening, make_served, make_tokenizer
+from jaxrl_post.serve.recordings import Recording
+from tests.serve.conftest import listening, make_served, make_tokenizer, until
 
 TOOL = {
     "type": "function",
@@ -152,6 +154,47 @@ def test_an_episode_with_a_seed_can_be_repeated(url):
     assert run(5) == run(5) != run(6)
 
 
+def test_the_seed_of_an_episode_comes_before_that_of_a_request(url):
+    def said(seed):
+        agent = Agent(url, seed=seed)
+        answers = [agent.say(ASK, seed=42).choices[0].token_ids for _ in range(2)]
+        httpx.delete(agent.url)
+        agent.client.close()
+        return answers
+
+    # All samples of a group would be one, and there would be nothing to learn.
+    first, again = said(5)
+    assert first != again
+    assert said(6)[0] != first
+    # Without a seed of the episode's own a request has its way.
+    free = Agent(url)
+    assert len({tuple(free.say(ASK, seed=4).choices[0].token_ids) for _ in "ab"}) == 1
+    free.client.close()
+
+
+def test_a_call_that_gets_no_answer_gives_its_turn_back(served):
+    episodes = Episodes()
+    recording = Recording("one", most_turns=2)
+    episodes.keep(recording, 600.0)
+    with listening(served, app=make_app(served, episodes=episodes)) as url:
+        agent = Agent(url, id="other")
+        agent.client.base_url = f"{url}/episodes/one/v1"
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            agent.say(ASK, max_tokens=10_000)
+        with pytest.raises(openai.ConflictError, match="the call asks for 3"):
+            agent.say(ASK, n=3)
+        # The client leaves in the middle of the answer.
+        with agent.say(ASK, stream=True, max_tokens=128) as stream:
+            next(iter(stream))
+            assert recording.running.total() == 1
+        until(lambda: not recording.running.total(), "the call is dropped")
+        for _ in range(2 - len(recording.turns)):
+            agent.say(ASK)
+        with pytest.raises(openai.ConflictError, match="has had its 2 turns"):
+            agent.say(ASK)
+        agent.client.close()
+
+
 def test_tool_calls_are_continued_as_they_were_sampled(agent):
     options = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 100}
     first = agent.say(ASK, **options)
@@ -272,6 +315,12 @@ def test_the_metrics_count_calls_by_kind(url, agent):
     agent.say(ASK)
     agent.say({"role": "user", "content": "New."})
     assert edited() == before + 1
+    # Calls at the same time are counted once, too.
+    before = edited()
+    with ThreadPoolExecutor(8) as threads:
+        asked = [{"role": "user", "content": f"New {n}."} for n in range(8)]
+        list(threads.map(agent.say, asked))
+    assert edited() == before + 8
 
 
 def test_players_have_base_urls_and_rewards_of_their_own(agent):

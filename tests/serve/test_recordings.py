@@ -134,6 +134,58 @@ def test_a_turn_keeps_what_its_parent_had_not_heard(tokenizer):
     ]
 
 
+def test_the_noise_of_calls_does_not_depend_on_which_came_first(tokenizer):
+    def noises(texts):
+        recording = Recording("one", seed=3)
+        begun = [recording.begin(tokenizer, [user(t)], OPTIONS) for t in texts]
+        return list(map(recording.noise, begun))
+
+    one, two, three = noises("abc")
+    assert noises("cab") == [three, one, two]
+    # A prompt that comes again has other noise, and the same in each order.
+    first, _, again = noises("aba")
+    assert len({first, again, two}) == 3
+    assert noises("baa")[1:] == [first, again]
+
+
+def test_turns_are_reserved_when_a_call_begins(tokenizer):
+    recording = Recording("one", most_turns=3)
+    begun = recording.begin(tokenizer, [user("a")], OPTIONS, count=2)
+    with pytest.raises(
+        EndedError, match=r"0 of its 3 turns, 2 are under way, and .* 2"
+    ):
+        recording.begin(tokenizer, [user("b")], OPTIONS, count=2)
+    served(recording, tokenizer, [user("b")], "c")
+    recording.add(begun, Tokens.context([1]), said("d"), "stop")
+    # The other answer of the first call is still to come.
+    with pytest.raises(EndedError, match="2 of its 3 turns, 1 are under way"):
+        recording.begin(tokenizer, [user("a")], OPTIONS)
+    recording.drop(begun)
+    recording.drop(begun)
+    served(recording, tokenizer, [user("a")], "e")
+    with pytest.raises(EndedError, match=r"has had its 3 turns \(--rollout.max-turns"):
+        recording.begin(tokenizer, [user("a")], OPTIONS)
+
+
+def test_a_message_of_another_name_is_another_message():
+    named = make_tokenizer(
+        "{% for m in messages %}<|im_start|>{{ m.role }}"
+        "{% if m.name and m.role == 'user' %} {{ m.name }}{% endif %}\n{{ m.content }}"
+        "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    recording = Recording("one")
+    alice, bob = ({**user("a"), "name": name} for name in ("alice", "bob"))
+    served(recording, named, [alice], "b")
+    other = recording.begin(named, [bob, said("b"), user("c")], OPTIONS)
+    assert other.parent is None
+    assert "user bob" in written(named, other.prompt)
+    assert "alice" not in written(named, other.prompt)
+    # Many frameworks name the agent in what it said.
+    back = {**said("b"), "name": "agent"}
+    assert recording.begin(named, [alice, back, user("c")], OPTIONS).parent == 0
+
+
 def test_an_episode_that_has_ended_takes_nothing(tokenizer):
     recording = Recording("one")
     begun = recording.begin(tokenizer, [user("a")], OPTIONS)
@@ -185,7 +237,7 @@ def test_players_that_say_the_same_have_conversations_of_their_own(tokenizer):
     assert [row.get("player") for row in rows] == ["x", "y", "x", "y", None]
     # The noise is the player's own, whoever asked first.
     assert len({recording.noise(each) for each in begun}) == 5
-    assert [each.number for each in begun] == [0, 0, 1, 1, 0]
+    assert [each.number for each in begun] == [0, 0, 0, 0, 0]
 
 
 def test_a_players_reward_is_its_last_turns(tokenizer):

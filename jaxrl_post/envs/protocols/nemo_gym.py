@@ -12,7 +12,6 @@ from typing import Any
 from jaxrl_post.envs.env import Answer, Message, Split, Step, Task
 from jaxrl_post.envs.json_server import JsonServer, Reply, require_http
 from jaxrl_post.envs.protocols.responses import messages_of, response_of, tools_of
-from jaxrl_post.envs.protocols.watch import Watch
 from jaxrl_post.envs.servers import (
     Retries,
     ServerError,
@@ -24,6 +23,7 @@ from jaxrl_post.envs.tasks.ranges import require_integer
 from jaxrl_post.envs.tools.environment import ToolSession
 from jaxrl_post.envs.tools.journal import Journal
 from jaxrl_post.envs.tools.toolset import ToolError, slow_call
+from jaxrl_post.envs.watch import Watch
 from jaxrl_post.jsonl import BadRowError, OnBadRow
 
 __all__ = ["NemoGym"]

@@ -14,19 +14,22 @@ from typing import Any
 from jaxrl_post.envs.env import Task
 from jaxrl_post.envs.servers import Retries, ServerError, UnreachableError
 from jaxrl_post.envs.tools.journal import Journal
-from jaxrl_post.envs.tools.mcp_http import refused_status, transport
+from jaxrl_post.envs.tools.mcp_http import BARRED, refused_status, transport
 from jaxrl_post.envs.tools.toolset import Tool, ToolError, slow_call
+from jaxrl_post.envs.watch import Watch
 
 __all__ = ["McpServer"]
 
 # Seconds for a server to start and to tell its tools, and to end.
 _START = 30.0
 _END = 5.0
+# Seconds for a connection that watches a server.
+_WATCH = 1.0
 # What the package mcp says of a server that has gone, or that a proxy cannot reach.
 _CLOSED = -32000
 _GONE = ("Session terminated", "Server returned an error response")
-# Statuses of a server that would refuse any other call as well.
-_BARRED = (401, 403, 405, 407)
+# What it says of a status of 404 without a session, with the code of no such method.
+_NOT_FOUND = (-32601, "Not Found")
 
 
 class McpServer:
@@ -43,9 +46,14 @@ class McpServer:
     it stays away, the episode fails. A call that was under way is made again, so tools
     should do no harm when they are called twice.
 
-    A status from 400 to 499 of a `url`, such as 413 of a call that is too large, is
+    That a server of a `url` was started again between two calls is noticed by a second
+    connection, on which nothing is said (`envs.watch`). A server or a proxy that closes
+    idle connections looks the same, and gets the earlier calls again, too; one without
+    state had better be `shared`.
+
+    A status from 400 to 500 of a `url`, such as 413 of a call that is too large, is
     told to the policy. Of these, 401, 403, 405 and 407 fail the episode at once, and
-    404, 408, 425 and 429 are those of a server that has gone.
+    404, 408, 425 and 429 are those of a server that has gone, as are those above 500.
 
     Args:
         command: a program and its arguments, which speaks MCP over stdio.
@@ -89,7 +97,7 @@ class McpServer:
         self._seconds = seconds
         self._shared = shared
         try:
-            connection = _Connection(self._server, self._where)
+            connection = _Connection(self._server, self._where, _START)
         except (UnreachableError, ServerError) as error:
             raise ValueError(str(error)) from error
         try:
@@ -110,13 +118,18 @@ class McpServer:
             # The time to start counts too.
             retries = Retries(self._seconds + _START, most=2)
         return OpenMcp(
-            self._connect, self._where, self._seconds, retries, shared=self._shared
+            self._connect,
+            self._where,
+            self._seconds,
+            retries,
+            shared=self._shared,
+            watched=None if self._shared else self._url,
         )
 
-    def _connect(self) -> _Connection:
+    def _connect(self, until: float) -> _Connection:
         if self._shared:
-            return _shared_connection(self._command, self._url)
-        return _Connection(self._server, self._where)
+            return _shared_connection(self._command, self._url, until)
+        return _Connection(self._server, self._where, _left(until))
 
     @property
     def _where(self) -> str:
@@ -131,12 +144,13 @@ class OpenMcp:
 
     def __init__(
         self,
-        connect: Callable[[], _Connection],
+        connect: Callable[[float], _Connection],
         where: str,
         seconds: float,
         retries: Retries,
         *,
         shared: bool,
+        watched: str | None,
     ) -> None:
         self._connect = connect
         self._seconds = seconds
@@ -145,6 +159,8 @@ class OpenMcp:
         self._journal = Journal(where)
         self._where = where
         self._connection: _Connection | None = None
+        self._watched = watched
+        self._watch: Watch | None = None
         # Calls of several threads make one connection.
         self._connecting = threading.Lock()
 
@@ -174,11 +190,19 @@ class OpenMcp:
         with self._connecting:
             if self._connection is not None and self._connection.lost:
                 self.close()
+            if self._watch is not None and not self._watch.open:
+                # Another server may listen already, which knows nothing of the episode.
+                self.close()
             if self._connection is None:
                 if time.monotonic() > until:
                     # Another call has tried for all the time that this one has.
                     raise UnreachableError(f"{self._where}: no connection in time")
-                self._connection = self._connect()
+                # An attempt that failed may have left its watch.
+                self.close()
+                if self._watched is not None:
+                    # Before the connection is there, so that it sees every end of it.
+                    self._watch = _watch(self._watched, until)
+                self._connection = self._connect(until)
                 self._replay(self._connection)
             return self._connection
 
@@ -196,13 +220,15 @@ class OpenMcp:
         """Ends the connection, unless others share it."""
         if self._connection is not None and not self._shared:
             self._connection.close()
-        self._connection = None
+        if self._watch is not None:
+            self._watch.close()
+        self._connection = self._watch = None
 
 
 class _Connection:
     """A client that lives in the thread of `_loop`, from its making to `close`."""
 
-    def __init__(self, server: Callable[[], Any], where: str) -> None:
+    def __init__(self, server: Callable[[], Any], where: str, seconds: float) -> None:
         self._where = where
         # Whether a call got no answer because the server has gone.
         self.lost = False
@@ -212,12 +238,13 @@ class _Connection:
         # A client has to be left in the task that entered it.
         self._life = _submit(self._live(server, ready))
         try:
-            ready.result(_START)
+            ready.result(seconds)
         except TimeoutError as error:
             self.close()
-            raise UnreachableError(f"{where}: no start within {_START:g} s") from error
+            told = f"{where}: no start within {seconds:.2g} s"
+            raise UnreachableError(told) from error
         except Exception as error:  # Whatever the program or the network did.
-            if _status(error) is not None:
+            if _status(error) not in (None, 500):
                 raise ServerError(f"{where}: no connection, {_first(error)}") from error
             raise UnreachableError(f"{where}: {_first(error)}") from error
 
@@ -243,7 +270,7 @@ class _Connection:
             pending.cancel()
             raise slow_call(seconds) from error
         except Exception as error:
-            if _status(error) in _BARRED:
+            if _status(error) in BARRED:
                 raise ServerError(f"{self._where}: {_first(error)}") from error
             if _refused(error):
                 raise ToolError(str(error)) from error
@@ -299,7 +326,9 @@ _shared: dict[tuple[tuple[str, ...] | None, str | None], _Connection] = {}
 _sharing = threading.Lock()
 
 
-def _shared_connection(command: tuple[str, ...] | None, url: str | None) -> _Connection:
+def _shared_connection(
+    command: tuple[str, ...] | None, url: str | None, until: float
+) -> _Connection:
     with _sharing:
         found = _shared.get((command, url))
         if found is not None and found.lost:
@@ -307,9 +336,23 @@ def _shared_connection(command: tuple[str, ...] | None, url: str | None) -> _Con
             found = None
         if found is None:
             where = f"mcp {url or ' '.join(command or ())}"
-            found = _Connection(lambda: _server(command, url), where)
+            found = _Connection(lambda: _server(command, url), where, _left(until))
             _shared[command, url] = found
         return found
+
+
+def _left(until: float) -> float:
+    """Seconds that a server may take to start, of those that are left."""
+    return min(_START, max(until - time.monotonic(), 1e-3))
+
+
+def _watch(url: str, until: float) -> Watch | None:
+    """A connection that tells when the server ends; None if there can be none."""
+    try:
+        return Watch(url, min(until, time.monotonic() + _WATCH))
+    except UnreachableError:
+        # A server behind a proxy of the environment variables is reached without it.
+        return None
 
 
 def _only_reads(tool: Any) -> bool:
@@ -343,7 +386,9 @@ def _refused(error: Exception) -> bool:
 
     if not isinstance(error, MCPError):
         return False
-    return error.error.code != _CLOSED and error.error.message not in _GONE
+    code, message = error.error.code, error.error.message
+    gone = code == _CLOSED or message in _GONE or (code, message) == _NOT_FOUND
+    return not gone
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -1,8 +1,10 @@
 """MCP over HTTP: a refusal is told from a server that has gone.
 
 Of every status from 400 on the package mcp says "Server returned an error response",
-unless the body is a JSON-RPC error, which it passes on. So the body of a refusal that
-is none is replaced by one, with the status in its data.
+unless the body is a JSON-RPC error, which it passes on. But it is the status that tells
+a call that was refused from a server that is away, or that lets nobody in. So the body
+of a server that is away is left out, and that of a refusal is replaced by an error with
+the status in its data, unless it is a JSON-RPC error that the policy should read.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import httpx2
 
-__all__ = ["refused_status", "transport"]
+__all__ = ["BARRED", "refused_status", "transport"]
 
+# Statuses of a server that would refuse any other call as well.
+BARRED = (401, 403, 405, 407)
 # Statuses from 400 to 499 after which another attempt may succeed: the session is
 # unknown, or the server is busy.
 _LATER = (404, 408, 425, 429)
+# Most servers have this status when a tool raises; later ones are those of a proxy.
+_RAISED = 500
 # Seconds for all but reading, and for reading: as the package mcp has them.
 _SECONDS, _READING = 30.0, 300.0
 # Characters of a body that are told.
@@ -55,7 +61,7 @@ def refused_status(data: Any) -> int | None:
         data: of the JSON-RPC error that the call got.
 
     Returns:
-        A status from 400 to 499, or None if the error is another one.
+        A status from 400 to 500, or None if the error is another one.
     """
     return data.get(_STATUS) if isinstance(data, Mapping) else None
 
@@ -66,7 +72,7 @@ def _client_type() -> type[httpx2.AsyncClient]:
     import httpx2
 
     class Client(httpx2.AsyncClient):
-        """Writes refusals as JSON-RPC errors."""
+        """Writes refusals as JSON-RPC errors, and those alone."""
 
         async def send(
             self,
@@ -80,13 +86,16 @@ def _client_type() -> type[httpx2.AsyncClient]:
                 request, stream=stream, auth=auth, follow_redirects=follow_redirects
             )
             status = response.status_code
-            if not 400 <= status < 500 or status in _LATER:
+            if status < 400:
                 return response
+            if status > _RAISED or status in _LATER:
+                await response.aclose()
+                return httpx2.Response(status, request=request)
             try:
                 body = await response.aread()
             finally:
                 await response.aclose()
-            if _is_error(body):
+            if status not in BARRED and _is_error(body):
                 return response
             text = body.decode("utf-8", "replace").strip()
             text = text[:_LONGEST] or response.reason_phrase

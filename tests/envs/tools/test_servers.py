@@ -21,6 +21,7 @@ from jaxrl_post.envs.tools import (
     ToolEnvironment,
     ToolError,
 )
+from jaxrl_post.envs.watch import Watch
 from tests.envs.tools.http_servers import serving, serving_later
 from tests.envs.tools.test_environment import Sums, calls
 
@@ -169,6 +170,46 @@ def test_an_mcp_server_behind_http_is_connected_to_again():
         running.wait(10)
 
 
+def test_an_mcp_server_that_was_started_again_between_two_calls_is_noticed():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = http_server(port)
+    try:
+        wait_for(port)
+        options = {"url": f"http://127.0.0.1:{port}/mcp", "seconds": 30}
+        opened = McpServer(**options).open(TASK)
+        shared = McpServer(**options, shared=True).open(TASK)
+        assert [opened.call("count", {}) for _ in range(2)] == ["1", "2"]
+        assert shared.call("count", {}) == "3"
+        running.kill()
+        running.wait(10)
+        running = http_server(port)
+        wait_for(port)
+        # It gets the two calls first; one that is shared has lost its state.
+        assert opened.call("count", {}) == "3"
+        assert shared.call("count", {}) == "4"
+        opened.close()
+        shared.close()
+    finally:
+        running.kill()
+        running.wait(10)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_mcp_server_that_accepts_and_never_answers_is_waited_for_in_time(shared):
+    with serving(Refusing()) as server:
+        mcp = McpServer(url=f"{server.url}/mcp", seconds=0.5, shared=shared)
+        port = server.server_port
+    with socket.create_server(("127.0.0.1", port)):
+        opened = mcp.open(TASK)
+        begin = time.monotonic()
+        with pytest.raises(ServerError, match=r"mcp .*: no start within 0\.\d+ s"):
+            opened.call("look", {})
+        assert time.monotonic() - begin < 5
+        opened.close()
+
+
 class Refusing:
     """The least of an MCP server; `refusals` are what calls get first."""
 
@@ -211,10 +252,19 @@ WRONG = {"jsonrpc": "2.0", "id": None, "error": {"code": -32602, "message": "a i
         ((413, ""), ToolError, "^status 413: .*Too Large$"),
         ((400, "no"), ToolError, "^status 400: no$"),
         ((400, json.dumps(WRONG)), ToolError, "^a is 2$"),
+        ((500, json.dumps(WRONG)), ToolError, "^a is 2$"),
+        ((500, "oh"), ToolError, "^status 500: oh$"),
         ((401, "who?"), ServerError, "mcp http.*: MCPError: status 401: who?"),
         ((403, ""), ServerError, "status 403: Forbidden"),
+        # It is the status that tells, also if the body is an error of the protocol.
+        ((401, json.dumps(WRONG)), ServerError, "status 401: .*a is 2"),
+        ((405, json.dumps(WRONG)), ServerError, "status 405: .*a is 2"),
+        ((404, ""), None, None),
+        ((404, json.dumps(WRONG)), None, None),
         ((429, "later"), None, None),
+        ((429, json.dumps(WRONG)), None, None),
         ((503, "later"), None, None),
+        ((503, json.dumps(WRONG)), None, None),
     ],
 )
 def test_an_mcp_server_that_refuses_is_not_taken_for_gone(refusal, error, told):
@@ -368,6 +418,39 @@ def test_an_answer_that_comes_byte_by_byte_ends():
         with pytest.raises(ToolError, match=r"no answer within 0\.4 s"):
             opened.call("look", {})
         assert time.monotonic() - begin < 3
+
+
+def test_headers_that_come_line_by_line_end():
+    def answer(handler, name, said):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        with contextlib.suppress(OSError):
+            for number in range(60):
+                handler.wfile.write(b"X-%d: a\r\n" % number)
+                time.sleep(0.1)
+
+    with serving(answer) as server:
+        opened = Endpoint(server.url, (), seconds=0.4).open(TASK)
+        begin = time.monotonic()
+        with pytest.raises(ToolError, match=r"no answer within 0\.4 s"):
+            opened.call("look", {})
+        assert time.monotonic() - begin < 3
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 408 Request Timeout\r\n\r\n"])
+def test_a_server_that_closes_is_noticed_whatever_it_said(said):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        watch = Watch(f"http://127.0.0.1:{port}", time.monotonic() + 10)
+        connection, _ = server.accept()
+        assert watch.open
+        connection.sendall(said)
+        assert watch.open
+        connection.close()
+        deadline = time.monotonic() + 10
+        while watch.open:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        watch.close()
 
 
 def test_the_policy_sees_nothing_of_a_server_that_was_away():

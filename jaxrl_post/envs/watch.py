@@ -12,6 +12,8 @@ from jaxrl_post.envs.servers import UnreachableError
 __all__ = ["Watch"]
 
 _PORTS = {"http": 80, "https": 443}
+# Bytes that are read at a time, and how often at a look.
+_CHUNK, _READS = 1 << 16, 64
 
 
 class Watch:
@@ -42,8 +44,9 @@ class Watch:
     def open(self) -> bool:
         """Whether the connection is open still."""
         try:
-            # An end is read as nothing; what a server says unasked does not matter.
-            return bool(self._socket.recv(1, socket.MSG_PEEK))
+            # What a server says unasked does not matter, such as that it is tired of
+            # waiting; the end comes after that, and is read as nothing.
+            return all(self._socket.recv(_CHUNK) for _ in range(_READS))
         except BlockingIOError:
             return True
         except OSError:
