@@ -79,7 +79,9 @@ def test_a_call_that_was_told_as_slow_may_have_any_outcome(now):
 def test_a_mixture_takes_a_turn_again_as_its_environment_does():
     def mixed(tools):
         environment = ToolEnvironment(Sums(), (tools,))
-        return mixture([Part(environment, 1, "tools"), Part(Guess(), 1, "guess")])
+        return mixture(
+            [Part(environment, 1, "tools"), Part(Guess(begun=0), 1, "guess")]
+        )
 
     turn = looks(0, 1)
     environment = mixed(Scripted([slow_call(3), "8"]))
