@@ -173,7 +173,8 @@ def turn_rewards(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The reward of every turn; the shaping of an episode is added to its last turn.
 
-    That of a player's turns, if there are players, is added to the player's last turn.
+    The last turn is the one that was served last. If there are players, the shaping of
+    a player's turns is added to the player's last turn.
 
     Args:
         groups: of equal size.
@@ -198,7 +199,7 @@ def turn_rewards(
         mask[row, :count] = True
         if shaping is not None:
             length = np.array([[episode.num_sampled]], np.int32)
-            rewards[row, count - 1] += shaping(length)[0, 0]
+            rewards[row, episode.order[-1]] += shaping(length)[0, 0]
     shape = (len(groups), -1, most) if groups else (0, 0, 0)
     return rewards.reshape(shape), mask.reshape(shape)
 
@@ -213,8 +214,10 @@ def turn_advantages(
     """Applies a group advantage estimator to the return of each turn.
 
     Turn k of a sample is compared with turn k of the group's other samples, as far as
-    they have k turns, by the discounted sum of the rewards from turn k on. If there are
-    players, turns are counted and rewards are summed for each player alone.
+    they have k turns, by the discounted sum of the rewards from turn k on. Turns are
+    counted in the order in which they were served, so none is credited with a reward
+    that was given before it. If there are players, turns are counted and rewards are
+    summed for each player alone.
 
     Args:
         groups: of equal size.
@@ -235,6 +238,9 @@ def turn_advantages(
             lambda own: turn_advantages(own, estimator, shaping, discount=discount),
         )
     rewards, mask = turn_rewards(groups, shaping)
+    order = _orders(groups, rewards.shape[-1])
+    rewards = np.take_along_axis(rewards, order, -1)
+    mask = np.take_along_axis(mask, order, -1)
     returns = np.asarray(
         turn_returns(jnp.asarray(rewards), jnp.asarray(mask), gamma=discount)
     )
@@ -244,7 +250,26 @@ def turn_advantages(
         facts = GroupFacts(returns[..., turn], mask[..., turn], lengths, None, None)
         found = np.asarray(estimator(facts), np.float32)
         values[..., turn] = np.where(mask[..., turn], found, 0.0)
-    return values
+    placed = np.zeros_like(values)
+    np.put_along_axis(placed, order, values, -1)
+    return placed
+
+
+def _orders(groups: Sequence[Group], most: int) -> np.ndarray:
+    """Numbers of turns in the order of serving, int64 [groups, samples, most].
+
+    Those that an episode does not have come last.
+    """
+    return np.array(
+        [
+            [
+                [*episode.order, *range(len(episode.turns), most)]
+                for episode in group.episodes
+            ]
+            for group in groups
+        ],
+        np.int64,
+    )
 
 
 def is_trained(episode: Episode, *, skip_truncated: bool = False) -> bool:

@@ -115,8 +115,8 @@ SERVE = [
     Fault(
         "a player's reward is the last speaker's",
         "serve/agents.py",
-        "enumerate(turns) if turn.player == name)",
-        "enumerate(turns))",
+        "n for n in reversed(episode.order) if turns[n].player == name",
+        "n for n in reversed(episode.order)",
         "programs/test_players.py",
     ),
     Fault(
