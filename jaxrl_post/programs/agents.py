@@ -4,6 +4,7 @@ import contextlib
 import ipaddress
 from collections.abc import Iterator
 
+from jaxrl_post.config.checks import REWARD_A_TURN
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data.tools import expresses_tools, form_of
@@ -29,8 +30,8 @@ def check_agents(environment: Environment, config: RLConfig) -> None:
 
     Raises:
         ConfigError: several processes or machines, `--rollout.partial`,
-            `--reward.model`, too few turns for an episode, or an address that others
-            can reach.
+            `--reward.model`, a credit of turns that cannot follow branches, too few
+            turns for an episode, or an address that others can reach.
     """
     if not isinstance(environment, AgentEnvironment):
         return
@@ -53,6 +54,14 @@ def check_agents(environment: Environment, config: RLConfig) -> None:
         raise ConfigError(
             "--rollout.judges: agents reach the sampler on this machine's loopback, "
             f"which those of {config.rollout.judges} cannot; take local"
+        )
+    algorithm = config.algorithm
+    if algorithm.turn_credit == "turns" and algorithm.name in REWARD_A_TURN:
+        raise ConfigError(
+            f"--algorithm.turn-credit turns: {algorithm.name} sums rewards along a "
+            "sequence, and where an agent branches a turn stands in one sequence and "
+            "rewards that follow from it in others; use outcome, or an algorithm such "
+            "as grpo"
         )
     turns = config.rollout.max_turns
     if isinstance(environment, NeedsTurns) and turns < environment.most_calls:

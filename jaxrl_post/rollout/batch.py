@@ -179,8 +179,8 @@ def turn_rewards(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The reward of every turn; the shaping of an episode is added to its longest turn.
 
-    Of turns of equal length it is the last one. If there are players, each has a
-    shaping, which is added to the player's own longest turn.
+    Of turns of equal length it is the one that was served last. If there are players,
+    each has a shaping, which is added to the player's own longest turn.
 
     Args:
         groups: of equal size.
@@ -204,8 +204,10 @@ def turn_rewards(
         rewards[row, :count] = [turn.reward or 0.0 for turn in episode.turns]
         mask[row, :count] = True
         if shaping is not None:
-            sizes = [len(turn.sampled) for turn in episode.turns]
-            longest = count - 1 - int(np.argmax(sizes[::-1]))
+            turns = episode.turns
+            longest = max(
+                reversed(episode.order), key=lambda number: len(turns[number].sampled)
+            )
             length = np.array([[episode.longest_turn]], np.int32)
             rewards[row, longest] += shaping(length)[0, 0]
     shape = (len(groups), -1, most) if groups else (0, 0, 0)
@@ -222,8 +224,10 @@ def turn_advantages(
     """Applies a group advantage estimator to the return of each turn.
 
     Turn k of a sample is compared with turn k of the group's other samples, as far as
-    they have k turns, by the discounted sum of the rewards from turn k on. If there are
-    players, turns are counted and rewards are summed for each player alone.
+    they have k turns, by the discounted sum of the rewards from turn k on. Turns are
+    counted in the order in which they were served, so none is credited with a reward
+    that was given before it. If there are players, turns are counted and rewards are
+    summed for each player alone.
 
     Args:
         groups: of equal size.
@@ -244,6 +248,9 @@ def turn_advantages(
             lambda own: turn_advantages(own, estimator, shaping, discount=discount),
         )
     rewards, mask = turn_rewards(groups, shaping)
+    order = _orders(groups, rewards.shape[-1])
+    rewards = np.take_along_axis(rewards, order, -1)
+    mask = np.take_along_axis(mask, order, -1)
     returns = np.asarray(
         turn_returns(jnp.asarray(rewards), jnp.asarray(mask), gamma=discount)
     )
@@ -253,7 +260,26 @@ def turn_advantages(
         facts = GroupFacts(returns[..., turn], mask[..., turn], lengths, None, None)
         found = np.asarray(estimator(facts), np.float32)
         values[..., turn] = np.where(mask[..., turn], found, 0.0)
-    return values
+    placed = np.zeros_like(values)
+    np.put_along_axis(placed, order, values, -1)
+    return placed
+
+
+def _orders(groups: Sequence[Group], most: int) -> np.ndarray:
+    """Numbers of turns in the order of serving, int64 [groups, samples, most].
+
+    Those that an episode does not have come last.
+    """
+    return np.array(
+        [
+            [
+                [*episode.order, *range(len(episode.turns), most)]
+                for episode in group.episodes
+            ]
+            for group in groups
+        ],
+        np.int64,
+    )
 
 
 def is_trained(episode: Episode, *, skip_truncated: bool = False) -> bool:

@@ -45,6 +45,9 @@ class Turn:
         branched_from: of a turn of `Episode.segments`, the number of the earlier turn
             that it continues, from 0; None if it begins anew.
         player: whose turn it is, in an episode with players; "" otherwise.
+        served: where the turn stands in the order in which an agent was served, which
+            `Episode.turns` leave if conversations went on beside each other; None for
+            its place among them.
     """
 
     context: Tokens
@@ -59,6 +62,7 @@ class Turn:
     said: Answer | None = None
     branched_from: int | None = None
     player: str = ""
+    served: int | None = None
 
     @property
     def truncated(self) -> bool:
@@ -100,7 +104,7 @@ class Episode:
         sample_index: index within the group.
         task_id: id of the environment's task.
         prompt_text: the task's messages as text.
-        turns: the policy's turns, in order.
+        turns: the policy's turns, in order; with `segments` in that of the sequences.
         finish_reason: how the episode ended, see `EpisodeEnd`; "" until then.
         error: why the episode failed; "" otherwise.
         segments: of an agent that branched or began anew, the numbers of the turns,
@@ -154,6 +158,12 @@ class Episode:
             turn.branched_from if number in self.segments or not number else number - 1
             for number, turn in enumerate(self.turns)
         ]
+
+    @property
+    def order(self) -> list[int]:
+        """The numbers of the turns, from 0, in the order in which they were served."""
+        places = [n if t.served is None else t.served for n, t in enumerate(self.turns)]
+        return sorted(range(len(places)), key=places.__getitem__)
 
     @property
     def num_tokens(self) -> int:
@@ -221,8 +231,12 @@ class Episode:
 
     @property
     def last_turns(self) -> dict[str, Turn]:
-        """The last turn of each player; with the key "" if there are no players."""
-        return {turn.player: turn for turn in self.turns}
+        """The last turn of each player; with the key "" if there are no players.
+
+        The last one is that which was served last.
+        """
+        served = (self.turns[number] for number in self.order)
+        return {turn.player: turn for turn in served}
 
     def of_player(self, name: str) -> Episode:
         """The turns of one player as an episode of one policy alone.
@@ -333,9 +347,10 @@ class Group:
         by_turn: dict[int, list[float]] = {}
         for episode in self.episodes:
             following = 0.0
-            turns = () if episode.reward is None else episode.turns
-            for number, turn in reversed(list(enumerate(turns))):
-                following = (turn.reward or 0.0) + discount * following
+            order = [] if episode.reward is None else episode.order
+            for number, place in reversed(list(enumerate(order))):
+                reward = episode.turns[place].reward or 0.0
+                following = reward + discount * following
                 by_turn.setdefault(number, []).append(following)
         return any(
             _differ(np.array(returns, np.float32)) for returns in by_turn.values()
@@ -371,7 +386,7 @@ def _differ(rewards: np.ndarray) -> bool:
 
 
 # Fields of `Turn` that checkpoints of earlier versions do not have.
-_LATER = ("messages", "said", "branched_from", "player")
+_LATER = ("messages", "said", "branched_from", "player", "served")
 
 
 def _plain(value: Any) -> Any:

@@ -322,6 +322,7 @@ def _episode(
                     said=_answer(served.answer, reason, len(sampled)),
                     branched_from=None if before else numbers.get(served.parent),
                     player=served.player,
+                    served=number,
                 )
             )
             numbers[number] = len(turns) - 1
@@ -340,12 +341,14 @@ def _episode(
     if step is None or error:
         return dataclasses.replace(episode, finish_reason="failed", error=error)
     for name, reward in step.players.items():
-        at = max(n for n, turn in enumerate(turns) if turn.player == name)
+        at = next(n for n in reversed(episode.order) if turns[n].player == name)
         reward += turns[at].reward or 0.0
         turns[at] = dataclasses.replace(turns[at], reward=reward)
-    last = turns[-1]
+    # A reward of the whole comes after all turns that were served.
+    at = episode.order[-1]
+    last = turns[at]
     counts = {f"agent_{kind}": float(recording.counts[kind]) for kind in KINDS}
-    turns[-1] = dataclasses.replace(
+    turns[at] = dataclasses.replace(
         last,
         reward=(last.reward or 0.0) + recording.reward + step.reward,
         rewards=step.rewards,

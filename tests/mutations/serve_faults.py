@@ -99,6 +99,27 @@ SERVE = [
         "programs/test_agents.py",
     ),
     Fault(
+        "the seed of a request is the noise of all samples of a group",
+        "serve/chat.py",
+        "seed = seed if own is None else own",
+        "seed = own if seed is None else seed",
+        "serve/test_episodes.py",
+    ),
+    Fault(
+        "calls at the same time have more turns than an episode may",
+        "serve/recordings.py",
+        "most, running = self.most_turns, self.running.total()",
+        "most, running = self.most_turns, 0",
+        "serve/test_recordings.py",
+    ),
+    Fault(
+        "a turn of an agent is credited with what was given before it",
+        "rollout/batch.py",
+        "[*episode.order, *range(len(episode.turns), most)]",
+        "[*range(most)]",
+        "rollout/test_batch.py",
+    ),
+    Fault(
         "a stream ends before its last piece",
         "serve/texts.py",
         "        if reason is not None:\n            return text\n",
@@ -115,8 +136,8 @@ SERVE = [
     Fault(
         "a player's reward is the last speaker's",
         "serve/agents.py",
-        "enumerate(turns) if turn.player == name)",
-        "enumerate(turns))",
+        "n for n in reversed(episode.order) if turns[n].player == name",
+        "n for n in reversed(episode.order)",
         "programs/test_players.py",
     ),
     Fault(

@@ -1,11 +1,13 @@
 """Agents that call the model over HTTP: what they were served is what is trained on."""
 
 import contextlib
+import dataclasses
 import socket
 
 import numpy as np
 import pytest
 
+from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
@@ -251,6 +253,20 @@ def test_options_that_no_agent_can_have_are_refused(section, options, told):
         check_agents(Letters(), config)
     # The options of a run without agents.
     check_agents(Arithmetic(), config)
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce_plus_plus"])
+def test_a_credit_that_cannot_follow_branches_is_refused(name):
+    def config(name, credit):
+        algorithm = AlgorithmConfig(name, turn_credit=credit)
+        return dataclasses.replace(CONFIG, algorithm=algorithm)
+
+    told = f"^--algorithm.turn-credit turns: {name} sums rewards along a sequence"
+    with pytest.raises(ConfigError, match=told):
+        check_agents(Letters(), config(name, "turns"))
+    check_agents(Letters(), config(name, "outcome"))
+    check_agents(Letters(), config("grpo", "turns"))
+    check_agents(Arithmetic(), config(name, "turns"))
 
 
 def test_too_few_turns_for_a_game_are_refused_before_it_begins():

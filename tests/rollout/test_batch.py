@@ -192,6 +192,30 @@ def centred(facts: batch.GroupFacts) -> np.ndarray:
     return facts.rewards - total / np.maximum(count, 1)
 
 
+def test_turns_are_credited_in_the_order_in_which_they_were_served():
+    """By hand: served are 0, 2, 1, with rewards 1, 4, 2, and returns 7, 6, 2."""
+    turns = turns_of(1.0, 2.0, 4.0).turns
+    served = tuple(
+        dataclasses.replace(turn, served=number)
+        for turn, number in zip(turns, (0, 2, 1), strict=True)
+    )
+    beside = dataclasses.replace(turns_of(), turns=served, segments=(2,))
+    alone = turns_of(0.0, 0.0, 0.0, index=1)
+    groups = [Group(1, (beside, alone))]
+    values = batch.turn_advantages(groups, centred, discount=1.0)
+    # The second turn that was served, 6, is compared with the other's second turn.
+    expected = [[3.5, 1.0, 3.0], [-3.5, -3.0, -1.0]]
+    np.testing.assert_allclose(values, [expected], atol=1e-6)
+    in_order = turns_of(1.0, 4.0, 2.0, index=1)
+    assert not Group(1, (beside, in_order)).has_turn_spread(0.0)
+    # Of turns of equal length the shaping stands at the one that was served last.
+    rewards, _ = batch.turn_rewards(groups, lambda n: n.astype(np.float32))
+    length = beside.longest_turn
+    np.testing.assert_allclose(rewards[0, 0], [1.0, 2.0 + length, 4.0])
+    assert Episode.from_json(beside.to_json()) == beside
+    assert beside.last_turns == {"": served[1]}
+
+
 def test_each_turn_is_credited_with_the_rewards_from_it_on():
     """By hand: returns are [2.5, 3, 4] and [3, 4] with a discount of 1/2."""
     long, short = turns_of(1.0, 1.0, 4.0), turns_of(1.0, 4.0, index=1)

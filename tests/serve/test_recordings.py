@@ -6,6 +6,11 @@ import numpy as np
 import pytest
 
 from jaxrl_post.data import chat
+from jaxrl_post.envs import Message, Step, Task
+from jaxrl_post.envs.workers.interface import Outcome
+from jaxrl_post.rollout import Group
+from jaxrl_post.rollout.batch import turn_advantages
+from jaxrl_post.serve.agents import _episode
 from jaxrl_post.serve.recordings import EndedError, Recording
 from jaxrl_post.tokens import Tokens
 from tests.serve.conftest import make_tokenizer
@@ -198,6 +203,29 @@ def test_an_episode_that_has_ended_takes_nothing(tokenizer):
         recording.add(begun, Tokens.context(()), said("b"), "stop")
     with pytest.raises(EndedError):
         recording.credit(1.0)
+
+
+def test_an_episode_keeps_the_order_in_which_turns_were_served(tokenizer):
+    recording = Recording("one")
+    plans, codes = [user("plan")], [user("code")]
+    for number, messages in enumerate((plans, codes, plans, codes)):
+        served(recording, tokenizer, messages, str(number))
+        messages += [said(str(number)), user("go on")]
+    recording.credit(1.0, 1)
+    task = Task(0, (Message("user", "q"),), "")
+    outcome = Outcome(Step(0.5, done=True), None, "ok", 0.0)
+    episode = _episode((0, 0), task, recording, outcome, tokenizer.decode)
+    # The conversations are sequences, one after the other.
+    assert [turn.text for turn in episode.turns] == ["0", "2", "1", "3"]
+    assert [episode.turns[n].text for n in episode.order] == ["0", "1", "2", "3"]
+    # The reward of the whole came when all turns had been served.
+    assert [turn.reward for turn in episode.turns] == [0.0, 0.0, 1.0, 0.5]
+
+    def returns(facts):
+        return facts.rewards
+
+    values = turn_advantages([Group(0, (episode,))], returns, discount=1.0)
+    np.testing.assert_allclose(values[0, 0], [1.5, 0.5, 1.5, 0.5])
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])

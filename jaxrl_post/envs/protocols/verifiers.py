@@ -46,7 +46,7 @@ class Verifiers:
         config: a file of JSON, the block `env` of verifiers' own configuration, with
             the id of the taskset.
         most: so many tasks are taken, or all if there are fewer; one in ten is held
-            out, by a hash of its prompt.
+            out, by a hash of all that makes it but its number and name.
 
     Raises:
         ValueError: an argument is outside its range, or there is no such file.
@@ -86,8 +86,8 @@ class Verifiers:
             Task(number, (Message("user", prompt),), "", {"task": index})
             for number, (index, prompt) in enumerate(
                 (index, prompt)
-                for index, prompt in enumerate(_prompts(self))
-                if split_of(prompt) == split
+                for index, (prompt, problem) in enumerate(_prompts(self))
+                if split_of(problem) == split
             )
         ]
         if not found:
@@ -153,7 +153,8 @@ class _Player:
                 ) from error
             stack.callback(_ended, self._process)
             self._end = weakref.finalize(self, stack.pop_all().close)
-        self.prompts: list[str] = self._answer(_START)["tasks"]
+        # Of each task the prompt, and a hash of all that makes it.
+        self.tasks: list[list[str]] = self._answer(_START)["tasks"]
 
     def play(self, task: int, base_url: str) -> dict[str, Any]:
         """Carries out an episode, for as long as it takes: the pool has the deadline.
@@ -221,12 +222,15 @@ def _player(environment: Verifiers) -> _Player:
 
 
 @lru_cache(maxsize=1)
-def _prompts(environment: Verifiers) -> tuple[str, ...]:
-    """The prompts of all tasks; of those that are equal, all have their number."""
+def _prompts(environment: Verifiers) -> tuple[tuple[str, str], ...]:
+    """The prompts of all tasks, and what copies of a task have in common.
+
+    Of prompts that are equal, all have their number.
+    """
     player = _Player(environment)
     player.close()
-    times = Counter(player.prompts)
+    times = Counter(prompt for prompt, _ in player.tasks)
     return tuple(
-        prompt if times[prompt] == 1 else f"Task {index}.\n\n{prompt}"
-        for index, prompt in enumerate(player.prompts)
+        (prompt if times[prompt] == 1 else f"Task {index}.\n\n{prompt}", problem)
+        for index, (prompt, problem) in enumerate(player.tasks)
     )

@@ -8,6 +8,7 @@ the process.
 
 import asyncio
 import contextlib
+import hashlib
 import importlib
 import itertools
 import json
@@ -32,6 +33,13 @@ def told(task):
         parts = [message.content for message in prompt]
     texts = [task.data.system_prompt, *parts]
     return "\n\n".join(text for text in texts if isinstance(text, str))
+
+
+def problem(task):
+    """A hash of all that makes a task; copies of one have the same."""
+    data = task.data.model_dump(mode="json", exclude={"idx", "name"})
+    text = json.dumps(data, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 async def played(env, task, base_url):
@@ -71,7 +79,7 @@ async def serve(config, most, answers):
     vf = importlib.import_module("verifiers.v1")
     env = vf.load_environment(vf.resolve_env_config(config))
     tasks = list(itertools.islice(iter(env.taskset), most))
-    say({"tasks": [told(task) for task in tasks]})
+    say({"tasks": [[told(task), problem(task)] for task in tasks]})
     requests = asyncio.Queue()
     arguments = asyncio.get_running_loop(), requests, asyncio.current_task()
     threading.Thread(target=read, args=arguments, daemon=True).start()

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -154,10 +154,17 @@ class BfclSession:
 
     def step(self, turn: Answer) -> Step:
         """Carries calls out, or ends the user's turn."""
+        return self._taken(turn, self._tools.step)
+
+    def repeat(self, turn: Answer, said: tuple[Message, ...]) -> Step:
+        """Takes a turn again; a call that came too late is not carried out."""
+        return self._taken(turn, lambda again: self._tools.repeat(again, said))
+
+    def _taken(self, turn: Answer, take: Callable[[Answer], Step]) -> Step:
         self._steps += bool(turn.tool_calls)
         if self._steps > _MOST_STEPS:
             return Step(0.0, done=True, metrics=self._metrics())
-        return self._tools.step(turn)
+        return take(turn)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Calls a function of an API."""

@@ -14,6 +14,7 @@ from jaxrl_post.envs.env import (
     Environment,
     Message,
     NeedsPreparation,
+    Repeats,
     Session,
     Split,
     StatefulEnvironment,
@@ -233,7 +234,15 @@ class _Named:
         self._earned = 0.0
 
     def step(self, turn: Answer) -> Step:
-        step = self._session.step(turn)
+        return self._counted(self._session.step(turn))
+
+    def repeat(self, turn: Answer, said: tuple[Message, ...]) -> Step:
+        """Takes a turn again; the session may want to know how it was answered."""
+        if isinstance(self._session, Repeats):
+            return self._counted(self._session.repeat(turn, said))
+        return self.step(turn)
+
+    def _counted(self, step: Step) -> Step:
         self._earned += step.reward
         return _named(self._part, step, self._earned)
 

@@ -33,11 +33,16 @@ _LOGGER = logging.getLogger(__name__)
 
 # Words of a query that are looked up; the others are dropped.
 _MOST_WORDS = 64
+# Words of which an index remembers whether they are common.
+_MOST_KNOWN = 1 << 14
 
 _TABLE = """
 CREATE VIRTUAL TABLE passages USING fts5(
     title, text, tokenize = 'porter unicode61 remove_diacritics 2'
 )
+"""
+_COUNT = """
+SELECT count(*) FROM (SELECT 1 FROM passages WHERE passages MATCH ? LIMIT ?)
 """
 _BEST = """
 SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank, rowid LIMIT ?
@@ -147,10 +152,16 @@ class Search:
         if not words:
             told = f"query has no word to look for, got {query[:80]!r}"
             raise ToolError(told, kind="bad_arguments")
-        found = self._index().best(words, self._limit(arguments.get("limit")))
+        limit, index = self._limit(arguments.get("limit")), self._index()
+        rare = index.rare(words)
+        found = index.best(rare, limit)
         if not found:
-            shown = ", ".join(words[:10])
-            return f"No passage has any of these words: {shown}. Try others."
+            shown = ", ".join(rare[:10])
+            told = f"No passage has any of these words: {shown}. "
+            left = [word for word in words if word not in rare]
+            if left:
+                told += f"Most have: {', '.join(left[:10])}. "
+            return told + "Try others."
         return "\n\n".join(
             f"[{number}] {title}\n{self._cut(text)}" if title else
             f"[{number}] {self._cut(text)}"
@@ -204,22 +215,32 @@ class _Index:
             ((number, *passage) for number, passage in enumerate(passages)),
         )
         self._database.commit()
-        self._common = self._terms_of_more_than(len(passages) // 2)
+        self._half = len(passages) // 2
+        # Whether a word stands in most passages; for words that were looked up.
+        self._common: dict[str, bool] = {}
+
+    def rare(self, words: Sequence[str]) -> Sequence[str]:
+        """The words that do not stand in most passages; all, if there are no others.
+
+        A word of most passages adds nothing to BM25, but makes all of them fit.
+        """
+        with self._lock:
+            return [word for word in words if not self._is_common(word)] or words
 
     def best(self, words: Sequence[str], limit: int) -> list[tuple[str, str]]:
         """Title and text of the passages that fit best."""
-        # A word of most passages adds nothing to BM25, but makes all of them fit.
-        rare = [word for word in words if word not in self._common]
-        query = " OR ".join(f'"{word}"' for word in rare or words)
+        query = " OR ".join(f'"{word}"' for word in words)
         with self._lock:
             return self._database.execute(_BEST, (query, limit)).fetchall()
 
-    def _terms_of_more_than(self, count: int) -> frozenset[str]:
-        self._database.execute(
-            "CREATE VIRTUAL TABLE terms USING fts5vocab(passages, row)"
-        )
-        found = self._database.execute("SELECT term FROM terms WHERE doc > ?", (count,))
-        return frozenset(term for (term,) in found)
+    def _is_common(self, word: str) -> bool:
+        if word not in self._common:
+            if len(self._common) >= _MOST_KNOWN:
+                self._common.clear()
+            # The index knows the word by its stem, and "a_b" as two words.
+            found = self._database.execute(_COUNT, (f'"{word}"', self._half + 1))
+            self._common[word] = found.fetchone()[0] > self._half
+        return self._common[word]
 
 
 @lru_cache(maxsize=2)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxrl_post.envs import Answer, Message, ToolCall
+from jaxrl_post.envs import Answer, Message, Repeats, ToolCall
 from jaxrl_post.envs.tasks import bfcl
 
 SMALL = pathlib.Path(__file__).with_name("small")
@@ -57,6 +57,20 @@ def test_a_right_episode_goes_through_the_turns_of_the_user(tasks):
     assert step.metrics["bfcl/right_turns"] == 3.0
     assert step.metrics["tools/calls"] == 3.0
     session.close()
+
+
+def test_a_call_that_came_too_late_is_not_made_again(tasks):
+    call = calling(("dim", '{"by": 2}'))
+    session = bfcl.Bfcl().open(tasks[0])
+    session._tools._turn_seconds = -1.0
+    said = session.step(call).messages
+    assert "the earlier calls took too long" in said[0].content
+    # In another worker there was time enough.
+    again = bfcl.Bfcl().open(tasks[0])
+    assert isinstance(again, Repeats)
+    assert again.repeat(call, said).messages == said
+    assert results(again.step(call)) == ['{"level": 7}']
+    assert again.step(DONE).metrics["bfcl/right_turns"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,21 @@ class Thing:
     score: float = 0.0
     value: float = 0.0
 
+@dataclasses.dataclass
+class Data:
+    prompt: object
+    system_prompt: str
+    idx: int
+
+    def model_dump(self, mode, exclude):
+        # Games of one prompt differ in their seed.
+        seed = {"seed": self.idx} if self.prompt == "game" else {}
+        fields = dict(prompt=repr(self.prompt), idx=self.idx, name=f"#{self.idx}")
+        return {n: v for n, v in (fields | seed).items() if n not in exclude}
+
 class Env:
+    number = 0
+
     def __init__(self, config):
         print("what an environment prints is no answer")
         self.ended = pathlib.Path(config["ended"])
@@ -46,8 +60,8 @@ class Env:
     def task(self, prompt):
         said = prompt if isinstance(prompt, str) else [
             types.SimpleNamespace(content=text) for text in prompt]
-        data = types.SimpleNamespace(prompt=said, system_prompt="Add.")
-        return types.SimpleNamespace(data=data)
+        self.number += 1
+        return types.SimpleNamespace(data=Data(said, "Add.", self.number))
 
     @contextlib.asynccontextmanager
     async def serving(self):
@@ -135,6 +149,29 @@ def test_tasks_are_those_of_the_environment(config, tmp_path):
     assert found.demonstration(train[0]) is None
     # The process is not kept where nothing is played.
     assert (tmp_path / "ended").exists()
+
+
+def test_copies_of_a_task_are_in_one_split(config):
+    ended = str(config.parent / "ended")
+    prompts = [*(f"{number}+1=" for number in range(40)), *["game"] * 40]
+    config.write_text(json.dumps({"prompts": prompts * 2, "ended": ended}))
+    found = environment(config)
+    train, held_out = found.tasks("train"), found.tasks("eval")
+    sums, games = (
+        [
+            {
+                task.data["task"]
+                for task in each
+                if (task.data["task"] % 80 < 40) == plain
+            }
+            for each in (train, held_out)
+        ]
+        for plain in (True, False)
+    )
+    assert {n % 80 for n in sums[0]}.isdisjoint({n % 80 for n in sums[1]})
+    assert 0 < len(sums[1]) < len(sums[0])
+    # Equal prompts of tasks that differ otherwise are no copies.
+    assert 0 < len(games[1]) < len(games[0])
 
 
 def test_an_episode_is_played_by_the_environment(config):

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from jaxrl_post.envs import Answer
+from jaxrl_post.envs.tasks.guess import Guess
+from jaxrl_post.envs.tasks.mixture import Part, mixture
 from jaxrl_post.envs.tools import Tool, ToolEnvironment, ToolError
 from jaxrl_post.envs.tools.toolset import slow_call
 from jaxrl_post.envs.workers.sessions import SessionError, Sessions
@@ -72,6 +74,29 @@ def test_a_call_that_was_told_as_slow_may_have_any_outcome(now):
     assert tools.made == [0, 1]
     assert step.reward == 1.0
     assert step.metrics["tools/errors/slow"] == 1.0
+
+
+def test_a_mixture_takes_a_turn_again_as_its_environment_does():
+    def mixed(tools):
+        environment = ToolEnvironment(Sums(), (tools,))
+        return mixture(
+            [Part(environment, 1, "tools"), Part(Guess(begun=0), 1, "guess")]
+        )
+
+    turn = looks(0, 1)
+    environment = mixed(Scripted([slow_call(3), "8"]))
+    task = next(t for t in environment.tasks("train") if t.data["part"] == 0)
+    step = Sessions(environment).step("a", task, (*task.messages, turn))
+    conversation = (*task.messages, turn, *step.messages, ANSWER)
+    found = Sessions(mixed(Scripted(["7", "8"]))).step("b", task, conversation)
+    assert found.reward == found.metrics["tools/reward"] == 1.0
+    # A session that does not ask how a turn was answered just takes it.
+    task = next(t for t in environment.tasks("train") if t.data["part"] == 1)
+    wrong = Answer("assistant", "1" if task.reference != "1" else "2")
+    step = Sessions(environment).step("c", task, (*task.messages, wrong))
+    right = Answer("assistant", task.reference)
+    conversation = (*task.messages, wrong, *step.messages, right)
+    assert Sessions(environment).step("d", task, conversation).done
 
 
 def test_an_answer_that_came_in_time_must_be_the_same():

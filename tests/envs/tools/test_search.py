@@ -106,6 +106,17 @@ def test_words_of_most_passages_alone_find_something(corpus):
     assert search(path, "the", limit=4).count("[") == 4
 
 
+@pytest.mark.parametrize("word", ["live", "lives", "Living"])
+def test_a_word_of_most_passages_is_known_by_its_stem(corpus, word):
+    names = "Ada", "Bo", "Cleo"
+    path = corpus([{"text": f"{name} lives in Rome."} for name in names])
+    assert search(path, f"Ada {word}", limit=3) == "[1] Ada lives in Rome."
+    assert search(path, word, limit=3).count("[") == 3
+    # Nobody is told that there is no passage with a word that all have.
+    told = f"any of these words: xyz. Most have: {word.lower()}. Try others."
+    assert search(path, f"Xyz {word}", limit=3) == f"No passage has {told}"
+
+
 def test_long_passages_are_cut_at_a_word(corpus):
     path = corpus([{"text": "one two three " * 50}, {"text": "x" * 50}, {"text": "y"}])
     assert search(path, "two", max_chars=12) == "[1] one two [...]"
