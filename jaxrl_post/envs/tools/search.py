@@ -215,7 +215,8 @@ class _Index:
             ((number, *passage) for number, passage in enumerate(passages)),
         )
         self._database.commit()
-        self._half = len(passages) // 2
+        # A word of a single passage is not common, even where there is no other one.
+        self._half = max(len(passages) // 2, 1)
         # Whether a word stands in most passages; for words that were looked up.
         self._common: dict[str, bool] = {}
 

@@ -117,6 +117,11 @@ def test_a_word_of_most_passages_is_known_by_its_stem(corpus, word):
     assert search(path, f"Xyz {word}", limit=3) == f"No passage has {told}"
 
 
+def test_a_single_passage_is_found_by_any_of_its_words(corpus):
+    path = corpus([{"text": "Ada lives in Rome."}])
+    assert search(path, "French lives, in Rome") == "[1] Ada lives in Rome."
+
+
 def test_long_passages_are_cut_at_a_word(corpus):
     path = corpus([{"text": "one two three " * 50}, {"text": "x" * 50}, {"text": "y"}])
     assert search(path, "two", max_chars=12) == "[1] one two [...]"
