@@ -11,6 +11,7 @@ from launch.recipes.demo import demo
 from launch.recipes.games import guess, nim, world
 from launch.recipes.instructions import instructions
 from launch.recipes.lookup import lookup
+from launch.recipes.programs import code, python
 from launch.recipes.queries import text2sql
 from launch.recipes.search import search
 from launch.training import DEFAULTS, beginning, online
@@ -36,6 +37,8 @@ PROGRAM = cli.Program(
         "search": search,
         "instructions": instructions,
         "text2sql": text2sql,
+        "code": code,
+        "python": python,
     },
 )
 

@@ -40,10 +40,10 @@ class RLConfig(RunConfig):
     """Training of a policy on its own samples.
 
     Attributes:
-        env: arithmetic, code, facts, gsm8k, guess, instructions, jsonl, judged,
-            lookup, mixture, nemo-gym, nim, openenv, text2sql, verifiers, world,
-            reasoning-gym:<task>, or <module>:<factory>, with options as in
-            arithmetic?level=2 or jsonl?grader=math.
+        env: arithmetic, calculate, code, facts, functions, gsm8k, guess,
+            instructions, jsonl, judged, lookup, mixture, nemo-gym, nim, openenv,
+            text2sql, verifiers, world, reasoning-gym:<task>, or <module>:<factory>,
+            with options as in arithmetic?level=2 or jsonl?grader=math.
         tools: what the policy may call before it answers: python, shell (both run in
             the sandbox), search?corpus=FILE, mcp?command=["..."],
             http?url=...&tools=FILE, or <module>:<name> of a function or of functions.

@@ -19,7 +19,6 @@ from jaxrl_post.envs.protocols import NemoGym, OpenEnv, Verifiers
 from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.bfcl import Bfcl
-from jaxrl_post.envs.tasks.code import Code
 from jaxrl_post.envs.tasks.facts import facts
 from jaxrl_post.envs.tasks.gsm8k import GSM8K
 from jaxrl_post.envs.tasks.guess import Guess
@@ -32,6 +31,7 @@ from jaxrl_post.envs.tasks.mixture import (
     mixture,
 )
 from jaxrl_post.envs.tasks.nim import Nim
+from jaxrl_post.envs.tasks.programs import Code, Functions, calculate
 from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
 from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
 from jaxrl_post.envs.tasks.sql import Text2SQL
@@ -40,14 +40,16 @@ from jaxrl_post.envs.tasks.world import World
 __all__ = ["make"]
 
 _FORMS = (
-    "arithmetic, bfcl, code, facts, gsm8k, guess, instructions, jsonl, judged, "
-    "lookup, mixture, nemo-gym, nim, openenv, text2sql, verifiers, world, "
-    "reasoning-gym:<task>, <module>:<factory>"
+    "arithmetic, bfcl, calculate, code, facts, functions, gsm8k, guess, instructions, "
+    "jsonl, judged, lookup, mixture, nemo-gym, nim, openenv, text2sql, verifiers, "
+    "world, reasoning-gym:<task>, <module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "bfcl": Bfcl,
+    "calculate": calculate,
     "code": Code,
     "facts": facts,
+    "functions": Functions,
     "gsm8k": GSM8K,
     "guess": Guess,
     "instructions": Instructions,
@@ -74,6 +76,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         guess?size=7&guesses=3                  world?turns=8
         lookup?depth=2                          code?path=problems.jsonl&reward=share
         nim?most=9&skill=1                      facts?passages=3
+        calculate?digits=3                      functions?operations=3
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
         instructions?constraints=3              instructions?path=ifeval.jsonl
         text2sql?level=2                        text2sql?path=questions.jsonl&rows=0
@@ -109,9 +112,10 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     'arithmetic(+-,2x2)'
     >>> make("arithmetics")
     Traceback (most recent call last):
-    ValueError: no environment 'arithmetics'; there are arithmetic, bfcl, code, facts,
-    gsm8k, guess, instructions, jsonl, judged, lookup, mixture, nemo-gym, nim, openenv,
-    text2sql, verifiers, world, reasoning-gym:<task>, <module>:<factory>
+    ValueError: no environment 'arithmetics'; there are arithmetic, bfcl, calculate,
+    code, facts, functions, gsm8k, guess, instructions, jsonl, judged, lookup, mixture,
+    nemo-gym, nim, openenv, text2sql, verifiers, world, reasoning-gym:<task>,
+    <module>:<factory>
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

@@ -34,7 +34,7 @@ def test_a_factory_of_ones_own(scripted):
     [
         (
             "gsm9k",
-            r"no environment 'gsm9k'; there are arithmetic, bfcl, code, facts, gsm8k",
+            r"no environment 'gsm9k'; there are arithmetic, bfcl, calculate, code",
         ),
         ("", r"no environment ''; there are arithmetic"),
         ("arithmetic?level=9", r"level must be one of \[0, 1, 2, 3, 4, 5\], got 9"),

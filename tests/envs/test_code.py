@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_post.envs import Message, Task, make
 from jaxrl_post.envs.tasks.blocks import last_block
-from jaxrl_post.envs.tasks.code import Code
+from jaxrl_post.envs.tasks.programs import Code
 from tests.envs.sandbox import available
 
 pytestmark = pytest.mark.processes

@@ -21,6 +21,8 @@ CUT = {
     "search": 0.0,
     "instructions": 0.05,
     "text2sql": 0.0,
+    "code": 0.0,
+    "python": 0.0,
 }
 TASKS = 200
 

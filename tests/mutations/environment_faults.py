@@ -16,7 +16,37 @@ INSTRUCTIONS = "envs/test_instructions.py"
 
 FACTS = "envs/test_facts.py"
 
+FORMULAS = "envs/test_formulas.py"
+
 ENVIRONMENTS = [
+    Fault(
+        "a difference loses the parentheses of what is taken away",
+        "envs/tasks/programs/formulas.py",
+        'return product and sums[0], (product or self.operation == "-") and sums[1]',
+        "return product and sums[0], product and sums[1]",
+        FORMULAS,
+    ),
+    Fault(
+        "problems that are held out are trained on",
+        "envs/tasks/programs/calculate.py",
+        "                if split_of(question) == split:\n                    break\n",
+        "                break\n",
+        FORMULAS,
+    ),
+    Fault(
+        "functions that are held out are trained on",
+        "envs/tasks/programs/functions.py",
+        "                if split_of(text) == split:\n                    break\n",
+        "                break\n",
+        FORMULAS,
+    ),
+    Fault(
+        "a slip writes the right function",
+        "envs/tasks/programs/functions.py",
+        "shown = formula.python(parentheses=not slip)",
+        "shown = formula.python()",
+        FORMULAS,
+    ),
     Fault(
         "people who are held out are trained on",
         "envs/tasks/facts/environment.py",

@@ -73,14 +73,14 @@ TOOLS = [
     ),
     Fault(
         "a program's exit status is its verdict",
-        "envs/tasks/code.py",
+        "envs/tasks/programs/hidden_tests.py",
         "return outcome.succeeded and not outcome.truncated and said == expected",
         "return outcome.succeeded",
         CODE,
     ),
     Fault(
         "a program finds what the test before it left",
-        "envs/tasks/code.py",
+        "envs/tasks/programs/hidden_tests.py",
         "        with self._sandbox.open() as place:\n",
         "        self._place = self._place or self._sandbox.open()\n"
         "        for place in (self._place,):\n",
@@ -88,7 +88,7 @@ TOOLS = [
     ),
     Fault(
         "true is one",
-        "envs/tasks/code.py",
+        "envs/tasks/programs/hidden_tests.py",
         "    if isinstance(said, bool) or isinstance(expected, bool):\n"
         "        return said is expected\n",
         "",

@@ -1,0 +1,101 @@
+"""Formulas in words, and as Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+__all__ = ["Formula", "drawn"]
+
+_NAMES = {"+": "sum", "-": "difference", "*": "product"}
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A number or a name, or a sum, difference or product of two formulas.
+
+    Attributes:
+        operation: "+", "-" or "*"; "" for a number or a name.
+        parts: the two formulas of an operation.
+        leaf: the number or the name.
+
+    >>> a, b, c = (Formula(leaf=leaf) for leaf in "ab3")
+    >>> formula = Formula("*", (a, Formula("-", (b, c))))
+    >>> formula.words()
+    'the product of a and the difference of b and 3'
+    >>> formula.python(), formula.python(parentheses=False)
+    ('a*(b-3)', 'a*b-3')
+    >>> formula.value({"a": 5, "b": 7})
+    20
+    """
+
+    operation: str = ""
+    parts: tuple[Formula, ...] = ()
+    leaf: str = ""
+
+    def words(self) -> str:
+        """The formula in words, whose operations stand before their parts."""
+        if not self.operation:
+            return self.leaf
+        left, right = (part.words() for part in self.parts)
+        return f"the {_NAMES[self.operation]} of {left} and {right}"
+
+    def python(self, *, parentheses: bool = True) -> str:
+        """The formula as Python, with those parentheses alone that it needs."""
+        if not self.operation:
+            return self.leaf
+        left, right = (part.python(parentheses=parentheses) for part in self.parts)
+        needed_left, needed_right = self._needed()
+        if parentheses and needed_left:
+            left = f"({left})"
+        if parentheses and needed_right:
+            right = f"({right})"
+        return f"{left}{self.operation}{right}"
+
+    def value(self, names: Mapping[str, int]) -> int:
+        """The value, given those of the names."""
+        if not self.operation:
+            return names[self.leaf] if self.leaf in names else int(self.leaf)
+        left, right = (part.value(names) for part in self.parts)
+        if self.operation == "*":
+            return left * right
+        return left + right if self.operation == "+" else left - right
+
+    @property
+    def has_parentheses(self) -> bool:
+        """Whether Python needs parentheses somewhere."""
+        inside = any(part.has_parentheses for part in self.parts)
+        return inside or (bool(self.operation) and any(self._needed()))
+
+    def _needed(self) -> tuple[bool, bool]:
+        """Whether the left part, and the right one, needs parentheses."""
+        sums = [part.operation in ("+", "-") for part in self.parts]
+        product = self.operation == "*"
+        return product and sums[0], (product or self.operation == "-") and sums[1]
+
+
+def drawn(rng: Random, leaf: Callable[[], str], operations: int) -> Formula:
+    """A formula at random that needs parentheses.
+
+    Args:
+        rng: chooses operations and how they are nested.
+        leaf: gives a number, which is not negative, or a name.
+        operations: how many, at least 2.
+
+    >>> rng = Random(0)
+    >>> drawn(rng, lambda: rng.choice("abc"), 3).python()
+    'a*b-(b-b)'
+    """
+    while True:
+        formula = _any(rng, leaf, operations)
+        if formula.has_parentheses:
+            return formula
+
+
+def _any(rng: Random, leaf: Callable[[], str], operations: int) -> Formula:
+    if operations == 0:
+        return Formula(leaf=leaf())
+    left = rng.randrange(operations)
+    parts = (_any(rng, leaf, left), _any(rng, leaf, operations - 1 - left))
+    return Formula(rng.choice("+-*"), parts)
