@@ -1,38 +1,74 @@
 #!/bin/sh
-# Everything that a lease of 25 minutes of an accelerator allows, most important first.
+# Measures an accelerator in about 25 minutes, most important first.
 #
-#     benchmarks/accelerator.sh DIRECTORY
+#     benchmarks/accelerator.sh DIRECTORY [PART...]
 #
-# Correctness comes first, then what decides design. Each part has a deadline, and what it
-# found lies in DIRECTORY when it ends, so that a lease that is cut off loses one part.
+# Parts, in this order without a list: device, head, attention, decode, step, rollout,
+# model, float32. The first four take at most 9 minutes together, and so do the next
+# three, for machines that end a command after 10. Each implementation is compared with
+# the reference before it is timed. What a part found lies in DIRECTORY as soon as it is
+# found, in one file a part, and all that was printed in DIRECTORY/log.
+#
+# A machine without a network lacks some packages. On one that has it,
+# `tools/wheels.sh build/wheels` downloads them; then, over there:
+#
+#     python3 -m pip install --no-index --no-deps --target /tmp/site build/wheels/*.whl
+#     PYTHONPATH=/tmp/site PYTHON=python3 benchmarks/accelerator.sh DIRECTORY
 set -u
 cd "$(dirname "$0")/.."
 
-out=${1:?benchmarks/accelerator.sh DIRECTORY: where results are written}
+out=${1:?benchmarks/accelerator.sh DIRECTORY [PART...]: where results are written}
+shift
 mkdir -p "$out"
-python=${PYTHON:-python}
+python=${PYTHON:-python3}
 export PYTHONUNBUFFERED=1
 
-part() {
-    name=$1 seconds=$2
-    shift 2
-    echo "== $name"
-    timeout "$seconds" "$@" >"$out/$name.log" 2>&1
-    echo "$name: status $? at $(date +%T)" | tee -a "$out/status"
-    tail -n 30 "$out/$name.log"
+# Runs a command for at most so many seconds.
+run() {
+    seconds=$1
+    shift
+    echo "== $part: $*" | tee -a "$out/log"
+    timeout -k 10 "$seconds" "$@" >"$out/part" 2>&1
+    status=$?
+    cat "$out/part" >>"$out/log"
+    tail -n 30 "$out/part"
+    rm "$out/part"
+    echo "== $part: status $status at $(date +%T)" | tee -a "$out/log"
 }
 
-part device 60 "$python" -c "import jax; print(jax.__version__, jax.devices())"
-# Each implementation is compared with the reference before it is timed.
-part head 240 "$python" -m benchmarks.kernels --operations token_logprob \
-    --json "$out/token_logprob.json"
-part attention 300 "$python" -m benchmarks.kernels --operations attention \
-    --json "$out/attention.json"
-part decode 180 "$python" -m benchmarks.kernels --operations decode_attention \
-    --json "$out/decode_attention.json"
-part step 240 "$python" -m benchmarks.grpo_step --shape small --dtype bfloat16 \
-    --json "$out/grpo_step.json"
-part rollout 240 "$python" -m benchmarks.rollout --dtype bfloat16 \
-    --json "$out/rollout.json"
-part exact 180 "$python" -m benchmarks.kernels --dtype float32 \
-    --shapes qwen2.5-0.5b qwen2.5-1.5b --json "$out/float32.json"
+kernels() {
+    seconds=$1
+    shift
+    run "$seconds" "$python" -m benchmarks.kernels --json "$out/$part.json" "$@"
+}
+
+# A model of this size, in bfloat16: decoding of 256 samples with a context of 1,024.
+decoding() {
+    run 100 "$python" -m benchmarks.rollout --shape "$1" --dtype bfloat16 --kinds fixed \
+        --slots 256 --prompts 32 --prompt-tokens 768 --max-tokens 256 --repeats 2 \
+        --json "$out/rollout_$1.json"
+}
+
+for part in ${*:-device head attention decode step rollout model float32}; do
+    case $part in
+    device) run 40 "$python" -c "import jax; print(jax.__version__, jax.devices())" ;;
+    head) kernels 170 --operations token_logprob next_token ;;
+    attention) kernels 200 --operations attention ;;
+    decode) kernels 120 --operations decode_attention ;;
+    step)
+        run 200 "$python" -m benchmarks.grpo_step --shape qwen2.5-1.5b --dtype bfloat16 \
+            --prompt-tokens 256 --max-tokens 224 --microbatch-rows 4 --repeats 3 \
+            --json "$out/grpo_step.json"
+        ;;
+    rollout)
+        decoding qwen2.5-0.5b
+        decoding qwen2.5-1.5b
+        ;;
+    model) decoding llama-3.1-8b ;;
+    float32) kernels 170 --dtype float32 --shapes qwen2.5-0.5b qwen2.5-1.5b ;;
+    *)
+        echo "no part '$part': device head attention decode step rollout model float32" >&2
+        exit 2
+        ;;
+    esac
+done

@@ -7,8 +7,27 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post.models import ModelConfig
+from jaxrl_post.pretrained.presets import PRESETS
 
-__all__ = ["head_seconds", "layers_seconds"]
+__all__ = [
+    "dense_model",
+    "head_seconds",
+    "layers_parameters",
+    "layers_seconds",
+    "peak_flops",
+]
+
+
+def dense_model(name: str) -> ModelConfig:
+    """The architecture of a preset whose layers are those that are counted here."""
+
+    def counted(config: ModelConfig) -> bool:
+        return config.experts is None and config.latent is None
+
+    if name not in PRESETS or not counted(PRESETS[name]):
+        names = ", ".join(each for each in PRESETS if counted(PRESETS[each]))
+        raise SystemExit(f"--shape must be one of {names}, got {name!r}")
+    return PRESETS[name]
 
 
 def layers_seconds(config: ModelConfig, rows: int, dtype: str) -> float:
@@ -19,8 +38,30 @@ def layers_seconds(config: ModelConfig, rows: int, dtype: str) -> float:
         rows: number of tokens.
         dtype: of the parameters.
     """
+    shapes = _layer(config)
+    return config.num_layers * sum(_product(rows, k, n, dtype) for k, n in shapes)
+
+
+def layers_parameters(config: ModelConfig) -> int:
+    """Parameters of all layers' matrices of a dense model."""
+    return config.num_layers * sum(k * n for k, n in _layer(config))
+
+
+def head_seconds(config: ModelConfig, rows: int, dtype: str) -> float:
+    """Seconds of the product with the vocabulary's matrix."""
+    return _product(rows, config.hidden_size, config.vocab_size, dtype)
+
+
+def peak_flops(dtype: str) -> float:
+    """Operations per second of a large square product with `jnp.dot`."""
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    return 2.0 * size**3 / _product(size, size, size, dtype)
+
+
+def _layer(config: ModelConfig) -> list[tuple[int, int]]:
+    """Depth and columns of the matrices of a layer."""
     hidden, dim = config.hidden_size, config.head_dim
-    per_layer = [
+    return [
         (hidden, config.num_heads * dim),
         (hidden, config.num_kv_heads * dim),
         (hidden, config.num_kv_heads * dim),
@@ -29,12 +70,6 @@ def layers_seconds(config: ModelConfig, rows: int, dtype: str) -> float:
         (hidden, config.intermediate_size),
         (config.intermediate_size, hidden),
     ]
-    return config.num_layers * sum(_product(rows, k, n, dtype) for k, n in per_layer)
-
-
-def head_seconds(config: ModelConfig, rows: int, dtype: str) -> float:
-    """Seconds of the product with the vocabulary's matrix."""
-    return _product(rows, config.hidden_size, config.vocab_size, dtype)
 
 
 def _product(rows: int, depth: int, columns: int, dtype: str) -> float:

@@ -14,7 +14,8 @@ this run sums a large array, for the keys and values that a query sees, each rea
 So has the next token, for the matrix of the vocabulary.
 
 Before an implementation is timed, its results are compared with those of "reference",
-which holds all scores or logits, at a smaller size; it is skipped if they differ.
+which holds all scores or logits, at a smaller size; it is skipped if they differ. The
+file is written after each line, so a run that is cut off keeps what it measured.
 """
 
 import functools
@@ -33,6 +34,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.ideal import peak_flops
 from benchmarks.machine import machine
 from jaxrl_post.kernels.attention import attention
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
@@ -105,14 +107,10 @@ class Case:
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Runs the benchmark and returns what it measured."""
-    peaks = {"FLOP": _peak(options), "B": _bandwidth(options)}
-    rows = [
-        row
-        for case in _cases(options)
-        for row in _measured(options, case, peaks[case.unit])
-    ]
-    return {
+    """Runs the benchmark, writes what it measured, and returns it."""
+    peaks = {"FLOP": peak_flops(options.dtype), "B": _bandwidth(options)}
+    rows: list[dict[str, Any]] = []
+    result = {
         "device": jax.devices()[0].device_kind,
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
@@ -123,6 +121,12 @@ def main(options: Options) -> dict[str, Any]:
         "bandwidth_gbs": peaks["B"] / 1e9,
         "rows": rows,
     }
+    for case in _cases(options):
+        for row in _measured(options, case, peaks[case.unit]):
+            rows.append(row)
+            if options.json is not None:
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def _cases(options: Options) -> Iterator[Case]:
@@ -351,13 +355,13 @@ def _next(name: str, shape: NextShape, dtype: Any) -> Case:
 
 
 def _measured(options: Options, case: Case, peak: float) -> Iterator[dict[str, Any]]:
-    reference = case.implementations["reference"](*case.small())
     for name, function in case.implementations.items():
         if name == "reference":
             continue
         row: dict[str, Any]
         row = {"operation": case.operation, "shape": case.shape, "by": name}
         try:
+            reference = case.implementations["reference"](*case.small())
             row["error"] = _error(function(*case.small()), reference)
             if row["error"] > TOLERANCE[options.dtype]:
                 yield row | {"skipped": "differs from the reference"}
@@ -393,13 +397,6 @@ def _seconds(function: Pass, arrays: Arrays, repeats: int) -> float:
     return statistics.median(times)
 
 
-def _peak(options: Options) -> float:
-    """Operations per second of a square matrix product."""
-    size = 1024 if platform() == "cpu" else 8192
-    one = jax.random.normal(jax.random.key(0), (size, size), jnp.dtype(options.dtype))
-    return 2.0 * size**3 / _seconds(jax.jit(jnp.dot), (one, one), options.repeats)
-
-
 def _bandwidth(options: Options) -> float:
     """Bytes per second at which the sum of a large array reads it."""
     size = 2**26 if platform() == "cpu" else 2**31
@@ -430,5 +427,3 @@ if __name__ == "__main__":
         f"{result['device']}: matmul {result['matmul_tflops']:.2f} TFLOP/s, reading "
         f"{result['bandwidth_gbs']:.1f} GB/s"
     )
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -2,11 +2,13 @@
 
     python -m benchmarks.rollout --json benchmarks/results/FILE.json
     python -m benchmarks.rollout --kinds turns --slots 16 64
+    python -m benchmarks.rollout --shape qwen2.5-1.5b --dtype bfloat16 --kinds fixed \
+        --slots 256 --prompts 32 --prompt-tokens 768 --max-tokens 256
 
-64 samples of random weights, for each number of slots: `fixed` and `ragged` are 8
-prompts of 256 tokens x 8 samples of 128 tokens, or of at most 128 where each token
-ends a completion with probability 0.02; `turns` are 64 conversations of 6 turns of 16
-tokens, each answered with 16 tokens.
+Samples of random weights, for each number of slots: `fixed` and `ragged` are 8 prompts
+of 256 tokens x 8 samples of 128 tokens, or of at most 128 where each token ends a
+completion with probability 0.02; `turns` are 64 conversations of 6 turns of 16 tokens,
+each answered with 16 tokens.
 
 The first token of a sample counts when the host sees it, at the end of a burst.
 Occupancy is the share of the decoded rows that sampled a token: the others had
@@ -30,20 +32,19 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ideal import head_seconds, layers_seconds
+from benchmarks.ideal import dense_model, head_seconds, layers_seconds
 from benchmarks.machine import machine, peak_memory
 from jaxrl_post import models
 from jaxrl_post.config.rollout import CacheDtype, RolloutConfig
 from jaxrl_post.learner.model import versions
 from jaxrl_post.models import DecoderParams, ModelConfig
-from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.programs.rl import cache_dtype
 from jaxrl_post.sampler import Completion, Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.types import Array
 
 Kind = Literal["fixed", "ragged", "turns"]
-PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS, STOP_SHARE = 8, 8, 256, 128, 0.02
-TURNS, TURN_TOKENS, REPLY_TOKENS, FIRST_PROMPT = 6, 16, 16, 64
+SAMPLES, STOP_SHARE = 8, 0.02
+CONVERSATIONS, TURNS, TURN_TOKENS, REPLY_TOKENS, FIRST_PROMPT = 64, 6, 16, 16, 64
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,24 @@ class Options:
     """Options of the benchmark.
 
     Attributes:
-        shape: tiny or small, as in benchmarks.grpo_step.
+        shape: name of a model, as of `--model`; tiny and small are for CPUs.
         kinds: what is sampled.
         slots: numbers of samples that decode at once.
+        prompts: of a run that is fixed or ragged.
+        prompt_tokens: of each of these.
+        max_tokens: most tokens of their samples.
         repeats: timed runs of each.
         dtype: of the parameters.
         cache_dtype: of keys and values; None for that of the parameters.
         json: file to write the result to.
     """
 
-    shape: Literal["tiny", "small"] = "small"
+    shape: str = "small"
     kinds: tuple[Kind, ...] = ("fixed", "ragged", "turns")
     slots: tuple[int, ...] = (8, 32, 64)
+    prompts: int = 8
+    prompt_tokens: int = 256
+    max_tokens: int = 128
     repeats: int = 3
     dtype: Literal["float32", "bfloat16"] = "float32"
     cache_dtype: CacheDtype | None = None
@@ -72,12 +79,14 @@ class Options:
 class Load:
     """The requests of one run, and what follows on each completion."""
 
-    def __init__(self, kind: Kind, config: ModelConfig) -> None:
+    def __init__(self, kind: Kind, config: ModelConfig, options: Options) -> None:
         self.kind, self.random = kind, np.random.default_rng(0)
+        self.prompts = CONVERSATIONS if kind == "turns" else options.prompts
+        self.length = FIRST_PROMPT if kind == "turns" else options.prompt_tokens
         self.vocabulary = config.vocab_size
         stops = round(STOP_SHARE * config.vocab_size) if kind == "ragged" else 0
         found = self.random.permutation(config.vocab_size)[:stops].tolist()
-        tokens = TURN_TOKENS if kind == "turns" else TOKENS
+        tokens = TURN_TOKENS if kind == "turns" else options.max_tokens
         self.sampling = SamplingParams(max_tokens=tokens, stop_ids=tuple(found))
         self.number = 0
         self.said: dict[int, tuple[int, ...]] = {}
@@ -91,11 +100,9 @@ class Load:
         """The requests at the beginning of a run; no two runs share a prompt."""
         self.said, self.turns = {}, {}
         found = []
-        prompts = PROMPTS * SAMPLES if self.kind == "turns" else PROMPTS
-        for _ in range(prompts):
+        for _ in range(self.prompts):
             self.number += 1
-            length = FIRST_PROMPT if self.kind == "turns" else PROMPT_TOKENS
-            prompt = self.tokens(length)
+            prompt = self.tokens(self.length)
             self.said[self.number], self.turns[self.number] = prompt, 1
             samples = 1 if self.kind == "turns" else SAMPLES
             found.append(Request(self.number, prompt, samples, sampling=self.sampling))
@@ -113,7 +120,7 @@ class Load:
 
 def main(options: Options) -> dict[str, Any]:
     """Runs the benchmark and returns what it measured."""
-    config, dtype = PRESETS[options.shape], jnp.dtype(options.dtype)
+    config, dtype = dense_model(options.shape), jnp.dtype(options.dtype)
     specs = models.param_specs(config)
     params = models.initialize(jax.random.key(0), specs, dtype)
     rows = [
@@ -123,6 +130,9 @@ def main(options: Options) -> dict[str, Any]:
     ]
     return {
         "shape": options.shape,
+        "prompts": options.prompts,
+        "prompt_tokens": options.prompt_tokens,
+        "max_tokens": options.max_tokens,
         "dtype": options.dtype,
         "cache_dtype": options.cache_dtype,
         "runs": rows,
@@ -140,17 +150,17 @@ def _measured(
     kind: Kind,
     slots: int,
 ) -> dict[str, Any]:
-    load = Load(kind, config)
+    load = Load(kind, config, options)
     longest = FIRST_PROMPT + (TURNS - 1) * (TURN_TOKENS + REPLY_TOKENS)
     sizes = EngineConfig(
         num_slots=slots,
-        max_prompt_tokens=longest if kind == "turns" else PROMPT_TOKENS,
+        max_prompt_tokens=longest if kind == "turns" else options.prompt_tokens,
         max_tokens=load.sampling.max_tokens,
         max_stop_ids=max(1, len(load.sampling.stop_ids)),
     )
     if kind == "turns":
         # Conversations that wait for a slot keep what has been computed.
-        every = dataclasses.replace(sizes, num_slots=PROMPTS * SAMPLES)
+        every = dataclasses.replace(sizes, num_slots=CONVERSATIONS)
         tokens = every.cache_for_turns(TURNS)
     else:
         tokens = sizes.cache_for_groups(SAMPLES)

@@ -19,6 +19,7 @@ from jaxrl_post.algorithms import Predictions
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import UpdateConfig
+from jaxrl_post.kernels.attention import require_forest
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner import step as pure
@@ -147,9 +148,11 @@ class Learner:
         Raises:
             DivergenceError: the loss or the gradient is not finite; `state` was not
                 donated and the parameters are unchanged.
+            ValueError: the batch has no rows, or its rows are no forests.
             ProcessesError: the processes of the run have different batches.
         """
         check_same_batch(where, batch)
+        require_forest(batch.ends)
         total = None
         for piece in self.scorer.microbatches(batch):
             if total is None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+import jaxrl_post
 from jaxrl_post import models, pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import UpdateConfig
@@ -424,7 +425,9 @@ def _activation_bytes(
 
 def versions() -> dict[str, str]:
     """Returns the versions of the software and device that a result depends on."""
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxrl_post")
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
     found = {name: importlib.metadata.version(name) for name in packages}
+    # Not by its metadata: it may run from its sources, without an installation.
+    found["jaxrl_post"] = jaxrl_post.__version__
     device = jax.devices()[0].device_kind
     return {"python": platform.python_version(), **found, "device": device}

@@ -138,26 +138,42 @@ def test_attention_is_deterministic():
         np.testing.assert_array_equal(one, other)
 
 
-def test_bfloat16_attention_is_as_exact_as_its_rounding():
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"),
+    [(None, None, False), (50, None, True), (None, 2.0, False), (50, 2.0, True)],
+)
+def test_bfloat16_attention_is_as_exact_as_its_rounding(window, softcap, sinks):
     """The error against float64 is at most twice that of the bfloat16 reference."""
     positions, ends = forest(1, 280)
     arrays = operands(1, 280, 4, 2, 64, 64, jnp.bfloat16)
     arrays[3] = arrays[3] * (ends > 0)[:, :, None, None].astype(jnp.bfloat16)
-    settings = Settings(0.125, None, None, Tile(128, 128), True)
+    logits = np.array([0.5, -1.0, 2.0, 3.0], np.float32) if sinks else None
 
-    def kernel(*arrays):
-        return attend(settings, *arrays, positions, ends)
+    def by(implementation):
+        def run(*inputs):
+            out = attention(
+                *inputs,
+                query_positions=positions, kv_positions=positions, ends=ends,
+                window=window, softcap=softcap,
+                sinks=None if logits is None else jnp.asarray(logits),
+                implementation=implementation, interpret=True,
+            )  # fmt: skip
+            return jnp.where((ends > 0)[:, :, None, None], out, jnp.zeros_like(out))
 
-    reference = functools.partial(whole, positions, ends, None)
-    exact = definition(*(np.float64(array) for array in arrays), np.asarray(ends))
-    found = both_passes(kernel, *arrays)
-    rounded = both_passes(reference, *arrays)
-    for array, other, expected in zip(found, rounded, exact, strict=True):
+        return both_passes(run, *arrays)
+
+    rows = np.asarray(positions), np.asarray(ends)
+    exact = definition(
+        *(np.float64(array) for array in arrays), *rows, window, softcap, logits
+    )
+    for array, other, expected in zip(
+        by("pallas_tpu"), by("reference"), exact, strict=True
+    ):
         error = np.abs(np.float64(array) - expected).max()
         assert error <= 2 * np.abs(np.float64(other) - expected).max()
 
 
-def definition(query, key, value, towards, ends):
+def definition(query, key, value, towards, positions, ends, window, softcap, sinks):
     """Attention of one row and its gradients in float64, written out."""
     _, length, heads, dim = query.shape
     group = heads // key.shape[1]
@@ -165,19 +181,29 @@ def definition(query, key, value, towards, ends):
     d_key, d_value = np.zeros_like(key), np.zeros_like(value)
     index = np.arange(length)
     seen = (index[None] <= index[:, None]) & (index[:, None] < ends[0][None])
+    if window is not None:
+        seen &= positions[0][:, None] - positions[0][None] < window
     real = ends[0] > 0
     for h in range(heads):
         k, v, q = key[0, h // group], value[0, h // group], query[0, :, h]
-        scores = np.where(seen, q @ k.T / np.sqrt(dim), -np.inf)
+        scores, slope = q @ k.T / np.sqrt(dim), 1.0
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+            slope = 1 - (scores / softcap) ** 2
+        scores = np.where(seen, scores, -np.inf)
         scores[~real] = 0.0
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights = weights / weights.sum(axis=1, keepdims=True) * real[:, None]
+        weights = np.exp(scores)
+        sums = weights.sum(axis=1, keepdims=True)
+        if sinks is not None:
+            sums += np.exp(np.float64(sinks[h]))
+        weights = weights / sums * real[:, None]
         d_out = towards[0, :, h]
         out[0, :, h] = weights @ v
         d_weights = d_out @ v.T
         d_scores = weights * (
             d_weights - (weights * d_weights).sum(axis=1, keepdims=True)
         )
+        d_scores *= slope
         d_query[0, :, h] = d_scores @ k / np.sqrt(dim)
         d_key[0, h // group] += d_scores.T @ q / np.sqrt(dim)
         d_value[0, h // group] += weights.T @ d_out

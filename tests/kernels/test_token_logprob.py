@@ -183,6 +183,64 @@ def test_bfloat16_inputs_give_float32_values_and_bfloat16_gradients():
     close(grads, exact[1], 3e-2)
 
 
+def exact_gradients(hidden, weight, targets, cotangents, softcap=None):
+    """Of log-prob and entropy, by hidden and by the unembedding, in float64."""
+    hidden, weight = np.float64(hidden)[0], np.float64(weight)
+    logits, slope = hidden @ weight.T, 1.0
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+        slope = 1 - (logits / softcap) ** 2
+    log_p = logits - logits.max(axis=1, keepdims=True)
+    log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
+    p = np.exp(log_p)
+    entropy = -(p * log_p).sum(axis=1, keepdims=True)
+    towards, along = (np.float64(each)[0][:, None] for each in cotangents)
+    d_logits = -towards * p - along * p * (log_p + entropy)
+    d_logits[np.arange(len(hidden)), np.asarray(targets)[0]] += towards[:, 0]
+    d_logits *= slope
+    return d_logits @ weight, d_logits.T @ hidden
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+def test_bfloat16_gradients_are_as_exact_as_their_rounding(implementation, softcap):
+    """The error against float64 is at most twice that of the bfloat16 reference."""
+    inputs = arrays(1, 200, 128, 700, dtype=jnp.bfloat16)
+    hidden, weight, targets, cotangents = inputs
+    weight = (weight * 0.1).astype(jnp.bfloat16)
+    exact = exact_gradients(hidden, weight, targets, cotangents, softcap)
+    found, rounded = (
+        both_passes(
+            hidden, weight, targets, cotangents, softcap=softcap, implementation=name
+        )[1]
+        for name in (implementation, "reference")
+    )
+    for gradient, other, expected in zip(found, rounded, exact, strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        # By norm: the largest error is that of one number beside a power of two, where
+        # the spacing of bfloat16 doubles.
+        error, allowed = (
+            np.linalg.norm(np.float64(each).reshape(expected.shape) - expected)
+            for each in (gradient, other)
+        )
+        assert error <= 2 * allowed
+
+
+# Vocabularies of Qwen, Llama 3 and Gemma; a number of rows that no tile divides.
+@pytest.mark.parametrize("vocab", [151_936, 128_256, 262_144])
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+def test_real_vocabularies(implementation, vocab):
+    hidden, weight, targets, cotangents = arrays(1, 21, 32, vocab)
+    weight = weight * 0.2
+    targets = targets.at[0, :3].set(jnp.array([0, vocab - 1, vocab - 129]))
+    values, grads = both_passes(
+        hidden, weight, targets, cotangents, implementation=implementation
+    )
+    close(values, oracle(hidden, weight, targets))
+    exact = exact_gradients(hidden, weight, targets, cotangents)
+    close((grads[0][0], grads[1]), exact)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_masked_rows_are_zero_and_have_no_gradient_even_where_hidden_is_nan(
     implementation,

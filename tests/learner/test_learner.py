@@ -190,6 +190,15 @@ def test_rows_must_fill_microbatches():
         learner.update(state, packing.pack(sequences(4), 16, 16), where="step")
 
 
+def test_rows_must_be_forests():
+    learner, state = build()
+    batch = packing.pack(sequences(), 16, 8)
+    ends = batch.ends.copy()
+    ends[2, :4] = 3, 4, 3, 4
+    with pytest.raises(ValueError, match="row 2 is no forest in depth-first order"):
+        learner.update(state, batch.replace(ends=ends), where="step")
+
+
 def test_proximal_and_reference_are_scored_with_the_given_parameters():
     learner, state = build(kl_coefficient=0.1)
     batch = packing.pack(sequences(), 16, 8)

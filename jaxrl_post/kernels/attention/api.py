@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.attention import tiles
+from jaxrl_post.kernels.attention.forest import require_forest
 from jaxrl_post.kernels.attention.packed import Facts, Plan, Tiles, attend_packed
 from jaxrl_post.kernels.attention.reference import attend, check_scoring, visible
 from jaxrl_post.kernels.dispatch import Implementation, choose
@@ -59,7 +60,8 @@ def attention(
         query_positions: int32 positions within the sequence.
         kv_positions: int32 positions of the keys.
         ends: int32 in [0, keys]: one past the last token that sees the key, 0 for
-            padding. None: each row is one sequence, and keys may be a cache's.
+            padding. None: each row is one sequence, and keys may be a cache's. With
+            jax.config.jax_enable_checks, `require_forest` checks them on the host.
         indices: int32, with `ends`, if the rows are cut into chunks
             (`sharding.Chunks`): the place of each token in its row. On a mesh the
             devices along the rules' "context" axes then hold chunks of the same rows,
@@ -106,6 +108,8 @@ def attention(
             f"{query.shape[1]} queries a row and ends of shape {ends.shape}"
         )
     check_scoring("attention", window, softcap)
+    if ends is not None and indices is None and jax.config.jax_enable_checks:
+        jax.debug.callback(require_forest, ends)
     problem = _unsupported_on_gpu(query.shape[-1], value.shape[-1])
     implementation = choose(
         "attention",

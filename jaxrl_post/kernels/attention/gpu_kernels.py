@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape
 from jaxrl_post.kernels.attention.reference import MASKED
+from jaxrl_post.kernels.mosaic_gpu import store
 from jaxrl_post.types import Array
 
 __all__ = [
@@ -238,8 +239,8 @@ def forward_kernel(
         whole = jnp.where(total > 0, total, 1.0)
         share = _over_columns(1.0 / whole, width)
         for sums, columns in zip(mixed, chunks, strict=True):
-            _write(out.at[row, head, block.rows, columns], sums * share)
-        _write(normalizer.at[row, head, block.rows], top + jnp.log(whole))
+            store(out.at[row, head, block.rows, columns], sums * share)
+        store(normalizer.at[row, head, block.rows], top + jnp.log(whole))
 
 
 def query_kernel(
@@ -306,7 +307,7 @@ def query_kernel(
 
         def sums(total: Any) -> None:
             jax.lax.fori_loop(0, block.steps, functools.partial(step, total), None)
-            _write(d_query.at[row, head, block.rows], total[...])
+            store(d_query.at[row, head, block.rows], total[...])
 
         pl.run_scoped(sums, _accumulator(shape.head_dim))
 
@@ -388,7 +389,7 @@ def key_kernel(
                 body = functools.partial(step, totals)
                 jax.lax.fori_loop(0, block.steps, body, None)
                 for name, total in totals.items():
-                    _write(results[name].at[row, head, block.rows], total[...])
+                    store(results[name].at[row, head, block.rows], total[...])
 
             pl.run_scoped(sums, *(_accumulator(widths[name]) for name in names))
 
@@ -505,8 +506,3 @@ def _constant(value: float) -> Array:
 def _zeros(width: int) -> Array:
     zeros = jnp.zeros((OWN_ROWS, width), jnp.float32)
     return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-
-
-def _write(array: Any, values: Array) -> None:
-    """Writes from registers into the GPU's memory."""
-    plgpu.store(array, values.astype(array.dtype), optimized=False)

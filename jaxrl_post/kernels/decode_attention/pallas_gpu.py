@@ -33,6 +33,7 @@ from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.kernels.decode_attention.gpu_sizes import KEYS, Sizes, Widths
 from jaxrl_post.kernels.decode_attention.quantized import Entries, QuantizedEntries
 from jaxrl_post.kernels.decode_attention.xla import Part
+from jaxrl_post.kernels.mosaic_gpu import store
 from jaxrl_post.types import Array
 
 __all__ = ["part_of_keys"]
@@ -355,9 +356,9 @@ def _kernel(settings: _Settings, *refs: Any) -> None:
         mixed, top, total = jax.lax.fori_loop(0, steps, body, state)
         at_part = mixed_out.at[part, row, head], sums_out.at[part, row, head]
         for start, values in zip(settings.chunks, mixed, strict=True):
-            _write(at_part[0].at[pl.ds(start, KEYS), columns], values)
-        _write(at_part[1].at[0, columns], top)
-        _write(at_part[1].at[1, columns], total.sum(axis=0))
+            store(at_part[0].at[pl.ds(start, KEYS), columns], values)
+        store(at_part[1].at[0, columns], top)
+        store(at_part[1].at[1, columns], total.sum(axis=0))
 
 
 def _step(
@@ -421,11 +422,7 @@ def _step(
         values = scratch.decoded[-1]
         if copies.values:
             _decoded(scratch.stored[-1].at[slot], values)
-    plgpu.store(
-        scratch.weights.transpose((1, 0)),
-        mixing.astype(scratch.weights.dtype),
-        optimized=False,
-    )
+    store(scratch.weights.transpose((1, 0)), mixing)
     # All warps are past it: the keys of this step have been used, and the values of the
     # last one.
     plgpu.commit_smem()
@@ -491,11 +488,6 @@ def _constant(value: float, queries: int) -> Array:
 def _zeros(queries: int) -> Array:
     zeros = jnp.zeros((KEYS, queries), jnp.float32)
     return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-
-
-def _write(array: Any, values: Array) -> None:
-    """Writes from registers into the GPU's memory."""
-    plgpu.store(array, values, optimized=False)
 
 
 def _arrays(entries: Entries) -> list[Array]:

@@ -16,7 +16,7 @@ from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 
 __all__ = ["Functions"]
 
-_NAMES = ("a", "b", "c")
+_NAMES: tuple[str, ...] = ("a", "b", "c")
 # Operands of a function out of ten that are numbers.
 _NUMBERS = 3
 # Tests of a program, and the largest argument.
