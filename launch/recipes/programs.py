@@ -16,7 +16,7 @@ def code() -> RLConfig:
         demo(),
         run_dir="runs/code",
         env="functions?slips=0.7",
-        steps=20,
+        steps=40,
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
@@ -37,6 +37,7 @@ def python() -> RLConfig:
         code(),
         run_dir="runs/python",
         env="calculate?slips=0.7",
+        steps=20,
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,

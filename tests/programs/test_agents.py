@@ -20,6 +20,7 @@ from jaxrl_post.rollout.collector import EpisodeCollector, RolloutTimeoutError
 from jaxrl_post.rollout.episode import Episode
 from jaxrl_post.serve.recordings import Recording
 from tests.programs import trainers
+from tests.programs.agent_framework import Conversing
 from tests.programs.agent_letters import Letters
 
 pytestmark = pytest.mark.processes
@@ -97,6 +98,22 @@ def test_every_row_trains_what_was_served_and_nothing_else(served, branching, st
             assert abs(metrics["mismatch/token_mult_prob_error"] - 1) < 1e-3
             assert metrics["env/agent_edited"] == 0
             assert metrics["env/agent_branched"] == float(branching)
+
+
+def test_an_agent_of_a_framework_is_trained_as_it_is(served):
+    """30 steps of pydantic-ai, which keeps the conversation itself."""
+    with training(Conversing()) as trainer:
+        for number in range(1, 31):
+            served.clear()
+            trainer.updater.learner.seen.clear()
+            metrics, _ = trainer.step(number)
+            batches = trainer.updater.learner.seen
+            trained = sorted(run for _, batch in batches for run in runs_of(batch))
+            assert trained == sorted(ids for _, ids in served)
+            assert abs(metrics["mismatch/token_mult_prob_error"] - 1) < 1e-3
+            # What it was served it sends back as it was.
+            assert metrics["env/agent_edited"] == metrics["env/agent_branched"] == 0
+            assert metrics["env/agent_turns"] > 1.5
 
 
 def test_what_samples_mark_as_trained_is_the_loss_mask_of_the_batch():
