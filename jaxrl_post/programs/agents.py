@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jaxrl_post.config.checks import REWARD_A_TURN
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data.tools import expresses_tools, form_of
 from jaxrl_post.envs import AgentEnvironment, Environment, NeedsTurns, WorkerPool
 from jaxrl_post.learner.model import Model
@@ -31,9 +32,16 @@ def check_agents(environment: Environment, config: RLConfig) -> None:
     Raises:
         ConfigError: several processes or machines, `--rollout.partial`,
             `--reward.model`, a credit of turns that cannot follow branches, too few
-            turns for an episode, or an address that others can reach.
+            turns for an episode, or an address that others can reach; or, without
+            agents, an address.
     """
     if not isinstance(environment, AgentEnvironment):
+        if config.rollout.serve != RolloutConfig().serve:
+            raise ConfigError(
+                f"--rollout.serve {config.rollout.serve}: agents reach the sampler "
+                f"there, and {config.env} has none; drop the option, or serve a "
+                "model with launch.serve"
+            )
         return
     if processes.count() > 1:
         raise ConfigError(

@@ -268,8 +268,14 @@ def test_options_that_no_agent_can_have_are_refused(section, options, told):
     config = trainers.changed(section, **options)
     with pytest.raises(ConfigError, match=rf"^--{section}\.{told}"):
         check_agents(Letters(), config)
-    # The options of a run without agents.
-    check_agents(Arithmetic(), config)
+    if "serve" not in options:  # The options of a run without agents.
+        check_agents(Arithmetic(), config)
+
+
+def test_an_address_for_agents_needs_agents():
+    told = r"^--rollout\.serve 127\.0\.0\.1:8000: .* and coin:Coin has none"
+    with pytest.raises(ConfigError, match=told):
+        check_agents(Arithmetic(), trainers.changed("rollout", serve="127.0.0.1:8000"))
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce_plus_plus"])

@@ -14,7 +14,7 @@ from jaxrl_post.config.serve import ChatConfig
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs.tasks.lookup import lookup
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
-from jaxrl_post.learner.model import Model
+from jaxrl_post.learner.model import Model, save_model
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs.chat import ContextError, Conversation, _talk
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
@@ -179,12 +179,19 @@ def test_lines_are_read_until_the_end(plain, monkeypatch):
 
 
 @pytest.mark.processes
-def test_the_program_talks_to_a_finished_run(tmp_path, monkeypatch, capsys):
+def test_the_program_talks_to_a_finished_run(plain, tmp_path, monkeypatch, capsys):
     from launch import chat
 
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    assert chat.main([str(tmp_path / "run")]) == 1
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    assert chat.main([str(run)]) == 1
     assert "is a run, not a model" in capsys.readouterr().out
+    save_model(run / "model", plain, plain.params)
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 1 + 2?\n"))
+    assert chat.main([str(run), "--max-tokens=3"]) == 0
+    assert f"{run / 'model'}: /reset begins" in " ".join(
+        capsys.readouterr().out.split()
+    )
     monkeypatch.setattr("sys.stdin", io.StringIO("7>8>9=\n"))
     assert chat.main(["demo", "--max-tokens=3"]) == 0
     assert "demo: /reset begins" in capsys.readouterr().out
