@@ -16,7 +16,7 @@ def code() -> RLConfig:
         demo(),
         run_dir="runs/code",
         env="functions?slips=0.7",
-        steps=40,
+        steps=20,
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
@@ -27,7 +27,8 @@ def code() -> RLConfig:
         # Smaller steps than the demo's, as in `lookup`.
         optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
         eval=EvalConfig(every=10, num_tasks=200),
-        warm_start=replace(demo().warm_start, steps=600, examples_per_step=32),
+        # Fewer steps may leave the numbers of a function unlearned.
+        warm_start=replace(demo().warm_start, steps=1000, examples_per_step=32),
     )
 
 
@@ -37,7 +38,6 @@ def python() -> RLConfig:
         code(),
         run_dir="runs/python",
         env="calculate?slips=0.7",
-        steps=20,
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
@@ -45,5 +45,4 @@ def python() -> RLConfig:
             max_tokens=32,
             max_turns=3,
         ),
-        warm_start=replace(demo().warm_start, steps=1000, examples_per_step=32),
     )

@@ -160,5 +160,6 @@ def _told(outcome: Outcome) -> str:
 
 @lru_cache(maxsize=8)
 def _sandbox(requirement: str, limits: Limits, python: str | None) -> Sandbox:
-    # One for the life of the worker process: a trial costs as much as a place.
-    return find(requirement, limits=limits, python=python)
+    # One for the life of the worker process: a trial costs as much as a place. A warm
+    # place is started while the one before it is in use.
+    return find(requirement, limits=limits, warm=1, python=python)

@@ -1,0 +1,87 @@
+"""What an answer must be: every kind of constraint, at every endpoint."""
+
+import json
+import re
+
+import httpx
+import pytest
+
+SUM = 'start: NUMBER "+" NUMBER\nNUMBER: /[0-9]{1,2}/'
+COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+
+
+def is_colour(text):
+    return json.loads(text) in ({"colour": "red"}, {"colour": "green"})
+
+
+CONSTRAINTS = {
+    "regex": ({"regex": "[ab]{2}-[0-9]{3}"}, re.compile("[ab]{2}-[0-9]{3}").fullmatch),
+    "grammar": ({"grammar": SUM}, re.compile(r"\d{1,2}\+\d{1,2}").fullmatch),
+    "json": ({"json": COLOUR}, is_colour),
+    "choice": ({"choice": ["yes", "no"]}, ["yes", "no"].__contains__),
+}
+
+
+def chat(client, served, streamed, **options):
+    del served
+    body = {"messages": [{"role": "user", "content": "1+2="}], "n": 2}
+    given = {"model": "tiny", "max_tokens": 60, "seed": 1}
+    if not streamed:
+        answer = client.chat.completions.create(**given, **body, **options)
+        return [choice.message.content for choice in answer.choices]
+    texts = {0: "", 1: ""}
+    for event in client.chat.completions.create(
+        **given, **body, **options, stream=True
+    ):
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+    return list(texts.values())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_chat(client, served, name, streamed):
+    constraint, fits = CONSTRAINTS[name]
+    options = {"extra_body": {"structured_outputs": constraint}}
+    found = chat(client, served, streamed, **options)
+    assert len(found) == 2
+    assert all(map(fits, found)), found
+
+
+def test_any_json_object(client, served):
+    form = {"type": "json_object"}
+    for text in chat(client, served, False, response_format=form, temperature=0.2):
+        # An answer may be cut, but is the beginning of an object.
+        assert text.startswith("{")
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_completions(client, name):
+    constraint, fits = CONSTRAINTS[name]
+    answer = client.completions.create(
+        model="tiny",
+        prompt=["1+2=", "7"],
+        max_tokens=60,
+        seed=3,
+        extra_body={"structured_outputs": constraint},
+    )
+    found = [choice.text for choice in answer.choices]
+    assert len(found) == 2
+    assert all(map(fits, found)), found
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_token_ids(url, served, name):
+    constraint, fits = CONSTRAINTS[name]
+    sampling = {"max_tokens": 60, "seed": 3, "n": 2, "structured_outputs": constraint}
+    body = {"token_ids": [5, 6, 7], "sampling_params": sampling}
+    answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60)
+    stops = served.tokenizer.stop_ids
+    for choice in answer.raise_for_status().json()["choices"]:
+        ids = [each for each in choice["token_ids"] if each not in stops]
+        assert fits(served.tokenizer.decode(ids)), ids
