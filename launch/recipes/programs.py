@@ -1,4 +1,10 @@
-"""A small model learns to write programs from what they return."""
+"""A small model learns to write programs, on two CPU cores in minutes.
+
+The warm start imitates somebody who mostly forgets parentheses. From what the programs
+return the model learns to set them. Held out, greedy, after 20 steps: `code` is right
+for 79, 99 and 87 % of 121 functions with seeds 0, 1 and 2 (7, 3 and 3 % before), and
+`python` for 96 % of 200 problems with seed 0 (1 % before).
+"""
 
 from dataclasses import replace
 
