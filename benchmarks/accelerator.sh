@@ -6,14 +6,14 @@
 # Parts, in this order without a list: device, head, attention, decode, step, rollout,
 # model, float32. The first four take at most 9 minutes together, and so do the next
 # three, for machines that end a command after 10. Each implementation is compared with
-# the reference before it is timed. What a part found lies in DIRECTORY as soon as it is
-# found, in one file a part, and all that was printed in DIRECTORY/log.
+# the reference before it is timed. Results lie in DIRECTORY, as JSON, and all that was
+# printed in DIRECTORY/log. A part of kernels that is cut off keeps what it measured.
 #
 # A machine without a network lacks some packages. On one that has it,
 # `tools/wheels.sh build/wheels` downloads them; then, over there:
 #
-#     python3 -m pip install --no-index --no-deps --target /tmp/site build/wheels/*.whl
-#     PYTHONPATH=/tmp/site PYTHON=python3 benchmarks/accelerator.sh DIRECTORY
+#     python3 -m pip install --no-index --no-deps --target build/site build/wheels/*.whl
+#     PYTHONPATH=build/site PYTHON=python3 benchmarks/accelerator.sh DIRECTORY
 set -u
 cd "$(dirname "$0")/.."
 

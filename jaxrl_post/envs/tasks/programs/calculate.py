@@ -16,9 +16,8 @@ from jaxrl_post.envs.env import (
     response,
 )
 from jaxrl_post.envs.sandbox import Limits
-from jaxrl_post.envs.tasks.held_out import split_of
 from jaxrl_post.envs.tasks.math_answers import final_answer
-from jaxrl_post.envs.tasks.programs.formulas import Formula, drawn
+from jaxrl_post.envs.tasks.programs.formulas import asked
 from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 from jaxrl_post.envs.tools import Interpreter, ToolEnvironment
 
@@ -94,11 +93,15 @@ class _Problems:
 
         def make(index: int) -> Task:
             rng = Random(f"{self.seed} {split} {index}")
-            while True:
-                formula = self._formula(rng)
-                question = f"What is {formula.words()}?"
-                if split_of(question) == split:
-                    break
+            question, formula, shown = asked(
+                rng,
+                lambda: str(rng.randrange(2, 10**self.digits)),
+                self.operations,
+                "What is {}?".format,
+                split,
+                self.slips,
+                self.seed,
+            )
             value = str(formula.value({}))
             messages = [Message("user", question)]
             if split == "train" and rng.random() < 0.5:
@@ -107,8 +110,6 @@ class _Problems:
                     Message("assistant", "", tool_calls=(call,)),
                     Message("tool", value, tool_call_id=call.id, name="python"),
                 ]
-            slip = Random(f"{self.seed} {question} slip").random() < self.slips
-            shown = formula.python(parentheses=not slip)
             return Task(index, tuple(messages), value, {"shown": shown})
 
         size = self.train_size if split == "train" else self.eval_size
@@ -124,10 +125,6 @@ class _Problems:
         if len(task.messages) > 1:
             return task.reference
         return Message("assistant", "", tool_calls=(_call(task.data["shown"]),))
-
-    def _formula(self, rng: Random) -> Formula:
-        most = 10**self.digits
-        return drawn(rng, lambda: str(rng.randrange(2, most)), self.operations)
 
 
 def _call(code: str) -> ToolCall:

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-__all__ = ["Formula", "drawn"]
+from jaxrl_post.envs.env import Split
+from jaxrl_post.envs.tasks.held_out import split_of
+
+__all__ = ["Formula", "asked", "drawn"]
 
 _NAMES = {"+": "sum", "-": "difference", "*": "product"}
 
@@ -73,6 +76,40 @@ class Formula:
         sums = [part.operation in ("+", "-") for part in self.parts]
         product = self.operation == "*"
         return product and sums[0], (product or self.operation == "-") and sums[1]
+
+
+def asked(
+    rng: Random,
+    leaf: Callable[[], str],
+    operations: int,
+    text: Callable[[str], str],
+    split: Split,
+    slips: float,
+    seed: int,
+) -> tuple[str, Formula, str]:
+    """A question about a formula at random, of a split.
+
+    Args:
+        rng: chooses.
+        leaf: as of `drawn`.
+        operations: as of `drawn`.
+        text: makes the question of the formula's words.
+        split: to which a hash of the question must assign it.
+        slips: share of the questions, in [0, 1], that are answered carelessly.
+        seed: chooses these.
+
+    Returns:
+        The question; the formula; and the formula as Python, without parentheses if the
+        question is answered carelessly.
+    """
+    while True:
+        formula = drawn(rng, leaf, operations)
+        question = text(formula.words())
+        if split_of(question) == split:
+            break
+    # A question that comes again is answered alike.
+    careless = Random(f"{seed} {question} slip").random() < slips
+    return question, formula, formula.python(parentheses=not careless)
 
 
 def drawn(rng: Random, leaf: Callable[[], str], operations: int) -> Formula:

@@ -9,8 +9,7 @@ from typing import Any
 
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
 from jaxrl_post.envs.tasks.blocks import last_block
-from jaxrl_post.envs.tasks.held_out import split_of
-from jaxrl_post.envs.tasks.programs.formulas import Formula, drawn
+from jaxrl_post.envs.tasks.programs.formulas import Formula, asked
 from jaxrl_post.envs.tasks.programs.hidden_tests import HiddenTests
 from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 
@@ -77,14 +76,16 @@ class Functions:
 
         def make(index: int) -> Task:
             rng = Random(f"{self.seed} {split} {index}")
-            while True:
-                formula = drawn(rng, lambda: _operand(rng), self.operations)
-                text = f"Write f({', '.join(_NAMES)}): {formula.words()}."
-                if split_of(text) == split:
-                    break
+            text, formula, shown = asked(
+                rng,
+                lambda: _operand(rng),
+                self.operations,
+                f"Write f({', '.join(_NAMES)}): {{}}.".format,
+                split,
+                self.slips,
+                self.seed,
+            )
             tests = [_test(rng, formula) for _ in range(_TESTS)]
-            slip = Random(f"{self.seed} {text} slip").random() < self.slips
-            shown = formula.python(parentheses=not slip)
             data = {"tests": tests, "shown": shown}
             return Task(index, (Message("user", text),), "", data)
 
