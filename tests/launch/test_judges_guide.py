@@ -11,11 +11,14 @@ from jaxrl_post import envs
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.envs import Message
 from jaxrl_post.examples.environment import make_environment
-from launch import cli, grpo, serve
+from launch import cli, grpo, reward, serve
 from tests.envs.judges.judge_server import serving
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "judges.md").read_text("utf-8")
-[COMMANDS] = re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
+JUDGED, MODELLED = (
+    [shlex.split(command) for command in block.replace("\\\n", " ").splitlines()]
+    for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
+)
 ROW, MIXTURE = re.findall(r"```json\n(.*?)```", GUIDE, re.DOTALL)
 GRADE = json.dumps({"reason": "so it is", "grade": 10})
 
@@ -24,9 +27,7 @@ def test_the_commands_and_the_row(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text(ROW)
     Path("rubric.txt").write_text("Be brief.")
-    served, trained = (
-        shlex.split(command) for command in COMMANDS.replace("\\\n", " ").splitlines()
-    )
+    served, trained = JUDGED
     assert (served[2], trained[2]) == ("launch.serve", "launch.grpo")
     options = cli.read_options(serve.PROGRAM, served[3:])
     config = cli.read_options(grpo.PROGRAM, trained[3:])
@@ -41,6 +42,15 @@ def test_the_commands_and_the_row(tmp_path, monkeypatch):
     [body] = server.asked
     assert "Must name scattering." in body["messages"][1]["content"]
     assert len([*Path("runs/verdicts").rglob("*.json")]) == 1
+
+
+def test_the_commands_of_a_reward_model():
+    rewarded, trained = MODELLED
+    assert (rewarded[2], trained[2]) == ("launch.reward", "launch.grpo")
+    options = cli.read_options(reward.PROGRAM, rewarded[3:])
+    config = cli.read_options(grpo.PROGRAM, trained[3:])
+    assert config.reward.model == f"{options.run_dir}/model"
+    assert config.reward.weight == 0.2
 
 
 def test_the_reward_function(tmp_path, monkeypatch):
