@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import (
+    ANY,
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,
@@ -111,8 +112,12 @@ class ChatConfig:
     """Which model to talk to, and how it answers.
 
     Attributes:
-        model: a Hugging Face directory, a finished run, ORG/NAME on the hub, or a
-            preset with random weights.
+        model: a Hugging Face directory, a run, ORG/NAME on the hub, or a preset with
+            random weights.
+        step: step of the run whose checkpoint is read; None for the model of a finished
+            run, and for the newest checkpoint of one that is not.
+        base: where the config.json and the tokenizer of the model of such a run are;
+            None for the one that the run names.
         revision: branch, tag or commit of a model on the hub.
         env: environment whose texts train the tokenizer of a preset.
         system: a system message before the first one.
@@ -137,6 +142,8 @@ class ChatConfig:
     """
 
     model: str
+    step: Annotated[int | None, ANY] = None
+    base: str | None = None
     revision: str | None = None
     env: str = "arithmetic"
     system: str | None = None

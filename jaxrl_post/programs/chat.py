@@ -1,6 +1,7 @@
 """A conversation with a model in the terminal, for `launch.chat`."""
 
 import dataclasses
+import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from jaxrl_post.config.convert import ConvertConfig
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.serve import ChatConfig, check_chat
@@ -21,7 +23,7 @@ from jaxrl_post.envs.tools import ToolEnvironment, make_toolset
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.model import Model, context_of, open_model
-from jaxrl_post.programs.evaluate import refuse_runs
+from jaxrl_post.programs.convert import convert
 from jaxrl_post.programs.hub import fetch
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
@@ -261,19 +263,7 @@ def run_chat(config: ChatConfig, *, console: Console, command: str = "") -> None
     """
     del command
     check_chat(config)
-    finished = Path(config.model) / "model"
-    if (finished / "config.json").is_file():
-        config = dataclasses.replace(config, model=str(finished))
-    refuse_runs(config.model)
-    fetched = fetch(config, console=console).config
-    environment = partial(make_environment, fetched.env, DataConfig())
-    model = open_model(
-        fetched.model,
-        mesh=config.mesh,
-        dtype=config.dtype,
-        seed=config.seed,
-        make_tokenizer=lambda size: environment_tokenizer(environment(), size),
-    )
+    model = _model(config, console)
     with jax.set_mesh(model.mesh):
         conversation = Conversation(config, model)
         console.print(
@@ -285,6 +275,48 @@ def run_chat(config: ChatConfig, *, console: Console, command: str = "") -> None
             _talk(conversation, console)
         finally:
             conversation.close()
+
+
+def _model(config: ChatConfig, console: Console) -> Model:
+    run = Path(config.model)
+    finished = run / "model"
+    if (run / "checkpoints").is_dir() and (
+        config.step is not None or not (finished / "config.json").is_file()
+    ):
+        # What can be read of a run, such as an adapter and its base, is known there.
+        with tempfile.TemporaryDirectory(prefix="chat-") as folder:
+            output = str(Path(folder) / "model")
+            made = ConvertConfig(
+                config.model,
+                output,
+                dtype=config.dtype,
+                step=config.step,
+                base=config.base,
+            )
+            convert(made, console=console)
+            return _opened(dataclasses.replace(config, model=output), console)
+    for name in ("step", "base"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"--{name}: is for a run's checkpoints, and {config.model} "
+                f"{'is a run that has finished' if finished.is_dir() else 'is no run'}"
+                "; drop the option"
+            )
+    if (finished / "config.json").is_file():
+        config = dataclasses.replace(config, model=str(finished))
+    return _opened(config, console)
+
+
+def _opened(config: ChatConfig, console: Console) -> Model:
+    fetched = fetch(config, console=console).config
+    environment = partial(make_environment, fetched.env, DataConfig())
+    return open_model(
+        fetched.model,
+        mesh=config.mesh,
+        dtype=config.dtype,
+        seed=config.seed,
+        make_tokenizer=lambda size: environment_tokenizer(environment(), size),
+    )
 
 
 def _talk(conversation: Conversation, console: Console) -> None:

@@ -166,6 +166,7 @@ RULES = {
         "seed": "at least 0",
     },
     ChatConfig: {
+        "step": "any",
         "max_turns": "at least 1",
         "max_result_tokens": "at least 1",
         "temperature": "at least 0",

@@ -1,6 +1,7 @@
 """`launch.convert`: model directories and checkpoints of runs to model directories."""
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
@@ -28,7 +29,7 @@ from jaxrl_post.models.adapters.lora import adapter_specs, initialize_adapter, m
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.records.directory import RunDescription, RunDirectory
-from launch import convert
+from launch import chat, convert
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,6 +187,31 @@ def test_a_run_whose_model_has_moved(trained, tmp_path, capsys):
     assert "Are they those of another model?" in capsys.readouterr().out
     assert run(moved, tmp_path / "made", f"--base={trained / 'model'}") == 0
     assert same(tensors(tmp_path / "made"), tensors(trained / "model"))
+
+
+def test_a_chat_with_a_checkpoint(trained, tmp_path, monkeypatch, capsys):
+    """The model of a finished run, its last checkpoint, and that of one cut short."""
+
+    def said(run: Path, *arguments: str) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO("1 + 2?\n"))
+        greedy = ["--temperature=0", "--max-tokens=8"]
+        assert chat.main([str(run), *greedy, *arguments]) == 0
+        _, answer = capsys.readouterr().out.split("Ctrl-D ends")
+        return answer
+
+    def told() -> str:
+        return " ".join(capsys.readouterr().out.split())
+
+    cut = tmp_path / "cut"
+    shutil.copytree(trained, cut, ignore=shutil.ignore_patterns("model"))
+    last, first = said(cut), said(cut, "--step=1")
+    assert said(trained) == said(trained, "--step=2") == last
+    assert last.strip()
+    assert first != last
+    assert chat.main(["demo", "--step=1"]) == 1
+    assert "--step: is for a run's checkpoints, and demo is no run" in told()
+    assert chat.main([str(trained), "--base=demo"]) == 1
+    assert "is a run that has finished; drop the option" in told()
 
 
 @pytest.mark.parametrize("head", ["value", "process"])

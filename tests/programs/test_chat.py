@@ -185,13 +185,11 @@ def test_the_program_talks_to_a_finished_run(plain, tmp_path, monkeypatch, capsy
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     assert chat.main([str(run)]) == 1
-    assert "is a run, not a model" in capsys.readouterr().out
+    assert "has checkpoints but no config.json" in capsys.readouterr().out
     save_model(run / "model", plain, plain.params)
     monkeypatch.setattr("sys.stdin", io.StringIO("What is 1 + 2?\n"))
     assert chat.main([str(run), "--max-tokens=3"]) == 0
-    assert f"{run / 'model'}: /reset begins" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert f"{run}: /reset begins" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr("sys.stdin", io.StringIO("7>8>9=\n"))
     assert chat.main(["demo", "--max-tokens=3"]) == 0
     assert "demo: /reset begins" in capsys.readouterr().out
