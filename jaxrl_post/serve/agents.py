@@ -401,8 +401,10 @@ def _message(row: Mapping[str, Any]) -> Message:
     )
 
 
-def _answer(row: Mapping[str, Any], reason: str, size: int) -> Answer | None:
-    """An answer in parts; None if its text is all of it."""
+def _answer(row: Mapping[str, Any] | None, reason: str, size: int) -> Answer | None:
+    """An answer in parts; None if its text is all of it, or all that is known."""
+    if row is None:
+        return None
     said = _message(row)
     if said == Message("assistant", said.content):
         return None

@@ -69,6 +69,43 @@ class Letters:
         return "2"
 
 
+@dataclass(frozen=True)
+class Numbers(Letters):
+    """Sends token ids: it goes on after its first answer, and edits its second one."""
+
+    name: str = "numbers"
+
+    def run(self, task: Task, base_url: str) -> Step:
+        server, said = base_url.partition("/episodes/")[0], []
+        with httpx.Client(timeout=60) as client:
+
+            def post(url, **body):
+                return client.post(url, json=body).raise_for_status().json()
+
+            def ids(text):
+                body = {"prompt": text, "add_special_tokens": False}
+                return post(f"{server}/tokenize", **body)["tokens"]
+
+            def say(prompt):
+                url = base_url.removesuffix("/v1") + "/inference/v1/generate"
+                sampling = {"temperature": 0.3, "max_tokens": 3}
+                answer = post(url, token_ids=prompt, sampling_params=sampling)
+                said.append(answer["choices"][0]["token_ids"])
+                return said[-1]
+
+            prompt = ids(task.messages[0].content)
+            told = [*prompt, *say(prompt), *ids("1=")]
+            second = say(told)
+            edit = next(token for token in ids("37") if token != second[0])
+            say([*told, edit, *second[1:], *ids("2=")])
+        return Step(sum(map(even, said)), done=True)
+
+
+def even(ids: list[int]) -> float:
+    """Share of even token ids."""
+    return sum(token % 2 == 0 for token in ids) / max(len(ids), 1)
+
+
 def share(text: str) -> float:
     """Share of even digits among the characters."""
     return sum(letter in "02468" for letter in text) / max(len(text), 1)

@@ -21,7 +21,7 @@ from jaxrl_post.rollout.episode import Episode
 from jaxrl_post.serve.recordings import Recording
 from tests.programs import trainers
 from tests.programs.agent_framework import Conversing
-from tests.programs.agent_letters import Letters
+from tests.programs.agent_letters import Letters, Numbers
 
 pytestmark = pytest.mark.processes
 
@@ -98,6 +98,31 @@ def test_every_row_trains_what_was_served_and_nothing_else(served, branching, st
             assert abs(metrics["mismatch/token_mult_prob_error"] - 1) < 1e-3
             assert metrics["env/agent_edited"] == 0
             assert metrics["env/agent_branched"] == float(branching)
+
+
+def test_an_agent_that_sends_token_ids_trains_what_was_served(served):
+    with training(Numbers()) as trainer:
+        for number in range(1, 4):
+            served.clear()
+            trainer.updater.learner.seen.clear()
+            metrics, groups = trainer.step(number)
+            batches = trainer.updater.learner.seen
+            trained = sorted(run for _, batch in batches for run in runs_of(batch))
+            assert trained == sorted(ids for _, ids in served)
+            assert len(served) == 8 * 3
+            # The sampler's log-probs, at the run's temperature, are the trainer's.
+            assert abs(metrics["mismatch/token_mult_prob_error"] - 1) < 1e-3
+            assert metrics["env/agent_bridged"] == metrics["env/agent_branched"] == 1
+            assert metrics["env/agent_edited"] == 0
+    whole = {(*prompt, *ids) for prompt, ids in served}
+    for episode in (episode for group in groups for episode in group.episodes):
+        assert episode.parents == [None, 0, 0]
+        for span in episode.spans:
+            assert tuple(episode.tokens[span].ids.tolist()) in whole
+        row = conversation(episode, trained=True)
+        heard = [turn["heard"][0]["text"] for turn in row["turns"]]
+        assert heard[:2] == [episode.prompt_text, "1="]
+        assert heard[2].endswith("2=")
 
 
 def test_an_agent_of_a_framework_is_trained_as_it_is(served):
