@@ -1,5 +1,6 @@
 """Agents that call the model through the openai client, as they would anywhere."""
 
+import threading
 from dataclasses import dataclass
 
 import httpx
@@ -19,6 +20,7 @@ class Letters:
         credited: each call gets its own reward, posted beside /v1.
         broken: the agent of this task raises.
         silent: the agent of this task calls nobody.
+        hanging: the agent of this task does not come back after its first call.
     """
 
     size: int = 40
@@ -26,6 +28,7 @@ class Letters:
     credited: bool = False
     broken: int = -1
     silent: int = -1
+    hanging: int = -1
     name: str = "letters"
 
     def tasks(self, split: str) -> TaskSequence:
@@ -55,6 +58,8 @@ class Letters:
 
             begin = {"role": "user", "content": task.messages[0].content}
             first, _ = ask(begin)
+            if task.id == self.hanging:
+                threading.Event().wait()
             again = [{"role": "user", "content": f"{n}="} for n in (1, 2)]
             for question in again[: 2 if self.branching else 1]:
                 _, turn = ask(begin, first, question)
