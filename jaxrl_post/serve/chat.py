@@ -128,9 +128,10 @@ class _Asked:
                 fields.max_completion_tokens or fields.max_tokens or served.max_tokens
             )
             served.check_lengths(prompt, most)
+            thinking = thinks(served.tokenizer, prompt)
             constrain = answers.constraint_of(served, fields)
             if tools and (named or fields.tool_choice == "required"):
-                constrain = _required(served, fields)
+                constrain = _required(served, fields, thinking)
             asks = bool(fields.logprobs and fields.top_logprobs)
             sampling = answers.sampling_of(
                 served, fields, max_tokens=most, alternatives=asks
@@ -142,7 +143,7 @@ class _Asked:
                 fields,
                 Wanted(prompt, sampling, fields.n, seed=seed, constrain=constrain),
                 Texts(served.tokenizer, sampling.stop_strings, special),
-                thinks(served.tokenizer, prompt),
+                thinking,
                 bool(tools),
                 recorded,
             )
@@ -214,7 +215,7 @@ def _message(served: Served, reply: Reply) -> dict[str, Any]:
     return message
 
 
-def _required(served: Served, fields: ChatFields) -> Any:
+def _required(served: Served, fields: ChatFields, thinking: bool) -> Any:
     """The constraint that a call of a tool, or of the named one, comes."""
     schemas = {
         tool.function.name: tool.function.parameters or {"type": "object"}
@@ -231,7 +232,7 @@ def _required(served: Served, fields: ChatFields) -> Any:
             )
         schemas = {name: schemas[name]}
     try:
-        return served.grammars.call(served.form, schemas)
+        return served.grammars.call(served.form, schemas, thinking=thinking)
     except GrammarError as error:
         raise ApiError(400, str(error), param="tool_choice") from error
 
