@@ -271,8 +271,15 @@ class AgentCollector:
 
     def _ended(self, sample: SampleId, outcome: Outcome) -> None:
         group = self._open[sample[0]]
+        why = "the agent is done"
+        if outcome.kind == "timeout":
+            why = "its agent was stopped at --rollout.reward-deadline-s"
+        elif outcome.step is None:
+            why = f"its agent has failed ({outcome.kind})"
+        # A call that is still under way, or one of a thread that the agent left, is
+        # refused with this reason or, later, because there is no such episode.
         recording = self.server.call(
-            lambda: self.server.episodes.take(_name(sample), "the agent is done")
+            lambda: self.server.episodes.take(_name(sample), why)
         )
         self._agents.end(sample)
         group.episodes[sample[1]] = _episode(
@@ -401,8 +408,10 @@ def _message(row: Mapping[str, Any]) -> Message:
     )
 
 
-def _answer(row: Mapping[str, Any], reason: str, size: int) -> Answer | None:
-    """An answer in parts; None if its text is all of it."""
+def _answer(row: Mapping[str, Any] | None, reason: str, size: int) -> Answer | None:
+    """An answer in parts; None if its text is all of it, or all that is known."""
+    if row is None:
+        return None
     said = _message(row)
     if said == Message("assistant", said.content):
         return None

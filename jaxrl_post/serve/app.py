@@ -108,18 +108,37 @@ def make_app(
     episode = "/episodes/{id}"
     player = f"{episode}/players/{{player}}"
 
+    def sampling(base: str) -> list[Route]:
+        """The routes of an episode's calls."""
+        recorded = episodes.recorded
+        return [
+            post(f"{base}/v1/chat/completions", ChatFields, recorded(chat.answer)),
+            post(
+                f"{base}/v1/completions", CompletionFields, recorded(completions.answer)
+            ),
+            post(
+                f"{base}/inference/v1/generate",
+                GenerateFields,
+                recorded(generate.generate),
+            ),
+        ]
+
     return Starlette(
         routes=[
             post("/v1/chat/completions", ChatFields, chat.answer),
             post("/v1/chat/completions/tokens", ChatTokensFields, chat.answer),
             post("/v1/completions", CompletionFields, completions.answer),
-            post("/inference/v1/generate", GenerateFields, generate.generate),
+            post(
+                "/inference/v1/generate",
+                GenerateFields,
+                episodes.in_session(generate.generate),
+            ),
             post("/tokenize", TokenizeFields, generate.tokenize),
             post("/episodes", EpisodeFields, episodes.opened),
-            post(f"{episode}/v1/chat/completions", ChatFields, episodes.answer),
+            *sampling(episode),
             get(f"{episode}/v1/models", models),
             post(f"{episode}/reward", RewardFields, episodes.rewarded),
-            post(f"{player}/v1/chat/completions", ChatFields, episodes.answer),
+            *sampling(player),
             get(f"{player}/v1/models", models),
             post(f"{player}/reward", RewardFields, episodes.rewarded),
             post(f"{episode}/end", EndFields, episodes.ended),

@@ -85,6 +85,23 @@ class Wanted:
     seed: int | None = None
     constrain: Callable[[], Constraint] | None = None
 
+    def request(self, prompt_id: int) -> Request:
+        """What the sampler is asked for.
+
+        Args:
+            prompt_id: that no request under way has.
+        """
+        noise = secrets.randbits(32) if self.seed is None else self.seed
+        return Request(
+            prompt_id=prompt_id,
+            prompt=self.prompt,
+            num_samples=self.count,
+            first_sample=self.first,
+            sampling=self.sampling,
+            noise_id=noise % 2**32,
+            constrain=self.constrain,
+        )
+
 
 @dataclass(frozen=True)
 class Served:
@@ -145,6 +162,13 @@ class Served:
                 code="context_length_exceeded",
             )
 
+    def check(self, wanted: Wanted) -> None:
+        """Raises ApiError if the sampler would refuse a prompt, whenever it comes."""
+        try:
+            self.service.check(wanted.request(self.service.new_id()))
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+
     def constraint(
         self, structured: StructuredOutputs | None
     ) -> Callable[[], Constraint] | None:
@@ -200,16 +224,7 @@ class Call:
 
         try:
             for place, each in enumerate(self._wanted):
-                noise = secrets.randbits(32) if each.seed is None else each.seed
-                request = Request(
-                    prompt_id=service.new_id(),
-                    prompt=each.prompt,
-                    num_samples=each.count,
-                    first_sample=each.first,
-                    sampling=each.sampling,
-                    noise_id=noise % 2**32,
-                    constrain=each.constrain,
-                )
+                request = each.request(service.new_id())
 
                 def deliver(update: Update, place: int = place) -> None:
                     tell(place, update)

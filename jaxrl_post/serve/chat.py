@@ -3,7 +3,7 @@
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -14,7 +14,6 @@ from jaxrl_post.data.replies import Reply, parse
 from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.data.tools import thinks
 from jaxrl_post.messages import ToolCall
-from jaxrl_post.sampler import SamplingParams
 from jaxrl_post.serve import answers
 from jaxrl_post.serve.calls import (
     ApiError,
@@ -28,7 +27,7 @@ from jaxrl_post.serve.calls import (
 from jaxrl_post.serve.fields import ChatFields, ChatTokensFields, ToolChoice
 from jaxrl_post.serve.grammars import GrammarError
 from jaxrl_post.serve.prompts import messages_of, prompt_of, tools_of
-from jaxrl_post.serve.recordings import Begun, EndedError, Recording
+from jaxrl_post.serve.recorded import Recorded, Recorder, open_episode, sampled_as
 from jaxrl_post.serve.texts import Texts
 
 __all__ = ["answer"]
@@ -38,8 +37,7 @@ async def answer(
     http: HttpRequest,
     served: Served,
     fields: ChatFields,
-    recording: Recording | None = None,
-    player: str = "",
+    recorder: Recorder | None = None,
 ) -> Response:
     """Answers a chat.
 
@@ -47,14 +45,13 @@ async def answer(
         http: the request.
         served: the model.
         fields: of the request.
-        recording: the episode to which the chat belongs; None for none.
-        player: who asks, of an episode with players.
+        recorder: of the episode to which the chat belongs; None for none.
 
     Raises:
         ApiError: names what is wrong with the request.
     """
     served.check_model(fields.model)
-    asked = _Asked.of(served, fields, recording, player)
+    asked = _Asked.of(served, fields, recorder)
     if fields.stream:
         return answers.event_stream(served, _events(served, asked), asked.drop)
     try:
@@ -81,16 +78,11 @@ class _Asked:
     texts: Texts
     thinking: bool
     tools: bool
-    recording: Recording | None
-    begun: Begun | None
+    recorded: Recorded | None
 
     @classmethod
     def of(
-        cls,
-        served: Served,
-        fields: ChatFields,
-        recording: Recording | None,
-        player: str,
+        cls, served: Served, fields: ChatFields, recorder: Recorder | None
     ) -> "_Asked":
         """Reads and checks a request.
 
@@ -116,12 +108,12 @@ class _Asked:
             )
         except ValueError as error:
             raise ApiError(400, str(error), param="chat_template_kwargs") from error
-        begun, seed = None, fields.seed
+        recorded, seed = None, fields.seed
         with contextlib.ExitStack() as undo:
             if isinstance(fields, ChatTokensFields):
                 # The messages say what they are; nothing is rendered.
                 prompt = tuple(fields.tokens)
-            elif recording is None:
+            elif recorder is None:
                 prompt = prompt_of(
                     served.tokenizer,
                     fields.messages,
@@ -129,56 +121,39 @@ class _Asked:
                     continue_final=fields.continue_final_message,
                 )
             else:
-                begun = _begun(served, recording, fields, options, player)
-                undo.callback(recording.drop, begun)
-                prompt = begun.prompt
-                own = recording.noise(begun)
-                # Samples of a group with the request's seed would be one and the same.
-                seed = seed if own is None else own
+                recorded = _recorded(served, recorder, fields, options)
+                undo.callback(recorded.drop)
+                prompt, seed = recorded.begun.prompt, recorded.seed(seed)
             most = (
                 fields.max_completion_tokens or fields.max_tokens or served.max_tokens
             )
             served.check_lengths(prompt, most)
+            thinking = thinks(served.tokenizer, prompt)
             constrain = answers.constraint_of(served, fields)
             if tools and (named or fields.tool_choice == "required"):
-                constrain = _required(served, fields)
+                constrain = _required(served, fields, thinking)
             asks = bool(fields.logprobs and fields.top_logprobs)
             sampling = answers.sampling_of(
                 served, fields, max_tokens=most, alternatives=asks
             )
-            if recording is not None and recording.sampling is not None:
-                # What is trained is the policy at the run's temperature and cuts.
-                sampling = as_trained(sampling, recording.sampling)
+            if recorded is not None:
+                sampling = sampled_as(sampling, recorded.recording)
             special = bool(served.form.openings) or not fields.skip_special_tokens
             asked = cls(
                 fields,
                 Wanted(prompt, sampling, fields.n, seed=seed, constrain=constrain),
                 Texts(served.tokenizer, sampling.stop_strings, special),
-                thinks(served.tokenizer, prompt),
+                thinking,
                 bool(tools),
-                recording,
-                begun,
+                recorded,
             )
             undo.pop_all()
             return asked
 
     def drop(self) -> None:
         """Gives back the turns of an episode that were not answered."""
-        if self.recording is not None and self.begun is not None:
-            self.recording.drop(self.begun)
-
-    def record(self, update: Update, message: Mapping[str, Any], reason: str) -> int:
-        """Records an answer in its episode; returns its number there.
-
-        Raises:
-            ApiError: the episode has ended meanwhile.
-        """
-        assert self.recording is not None
-        assert self.begun is not None
-        try:
-            return self.recording.add(self.begun, update.tokens, message, reason)
-        except EndedError as error:
-            raise ApiError(409, str(error), code="episode_ended") from error
+        if self.recorded is not None:
+            self.recorded.drop()
 
     def reply(self, served: Served, update: Update) -> Reply:
         """What a sample says, in parts."""
@@ -201,14 +176,10 @@ class _Asked:
         return Reply(content, reasoning, calls, reply.broken)
 
 
-def _begun(
-    served: Served,
-    recording: Recording,
-    fields: ChatFields,
-    options: templates.Options,
-    player: str,
-) -> Begun:
-    """The prompt of a call in an episode.
+def _recorded(
+    served: Served, recorder: Recorder, fields: ChatFields, options: templates.Options
+) -> Recorded:
+    """Begins a call in an episode.
 
     Raises:
         ApiError: the episode has ended, or the template refuses the conversation.
@@ -220,15 +191,16 @@ def _begun(
             "served; send a new message",
             param="continue_final_message",
         )
+    messages, recording = messages_of(fields.messages), recorder.recording
     try:
-        messages = messages_of(fields.messages)
-        begun = recording.begin(served.tokenizer, messages, options, player, fields.n)
-    except EndedError as error:
-        raise ApiError(409, str(error), code="episode_ended") from error
+        with open_episode():
+            begun = recording.begin(
+                served.tokenizer, messages, options, recorder.player, fields.n
+            )
     except TokenizerError as error:
         raise ApiError(400, f"messages: {error}", param="messages") from error
     served.metrics.calls.labels(begun.kind).inc()
-    return begun
+    return Recorded(recording, begun)
 
 
 def _message(served: Served, reply: Reply) -> dict[str, Any]:
@@ -243,18 +215,7 @@ def _message(served: Served, reply: Reply) -> dict[str, Any]:
     return message
 
 
-def as_trained(asked: SamplingParams, trained: SamplingParams) -> SamplingParams:
-    """What a request may choose of how to sample, while the rest is the run's."""
-    return replace(
-        trained,
-        max_tokens=min(asked.max_tokens, trained.max_tokens),
-        stop_ids=tuple(dict.fromkeys((*trained.stop_ids, *asked.stop_ids))),
-        stop_strings=(*trained.stop_strings, *asked.stop_strings),
-        alternatives=asked.alternatives,
-    )
-
-
-def _required(served: Served, fields: ChatFields) -> Any:
+def _required(served: Served, fields: ChatFields, thinking: bool) -> Any:
     """The constraint that a call of a tool, or of the named one, comes."""
     schemas = {
         tool.function.name: tool.function.parameters or {"type": "object"}
@@ -271,7 +232,7 @@ def _required(served: Served, fields: ChatFields) -> Any:
             )
         schemas = {name: schemas[name]}
     try:
-        return served.grammars.call(served.form, schemas)
+        return served.grammars.call(served.form, schemas, thinking=thinking)
     except GrammarError as error:
         raise ApiError(400, str(error), param="tool_choice") from error
 
@@ -305,8 +266,9 @@ def _choice(served: Served, asked: _Asked, update: Update) -> dict[str, Any]:
         "finish_reason": _ended(reply, update),
         "logprobs": _logprobs(served, asked, update, 0),
     }
-    if asked.recording is not None:
-        choice["turn"] = asked.record(update, message, choice["finish_reason"])
+    if asked.recorded is not None:
+        reason = choice["finish_reason"]
+        choice["turn"] = asked.recorded.add(update, message, reason)
     if fields.return_token_ids:
         ids = update.tokens.ids.tolist()
         constrained = asked.wanted.constrain is not None
@@ -388,10 +350,10 @@ class _Choices:
             "finish_reason": _ended(reply, update),
             "logprobs": _logprobs(self.served, self.asked, update, told.tokens),
         }
-        if finished and self.asked.recording is not None:
+        if finished and self.asked.recorded is not None:
             message = _message(self.served, reply)
             reason = piece["finish_reason"]
-            piece["turn"] = self.asked.record(update, message, reason)
+            piece["turn"] = self.asked.recorded.add(update, message, reason)
         if self.asked.fields.return_token_ids:
             piece["token_ids"] = update.tokens.ids[told.tokens :].tolist()
         told.begun, told.tokens = True, len(update.tokens)

@@ -19,6 +19,7 @@ from jaxrl_post.serve.calls import (
     logprobs_of,
 )
 from jaxrl_post.serve.fields import CompletionFields
+from jaxrl_post.serve.recorded import Recorded, Recorder
 from jaxrl_post.serve.texts import Texts
 
 __all__ = ["answer"]
@@ -35,14 +36,19 @@ class _Asked:
     fields: CompletionFields
     wanted: Sequence[Wanted]
     texts: Texts
+    recorded: Recorded | None = None
 
     @classmethod
-    def of(cls, served: Served, fields: CompletionFields) -> "_Asked":
+    def of(
+        cls, served: Served, fields: CompletionFields, recorder: Recorder | None
+    ) -> "_Asked":
         """Reads and checks a request.
 
         Raises:
             ApiError: names what is wrong with it.
         """
+        if recorder is not None:
+            _check_ids(fields)
         prompts = _prompts(served, fields)
         most = fields.max_tokens or min(MAX_TOKENS, served.max_tokens)
         for prompt in prompts:
@@ -57,10 +63,18 @@ class _Asked:
             Wanted(prompt, sampling, fields.n, at * fields.n, fields.seed, constrain)
             for at, prompt in enumerate(prompts)
         ]
+        recorded = None
+        if recorder is not None:
+            recorded, first = recorder.begin(served, wanted[0])
+            wanted, sampling = [first], first.sampling
         special = not fields.skip_special_tokens
-        return cls(
-            fields, wanted, Texts(served.tokenizer, sampling.stop_strings, special)
-        )
+        texts = Texts(served.tokenizer, sampling.stop_strings, special)
+        return cls(fields, wanted, texts, recorded)
+
+    def drop(self) -> None:
+        """Gives back the turns of an episode that were not answered."""
+        if self.recorded is not None:
+            self.recorded.drop()
 
     def choice(
         self, served: Served, update: Update, text: str, first: int
@@ -73,6 +87,8 @@ class _Asked:
             "finish_reason": answers.reason_of(update.finish_reason),
             "logprobs": self._logprobs(served, update, first),
         }
+        if self.recorded is not None and update.finish_reason is not None:
+            choice["turn"] = self.recorded.add(update, None, choice["finish_reason"])
         if self.fields.return_token_ids:
             choice["token_ids"] = update.tokens.ids[first:].tolist()
         return choice
@@ -106,28 +122,41 @@ class _Asked:
 
 
 async def answer(
-    http: HttpRequest, served: Served, fields: CompletionFields
+    http: HttpRequest,
+    served: Served,
+    fields: CompletionFields,
+    recorder: Recorder | None = None,
 ) -> Response:
-    """Continues one text or several.
+    """Continues one text or several; in an episode the token ids of one.
+
+    Args:
+        http: the request.
+        served: the model.
+        fields: of the request.
+        recorder: of the episode to which the call belongs; None for none.
 
     Raises:
         ApiError: names what is wrong with the request.
     """
     served.check_model(fields.model)
-    asked = _Asked.of(served, fields)
+    asked = _Asked.of(served, fields, recorder)
     if fields.stream:
-        return answers.event_stream(served, _events(served, asked))
-    updates = [
-        update
-        for of_prompt in await collected(http, served, asked.wanted)
-        for update in of_prompt
-    ]
-    texts = [asked.texts.text(u.tokens.ids.tolist(), u.finish_reason) for u in updates]
+        return answers.event_stream(served, _events(served, asked), asked.drop)
+    try:
+        updates = [
+            update
+            for of_prompt in await collected(http, served, asked.wanted)
+            for update in of_prompt
+        ]
+        choices = []
+        for update in updates:
+            ids = update.tokens.ids.tolist()
+            text = asked.texts.text(ids, update.finish_reason)
+            choices.append(asked.choice(served, update, text, 0))
+    finally:
+        asked.drop()
     body = answers.head_of(served, "cmpl", "text_completion") | {
-        "choices": [
-            asked.choice(served, update, text, 0)
-            for update, text in zip(updates, texts, strict=True)
-        ],
+        "choices": choices,
         "usage": answers.usage_of(
             [each.prompt for each in asked.wanted],
             sum(len(update.tokens) for update in updates),
@@ -162,6 +191,23 @@ async def _events(served: Served, asked: _Asked) -> AsyncIterator[Mapping[str, A
     if options is not None and options.include_usage:
         usage = answers.usage_of([each.prompt for each in asked.wanted], sampled)
         yield head | {"choices": [], "usage": usage}
+
+
+def _check_ids(fields: CompletionFields) -> None:
+    """Raises ApiError unless the prompt is the token ids of one conversation.
+
+    An answer that came back as a text would be tokenised anew, and its tokens might not
+    be those that were served.
+    """
+    given = fields.prompt
+    if not isinstance(given, list) or not given or not isinstance(given[0], int):
+        raise ApiError(
+            400,
+            "prompt: an episode's calls have one prompt, a list of token ids, so that "
+            "what is trained on is what was served; POST /tokenize has those of a "
+            "text, and chats take messages",
+            param="prompt",
+        )
 
 
 def _prompts(served: Served, fields: CompletionFields) -> list[tuple[int, ...]]:

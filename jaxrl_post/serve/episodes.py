@@ -2,37 +2,46 @@
 
 POST /episodes                            opens one: {"id", "base_url"}
 POST /episodes/ID/v1/chat/completions     the agent's calls, by any client
+POST /episodes/ID/v1/completions          the same, of token ids
+POST /episodes/ID/inference/v1/generate   the same, token ids in and out
 POST /episodes/ID/reward                  a reward, of a turn or of the episode
 POST /episodes/ID/players/NAME/v1/...     the calls of one of several players
 POST /episodes/ID/players/NAME/reward     a reward of that player's last turn, or of one
 POST /episodes/ID/end                     ends it
 GET /episodes/ID                          what was served, as token ids
 DELETE /episodes/ID                       forgets it
+
+POST /inference/v1/generate with the header X-Session-ID: ID is a call of that episode.
 """
 
 import dataclasses
 import re
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from jaxrl_post.envs.env import require_player
-from jaxrl_post.serve import chat
 from jaxrl_post.serve.calls import ApiError, Served
-from jaxrl_post.serve.fields import (
-    ChatFields,
-    EndFields,
-    EpisodeFields,
-    RewardFields,
-)
+from jaxrl_post.serve.fields import EndFields, EpisodeFields, RewardFields
+from jaxrl_post.serve.recorded import Recorder
 from jaxrl_post.serve.recordings import EndedError, Recording
 
 __all__ = ["Episodes"]
 
 ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# The library verifiers sends the id of its episode in it.
+SESSION = "X-Session-ID"
+
+# A handler of a route that samples.
+type Sampled = Callable[
+    [HttpRequest, Served, Any, Recorder | None], Awaitable[Response]
+]
+type Handler = Callable[[HttpRequest, Served, Any], Awaitable[Response]]
 
 
 @dataclass
@@ -54,6 +63,8 @@ class Episodes:
     def __init__(self, most: int = 4096, deadline_s: float = 3600.0) -> None:
         self._most, self._deadline_s = most, deadline_s
         self._kept: dict[str, _Kept] = {}
+        # Whether there ever was an episode.
+        self._used = False
 
     def open(self, fields: EpisodeFields) -> Recording:
         """Opens an episode.
@@ -86,11 +97,12 @@ class Episodes:
             )
         deadline = min(fields.deadline_s or self._deadline_s, self._deadline_s)
         recording = Recording(name, fields.seed)
-        self._kept[name] = _Kept(recording, deadline, time.monotonic() + deadline)
+        self.keep(recording, deadline)
         return recording
 
     def keep(self, recording: Recording, deadline_s: float) -> None:
         """Keeps an episode that was made elsewhere."""
+        self._used = True
         self._kept[recording.id] = _Kept(
             recording, deadline_s, time.monotonic() + deadline_s
         )
@@ -112,16 +124,60 @@ class Episodes:
             ApiError: there is none.
         """
         name = http.path_params["id"]
-        kept = self._kept.get(name)
+        kept = self._look(name)
         if kept is None:
             raise ApiError(
                 404,
                 f"there is no episode {name!r:.80}; POST /episodes opens one",
                 code="episode_not_found",
             )
-        if time.monotonic() >= kept.ends:
+        return kept
+
+    def _look(self, name: str) -> _Kept | None:
+        kept = self._kept.get(name)
+        if kept is not None and time.monotonic() >= kept.ends:
             kept.recording.end(f"its deadline of {kept.deadline_s:g} s has passed")
         return kept
+
+    def _session(self, http: HttpRequest) -> _Kept | None:
+        """The episode that a header names; None for a call that belongs to none.
+
+        A server that never had an episode serves clients that send the header for
+        other reasons, such as a router's. Once it had one, an unknown id is most likely
+        an episode's that is misspelt or over, and its call would be lost.
+
+        Raises:
+            ApiError: the server has had episodes, and this one is not among them.
+        """
+        name = http.headers.get(SESSION)
+        if not name:
+            return None
+        kept = self._look(name)
+        if kept is None and self._used:
+            raise ApiError(
+                404,
+                f"{SESSION}: there is no episode {name!r:.80}, so the call would be "
+                "recorded nowhere; POST /episodes opens one with this id. Leave the "
+                "header out for a call that belongs to none",
+                code="episode_not_found",
+            )
+        return kept
+
+    def recorded(self, sampled: Sampled) -> Handler:
+        """The calls of an agent, or of one of its players, to a route that samples."""
+
+        async def answer(http: HttpRequest, served: Served, fields: Any) -> Response:
+            return await _call(sampled, http, served, fields, self.find(http))
+
+        return answer
+
+    def in_session(self, sampled: Sampled) -> Handler:
+        """Calls to a route that samples, of the episode in the header, if any."""
+
+        async def answer(http: HttpRequest, served: Served, fields: Any) -> Response:
+            return await _call(sampled, http, served, fields, self._session(http))
+
+        return answer
 
     async def opened(
         self, http: HttpRequest, served: Served, fields: EpisodeFields
@@ -132,15 +188,6 @@ class Episodes:
         base_url = str(http.base_url).rstrip("/") + f"/episodes/{recording.id}/v1"
         body = {"id": recording.id, "base_url": base_url}
         return JSONResponse(body, status_code=201)
-
-    async def answer(
-        self, http: HttpRequest, served: Served, fields: ChatFields
-    ) -> Response:
-        """A call of an agent, or of one of its players."""
-        kept, player = self.find(http), _player(http)
-        left = max(kept.ends - time.monotonic(), 0.0)
-        served = dataclasses.replace(served, timeout_s=min(served.timeout_s, left))
-        return await chat.answer(http, served, fields, kept.recording, player)
 
     async def rewarded(
         self, http: HttpRequest, served: Served, fields: RewardFields
@@ -184,6 +231,18 @@ class Episodes:
         kept.recording.end("deleted")
         del self._kept[kept.recording.id]
         return JSONResponse({"id": kept.recording.id, "deleted": True})
+
+
+async def _call(
+    sampled: Sampled, http: HttpRequest, served: Served, fields: Any, kept: _Kept | None
+) -> Response:
+    """Answers a call, within what is left of its episode's time."""
+    if kept is None:
+        return await sampled(http, served, fields, None)
+    left = max(kept.ends - time.monotonic(), 0.0)
+    served = dataclasses.replace(served, timeout_s=min(served.timeout_s, left))
+    recorder = Recorder(kept.recording, _player(http))
+    return await sampled(http, served, fields, recorder)
 
 
 def _player(http: HttpRequest) -> str:

@@ -290,7 +290,8 @@ class GenerateFields(_Fields):
     request_id: str | None = None
     cache_salt: Any = None
     priority: Any = None
-    features: Any = None
+    # Images and the like, in the place of some token ids.
+    features: Annotated[Any, _neutral(None)] = None
 
 
 class TokenizeFields(_Fields):

@@ -21,15 +21,25 @@ from jaxrl_post.serve.calls import (
 from jaxrl_post.serve.fields import GenerateFields, TokenizeFields
 from jaxrl_post.serve.grammars import GrammarError
 from jaxrl_post.serve.prompts import prompt_of, tools_of
+from jaxrl_post.serve.recorded import Recorder
 from jaxrl_post.tokens import Tokens
 
 __all__ = ["generate", "spans", "tokenize"]
 
 
 async def generate(
-    http: HttpRequest, served: Served, fields: GenerateFields
+    http: HttpRequest,
+    served: Served,
+    fields: GenerateFields,
+    recorder: Recorder | None = None,
 ) -> Response:
     """Samples after token ids; the answer says which version sampled each token.
+
+    Args:
+        http: the request.
+        served: the model.
+        fields: of the request.
+        recorder: of the episode to which the call belongs; None for none.
 
     Raises:
         ApiError: names what is wrong with the request.
@@ -46,11 +56,22 @@ async def generate(
         served, given, max_tokens=most, alternatives=bool(given.logprobs)
     )
     wanted = Wanted(prompt, sampling, given.n, seed=given.seed, constrain=constrain)
-    [updates] = await collected(http, served, [wanted])
-    choices = [
-        _choice(served, update, given.logprobs, constrain is not None)
-        for update in updates
-    ]
+    recorded = None
+    if recorder is not None:
+        recorded, wanted = recorder.begin(served, wanted)
+    try:
+        [updates] = await collected(http, served, [wanted])
+        choices = [
+            _choice(served, update, given.logprobs, constrain is not None)
+            for update in updates
+        ]
+        if recorded is not None:
+            for choice, update in zip(choices, updates, strict=True):
+                reason = choice["finish_reason"]
+                choice["turn"] = recorded.add(update, None, reason)
+    finally:
+        if recorded is not None:
+            recorded.drop()
     request_id = fields.request_id or uuid.uuid4().hex
     return JSONResponse(
         {

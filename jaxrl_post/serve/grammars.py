@@ -1,7 +1,7 @@
 """Constraints from JSON schemas and grammars, by llguidance."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from jaxrl_post.data.replies import Format
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.serve.required import call_grammar
 
 __all__ = ["GrammarError", "Grammars"]
 
@@ -102,43 +103,35 @@ class Grammars:
         return self._compiled(lambda: LLMatcher.grammar_from_lark(grammar), "grammar")
 
     def call(
-        self, form: Format, tools: Mapping[str, Mapping[str, Any]]
+        self,
+        form: Format,
+        tools: Mapping[str, Mapping[str, Any]],
+        *,
+        thinking: bool = False,
     ) -> Callable[[], _Matcher]:
-        """Answers that are one call of one of some tools.
+        """Answers that are one call of one of some tools, perhaps after reasoning.
 
         Args:
             form: in which the model writes calls.
             tools: the schemas of the arguments, by name.
+            thinking: whether the prompt ends inside the reasoning.
 
         Raises:
             GrammarError: no grammar is known for the format, or it cannot be compiled.
         """
-        key = {"hermes": "arguments", "mistral": "arguments", "llama": "parameters"}
-        if form.name not in key:
-            raise GrammarError(
-                "tool_choice: a call can be required of models whose template writes "
-                f"calls as JSON ({', '.join(key)}); this one's format is {form.name}. "
-                'Use "auto"'
-            )
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, key[form.name]: dict(schema)},
-                "required": ["name", key[form.name]],
-                "additionalProperties": False,
-            }
-            for name, schema in tools.items()
-        ]
-        schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        written = f"call: %json {json.dumps(schema)}"
-        if form.name == "hermes":
-            marks = self._mark("<tool_call>"), self._mark("</tool_call>")
-            whole = f'start: {marks[0]} "\\n" call "\\n" {marks[1]}\n{written}'
-        elif form.name == "mistral":
-            whole = f'start: {self._mark("[TOOL_CALLS]")} "[" call "]"\n{written}'
-        else:
-            whole = f"start: call\n{written}"
-        return self._compiled(lambda: LLMatcher.grammar_from_lark(whole), "tools")
+        template = "".join(self._tokenizer.chat_templates.values())
+        try:
+            whole = call_grammar(form, template, tools, self._mark, thinking=thinking)
+        except ValueError as error:
+            raise GrammarError(str(error)) from error
+        # GPT-OSS ends a call with a stop token of its own.
+        end = self._tokenizer.backend.token_to_id("<|call|>")
+        own = form.name == "harmony" and end in self._tokenizer.stop_ids
+        return self._compiled(
+            lambda: LLMatcher.grammar_from_lark(whole),
+            "tools",
+            (end,) if own and end is not None else (),
+        )
 
     def _mark(self, text: str) -> str:
         """A mark in a grammar: a token of its own where the vocabulary has it."""
@@ -146,8 +139,9 @@ class Grammars:
         return json.dumps(text) if token is None else f"<[{token}]>"
 
     def _compiled(
-        self, grammar: Callable[[], str], what: str
+        self, grammar: Callable[[], str], what: str, ends: Sequence[int] = ()
     ) -> Callable[[], _Matcher]:
+        """A constraint, after which one of some stop tokens comes; () for any."""
         try:
             matcher = LLMatcher(self.vocabulary, grammar(), log_level=0)
         except (ValueError, TypeError) as error:
@@ -156,6 +150,6 @@ class Grammars:
             said = matcher.get_error().strip().splitlines()[0]
             raise GrammarError(f"{what}: it cannot be compiled: {said}")
         stops = np.zeros(self._words, np.uint32)
-        for stop in self._tokenizer.stop_ids:
+        for stop in ends or self._tokenizer.stop_ids:
             stops[stop // 32] |= np.uint32(1 << (stop % 32))
         return lambda: _Matcher(matcher.deep_copy(), self._words, stops)

@@ -5,8 +5,14 @@ the conversations that were served. If it continues one of them, the prompt is t
 tokens of that one and those of the new messages (`data/bridges.py`): the served tokens
 stay as they are. If it continues one that was continued before, it is a branch. If it
 continues none, because an answer or the beginning was edited, a new segment begins with
-a prompt of its own. Of an episode with players, each one's calls are compared with its
-own alone.
+a prompt of its own.
+
+Or it sends token ids, which are the prompt as they are. This prompt, like that of a
+conversation, continues the last answer up to whose end it has the tokens that were
+served. If it departs from them further on, it is a branch, and tokens of an edited
+answer are context in it.
+
+Of an episode with players, each one's calls are compared with its own alone.
 """
 
 import collections
@@ -23,9 +29,11 @@ from jaxrl_post.data import chat
 from jaxrl_post.data.bridges import bridge
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.sampler import SamplingParams
+from jaxrl_post.serve import tree
+from jaxrl_post.serve.tree import Branch, Turn
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["KINDS", "Begun", "Branch", "EndedError", "Recording", "Turn"]
+__all__ = ["KINDS", "Begun", "EndedError", "Recording"]
 
 # How a call relates to its player's before it. "first": the first one. "again": the
 # prompt of an earlier one. "bridged": it continues an answer. "branched": it continues
@@ -40,50 +48,24 @@ class EndedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One answer that was served.
-
-    Attributes:
-        parent: the turn that it continues; None for the beginning of a segment.
-        context: tokens between the parent's and its own.
-        sampled: its tokens.
-        said: one key per message of the conversation, its own answer last.
-        settings: a key of the template's other inputs.
-        finish_reason: as OpenAI names it.
-        heard: the messages of the call that the parent's conversation does not have.
-        answer: the message that was served.
-        player: who asked for it; "" in an episode without players.
-    """
-
-    parent: int | None
-    context: Tokens
-    sampled: Tokens
-    said: tuple[str, ...]
-    settings: str
-    finish_reason: str
-    heard: tuple[Mapping[str, Any], ...]
-    answer: Mapping[str, Any]
-    player: str = ""
-
-
-@dataclass(frozen=True)
 class Begun:
     """A call that is to be sampled.
 
     Attributes:
         prompt: token ids.
         parent: the turn that it continues; None if it begins a segment.
-        said: one key per message.
-        settings: a key of the template's other inputs.
+        said: one key per message; None of a call by token ids.
+        settings: a key of the template's other inputs; "" of a call by token ids.
         number: of the call among its player's with the same prompt, from 0.
         kind: how it relates to the calls before it.
-        heard: the messages that the parent's conversation does not have.
+        heard: the messages that the parent's conversation does not have; none if that
+            is not known.
         player: who asks; "" in an episode without players.
     """
 
     prompt: tuple[int, ...]
     parent: int | None
-    said: tuple[str, ...]
+    said: tuple[str, ...] | None
     settings: str
     number: int
     kind: Kind
@@ -94,20 +76,6 @@ class Begun:
     def call(self) -> tuple[str, tuple[int, ...], int]:
         """What no other call of the episode has."""
         return self.player, self.prompt, self.number
-
-
-@dataclass(frozen=True)
-class Branch:
-    """A path of the tree, from a beginning to a leaf, as one sequence.
-
-    Attributes:
-        tokens: all of the path's. A turn is sampled in the first branch that contains
-            it, and context in all later ones, so it is trained on once.
-        turns: int32 [tokens], the turn of each token that is sampled here, else -1.
-    """
-
-    tokens: Tokens
-    turns: np.ndarray
 
 
 @dataclass
@@ -175,13 +143,13 @@ class Recording:
         settings = json.dumps(
             [options.tools, options.documents, dict(options.variables)], sort_keys=True
         )
-        parent = self._continued(said, settings, player)
+        parent = tree.continued(self.turns, said, settings, player)
         prompt: tuple[int, ...] | None = None
-        kind: Kind = "bridged"
+        kind: Kind | None = None
         if parent is not None:
             turn = self.turns[parent]
             last = int(turn.sampled.ids[-1]) if len(turn.sampled) else None
-            place = len(turn.said)
+            place = len(turn.said or ())
             after = bridge(
                 tokenizer,
                 messages[:place],
@@ -194,22 +162,65 @@ class Recording:
             else:
                 path = self.path(parent).tokens.ids.tolist()
                 prompt = (*path, *after)
-                if any(other.parent == parent for other in self.turns):
-                    kind = "branched"
-        elif not self.calls[player]:
-            kind = "first"
-        else:
-            own = [turn for turn in self.turns if turn.player == player]
-            asked = [turn.said[:-1] for turn in own if turn.parent is None]
-            kind = "again" if said in asked else "edited"
         if prompt is None:
             prompt = chat.render(tokenizer, messages, options)
+        parent = tree.reached(self.turns, prompt, player, parent)
+        known: int | None = 0
+        if parent is not None:
+            before = self.turns[parent].said
+            same = before is not None and said[: len(before)] == before
+            known = len(before) if before is not None and same else None
+        heard = () if known is None else tuple(messages[known:])
+        return self._begun(prompt, parent, said, settings, heard, player, count, kind)
+
+    def begin_tokens(
+        self, prompt: tuple[int, ...], player: str = "", count: int = 1
+    ) -> Begun:
+        """Reserves the turns of a call by token ids, as `begin`.
+
+        Args:
+            prompt: token ids of the model's vocabulary, at least one.
+            player: who asks; "" for an agent without players.
+            count: how many answers it shall have.
+
+        Raises:
+            EndedError: the episode has ended, or would have more turns than it may.
+
+        >>> recording = Recording("one")
+        >>> begun = recording.begin_tokens((5, 6))
+        >>> sampled = Tokens.generated([7], [-0.5], version=0)
+        >>> recording.add(begun, sampled, None, "stop")
+        0
+        >>> again = recording.begin_tokens((5, 6, 7, 8))
+        >>> again.kind, again.parent
+        ('bridged', 0)
+        """
+        self.check_open()
+        self._check_room(count)
+        parent = tree.reached(self.turns, prompt, player)
+        return self._begun(prompt, parent, None, "", (), player, count, None)
+
+    def _begun(
+        self,
+        prompt: tuple[int, ...],
+        parent: int | None,
+        said: tuple[str, ...] | None,
+        settings: str,
+        heard: tuple[Mapping[str, Any], ...],
+        player: str,
+        count: int,
+        kind: Kind | None,
+    ) -> Begun:
+        """Counts a call, and reserves its turns; of a parent the kind is found."""
+        if parent is not None:
+            continued = any(turn.parent == parent for turn in self.turns)
+            kind = "branched" if continued else "bridged"
+        elif kind is None:
+            kind = self._anew(prompt, player)
         number = self.prompts[player, prompt]
         self.prompts[player, prompt] += 1
         self.calls[player] += 1
         self.counts[kind] += 1
-        known = 0 if parent is None else len(self.turns[parent].said)
-        heard = tuple(messages[known:])
         begun = Begun(prompt, parent, said, settings, number, kind, heard, player)
         self.running[begun.call] = count
         return begun
@@ -234,14 +245,18 @@ class Recording:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
     def add(
-        self, begun: Begun, tokens: Tokens, answer: Mapping[str, Any], reason: str
+        self,
+        begun: Begun,
+        tokens: Tokens,
+        answer: Mapping[str, Any] | None,
+        reason: str,
     ) -> int:
         """Records an answer; returns its number.
 
         Args:
             begun: the call.
             tokens: that were sampled.
-            answer: the message that was served.
+            answer: the message that was served; None of a call by token ids.
             reason: why it ended, as OpenAI names it.
 
         Raises:
@@ -251,12 +266,15 @@ class Recording:
         if self.running[begun.call] > 0:
             self.running[begun.call] -= 1
         before = 0 if begun.parent is None else len(self.path(begun.parent).tokens)
+        said = begun.said
+        if said is not None and answer is not None:
+            said = (*said, _key(answer))
         self.turns.append(
             Turn(
                 begun.parent,
                 Tokens.context(begun.prompt[before:]),
                 tokens,
-                (*begun.said, _key(answer)),
+                said,
                 begun.settings,
                 reason,
                 begun.heard,
@@ -306,26 +324,11 @@ class Recording:
 
     def path(self, turn: int) -> Branch:
         """All tokens up to the end of a turn, each sampled where it was."""
-        numbers: list[int] = []
-        at: int | None = turn
-        while at is not None:
-            numbers.append(at)
-            at = self.turns[at].parent
-        return self._joined(numbers[::-1], set())
+        return tree.path(self.turns, turn)
 
     def branches(self) -> list[Branch]:
         """The paths to all leaves, in their order; each turn is sampled in one."""
-        parents = {turn.parent for turn in self.turns}
-        leaves = [number for number in range(len(self.turns)) if number not in parents]
-        made, trained = [], set()
-        for leaf in leaves:
-            numbers, at = [], leaf
-            while at is not None:
-                numbers.append(at)
-                at = self.turns[at].parent
-            made.append(self._joined(numbers[::-1], trained))
-            trained |= set(numbers)
-        return made
+        return tree.branches(self.turns)
 
     def to_json(self) -> dict[str, Any]:
         """The episode for whoever trains on it."""
@@ -384,33 +387,13 @@ class Recording:
             raise ValueError(f"turn: the turns of {player} are {own}; got {turn}")
         return own[-1] if turn is None else turn
 
-    def _continued(
-        self, said: tuple[str, ...], settings: str, player: str
-    ) -> int | None:
-        """The turn that a conversation continues, by the most messages; else None."""
-        best: int | None = None
-        for number, turn in enumerate(self.turns):
-            length = len(turn.said)
-            if (
-                turn.player == player
-                and turn.settings == settings
-                and length < len(said)
-                and said[:length] == turn.said
-                and (best is None or length >= len(self.turns[best].said))
-            ):
-                best = number
-        return best
-
-    def _joined(self, numbers: Sequence[int], trained: set[int]) -> Branch:
-        pieces, turns = [], []
-        for number in numbers:
-            turn = self.turns[number]
-            sampled, mark = turn.sampled, number
-            if number in trained:
-                sampled, mark = Tokens.context(sampled.ids.tolist()), -1
-            pieces += [turn.context, sampled]
-            turns += [-1] * len(turn.context) + [mark] * len(sampled)
-        return Branch(Tokens.concatenate(pieces), np.array(turns, np.int32))
+    def _anew(self, prompt: tuple[int, ...], player: str) -> Kind:
+        """The kind of a call that continues nothing."""
+        if not self.calls[player]:
+            return "first"
+        own = [t for t in self.turns if t.player == player and t.parent is None]
+        asked = any(np.array_equal(turn.context.ids, prompt) for turn in own)
+        return "again" if asked else "edited"
 
 
 def _key(message: Mapping[str, Any]) -> str:

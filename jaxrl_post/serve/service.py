@@ -139,6 +139,10 @@ class Service:
         """A prompt id that no request under way has."""
         return next(self._ids) % 2**32
 
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the sampler refuses a request; any thread may ask."""
+        self._sampler.check(request)
+
     def submit(
         self, request: Request, deliver: Callable[[Update], None], *, partial: bool
     ) -> None:
@@ -155,7 +159,7 @@ class Service:
             BusyError: too many samples are waiting.
             ClosedError: the service has ended.
         """
-        self._sampler.check(request)
+        self.check(request)
         count = request.num_samples
         with self._lock:
             if self._draining:

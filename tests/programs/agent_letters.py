@@ -1,5 +1,6 @@
 """Agents that call the model through the openai client, as they would anywhere."""
 
+import threading
 from dataclasses import dataclass
 
 import httpx
@@ -19,6 +20,7 @@ class Letters:
         credited: each call gets its own reward, posted beside /v1.
         broken: the agent of this task raises.
         silent: the agent of this task calls nobody.
+        hanging: the agent of this task does not come back after its first call.
     """
 
     size: int = 40
@@ -26,6 +28,7 @@ class Letters:
     credited: bool = False
     broken: int = -1
     silent: int = -1
+    hanging: int = -1
     name: str = "letters"
 
     def tasks(self, split: str) -> TaskSequence:
@@ -55,6 +58,8 @@ class Letters:
 
             begin = {"role": "user", "content": task.messages[0].content}
             first, _ = ask(begin)
+            if task.id == self.hanging:
+                threading.Event().wait()
             again = [{"role": "user", "content": f"{n}="} for n in (1, 2)]
             for question in again[: 2 if self.branching else 1]:
                 _, turn = ask(begin, first, question)
@@ -67,6 +72,43 @@ class Letters:
 
     def demonstration(self, task: Task) -> str:
         return "2"
+
+
+@dataclass(frozen=True)
+class Numbers(Letters):
+    """Sends token ids: it goes on after its first answer, and edits its second one."""
+
+    name: str = "numbers"
+
+    def run(self, task: Task, base_url: str) -> Step:
+        server, said = base_url.partition("/episodes/")[0], []
+        with httpx.Client(timeout=60) as client:
+
+            def post(url, **body):
+                return client.post(url, json=body).raise_for_status().json()
+
+            def ids(text):
+                body = {"prompt": text, "add_special_tokens": False}
+                return post(f"{server}/tokenize", **body)["tokens"]
+
+            def say(prompt):
+                url = base_url.removesuffix("/v1") + "/inference/v1/generate"
+                sampling = {"temperature": 0.3, "max_tokens": 3}
+                answer = post(url, token_ids=prompt, sampling_params=sampling)
+                said.append(answer["choices"][0]["token_ids"])
+                return said[-1]
+
+            prompt = ids(task.messages[0].content)
+            told = [*prompt, *say(prompt), *ids("1=")]
+            second = say(told)
+            edit = next(token for token in ids("37") if token != second[0])
+            say([*told, edit, *second[1:], *ids("2=")])
+        return Step(sum(map(even, said)), done=True)
+
+
+def even(ids: list[int]) -> float:
+    """Share of even token ids."""
+    return sum(token % 2 == 0 for token in ids) / max(len(ids), 1)
 
 
 def share(text: str) -> float:

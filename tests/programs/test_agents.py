@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import socket
+import time
 
+import httpx
 import numpy as np
 import pytest
 
@@ -18,10 +20,12 @@ from jaxrl_post.records.conversations import conversation
 from jaxrl_post.rollout.batch import is_trained
 from jaxrl_post.rollout.collector import EpisodeCollector, RolloutTimeoutError
 from jaxrl_post.rollout.episode import Episode
+from jaxrl_post.serve.agents import AgentCollector
+from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.recordings import Recording
 from tests.programs import trainers
 from tests.programs.agent_framework import Conversing
-from tests.programs.agent_letters import Letters
+from tests.programs.agent_letters import Letters, Numbers
 
 pytestmark = pytest.mark.processes
 
@@ -98,6 +102,31 @@ def test_every_row_trains_what_was_served_and_nothing_else(served, branching, st
             assert abs(metrics["mismatch/token_mult_prob_error"] - 1) < 1e-3
             assert metrics["env/agent_edited"] == 0
             assert metrics["env/agent_branched"] == float(branching)
+
+
+def test_an_agent_that_sends_token_ids_trains_what_was_served(served):
+    with training(Numbers()) as trainer:
+        for number in range(1, 4):
+            served.clear()
+            trainer.updater.learner.seen.clear()
+            metrics, groups = trainer.step(number)
+            batches = trainer.updater.learner.seen
+            trained = sorted(run for _, batch in batches for run in runs_of(batch))
+            assert trained == sorted(ids for _, ids in served)
+            assert len(served) == 8 * 3
+            # The sampler's log-probs, at the run's temperature, are the trainer's.
+            assert abs(metrics["mismatch/token_mult_prob_error"] - 1) < 1e-3
+            assert metrics["env/agent_bridged"] == metrics["env/agent_branched"] == 1
+            assert metrics["env/agent_edited"] == 0
+    whole = {(*prompt, *ids) for prompt, ids in served}
+    for episode in (episode for group in groups for episode in group.episodes):
+        assert episode.parents == [None, 0, 0]
+        for span in episode.spans:
+            assert tuple(episode.tokens[span].ids.tolist()) in whole
+        row = conversation(episode, trained=True)
+        heard = [turn["heard"][0]["text"] for turn in row["turns"]]
+        assert heard[:2] == [episode.prompt_text, "1="]
+        assert heard[2].endswith("2=")
 
 
 def test_an_agent_of_a_framework_is_trained_as_it_is(served):
@@ -239,6 +268,46 @@ def test_an_agent_that_never_ends_is_closed_at_the_deadline():
         assert isinstance(trainer.experience.collector, EpisodeCollector)
         with pytest.raises(RolloutTimeoutError, match="agents were not done after"):
             collected(trainer)
+
+
+def test_an_agent_that_hangs_is_stopped_at_its_deadline_alone(monkeypatch):
+    closed = {}
+    take = Episodes.take
+
+    def taken(self, name, why):
+        closed[name] = take(self, name, why)
+        return closed[name]
+
+    monkeypatch.setattr(Episodes, "take", taken)
+    environment = Letters(size=8, hanging=0)
+    tasks = environment.tasks("train")
+    with (
+        training(environment) as trainer,
+        WorkerPool(environment, 2, deadline_s=5.0) as quick,
+    ):
+        sampler, sampling = published(trainer, 0), trainer.experience.sampling()
+        # The sampler is compiled first, which takes longer than an agent may here.
+        trainer.experience.collector.run(sampler, [(1, tasks[1])], 1, sampling)
+        server = trainer.experience.collector.server
+        collector = AgentCollector(server, quick, max_turns=3, deadline_s=60.0)
+        begin = time.monotonic()
+        groups = collector.run(sampler, [(2, tasks[0]), (3, tasks[2])], 1, sampling)
+        assert 5.0 <= time.monotonic() - begin < 50.0
+        service = server.served.service
+        late = httpx.get(f"{server.url}/episodes/2-0")
+    hung, other = (episode for group in groups for episode in group.episodes)
+    assert hung.error.startswith("timeout: step took longer than its deadline of 5 s")
+    assert hung.reward is None
+    assert (other.error, len(other.turns)) == ("", 2)
+    assert closed["2-0"].ended == (
+        "its agent was stopped at --rollout.reward-deadline-s"
+    )
+    # What it was served before stands in the episode, and is not trained on.
+    assert len(hung.turns) == len(closed["2-0"].turns) == 1
+    assert not is_trained(hung)
+    assert closed["3-0"].ended == closed["1-0"].ended == "the agent is done"
+    assert late.status_code == 404
+    assert service.samples == 0
 
 
 def test_an_address_that_is_taken_is_refused():

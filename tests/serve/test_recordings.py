@@ -106,6 +106,46 @@ def test_random_agents_train_each_turn_once(tokenizer):
             assert text.count("<|im_start|>user") == text.count("answer")
 
 
+def test_random_agents_of_token_ids_train_each_turn_once():
+    draw = random.Random(0)
+    for episode in range(60):
+        recording, known = Recording(str(episode)), [(1,)]
+        for number in range(draw.randrange(1, 9)):
+            # What was served or asked, cut anywhere and continued otherwise.
+            before = draw.choice(known)
+            prompt = before[: draw.randint(1, len(before))]
+            prompt += tuple(draw.choices(range(3), k=draw.randrange(3)))
+            begun = recording.begin_tokens(prompt)
+            ids = draw.choices(range(3), k=draw.randint(1, 3))
+            sampled = Tokens.generated(ids, [-0.5] * len(ids), version=0)
+            assert recording.add(begun, sampled, None, "stop") == number
+            # The prompt is what was asked, with what was sampled in it at its place.
+            path = recording.path(number)
+            assert tuple(path.tokens.ids.tolist()) == (*prompt, *ids)
+            at = begun.parent
+            end = len(prompt)
+            while at is not None:
+                turn = recording.turns[at]
+                [places] = np.nonzero(path.turns == at)
+                assert path.tokens.ids[places].tolist() == turn.sampled.ids.tolist()
+                assert places.max() < end
+                end, at = places.min(), turn.parent
+            # No other turn reaches further into the prompt.
+            whole = [tuple(recording.path(n).tokens.ids) for n in range(number)]
+            reach = [len(w) for w in whole if prompt[: len(w)] == w]
+            parent = begun.parent
+            assert max(reach, default=0) == (
+                0 if parent is None else len(whole[parent])
+            )
+            known += [prompt, (*prompt, *ids)]
+        branches = recording.branches()
+        for branch in branches:
+            np.testing.assert_array_equal(branch.turns >= 0, branch.tokens.sampled)
+        for number, turn in enumerate(recording.turns):
+            counts = sorted(int((b.turns == number).sum()) for b in branches)
+            assert counts == [0] * (len(branches) - 1) + [len(turn.sampled)]
+
+
 def test_space_around_an_answer_and_reasoning_do_not_matter(tokenizer):
     recording = Recording("one")
     served(recording, tokenizer, [user("a")], " b\n")
