@@ -239,7 +239,8 @@ def main() -> None:
         )
     for title, tokens in (("one sequence a row", None), ("sequences of 1,024", 1024)):
         print(f"## attention on an H100, {title}: forward + query + key\n")
-        print(f"| shape | ms | busy | needed | bound by | idle |\n{6 * '|---'}|")
+        print("| shape | ms | busy | needed | bound by | idle | KiB |")
+        print(7 * "|---" + "|")
         for name, shape in ATTENTION.items():
             print(hopper.attention_row(name, shape, tokens or shape.length))
         print()
@@ -261,7 +262,7 @@ def main() -> None:
         )
     )
     print("## decode_attention on an H100: own keys + shared keys\n")
-    print("| shape | us | bandwidth |\n|---|---|---|")
+    print("| shape | us | bandwidth | KiB |\n|---|---|---|---|")
     for name, shape in DECODE.items():
         print(hopper.decode_row(name, shape))
 

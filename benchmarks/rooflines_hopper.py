@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.counted import ITEM, listed_tiles, parts_of_keys
-from jaxrl_post.kernels.attention.gpu_kernels import SWIZZLED
+from jaxrl_post.kernels.attention.gpu_kernels import OWN_ROWS, SWIZZLED
 from jaxrl_post.kernels.attention.gpu_kernels import Sizes as AttentionSizes
 from jaxrl_post.kernels.attention.kernel_tiles import Tile
 from jaxrl_post.kernels.attention.shapes import Shape as AttentionShape
@@ -30,9 +30,11 @@ __all__ = [
     "attention_row",
     "decode_row",
     "decode_seconds",
+    "decode_shared_bytes",
     "head_row",
     "head_seconds",
     "idle_factor",
+    "shared_bytes",
 ]
 
 HOPPER = CHIPS["NVIDIA H100 80GB HBM3"]
@@ -103,10 +105,7 @@ def attention_kernels(
     shape: AttentionShape, row_tokens: int
 ) -> Iterator[AttentionKernel]:
     """Forward, gradient of queries, gradient of keys and values."""
-    dim, value_dim = (
-        SWIZZLED * math.ceil(width / SWIZZLED)
-        for width in (shape.head_dim, shape.value_dim)
-    )
+    dim, value_dim = _padded(shape.head_dim), _padded(shape.value_dim)
     group = shape.heads // shape.kv_heads
     real, both = shape.head_dim + shape.value_dim, dim + value_dim
     tokens = shape.batch * shape.length
@@ -154,6 +153,35 @@ def attention_kernels(
             moved,
             idle_factor(steps, PROCESSORS),
         )
+
+
+def shared_bytes(name: str, head_dim: int, value_dim: int) -> int:
+    """Shared memory that a block of threads of an attention kernel takes.
+
+    What Mosaic adds, less than 4 KiB, is not counted. An H100 has 227 KiB.
+
+    Args:
+        name: of the kernel.
+        head_dim: of queries and keys.
+        value_dim: of values.
+
+    >>> shared_bytes("attention_forward", 128, 128) // 1024
+    146
+    """
+    dim, value_dim = _padded(head_dim), _padded(value_dim)
+    sizes, both = AttentionSizes.of(name, dim, value_dim), dim + value_dim
+    stays = dim if name == "attention_forward" else both
+    staying = sizes.halves * OWN_ROWS * stays * ITEM
+    # Keys or queries with what comes with them, and facts of each token.
+    facts = 4 * (3 + 2 * (name == "attention_key"))
+    passing = sizes.slots * sizes.passing * (both * ITEM + facts)
+    weights = 2 * OWN_ROWS * sizes.passing * ITEM
+    return staying + passing + weights
+
+
+def _padded(width: int) -> int:
+    """Numbers of a head in memory."""
+    return SWIZZLED * math.ceil(width / SWIZZLED)
 
 
 def idle_factor(steps: np.ndarray, processors: int) -> float:
@@ -215,7 +243,11 @@ def attention_row(name: str, shape: AttentionShape, row_tokens: int) -> str:
     bounds = [kernel.bounds() for kernel in kernels]
     slowest = ", ".join(max(found, key=lambda part: found[part]) for found in bounds)
     idle = ", ".join(f"{1 - 1 / kernel.idle:.0%}" for kernel in kernels)
-    return f"| {name} | {spent} | {work:.0%} | {needed:.0%} | {slowest} | {idle} |"
+    widths = shape.head_dim, shape.value_dim
+    names = ("attention_forward", "attention_query", "attention_key")
+    held = ", ".join(f"{shared_bytes(of, *widths) / 1024:.0f}" for of in names)
+    cells = [name, spent, f"{work:.0%}", f"{needed:.0%}", slowest, idle, held]
+    return f"| {' | '.join(cells)} |"
 
 
 def decode_row(name: str, shape: DecodeShape) -> str:
@@ -223,4 +255,20 @@ def decode_row(name: str, shape: DecodeShape) -> str:
     found = list(decode_seconds(shape))
     spent = " + ".join(f"{1e6 * seconds:.0f}" for seconds, _ in found)
     share = sum(read for _, read in found) / sum(seconds for seconds, _ in found)
-    return f"| {name} | {spent} | {share:.0%} |"
+    held = ", ".join(f"{size / 1024:.0f}" for size in decode_shared_bytes(shape))
+    return f"| {name} | {spent} | {share:.0%} | {held} |"
+
+
+def decode_shared_bytes(shape: DecodeShape) -> list[int]:
+    """Shared memory of a block of threads, for own and for shared keys.
+
+    Two blocks of at most 111 KiB have a multiprocessor together; otherwise one has it.
+    """
+    item = ITEM if shape.codes is None else 1
+    entries = gpu_sizes.Widths(shape.head_dim, shape.value_dim, item)
+    held = []
+    for batch, queries, keys in parts_of_keys(shape):
+        sizes = gpu_sizes.Sizes.of(batch * shape.kv_heads, queries, keys, entries)
+        slots = sizes.slots * entries.slot_bytes
+        held.append(entries.beside_bytes(sizes.queries) + slots)
+    return held
