@@ -4,10 +4,12 @@
 #     benchmarks/accelerator.sh DIRECTORY [PART...]
 #
 # Parts, in this order without a list: device, head, attention, decode, step, rollout,
-# model, float32. The first four take at most 9 minutes together, and so do the next
-# three, for machines that end a command after 10. Each implementation is compared with
-# the reference before it is timed. Results lie in DIRECTORY, as JSON, and all that was
-# printed in DIRECTORY/log. A part of kernels that is cut off keeps what it measured.
+# model, float32, plain. The first four take at most 9 minutes together, and so do the
+# next three, and the last two, for machines that end a command after 10. Each
+# implementation is compared with the reference before it is timed, and "plain" times
+# the reference, XLA's program with all logits or scores in memory, where they fit.
+# Results lie in DIRECTORY, as JSON, and all that was printed in DIRECTORY/log. A part
+# of kernels that is cut off keeps what it measured.
 #
 # A machine without a network lacks some packages. On one that has it,
 # `tools/wheels.sh build/wheels` downloads them; then, over there:
@@ -49,12 +51,15 @@ decoding() {
         --json "$out/rollout_$1.json"
 }
 
-for part in ${*:-device head attention decode step rollout model float32}; do
+fast="xla pallas_tpu pallas_gpu"
+for part in ${*:-device head attention decode step rollout model float32 plain}; do
     case $part in
     device) run 40 "$python" -c "import jax; print(jax.__version__, jax.devices())" ;;
-    head) kernels 170 --operations token_logprob next_token ;;
-    attention) kernels 200 --operations attention ;;
-    decode) kernels 120 --operations decode_attention ;;
+    head) kernels 170 --operations token_logprob next_token --by $fast ;;
+    attention)
+        kernels 200 --operations attention --packs causal ragged --by $fast cudnn tokamax
+        ;;
+    decode) kernels 120 --operations decode_attention --by $fast ;;
     step)
         run 200 "$python" -m benchmarks.grpo_step --shape qwen2.5-1.5b --dtype bfloat16 \
             --prompt-tokens 256 --max-tokens 224 --microbatch-rows 4 --repeats 3 \
@@ -65,9 +70,12 @@ for part in ${*:-device head attention decode step rollout model float32}; do
         decoding qwen2.5-1.5b
         ;;
     model) decoding llama-3.1-8b ;;
-    float32) kernels 170 --dtype float32 --shapes qwen2.5-0.5b qwen2.5-1.5b ;;
+    float32)
+        kernels 170 --dtype float32 --shapes qwen2.5-0.5b qwen2.5-1.5b --by $fast
+        ;;
+    plain) kernels 300 --packs causal ragged --by reference ;;
     *)
-        echo "no part '$part': device head attention decode step rollout model float32" >&2
+        echo "no part '$part': device head attention decode step rollout model float32 plain" >&2
         exit 2
         ;;
     esac

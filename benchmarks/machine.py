@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-__all__ = ["machine", "peak_memory"]
+__all__ = ["free_memory", "machine", "peak_memory"]
 
 
 def machine() -> str:
@@ -23,6 +23,21 @@ def peak_memory() -> float:
         return stats["peak_bytes_in_use"] / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def free_memory() -> float:
+    """Bytes that are free: of the device if it reports them, else of this machine."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return float(stats["bytes_limit"] - stats["bytes_in_use"])
+    if sys.platform == "linux":
+        (line,) = (
+            line
+            for line in Path("/proc/meminfo").read_text().splitlines()
+            if line.startswith("MemAvailable:")
+        )
+        return 1024.0 * int(line.split()[1])
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _cores() -> int:

@@ -6,38 +6,34 @@ Each kernel counts the products that it computes, the recomputed ones too, and t
 that its blocks really move between HBM and VMEM. It takes the longer of the two, with
 both overlapped completely, and a fixed time for each step of the grid. The vector unit
 (exponentials, masks, sums) is not counted, so the numbers are bounds that hardware may
-refute downwards. Kernels for Hopper GPUs are bound by their products, by what their
-tiles move from the L2 cache into shared memory, or by the memory's bandwidth; starting
-them is not counted. Nothing was measured.
+refute downwards. `rooflines_hopper` counts the kernels for Hopper GPUs. Nothing was
+measured.
 """
 
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from benchmarks import rooflines_hopper as hopper
+from benchmarks.counted import ITEM, listed_tiles, parts_of_keys
 from jaxrl_post.kernels.attention.kernel_tiles import choose_tile
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
-from jaxrl_post.kernels.decode_attention import gpu_sizes as gpu_decode
+from jaxrl_post.kernels.attention.shapes import Shape as AttentionShape
 from jaxrl_post.kernels.decode_attention.pallas_tpu import LANES, Sizes
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
 from jaxrl_post.kernels.next_token import pallas_tpu as draw
 from jaxrl_post.kernels.next_token.parts import ENTRIES
 from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
-from jaxrl_post.kernels.token_logprob import pallas_gpu as gpu_head
 from jaxrl_post.kernels.token_logprob import pallas_tpu as head
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.programs.planning.chips import CHIPS
 
 # Seconds of a step of the grid, about: JAX's documentation of Pallas on TPUs.
 STEP_S = 0.35e-6
-ITEM = 2  # bytes of a bfloat16 number
-# Bytes per second that an H100's L2 cache delivers, about; NVIDIA names no number.
-L2_BANDWIDTH = 5.5e12
 # Of the logits of a step, in XLA's program as it is compiled for a v5e: logits and
 # weights are written, each is read, and the weights are copied into another layout.
 LOGIT_PASSES = 6
-HOPPER = CHIPS["NVIDIA H100 80GB HBM3"]
 NAMES = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 
 
@@ -80,59 +76,42 @@ def of_token_logprob(rows: int, width: int, vocab: int) -> Iterator[Kernel]:
         yield Kernel(products * product, product, moved, by_row * by_column)
 
 
-def of_token_logprob_on_hopper(rows: int, width: int, vocab: int) -> list[float]:
-    """Seconds of forward pass, gradient of the logits, and the two products."""
-    product = 2.0 * rows * width * vocab
-    tiles = math.ceil(rows / gpu_head.ROWS) * math.ceil(vocab / gpu_head.COLUMNS)
-    operands = tiles * (gpu_head.ROWS + gpu_head.COLUMNS) * width * ITEM
-    computing, loading = product / HOPPER.flops, operands / L2_BANDWIDTH
-    block = min(rows, gpu_head.CHUNK_ROWS)
-    chunks = math.ceil(vocab * block * ITEM / gpu_head.CHUNK_BYTES)
-    logits = rows * vocab * ITEM
-    # Both sums are float32, read and written: a block of rows adds to the weight's, a
-    # chunk of the vocabulary to the rows'.
-    sums = 8 * width * (math.ceil(rows / block) * vocab + chunks * rows)
-    return [
-        max(computing, loading),
-        max(computing, loading, logits / HOPPER.memory_bandwidth),
-        max(2 * computing, (2 * logits + sums) / HOPPER.memory_bandwidth),
-    ]
-
-
-def of_attention(shape: tuple, row_tokens: int) -> Iterator[Kernel]:
+def of_attention(shape: AttentionShape, row_tokens: int) -> Iterator[Kernel]:
     """Forward, gradient of queries, gradient of keys and values.
 
     Args:
-        shape: as `attention.shapes.Shape`.
+        shape: of the model.
         row_tokens: tokens of each sequence of a row, without shared ones.
     """
-    batch, length, heads, kv_heads, dim, value_dim, window, *_ = shape
-    group = heads // kv_heads
-    tile = choose_tile(batch, length, group)
-    tasks = 0
-    for q in range(0, length, tile.queries):
-        last = q + tile.queries - 1
-        first = max(q // row_tokens * row_tokens, q - (window or length) + 1, 0)
-        tasks += last // tile.keys - first // tile.keys + 1
-    tasks *= batch * kv_heads
-    lanes, blocks = group * tile.queries, batch * kv_heads * length / tile.queries
+    dim, value_dim, kv_heads = shape.head_dim, shape.value_dim, shape.kv_heads
+    group = shape.heads // kv_heads
+    tile = choose_tile(shape.batch, shape.length, group)
+    listed = listed_tiles(shape.length, row_tokens, shape.window, tile)
+    tasks = shape.batch * kv_heads * int(listed.sum())
+    lanes = group * tile.queries
+    blocks = shape.batch * kv_heads * shape.length / tile.queries
+    key_blocks = shape.batch * kv_heads * shape.length / tile.keys
     product = 2.0 * lanes * tile.keys
     keys = tile.keys * (dim + value_dim) * ITEM
     queries = lanes * dim * ITEM
     outs = lanes * value_dim * ITEM
+    # Index, position and end of a key, in eight rows of int32; index and position of a
+    # query; a number of float32 for a query.
+    of_keys, of_queries, numbers = 8 * 4 * tile.keys, 2 * 4 * lanes, 4 * lanes
     both = dim + value_dim
     yield Kernel(
         tasks * product * both, tasks * product * both,
-        tasks * keys + blocks * (queries + outs), tasks,
+        tasks * (keys + of_keys) + blocks * (queries + outs + of_queries + numbers),
+        tasks,
     )  # fmt: skip
+    beside = of_queries + 2 * numbers
     yield Kernel(
         tasks * product * (both + dim), tasks * product * dim,
-        tasks * keys + blocks * (2 * queries + outs), tasks,
+        tasks * (keys + of_keys) + blocks * (2 * queries + outs + beside), tasks,
     )  # fmt: skip
-    key_blocks = batch * kv_heads * length / tile.keys
     yield Kernel(
         tasks * product * 2 * both, tasks * product * (both + value_dim),
-        tasks * (queries + outs + 8 * lanes) + key_blocks * 2 * keys, tasks,
+        tasks * (queries + outs + beside) + key_blocks * (2 * keys + of_keys), tasks,
     )  # fmt: skip
 
 
@@ -162,49 +141,6 @@ def of_decode_attention(shape: DecodeShape) -> Iterator[tuple[Kernel, float]]:
             Kernel(work, work, again * entries + beside, blocks * again),
             float(entries),
         )
-
-
-def parts_of_keys(shape: DecodeShape) -> list[tuple[int, int, int]]:
-    """Own and shared keys: sequences or groups, queries of a head, and keys."""
-    queries = shape.queries * shape.heads // shape.kv_heads
-    parts = [(shape.batch, queries, shape.own)]
-    if shape.members:
-        groups = math.ceil(shape.batch / shape.members)
-        parts.append((groups, shape.members * queries, shape.shared))
-    return parts
-
-
-def of_decode_attention_on_hopper(shape: DecodeShape) -> Iterator[tuple[float, float]]:
-    """Seconds for own and for shared keys, and those of reading keys and values once.
-
-    Every query sees every key. Blocks of queries that read the same keys find them in
-    the L2 cache. Results of parts are written and read by the program that merges them.
-    """
-    item = ITEM if shape.codes is None else 1
-    entries = gpu_decode.Widths(shape.head_dim, shape.value_dim, item)
-    for batch, queries, keys in parts_of_keys(shape):
-        heads = batch * shape.kv_heads
-        sizes = gpu_decode.Sizes.of(heads, queries, keys, entries)
-        blocks = math.ceil(queries / sizes.queries)
-        parts = math.ceil(math.ceil(keys / gpu_decode.KEYS) / sizes.steps)
-        columns = heads * blocks * sizes.queries
-        read = heads * keys * (entries.slot_bytes / gpu_decode.KEYS - 4)
-        beside = columns * (entries.dim * ITEM + 2 * 4 * parts * entries.mixed_dim)
-        work = 2.0 * columns * keys * (entries.dim + entries.mixed_dim)
-        seconds = max(
-            (read + beside) / HOPPER.memory_bandwidth,
-            blocks * read / L2_BANDWIDTH,
-            work / HOPPER.flops,
-        )
-        yield seconds, read / HOPPER.memory_bandwidth
-
-
-def hopper_decode_row(name: str, shape: DecodeShape) -> str:
-    """A row of the table of decoding on a Hopper GPU."""
-    found = list(of_decode_attention_on_hopper(shape))
-    spent = " + ".join(f"{1e6 * seconds:.0f}" for seconds, _ in found)
-    share = sum(read for _, read in found) / sum(seconds for seconds, _ in found)
-    return f"| {name} | {spent} | {share:.0%} |"
 
 
 def decode_row(name: str, kernels: list[tuple[Kernel, float]]) -> str:
@@ -262,14 +198,6 @@ def row(name: str, kernels: list[Kernel]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def hopper_row(name: str, rows: int, width: int, vocab: int) -> str:
-    """A row of the table for a Hopper GPU: milliseconds and shares."""
-    times = of_token_logprob_on_hopper(rows, width, vocab)
-    product = 2.0 * rows * width * vocab / HOPPER.flops / sum(times)
-    spent = " + ".join(f"{1e3 * t:.2f}" for t in times)
-    return f"| {name} | {spent} | {4 * product:.0%} | {3 * product:.0%} |"
-
-
 def table(
     title: str, rows: list[str], columns: tuple[str, ...] = ("ms", "busy", "needed")
 ) -> str:
@@ -297,7 +225,7 @@ def main() -> None:
     print("| shape | ms | busy | needed |\n|---|---|---|---|")
     for name, shape in TOKEN_LOGPROB.items():
         if not shape.kept:
-            print(hopper_row(name, *shape[:3]))
+            print(hopper.head_row(name, *shape[:3]))
     print()
     for title, tokens in (("one sequence a row", None), ("sequences of 1,024", 1024)):
         print(
@@ -309,6 +237,13 @@ def main() -> None:
                 ],
             )
         )
+    for title, tokens in (("one sequence a row", None), ("sequences of 1,024", 1024)):
+        print(f"## attention on an H100, {title}: forward + query + key\n")
+        print("| shape | ms | busy | needed | bound by | idle | KiB |")
+        print(7 * "|---" + "|")
+        for name, shape in ATTENTION.items():
+            print(hopper.attention_row(name, shape, tokens or shape.length))
+        print()
     print(
         table(
             "decode_attention: own keys + shared keys",
@@ -327,9 +262,9 @@ def main() -> None:
         )
     )
     print("## decode_attention on an H100: own keys + shared keys\n")
-    print("| shape | us | bandwidth |\n|---|---|---|")
+    print("| shape | us | bandwidth | KiB |\n|---|---|---|---|")
     for name, shape in DECODE.items():
-        print(hopper_decode_row(name, shape))
+        print(hopper.decode_row(name, shape))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Attention on Hopper GPUs, interpreted: against float32, windows, caps, odd sizes.
+"""Attention on Hopper GPUs, interpreted: several tiles, wide heads, races, padding.
 
-The tensor cores multiply bfloat16 only. So the error is compared with that of the
-reference in bfloat16, both against the reference in float32 on the same numbers. That
-the kernels compile for a Hopper GPU is shown in test_compiled_for_gpu.py.
+That it equals the definition is shown in test_attention.py, beside the other
+implementations. The tensor cores multiply bfloat16 only. So the error is compared with
+that of the reference in bfloat16, both against the reference in float32 on the same
+numbers. That the kernels compile for a Hopper GPU is shown in test_compiled_for_gpu.py.
 """
 
 import jax
@@ -39,21 +40,9 @@ def error(found, exact):
     return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
 
-# Groups of 1 to 4 heads; head sizes that are padded; latent attention's; a window that
-# cuts tiles; a cap; sinks.
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "value_dim", "window", "softcap", "sinks"),
-    [
-        (2, 2, 64, 64, None, None, False),
-        (4, 1, 80, 80, 60, None, True),
-        (2, 1, 192, 128, None, None, False),
-        (2, 1, 128, 128, 100, 5.0, False),
-    ],
-)
-def test_it_equals_the_reference(
-    heads, kv_heads, dim, value_dim, window, softcap, sinks
-):
-    check(2, 200, heads, kv_heads, dim, value_dim, window, softcap, sinks)
+def test_several_tiles():
+    """Two blocks a row; latent attention's heads, a window that cuts tiles, a cap."""
+    check(2, 140, 2, 1, 192, 128, 100, 5.0, True)
 
 
 def test_wide_heads():

@@ -113,16 +113,14 @@ def check(found, expected):
         assert np.abs(error).max() <= 2**-7 * np.abs(exact).max()
 
 
-# Less than a tile; more than one range of the vocabulary, each of several tiles; rows
-# and columns that no tile divides, with padding; whole tiles.
+# Rows and columns that no tile divides, with padding; five ranges of the vocabulary;
+# whole tiles.
 @pytest.mark.parametrize(
     ("rows", "width", "vocab", "options"),
     [
-        (1, 64, 3, {}),
         (300, 128, 333, {"vocab_size": 320, "temperature": 0.7}),
-        (40, 64, 2500, {"softcap": 3.0, "vocab_size": 2497}),
+        (40, 64, 600, {"softcap": 3.0, "vocab_size": 597}),
         (512, 64, 256, {"temperature": 2.5, "softcap": 30.0}),
-        (9, 192, 700, {"vocab_size": 100}),
     ],
 )
 def test_values_and_gradients_equal_the_definition(rows, width, vocab, options):
@@ -146,33 +144,14 @@ def test_chunks_of_rows_and_of_the_vocabulary_add_up(monkeypatch):
     check(on_gpu(*inputs), oracle(*inputs))
 
 
-# One block of rows and two.
-@pytest.mark.parametrize(
-    ("rows", "options"),
-    [(40, {}), (300, {"softcap": 3.0, "temperature": 0.7, "vocab_size": 640})],
-)
-def test_tokens_that_were_not_kept_do_not_count(monkeypatch, rows, options):
+def test_kept_tokens_of_several_chunks(monkeypatch):
     # Three chunks of the vocabulary, of which the last begins within the one before.
     monkeypatch.setattr(pallas_gpu, "CHUNK_ROWS", 256)
     monkeypatch.setattr(pallas_gpu, "CHUNK_BYTES", 2 * 256 * 256)
-    inputs = arrays(rows, 64, 650, 640)
-    options = {**options, "kept": kept_tokens(inputs[2], 640)}
+    inputs = arrays(300, 64, 650, 640)
+    options = {"softcap": 3.0, "temperature": 0.7, "vocab_size": 640}
+    options["kept"] = kept_tokens(inputs[2], 640)
     check(on_gpu(*inputs, **options), oracle(*inputs, **options))
-
-
-def test_kept_tokens_may_be_as_unlikely_as_can_be():
-    # Their mass of about exp(-95) is 0 in float32.
-    inputs = arrays(40, 64, 200)
-    hidden = jnp.zeros_like(inputs[0]).at[..., 0].set(1.0)
-    column = jnp.zeros((200,)).at[jnp.array([3, 4, 7])].set(jnp.array([5.0, 4, 100]))
-    weight = jnp.zeros_like(inputs[1]).at[:, 0].set(column.astype(inputs[1].dtype))
-    targets = jnp.full_like(inputs[2], 3)
-    kept = jnp.tile(jnp.array([3, 4, -1], jnp.int32), (1, 40, 1))
-    inputs = hidden, weight, targets, *inputs[3:]
-    values, _ = found = on_gpu(*inputs, kept=kept)
-    check(found, oracle(*inputs, kept=kept))
-    expected = np.where(inputs[3], -np.log(1 + np.exp(-1)), 0.0)
-    np.testing.assert_allclose(values[0], expected, rtol=1e-5)
 
 
 def test_extreme_logits():
@@ -186,7 +165,7 @@ def test_extreme_logits():
 
 
 def test_masked_rows_cost_and_change_nothing_even_where_they_are_nan():
-    hidden, weight, targets, mask, cotangents = arrays(600, 64, 140)
+    hidden, weight, targets, mask, cotangents = arrays(300, 64, 140)
     mask = mask.at[:, 100:].set(False)
     poisoned = jnp.where(mask[..., None], hidden, jnp.nan)
     inputs = weight, targets, mask, cotangents

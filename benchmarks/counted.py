@@ -1,0 +1,51 @@
+"""What rooflines count on every chip: tiles that hold a score, and parts of keys."""
+
+import math
+
+import numpy as np
+
+from jaxrl_post.kernels.attention.kernel_tiles import Tile
+from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
+
+__all__ = ["ITEM", "listed_tiles", "parts_of_keys"]
+
+ITEM = 2  # bytes of a bfloat16 number
+
+
+def listed_tiles(
+    length: int, row_tokens: int, window: int | None, tile: Tile
+) -> np.ndarray:
+    """Which tiles of a row hold a visible score, as `kernel_tiles.TileList` finds it.
+
+    Args:
+        length: of the row, a multiple of both sizes of a tile.
+        row_tokens: tokens of each sequence of the row, without shared ones.
+        window: tokens that a query looks back; None for all.
+        tile: queries and keys.
+
+    Returns:
+        bool [blocks of queries, blocks of keys].
+
+    >>> listed_tiles(8, 4, None, Tile(2, 2)).astype(int).tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    """
+    index = np.arange(length)
+    positions, ends = index % row_tokens, (index // row_tokens + 1) * row_tokens
+    first, last = index[:: tile.queries, None], index[tile.queries - 1 :: tile.queries]
+    seen = index[:: tile.keys] <= last[:, None]
+    seen &= first < ends.reshape(-1, tile.keys).max(axis=1)
+    if window is not None:
+        low = positions.reshape(-1, tile.queries).min(axis=1)
+        high = positions.reshape(-1, tile.keys).max(axis=1)
+        seen &= low[:, None] - high < window
+    return seen
+
+
+def parts_of_keys(shape: DecodeShape) -> list[tuple[int, int, int]]:
+    """Own and shared keys: sequences or groups, queries of a head, and keys."""
+    queries = shape.queries * shape.heads // shape.kv_heads
+    parts = [(shape.batch, queries, shape.own)]
+    if shape.members:
+        groups = math.ceil(shape.batch / shape.members)
+        parts.append((groups, shape.members * queries, shape.shared))
+    return parts
