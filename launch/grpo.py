@@ -11,6 +11,7 @@ from launch.recipes.demo import demo
 from launch.recipes.games import guess, nim, world
 from launch.recipes.instructions import instructions
 from launch.recipes.lookup import lookup
+from launch.recipes.own_files import jsonl, mixture, reward_model
 from launch.recipes.programs import code, python
 from launch.recipes.queries import text2sql
 from launch.recipes.search import search
@@ -39,6 +40,9 @@ PROGRAM = cli.Program(
         "text2sql": text2sql,
         "code": code,
         "python": python,
+        "jsonl": jsonl,
+        "mixture": mixture,
+        "reward_model": reward_model,
     },
 )
 

@@ -25,6 +25,7 @@ from jaxrl_post.envs.tasks.guess import Guess
 from jaxrl_post.envs.tasks.instructions import Instructions
 from jaxrl_post.envs.tasks.lookup import lookup
 from jaxrl_post.envs.tasks.mixture import (
+    AgentMixture,
     Part,
     StatefulMixture,
     StatelessMixture,
@@ -149,7 +150,7 @@ def _make_reasoning_gym(task: str, chosen: Mapping[str, Any]) -> Environment:
 
 def _make_mixture(
     path: str, size: int | None = None
-) -> StatelessMixture | StatefulMixture:
+) -> StatelessMixture | StatefulMixture | AgentMixture:
     if not Path(path).exists():
         raise ValueError(f"mixture: {path} does not exist")
     try:

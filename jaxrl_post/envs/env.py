@@ -85,6 +85,8 @@ class Task:
         tools: the functions that the policy may call, as JSON schemas of OpenAI's chat
             API. Its answers are then read as its chat template writes calls: content,
             `reasoning` and `tool_calls` of an `Answer` are apart.
+        part: of a mixture, the name of the environment that has the task; "" otherwise.
+            Its rewards are measured apart.
 
     >>> Task(0, (Message("user", "7+15="),), reference="22").reference
     '22'
@@ -95,6 +97,7 @@ class Task:
     reference: str
     data: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
+    part: str = ""
 
 
 @dataclass(frozen=True)

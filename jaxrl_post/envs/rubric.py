@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxrl_post.envs.env import (
+    AgentEnvironment,
     Message,
     NeedsPreparation,
     Split,
@@ -60,8 +61,8 @@ class Rubric:
         own_weight: weight of the environment's own reward; 0 drops that reward.
 
     Raises:
-        ValueError: if the environment has sessions, `criteria` is empty or has the name
-            "own", or a weight is not finite.
+        ValueError: if the environment has sessions or agents, `criteria` is empty or
+            has the name "own", or a weight is not finite.
 
     >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
     >>> def length(task, conversation):
@@ -78,6 +79,12 @@ class Rubric:
     own_weight: float = 1.0
 
     def __post_init__(self) -> None:
+        if isinstance(self.environment, AgentEnvironment):
+            raise ValueError(
+                f"environment must not be one of agents, got {self.environment.name}: "
+                "an agent judges its own episode, so have its `run` add what the "
+                "criteria say to the Step that it returns"
+            )
         if not isinstance(self.environment, StatelessEnvironment):
             raise ValueError(
                 "environment must be a StatelessEnvironment (with `step`), got "

@@ -25,10 +25,11 @@ def tokenizer_of(texts: Callable[[], list[str]], vocab_size: int) -> Tokenizer:
 def environment_tokenizer(environment: Environment, vocab_size: int) -> Tokenizer:
     """Trains a tokenizer for the tasks of an environment; deterministic.
 
-    If the first task has tools, it has a chat template that writes them.
+    If a task has tools, it has a chat template that writes them.
     """
     texts = environment_texts(environment)
-    if not environment.tasks("train")[0].tools:
+    tasks = environment.tasks("train")
+    if not any(task.tools for task in tasks[: min(len(tasks), TOKENIZER_TEXTS)]):
         return Tokenizer.train(texts, vocab_size=vocab_size)
     template = resources.files("jaxrl_post.data").joinpath("tool_calls.jinja")
     return Tokenizer.train(

@@ -238,7 +238,8 @@ def run_evaluation(
     )
     groups = evaluate(config, model, environment, console=console)
     sampling, not_done = sampling_of(config, model)
-    scores = score(groups, solved_reward=config.solved_reward)
+    parts = {i: task.part for i, task in enumerate(_tasks(config, environment))}
+    scores = score(groups, solved_reward=config.solved_reward, parts=parts)
     seconds = time.perf_counter() - begin
     console.print(_table(config, sampling, scores, seconds))
     if not_done:

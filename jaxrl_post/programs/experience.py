@@ -95,6 +95,8 @@ class Experience:
     _paused: Published | None = field(default=None, init=False)
     # Prompt id to the index of its task, for unfinished groups.
     _places: dict[int, int] = field(default_factory=dict, init=False)
+    # Prompt id to the task's environment in a mixture, for groups without metrics yet.
+    _parts: dict[int, str] = field(default_factory=dict, init=False)
 
     def collect(
         self, sampler: Published, number: int
@@ -155,7 +157,11 @@ class Experience:
         groups = self._with_model(groups, dict(numbered))
         training.seconds.update(spent)
         self._judged([group.episodes[0] for group in groups], "evaluation")
-        scores = score(groups, solved_reward=self.config.eval.solved_reward)
+        scores = score(
+            groups,
+            solved_reward=self.config.eval.solved_reward,
+            parts={prompt_id: task.part for prompt_id, task in numbered},
+        )
         return Evaluation(scores, groups, time.perf_counter() - begin)
 
     def state(self) -> dict[str, Any]:
@@ -189,6 +195,7 @@ class Experience:
         self.queue = GroupQueue.from_json(value["queue"])
         self._places = {prompt_id: place for prompt_id, place in value["places"]}
         tasks = self._tasks["train"]
+        self._parts = {i: tasks[place].part for i, place in self._places.items()}
         self.collector.restore(
             value["flights"], {i: tasks[place] for i, place in self._places.items()}
         )
@@ -228,6 +235,7 @@ class Experience:
         numbered = []
         for _ in range(count):
             self._places[self.drawn] = place = int(next(self.indices))
+            self._parts[self.drawn] = tasks[place].part
             numbered.append((self.drawn, tasks[place]))
             self.drawn += 1
         return numbered
@@ -355,6 +363,7 @@ class Experience:
             for name in ("turn_limit", "token_limit"):
                 metrics[f"rollout/{name}"] = ends.count(name) / len(ends)
         metrics |= _means("env", [episode.metrics for episode in episodes])
+        metrics |= _means("env", self._by_part(sampled))
         metrics |= _means("reward", [episode.rewards for episode in episodes])
         metrics |= _means("reward/player", [_by_player(each) for each in episodes])
         greedy = [g.greedy.reward for g in sampled if g.greedy is not None]
@@ -362,6 +371,16 @@ class Experience:
         if baselines:
             metrics["reward/greedy"] = float(np.mean(baselines))
         return metrics
+
+    def _by_part(self, sampled: Sequence[Group]) -> list[dict[str, float]]:
+        """The reward of each episode under the name of its part of a mixture."""
+        return [
+            {f"{part}/reward": episode.reward}
+            for group in sampled
+            if (part := self._parts.pop(group.prompt_id))
+            for episode in group.episodes
+            if episode.reward is not None
+        ]
 
     def _judged(self, episodes: Sequence[Episode], where: str) -> list[float]:
         """The rewards of the episodes that did not fail."""

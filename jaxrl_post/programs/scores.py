@@ -1,7 +1,7 @@
 """Scores of an evaluation: accuracy with confidence interval, pass@k, rewards."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -43,7 +43,8 @@ class Scores:
         mean_tokens: mean length of a completion.
         max_tokens: of the longest completion.
         stopped: share of samples that ended by themselves, `Episode.stopped`.
-        metrics: means of the environment's own metrics, and of the parts of the reward.
+        metrics: means of the environment's own metrics, and of the parts of the reward;
+            of a mixture, accuracy and mean reward of each environment too.
     """
 
     tasks: int
@@ -59,12 +60,19 @@ class Scores:
     metrics: dict[str, float]
 
 
-def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
+def score(
+    groups: Sequence[Group],
+    *,
+    solved_reward: float = 1.0,
+    parts: Mapping[int, str] | None = None,
+) -> Scores:
     """Computes the scores of the samples of all tasks.
 
     Args:
         groups: one per task.
         solved_reward: a sample with at least this reward solves its task.
+        parts: of a mixture, the name of each task's environment by prompt id; the
+            metrics then have NAME/accuracy and NAME/reward of each environment.
 
     Raises:
         FailedRolloutsError: not one sample could be judged.
@@ -86,6 +94,8 @@ def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
         for name, value in {**episode.metrics, **episode.rewards}.items():
             values[name].append(value)
     shares = [sum(solved) / len(solved) for solved in by_task.values()]
+    metrics = {name: float(np.mean(values[name])) for name in sorted(values)}
+    metrics |= _by_part(groups, solved_reward, parts or {})
     lengths = [episode.num_sampled for episode in judged]
     return Scores(
         tasks=len(by_task),
@@ -98,13 +108,29 @@ def score(groups: Sequence[Group], *, solved_reward: float = 1.0) -> Scores:
         mean_tokens=float(np.mean(lengths)),
         max_tokens=max(lengths),
         stopped=float(np.mean([r.stopped for r in judged])),
-        metrics={name: float(np.mean(values[name])) for name in sorted(values)},
+        metrics=metrics,
     )
 
 
 def solves(episode: Episode, solved_reward: float) -> bool:
     """Whether an episode was judged, with a reward of at least `solved_reward`."""
     return episode.reward is not None and episode.reward >= solved_reward
+
+
+def _by_part(
+    groups: Sequence[Group], solved_reward: float, parts: Mapping[int, str]
+) -> dict[str, float]:
+    """Accuracy and mean reward of each environment of a mixture."""
+    found = {}
+    # None of an empty name: an environment that is no mixture has no parts.
+    for name in sorted({*parts.values()} - {""}):
+        own = [group.episodes for group in groups if parts[group.prompt_id] == name]
+        shares = [np.mean([solves(e, solved_reward) for e in each]) for each in own]
+        rewards = [e.reward for each in own for e in each if e.reward is not None]
+        found[f"{name}/accuracy"] = float(np.mean(shares))
+        if rewards:
+            found[f"{name}/reward"] = float(np.mean(rewards))
+    return found
 
 
 def _pass_at(solved: Sequence[Sequence[bool]]) -> dict[int, float]:

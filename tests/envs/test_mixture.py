@@ -8,10 +8,17 @@ import pytest
 
 from jaxrl_post import envs
 from jaxrl_post.envs import Answer
-from jaxrl_post.envs.env import StatefulEnvironment, StatelessEnvironment
+from jaxrl_post.envs.env import (
+    AgentEnvironment,
+    NeedsTurns,
+    StatefulEnvironment,
+    StatelessEnvironment,
+    Step,
+)
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.guess import Guess
 from jaxrl_post.envs.tasks.mixture import Part, mixture
+from jaxrl_post.envs.tasks.nim import Nim
 from jaxrl_post.envs.tools import ToolEnvironment, make_toolset
 from tests.programs.agent_letters import Letters
 
@@ -45,9 +52,16 @@ def test_a_size_takes_tasks_at_equal_distances():
     joined = mixture([Part(SUMS, 1, "a"), Part(PRODUCTS, 1, "b")], size=10)
     tasks = joined.tasks("train")
     own = SUMS.tasks("train")
-    assert parts_of(tasks) == [0] * 5 + [1] * 5
+    assert parts_of(tasks) == [0, 1] * 5
     expected = [own[i * len(own) // 5].messages for i in range(5)]
-    assert [task.messages for task in tasks[:5]] == expected
+    assert [task.messages for task in tasks[::2]] == expected
+
+
+def test_the_first_tasks_are_of_all_environments_by_weight():
+    joined = mixture([Part(SUMS, 3, "sums"), Part(Guess(), 1, "guess")], size=400)
+    parts = parts_of(joined.tasks("train"))
+    for first in (4, 40, 100):
+        assert parts[:first].count(0) == 3 * first // 4
 
 
 def test_the_evaluation_takes_them_in_turn_until_each_has_shown_all():
@@ -69,11 +83,10 @@ def test_of_environments_that_judge_one_answer_a_mixture_does_too():
     assert isinstance(joined, StatelessEnvironment)
     assert joined.name == "a+b"
     for task in (joined.tasks("train")[0], joined.tasks("train")[-1]):
-        name = "ab"[task.data["part"]]
+        assert task.part == "ab"[task.data["part"]]
         for said, reward in ((task.reference, 1.0), ("no", 0.0)):
             step = joined.step(task, (*task.messages, Answer("assistant", said)))
             assert step.reward == reward
-            assert step.metrics[f"{name}/reward"] == reward
         assert joined.demonstration(task) == task.reference
     # So it can be given tools.
     tools = ToolEnvironment(joined, (make_toolset("jaxrl_post.jsonl:is_unicode"),))
@@ -89,12 +102,11 @@ def test_sessions_and_single_answers_mix():
     sums = next(task for task in joined.tasks("eval") if task.data["part"] == 0)
     session = joined.open(sums)
     step = session.step(Answer("assistant", sums.reference))
-    assert (step.reward, step.done, step.metrics["sums/reward"]) == (1.0, True, 1.0)
+    assert (step.reward, step.done) == (1.0, True)
     session.close()
     guess = next(task for task in joined.tasks("eval") if task.data["part"] == 1)
     session, own = joined.open(guess), Guess(size=7, guesses=3).open(guess.data["task"])
     wrong = "1" if guess.reference != "1" else "2"
-    earned = 0.0
     for said in (wrong, guess.reference):
         step, alone = (
             session.step(Answer("assistant", said)),
@@ -103,8 +115,6 @@ def test_sessions_and_single_answers_mix():
         assert (step.reward, step.done, step.messages) == (
             alone.reward, alone.done, alone.messages
         )  # fmt: skip
-        earned += alone.reward
-        assert step.metrics["guess/reward"] == earned
     assert step.done
 
 
@@ -162,9 +172,28 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, written, told):
         envs.make(f"mixture?path={path}")
 
 
-def test_agents_and_sizes_that_hold_nothing_are_refused():
-    with pytest.raises(ValueError, match="environment of agents"):
-        Part(Letters(), 1, "letters")
+def test_agents_mix_with_agents():
+    joined = mixture([Part(Letters(), 1, "letters"), Part(Nim(most=9), 1, "nim")])
+    assert isinstance(joined, AgentEnvironment)
+    assert not isinstance(joined, StatelessEnvironment | StatefulEnvironment)
+    # Letters does not say how often it calls.
+    assert isinstance(joined, NeedsTurns)
+    assert joined.most_calls == Nim(most=9).most_calls
+    assert mixture([Part(Letters(), 1, "letters")]).most_calls == 1
+    # Its agent gets the task as its own environment has it.
+    joined = mixture([Part(Letters(), 1, "loud"), Part(Letters(silent=1), 1, "quiet")])
+    task = joined.tasks("eval")[3]
+    assert (task.id, task.part, task.data["task"].id) == (3, "quiet", 1)
+    assert joined.run(task, "http://127.0.0.1:1/v1") == Step(0.0, done=True)
+
+
+def test_agents_do_not_mix_with_environments_that_answer_turns():
+    told = "'letters': agents call a server of the run, and 'sums' answer turns"
+    with pytest.raises(ValueError, match=told):
+        mixture([Part(SUMS, 1, "sums"), Part(Letters(), 1, "letters")])
+
+
+def test_sizes_that_hold_nothing_are_refused():
     for size in (1, 100_001):
         with pytest.raises(ValueError, match="size must be an integer in"):
             mixture([Part(SUMS, 1, "a"), Part(PRODUCTS, 1, "b")], size=size)
@@ -178,7 +207,7 @@ def test_the_parts_are_the_whole():
         assert len(tasks) == size
         assert max(counts.values()) - min(counts.values()) <= 1
     tiny = mixture([Part(SUMS, 1, "a"), Part(PRODUCTS, 1e-9, "b")], size=4)
-    assert parts_of(tiny.tasks("train")) == [0, 0, 0, 0, 1]
+    assert parts_of(tiny.tasks("train")) == [0, 0, 1, 0, 0]
 
 
 @pytest.mark.processes
@@ -194,5 +223,4 @@ def test_in_workers_each_task_is_judged_by_its_own_environment():
         ]
         steps = [outcome.result(timeout=60).step for outcome in found]
     assert [step.reward for step in steps] == [1.0] * 6
-    names = [next(n for n in step.metrics if n.endswith("/reward")) for step in steps]
-    assert names == ["sums/reward"] * 3 + ["guess/reward"] * 3
+    assert [task.part for task in tasks] == ["sums", "guess"] * 3

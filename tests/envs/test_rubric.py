@@ -3,6 +3,8 @@ import pytest
 from jaxrl_post.envs import Message, NeedsPreparation, Step, WorkerPool
 from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+from jaxrl_post.envs.tasks.guess import Guess
+from jaxrl_post.envs.tasks.nim import Nim
 
 
 def length(task, conversation) -> float:
@@ -63,6 +65,10 @@ def test_it_runs_in_a_worker_and_prepares_what_it_holds(scripted):
 
 
 def test_arguments_are_checked():
+    with pytest.raises(ValueError, match=r"agents, got nim.*: .* have its `run` add"):
+        Rubric(Nim(), {"length": Criterion(length)})
+    with pytest.raises(ValueError, match=r"`step`.* got Guess: have its sessions add"):
+        Rubric(Guess(), {"length": Criterion(length)})
     with pytest.raises(ValueError, match="criteria must hold at least one"):
         Rubric(Arithmetic(), {})
     with pytest.raises(ValueError, match="must not be named 'own'"):

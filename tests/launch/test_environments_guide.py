@@ -39,8 +39,15 @@ def test_a_command_has_options_that_exist(command):
 
 
 def test_there_is_a_command_for_every_environment():
-    assert len(COMMANDS) == 5
+    # One more reads the rows of a recipe.
+    assert len(COMMANDS) == 1 + 5
     assert set(RIGHT) | {"A search"} == set(SECTIONS)
+
+
+def test_the_row_of_the_recipe_is_one_of_its_file():
+    [row] = re.findall(r"```jsonl\n(.*?)```", GUIDE, re.DOTALL)
+    config = grpo.PROGRAM.recipes["jsonl"]()
+    assert row in Path(config.data.path).read_text("utf-8")
 
 
 @pytest.mark.processes

@@ -1,15 +1,20 @@
 """The recipes: options that fit each other, and what the warm start leaves to learn."""
 
+import json
+
 import pytest
 
 from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.data import DataConfig
 from jaxrl_post.data import chat
 from jaxrl_post.envs import Message, StatelessEnvironment, Task
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.programs.agents import check_agents
+from launch import reward
 from launch.grpo import PROGRAM
+from launch.recipes.questions import FILES, files
 
 # Recipe: the share of demonstrations that may be longer than an answer.
 CUT = {
@@ -23,6 +28,9 @@ CUT = {
     "text2sql": 0.0,
     "code": 0.0,
     "python": 0.0,
+    "jsonl": 0.0,
+    "mixture": 0.05,
+    "reward_model": 0.0,
 }
 TASKS = 200
 
@@ -67,9 +75,57 @@ def rewarded(environment: StatelessEnvironment, task: Task) -> bool:
     return environment.step(task, said).reward == 1.0
 
 
-@pytest.mark.parametrize("name", ["demo", "instructions"])
+@pytest.mark.parametrize("name", ["demo", "instructions", "jsonl"])
 @pytest.mark.processes
 def test_an_imitator_is_right_sometimes_and_wrong_sometimes(name):
     _, environment, tasks = opened(name)
     share = sum(rewarded(environment, task) for task in tasks.train) / TASKS
     assert 0.2 < share < 0.6
+
+
+def test_the_files_of_questions_are_those_that_are_generated():
+    for name, text in files().items():
+        assert (FILES / name).read_text(encoding="utf-8") == text
+
+
+def test_questions_and_pairs_ask_about_other_sentences():
+    questions, pairs = (map(json.loads, text.splitlines()) for text in files().values())
+    asked = [row["prompt"].partition(". ")[0] for row in (*questions, *pairs)]
+    assert len(set(asked)) == len(asked) == 3200
+
+
+def test_the_reward_model_prefers_what_the_grader_prefers():
+    """Every pair, as the environment of the recipe `reward_model` grades it."""
+    grader = PROGRAM.recipes["reward_model"]().env
+    assert grader.startswith("jsonl?grader=f1")
+    environment = make_environment(
+        "jsonl?grader=f1&answer=chosen", DataConfig(str(FILES / "pairs.jsonl")), ()
+    )
+    rows = map(json.loads, (FILES / "pairs.jsonl").read_text("utf-8").splitlines())
+    rejected = {row["prompt"]: row["rejected"] for row in rows}
+    for task in environment.tasks("eval"):
+        [prompt] = task.messages
+        graded = [
+            environment.step(task, (prompt, Message("assistant", said))).reward
+            for said in (task.reference, rejected[prompt.content])
+        ]
+        assert graded[0] == 1.0
+        # At most the colour of a thing: one word of two, and no other.
+        assert graded[1] <= 2 / 3
+
+
+def test_the_policy_takes_the_reward_model_of_the_recipe_before_it():
+    pairs = reward.PROGRAM.recipes["pairs"]()
+    reward.PROGRAM.check(pairs)
+    policy = PROGRAM.recipes["reward_model"]()
+    assert policy.reward.model == f"{pairs.run_dir}/model"
+    # The environment's own reward is measured, and not trained on.
+    assert policy.reward.environment_weight == 0
+
+
+def test_of_the_mixture_each_part_is_shown_by_its_weight():
+    _, environment, tasks = opened("mixture")
+    names = [part.name for part in environment.parts]
+    assert names == ["largest", "instructions"]
+    parts = [names[task.data["part"]] for task in tasks.train]
+    assert [parts.count(name) for name in names] == [67, 133]

@@ -73,6 +73,27 @@ def test_score_takes_the_threshold():
     assert score(groups, solved_reward=0.5).accuracy == 0.5
 
 
+def test_score_tells_the_environments_of_a_mixture_apart():
+    groups = [
+        Group(0, (rollout(0, 0, 1.0), rollout(0, 1, 0.25))),
+        Group(1, (rollout(1, 0, 1.0), rollout(1, 1, None))),
+        Group(2, (rollout(2, 0, 0.5), rollout(2, 1, 0.0))),
+        Group(3, (rollout(3, 0, None), rollout(3, 1, None))),
+    ]
+    parts = {0: "sums", 1: "sums", 2: "keys", 3: "lost"}
+    assert score(groups, parts=parts).metrics == {
+        "reward": 0.55,
+        # What could not be judged solves nothing, and has no reward.
+        "sums/accuracy": 0.5,
+        "sums/reward": 0.75,
+        "keys/accuracy": 0.0,
+        "keys/reward": 0.25,
+        "lost/accuracy": 0.0,
+    }
+    alone = score(groups, parts=dict.fromkeys(range(4), ""))
+    assert alone.metrics == {"reward": 0.55}
+
+
 def test_score_of_failures_alone_is_an_error():
     with pytest.raises(FailedRolloutsError, match=r"none of 1 samples.*timeout: 10 s"):
         score([Group(0, (rollout(0, 0, None),))])

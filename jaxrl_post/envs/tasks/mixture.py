@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -14,7 +13,7 @@ from jaxrl_post.envs.env import (
     Environment,
     Message,
     NeedsPreparation,
-    Repeats,
+    NeedsTurns,
     Session,
     Split,
     StatefulEnvironment,
@@ -25,7 +24,7 @@ from jaxrl_post.envs.env import (
 )
 from jaxrl_post.envs.tasks.ranges import require_integer
 
-__all__ = ["Part", "StatefulMixture", "StatelessMixture", "mixture"]
+__all__ = ["AgentMixture", "Part", "StatefulMixture", "StatelessMixture", "mixture"]
 
 # Most training tasks of a mixture: a run reads all of them before it starts.
 MOST_TASKS = 100_000
@@ -41,8 +40,7 @@ class Part:
         name: of its metrics; no other part may have it.
 
     Raises:
-        ValueError: the weight is not positive and finite, or the environment is one of
-            agents.
+        ValueError: the weight is not positive and finite.
     """
 
     environment: Environment
@@ -57,16 +55,11 @@ class Part:
             )
         if not 0 < weight < math.inf:
             raise ValueError(f"weight of {self.name!r} must be positive, got {weight}")
-        if isinstance(self.environment, AgentEnvironment):
-            raise ValueError(
-                f"{self.name!r} is an environment of agents, which a mixture cannot "
-                "hold; give it a run of its own"
-            )
 
 
 @dataclass(frozen=True)
 class _Mixture:
-    """What both kinds of mixture have; `mixture` makes the kind that is needed."""
+    """What all kinds of mixture have; `mixture` makes the kind that is needed."""
 
     parts: tuple[Part, ...]
     size: int | None = None
@@ -99,8 +92,8 @@ class _Mixture:
         """The tasks of all environments.
 
         Args:
-            split: "train" has of each environment a share by its weight; "eval" has all
-                tasks of each, in turn, so that the first N are spread over all.
+            split: "train" has of each environment a share by its weight, and so have
+                its first N tasks; "eval" has all tasks of each, in turn.
 
         Raises:
             ValueError: an environment has no task of this split.
@@ -134,10 +127,17 @@ class _Mixture:
         for number in range(len(shares)):
             ends[number + 1] = max(ends[number + 1], ends[number] + 1)
         counts = [end - first for first, end in pairwise(ends)]
+        # Mixed evenly, so that the first N, from which a preset's tokenizer is made,
+        # are of all environments.
+        mixed = sorted(
+            ((place + 0.5) / count, number, place)
+            for number, count in enumerate(counts)
+            for place in range(count)
+        )
 
         def make(index: int) -> Task:
-            number = bisect(ends, index) - 1
-            place, count, each = index - ends[number], counts[number], tasks[number]
+            _, number, place = mixed[index]
+            count, each = counts[number], tasks[number]
             # Of more tasks than there is room for, some at equal distances.
             few = count < len(each)
             inner = each[place * len(each) // count if few else place % len(each)]
@@ -165,7 +165,7 @@ class _Mixture:
 
     def _outer(self, index: int, number: int, inner: Task) -> Task:
         data = {"part": number, "task": inner}
-        return replace(inner, id=index, data=data)
+        return replace(inner, id=index, data=data, part=self.parts[number].name)
 
     def _inner(self, task: Task) -> tuple[Part, Task]:
         return self.parts[task.data["part"]], task.data["task"]
@@ -179,7 +179,7 @@ class StatelessMixture(_Mixture):
         """The answer of the task's environment."""
         part, inner = self._inner(task)
         assert isinstance(part.environment, StatelessEnvironment)
-        return _named(part, part.environment.step(inner, conversation))
+        return part.environment.step(inner, conversation)
 
 
 @dataclass(frozen=True)
@@ -190,64 +190,71 @@ class StatefulMixture(_Mixture):
         """A session of the task's environment."""
         part, inner = self._inner(task)
         if isinstance(part.environment, StatefulEnvironment):
-            return _Named(part, part.environment.open(inner))
-        return _Named(part, _Turns(part.environment, inner))
+            return part.environment.open(inner)
+        return _Turns(part.environment, inner)
+
+
+@dataclass(frozen=True)
+class AgentMixture(_Mixture):
+    """A mixture of environments of agents; from `mixture`."""
+
+    @property
+    def most_calls(self) -> int:
+        """The most calls that an episode of any of them may need."""
+        environments = [part.environment for part in self.parts]
+        needed = [
+            each.most_calls for each in environments if isinstance(each, NeedsTurns)
+        ]
+        return max(needed, default=1)
+
+    def run(self, task: Task, base_url: str) -> Step:
+        """Has the agent of the task's environment carry out the episode."""
+        part, inner = self._inner(task)
+        assert isinstance(part.environment, AgentEnvironment)
+        return part.environment.run(inner, base_url)
 
 
 def mixture(
     parts: Sequence[Part], size: int | None = None
-) -> StatelessMixture | StatefulMixture:
+) -> StatelessMixture | StatefulMixture | AgentMixture:
     """Joins environments, each with a share of the training tasks.
 
     In every N training tasks each environment has N * weight / sum of weights. An epoch
     shows every task of every environment, at most 100,000 in all: a small environment's
-    tasks come several times. Every metric `NAME/reward`, in training and in the
-    evaluation, is that of one environment.
+    tasks come several times. `Task.part` names the environment of a task, whose
+    rewards are measured apart.
 
     Args:
         parts: the environments.
         size: training tasks in all, at most 100,000; None for enough to show each.
 
     Raises:
-        ValueError: no part, two parts of one name, or a size too small.
+        ValueError: no part, two parts of one name, a size too small, or agents beside
+            environments that answer turns.
 
     >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
     >>> sums, products = Arithmetic(), Arithmetic(operations="*")
     >>> joined = mixture([Part(sums, 3, "sums"), Part(products, 1, "products")], 8)
     >>> [task.data["part"] for task in joined.tasks("train")]
-    [0, 0, 0, 0, 0, 0, 1, 1]
+    [0, 0, 1, 0, 0, 0, 1, 0]
     >>> [task.data["part"] for task in joined.tasks("eval")[:4]]
     [0, 1, 0, 1]
     """
+    parts = tuple(parts)
+    agents = [p.name for p in parts if isinstance(p.environment, AgentEnvironment)]
+    if agents:
+        others = [part.name for part in parts if part.name not in agents]
+        if others:
+            raise ValueError(
+                f"{', '.join(map(repr, agents))}: agents call a server of the run, and "
+                f"{', '.join(map(repr, others))} answer turns without one, so a "
+                "mixture cannot hold both; give each kind a mixture of its own"
+            )
+        return AgentMixture(parts, size)
     stateless = all(
         isinstance(part.environment, StatelessEnvironment) for part in parts
     )
-    return (StatelessMixture if stateless else StatefulMixture)(tuple(parts), size)
-
-
-class _Named:
-    """A session whose last step has its environment's reward by name."""
-
-    def __init__(self, part: Part, session: Session) -> None:
-        self._part = part
-        self._session = session
-        self._earned = 0.0
-
-    def step(self, turn: Answer) -> Step:
-        return self._counted(self._session.step(turn))
-
-    def repeat(self, turn: Answer, said: tuple[Message, ...]) -> Step:
-        """Takes a turn again; the session may want to know how it was answered."""
-        if isinstance(self._session, Repeats):
-            return self._counted(self._session.repeat(turn, said))
-        return self.step(turn)
-
-    def _counted(self, step: Step) -> Step:
-        self._earned += step.reward
-        return _named(self._part, step, self._earned)
-
-    def close(self) -> None:
-        self._session.close()
+    return (StatelessMixture if stateless else StatefulMixture)(parts, size)
 
 
 class _Turns:
@@ -267,8 +274,3 @@ class _Turns:
 
     def close(self) -> None:
         """Does nothing."""
-
-
-def _named(part: Part, step: Step, earned: float | None = None) -> Step:
-    reward = step.reward if earned is None else earned
-    return replace(step, metrics={**step.metrics, f"{part.name}/reward": reward})

@@ -1,0 +1,93 @@
+"""Files as a user has them, learned from by a small model on two CPU cores in minutes.
+
+`jsonl` answers questions about a sentence. The warm start imitates somebody who mostly
+repeats the sentence; the reward is the F1 of the words. With seed 0 the model answers
+19.9 % of 146 held-out questions before, 67.1 % after 10 steps and 93.2 % after 40.
+
+`reward_model` learns the same from nothing but what a reward model says, which `pairs`
+has trained before: with seed 0 it tells 97.0 % of the held-out pairs.
+
+`mixture` trains on two environments at once.
+"""
+
+from dataclasses import replace
+
+from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.offline import PairsConfig, RewardConfig
+from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.run import CheckpointConfig, EvalConfig, UpdateConfig
+from launch.recipes.demo import demo
+from launch.recipes.questions import FILES
+
+__all__ = ["jsonl", "mixture", "pairs", "reward_model"]
+
+
+def jsonl() -> RLConfig:
+    """`python -m launch.grpo --recipe jsonl`: questions, graded by their words."""
+    return replace(
+        demo(),
+        run_dir="runs/jsonl",
+        env="jsonl?grader=f1&solution=solution",
+        data=DataConfig(path=str(FILES / "questions.jsonl")),
+        steps=40,
+        rollout=RolloutConfig(
+            prompts_per_step=32,
+            samples_per_prompt=8,
+            max_prompt_tokens=0,
+            max_tokens=16,
+        ),
+        update=UpdateConfig(microbatch_tokens=2048),
+        optimizer=replace(demo().optimizer, learning_rate=5e-4, warmup_steps=10),
+        eval=EvalConfig(every=10, num_tasks=200),
+        warm_start=replace(demo().warm_start, steps=250, examples_per_step=32),
+    )
+
+
+def mixture() -> RLConfig:
+    """`python -m launch.grpo --recipe mixture`: two environments in one run."""
+    return replace(
+        demo(),
+        run_dir="runs/mixture",
+        env=f"mixture?path={FILES / 'mixture.json'}",
+        steps=40,
+        rollout=RolloutConfig(
+            prompts_per_step=24,
+            samples_per_prompt=8,
+            max_prompt_tokens=0,
+            # As in `instructions`.
+            max_tokens=40,
+        ),
+        update=UpdateConfig(microbatch_tokens=2048),
+        optimizer=replace(demo().optimizer, learning_rate=3e-4, warmup_steps=10),
+        eval=EvalConfig(every=10, num_tasks=300),
+        warm_start=replace(demo().warm_start, steps=600, examples_per_step=48),
+    )
+
+
+def pairs() -> RewardConfig:
+    """`python -m launch.reward --recipe pairs`: which of two answers is better."""
+    return RewardConfig(
+        run_dir="runs/pairs",
+        data=PairsConfig(path=str(FILES / "pairs.jsonl")),
+        steps=400,
+        examples_per_step=32,
+        update=UpdateConfig(microbatch_tokens=2048),
+        optimizer=replace(demo().optimizer, learning_rate=1e-3, warmup_steps=10),
+        eval=EvalConfig(every=100, num_tasks=200),
+        checkpoint=CheckpointConfig(every=100),
+    )
+
+
+def reward_model() -> RLConfig:
+    """`python -m launch.grpo --recipe reward_model`: the model of `pairs` as reward."""
+    return replace(
+        jsonl(),
+        run_dir="runs/reward_model",
+        reward=RewardModelConfig(
+            model=f"{pairs().run_dir}/model", environment_weight=0.0
+        ),
+        # A reward model says above 0 of an answer that it would choose.
+        eval=EvalConfig(every=10, num_tasks=200, solved_reward=0.0),
+    )
