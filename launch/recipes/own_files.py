@@ -4,10 +4,14 @@
 repeats the sentence; the reward is the F1 of the words. With seed 0 the model answers
 19.9 % of 146 held-out questions before, 67.1 % after 10 steps and 93.2 % after 40.
 
-`reward_model` learns the same from nothing but what a reward model says, which `pairs`
-has trained before: with seed 0 it tells 97.0 % of the held-out pairs.
+`reward_model` learns from nothing but what a reward model says, which `pairs` has
+trained before: with seed 0 it tells 97.0 % of the held-out pairs. Of the policy's
+answers it likes 19.9 % before, 79.5 % after 10 steps and 89.7 % after 40, and 19.9,
+61.6 and 58.9 % are right: the policy finds wrong names that the reward model likes.
 
-`mixture` trains on two environments at once.
+`mixture` trains on two environments at once. With seed 0 the model obeys 19.5 % of the
+held-out instructions before, 90.6 % after 10 steps and 96.1 % after 40. The largest of
+three numbers it names in 36.0 % and 36.6 %: so few steps do not teach it to compare.
 """
 
 from dataclasses import replace
