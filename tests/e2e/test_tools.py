@@ -17,6 +17,8 @@ SMALL = (
     "--rollout.prompts-per-step=4",
     "--rollout.samples-per-prompt=4",
     "--rollout.partial=2",
+    # Within it, it does not matter how fast a tool is.
+    "--rollout.reward-grace-s=60",
     "--rollout.truncated=reward",
     "--update.microbatch-tokens=512",
     "--optimizer.schedule=constant",

@@ -76,7 +76,7 @@ def test_rewards_of_each_environment(coin):
 
 
 def test_a_resumed_run_still_knows_whose_tasks_were_under_way(coin):
-    joined, config = coins(coin), changed("rollout", partial=8)
+    joined, config = coins(coin), changed("rollout", partial=8, reward_grace_s=30.0)
     with WorkerPool(joined) as judges:
         trainer = make_trainer(joined, judges, config)
         trainer.step(1)
