@@ -293,7 +293,8 @@ def _model(config: ChatConfig, console: Console) -> Model:
                 step=config.step,
                 base=config.base,
             )
-            convert(made, console=console)
+            # Its line would name a folder that is gone once the chat begins.
+            convert(made, console=Console(quiet=True))
             return _opened(dataclasses.replace(config, model=output), console)
     for name in ("step", "base"):
         if getattr(config, name) is not None:

@@ -87,19 +87,26 @@ def runs_of(batch):
     return found
 
 
+def step_as_served(trainer, served, number):
+    """A step that must train what was served in it; returns its metrics and groups."""
+    served.clear()
+    trainer.updater.learner.seen.clear()
+    metrics, groups = trainer.step(number)
+    # Groups whose rewards do not differ are trained on too, with advantage 0.
+    batches = trainer.updater.learner.seen
+    trained = sorted(run for _, batch in batches for run in runs_of(batch))
+    assert trained == sorted(ids for _, ids in served)
+    # The sampler's log-probs, at the run's temperature, are the trainer's.
+    assert abs(metrics["mismatch/token_mult_prob_error"] - 1) < 1e-3
+    return metrics, groups
+
+
 @pytest.mark.parametrize(("branching", "steps"), [(False, 6), (True, 30)])
 def test_every_row_trains_what_was_served_and_nothing_else(served, branching, steps):
     with training(Letters(branching=branching)) as trainer:
         for number in range(1, steps + 1):
-            served.clear()
-            trainer.updater.learner.seen.clear()
-            metrics, _ = trainer.step(number)
-            # Groups whose rewards do not differ are trained on too, with advantage 0.
-            batches = trainer.updater.learner.seen
-            trained = sorted(run for _, batch in batches for run in runs_of(batch))
-            assert trained == sorted(ids for _, ids in served)
+            metrics, _ = step_as_served(trainer, served, number)
             assert len(served) == 8 * (3 if branching else 2)
-            assert abs(metrics["mismatch/token_mult_prob_error"] - 1) < 1e-3
             assert metrics["env/agent_edited"] == 0
             assert metrics["env/agent_branched"] == float(branching)
 
@@ -107,15 +114,8 @@ def test_every_row_trains_what_was_served_and_nothing_else(served, branching, st
 def test_an_agent_that_sends_token_ids_trains_what_was_served(served):
     with training(Numbers()) as trainer:
         for number in range(1, 4):
-            served.clear()
-            trainer.updater.learner.seen.clear()
-            metrics, groups = trainer.step(number)
-            batches = trainer.updater.learner.seen
-            trained = sorted(run for _, batch in batches for run in runs_of(batch))
-            assert trained == sorted(ids for _, ids in served)
+            metrics, groups = step_as_served(trainer, served, number)
             assert len(served) == 8 * 3
-            # The sampler's log-probs, at the run's temperature, are the trainer's.
-            assert abs(metrics["mismatch/token_mult_prob_error"] - 1) < 1e-3
             assert metrics["env/agent_bridged"] == metrics["env/agent_branched"] == 1
             assert metrics["env/agent_edited"] == 0
     whole = {(*prompt, *ids) for prompt, ids in served}
@@ -133,13 +133,7 @@ def test_an_agent_of_a_framework_is_trained_as_it_is(served):
     """30 steps of pydantic-ai, which keeps the conversation itself."""
     with training(Conversing()) as trainer:
         for number in range(1, 31):
-            served.clear()
-            trainer.updater.learner.seen.clear()
-            metrics, _ = trainer.step(number)
-            batches = trainer.updater.learner.seen
-            trained = sorted(run for _, batch in batches for run in runs_of(batch))
-            assert trained == sorted(ids for _, ids in served)
-            assert abs(metrics["mismatch/token_mult_prob_error"] - 1) < 1e-3
+            metrics, _ = step_as_served(trainer, served, number)
             # What it was served it sends back as it was.
             assert metrics["env/agent_edited"] == metrics["env/agent_branched"] == 0
             assert metrics["env/agent_turns"] > 1.5
