@@ -187,6 +187,10 @@ def forward_kernel(
     loaded: Any,
     consumed: Any,
 ) -> None:
+    """Writes `out` and `normalizer`, the log of each query's sum, of a tile of queries.
+
+    The tile stays in shared memory while the tiles of keys that it sees pass.
+    """
     block = _Block.here(shape, sizes, begins, others, (loaded, consumed))
     head = jax.lax.axis_index("head")
     row = block.row
@@ -267,6 +271,10 @@ def query_kernel(
     loaded: Any,
     consumed: Any,
 ) -> None:
+    """Writes `d_query` of a tile of queries, past which the keys that it sees pass.
+
+    `towards` is the gradient of the output, `inner` its product with the output.
+    """
     block = _Block.here(shape, sizes, begins, others, (loaded, consumed))
     head = jax.lax.axis_index("head")
     row = block.row
@@ -337,6 +345,10 @@ def key_kernel(
     loaded: Any,
     consumed: Any,
 ) -> None:
+    """Writes `d_key` and `d_value` of a tile of keys, past which its queries pass.
+
+    `towards` is the gradient of the output, `inner` its product with the output.
+    """
     block = _Block.here(shape, sizes, begins, others, (loaded, consumed), shape.group)
     head = jax.lax.axis_index("head")
     row = block.row
