@@ -116,9 +116,10 @@ class AlgorithmConfig:
         turn_discount: discount factor per turn, of the rewards of the turns after it; 0
             credits a turn with its own reward alone.
         support: what a sampled token is scored among if --rollout.top-k,
-            --rollout.top-p or --rollout.min-p cut tokens off. kept: the tokens that the
-            sampler kept, so that the policy is the distribution that it drew from, as
-            long as these are at most --rollout.top-k, or without it 128; full: all.
+            --rollout.top-p or --rollout.min-p cut tokens off, or an agent asked for a
+            schema, a grammar or the call of a tool. kept: the tokens that the sampler
+            kept, so that the policy is the distribution that it drew from, as long as
+            these are at most --rollout.top-k, or without it 128; full: all.
         correction: how the loss corrects for log-probs that differ between sampler and
             trainer.
     """

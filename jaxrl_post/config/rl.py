@@ -14,7 +14,8 @@ from jaxrl_post.config.run import RunConfig
 
 __all__ = ["MismatchConfig", "RLConfig"]
 
-# Of top-p and min-p, which keep any number: 128 ids are 512 bytes per sampled token.
+# Of top-p, min-p and constraints, which keep any number: 128 ids are 512 bytes per
+# sampled token.
 KEPT_IDS = 128
 
 
@@ -82,11 +83,11 @@ class RLConfig(RunConfig):
     def kept_ids(self) -> int:
         """Ids of kept tokens that are recorded for a sampled one, at most; 0 for none.
 
+        Nothing is recorded of a token that was drawn from all.
+
         >>> RLConfig(rollout=RolloutConfig(top_k=20)).kept_ids, RLConfig().kept_ids
-        (20, 0)
+        (20, 128)
         """
-        rollout = self.rollout
-        truncates = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
-        if self.algorithm.support == "full" or not truncates:
+        if self.algorithm.support == "full":
             return 0
-        return rollout.top_k or KEPT_IDS
+        return self.rollout.top_k or KEPT_IDS

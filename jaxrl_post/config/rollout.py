@@ -154,6 +154,15 @@ class RolloutConfig:
     max_failed_share: Annotated[float, SHARE, FREE] = 0.25
     deadline_s: Annotated[float, POSITIVE, FREE] = 3600.0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn.
+
+        >>> RolloutConfig(top_p=0.9).truncates, RolloutConfig().truncates
+        (True, False)
+        """
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 def check_judges(judges: str, reward_cpus: float, section: str) -> None:
     """Refuses judges that are nowhere, and CPUs that nobody reserves.

@@ -311,7 +311,12 @@ class Updater:
         ]
         length = row_tokens(self.config, self.model)
         multiple = self.learner.microbatch_rows
-        kept = self.config.kept_ids
+        # An agent's constraint may cut tokens off too. With truncation the array is
+        # always there, so that one program is compiled.
+        cut = self.config.rollout.truncates or any(
+            each.tokens.kept.shape[1] for each in sequences
+        )
+        kept = self.config.kept_ids if cut else 0
         batches = [
             packing.pack(part, length, multiple, kept_ids=kept) for part in units
         ]

@@ -233,6 +233,8 @@ def decode(
     )
     rows = dataclasses.replace(rows, progress=progress)
     count = rows.remaining.shape[0]
+    if not truncate and rows.allowed is None:
+        kept_ids = 0
 
     def enough(active: Array) -> Array:
         return active.reshape(split, -1).sum(axis=1).max() > floor
@@ -257,8 +259,7 @@ def decode(
         )
 
     def skip(caches: tuple[Pages, Pages | None]) -> Any:
-        kept = kept_ids if truncate else 0
-        nothing = _nothing((num_steps, count), kept, alternatives)
+        nothing = _nothing((num_steps, count), kept_ids, alternatives)
         passes = jnp.zeros((count,), jnp.int32)
         return caches[0], nothing, passes, progress, caches[1]
 
@@ -452,7 +453,7 @@ def _burst(
         history=rows.history,
         entries=(view.keys, view.values),
         draft_view=draft_view,
-        emitted=_nothing((count, num_steps), kept_ids if truncate else 0, alternatives),
+        emitted=_nothing((count, num_steps), kept_ids, alternatives),
     )
     state = jax.lax.while_loop(going_on, body, state)
     keys, values = state.entries

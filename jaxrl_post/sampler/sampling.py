@@ -37,8 +37,9 @@ class Sampled(NamedTuple):
         tokens: int32 ids.
         logprobs: float32, under the full softmax.
         log_masses: float32, log of the probability mass of the kept tokens.
-        kept: int32, ids of the tokens that were kept, the likeliest first, padded with
-            -1; none if nothing was cut, or more were kept. None if not asked for.
+        kept: int32, ids of the tokens that were kept, or allowed, the likeliest first,
+            padded with -1; none if nothing was cut, or more were kept. None if not
+            asked for.
         alternatives: int32, ids of the likeliest tokens that are allowed, the likeliest
             first. None if not asked for.
         alternatives_logprobs: float32, theirs under the full softmax; -inf where fewer
@@ -124,7 +125,8 @@ def sample(
         uniforms: in [0, 1), one per row; the only source of randomness.
         sampling: per-row parameters.
         truncate: static; False requires that no row uses top-k, top-p or min-p.
-        kept_ids: static; ids of `Sampled.kept`, with `truncate`; 0 for none.
+        kept_ids: static; ids of `Sampled.kept`, with `truncate` or `allowed`; 0 for
+            none.
         allowed: the tokens that may be drawn, bits as in `Constraint.allowed`; None
             for all. Like truncation it changes `log_masses`, not `logprobs`.
         alternatives: static; ids of `Sampled.alternatives`.
@@ -152,19 +154,14 @@ def sample(
         top = scaled.max(axis=0)
         weights = jnp.exp(scaled - top)
     left, ids = weights, None
-    if truncate:
-        is_kept = scaled >= _least_kept(scaled.T, sampling)
-        if allowed is not None:
-            is_kept &= scaled > -jnp.inf
+    if truncate or allowed is not None:
+        is_kept = scaled > -jnp.inf
+        if truncate:
+            is_kept &= scaled >= _least_kept(scaled.T, sampling)
         left = jnp.where(is_kept, weights, 0.0)
         if kept_ids:
-            # Of a row that keeps all tokens a constraint alone cuts the distribution.
-            whole = (
-                (sampling.top_k == 0) & (sampling.top_p >= 1) & (sampling.min_p <= 0)
-            )
             kept = is_kept.sum(axis=0, dtype=jnp.int32)
-            count = jnp.where(greedy | whole, 0, kept)
-            ids = _likeliest(scaled.T, count, kept_ids)
+            ids = _likeliest(scaled.T, jnp.where(greedy, 0, kept), kept_ids)
     tokens, chosen = select(scaled, top, left, uniforms, sampling.temperature)
     logprobs = chosen - normalizer
     log_masses = jnp.zeros_like(logprobs)

@@ -14,6 +14,8 @@ LARGEST_CHUNK = 512
 SMALLEST_BATCH = 8
 # Pages of the smallest view: fewer shapes to compile.
 SMALLEST_VIEW = 4
+# Keys of so many pages fill the lanes of a TPU's vector.
+WHOLE_PAGES = 8
 # Most sequences that read shared keys together. More make no better matrix product.
 LARGEST_GROUP = 16
 
@@ -189,10 +191,17 @@ class EngineConfig:
     def own_pages(self, tokens: int) -> int:
         """Pages per slot that a burst reads whose longest slot has sampled `tokens`.
 
+        Many pages are a multiple of `WHOLE_PAGES`, so that kernels for TPUs read and
+        write a view in whole blocks, without a copy.
+
         >>> EngineConfig(max_tokens=256, steps_per_call=8).own_pages(100)
         8
+        >>> EngineConfig(max_tokens=1000, steps_per_call=8).own_pages(990)
+        64
         """
         most = pages_for(self.max_tokens)
+        if most > WHOLE_PAGES:
+            most = -(-most // WHOLE_PAGES) * WHOLE_PAGES
         smallest = min(SMALLEST_VIEW, most)
         return _bucket(_powers(smallest, most), pages_for(tokens + self.steps_per_call))
 

@@ -358,45 +358,72 @@ def arrays_of(text: str, size: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("dim", "cache_dtype"),
-    [(64, None), (128, "int8"), pytest.param(128, None, marks=EVERY)],
-)
-def test_a_decoding_step_copies_no_cache(dim, cache_dtype):
-    """Keys and values are written and read in one layout, the whole burst long.
-
-    And tokens are drawn without logits in memory.
-    """
+def sampling_programs(heads, dim, **rollout):
+    """The programs of a sampler on four devices, and the mesh."""
     plan.load()
     devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
     mesh = create_mesh("dp2,tp2", devices)
     architecture = ModelConfig(
         "qwen2", 32_000, 512, 1024, 2,
-        num_heads=8, num_kv_heads=2, head_dim=dim, max_length=2048, qkv_bias=True,
+        num_heads=4 * heads, num_kv_heads=heads, head_dim=dim, max_length=8192,
+        qkv_bias=True,
     )  # fmt: skip
-    rollout = PlannedRollout(
-        prompts_per_step=8, max_prompt_tokens=512, max_tokens=512,
-        cache_dtype=cache_dtype,
-    )  # fmt: skip
+    planned = PlannedRollout(prompts_per_step=8, **rollout)
     sampler = make_sampler(
-        PlanConfig(model="", topology="v5e:2x2", rollout=rollout), architecture, mesh
+        PlanConfig(model="", topology="v5e:2x2", rollout=planned), architecture, mesh
     )
     assert sampler is not None
-    # The last one has the largest view: 64 samples of up to 512 tokens, on two parts.
-    *_, program = sampler.programs((), ())
+    return sampler.programs((), ()), mesh
+
+
+def program_text(program, mesh):
     with jax.set_mesh(mesh):
         traced = program.function.trace(*program.arguments, **program.static)
-        text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+        return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "tokens", "view", "cache_dtype"),
+    [
+        (2, 64, 512, 512, None),
+        (2, 128, 512, 512, "int8"),
+        # Views of a length that nobody chose for the kernels.
+        (2, 64, 1500, 1536, None),
+        (16, 128, 4010, 4096, None),
+        pytest.param(2, 128, 512, 512, None, marks=EVERY),
+        pytest.param(2, 128, 1000, 1024, None, marks=EVERY),
+        pytest.param(2, 128, 1660, 1664, "int8", marks=EVERY),
+    ],
+)
+def test_a_decoding_step_copies_no_cache(heads, dim, tokens, view, cache_dtype):
+    """Keys and values are written and read in one layout, the whole burst long.
+
+    And tokens are drawn without logits in memory.
+    """
+    # The last one has the largest view: 64 samples of so many tokens, on two parts.
+    (*_, program), mesh = sampling_programs(
+        heads, dim, max_prompt_tokens=512, max_tokens=tokens, cache_dtype=cache_dtype
+    )
+    text = program_text(program, mesh)
     loop = "\n".join(loop_lines(text))
     # Own and shared keys of two layers; keys and values of a layer.
     assert calls(loop, "decode_attention") == 4
     assert calls(loop, "write_entries") == 2
-    copied = rf"= \w+\[32,1,512,{dim}\]\S* (?:copy|transpose|fusion|scatter)\("
-    assert not re.search(copied, loop)
+    for sizes in (f"{view},{dim}", f"{dim},{view}"):
+        cache = rf"= \w+\[32,{heads // 2},{sizes}\]\S* "
+        assert not re.search(rf"{cache}(?:copy|pad|transpose|fusion|scatter)\(", loop)
+    assert f"[32,{heads // 2},{view},{dim}]" in loop or dim % 128
     for kernel in ("statistics", "logits"):
         assert calls(loop, f"next_token_{kernel}") == 1
     # A device has half of the samples and half of the vocabulary.
     assert not logits_in_memory(text, 32, 16_000)
+
+
+def test_a_chunk_of_any_length_compiles():
+    """464 keys are no whole number of blocks."""
+    programs, mesh = sampling_programs(2, 64, max_prompt_tokens=400, max_tokens=64)
+    (program,) = [each for each in programs if each.name.endswith(" x 464")]
+    assert calls(program_text(program, mesh), "write_entries") == 0
 
 
 @pytest.mark.parametrize(("weights", "code"), [("int8", "s8"), ("float8", "f8e4m3fn")])

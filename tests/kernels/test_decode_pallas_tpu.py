@@ -125,6 +125,21 @@ def test_blocks_that_no_query_sees_are_not_read(window, code):
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_place_that_nobody_has_makes_no_block_visible():
+    """Of a group that is not full: its window is not one from the first token on."""
+    query, key, value, _, positions = case(1, 3, 4, 2, 512, 32, 128)
+    at = jnp.array([[400, 410, -1]], jnp.int32)
+    positions = jnp.arange(512, dtype=jnp.int32)[None]
+    read = jnp.arange(512) >= 256  # The blocks of the tokens 351 to 410.
+    key, value = (jnp.where(read[:, None], leaf, jnp.nan) for leaf in (key, value))
+    found = part_of_keys(
+        *(query, key, value, at, positions, 50, 0.2, None),
+        interpret=True,
+        sizes=Sizes(1, 2, 16, 128),
+    )
+    assert all(np.isfinite(np.asarray(leaf)[:, :2]).all() for leaf in found)
+
+
 def test_bfloat16_is_as_exact_as_its_rounding():
     """The error against float64 is at most twice that of the XLA program."""
     arrays = case(4, 1, 8, 2, 384, 64, 64, jnp.bfloat16)

@@ -102,8 +102,18 @@ def test_other_lengths(keys):
     assert_equal(found, written(entries, fresh, places))
 
 
+@pytest.mark.parametrize(("keys", "fits"), [(48, True), (464, False), (480, True)])
+def test_a_block_of_many_keys_is_left_to_xla(keys, fits):
+    """A token would rewrite all of them."""
+    leaf = jnp.zeros((1, 1, keys, 128))
+    assert pallas_tpu_write.fits((leaf,), 1) == fits
+    # Keys are lanes here.
+    leaf = jnp.zeros((1, 1, keys, 64))
+    assert pallas_tpu_write.fits((leaf,), 1) == (keys == 48)
+
+
 def test_many_new_tokens_are_left_to_xla():
-    """A chunk of a prompt does not lie in two blocks."""
+    """A chunk of a prompt does not lie in two blocks, nor go token by token."""
     random = np.random.default_rng(0)
     entries, fresh = (
         (jnp.asarray(random.normal(size=(2, 2, count, 128)), jnp.float32),)
@@ -111,6 +121,7 @@ def test_many_new_tokens_are_left_to_xla():
     )
     places = jnp.asarray(np.arange(40) + np.array([[0], [50]]), jnp.int32)
     assert not pallas_tpu_write.fits(entries, 40)
+    assert not pallas_tpu_write.fits(entries, 17)
     found = write_entries(
         entries, fresh, places, implementation="pallas_tpu", interpret=True
     )

@@ -106,6 +106,28 @@ class Numbers(Letters):
         return Step(sum(map(even, said)), done=True)
 
 
+@dataclass(frozen=True)
+class Choosing(Letters):
+    """Two calls whose answers are constrained: one of three, and then only one."""
+
+    name: str = "choosing"
+
+    def run(self, task: Task, base_url: str) -> Step:
+        with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+
+            def ask(*choices):
+                answer = client.chat.completions.create(
+                    model="policy",
+                    messages=[{"role": "user", "content": task.messages[0].content}],
+                    extra_body={"structured_outputs": {"choice": choices}},
+                )
+                return answer.choices[0].message.content
+
+            said = ask("4", "6", "17")
+            assert ask("3") == "3"
+        return Step(float(said == "6"), done=True)
+
+
 def even(ids: list[int]) -> float:
     """Share of even token ids."""
     return sum(token % 2 == 0 for token in ids) / max(len(ids), 1)

@@ -25,7 +25,7 @@ from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.recordings import Recording
 from tests.programs import trainers
 from tests.programs.agent_framework import Conversing
-from tests.programs.agent_letters import Letters, Numbers
+from tests.programs.agent_letters import Choosing, Letters, Numbers
 
 pytestmark = pytest.mark.processes
 
@@ -137,6 +137,25 @@ def test_an_agent_of_a_framework_is_trained_as_it_is(served):
             # What it was served it sends back as it was.
             assert metrics["env/agent_edited"] == metrics["env/agent_branched"] == 0
             assert metrics["env/agent_turns"] > 1.5
+
+
+@pytest.mark.parametrize("support", ["kept", "full"])
+def test_constrained_answers_are_scored_among_what_was_allowed(served, support):
+    config = dataclasses.replace(
+        CONFIG, algorithm=dataclasses.replace(CONFIG.algorithm, support=support)
+    )
+    with training(Choosing(), config) as trainer:
+        metrics, groups = step_as_served(trainer, served, 1)
+        batches = [batch for _, batch in trainer.updater.learner.seen]
+    assert metrics["rollout/kept_unrecorded"] == (support == "full")
+    for episode in (episode for group in groups for episode in group.episodes):
+        for turn, allowed in zip(episode.turns, (3, 1), strict=True):
+            recorded = (turn.sampled.kept >= 0).sum(axis=1).tolist()
+            assert recorded[0] == (allowed if support == "kept" else 0)
+    # Where one token alone could come, nothing is learned: its log-prob is 0.
+    found = np.concatenate([b.behavior_logprobs[b.loss_mask] for b in batches])
+    forced = np.abs(found) < 1e-6
+    assert forced.mean() > 0.5 if support == "kept" else not forced.any()
 
 
 def test_what_samples_mark_as_trained_is_the_loss_mask_of_the_batch():

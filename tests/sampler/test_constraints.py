@@ -121,7 +121,24 @@ def test_a_row_records_the_same_whatever_its_neighbours_do():
         )
         found.append((out.kept[0].tolist(), float(out.log_masses[0])))
     assert found[0] == found[1]
-    assert found[0][0] == [-1] * 8
+    assert found[0][0] == [0, 1, 2, *[-1] * 5]
+
+
+def test_the_allowed_tokens_are_recorded_and_none_where_all_are_or_too_many():
+    scores = np.arange(40.0, dtype=np.float32)
+    masks = [[7], [3, 9], range(40), range(5)]
+    out = drawn(
+        jnp.asarray(np.stack([scores] * 4)),
+        jnp.full(4, 0.5),
+        settings(4),
+        truncate=False,
+        kept_ids=4,
+        allowed=np.stack([bits(mask, 40) for mask in masks]),
+    )
+    none = [-1] * 4
+    assert out.kept.tolist() == [[7, -1, -1, -1], [9, 3, -1, -1], none, none]
+    # A token that had to come has no choice in it: its log-prob among these is 0.
+    assert float(out.logprobs[0] - out.log_masses[0]) == 0
 
 
 def test_top_k_counts_allowed_tokens_only():

@@ -180,7 +180,9 @@ def _needed(
     active = by_block.min(axis=-1) <= queries(at, -1).max(axis=-1)
     if window is not None:
         last = jnp.where(by_block == NO_TOKEN, -1, by_block).max(axis=-1)
-        active &= last > queries(at, NO_TOKEN).min(axis=-1) - window
+        # The place of a group that nobody has (-1) sees nothing.
+        seeing = jnp.where(at < 0, NO_TOKEN, at)
+        active &= last > queries(seeing, NO_TOKEN).min(axis=-1) - window
     active = active.reshape(-1, sizes.batch, *active.shape[1:]).any(axis=1)
     assert active.shape[2] == keys // sizes.keys
     # Every sum is written, also that of queries that see nothing.

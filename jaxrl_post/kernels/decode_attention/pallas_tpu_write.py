@@ -24,13 +24,23 @@ __all__ = ["fits", "write"]
 
 # Keys of a block where the keys are sublanes: a tile of the narrowest dtype.
 SUBLANES = 32
+# Tokens of a sequence that are stored at once; not more than the keys of a block.
+MOST_NEW = 16
 # Bytes of VMEM for the blocks of a step.
 STEP_BYTES = 2**23
 
 
 def fits(entries: tuple[Entries, ...], new: int) -> bool:
-    """Whether so many new tokens of a sequence lie in at most two blocks."""
-    return all(new <= _block(leaf) for leaf in jax.tree.leaves(entries))
+    """Whether the kernel stores so many new tokens of a sequence.
+
+    They must be few, since it takes one after the other, and the keys must come in
+    whole blocks: with a block of all keys each token would rewrite them all.
+    """
+    blocks = [_block(leaf) for leaf in jax.tree.leaves(entries)]
+    return new <= MOST_NEW and all(
+        leaf.shape[2] % block == 0
+        for leaf, block in zip(jax.tree.leaves(entries), blocks, strict=True)
+    )
 
 
 def write(
@@ -177,6 +187,7 @@ def _is_key_last(leaf: Array) -> bool:
 
 
 def _block(leaf: Array) -> int:
-    """Keys of a block."""
+    """Keys of a block: all of few keys, which need not fill a tile."""
     size = LANES if _is_key_last(leaf) else SUBLANES
-    return size if leaf.shape[2] % size == 0 else leaf.shape[2]
+    keys = leaf.shape[2]
+    return keys if keys % size and keys <= LANES else size
