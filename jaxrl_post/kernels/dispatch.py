@@ -14,7 +14,13 @@ from typing import Literal, cast, get_args
 import jax
 from jax.typing import DTypeLike
 
-__all__ = ["PLATFORMS", "Implementation", "choose", "platform"]
+__all__ = [
+    "PLATFORMS",
+    "Implementation",
+    "choose",
+    "platform",
+    "without_gpu_kernel",
+]
 
 Implementation = Literal["auto", "xla", "pallas_tpu", "pallas_gpu", "reference"]
 Platform = Literal["cpu", "gpu", "hopper", "tpu"]
@@ -82,23 +88,19 @@ def choose(
         )
     here, name = platform(), jax.numpy.dtype(dtype).name
     if wanted == "auto":
-        wanted = "xla"
-        for kernel, problem in kernels.items():
-            fits = problem is None and name in DTYPES[kernel]
-            if PLATFORMS[kernel] == here and fits:
-                wanted = kernel
-        _tell(operation, wanted, here, name)
-        return wanted
-    where = PLATFORMS.get(wanted, here)
-    if where != here and not interpret:
-        # An option of a command line cannot interpret a kernel.
-        debugs = (
-            "" if operation.startswith("-") else "; interpret=True debugs it anywhere"
+        own: Implementation | None = next(
+            (kernel for kernel in kernels if PLATFORMS[kernel] == here), None
         )
-        raise ValueError(
-            f"{operation}: {wanted} runs on {where}, and this program is for {here}. "
-            f"Take 'auto' or 'xla'{debugs}"
-        )
+        if own is None:
+            _tell(operation, "xla", here, name, "")
+            return "xla"
+        problem = kernels[own]
+        if name not in DTYPES[own]:
+            problem = f"it computes with {' or '.join(DTYPES[own])}"
+        taken: Implementation = own if problem is None else "xla"
+        _tell(operation, taken, here, name, f"{own}: {problem}" if problem else "")
+        return taken
+    _require_platform(operation, wanted, here, interpret=interpret)
     if wanted not in PLATFORMS:
         return wanted
     if wanted not in kernels:
@@ -118,6 +120,46 @@ def choose(
     return wanted
 
 
+def without_gpu_kernel(
+    operation: str, wanted: Implementation, dtype: DTypeLike, *, interpret: bool = False
+) -> Implementation:
+    """`wanted` for an operation that has no kernel for GPUs: "xla" for "pallas_gpu".
+
+    So that one name serves a whole model. It is said once.
+
+    Raises:
+        ValueError: "pallas_gpu" is wanted, and this is no Hopper GPU.
+    """
+    if wanted != "pallas_gpu":
+        return wanted
+    here = platform()
+    _require_platform(operation, wanted, here, interpret=interpret)
+    _tell(operation, "xla", here, jax.numpy.dtype(dtype).name, "")
+    return "xla"
+
+
+def _require_platform(
+    operation: str, wanted: Implementation, here: Platform, *, interpret: bool
+) -> None:
+    where = PLATFORMS.get(wanted, here)
+    if where == here or interpret:
+        return
+    # An option of a command line cannot interpret a kernel.
+    debugs = "" if operation.startswith("-") else "; interpret=True debugs it anywhere"
+    raise ValueError(
+        f"{operation}: {wanted} runs on {where}, and this program is for {here}. "
+        f"Take 'auto' or 'xla'{debugs}"
+    )
+
+
 @functools.cache
-def _tell(operation: str, taken: str, here: str, dtype: str) -> None:
-    _log.info("%s: %s on %s for %s", operation, taken, here, dtype)
+def _tell(operation: str, taken: str, here: str, dtype: str, why: str) -> None:
+    """Says once what "auto" took, where there is a choice: a program shows it.
+
+    Args:
+        why: why this platform's kernel was not taken; "" if it was, or there is none.
+    """
+    level = logging.WARNING if why else logging.INFO
+    if here != "cpu":
+        why = f", not {why}" if why else ""
+        _log.log(level, "%s: %s on %s for %s%s", operation, taken, here, dtype, why)

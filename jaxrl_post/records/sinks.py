@@ -364,24 +364,31 @@ class Progress:
         return line
 
 
+# Says which kernels compute, which decides how fast a run is.
+SHOWN_INFO = "jaxrl_post.kernels.dispatch"
+
+
 class _Shown(logging.Handler):
-    """Prints log records, each text once."""
+    """Prints warnings, and what `SHOWN_INFO` says, each text once."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._console = console
         self._seen: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if text not in self._seen:
+        text, warns = record.getMessage(), record.levelno >= logging.WARNING
+        if text not in self._seen and (warns or record.name == SHOWN_INFO):
             self._seen.add(text)
-            self._console.print(text, style="yellow", markup=False, highlight=False)
+            style = "yellow" if warns else None
+            self._console.print(text, style=style, markup=False, highlight=False)
 
 
 @contextmanager
 def warnings_shown(console: Console) -> Iterator[None]:
     """Prints the library's warnings, such as skipped rows of a file, once each.
+
+    And on an accelerator which kernel each operation takes.
 
     >>> import io
     >>> out = io.StringIO()
@@ -393,9 +400,13 @@ def warnings_shown(console: Console) -> Iterator[None]:
     """
     logger, handler = logging.getLogger("jaxrl_post"), _Shown(console)
     propagate, logger.propagate = logger.propagate, False
+    choices = logging.getLogger(SHOWN_INFO)
+    level = choices.level
+    choices.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        choices.setLevel(level)
         logger.propagate = propagate

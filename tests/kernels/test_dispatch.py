@@ -1,14 +1,17 @@
 """Which implementation is taken, and what is refused."""
 
 import inspect
+import io
 
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 from jaxrl_post.kernels import dispatch
-from jaxrl_post.kernels.dispatch import choose, platform
+from jaxrl_post.kernels.dispatch import choose, platform, without_gpu_kernel
 from jaxrl_post.kernels.token_logprob import token_logprob
+from jaxrl_post.records.sinks import warnings_shown
 
 # The kernels of an operation that has one for TPUs and one for Hopper GPUs.
 BOTH = {"pallas_tpu": None, "pallas_gpu": None}
@@ -112,12 +115,35 @@ def test_a_kernel_asked_for_on_the_wrong_platform_is_an_error_of_the_operation()
         token_logprob(hidden, weight, targets, implementation="pallas_tpu")
 
 
-def test_the_choice_is_logged_once(on, caplog):
+def test_a_run_says_once_what_was_taken_and_why_not_the_kernel(on):
     dispatch._tell.cache_clear()
-    on("tpu")
-    with caplog.at_level("INFO", logger="jaxrl_post"):
-        for _ in range(3):
-            choose("attention", "auto", jnp.bfloat16)
-    assert [record.message for record in caplog.records] == [
-        "attention: pallas_tpu on tpu for bfloat16"
+    shown = io.StringIO()
+    too_wide = {"pallas_tpu": None, "pallas_gpu": "300 numbers a head"}
+    with warnings_shown(Console(file=shown, width=200)):
+        for here in ("cpu", "tpu", "hopper", "gpu"):
+            on(here)
+            for _ in range(3):
+                choose("attention", "auto", jnp.bfloat16, kernels=too_wide)
+                choose("next_token", "auto", jnp.bfloat16)
+        on("hopper")
+        choose("token_logprob", "auto", jnp.float32, kernels=BOTH)
+    assert shown.getvalue().splitlines() == [
+        "attention: pallas_tpu on tpu for bfloat16",
+        "next_token: pallas_tpu on tpu for bfloat16",
+        "attention: xla on hopper for bfloat16, not pallas_gpu: 300 numbers a head",
+        "next_token: xla on hopper for bfloat16",
+        "attention: xla on gpu for bfloat16",
+        "next_token: xla on gpu for bfloat16",
+        "token_logprob: xla on hopper for float32, not pallas_gpu: it computes with "
+        "bfloat16",
     ]
+
+
+def test_where_gpus_have_no_kernel_its_name_means_xla_on_them_alone(on):
+    assert without_gpu_kernel("op", "xla", jnp.bfloat16) == "xla"
+    assert without_gpu_kernel("op", "auto", jnp.bfloat16) == "auto"
+    message = "op: pallas_gpu runs on hopper, and this program is for cpu"
+    with pytest.raises(ValueError, match=message):
+        without_gpu_kernel("op", "pallas_gpu", jnp.bfloat16)
+    on("hopper")
+    assert without_gpu_kernel("op", "pallas_gpu", jnp.float32) == "xla"

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.decode_attention.quantized import Entries
-from jaxrl_post.kernels.dispatch import Implementation, choose
+from jaxrl_post.kernels.dispatch import Implementation, choose, without_gpu_kernel
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
 from jaxrl_post.types import Array, Int
 
@@ -36,7 +36,9 @@ def write_entries(
             its token.
         rules: how a mesh of `jax.set_mesh`, if any, splits batch and heads.
         implementation: as in `decode_attention`; on GPUs XLA's scatter keeps the
-            layout, and "pallas_gpu" takes it.
+            layout, and "pallas_gpu" takes it on a Hopper GPU. "pallas_tpu" leaves to
+            XLA what its kernel does badly: more than 16 new tokens of a sequence, and
+            keys that are no whole number of its blocks.
         interpret: as in `decode_attention`.
 
     Raises:
@@ -48,10 +50,11 @@ def write_entries(
     >>> made.ravel().tolist()
     [0.0, 1.0, 0.0]
     """
-    if implementation == "pallas_gpu":
-        implementation = "xla"
     leaf = jax.tree.leaves(new)[-1]
     # The last leaf of codes is that of their scales.
+    implementation = without_gpu_kernel(
+        "write_entries", implementation, leaf.dtype, interpret=interpret
+    )
     wanted = choose("write_entries", implementation, leaf.dtype, interpret=interpret)
     if wanted != "pallas_tpu":
         return jax.tree.map(lambda old, new: _scattered(old, new, places), entries, new)

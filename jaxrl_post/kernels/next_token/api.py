@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.kernels.dispatch import Implementation, choose, platform
+from jaxrl_post.kernels.dispatch import (
+    Implementation,
+    choose,
+    platform,
+    without_gpu_kernel,
+)
 from jaxrl_post.kernels.next_token import reference, xla
 from jaxrl_post.kernels.next_token.parts import Layout
 from jaxrl_post.kernels.next_token.parts import draw as draw_by_parts
@@ -59,7 +64,7 @@ def next_token(
             memory but a sum for every 16 of them, and "xla" elsewhere, which holds
             them, or on a CPU a tile of them if they would take more than 8 MiB;
             "reference" holds them all. "pallas_gpu", which has no kernel here, takes
-            "xla".
+            "xla" on a Hopper GPU.
         interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
 
     Raises:
@@ -71,8 +76,9 @@ def next_token(
     >>> found.tokens.item(), round(found.logprobs.item(), 4)  # -ln 4
     (2, -1.3863)
     """
-    if implementation == "pallas_gpu":
-        implementation = "xla"
+    implementation = without_gpu_kernel(
+        "next_token", implementation, hidden.dtype, interpret=interpret
+    )
     implementation = choose(
         "next_token", implementation, hidden.dtype, interpret=interpret
     )
