@@ -23,6 +23,7 @@ what it measured.
 """
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -45,6 +46,10 @@ from jaxrl_post.learner.model import versions
 
 # Largest relative error of an implementation, by norm, against the reference.
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
+# Largest error of a log-prob or an entropy: both are computed in float32.
+NATS = {"bfloat16": 1e-3, "float32": 1e-5}
+# Seconds of calls that are timed together: one call may take less than its start.
+TOGETHER_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ def main(options: Options) -> dict[str, Any]:
         "divide": options.divide,
         "matmul_tflops": peaks["FLOP"] / 1e12,
         "bandwidth_gbs": peaks["B"] / 1e9,
+        # What starting a program costs: no line can be shorter.
+        "call_us": 1e6 * _seconds(jax.jit(jnp.negative), (jnp.ones(1),), 10),
         "memory_gib": free_memory() / 2**30,
         "rows": rows,
     }
@@ -119,8 +126,9 @@ def measured(
         try:
             if name != "reference":
                 reference = case.implementations["reference"](*case.small())
-                row["error"] = _error(function(*case.small()), reference)
-                if not row["error"] <= TOLERANCE[options.dtype]:
+                row |= _errors(case, function(*case.small()), reference)
+                right = row["error"] <= TOLERANCE[options.dtype]
+                if not (right and row.get("nats", 0.0) <= NATS[options.dtype]):
                     yield row | {"skipped": "differs from the reference"}
                     continue
             shapes = jax.eval_shape(case.arrays)
@@ -146,25 +154,40 @@ def _needed(program: Any) -> float:
     return float(sum(sizes) + said.temp_size_in_bytes)
 
 
-def _error(found: Any, expected: Any) -> float:
-    """The largest relative difference, by norm, of the arrays of two results."""
+def _errors(case: Case, found: Any, expected: Any) -> dict[str, float]:
+    """The largest differences of two results.
 
-    def one(left: jax.Array, right: jax.Array) -> float:
-        found, expected = (np.asarray(array, np.float64) for array in (left, right))
-        size = max(float(np.linalg.norm(expected)), 1e-30)
-        return float(np.linalg.norm(found - expected)) / size
-
+    Returns:
+        "error", relative and by norm, of the arrays that are not log-probs, and "nats"
+        of those that are, if any.
+    """
+    nats, relative = [], [0.0]
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return max(one(left, right) for left, right in pairs)
+    for number, pair in enumerate(pairs):
+        left, right = (np.asarray(array, np.float64) for array in pair)
+        if number in case.logprobs:
+            nats.append(float(np.abs(left - right).max()))
+        else:
+            size = max(float(np.linalg.norm(right)), 1e-30)
+            relative.append(float(np.linalg.norm(left - right)) / size)
+    # `max` of Python would lose a NaN.
+    errors = {"error": float(np.max(relative))}
+    return errors | ({"nats": float(np.max(nats))} if nats else {})
 
 
 def _seconds(function: Pass, arrays: Arrays, repeats: int) -> float:
+    """Seconds of a call, of many that wait on the device one behind the other."""
     jax.block_until_ready(function(*arrays))
+    begin = time.perf_counter()
+    jax.block_until_ready(function(*arrays))
+    calls = math.ceil(TOGETHER_S / (time.perf_counter() - begin))
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        jax.block_until_ready(function(*arrays))
-        times.append(time.perf_counter() - begin)
+        for _ in range(calls):
+            found = function(*arrays)
+        jax.block_until_ready(found)
+        times.append((time.perf_counter() - begin) / calls)
     return statistics.median(times)
 
 
@@ -179,7 +202,7 @@ def _bandwidth(options: Options) -> float:
 if __name__ == "__main__":
     options = tyro.cli(Options, description=__doc__)
     result = main(options)
-    table = Table("operation", "shape", "by", "ms", "rate", "share", "error")
+    table = Table("operation", "shape", "by", "ms", "rate", "share", "error, nats")
     for row in result["rows"]:
         numbers = [row.get("skipped", ""), "", ""]
         if "ms" in row:
@@ -190,8 +213,10 @@ if __name__ == "__main__":
                 else f"{row['gbs']:.1f} GB/s",
                 f"{row['share']:.0%}",
             ]
-        error = f"{row['error']:.1e}" if "error" in row else ""
-        table.add_row(row["operation"], row["shape"], row["by"], *numbers, error)
+        errors = [f"{row[name]:.1e}" for name in ("error", "nats") if name in row]
+        table.add_row(
+            row["operation"], row["shape"], row["by"], *numbers, ", ".join(errors)
+        )
     console = Console()
     console.print(table)
     console.print(

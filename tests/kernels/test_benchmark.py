@@ -1,7 +1,9 @@
 """The benchmark of kernels: what rows hold, and lines of programs that do not fit."""
 
+import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,3 +74,31 @@ def test_a_program_that_does_not_fit_is_not_run():
     assert line["gib"] > 2**-7
     assert line["skipped"] == f"needs {line['gib']:.1f} GiB, of which 0.0 are free"
     assert "ms" not in line
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        (lambda logprob: logprob, False),
+        # Half a percent of a log-prob's size, and far more than a kernel may err.
+        (lambda logprob: logprob + 0.05, True),
+        (lambda logprob: logprob.at[0, 3].set(jnp.nan), True),
+    ],
+)
+def test_a_log_prob_that_is_off_by_little_is_not_timed(change, refused):
+    options = Options(by=("xla",), dtype="float32", repeats=1)
+    arguments = (("token_logprob",), ("qwen2.5-0.5b",), ("causal",))
+    (case,) = cases(*arguments, jnp.dtype("float32"), 2**10)
+
+    def wrong(*arrays):
+        (logprob, *others), gradients = case.implementations["xla"](*arrays)
+        return (change(logprob), *others), gradients
+
+    wrong = {**case.implementations, "xla": jax.jit(wrong)}
+    small = dataclasses.replace(
+        case, implementations=wrong, arrays=case.small, needed=1.0
+    )
+    (line,) = measured(options, small, 1e12, 2.0**40)
+    assert ("ms" in line) != refused
+    assert (line.get("skipped") == "differs from the reference") == refused
+    assert line["error"] < 1e-4
