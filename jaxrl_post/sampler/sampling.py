@@ -1,33 +1,33 @@
 """Samples tokens from logits, with their log-probabilities.
 
 Where nothing cuts or ranks the tokens, `kernels.next_token` draws them, and may do so
-without logits in memory. Top-k, top-p and min-p rank all tokens, and so gather logits
-that a mesh splits.
+without logits in memory. Otherwise they are in memory, and a mesh may split them: no
+device gathers the logits of others.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.kernels.next_token import next_token
 from jaxrl_post.kernels.next_token.reference import draw, select, weigh
 from jaxrl_post.models import DecoderParams, ModelConfig, unembedding
 from jaxrl_post.models.decoder import logits_of
-from jaxrl_post.sharding import DEFAULT_RULES, Rules
-from jaxrl_post.types import Array, Float, HostOrDevice, Int, UInt
+from jaxrl_post.sampler.truncation import (
+    CANDIDATES,
+    SamplingArrays,
+    least_kept,
+    likeliest,
+)
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
+from jaxrl_post.types import Array, Float, Int, UInt
 
 __all__ = ["Sampled", "SamplingArrays", "sample", "sample_next", "uniform_numbers"]
-
-
-class SamplingArrays(NamedTuple):
-    """Sampling parameters, one entry per row; see `SamplingParams`."""
-
-    temperature: Float[HostOrDevice, " rows"]
-    top_k: Int[HostOrDevice, " rows"]
-    top_p: Float[HostOrDevice, " rows"]
-    min_p: Float[HostOrDevice, " rows"]
 
 
 class Sampled(NamedTuple):
@@ -146,41 +146,90 @@ def sample(
     if not (truncate or allowed is not None or alternatives):
         tokens, logprobs = draw(logits, uniforms, sampling.temperature, rules)
         return Sampled(tokens, logprobs, jnp.zeros_like(logprobs))
+    part = functools.partial(
+        _sample, truncate=truncate, kept_ids=kept_ids, alternatives=alternatives
+    )
+    mesh = jax.sharding.get_abstract_mesh()
+    vocab: tuple[str, ...] = ()
+    if not (mesh.empty or mesh.size == 1):
+        vocab = dividing_axes("vocab", logits.shape[1], mesh, rules)
+    if not vocab:
+        return part(logits, uniforms, sampling, allowed)
+    batch = P(dividing_axes("batch", logits.shape[0], mesh, rules))
+    return jax.shard_map(
+        functools.partial(part, axes=vocab),
+        in_specs=(P(*batch, vocab), batch, batch, batch),
+        out_specs=batch,
+        check_vma=False,
+    )(logits, uniforms, sampling, allowed)
+
+
+def _sample(
+    logits: Array,
+    uniforms: Array,
+    sampling: SamplingArrays,
+    allowed: Array | None,
+    *,
+    truncate: bool,
+    kept_ids: int,
+    alternatives: int,
+    axes: tuple[str, ...] = (),
+) -> Sampled:
+    """`sample` of the logits that a device has, whose vocabulary `axes` split."""
+
+    def sums(array: Array, dtype: DTypeLike = jnp.float32) -> Array:
+        total = array.sum(axis=0, dtype=dtype)
+        return jax.lax.psum(total, axes) if axes else total
+
     greedy = sampling.temperature == 0
-    scaled, top, weights, normalizer = weigh(logits, sampling.temperature)
+    scaled, top, weights, normalizer = weigh(logits, sampling.temperature, axes)
+    own = scaled.shape[0]
+    vocab = own * jax.lax.axis_size(axes) if axes else own
     if allowed is not None:
-        scaled = jnp.where(_unpacked(allowed, scaled.shape[0]), scaled, -jnp.inf)
+        may = _unpacked(allowed, vocab)
+        if axes:
+            begin = jax.lax.axis_index(axes) * own
+            may = jax.lax.dynamic_slice_in_dim(may, begin, own)
+        scaled = jnp.where(may, scaled, -jnp.inf)
         # Relative to the likeliest allowed token: the others may be far likelier.
         top = scaled.max(axis=0)
+        top = jax.lax.pmax(top, axes) if axes else top
         weights = jnp.exp(scaled - top)
+    cuts = truncate or allowed is not None
+    records = cuts and kept_ids > 0
+    most = max(CANDIDATES * truncate, kept_ids * records, alternatives)
+    found = likeliest(scaled, most, axes) if most else None
     left, ids = weights, None
-    if truncate or allowed is not None:
+    if cuts:
         is_kept = scaled > -jnp.inf
         if truncate:
-            is_kept &= scaled >= _least_kept(scaled.T, sampling)
+            assert found is not None
+            is_kept &= scaled >= least_kept(scaled, weights, sampling, found, axes)
+            is_kept &= weights >= sampling.min_p
         left = jnp.where(is_kept, weights, 0.0)
-        if kept_ids:
-            kept = is_kept.sum(axis=0, dtype=jnp.int32)
-            ids = _likeliest(scaled.T, jnp.where(greedy, 0, kept), kept_ids)
-    tokens, chosen = select(scaled, top, left, uniforms, sampling.temperature)
+        if records:
+            assert found is not None
+            # None of a row in which these are all tokens, or more than are recorded.
+            count = jnp.where(greedy, 0, sums(is_kept, jnp.int32))
+            count = jnp.where((count < vocab) & (count <= kept_ids), count, 0)
+            inside = jnp.arange(kept_ids, dtype=jnp.int32) < count[:, None]
+            ids = jnp.where(inside, found.ids[:, :kept_ids], -1)
+    tokens, chosen = select(scaled, top, left, uniforms, sampling.temperature, axes)
     logprobs = chosen - normalizer
     log_masses = jnp.zeros_like(logprobs)
     if allowed is not None:
         # Of a greedy row only the constraint cuts the distribution.
         left = jnp.where(greedy, weights, left)
-        log_masses = jnp.log(left.sum(axis=0)) + top - normalizer
+        log_masses = jnp.log(sums(left)) + top - normalizer
     elif truncate:
-        share = left.sum(axis=0) / weights.sum(axis=0)
-        log_masses = jnp.where(greedy, 0.0, jnp.log(share))
-    likeliest = likeliest_logprobs = None
-    if alternatives:
-        chosen, likeliest = jax.lax.top_k(scaled.T, min(alternatives, scaled.shape[0]))
-        missing = ((0, 0), (0, alternatives - chosen.shape[1]))
-        likeliest = jnp.pad(likeliest.astype(jnp.int32), missing)
-        likeliest_logprobs = jnp.pad(
-            chosen - normalizer[:, None], missing, constant_values=-jnp.inf
-        )
-    return Sampled(tokens, logprobs, log_masses, ids, likeliest, likeliest_logprobs)
+        log_masses = jnp.where(greedy, 0.0, jnp.log(sums(left) / sums(weights)))
+    if not alternatives:
+        return Sampled(tokens, logprobs, log_masses, ids)
+    assert found is not None
+    others = found.logits[:, :alternatives] - normalizer[:, None]
+    return Sampled(
+        *(tokens, logprobs, log_masses, ids), found.ids[:, :alternatives], others
+    )
 
 
 def uniform_numbers(
@@ -213,34 +262,3 @@ def _unpacked(words: Array, vocab: int) -> Array:
     bits = jnp.arange(32, dtype=jnp.uint32)[:, None]
     each = (words.T[:, None] >> bits) & jnp.uint32(1)
     return each.reshape(-1, words.shape[0])[:vocab] > 0
-
-
-def _least_kept(scaled: Array, sampling: SamplingArrays) -> Array:
-    """The least logit [rows] that top-k, top-p and min-p keep; ties are kept too."""
-    vocab = scaled.shape[1]
-    descending = -jnp.sort(-scaled, axis=-1)
-    probabilities = jax.nn.softmax(descending, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    top_k = jnp.where(sampling.top_k == 0, vocab, sampling.top_k)
-    by_rank = jnp.arange(vocab, dtype=jnp.int32) < top_k[:, None]
-    # A token is kept if the mass of the more probable ones is below top_p. top_p = 1
-    # keeps all tokens, even if the rounded sum reaches 1 early.
-    by_mass = (before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1)
-    by_share = probabilities >= sampling.min_p[:, None] * probabilities[:, :1]
-    keep = by_rank & by_mass & by_share
-    keep = keep.at[:, 0].set(True)
-    return jnp.min(jnp.where(keep, descending, jnp.inf), axis=-1)
-
-
-def _likeliest(scaled: Array, count: Array, width: int) -> Array:
-    """Ids of the `count` [rows] likeliest tokens, [rows, width], padded with -1.
-
-    None in a row where these are all tokens, or more than `width`.
-    """
-    vocab = scaled.shape[1]
-    most = min(width, vocab)
-    _, ids = jax.lax.top_k(scaled, most)
-    count = jnp.where((count < vocab) & (count <= most), count, 0)
-    inside = jnp.arange(most, dtype=jnp.int32) < count[:, None]
-    ids = jnp.where(inside, ids.astype(jnp.int32), -1)
-    return jnp.pad(ids, ((0, 0), (0, width - most)), constant_values=-1)

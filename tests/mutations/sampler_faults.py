@@ -14,9 +14,9 @@ SAMPLER = [
     ),
     Fault(
         "top-p leaves out the token that reaches it",
-        "sampler/sampling.py",
-        "by_mass = (before < sampling.top_p[:, None])",
-        "by_mass = (before + probabilities < sampling.top_p[:, None])",
+        "sampler/truncation.py",
+        "(before < limit[:, None])",
+        "(before + mass < limit[:, None])",
         "sampler/test_sampling.py",
     ),
     Fault(
@@ -27,11 +27,18 @@ SAMPLER = [
         "sampler/test_sampling.py",
     ),
     Fault(
-        "kept tokens of a constraint are recorded if a neighbour truncates",
-        "sampler/sampling.py",
-        "jnp.where(greedy | whole, 0, kept)",
-        "jnp.where(greedy, 0, kept)",
-        "sampler/test_constraints.py",
+        "beyond the candidates the least kept token is not kept",
+        "sampler/truncation.py",
+        "above = scaled > _number(middle)",
+        "above = scaled >= _number(middle)",
+        "sampler/test_sampling.py",
+    ),
+    Fault(
+        "the likeliest tokens are those of the first blocks",
+        "sampler/truncation.py",
+        "_, chosen = jax.lax.top_k(blocks.max(axis=1).T, most)",
+        "_, chosen = jax.lax.top_k(blocks[:, 0].T, most)",
+        "sampler/test_sampling.py",
     ),
     Fault(
         "a burst ahead reads a prompt that nobody needs",
@@ -42,9 +49,9 @@ SAMPLER = [
     ),
     Fault(
         "top-k keeps one token more",
-        "sampler/sampling.py",
-        "by_rank = jnp.arange(vocab, dtype=jnp.int32) < top_k[:, None]",
-        "by_rank = jnp.arange(vocab, dtype=jnp.int32) <= top_k[:, None]",
+        "sampler/truncation.py",
+        "(ranks < most[:, None])",
+        "(ranks <= most[:, None])",
         "sampler/test_sampling.py",
     ),
     Fault(

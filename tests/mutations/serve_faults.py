@@ -24,8 +24,8 @@ SERVE = [
     Fault(
         "the mass that a constraint leaves is not recorded",
         "sampler/sampling.py",
-        "log_masses = jnp.log(left.sum(axis=0)) + top - normalizer",
-        "log_masses = jnp.log(left.sum(axis=0))",
+        "log_masses = jnp.log(sums(left)) + top - normalizer",
+        "log_masses = jnp.log(sums(left))",
         CONSTRAINTS,
     ),
     Fault(

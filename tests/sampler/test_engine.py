@@ -513,8 +513,7 @@ def test_the_implementation_of_attention_is_the_one_that_is_named(params):
     request = Request(1, (3, 1, 4), sampling=SamplingParams(max_tokens=2))
     for kernels, message in (
         ("pallas_tpu", "write_entries: pallas_tpu runs on tpu, and this program is"),
-        # New keys are scattered there.
-        ("pallas_gpu", "decode_attention: pallas_gpu runs on hopper, and this "),
+        ("pallas_gpu", "write_entries: pallas_gpu runs on hopper, and this program is"),
     ):
         engine = Engine(tiny.CONFIG, SIZES, kernels=kernels)
         with pytest.raises(ValueError, match=message):

@@ -133,6 +133,39 @@ def test_supports_and_masses_equal_the_definition(options):
     np.testing.assert_allclose(out.logprobs, full, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "options", [{"top_k": 300}, {"top_k": 20}, {"top_p": 0.5}, {"top_p": 0.9}], ids=str
+)
+@pytest.mark.parametrize("kind", ["flat", "sharp", "equal"])
+def test_a_large_vocabulary_is_cut_by_the_same_definition(kind, options):
+    """Kept are fewer than 128 tokens, or many; some logits are equal."""
+    scale = {"flat": 0.5, "sharp": 6.0, "equal": 0.5}[kind]
+    logits = logits_of(40_000, seed=3, scale=scale)
+    if kind == "equal":
+        logits = np.round(logits, 1)
+    order = np.argsort(-logits, kind="stable")
+    probabilities = softmax(np.float64(logits))[order]
+    before = np.cumsum(probabilities) - probabilities
+    count = np.searchsorted(before, options.get("top_p", 2.0))
+    least = logits[order[min(count, options.get("top_k", 40_000)) - 1]]
+    expected = np.flatnonzero(logits >= least)
+    rows = jnp.asarray(np.stack([logits, logits]))
+    given = settings(2, **options)
+    given = given._replace(top_k=given.top_k.at[1].set(5))
+    out = drawn(rows, jnp.full(2, 0.25), given, truncate=True, kept_ids=400)
+    mass = probabilities[: len(expected)].sum()
+    np.testing.assert_allclose(np.exp(out.log_masses[0]), mass, rtol=1e-4)
+    recorded = order[: len(expected)] if len(expected) <= 400 else []
+    np.testing.assert_array_equal(out.kept[0][: len(recorded)], recorded)
+    assert (out.kept[0][len(recorded) :] == -1).all()
+    # Whether a neighbour needs a search changes nothing.
+    other = given._replace(top_k=given.top_k.at[0].set(1))
+    beside = drawn(rows, jnp.full(2, 0.25), other, truncate=True, kept_ids=400)
+    for name in ("tokens", "log_masses", "kept"):
+        one, two = (np.asarray(getattr(each, name))[1] for each in (out, beside))
+        np.testing.assert_array_equal(one, two)
+
+
 def test_boundaries_belong_to_the_token_after_them():
     even = np.zeros(4, np.float32)
     out, _ = over_the_grid(even, np.float32([0, 0.25, 0.5, 0.75, LAST]))
@@ -280,3 +313,40 @@ def test_a_split_vocabulary_is_not_gathered(spec, vocab):
     ]
     blocks = max(vocab // 128, 8)
     assert gathered == [blocks * rows // mesh.shape["dp"]]
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("options", [{"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.05}])
+@pytest.mark.parametrize(("spec", "vocab"), [("dp2,tp4", 1024), ("tp8", 40)])
+def test_truncation_gathers_no_logits(spec, vocab, options):
+    mesh = create_mesh(spec)
+    rows = 16
+    logits = np.stack([logits_of(vocab, seed, scale=1.0) for seed in range(rows)])
+    uniforms = (np.arange(rows, dtype=np.float32) + 0.5) / rows
+    given = settings(rows, **options)
+    words = np.random.default_rng(5).integers(0, 2**32, (rows, -(-vocab // 32)))
+    allowed = words.astype(np.uint32)
+    static = {"truncate": True, "kept_ids": 8, "alternatives": 3}
+    run = jax.jit(sample, static_argnames=tuple(static))
+    expected = run(jnp.asarray(logits), uniforms, given, allowed=allowed, **static)
+    with jax.set_mesh(mesh):
+        arguments = (
+            jax.device_put(logits, NamedSharding(mesh, P("dp", "tp"))),
+            *jax.device_put((uniforms, given), NamedSharding(mesh, P("dp"))),
+        )
+        found = run(*arguments, allowed=allowed, **static)
+        text = run.lower(*arguments, allowed=allowed, **static).compile().as_text()
+    for name in ("tokens", "kept", "alternatives"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    for name in ("logprobs", "log_masses", "alternatives_logprobs"):
+        close = {"atol": 3e-6, "rtol": 1e-6}
+        np.testing.assert_allclose(
+            getattr(found, name), getattr(expected, name), **close
+        )
+    local = rows // mesh.shape["dp"]
+    gathered = re.findall(r"= [fs]32\[([\d,]+)\][^=]* all-gather\(", text)
+    assert gathered
+    for shape in gathered:
+        # 128 candidates of each device, or fewer, and sums of blocks.
+        most = min(128, vocab // mesh.shape["tp"]) * mesh.shape["tp"]
+        assert math.prod(map(int, shape.split(","))) <= local * most
