@@ -152,15 +152,15 @@ def test_a_large_vocabulary_is_cut_by_the_same_definition(kind, options):
     rows = jnp.asarray(np.stack([logits, logits]))
     given = settings(2, **options)
     given = given._replace(top_k=given.top_k.at[1].set(5))
-    out = drawn(rows, jnp.full(2, 0.25), given, truncate=True, kept_ids=400)
+    out = drawn(rows, jnp.full(2, 0.25), given, truncate=True, kept_ids=150)
     mass = probabilities[: len(expected)].sum()
     np.testing.assert_allclose(np.exp(out.log_masses[0]), mass, rtol=1e-4)
-    recorded = order[: len(expected)] if len(expected) <= 400 else []
+    recorded = order[: len(expected)] if len(expected) <= 150 else []
     np.testing.assert_array_equal(out.kept[0][: len(recorded)], recorded)
     assert (out.kept[0][len(recorded) :] == -1).all()
     # Whether a neighbour needs a search changes nothing.
     other = given._replace(top_k=given.top_k.at[0].set(1))
-    beside = drawn(rows, jnp.full(2, 0.25), other, truncate=True, kept_ids=400)
+    beside = drawn(rows, jnp.full(2, 0.25), other, truncate=True, kept_ids=150)
     for name in ("tokens", "log_masses", "kept"):
         one, two = (np.asarray(getattr(each, name))[1] for each in (out, beside))
         np.testing.assert_array_equal(one, two)
