@@ -1,7 +1,7 @@
 """The ways in which a place can be closed off from the machine.
 
 Each has a name, the reason why it cannot be had here, if there is one, and what it lets
-through. `find` tries them, from the strongest on.
+through. `find` tries them in the order in which they stand here.
 """
 
 from __future__ import annotations
@@ -501,5 +501,5 @@ class Unsafe:
         return Start(command, settings, directory, str(directory), False)
 
 
-# From the strongest on. "unsafe" is never chosen unless it is named.
+# In the order in which "auto" tries them; "unsafe" is never chosen unless named.
 MECHANISMS: Sequence[Mechanism] = (Bubblewrap(), Landlock(), Gvisor(), Unsafe())

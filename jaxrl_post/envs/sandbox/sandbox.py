@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
@@ -18,6 +19,8 @@ from jaxrl_post.envs.sandbox.mechanisms import (
 from jaxrl_post.envs.sandbox.places import Place
 
 __all__ = ["Sandbox", "check_requirement", "find"]
+
+logger = logging.getLogger(__name__)
 
 
 class Sandbox:
@@ -122,10 +125,14 @@ def find(
     warm: int = 0,
     python: str | None = None,
 ) -> Sandbox:
-    """Finds the strongest mechanism that works here: one is tried until a place runs.
+    """Finds a mechanism that works here: one after the other is tried until a place runs.
+
+    A warning tells if "auto" had to pass over one, and what the one that it took lets
+    through.
 
     Args:
-        requirement: "auto" for the first of bubblewrap, landlock and gvisor;
+        requirement: "auto" for the first of bubblewrap, landlock and gvisor, which is
+            the safest against errors of the kernel and ten times as slow to start;
             "require:NAME" for one of them and nothing else; "unsafe" for no protection,
             where the programs are trusted or the whole machine is a sandbox.
         limits: what a place may use; `Limits()` by default.
@@ -166,6 +173,14 @@ def find(
                     outcome = place.python("print(6 * 7)")
                 if outcome.stdout != "42\n":
                     raise SandboxError(f"a trial gave {outcome}")
+                if refusals and mechanism.name != "unsafe":
+                    logger.warning(
+                        "sandbox: %s, since %s. It lets through %s. "
+                        "'require:NAME' refuses every other one",
+                        mechanism.name,
+                        "; ".join(refusals),
+                        mechanism.lets_through,
+                    )
                 return sandbox
             except SandboxError as error:
                 sandbox.close()
@@ -178,7 +193,7 @@ def find(
 
 
 def check_requirement(requirement: str) -> Sequence[Mechanism]:
-    """The mechanisms that a requirement admits, the strongest first; tries none.
+    """The mechanisms that a requirement admits, in the order of `find`; tries none.
 
     Raises:
         ValueError: if the requirement names no mechanism.

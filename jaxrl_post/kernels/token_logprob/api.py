@@ -71,9 +71,9 @@ def token_logprob(
         Log-prob and entropy, float32 [batch, length], in nats.
 
     Raises:
-        ValueError: the temperature or the softcap is not positive, `vocab_size` is out
-            of its range, or the implementation is unknown, does not run here or cannot
-            compute this call.
+        ValueError: the dtypes differ, the temperature or the softcap is not positive,
+            `vocab_size` is out of its range, or the implementation is unknown, does not
+            run here or cannot compute this call.
 
     >>> import jax.numpy as jnp
     >>> h, w = jnp.zeros((1, 2, 3)), jnp.ones((4, 3))
@@ -93,6 +93,12 @@ def token_logprob(
         raise ValueError(
             f"token_logprob: temperature must be > 0; got {temperature}. Score greedy "
             "samples at the temperature at which you train"
+        )
+    if hidden.dtype != unembedding.dtype:
+        raise ValueError(
+            f"token_logprob: hidden is {hidden.dtype} and unembedding "
+            f"{unembedding.dtype}; cast one of them, so that every platform computes "
+            "the same product"
         )
     if softcap is not None and not softcap > 0:
         raise ValueError(f"token_logprob: softcap must be > 0 or None; got {softcap}")

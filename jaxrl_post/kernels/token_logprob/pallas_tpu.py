@@ -8,8 +8,8 @@ is one vector of lanes.
 The forward kernel keeps each row's maximum, sum of exponentials, their entropy and the
 target's logit while it passes over the vocabulary. The backward pass computes the
 logits again, once for the gradient of the hidden states, which sums over the
-vocabulary, and once for that of the weight, which sums over the rows. So it takes 8
-products of T x V x H where 6 are the least.
+vocabulary, and once for that of the weight, which sums over the rows. So it takes 5
+products of T x V x H where 3 are the least.
 
 Masked rows cost nothing: the counted rows are gathered first, and the number of row
 tiles is decided at run time.

@@ -175,6 +175,21 @@ def test_places_open_from_threads_that_end(sandbox):
         assert place.python("1").stdout == "1\n"
 
 
+def test_a_mechanism_that_had_to_be_passed_over_is_told(monkeypatch, tmp_path, caplog):
+    available.require("landlock")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with find("auto") as sandbox:
+        assert sandbox.mechanism == "landlock"
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "sandbox: landlock, since bubblewrap: bwrap is not on PATH "
+    )
+    assert sandbox.lets_through in record.getMessage()
+    caplog.clear()
+    with find("require:landlock"):
+        assert not caplog.records
+
+
 def test_warm_places_are_fresh_ones():
     with find("auto", warm=2) as sandbox:
         for _ in range(5):
