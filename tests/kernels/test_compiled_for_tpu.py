@@ -31,6 +31,9 @@ from jaxrl_post.kernels.next_token import next_token
 from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
+from jaxrl_post.losses.kl import k3
+from jaxrl_post.losses.policy import clipped_surrogate
+from jaxrl_post.losses.reduce import token_mean
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs.planning.sampling import make_sampler
 from jaxrl_post.sharding import DEFAULT_RULES, Chunks, create_mesh
@@ -424,6 +427,25 @@ def test_a_chunk_of_any_length_compiles():
     programs, mesh = sampling_programs(2, 64, max_prompt_tokens=400, max_tokens=64)
     (program,) = [each for each in programs if each.name.endswith(" x 464")]
     assert calls(program_text(program, mesh), "write_entries") == 0
+
+
+def test_a_loss_of_log_probs_needs_no_kernel():
+    """PPO's surrogate, a KL and their gradient are one pass over the tokens."""
+    plan.load()
+    found = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+    chip = Mesh([found], ("dp",), axis_types=(AxisType.Auto,))
+
+    def loss(policy, proximal, reference, advantages, mask):
+        clip = {"clip_low": 0.2, "clip_high": 0.28}
+        surrogate = clipped_surrogate(policy, proximal, advantages, mask, **clip)
+        return token_mean(surrogate + 0.01 * k3(policy, reference, mask), mask).mean()
+
+    tokens = (8, 8192), jnp.float32
+    text = compiled(
+        chip, jax.value_and_grad(loss), *[tokens] * 4, (tokens[0], jnp.bool_)
+    )
+    # The other one counts the mask.
+    assert len(re.findall(r" fusion\(", text[text.index("\nENTRY") :])) == 2
 
 
 @pytest.mark.parametrize(("weights", "code"), [("int8", "s8"), ("float8", "f8e4m3fn")])
