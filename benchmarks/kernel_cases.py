@@ -133,7 +133,7 @@ def _head(name: str, shape: HeadShape, dtype: Any, divide: int) -> Case:
             return tuple(found)
 
         found, pull = jax.vjp(run, hidden, weight)
-        return found, pull((g, jnp.zeros_like(g)))
+        return found, pull((g, jnp.zeros_like(g), jnp.zeros_like(g)))
 
     rows = max(8, shape.rows // divide)
     names = ["reference", *_implementations(dtype)]
@@ -145,7 +145,7 @@ def _head(name: str, shape: HeadShape, dtype: Any, divide: int) -> Case:
         # The logits' gradient is more than the kernel for GPUs holds at once.
         functools.partial(arrays, 600, _checked(shape.vocab)),
         6.0 * rows * shape.width * shape.vocab,
-        logprobs=(0, 1),
+        logprobs=(0, 1, 2),
     )
 
 

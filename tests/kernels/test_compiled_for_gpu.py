@@ -148,7 +148,7 @@ def test_token_logprob(gpu, dump, name):
             return tuple(found)
 
         values, pull = jax.vjp(run, hidden, weight)
-        return values, pull((towards, towards))
+        return values, pull((towards, towards, towards))
 
     def rows(dtype):
         return jax.ShapeDtypeStruct((1, shape.rows), dtype)

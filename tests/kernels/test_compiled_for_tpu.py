@@ -268,7 +268,7 @@ def test_token_logprob(chip, name, dtype):
             )
 
         found, pull = jax.vjp(run, hidden, weight)
-        return found, pull((towards, towards))
+        return found, pull((towards, towards, towards))
 
     rows = (1, shape.rows)
     text = compiled(

@@ -279,7 +279,7 @@ def test_token_logprob_without_races(rows, kept):
     if kept:
         ids = jnp.stack([targets, (targets + 7) % 290, -jnp.ones_like(targets)], axis=1)
         ids = jnp.where(jnp.arange(rows)[:, None] % 3 > 0, ids, -1)
-    towards = jnp.asarray(random.normal(size=(2, rows)), jnp.float32)
+    towards = jnp.asarray(random.normal(size=(3, rows)), jnp.float32)
     layout = head.Layout(290, 0.7, 5.0, (), head.Tiles(128, 128), RACES)
 
     @jax.jit
@@ -290,7 +290,7 @@ def test_token_logprob_without_races(rows, kept):
         grads = head.backward(
             hidden, weight, targets, mask, ids, saved, tuple(towards), layout
         )
-        return logprob, entropy, *grads
+        return logprob, entropy, saved.normalizer, *grads
 
     def reference(hidden, weight):
         found = token_logprob(
@@ -298,7 +298,7 @@ def test_token_logprob_without_races(rows, kept):
             mask=mask[None], kept=None if ids is None else ids[None],
             temperature=0.7, softcap=5.0, vocab_size=290, implementation="reference",
         )  # fmt: skip
-        return found.logprob[0], found.entropy[0]
+        return tuple(value[0] for value in found)
 
     expected, pull = jax.vjp(reference, hidden, weight)
     expected = *expected, *pull(tuple(towards))

@@ -20,7 +20,7 @@ EXACT = IMPLEMENTATIONS[:3]
 
 
 def arrays(rows, length, width, vocab, *, seed=0, dtype=np.float32):
-    """hidden, unembedding, targets, and cotangents of log-prob and entropy.
+    """hidden, unembedding, targets, and cotangents of what is returned.
 
     Operands are numbers that bfloat16 has, so that no implementation rounds them.
     """
@@ -28,7 +28,7 @@ def arrays(rows, length, width, vocab, *, seed=0, dtype=np.float32):
     hidden = rng.normal(size=(rows, length, width)).astype(jnp.bfloat16)
     weight = rng.normal(size=(vocab, width)).astype(jnp.bfloat16)
     targets = rng.integers(0, vocab, (rows, length))
-    cotangents = rng.normal(size=(2, rows, length))
+    cotangents = rng.normal(size=(3, rows, length))
     return (
         jnp.asarray(hidden, dtype),
         jnp.asarray(weight, dtype),
@@ -38,7 +38,7 @@ def arrays(rows, length, width, vocab, *, seed=0, dtype=np.float32):
 
 
 def oracle(hidden, weight, targets, temperature=1.0, vocab_size=None, softcap=None):
-    """Log-prob and entropy in float64, from the textbook's definitions."""
+    """Log-prob, entropy and log-normaliser in float64, from the definitions."""
     hidden, weight = np.float64(hidden), np.float64(weight)[:vocab_size]
     logits = hidden @ weight.T
     if softcap is not None:
@@ -46,7 +46,7 @@ def oracle(hidden, weight, targets, temperature=1.0, vocab_size=None, softcap=No
     odds = np.exp(logits / temperature)
     p = odds / odds.sum(axis=-1, keepdims=True)
     chosen = np.take_along_axis(p, np.asarray(targets)[..., None], axis=-1)[..., 0]
-    return np.log(chosen), -(p * np.log(p)).sum(axis=-1)
+    return np.log(chosen), -(p * np.log(p)).sum(axis=-1), np.log(odds.sum(axis=-1))
 
 
 @functools.partial(
@@ -70,7 +70,7 @@ def both_passes(
     setting=None,
     **options,
 ):
-    """(log-prob, entropy), (d hidden, d unembedding); `setting` keys the cache."""
+    """What is returned, (d hidden, d unembedding); `setting` keys the cache."""
     del setting
     interpret = options.get("implementation", "").startswith("pallas")
 
@@ -121,10 +121,12 @@ def test_numbers_worked_by_hand(implementation):
     options = {"implementation": implementation, "interpret": True}
     cold = token_logprob(hidden, weight, target, **options)
     entropy = -(1 * np.log(1 / 8) + 2 * np.log(2 / 8) + 5 * np.log(5 / 8)) / 8
-    close(cold, ([[np.log(0.25)]], [[entropy]]), 1e-6)
+    close(cold, ([[np.log(0.25)]], [[entropy]], [[np.log(8)]]), 1e-6)
     warm = token_logprob(hidden, weight, target, temperature=2.0, **options)
-    p = np.sqrt([1, 2, 5]) / np.sqrt([1, 2, 5]).sum()
-    close(warm, ([[np.log(p[1])]], [[-(p * np.log(p)).sum()]]), 1e-6)
+    total = np.sqrt([1, 2, 5]).sum()
+    p = np.sqrt([1, 2, 5]) / total
+    expected = [[np.log(p[1])]], [[-(p * np.log(p)).sum()]], [[np.log(total)]]
+    close(warm, expected, 1e-6)
 
 
 def test_from_logits_takes_a_temperature_a_row():
@@ -200,7 +202,7 @@ def test_gradient_equals_finite_differences_of_the_oracle(implementation, softca
 def test_bfloat16_inputs_give_float32_values_and_bfloat16_gradients():
     hidden, weight, targets, cotangents = arrays(2, 9, 8, 30, dtype=jnp.bfloat16)
     values, grads = both_passes(hidden, weight, targets, cotangents)
-    assert [v.dtype for v in values] == [jnp.float32] * 2
+    assert [v.dtype for v in values] == [jnp.float32] * 3
     assert [g.dtype for g in grads] == [jnp.bfloat16] * 2
     close(values, oracle(hidden, weight, targets))
     exact = both_passes(
@@ -210,7 +212,7 @@ def test_bfloat16_inputs_give_float32_values_and_bfloat16_gradients():
 
 
 def exact_gradients(hidden, weight, targets, cotangents, softcap=None):
-    """Of log-prob and entropy, by hidden and by the unembedding, in float64."""
+    """Of what is returned, by hidden and by the unembedding, in float64."""
     hidden, weight = np.float64(hidden)[0], np.float64(weight)
     logits, slope = hidden @ weight.T, 1.0
     if softcap is not None:
@@ -220,8 +222,8 @@ def exact_gradients(hidden, weight, targets, cotangents, softcap=None):
     log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
     p = np.exp(log_p)
     entropy = -(p * log_p).sum(axis=1, keepdims=True)
-    towards, along = (np.float64(each)[0][:, None] for each in cotangents)
-    d_logits = -towards * p - along * p * (log_p + entropy)
+    towards, along, total = (np.float64(each)[0][:, None] for each in cotangents)
+    d_logits = (total - towards) * p - along * p * (log_p + entropy)
     d_logits[np.arange(len(hidden)), np.asarray(targets)[0]] += towards[:, 0]
     d_logits *= slope
     return d_logits @ weight, d_logits.T @ hidden
@@ -319,7 +321,8 @@ def test_tokens_that_were_not_kept_do_not_count(implementation, monkeypatch):
         among = jax.nn.log_softmax(jnp.where(mask, logits, -jnp.inf), axis=-1)
         logprob = jnp.take_along_axis(among, targets[..., None], axis=-1)[..., 0]
         every = jax.nn.log_softmax(logits, axis=-1)
-        return logprob, -(jnp.exp(every) * every).sum(axis=-1)
+        entropy = -(jnp.exp(every) * every).sum(axis=-1)
+        return logprob, entropy, jax.nn.logsumexp(logits, axis=-1)
 
     expected, pull = jax.vjp(definition, hidden, weight)
     options = {"temperature": 0.7, "implementation": implementation, "setting": "kept"}
@@ -350,7 +353,7 @@ def rare(**options):
     """Log-probs and the gradients of their sum, by hidden and by the unembedding."""
     hidden = jnp.zeros((1, 3, 4)).at[:, :, 0].set(1.0)
     weight = jnp.zeros((40, 4)).at[:, 0].set(UNLIKELY)
-    cotangents = jnp.stack([jnp.ones((1, 3)), jnp.zeros((1, 3))])
+    cotangents = jnp.zeros((3, 1, 3)).at[0].set(1.0)
     inputs = hidden, weight, RARE_TARGETS[None], cotangents, None, RARE[None]
     values, (_, d_weight) = both_passes(*inputs, **options)
     return values[0][0], d_weight[:, 0]
@@ -496,7 +499,7 @@ def test_memory_holds_one_tile_and_not_all_logits(monkeypatch):
     def compiled_bytes(implementation):
         def loss(hidden, weight):
             out = token_logprob(hidden, weight, targets, implementation=implementation)
-            return out.logprob.sum() + out.entropy.sum()
+            return sum(value.sum() for value in out)
 
         compiled = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, weight).compile()
         return compiled.memory_analysis().temp_size_in_bytes

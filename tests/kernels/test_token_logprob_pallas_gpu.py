@@ -23,12 +23,12 @@ def arrays(rows, width, vocab, vocab_size=None, *, scale=0.3, seed=0):
         jnp.asarray(scale * random.normal(size=(vocab, width)), jnp.bfloat16),
         jnp.asarray(random.integers(0, vocab_size or vocab, (1, rows)), jnp.int32),
         jnp.asarray(random.random((1, rows)) < 0.7),
-        jnp.asarray(random.normal(size=(2, 1, rows)), jnp.float32),
+        jnp.asarray(random.normal(size=(3, 1, rows)), jnp.float32),
     )
 
 
 def both_passes(hidden, weight, targets, mask, cotangents, **options):
-    """(log-prob, entropy), (d hidden, d unembedding)."""
+    """What is returned, and (d hidden, d unembedding)."""
 
     def run(hidden, weight):
         found = token_logprob(
@@ -73,7 +73,7 @@ def oracle(
     """The same in float64, from the definitions."""
     hidden, weight = (np.asarray(a, np.float64) for a in (hidden[0], weight))
     targets, mask = targets[0], np.asarray(mask[0])
-    g, e = np.asarray(cotangents[:, 0], np.float64)
+    g, e, n = np.asarray(cotangents[:, 0], np.float64)
     vocab = weight.shape[0] if vocab_size is None else vocab_size
     products = hidden @ weight[:vocab].T
     logits, slope = products, 1.0
@@ -81,8 +81,9 @@ def oracle(
         logits = softcap * np.tanh(products / softcap)
         slope = 1 - (logits / softcap) ** 2
     scaled = logits / temperature
-    scaled = scaled - scaled.max(axis=1, keepdims=True)
-    log_p = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    top = scaled.max(axis=1, keepdims=True)
+    normalizer = top + np.log(np.exp(scaled - top).sum(axis=1, keepdims=True))
+    log_p = scaled - normalizer
     p = np.exp(log_p)
     hit = np.eye(vocab)[np.asarray(targets)]
     entropy = -(p * log_p).sum(axis=1)
@@ -93,10 +94,10 @@ def oracle(
         mass = (p * inside).sum(axis=1)
         among, logprob = p * inside / mass[:, None], logprob - np.log(mass)
     towards = g[:, None] * (hit - among) - e[:, None] * p * (log_p + entropy[:, None])
-    towards = towards * mask[:, None] * slope / temperature
+    towards = (towards + n[:, None] * p) * mask[:, None] * slope / temperature
     d_weight = np.zeros(weight.shape)
     d_weight[:vocab] = towards.T @ hidden
-    values = logprob * mask, entropy * mask
+    values = logprob * mask, entropy * mask, normalizer[:, 0] * mask
     return values, (towards @ weight[:vocab], d_weight)
 
 
@@ -226,10 +227,10 @@ def plain(settings, kernel, grid, result, results, *, name):
 
     def gradient(bounds, hidden, weight, targets, facts):
         logits, column = products(hidden, weight)
-        normalizer, entropy, g, e = facts[..., None]
+        normalizer, entropy, g, e, spread = facts[..., None]
         log_p = logits - normalizer
         found = jnp.where(column == targets[:, None], g, 0.0)
-        found = found - jnp.exp(log_p) * (g + e * (log_p + entropy))
+        found = found - jnp.exp(log_p) * (spread + e * (log_p + entropy))
         inside = (column >= bounds[1]) & (column < bounds[0])
         return jnp.where(inside, found / layout.temperature, 0.0).astype(result.dtype)
 
@@ -245,7 +246,7 @@ def test_a_split_vocabulary(monkeypatch, spec, has_kept):
     hidden, targets, mask = (
         a.reshape(4, 32, *a.shape[2:]) for a in (inputs[0], inputs[2], inputs[3])
     )
-    cotangents = inputs[4].reshape(2, 4, 32)
+    cotangents = inputs[4].reshape(3, 4, 32)
     options = {"vocab_size": 1200, "temperature": 0.7}
     if has_kept:
         options["kept"] = kept_tokens(inputs[2], 1200)

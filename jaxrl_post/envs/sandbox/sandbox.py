@@ -125,7 +125,7 @@ def find(
     warm: int = 0,
     python: str | None = None,
 ) -> Sandbox:
-    """Finds a mechanism that works here: one after the other is tried until a place runs.
+    """Finds a mechanism that works here: each in turn is tried until a place runs.
 
     A warning tells if "auto" had to pass over one, and what the one that it took lets
     through.

@@ -46,7 +46,7 @@ def token_logprob(
     ("pallas_tpu", which keeps tiles of logits in the chip's own memory), or the
     gradient of 128 MiB of logits in the backward pass ("pallas_gpu"). Work is
     proportional to the rows that `mask` keeps. Differentiable in `hidden` and
-    `unembedding`, through log-prob and entropy both.
+    `unembedding`, through all that is returned.
 
     Args:
         hidden: states that predict `targets`, any float dtype.
@@ -68,7 +68,7 @@ def token_logprob(
         interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
 
     Returns:
-        Log-prob and entropy, float32 [batch, length], in nats.
+        Log-prob, entropy and log-normaliser, float32 [batch, length], in nats.
 
     Raises:
         ValueError: the dtypes differ, the temperature or the softcap is not positive,
@@ -159,8 +159,8 @@ def _reference(
         logits = softcap * jnp.tanh(logits / softcap)
     exists = jnp.arange(unembedding.shape[0]) < vocab_size
     logits = jnp.where(exists, logits, MASKED)
-    both = from_logits(logits, targets, temperature, kept)
-    return TokenLogprob(*(jnp.where(mask, value, 0.0) for value in both))
+    found = from_logits(logits, targets, temperature, kept)
+    return TokenLogprob(*(jnp.where(mask, value, 0.0) for value in found))
 
 
 class _Plan(NamedTuple):
@@ -243,13 +243,13 @@ def _fused(
     hidden: Array,
     weight: Array,
     by_row: _ByRow,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     return _fused_forward(plan, hidden, weight, by_row)[0]
 
 
 def _fused_forward(
     plan: _Plan, hidden: Array, weight: Array, by_row: _ByRow
-) -> tuple[tuple[Array, Array], Any]:
+) -> tuple[tuple[Array, Array, Array], Any]:
     forward, _ = plan.bound()
 
     def local(hidden: Array, weight: Array, by_row: _ByRow) -> Any:
@@ -268,14 +268,17 @@ def _fused_forward(
             check_vma=False,
         )
     (logprob, residuals), logits = local(hidden, weight, by_row)
-    return (logprob, residuals.entropy), (logits, hidden, weight, by_row, residuals)
+    found = logprob, residuals.entropy, residuals.normalizer
+    return found, (logits, hidden, weight, by_row, residuals)
 
 
 def _flat(by_row: Any) -> Any:
     return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), by_row)
 
 
-def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) -> Any:
+def _fused_backward(
+    plan: _Plan, saved: Any, cotangents: tuple[Array, Array, Array]
+) -> Any:
     _, backward = plan.bound()
 
     def local(
@@ -284,7 +287,7 @@ def _fused_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]) ->
         weight: Array,
         by_row: _ByRow,
         residuals: Residuals,
-        cotangents: tuple[Array, Array],
+        cotangents: tuple[Array, Array, Array],
     ) -> tuple[Array, Array]:
         shape = hidden.shape
         d_hidden, d_weight = backward(

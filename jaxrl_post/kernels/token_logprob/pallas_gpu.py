@@ -166,7 +166,7 @@ def backward(
     mask: Array,
     kept: Array | None,
     residuals: Residuals,
-    cotangents: tuple[Array, Array],
+    cotangents: tuple[Array, Array, Array],
     layout: Layout,
 ) -> tuple[Array, Array]:
     """Returns the gradients of hidden [rows, d] and weight [vocab, d], both float32.
@@ -181,7 +181,7 @@ def backward(
     chunk = min(most, columns) // COLUMNS * COLUMNS
     order, num_blocks = counted_tiles(mask, block)
     inputs, own = take(hidden, order), take(targets - first, order)
-    g, e = cotangents
+    g, e, n = cotangents
     among_kept = None
     if kept is not None:
         assert residuals.log_mass is not None
@@ -192,7 +192,7 @@ def backward(
         )
         # A row with kept tokens has its log-prob among these.
         g = jnp.where(kept[:, 0] < 0, g, 0.0)
-    facts = jnp.stack([residuals.normalizer, residuals.entropy, g, e])
+    facts = jnp.stack([residuals.normalizer, residuals.entropy, g, e, g - n])
     facts = take(facts.T, order).T
     part, ranges = _ranges(chunk // COLUMNS, block // ROWS)
     settings = _Settings(layout, part, BACKWARD_SLOTS)
@@ -586,13 +586,15 @@ def _gradient_kernel(
         plgpu.set_max_registers(REGISTERS, action="increase")
         rows = pl.ds(row_tile * ROWS + own * OWN_ROWS, OWN_ROWS)
         target = _of_rows(targets.at[rows])
-        normalizer, entropy, g, e = (_of_rows(facts.at[i, rows]) for i in range(4))
+        normalizer, entropy, g, e, spread = (
+            _of_rows(facts.at[i, rows]) for i in range(5)
+        )
 
         @pl.loop(0, tiles)
         def _(tile: Any) -> None:
             logits, column = block.logits(tile)
             log_p = logits - _wide(normalizer)
-            share = _wide(g) + _wide(e) * (log_p + _wide(entropy))
+            share = _wide(spread) + _wide(e) * (log_p + _wide(entropy))
             hit = jnp.where(column == _wide(target), _wide(g), 0.0)
             towards = (hit - jnp.exp(log_p) * share) * (1.0 / layout.temperature)
             if layout.softcap is not None:

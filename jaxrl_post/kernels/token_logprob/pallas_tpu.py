@@ -151,7 +151,7 @@ def backward(
     mask: Array,
     kept: Array | None,
     residuals: Residuals,
-    cotangents: tuple[Array, Array],
+    cotangents: tuple[Array, Array, Array],
     layout: Layout,
 ) -> tuple[Array, Array]:
     """Returns the gradients of hidden [rows, d] and weight [vocab, d], both float32.
@@ -159,11 +159,12 @@ def backward(
     With a split vocabulary the gradient of hidden must be summed over the devices.
     """
     normalizer, entropy, log_mass, _ = residuals
-    g, e = cotangents
+    g, e, n = cotangents
     among_all, among_kept = g, jnp.zeros_like(g)
     if kept is not None:
         among_all = jnp.where(kept[:, 0] < 0, g, 0.0)
         among_kept = g - among_all
+    among_all = among_all - n
     if log_mass is None:
         log_mass = jnp.zeros_like(g)
     facts = [normalizer, entropy, g, e, among_all, among_kept, log_mass]

@@ -14,10 +14,18 @@ MASKED = -1e30
 
 
 class TokenLogprob(NamedTuple):
-    """Log p(target) and the entropy of the distribution, float32, in nats."""
+    """What is computed of each row, float32, in nats.
+
+    Attributes:
+        logprob: log p(target).
+        entropy: of the distribution.
+        normalizer: log sum exp of the logits over the temperature, as a z-loss takes it
+            (Chowdhery et al., PaLM, arXiv:2204.02311).
+    """
 
     logprob: Float[Array, "*batch"]
     entropy: Float[Array, "*batch"]
+    normalizer: Float[Array, "*batch"]
 
 
 def from_logits(
@@ -26,7 +34,7 @@ def from_logits(
     temperature: Float[Array, "*#batch"] | float = 1.0,
     kept: Int[Array, "*batch kept"] | None = None,
 ) -> TokenLogprob:
-    """Log-probability of `targets` and entropy under softmax(logits / temperature).
+    """`token_logprob` of logits: under softmax(logits / temperature).
 
     Args:
         logits: any float dtype; computed in float32.
@@ -50,7 +58,7 @@ def from_logits(
         among = jnp.take_along_axis(log_p, jnp.maximum(kept, 0), axis=-1)
         log_mass = jax.nn.logsumexp(jnp.where(kept < 0, MASKED, among), axis=-1)
         logprob = logprob - jnp.where(kept[..., 0] < 0, 0.0, log_mass)
-    return TokenLogprob(logprob, entropy)
+    return TokenLogprob(logprob, entropy, normalizer)
 
 
 def exponentials(scaled: Float[Array, "..."], *, axis: int) -> tuple[Array, Array]:

@@ -5,9 +5,10 @@ tiles is decided at run time. Over a sharded vocabulary each device works on its
 columns and the tiles' statistics are summed across `axes`. The forward pass saves the
 logits of the first tile for the backward pass, which recomputes those of the others.
 
-Backward, with p = softmax(z), z = h W^T / temperature, H the entropy, and g, e the
-cotangents of log-prob and entropy: dz = g (onehot - q) - e p (log p + H). Here q is p;
-of a row with kept tokens it is p over their mass, and 0 for the others.
+Backward, with p = softmax(z), z = h W^T / temperature, H the entropy, and g, e, n the
+cotangents of log-prob, entropy and log-normaliser:
+dz = g (onehot - q) - e p (log p + H) + n p. Here q is p; of a row with kept tokens it
+is p over their mass, and 0 for the others.
 """
 
 from typing import NamedTuple
@@ -84,7 +85,7 @@ def backward(
     mask: Array,
     kept: Array | None,
     residuals: Residuals,
-    cotangents: tuple[Array, Array],
+    cotangents: tuple[Array, Array, Array],
     layout: Layout,
 ) -> tuple[Array, Array]:
     """Returns the gradients of hidden [rows, d] and weight [vocab, d], both float32.
@@ -100,14 +101,14 @@ def backward(
         """Returns a tile's row indices and its parts of the two gradients."""
         chosen = _tile(order, index, layout.tile)
         inputs = take(hidden, chosen)
-        target, normalizer, entropy, g, e = (take(array, chosen) for array in by_row)
-        # Rows that pad the last tile read zeros, also for g and e, so they add nothing.
+        target, normalizer, entropy, g, e, n = (take(array, chosen) for array in by_row)
+        # Rows that pad the last tile read zeros, cotangents too, so they add nothing.
         log_p = logits - normalizer[:, None]
         among_all, ids = g, None
         if kept is not None:
             ids = take(kept, chosen)
             among_all = jnp.where(ids[:, 0] < 0, g, 0.0)
-        spread = among_all[:, None] + e[:, None] * (log_p + entropy[:, None])
+        spread = (among_all - n)[:, None] + e[:, None] * (log_p + entropy[:, None])
         d_logits = jnp.exp(log_p) * (-spread / layout.temperature)
         if ids is not None:
             assert residuals.log_mass is not None
