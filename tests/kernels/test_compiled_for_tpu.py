@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxrl_post.config.plan import PlanConfig, PlannedRollout
 from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.attention import pallas_tpu as attention_tpu
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
 from jaxrl_post.kernels.decode_attention import (
     QuantizedEntries,
@@ -29,6 +30,7 @@ from jaxrl_post.kernels.decode_attention import (
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.next_token import next_token
 from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
+from jaxrl_post.kernels.token_logprob import pallas_tpu as token_logprob_tpu
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.losses.kl import k3
@@ -286,6 +288,35 @@ def test_token_logprob(chip, name, dtype):
     # No array holds a logit for every row and vocabulary entry.
     assert not re.search(rf"\[{shape.rows},{shape.vocab}\]", text)
     assert not re.search(rf"\[{shape.vocab},{shape.rows}\]", text)
+
+
+@pytest.mark.parametrize(
+    ("compile_one", "kernels", "name", "mebibytes"),
+    [
+        (test_token_logprob, token_logprob_tpu, "deepseek-v3, tp8", 40),
+        (test_attention, attention_tpu, "llama-3.3-70b, tp8", 7),
+        pytest.param(
+            *(test_token_logprob, token_logprob_tpu, "llama-3.1-8b", 42), marks=EVERY
+        ),
+        pytest.param(*(test_attention, attention_tpu, "gemma-2-9b", 11), marks=EVERY),
+    ],
+)
+def test_how_much_vmem_a_kernel_needs(
+    monkeypatch, compile_one, kernels, name, mebibytes
+):
+    """Of 60 MiB that the compiler may give to token_logprob, and 56 to attention.
+
+    A v5p has 64. docs/kernels.md has all numbers, to 2 MiB.
+    """
+    plan.load()
+    found = topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices[0]
+    chip = Mesh([found], ("dp",), axis_types=(AxisType.Auto,))
+    monkeypatch.setattr(kernels, "VMEM_BYTES", mebibytes * 2**20)
+    compile_one(chip, name, jnp.bfloat16)
+    jax.clear_caches()
+    monkeypatch.setattr(kernels, "VMEM_BYTES", (mebibytes - 4) * 2**20)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
+        compile_one(chip, name, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
