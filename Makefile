@@ -8,7 +8,7 @@ CHECKS := check-format check-lint check-types check-layers
 PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: demo quick test test-all mutations check $(CHECKS) check-kernels check-jetstream
-.PHONY: format notebooks parity lock environment
+.PHONY: check-bfcl format notebooks parity lock environment
 
 # A small model learns from reward alone; runs/demo/report.html shows how.
 demo:
@@ -53,6 +53,10 @@ check-kernels: environment
 # The adapter for JetStream, under JetStream, which is installed for this alone.
 check-jetstream: environment
 	tools/jetstream.sh $(ARGS)
+
+# The environment of BFCL, with its package, which is installed for this alone.
+check-bfcl: environment
+	tools/bfcl.sh $(ARGS)
 
 format: environment
 	.venv/bin/ruff check --fix-only --quiet .

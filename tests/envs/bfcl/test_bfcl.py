@@ -15,7 +15,7 @@ DONE = Answer("assistant", "Done.", "stop", 3)
 @pytest.fixture
 def package():
     pytest.importorskip(
-        "bfcl_eval", reason="needs bfcl-eval: pip install --no-deps bfcl-eval mpmath"
+        "bfcl_eval", reason="needs bfcl-eval: make check-bfcl"
     )
 
 
