@@ -195,7 +195,7 @@ def check_marks(episodes):
             for mark in [False] * turn["context"] + [turn["trained"]] * turn["sampled"]
         ]
         assert marks == (np.asarray(sequence.loss_mask) > 0).tolist()
-    first, _, broken, unknown, both = (row["turns"] for row in rows)
+    first, _, broken, unknown, both, _ = (row["turns"] for row in rows)
     assert [call["arguments"]["text"] for call in both[0]["calls"]] == [
         '{"key": "5993"}',
         '{"key": "4369"}',

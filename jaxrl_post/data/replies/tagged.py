@@ -148,15 +148,15 @@ def _value(text: str, kinds: frozenset[str]) -> Any:
     if kinds != {"string"}:
         written = text.strip()
         written = PYTHON.get(written, written)
-        value: Any = loads(written)
+        value = loads(written)
         kind = "" if value is None and written != "null" else _kind(value)
-        if kind == "integer" and "number" in kinds:
-            return value
-        if kind == "number" and "integer" in kinds and value.is_integer():
-            # 3.0 is an integer to JSON Schema.
-            return value if "number" in kinds else int(value)
         if kind != "string" and kind in kinds:
             return value
+        if kind == "integer" and "number" in kinds:
+            return value
+        # 3.0 is an integer to JSON Schema.
+        if "integer" in kinds and isinstance(value, float) and value.is_integer():
+            return int(value)
     if "string" in kinds:
         return text
     raise ValueError(f"{text!r} is none of {sorted(kinds)}")
