@@ -1,13 +1,28 @@
 """A message of a conversation: one definition for data, environments and programs."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
-__all__ = ["ROLES", "Message", "Role", "ToolCall"]
+__all__ = ["ROLES", "Message", "Role", "ToolCall", "mended"]
 
 type Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role.__value__)
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def mended(text: str) -> str:
+    r"""A text in which U+FFFD stands for every half of a surrogate pair.
+
+    JSON can write such a half, and so can a model. It is no Unicode: no tokenizer reads
+    it, and UTF-8 cannot write it.
+
+    >>> ascii(mended("caf\ud83d"))
+    "'caf\\ufffd'"
+    """
+    return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
 
 
 class ToolCall(NamedTuple):
@@ -27,6 +42,8 @@ class ToolCall(NamedTuple):
 @dataclass(frozen=True, repr=False)
 class Message:
     """One message of a conversation.
+
+    Its texts are Unicode: of texts that are not, `mended` is taken.
 
     Args:
         role: the speaker: "system", "user", "assistant" or "tool".
@@ -53,6 +70,14 @@ class Message:
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ValueError(f"role must be one of {ROLES}, got {self.role!r}")
+        for name in ("content", "reasoning", "tool_call_id", "name"):
+            text = getattr(self, name)
+            # An environment may give other things, which are refused by name later.
+            if isinstance(text, str) and not text.isascii():
+                object.__setattr__(self, name, mended(text))
+        if self.tool_calls:
+            calls = tuple(ToolCall(*map(mended, call)) for call in self.tool_calls)
+            object.__setattr__(self, "tool_calls", calls)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{k}={v!r}" for k, v in self.to_json().items())

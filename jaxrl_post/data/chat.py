@@ -464,14 +464,22 @@ def _run(
             f"chat: the tokenizer has no chat template {named or 'default'!r}; name "
             f"one of its own in the options; got {known}"
         )
-    variables = {
-        **tokenizer.special_tokens,
-        **_plain_value(options.variables, "variables"),
-        "messages": [_plain_value(row, f"messages[{i}]") for i, row in enumerate(rows)],
-        "tools": _plain_value(tools, "tools"),
-        "documents": _plain_value(documents, "documents"),
-        "add_generation_prompt": prompt,
-    }
+    try:
+        variables = {
+            **tokenizer.special_tokens,
+            **_plain_value(options.variables, "variables"),
+            "messages": [
+                _plain_value(row, f"messages[{i}]") for i, row in enumerate(rows)
+            ],
+            "tools": _plain_value(tools, "tools"),
+            "documents": _plain_value(documents, "documents"),
+            "add_generation_prompt": prompt,
+        }
+    except RecursionError as error:
+        raise TokenizerError(
+            "chat: the messages, tools or variables are nested too deep to be written; "
+            "send flatter ones"
+        ) from error
     return templates.run(source, variables, now=options.now)
 
 

@@ -75,11 +75,14 @@ class Codec:
         """Text of sampled tokens, without special tokens."""
         return self.tokenizer.decode(tokens)
 
-    def read(self, prompt: Sequence[int], said: Sequence[int]) -> Reply:
+    def read(
+        self, prompt: Sequence[int], said: Sequence[int], tools: Tools = ()
+    ) -> Reply:
         """Takes an answer apart into reasoning, text and tool calls.
 
         Args:
             prompt: token ids before the answer; the last few are enough.
             said: token ids of the answer, without a stop token that ended it.
+            tools: those of the task.
         """
-        return calls.read(self.tokenizer, prompt, said)
+        return calls.read(self.tokenizer, prompt, said, tools)

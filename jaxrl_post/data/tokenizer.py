@@ -235,10 +235,10 @@ class Tokenizer:
         """Token ids of a text; `special` adds the special tokens around it (BOS).
 
         Raises:
-            TokenizerError: a token of the text lies beyond the model's embeddings.
+            TokenizerError: the text is no Unicode, or one of its tokens lies beyond the
+                model's embeddings.
         """
-        ids = self.backend.encode(text, add_special_tokens=special).ids
-        return self._known(ids)
+        return self._known(_encoding(self.backend, text, special).ids)
 
     def encode_with_begins(
         self, text: str, *, special: bool = False
@@ -255,7 +255,7 @@ class Tokenizer:
         >>> Tokenizer.train(["12"]).encode_with_begins("1 2")[1]
         (0, 1, 2)
         """
-        found = self._with_offsets.encode(text, add_special_tokens=special)
+        found = _encoding(self._with_offsets, text, special)
         places = zip(found.offsets, found.sequence_ids, strict=True)
         begins = tuple(-1 if part is None else begin for (begin, _), part in places)
         return self._known(found.ids), begins
@@ -325,6 +325,27 @@ class Tokenizer:
         whole = json.loads(self.backend.to_str())
         _untrim(whole["post_processor"])
         return tokenizers.Tokenizer.from_str(json.dumps(whole))
+
+
+def _encoding(
+    backend: tokenizers.Tokenizer, text: str, special: bool
+) -> tokenizers.Encoding:
+    """The tokens of a text.
+
+    Raises:
+        TokenizerError: the text has half of a surrogate pair.
+    """
+    try:
+        return backend.encode(text, add_special_tokens=special)
+    except TypeError:
+        for place, character in enumerate(text):
+            if "\ud800" <= character <= "\udfff":
+                raise TokenizerError(
+                    f"tokenizer: character {place} of the text is {character!r}, half "
+                    "of a surrogate pair and no Unicode; write the whole character, or "
+                    "U+FFFD in its place"
+                ) from None
+        raise
 
 
 def _state(post_processor: Any) -> bytes:

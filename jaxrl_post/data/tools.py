@@ -8,7 +8,15 @@ from jaxrl_post.data.replies import THINK, THOUGHT, Format, Reply, format_of, pa
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.messages import Message
 
-__all__ = ["expresses_tools", "form_of", "read", "shortened", "thinks", "unwritten"]
+__all__ = [
+    "expresses_tools",
+    "form_of",
+    "read",
+    "schemas_of",
+    "shortened",
+    "thinks",
+    "unwritten",
+]
 
 _TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -60,19 +68,44 @@ def thinks(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     return THINK in tail and THOUGHT not in tail[tail.rindex(THINK) :]
 
 
-def read(tokenizer: Tokenizer, prompt: Sequence[int], said: Sequence[int]) -> Reply:
+def schemas_of(
+    tools: Sequence[Mapping[str, Any]],
+) -> dict[str, Mapping[str, Any]]:
+    """The schemas of the arguments, by the name of the tool.
+
+    >>> schemas_of([{"type": "function", "function": {"name": "f"}}])
+    {'f': {'type': 'object'}}
+    """
+    functions = [tool.get("function", tool) for tool in tools]
+    return {
+        each["name"]: each.get("parameters") or {"type": "object"} for each in functions
+    }
+
+
+def read(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    said: Sequence[int],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Reply:
     r"""Takes an answer apart into reasoning, text and tool calls.
 
     Args:
         tokenizer: the model's.
         prompt: token ids before the answer; the last few are enough.
         said: token ids of the answer, without a stop token that ended it.
+        tools: those of the conversation, whose schemas give arguments their types.
 
     >>> read(Tokenizer.train(["42"]), (), Tokenizer.train(["42"]).encode("42")).content
     '42'
     """
     text = tokenizer.backend.decode(list(said), skip_special_tokens=False)
-    reply = parse(text, form_of(tokenizer), thinking=thinks(tokenizer, prompt))
+    reply = parse(
+        text,
+        form_of(tokenizer),
+        thinking=thinks(tokenizer, prompt),
+        schemas=schemas_of(tools),
+    )
     return Reply(
         tokenizer.without_special(reply.content),
         reply.reasoning,

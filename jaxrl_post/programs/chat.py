@@ -222,7 +222,7 @@ class Conversation:
         reason = "stop" if stopped else "length"
         answer = Answer("assistant", self._text(said), reason, len(ids))
         if self._task.tools:
-            reply = self._codec.read(prompt, said)
+            reply = self._codec.read(prompt, said, self._task.tools)
             answer = dataclasses.replace(
                 answer,
                 content=reply.content,

@@ -94,7 +94,12 @@ class Codec(Protocol):
         """Text of sampled tokens."""
         ...
 
-    def read(self, prompt: Sequence[int], said: Sequence[int]) -> Reply:
+    def read(
+        self,
+        prompt: Sequence[int],
+        said: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Reply:
         """The parts of an answer to a task with tools."""
         ...
 
@@ -408,7 +413,8 @@ class Collector:
             completion.tokens, self.codec.decode(said), completion.finish_reason
         )
         if flight.task.tools:
-            reply = self.codec.read(flight.context.ids[-8:].tolist(), said)
+            prompt = flight.context.ids[-8:].tolist()
+            reply = self.codec.read(prompt, said, flight.task.tools)
             event = dataclasses.replace(
                 event, message=_message(flight, reply), broken_calls=reply.broken
             )

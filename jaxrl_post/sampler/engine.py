@@ -27,6 +27,7 @@ from jaxrl_post.sampler.requests import (
     MOST_ALTERNATIVES,
     Alternatives,
     Completion,
+    ConstraintError,
     Request,
     SampleId,
     Unfinished,
@@ -426,7 +427,14 @@ class Engine:
         failed = count < len(tokens)
         if others is not None:
             others = others.first(count)
-        self.scheduler.advance(sample, tokens[:count], others, drafted=drafted)
+        try:
+            self.scheduler.advance(sample, tokens[:count], others, drafted=drafted)
+        except ConstraintError as error:
+            told = (
+                f"request {sample.request.prompt_id}, sample {sample.sample_index}: "
+                f"the constraint failed after token {len(sample.tokens)}: {error}"
+            )
+            return [self.scheduler.release(sample).finished("failed", told)]
         sampling = sample.request.sampling
         cut = self._stop_string_end(sample, count)
         if cut is not None:

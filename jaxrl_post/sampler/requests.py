@@ -13,6 +13,7 @@ __all__ = [
     "Alternatives",
     "Completion",
     "Constraint",
+    "ConstraintError",
     "FinishReason",
     "Request",
     "SampleId",
@@ -26,11 +27,15 @@ MOST_ALTERNATIVES = 20
 # "stop": a stop id was sampled (it is the last token); "stop_string": a stop string
 # appeared in the text; "length": max_tokens were sampled; "cancelled": the sample was
 # cancelled, and a later request may continue it; "failed": the model's logits were not
-# finite.
+# finite, or the constraint could not go on.
 FinishReason = Literal["stop", "stop_string", "length", "cancelled", "failed"]
 
 # (prompt id, sample index).
 type SampleId = tuple[int, int]
+
+
+class ConstraintError(RuntimeError):
+    """A constraint cannot tell what may come next; its sample fails, no other."""
 
 
 @runtime_checkable
@@ -45,7 +50,11 @@ class Constraint(Protocol):
         ...
 
     def advance(self, token: int) -> None:
-        """Takes note of the token that came, an allowed one."""
+        """Takes note of the token that came, an allowed one.
+
+        Raises:
+            ConstraintError: nothing can be said of what comes after it.
+        """
         ...
 
 

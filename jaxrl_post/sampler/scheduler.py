@@ -367,6 +367,10 @@ class Scheduler:
             tokens: of the burst.
             alternatives: of these tokens; None if the burst has none.
             drafted: whether the draft model was fed with them too.
+
+        Raises:
+            ConstraintError: the sample's constraint cannot go on; the tokens are
+                recorded.
         """
         assert sample.own is not None
         # The keys of the fed tokens are in the cache: all but that of the last one.
@@ -377,13 +381,13 @@ class Scheduler:
         sample.tokens += tokens
         if sample.alternatives is not None and alternatives is not None:
             sample.alternatives += alternatives
-        if sample.constraint is not None:
-            for token in tokens.ids.tolist():
-                sample.constraint.advance(token)
         sample.own.tokens += fed if len(tokens) else []
         sample.own.computed = len(sample.own.tokens)
         if drafted:
             sample.own.drafted = sample.own.computed
+        if sample.constraint is not None:
+            for token in tokens.ids.tolist():
+                sample.constraint.advance(token)
 
     def release(self, sample: Sample) -> Sample:
         """Ends a running sample; its segments serve others until they are evicted."""

@@ -63,9 +63,15 @@ def sampling_of(
 
 
 def constraint_of(
-    served: Served, fields: SamplingFields
+    served: Served, fields: SamplingFields, *, thinking: bool = False
 ) -> Callable[[], Constraint] | None:
     """The constraint of `response_format` or `structured_outputs`; None for none.
+
+    Args:
+        served: the model.
+        fields: of the request.
+        thinking: whether the answer comes after reasoning that the prompt has begun,
+            which is not constrained.
 
     Raises:
         ApiError: it cannot be compiled.
@@ -73,13 +79,13 @@ def constraint_of(
     form = fields.response_format
     try:
         if form is None:
-            return served.constraint(fields.structured_outputs)
+            return served.constraint(fields.structured_outputs, thinking=thinking)
         if form.type == "text":
             return None
         schema = {"type": "object"}
         if form.json_schema is not None:
             schema = form.json_schema.schema_
-        return served.grammars.json(schema)
+        return served.grammars.json(schema, thinking=thinking)
     except GrammarError as error:
         raise ApiError(400, str(error), param="response_format") from error
 

@@ -170,9 +170,14 @@ class Served:
             raise ApiError(400, str(error)) from error
 
     def constraint(
-        self, structured: StructuredOutputs | None
+        self, structured: StructuredOutputs | None, *, thinking: bool = False
     ) -> Callable[[], Constraint] | None:
         """The constraint of `structured_outputs`; None for none.
+
+        Args:
+            structured: of the request.
+            thinking: whether the answer comes after reasoning that the prompt has
+                begun.
 
         Raises:
             GrammarError: it cannot be compiled.
@@ -186,14 +191,13 @@ class Served:
                     schema = json.loads(schema)
                 except ValueError as error:
                     raise GrammarError(f"json: not a schema: {error}") from error
-            return self.grammars.json(schema)
+            return self.grammars.json(schema, thinking=thinking)
         if structured.regex is not None:
-            return self.grammars.regex(structured.regex)
+            return self.grammars.regex(structured.regex, thinking=thinking)
         if structured.choice is not None:
-            choices = " | ".join(json.dumps(choice) for choice in structured.choice)
-            return self.grammars.lark(f"start: {choices}")
+            return self.grammars.choice(structured.choice, thinking=thinking)
         assert structured.grammar is not None
-        return self.grammars.lark(structured.grammar)
+        return self.grammars.lark(structured.grammar, thinking=thinking)
 
 
 class Call:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from jaxrl_post.data import chat as templates
 from jaxrl_post.data.replies import Reply, parse
 from jaxrl_post.data.tokenizer import TokenizerError
-from jaxrl_post.data.tools import thinks
+from jaxrl_post.data.tools import schemas_of, thinks
 from jaxrl_post.messages import ToolCall
 from jaxrl_post.serve import answers
 from jaxrl_post.serve.calls import (
@@ -57,16 +57,23 @@ async def answer(
     try:
         [updates] = await collected(http, served, [asked.wanted])
         choices = [_choice(served, asked, update) for update in updates]
+        sampled = sum(len(update.tokens) for update in updates)
+        body = answers.head_of(served, "chatcmpl", "chat.completion") | {
+            "choices": choices,
+            "usage": answers.usage_of([asked.wanted.prompt], sampled),
+        }
+        if fields.return_token_ids:
+            body["prompt_token_ids"] = list(asked.wanted.prompt)
+        response = JSONResponse(body)
+        if asked.recorded is None:
+            return response
+        # Only an answer that can be sent is recorded as served.
+        for choice, update in zip(choices, updates, strict=True):
+            message, reason = choice["message"], choice["finish_reason"]
+            choice["turn"] = asked.recorded.add(update, message, reason)
+        return JSONResponse(body)
     finally:
         asked.drop()
-    sampled = sum(len(update.tokens) for update in updates)
-    body = answers.head_of(served, "chatcmpl", "chat.completion") | {
-        "choices": choices,
-        "usage": answers.usage_of([asked.wanted.prompt], sampled),
-    }
-    if fields.return_token_ids:
-        body["prompt_token_ids"] = list(asked.wanted.prompt)
-    return JSONResponse(body)
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class _Asked:
     texts: Texts
     thinking: bool
     tools: bool
+    schemas: Mapping[str, Mapping[str, Any]]
     recorded: Recorded | None
 
     @classmethod
@@ -129,9 +137,13 @@ class _Asked:
             )
             served.check_lengths(prompt, most)
             thinking = thinks(served.tokenizer, prompt)
-            constrain = answers.constraint_of(served, fields)
+            schemas = schemas_of(tools or ())
             if tools and (named or fields.tool_choice == "required"):
-                constrain = _required(served, fields, thinking)
+                constrain = _required(served, fields, schemas, thinking)
+            else:
+                constrain = answers.constraint_of(
+                    served, fields, thinking=thinking and served.form.thinks
+                )
             asks = bool(fields.logprobs and fields.top_logprobs)
             sampling = answers.sampling_of(
                 served, fields, max_tokens=most, alternatives=asks
@@ -145,6 +157,7 @@ class _Asked:
                 Texts(served.tokenizer, sampling.stop_strings, special),
                 thinking,
                 bool(tools),
+                schemas,
                 recorded,
             )
             undo.pop_all()
@@ -164,6 +177,7 @@ class _Asked:
             served.form,
             thinking=self.thinking,
             tools=self.tools,
+            schemas=self.schemas,
             finished=finished,
         )
         calls, content, reasoning = reply.calls, reply.content, reply.reasoning
@@ -215,12 +229,13 @@ def _message(served: Served, reply: Reply) -> dict[str, Any]:
     return message
 
 
-def _required(served: Served, fields: ChatFields, thinking: bool) -> Any:
+def _required(
+    served: Served,
+    fields: ChatFields,
+    schemas: Mapping[str, Mapping[str, Any]],
+    thinking: bool,
+) -> Any:
     """The constraint that a call of a tool, or of the named one, comes."""
-    schemas = {
-        tool.function.name: tool.function.parameters or {"type": "object"}
-        for tool in fields.tools or ()
-    }
     choice = fields.tool_choice
     if isinstance(choice, ToolChoice):
         name = choice.function.name
@@ -266,9 +281,6 @@ def _choice(served: Served, asked: _Asked, update: Update) -> dict[str, Any]:
         "finish_reason": _ended(reply, update),
         "logprobs": _logprobs(served, asked, update, 0),
     }
-    if asked.recorded is not None:
-        reason = choice["finish_reason"]
-        choice["turn"] = asked.recorded.add(update, message, reason)
     if fields.return_token_ids:
         ids = update.tokens.ids.tolist()
         constrained = asked.wanted.constrain is not None
@@ -350,12 +362,14 @@ class _Choices:
             "finish_reason": _ended(reply, update),
             "logprobs": _logprobs(self.served, self.asked, update, told.tokens),
         }
+        if self.asked.fields.return_token_ids:
+            piece["token_ids"] = update.tokens.ids[told.tokens :].tolist()
         if finished and self.asked.recorded is not None:
             message = _message(self.served, reply)
             reason = piece["finish_reason"]
+            # Only what can be sent is recorded as served.
+            JSONResponse([piece, message])
             piece["turn"] = self.asked.recorded.add(update, message, reason)
-        if self.asked.fields.return_token_ids:
-            piece["token_ids"] = update.tokens.ids[told.tokens :].tolist()
         told.begun, told.tokens = True, len(update.tokens)
         return piece
 

@@ -1,6 +1,7 @@
 """Replies of each family, taken apart; and piece by piece, as a stream has them."""
 
 import json
+from typing import get_args
 
 import pytest
 
@@ -11,11 +12,14 @@ from jaxrl_post.data.replies import (
     CALLS_BEGIN,
     CALLS_END,
     Format,
+    FormatName,
     format_of,
     parse,
 )
 
 HERMES = Format("hermes", thinks=True)
+CODER = Format("qwen_coder")
+GLM = Format("glm", thinks=True)
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2]}}'
 MUL = '{"name": "mul", "arguments": {}}'
 
@@ -36,6 +40,36 @@ WHOLE = {
         HERMES,
         "",
         [("mul", {})],
+    ),
+    "qwen_coder": (
+        "I add.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+        "<parameter=b>\ntwo\nlines\n\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=mul>\n</function>\n</tool_call>",
+        CODER,
+        "I add.",
+        [("add", {"a": "1", "b": "two\nlines\n"}), ("mul", {})],
+    ),
+    "qwen_coder, no end mark": (
+        "<tool_call>\n<function=f>\n<parameter=a>\n<b> & {}\n</parameter>\n</function>",
+        CODER,
+        "",
+        [("f", {"a": "<b> & {}"})],
+    ),
+    "glm 4.5": (
+        "\nI add.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value> 1</arg_value>\n"
+        "<arg_key>b</arg_key>\n<arg_value></arg_value>\n</tool_call>\n"
+        "<tool_call>mul\n</tool_call>",
+        GLM,
+        "\nI add.",
+        [("add", {"a": " 1", "b": ""}), ("mul", {})],
+    ),
+    "glm 4.7": (
+        "<tool_call>add<arg_key>a</arg_key><arg_value>two\nlines</arg_value>"
+        "<arg_key>b</arg_key><arg_value>[2]</arg_value></tool_call>"
+        "<tool_call>mul</tool_call>",
+        GLM,
+        "",
+        [("add", {"a": "two\nlines", "b": "[2]"}), ("mul", {})],
     ),
     "llama": (
         '<|python_tag|>{"name": "add", "parameters": {"a": 1}}',
@@ -139,6 +173,31 @@ def test_a_stream_only_grows(case):
         ('[TOOL_CALLS][{"name": "f"', Format("mistral")),
         ("[TOOL_CALLS]f[ARGS]{", Format("mistral")),
         (f"{CALL_BEGIN}f{CALL_SEPARATOR}{{{CALL_END}", Format("deepseek")),
+        # JSON has no NaN, and 1e999 is an infinity to Python.
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', HERMES),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": [-Infinity]}}</tool_call>',
+            HERMES,
+        ),
+        ('{"name": "f", "parameters": {"a": 1e999}}', Format("llama")),
+        # Templates would fail on it.
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": '
+            + "[" * 100
+            + "]" * 100
+            + "}}</tool_call>",
+            HERMES,
+        ),
+        ("<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>", GLM),
+        ("<tool_call>f g\n</tool_call>", GLM),
+        ("<tool_call></tool_call>", GLM),
+        ("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>.</tool_call>", GLM),
+        # What was cut may have lost arguments.
+        ("<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", GLM),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', CODER),
+        ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n", CODER),
+        ("<tool_call><function=f><parameter=a>1</function></tool_call>", CODER),
+        ("<tool_call><function=f g></function></tool_call>", CODER),
     ],
 )
 def test_a_call_that_cannot_be_read_stays_in_the_text_and_is_counted(text, form):
@@ -153,6 +212,95 @@ def test_a_broken_call_beside_a_good_one():
     assert calls(reply) == [("mul", {})]
     assert reply.broken == 1
     assert reply.content == "<tool_call>{</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        (r'<tool_call>{"name": "f\ud800", "arguments": {"\udc00": "\ud83d!"}}', HERMES),
+        (r'{"name": "f\ud800", "parameters": {"\udc00": "\ud83d!"}}', Format("llama")),
+        (
+            '[TOOL_CALLS]f\ufffd[ARGS]{"\\udc00": "\\ud83d!"}',
+            Format("mistral"),
+        ),
+        (
+            "<|channel|>commentary to=functions.f\ufffd<|message|>"
+            r'{"\udc00": "\ud83d!"}<|call|>',
+            Format("harmony"),
+        ),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_a_replacement_character(text, form):
+    [call] = parse(text, form).calls
+    assert call.name == "f\ufffd"
+    assert call.arguments == '{"\ufffd": "\ufffd!"}'
+    # A whole pair is a character.
+    [call] = parse(text.replace(r"\ud83d!", r"\ud83d\ude00"), form).calls
+    assert json.loads(call.arguments) == {"\ufffd": "\N{GRINNING FACE}"}
+
+
+POINT = {"type": "object", "properties": {"x": {"type": "number"}}}
+# A schema; what a text means; texts that have none of its types.
+TYPES = [
+    ({}, {"1": "1", "null": "null", ' "a" ': ' "a" '}, []),
+    ({"type": "string"}, {"1": "1", "": "", "{}": "{}"}, []),
+    ({"type": "integer"}, {"1": 1, " -2\n": -2, "3.0": 3}, ["", "1.5", "x", "true"]),
+    ({"type": "number"}, {"1": 1, "1.5": 1.5, "1e-07": 1e-07}, ["NaN", "1e999", "one"]),
+    ({"type": "boolean"}, {"true": True, "False": False}, ["1", "yes", "None"]),
+    ({"type": "null"}, {"null": None, "None": None}, ["", "0"]),
+    ({"type": "array"}, {'[1, "a"]': [1, "a"]}, ["1, 2", "{}"]),
+    ({"type": "object"}, {'{"a": null}': {"a": None}}, ["[]", "{'a': 1}"]),
+    ({"type": ["string", "null"]}, {"null": None, "1": "1"}, []),
+    ({"type": ["string", "integer"]}, {"1": 1, "1.5": "1.5"}, []),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"1": 1, "null": None}, ["x"]),
+    ({"oneOf": [{"type": "boolean"}, {}]}, {"true": True, "x": "x"}, []),
+    ({"enum": [1, 2]}, {"1": 1, "7": 7}, ["x"]),
+    ({"enum": ["1", "2"]}, {"1": "1"}, []),
+    ({"const": True}, {"true": True}, ["x"]),
+    ({"$ref": "#/$defs/Point"}, {'{"x": 1}': {"x": 1}}, ["x"]),
+    ({"allOf": [{"$ref": "#/$defs/Point"}]}, {"{}": {}}, ["x"]),
+    ({"$ref": "#/$defs/Itself"}, {"1": "1"}, []),
+    ({"items": {"type": "integer"}}, {"[1]": [1]}, ["1"]),
+    # What is no schema says nothing.
+    ({"type": "int"}, {"1": "1"}, []),
+    ({"type": [7], "anyOf": 3}, {"1": "1"}, []),
+    (True, {"1": "1"}, []),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (GLM, "<tool_call>f<arg_key>a</arg_key><arg_value>{}</arg_value></tool_call>"),
+        (
+            CODER,
+            "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>",
+        ),
+    ],
+)
+@pytest.mark.parametrize("case", TYPES)
+def test_the_schema_gives_a_text_between_tags_its_type(form, said, case):
+    schema, meanings, wrong = case
+    tools = {
+        "f": {
+            "properties": {"a": schema},
+            "$defs": {"Point": POINT, "Itself": {"$ref": "#/$defs/Itself"}},
+        }
+    }
+    for text, value in meanings.items():
+        reply = parse(said.replace("{}", text, 1), form, schemas=tools)
+        assert (calls(reply), reply.broken) == ([("f", {"a": value})], 0)
+        assert type(json.loads(reply.calls[0].arguments)["a"]) is type(value)
+    for text in wrong:
+        reply = parse(said.replace("{}", text, 1), form, schemas=tools)
+        assert (reply.calls, reply.broken) == ((), 1), text
+
+
+def test_other_arguments_have_the_type_of_additional_properties():
+    tools = {"f": {"additionalProperties": {"type": "integer"}}}
+    said = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+    assert calls(parse(said, GLM, schemas=tools)) == [("f", {"a": 1})]
+    assert calls(parse(said, GLM, schemas={"g": {}})) == [("f", {"a": "1"})]
 
 
 def test_an_answer_in_json_is_no_call_of_llama():
@@ -193,7 +341,7 @@ def test_reasoning_of_harmony():
 
 @pytest.mark.parametrize("text", ["", "plain text", "a < b"])
 def test_a_reply_without_marks_is_its_text(text):
-    for name in ("hermes", "llama", "mistral", "deepseek", "harmony", None):
+    for name in (*get_args(FormatName.__value__), None):
         assert parse(text, Format(name)).content == text
 
 
@@ -202,5 +350,9 @@ def test_a_template_tells_the_format():
     assert format_of("<tool_call> </think>") == Format("hermes", thinks=True)
     assert format_of(CALL_BEGIN).name == "deepseek"
     assert format_of("<|channel|> <|python_tag|>").name == "harmony"
+    assert format_of("<tool_call><arg_key></think>") == Format("glm", thinks=True)
+    assert format_of("<tool_call><function=<parameter=").name == "qwen_coder"
+    # Seed-OSS has tags of its own.
+    assert format_of("<seed:tool_call><function=<parameter=").name is None
     assert format_of("[TOOL_CALLS]").name == "mistral"
     assert format_of("<|python_tag|>").name == "llama"

@@ -19,6 +19,13 @@ def test_any_text_survives(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
+@pytest.mark.parametrize("encode", ["encode", "encode_with_begins"])
+def test_a_text_that_is_no_unicode_is_named(encode):
+    tokenizer = Tokenizer.train(["1"])
+    with pytest.raises(TokenizerError, match=r"character 3 of the text is '\\ud83d'"):
+        getattr(tokenizer, encode)("caf\ud83d")
+
+
 def test_every_digit_is_a_token_of_its_own():
     pieces = [TOKENIZER.decode([index]) for index in TOKENIZER.encode("2024=12")]
     assert pieces == ["2", "0", "2", "4", "=", "1", "2"]

@@ -15,8 +15,13 @@ from jaxrl_post.messages import Message, ToolCall
 
 PARITY = pathlib.Path(__file__).parents[1] / "parity"
 # Templates with tools whose calls can be read.
-FAMILIES = ("deepseek", "harmony", "llama3_1", "mistral", "qwen2_5", "qwen3")
+FAMILIES = (
+    *("deepseek", "glm", "harmony", "llama3_1", "mistral"),
+    *("qwen2_5", "qwen3", "qwen3_coder"),
+)
 STOPS = ("</s>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|call|>")
+# GLM ends a turn with the head of the next one.
+STOPS = (*STOPS, "<|user|>", "<|observation|>")
 
 
 @functools.cache
@@ -102,11 +107,13 @@ def test_a_call_is_read_and_its_result_follows_as_transformers_writes_it(family)
     open_prompt = chat.render_text(tokenizer, [asked], options)
     # DeepSeek's prompt opens a thought, which the history leaves out.
     begin = len(open_prompt.removesuffix("<think>\n"))
+    if family == "glm":
+        whole = chat.render_text(tokenizer, [asked, called, result], options)
     end = min(at for s in STOPS if (at := whole.find(s, begin)) >= 0)
     written = whole[begin:end]
     said = tokenizer.encode("No.</think>" * (family == "deepseek") + written)
     stop = tokenizer.encode(whole[end:])[0]
-    reply = codec.read(prompt, said)
+    reply = codec.read(prompt, said, chats()["tools"])
     (call,) = reply.calls
     assert reply.broken == 0
     assert call.name == "wetter"
@@ -143,6 +150,31 @@ def test_reasoning_stays_in_the_context_of_its_episode():
     # A turn that was cut gets its end as context.
     cut = codec.reply([asked, answer], [told], given, stop_id=None)
     assert cut == (stop, *after)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_no_unicode_does_not_end_a_run(family):
+    tokenizer = tokenizer_of(family)
+    stop = tokenizer.backend.token_to_id(tokenizer.turn_end)
+    call = ToolCall("caf\ud800", '{"a": "\ud83d"}', "abcde1234")
+    answer = Message("assistant", "", reasoning="\udc00", tool_calls=(call,))
+    result = Message("tool", "\ud83d", tool_call_id="abcde1234", name="caf\ud800")
+    before = [Message("user", "?"), answer]
+    after = Codec(tokenizer).reply(before, [result], chats()["tools"], stop_id=stop)
+    text = tokenizer.backend.decode(list(after), skip_special_tokens=False)
+    assert "\ufffd" in text
+
+
+def test_what_is_nested_too_deep_is_an_error_of_the_template():
+    arguments = '{"a": ' + "[" * 3000 + "]" * 3000 + "}"
+    call = ToolCall("add", arguments, "abcde1234")
+    rows = [Message("user", "?"), Message("assistant", "", tool_calls=(call,))]
+    tokenizer, options = tokenizer_of("qwen3"), chat.with_tools(chats()["tools"])
+    with pytest.raises(TokenizerError, match="nested too deep"):
+        chat.render_text(tokenizer, rows, options)
+    # Where it was said, what follows needs no rendering of it.
+    result = Message("tool", "5", tool_call_id="abcde1234")
+    assert Codec(tokenizer).reply(rows, [result], chats()["tools"], stop_id=None)
 
 
 def test_parallel_calls_of_a_template_that_takes_one_can_be_answered():

@@ -49,6 +49,7 @@ ENDS = {
     "generation_recap": "<|im_end|>",
     "qwen2_5": "<|im_end|>",
     "qwen3": "<|im_end|>",
+    "qwen3_coder": "<|im_end|>",
     "llama2": "</s>",
     "llama3_1": "<|eot_id|>",
     "mistral": "</s>",

@@ -10,9 +10,23 @@ SERVE = [
     Fault(
         "a constraint's second burst sees the state of the first",
         "sampler/scheduler.py",
-        "                sample.constraint.advance(token)\n        sample.own.tokens",
-        "                pass\n        sample.own.tokens",
+        "                sample.constraint.advance(token)\n\n    def release",
+        "                pass\n\n    def release",
         CONSTRAINTS,
+    ),
+    Fault(
+        "a token for a mark in a literal ends the grammar",
+        "serve/grammars/compiler.py",
+        "self._spelled[token] if self._is_spelled(token) else (token,)",
+        "(token,)",
+        "serve/test_grammars.py",
+    ),
+    Fault(
+        "a schema holds for the reasoning that the prompt has begun",
+        "serve/chat.py",
+        "served, fields, thinking=thinking and served.form.thinks",
+        "served, fields",
+        "serve/test_chat.py",
     ),
     Fault(
         "a constrained burst has several steps",

@@ -37,6 +37,27 @@ TOOLS = [
         EPISODES,
     ),
     Fault(
+        "arguments between tags have no types in an episode",
+        "rollout/collector.py",
+        "self.codec.read(prompt, said, flight.task.tools)",
+        "self.codec.read(prompt, said)",
+        EPISODES,
+    ),
+    Fault(
+        "a text of no type of its schema is handed to the tool",
+        "data/replies/tagged.py",
+        '    raise ValueError(f"{text!r} is none',
+        '    return text\n    raise ValueError(f"{text!r} is none',
+        "data/test_replies.py",
+    ),
+    Fault(
+        "a message may be no Unicode",
+        "messages.py",
+        "object.__setattr__(self, name, mended(text))",
+        "pass",
+        ENVIRONMENT,
+    ),
+    Fault(
         "a checkpoint forgets tool calls",
         "messages.py",
         'value.get("tool_calls", ())',

@@ -136,7 +136,11 @@ def test_calls_are_carried_out(with_tools, stopping, monkeypatch):
         Reply("", broken=1),
         Reply("done"),
     ]
-    monkeypatch.setattr(Codec, "read", lambda self, prompt, said: replies.pop(0))
+
+    def read(self, prompt, said, tools):
+        return replies.pop(0)
+
+    monkeypatch.setattr(Codec, "read", read)
     conversation = opened(with_tools, tools=(TABLE,), max_tokens=2, max_turns=4)
     shown = "".join(conversation.say("4821?"))
     assert not replies
@@ -152,7 +156,8 @@ def test_turns_that_only_call_tools_end(with_tools, stopping, monkeypatch):
     from jaxrl_post.data.codec import Codec
     from jaxrl_post.data.replies import Reply
 
-    monkeypatch.setattr(Codec, "read", lambda self, prompt, said: Reply("", broken=1))
+    broken = Reply("", broken=1)
+    monkeypatch.setattr(Codec, "read", lambda self, prompt, said, tools: broken)
     conversation = opened(with_tools, tools=(TABLE,), max_tokens=2, max_turns=2)
     assert "[no more turns: --max-turns]" in "".join(conversation.say("?"))
 

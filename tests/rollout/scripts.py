@@ -36,8 +36,13 @@ class Characters:
         # Samples are in capitals, their text is not.
         return "".join(map(chr, tokens)).lower()
 
-    def read(self, prompt: Sequence[int], said: Sequence[int]) -> Reply:
-        del prompt
+    def read(
+        self,
+        prompt: Sequence[int],
+        said: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Reply:
+        del prompt, tools
         return Reply(self.decode(said))
 
 

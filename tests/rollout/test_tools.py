@@ -12,8 +12,9 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.envs import Message, WorkerPool
+from jaxrl_post.envs import Message, WorkerPool, make
 from jaxrl_post.envs.tasks.lookup import lookup
+from jaxrl_post.envs.tools import Functions, ToolEnvironment
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.tasks import TaskSets, fitting_prompts
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
@@ -85,6 +86,8 @@ def test_calls_results_and_answers_are_the_tokens_of_the_template(
         ['<tool_call>{"name": look}</tool_call>', value],
         [called(key).replace("look", "find"), value],
         ["I look." + called(key) + called(other), value],
+        # Writes half of a surrogate pair, as the name and as an argument.
+        [called("\ud83d") + called(key).replace("look", r"\udc00"), value],
     ]
     sampler = Sampler(tokenizer, scripts)
     codec = Codec(tokenizer)
@@ -93,7 +96,7 @@ def test_calls_results_and_answers_are_the_tokens_of_the_template(
         (group,) = collector.run(sampler, [(3, task)], len(scripts), SAMPLING)
     episodes = group.episodes
     assert [e.error for e in episodes] == [""] * len(scripts)
-    assert [e.reward for e in episodes] == [1.0, 0.0, 1.0, 1.0, 1.0]
+    assert [e.reward for e in episodes] == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     texts = [
         tokenizer.backend.decode(e.tokens.ids.tolist(), skip_special_tokens=False)
         for e in episodes
@@ -108,6 +111,7 @@ def test_calls_results_and_answers_are_the_tokens_of_the_template(
     assert "error: there is no tool 'find'; there are look" in texts[3]
     results = "".join(f"<tool_response>{r}</tool_response>" for r in (other, value))
     assert results in texts[4]
+    assert "error: there is no tool '\ufffd'" in texts[5]
     # Exactly the sampled tokens are trained on, each once.
     for episode, script in zip(episodes, scripts, strict=True):
         expected = [
@@ -133,6 +137,50 @@ def test_calls_results_and_answers_are_the_tokens_of_the_template(
     assert episodes[3].metrics["tools/errors/unknown_tool"] == 1
 
 
+def total(numbers: list[int]) -> int:
+    """Adds numbers."""
+    return sum(numbers)
+
+
+# Qwen3-Coder's way to write a call, in short.
+TAGS = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for key, value in call.function.arguments | items %}"
+    "<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}"
+    "{{ '<|eos|>' if m.role == 'assistant' }}{% endfor %}"
+)
+
+
+@pytest.mark.processes
+def test_the_tools_give_arguments_their_types():
+    environment = ToolEnvironment(make("arithmetic"), (Functions(total),))
+    task = environment.tasks("eval")[0]
+    tokenizer = Tokenizer.train(["1"], chat_template=TAGS)
+    call = (
+        "<tool_call>\n<function=total>\n<parameter=numbers>\n{}\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    scripts = [[call.format(each), task.reference] for each in ("[40, 2]", "40, 2")]
+    sampler = Sampler(tokenizer, scripts)
+    limits = Limits(max_turns=2, max_prompt_tokens=1000)
+    with WorkerPool(environment, 1, deadline_s=60.0) as judges:
+        collector = Collector(Codec(tokenizer), judges, limits, deadline_s=60.0)
+        (group,) = collector.run(sampler, [(3, task)], len(scripts), SAMPLING)
+    read, broken = group.episodes
+    assert [read.error, broken.error] == ["", ""]
+    assert "</tool_call><|eos|>42" in tokenizer.backend.decode(
+        read.tokens.ids.tolist(), skip_special_tokens=False
+    )
+    # The policy is told, and answers.
+    assert "1 of the calls could not be read: a call has" in tokenizer.decode(
+        broken.tokens.ids.tolist()
+    )
+    assert [read.reward, broken.reward] == [1.0, 1.0]
+
+
 def check_marks(episodes):
     """The tokens that samples.jsonl marks as trained on are those of the loss."""
     rows = [conversation(each, trained=is_trained(each)) for each in episodes]
@@ -147,7 +195,7 @@ def check_marks(episodes):
             for mark in [False] * turn["context"] + [turn["trained"]] * turn["sampled"]
         ]
         assert marks == (np.asarray(sequence.loss_mask) > 0).tolist()
-    first, _, broken, unknown, both = (row["turns"] for row in rows)
+    first, _, broken, unknown, both, _ = (row["turns"] for row in rows)
     assert [call["arguments"]["text"] for call in both[0]["calls"]] == [
         '{"key": "5993"}',
         '{"key": "4369"}',

@@ -10,7 +10,7 @@ from scipy.special import log_softmax, softmax
 
 from jaxrl_post.models import forward, logits
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
-from jaxrl_post.sampler.requests import MOST_ALTERNATIVES
+from jaxrl_post.sampler.requests import MOST_ALTERNATIVES, ConstraintError
 from jaxrl_post.sampler.sampling import SamplingArrays, sample
 from jaxrl_post.sharding import create_mesh
 from tests import tiny
@@ -48,6 +48,15 @@ class Alternating:
     def advance(self, token):
         assert token % 2 == len(self.seen) % 2
         self.seen.append(token)
+
+
+class Failing(Alternating):
+    """Cannot tell what may come after the second token."""
+
+    def advance(self, token):
+        super().advance(token)
+        if len(self.seen) == 2:
+            raise ConstraintError("it is too complex")
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +232,20 @@ def test_a_constrained_sample_is_the_same_beside_others(engine, params):
     alone = ids(engine.generate(params, [request(1)])[0])
     others = [request(n, constrained=n % 2 == 0) for n in range(2, 8)]
     assert ids(engine.generate(params, [*others, request(1)])[-1]) == alone
+
+
+def test_a_constraint_that_fails_fails_its_own_sample(engine, params):
+    alone = ids(engine.generate(params, [request(1)])[0])
+    failing = dataclasses.replace(request(2), constrain=Failing)
+    failed, other = engine.generate(params, [failing, request(1)])
+    assert failed.finish_reason == "failed"
+    assert failed.error == (
+        "request 2, sample 0: the constraint failed after token 2: it is too complex"
+    )
+    assert len(failed.tokens) == 2
+    assert ids(other) == alone
+    # Its slot is free again.
+    assert ids(engine.generate(params, [request(1)])[0]) == alone
 
 
 def test_an_interrupted_constrained_sample_goes_on(engine, params):

@@ -117,6 +117,39 @@ def test_a_completion_that_makes_no_sense(url, body, said):
     assert said in refused(post(url, body, "/v1/completions"))
 
 
+HALF = [{"role": "user", "content": "caf\ud83d"}]
+
+
+def deep(levels):
+    arguments = '{"a": ' + "[" * levels + "]" * levels + "}"
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return [*ASK, {"role": "assistant", "tool_calls": [call]}, *ASK]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/chat/completions", {"messages": HALF}, "half of a surrogate pair"),
+        ("/v1/completions", {"prompt": "caf\ud83d"}, "half of a surrogate pair"),
+        ("/tokenize", {"prompt": "caf\ud83d"}, "half of a surrogate pair"),
+        ("/tokenize", {"messages": HALF}, "half of a surrogate pair"),
+        ("/v1/chat/completions", {"messages": deep(3000)}, "nested too deep"),
+        (
+            "/v1/chat/completions",
+            {"messages": ASK, "structured_outputs": {"regex": "\ud83d"}},
+            "regex",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": ASK, "structured_outputs": {"choice": ["\ud83d"]}},
+            "choice",
+        ),
+    ],
+)
+def test_what_is_no_text_is_refused(url, path, body, said):
+    assert said in refused(post(url, body, path))
+
+
 def test_another_model_is_not_here(url):
     message = refused(post(url, {"model": "gpt", "messages": ASK}), 404)
     assert message == "model: there is no 'gpt' here; this server has 'tiny'"

@@ -12,7 +12,13 @@ from scipy.special import log_softmax
 from jaxrl_post.data import chat
 from jaxrl_post.models import forward, logits
 from tests import tiny
-from tests.serve.conftest import CONFIG
+from tests.serve.conftest import (
+    CONFIG,
+    TEMPLATE,
+    listening,
+    make_served,
+    make_tokenizer,
+)
 
 ASK = [{"role": "user", "content": "What is 1+2?"}]
 ADD = {
@@ -205,6 +211,59 @@ def test_a_streamed_call_is_whole(client):
         and calls[0].function.arguments == whole.arguments
     )
     assert reason == "tool_calls"
+
+
+def says(text, **options):
+    """Options with which the model says a text."""
+    return {
+        "tools": [ADD],
+        "max_tokens": 100,
+        "extra_body": {"structured_outputs": {"choice": [text]}},
+    } | options
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_half_of_a_surrogate_pair_in_a_call_is_replaced(client, streamed):
+    said = r'<tool_call>{"name": "f\ud83d", "arguments": {"a": "\ud83d"}}</tool_call>'
+    answer = ask(client, **says(said, stream=streamed))
+    if streamed:
+        found = [e.choices[0].delta.tool_calls for e in answer if e.choices]
+        [call] = [call for calls in found for call in calls or ()]
+    else:
+        [call] = answer.choices[0].message.tool_calls
+    assert call.function.name == "f\ufffd"
+    assert call.function.arguments == '{"a": "\ufffd"}'
+
+
+def test_a_call_whose_arguments_are_no_json_stays_text(client):
+    said = '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'
+    [choice] = ask(client, **says(said)).choices
+    assert choice.message.content == said
+    assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
+
+
+def test_a_schema_holds_for_what_comes_after_the_reasoning():
+    begins = TEMPLATE.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+    )
+    assert begins != TEMPLATE
+    model = make_served(make_tokenizer(begins))
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    with (
+        listening(model) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        options = {"n": 16, "max_tokens": 128, "response_format": form}
+        choices = ask(client, **options).choices
+    assert model.service.close(60)
+    # A model of random numbers may think until its tokens are spent.
+    ended = [each for each in choices if each.finish_reason == "stop"]
+    assert ended
+    for each in choices:
+        message = each.message
+        assert message.reasoning
+        if each in ended:
+            assert set(json.loads(message.content)) == {"colour", "sure"}
 
 
 def test_tools_are_in_the_prompt_and_none_leaves_them_out(client, served):

@@ -210,6 +210,18 @@ def test_tool_calls_are_continued_as_they_were_sampled(agent):
     assert agent.record()["calls"] == {"first": 1, "bridged": 1}
 
 
+def test_an_answer_that_cannot_be_sent_is_not_recorded(tokenizer):
+    # The name of the model is in every answer, and UTF-8 cannot write this one.
+    model = make_served(tokenizer, name="tiny\ud83d")
+    with listening(model) as url:
+        agent = Agent(url)
+        with pytest.raises(openai.InternalServerError):
+            agent.say(ASK, model=None)
+        assert agent.record()["turns"] == []
+        agent.client.close()
+    assert model.service.close(60)
+
+
 def test_other_tools_begin_a_segment(agent):
     first = agent.say(ASK)
     agent.say(ASK, plain(first.choices[0].message), AGAIN, tools=[TOOL])

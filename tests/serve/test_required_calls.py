@@ -1,5 +1,6 @@
 """`tool_choice`: in every format what is required can be written, and is read back."""
 
+import functools
 import json
 
 import httpx
@@ -20,11 +21,43 @@ CALLS = replies.CALLS_BEGIN + replies.CALL_BEGIN
 ENDS = replies.CALL_END + replies.CALLS_END
 SEPARATOR = replies.CALL_SEPARATOR
 HARMONY = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{args}"
+
+
+def text_of(value):
+    """A value between tags."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def qwen_coder(name, args):
+    pairs = "".join(
+        f"<parameter={key}>\n{text_of(value)}\n</parameter>\n"
+        for key, value in json.loads(args).items()
+    )
+    return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
+
+
+def glm(line, name, args):
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key>{line}<arg_value>{text_of(value)}</arg_value>{line}"
+        for key, value in json.loads(args).items()
+    )
+    return f"<tool_call>{name}{line}{pairs}</tool_call>"
+
+
 # By model: what its template writes, and a call of it as it writes it.
 MODELS = {
     "qwen 3": (
         "<tool_call></tool_call></think>",
         '<tool_call>\n{{"name": "{name}", "arguments": {args}}}\n</tool_call>',
+    ),
+    "qwen3-coder": ("<tool_call><function=<parameter=</tool_call>", qwen_coder),
+    "glm 4.5": (
+        "<tool_call><arg_key></tool_call></think>",
+        functools.partial(glm, "\n"),
+    ),
+    "glm 4.7": (
+        "<tool_call></arg_key><arg_value><arg_key></tool_call></think>",
+        functools.partial(glm, ""),
     ),
     "llama 3.1": ("<|python_tag|>", '{{"name": "{name}", "parameters": {args}}}'),
     "llama 3.2": (
@@ -51,7 +84,8 @@ MODELS = {
     "gpt-oss": ("<|channel|>", HARMONY),
 }
 MARKS = [
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]",
+    "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]",
     replies.CALLS_BEGIN, replies.CALLS_END, replies.CALL_BEGIN, replies.CALL_END,
     SEPARATOR, "<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>",
     "<|end|>", "<|constrain|>", "<|call|>", "<|return|>",
@@ -114,7 +148,12 @@ def allowed(constraint):
 
 
 def written(model, name, arguments):
-    return MODELS[model][1].format(name=name, args=arguments)
+    form = MODELS[model][1]
+    return (
+        form(name, arguments)
+        if callable(form)
+        else form.format(name=name, args=arguments)
+    )
 
 
 @pytest.mark.parametrize("marks", [True, False], ids=["tokens", "texts"])
@@ -129,7 +168,7 @@ def test_a_required_call_is_one_of_the_tools(model, marks):
         text = written(model, name, arguments)
         # Nothing but the end comes after it.
         assert walk.after(text) == set(last)
-        [call] = parse(text, form).calls
+        [call] = parse(text, form, schemas=TOOLS).calls
         assert (call.name, json.loads(call.arguments)) == (name, json.loads(arguments))
     for name, arguments in (
         ("add", '{"a": 3}'),
@@ -148,14 +187,14 @@ def test_a_named_call_is_of_this_tool(model):
 
 
 @pytest.mark.parametrize("marks", [True, False], ids=["tokens", "texts"])
-@pytest.mark.parametrize("model", ["qwen 3", "deepseek r1"])
+@pytest.mark.parametrize("model", ["qwen 3", "deepseek r1", "glm 4.5", "glm 4.7"])
 def test_reasoning_that_the_prompt_has_begun_comes_before_the_call(model, marks):
     tokenizer = tokenizer_of(model, marks)
     form, walk = format_of(tokenizer.chat_template), Walk(tokenizer, TOOLS, True)
     call = written(model, "add", '{"a": 1}')
     text = f"Two\nlines.</think>\n\n{call}"
     assert walk.after(text) == set(tokenizer.stop_ids)
-    reply = parse(text, form, thinking=True)
+    reply = parse(text, form, thinking=True, schemas=TOOLS)
     assert (reply.reasoning, len(reply.calls)) == ("Two\nlines.", 1)
     # After the thoughts there is a call.
     assert walk.after("Two.</think>\n\nNo") is None
@@ -170,6 +209,75 @@ def test_gpt_oss_may_think_in_its_channel_first():
     reply = parse(text, format_of(tokenizer.chat_template))
     assert (reply.reasoning, len(reply.calls)) == ("Two\nlines.", 1)
     assert walk.after("<|channel|>final") is None
+
+
+# What the arguments of the formats with tags may be: name, schema, and whether a text
+# of a value is allowed.
+VALUES = {
+    "a text": (
+        {"type": "string"},
+        {"1": True, "two\nlines ": True, '"<b>"': True, "": True},
+    ),
+    "a choice": ({"enum": ["x", "<y>"]}, {"x": True, "<y>": True, "z": False}),
+    "a number": ({"type": "integer"}, {"12": True, "1.5": False, "x": False}),
+    "a number or nothing": (
+        {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        {"12": True, "null": True, "x": False},
+    ),
+    "a reference": (
+        {"$ref": "#/$defs/Point"},
+        {'{"x": 1}': True, '{"y": 1}': False, "x": False},
+    ),
+    "a list": ({"type": "array", "items": {"type": "boolean"}}, {"[true]": True}),
+}
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+POINT = {**POINT, "additionalProperties": False}
+
+
+@pytest.mark.parametrize("marks", [True, False], ids=["tokens", "texts"])
+@pytest.mark.parametrize("model", ["qwen3-coder", "glm 4.5"])
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_between_tags_have_the_types_of_the_schema(model, kind, marks):
+    schema, texts = VALUES[kind]
+    tools = {
+        "f": {
+            "type": "object",
+            "properties": {"a": schema, "b": {"type": "string"}},
+            "required": ["a"],
+            "$defs": {"Point": POINT},
+        }
+    }
+    tokenizer = tokenizer_of(model, marks)
+    walk, form = Walk(tokenizer, tools), format_of(tokenizer.chat_template)
+    for text, fits in texts.items():
+        for more in ({}, {"b": "3"}):
+            said = written(model, "f", json.dumps({"a": text, **more}))
+            if not fits:
+                assert walk.after(said) is None, text
+                continue
+            assert walk.after(said) == set(tokenizer.stop_ids), text
+            [call] = parse(said, form, schemas=tools).calls
+            read = json.loads(call.arguments)
+            assert text_of(read.pop("a")) == text
+            assert read == more
+
+
+@pytest.mark.parametrize("model", ["qwen3-coder", "glm 4.5"])
+def test_arguments_that_no_schema_names_are_texts(model):
+    tokenizer = tokenizer_of(model, True)
+    free, none = (
+        Walk(tokenizer, {"f": {}}),
+        Walk(tokenizer, {"f": {"properties": {}, "additionalProperties": False}}),
+    )
+    for arguments, allowed_by in (
+        ("{}", (free, none)),
+        ('{"a": "x", "b_1": "3"}', (free,)),
+    ):
+        said = written(model, "f", arguments)
+        for walk in (free, none):
+            assert (walk.after(said) is not None) == (walk in allowed_by)
+        [call] = parse(said, format_of(tokenizer.chat_template)).calls
+        assert json.loads(call.arguments) == json.loads(arguments)
 
 
 @pytest.mark.parametrize("name", ["a b", "a<b", "a\nb", "a[b"])

@@ -192,8 +192,8 @@ class ToolSession:
             self._counts["broken"] += turn.broken_calls
             self._errors["unreadable"] += turn.broken_calls
             told = (
-                f"{turn.broken_calls} of the calls could not be read: a call is a JSON "
-                "object with a name and an object of arguments"
+                f"{turn.broken_calls} of the calls could not be read: a call has a "
+                "name and arguments of the tool's types, in the form of this chat"
             )
             messages = (*messages, Message("user", told))
         self._conversation = (*self._conversation, *messages)

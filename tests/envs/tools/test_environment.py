@@ -15,6 +15,7 @@ from jaxrl_post.envs.tools import (
     ToolError,
     make_toolset,
 )
+from jaxrl_post.envs.workers.wire import decode_step, encode_step
 from tests.envs.sandbox import available
 
 
@@ -31,6 +32,16 @@ def fail() -> str:
 def long() -> str:
     """Says much."""
     return "x" * 100_000
+
+
+def echo(text: str) -> str:
+    """Says it again."""
+    return text
+
+
+def parts(text: str) -> list[str]:
+    """Raises what it heard."""
+    raise KeyError(f"{text}?")
 
 
 FUNCTIONS = [add, fail, long]
@@ -131,14 +142,29 @@ def test_what_cannot_be_read_is_answered():
     assert step.messages == (
         Message(
             "user",
-            "2 of the calls could not be read: a call is a JSON object with a name and "
-            "an object of arguments",
+            "2 of the calls could not be read: a call has a name and arguments of the "
+            "tool's types, in the form of this chat",
         ),
     )
     both = session.step(calls(("add", {"a": 1, "b": 1}), broken=1))
     assert [message.role for message in both.messages] == ["tool", "user"]
     assert both.metrics["tools/broken"] == 3
     assert errors_of(both) == {"unreadable": 3}
+
+
+def test_half_of_a_surrogate_pair_is_no_text_of_a_result():
+    # JSON can write it, no tokenizer can read it.
+    answer = calls(("echo", {"text": "\ud83d"}), ("parts", {"text": "\udc00"}))
+    environment = ToolEnvironment(Sums(), (Functions(echo, parts),))
+    task = environment.tasks("train")[0]
+    step = environment.open(task).step(answer)
+    assert [message.content for message in step.messages] == [
+        "\ufffd",
+        r"error: KeyError: '\udc00?'",
+    ]
+    # The same in a new session, by which it is known as the same.
+    assert environment.open(task).step(answer).messages == step.messages
+    assert decode_step(encode_step(step)).messages == step.messages
 
 
 def test_a_turn_that_was_cut_is_judged():

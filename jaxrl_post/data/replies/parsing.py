@@ -1,46 +1,31 @@
-r"""Reads what a model said: its reasoning, its answer, and its tool calls.
-
-Families write tool calls in formats of their own. The format of a model is known by its
-chat template, which writes earlier calls in it:
-
-- hermes (Qwen 2.5, Qwen 3, Hermes):
-  `<tool_call>{"name": .., "arguments": {..}}</tool_call>`;
-- llama (Llama 3.1 to 3.3): `{"name": .., "parameters": {..}}`, perhaps after
-  `<|python_tag|>`;
-- mistral: `[TOOL_CALLS][{"name": .., "arguments": {..}}]`, or
-  `[TOOL_CALLS]name[ARGS]{..}`;
-- deepseek (V3, R1): name and JSON between marks that begin and end a call;
-- harmony (GPT-OSS): `<|channel|>commentary to=functions.NAME <|message|>{..}<|call|>`.
-
-Text that looks like a call and is none, such as broken JSON, stays in the answer, and
-is counted, so that nothing is lost and the model can be told.
-"""
+"""Takes a reply apart, in the format of its family."""
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+from jaxrl_post.data.replies import tagged
+from jaxrl_post.data.replies.calls import Schemas, loads, made, named
+from jaxrl_post.data.replies.formats import (
+    CALL_BEGIN,
+    CALL_END,
+    CALL_SEPARATOR,
+    CALLS_BEGIN,
+    CALLS_END,
+    HARMONY_MARKS,
+    THINK,
+    THOUGHT,
+    Format,
+    FormatName,
+)
 from jaxrl_post.messages import ToolCall
 
-__all__ = ["FORMATS", "Format", "FormatName", "Reply", "format_of", "parse"]
+__all__ = ["Reply", "parse"]
 
-type FormatName = Literal["hermes", "llama", "mistral", "deepseek", "harmony"]
-
-THINK, THOUGHT = "<think>", "</think>"
-
-
-def _deepseek_mark(name: str) -> str:
-    """A special token of DeepSeek, with a wide bar and low lines for spaces."""
-    return f"<\uff5c{name.replace(' ', chr(0x2581))}\uff5c>"
-
-
-CALLS_BEGIN = _deepseek_mark("tool calls begin")
-CALLS_END = _deepseek_mark("tool calls end")
-CALL_BEGIN = _deepseek_mark("tool call begin")
-CALL_END = _deepseek_mark("tool call end")
-CALL_SEPARATOR = _deepseek_mark("tool sep")
+UNTYPED: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -68,57 +53,13 @@ class _Calls(NamedTuple):
     broken: int
 
 
-@dataclass(frozen=True)
-class Format:
-    """How a family writes what is not its answer.
-
-    Attributes:
-        name: of the format of tool calls; None if the template has no known one.
-        thinks: whether reasoning stands between <think> and </think>.
-    """
-
-    name: FormatName | None = None
-    thinks: bool = False
-
-    @property
-    def openings(self) -> tuple[str, ...]:
-        """Marks that begin what is not the answer."""
-        marks = FORMATS[self.name][0] if self.name else ()
-        return (*marks, THINK, THOUGHT) if self.thinks else marks
-
-
-def format_of(template: str | None) -> Format:
-    """The format of the model with this chat template.
-
-    >>> format_of("{{ '<tool_call>' }}").name, format_of("{{ messages }}").name
-    ('hermes', None)
-    """
-    if template is None:
-        return Format()
-    thinks = THOUGHT in template
-    if "<|channel|>" in template:
-        return Format("harmony")
-    marks: tuple[tuple[FormatName, str], ...] = (
-        ("deepseek", CALL_BEGIN),
-        ("mistral", "[TOOL_CALLS]"),
-        ("hermes", "<tool_call>"),
-        ("llama", "<|python_tag|>"),
-    )
-    for name, mark in marks:
-        if mark in template:
-            return Format(name, thinks)
-    if "<|start_header_id|>" in template and "ipython" in template:
-        # Llama 3.2, which has no mark of its own for calls.
-        return Format("llama", thinks)
-    return Format(None, thinks)
-
-
 def parse(
     text: str,
     form: Format,
     *,
     thinking: bool = False,
     tools: bool = True,
+    schemas: Schemas = UNTYPED,
     finished: bool = True,
 ) -> Reply:
     r"""Takes a reply apart.
@@ -128,6 +69,8 @@ def parse(
         form: the model's format.
         thinking: whether the prompt ends inside the reasoning, after <think>.
         tools: whether to read tool calls; without, they stay in the content.
+        schemas: of the tools' arguments, by name, where a format writes arguments
+            without their types.
         finished: whether the text is whole. If not, the end of the text that may be the
             beginning of a mark is left out, and so is a call that is not complete; the
             parts of a longer text then begin with those of a shorter one.
@@ -155,7 +98,7 @@ def parse(
             text = text.lstrip("\n")
     if not tools or form.name is None:
         return Reply(text, reasoning)
-    content, calls, broken = FORMATS[form.name][1](text, finished)
+    content, calls, broken = READERS[form.name](text, finished, schemas)
     return Reply(content, reasoning, calls, broken)
 
 
@@ -168,32 +111,6 @@ def _without_begun(text: str, marks: Sequence[str]) -> str:
     return text
 
 
-def _call(value: Any) -> ToolCall | None:
-    """A call from a JSON value with a name and arguments; None if it is none."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        # Some models write the object as text.
-        arguments = _loads(arguments)
-    if not value["name"] or not isinstance(arguments, dict):
-        return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
-
-
-def _named(name: str, arguments: str) -> ToolCall | None:
-    """A call from a name and the text of its arguments; None if it is none."""
-    return _call({"name": name.strip(), "arguments": _loads(arguments)})
-
-
-def _loads(text: str) -> Any:
-    """The JSON value of a text; None if it has none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _between(
     text: str,
     finished: bool,
@@ -201,6 +118,8 @@ def _between(
     closing: str,
     read: Callable[[str], ToolCall | None],
     noise: tuple[str, ...] = (),
+    *,
+    closed: bool = False,
 ) -> _Calls:
     """Calls that stand between two marks, one call each.
 
@@ -211,6 +130,8 @@ def _between(
         closing: mark after a call.
         read: makes a call of the text between.
         noise: marks around all calls.
+        closed: whether a call must have its closing mark, because nothing else shows
+            that it is whole.
     """
     content, calls, broken = "", [], 0
     while True:
@@ -221,7 +142,7 @@ def _between(
         inside, end, after = rest.partition(closing)
         if not end and not finished:
             break
-        call = read(inside)
+        call = None if closed and not end else read(inside)
         if call is None:
             broken += 1
             content += opening + inside + end
@@ -235,14 +156,31 @@ def _between(
     return _Calls(content.rstrip("\n") if calls else content, tuple(calls), broken)
 
 
-def _hermes(text: str, finished: bool) -> _Calls:
+def _hermes(text: str, finished: bool, schemas: Schemas) -> _Calls:
+    del schemas
+
     def read(inside: str) -> ToolCall | None:
-        return _call(_loads(inside.strip()))
+        return made(loads(inside.strip()))
 
     return _between(text, finished, "<tool_call>", "</tool_call>", read)
 
 
-def _llama(text: str, finished: bool) -> _Calls:
+def _qwen_coder(text: str, finished: bool, schemas: Schemas) -> _Calls:
+    def read(inside: str) -> ToolCall | None:
+        return tagged.qwen_coder(inside, schemas)
+
+    return _between(text, finished, "<tool_call>", "</tool_call>", read)
+
+
+def _glm(text: str, finished: bool, schemas: Schemas) -> _Calls:
+    def read(inside: str) -> ToolCall | None:
+        return tagged.glm(inside, schemas)
+
+    return _between(text, finished, "<tool_call>", "</tool_call>", read, closed=True)
+
+
+def _llama(text: str, finished: bool, schemas: Schemas) -> _Calls:
+    del schemas
     body = text.removeprefix("<|python_tag|>").strip()
     if not finished and (body.startswith("{") or body != text.strip()):
         # Whether such a text is a call shows at its end.
@@ -255,16 +193,20 @@ def _llama(text: str, finished: bool) -> _Calls:
             value, end = decoder.raw_decode(body)
         except (ValueError, RecursionError):
             return _Calls(text, (), 1)
-        call = _call(value)
+        call = made(value)
         if call is None:
             # An answer in JSON is no call.
-            return _Calls(text, (), 1 if isinstance(value, dict) and calls else 0)
+            broken = isinstance(value, dict) and (
+                bool(calls) or ("name" in value and "parameters" in value)
+            )
+            return _Calls(text, (), int(broken))
         calls.append(call)
         body = body[end:].lstrip(" \n;")
     return _Calls("", tuple(calls), 0)
 
 
-def _mistral(text: str, finished: bool) -> _Calls:
+def _mistral(text: str, finished: bool, schemas: Schemas) -> _Calls:
+    del schemas
     mark = "[TOOL_CALLS]"
     content, found, rest = text.partition(mark)
     if not found:
@@ -273,24 +215,26 @@ def _mistral(text: str, finished: bool) -> _Calls:
         return _Calls(content, (), 0)
     if "[ARGS]" in rest:
         parts = [part.partition("[ARGS]") for part in rest.split(mark)]
-        calls = [_named(re.sub(r"\[CALL_ID\].*", "", p[0]), p[2]) for p in parts]
+        calls = [named(re.sub(r"\[CALL_ID\].*", "", p[0]), p[2]) for p in parts]
     else:
-        values = _loads(rest.strip())
-        calls = [_call(value) for value in values] if isinstance(values, list) else []
+        values = loads(rest.strip())
+        calls = [made(value) for value in values] if isinstance(values, list) else []
     read = tuple(call for call in calls if call is not None)
     if not read or len(read) < len(calls):
         return _Calls(text, (), max(1, len(calls) - len(read)))
     return _Calls(content, read, 0)
 
 
-def _deepseek(text: str, finished: bool) -> _Calls:
+def _deepseek(text: str, finished: bool, schemas: Schemas) -> _Calls:
+    del schemas
+
     def read(inside: str) -> ToolCall | None:
         kind, _, rest = inside.partition(CALL_SEPARATOR)
         if rest.lstrip().startswith("{"):
-            return _named(kind, rest)
+            return named(kind, rest)
         name, _, body = rest.partition("\n")
         fenced = re.fullmatch(r"\s*```(?:json)?\n(.*?)\n?```\s*", body, re.DOTALL)
-        return None if fenced is None else _named(name, fenced[1])
+        return None if fenced is None else named(name, fenced[1])
 
     return _between(
         text,
@@ -302,7 +246,6 @@ def _deepseek(text: str, finished: bool) -> _Calls:
     )
 
 
-HARMONY_MARKS = ("<|channel|>", "<|start|>", "<|message|>", "<|end|>", "<|call|>")
 HARMONY_MESSAGE = re.compile(
     r"(?:<\|start\|>assistant)?(?P<to> to=\S+?)?<\|channel\|>(?P<head>[^<]*)"
     r"(?:<\|constrain\|>[^<]*)?<\|message\|>(?P<body>.*?)"
@@ -322,7 +265,7 @@ def _harmony(text: str, *, tools: bool, finished: bool) -> Reply:
         if target is not None:
             if not tools or (not finished and not message["end"]):
                 continue
-            call = _named(target[1].removeprefix("functions."), message["body"])
+            call = named(target[1].removeprefix("functions."), message["body"])
             if call is None:
                 broken += 1
                 content += message[0]
@@ -339,11 +282,12 @@ def _harmony(text: str, *, tools: bool, finished: bool) -> Reply:
     return Reply(content, reasoning, tuple(calls), broken)
 
 
-# Marks that begin calls, and how to read them.
-FORMATS: dict[str, tuple[tuple[str, ...], Callable[[str, bool], _Calls]]] = {
-    "hermes": (("<tool_call>",), _hermes),
-    "llama": (("<|python_tag|>",), _llama),
-    "mistral": (("[TOOL_CALLS]",), _mistral),
-    "deepseek": ((CALLS_BEGIN, CALL_BEGIN, CALLS_END), _deepseek),
-    "harmony": (HARMONY_MARKS, lambda text, finished: _Calls(text, (), 0)),
+# How to read calls. Those of GPT-OSS are messages of their own; see `_harmony`.
+READERS: Mapping[FormatName, Callable[[str, bool, Schemas], _Calls]] = {
+    "hermes": _hermes,
+    "qwen_coder": _qwen_coder,
+    "glm": _glm,
+    "llama": _llama,
+    "mistral": _mistral,
+    "deepseek": _deepseek,
 }

@@ -15,10 +15,18 @@ from jaxrl_post.data.replies import (
     Format,
     FormatName,
 )
+from jaxrl_post.serve.grammars.tagged import (
+    glm_tags,
+    qwen_coder_tags,
+    tagged_calls,
+)
 
-__all__ = ["call_grammar"]
+__all__ = ["after_thoughts", "call_grammar"]
 
 type Schemas = Mapping[str, Mapping[str, Any]]
+
+# What families write between the reasoning and what follows it.
+GAP = r'gap: ("\n" "\n"?)?'
 
 
 def call_grammar(
@@ -55,6 +63,13 @@ def call_grammar(
         case "hermes":
             parts = [mark("<tool_call>"), r'"\n" call "\n"', mark("</tool_call>")]
             rules += _objects(tools, "arguments")
+        case "qwen_coder":
+            parts = [mark("<tool_call>"), r'"\n" call', mark("</tool_call>")]
+            rules += tagged_calls(tools, qwen_coder_tags())
+        case "glm":
+            # A line break comes before it in some versions.
+            parts = [r'"\n"?', mark("<tool_call>"), "call", mark("</tool_call>")]
+            rules += tagged_calls(tools, glm_tags(template, mark))
         case "llama":
             parts = ["call"]
             rules += _objects(tools, "parameters")
@@ -89,9 +104,24 @@ def call_grammar(
                 '"auto"'
             )
     if thinking and form.thinks:
-        parts = ["thoughts", r'"\n\n"', *parts]
-        rules += _thoughts(THOUGHT, mark)
+        parts = ["thoughts", "gap", *parts]
+        rules += [*_thoughts(THOUGHT, mark), GAP]
     return "\n".join([f"start: {' '.join(parts)}", *rules])
+
+
+def after_thoughts(grammar: str, mark: Callable[[str], str]) -> str:
+    """A grammar of an answer that comes after the rest of the reasoning.
+
+    Args:
+        grammar: of the answer, in Lark or as llguidance compiles it.
+        mark: as of `call_grammar`.
+    """
+    parts: list[dict[str, Any]] = [{"lark_grammar": grammar}]
+    if grammar.startswith("{"):
+        parts = json.loads(grammar)["grammars"]
+    parts[0]["name"] = "answer"
+    rules = ["start: thoughts gap @answer", *_thoughts(THOUGHT, mark), GAP]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *parts]})
 
 
 def _thoughts(end: str, mark: Callable[[str], str]) -> list[str]:
