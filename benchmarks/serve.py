@@ -119,7 +119,7 @@ def started(options: Options) -> tuple[subprocess.Popen[str], str]:
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "launch.serve", f"--model={options.model}"),
-            *("--port=0", "--max-prompt-tokens=32", f"--max-tokens={options.tokens}"),
+            *("--port=0", f"--max-model-len={32 + options.tokens}"),
             f"--num-slots={options.slots}",
         ],
         stdout=subprocess.PIPE,

@@ -39,13 +39,18 @@ class ServeConfig:
         sampling_defaults: for the sampling parameters that a request leaves out.
             "neutral": temperature 1, no cuts; "model": those of the checkpoint's
             generation_config.json.
-        max_prompt_tokens: most tokens of a prompt; 0 for half of the model's context,
-            at most 1024.
-        max_tokens: most tokens of a completion; 0 as above.
+        max_model_len: most tokens of a prompt and its completion together; 0 for the
+            model's context, or for what the cache holds if that is less.
+        max_tokens: of a completion whose request does not say how many, at most; 0 for
+            half of `max_model_len`, at most 1024. A sample starts when the cache has
+            room for all that it may become, so more lets fewer samples run at once.
+        cache_tokens: tokens, over all devices, whose keys and values the sampler holds;
+            0 for 2048 for each slot, or for the model's context if that is less.
         num_slots: number of samples that decode at once.
         max_samples: most samples that wait or run; further requests are answered with
             429.
-        max_episodes: most episodes of agents that are kept, open or ended.
+        max_episodes: most episodes of agents that are kept, open or ended; a further
+            one takes the place of the oldest that has ended.
         episode_deadline_s: seconds after which an episode ends by itself.
         max_body_mib: most MiB of a request's body.
         timeout_s: most seconds for an answer, its time in the queue included.
@@ -64,8 +69,9 @@ class ServeConfig:
     port: Annotated[int, Range(0, 65535)] = 8000
     api_key_file: str | None = None
     sampling_defaults: Literal["neutral", "model"] = "neutral"
-    max_prompt_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    max_model_len: Annotated[int, NOT_NEGATIVE] = 0
     max_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    cache_tokens: Annotated[int, NOT_NEGATIVE] = 0
     num_slots: Annotated[int, COUNT] = 64
     max_samples: Annotated[int, COUNT] = 4096
     max_episodes: Annotated[int, COUNT] = 4096
@@ -88,6 +94,11 @@ def check_server(config: ServeConfig) -> None:
     check_numbers(config)
     read_mesh(config.mesh)
     check_paths(config)
+    if config.max_model_len == 1:
+        raise ConfigError(
+            "--max-model-len: must be at least 2, for a token of a prompt and one of "
+            "its completion, or 0 for the model's context; got 1"
+        )
     key = config.api_key_file
     if key is not None and not Path(key).is_file():
         raise ConfigError(f"--api-key-file: there is no file {key}")

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -98,6 +98,7 @@ def render(
     options: Options = Options(),
     *,
     continue_final: bool = False,
+    check: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, ...]:
     """Token ids of a conversation, up to the start of the assistant's answer.
 
@@ -110,6 +111,7 @@ def render(
         messages: the conversation so far, at least one message.
         options: inputs of the template.
         continue_final: leaves the last message open, to be continued.
+        check: called with the text before it is tokenised; may refuse it by raising.
 
     Raises:
         TokenizerError: the template fails.
@@ -125,6 +127,7 @@ def render(
             text += _content(message)
             if message["role"] == "assistant" and number < len(messages):
                 text += tokenizer.eos_token
+        check(text)
         return tokenizer.encode(text, special=True)
     text = render_text(
         tokenizer,
@@ -133,6 +136,7 @@ def render(
         prompt=not continue_final,
         continue_final=continue_final,
     )
+    check(text)
     # The template writes BOS itself.
     return tokenizer.encode(text)
 

@@ -8,6 +8,7 @@ from jaxrl_post.config.checks import REWARD_A_TURN
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.data.lengths import Lengths
 from jaxrl_post.data.tools import expresses_tools, form_of
 from jaxrl_post.envs import AgentEnvironment, Environment, NeedsTurns, WorkerPool
 from jaxrl_post.learner.model import Model
@@ -116,11 +117,13 @@ def agent_collector(
         grammars=Grammars(tokenizer, model.config.vocab_size),
         form=form_of(tokenizer),
         name="policy",
+        max_model_len=rollout.max_prompt_tokens + rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_tokens=rollout.max_tokens,
         defaults=SamplingParams(),
         timeout_s=ANSWER_S,
         tools=expresses_tools(tokenizer),
+        lengths=Lengths.of(tokenizer),
     )
     with contextlib.ExitStack() as stack:
         try:

@@ -16,15 +16,18 @@ from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.serve import ServeConfig, check_server
 from jaxrl_post.data.generation import read_generation_defaults
+from jaxrl_post.data.lengths import Lengths
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.tools import expresses_tools, form_of
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
-from jaxrl_post.learner.model import Model, check_sample, context_of, open_model
+from jaxrl_post.learner.model import Model, check_context, context_of, open_model
 from jaxrl_post.programs.evaluate import refuse_runs
 from jaxrl_post.programs.hub import fetch
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sampler.sizes import PAGE, pages_for
+from jaxrl_post.sharding import split_size
 
 try:
     import uvicorn
@@ -45,8 +48,12 @@ __all__ = ["open_service", "run_server", "served_model"]
 
 # Stop tokens that a request may name beside the model's own.
 REQUEST_STOP_IDS = 8
-# Most tokens of a prompt, and of a completion, by default.
+# Most tokens of a completion whose request does not say how many, by default.
 MOST_TOKENS = 1024
+# Most tokens of the cache for each slot, by default.
+SLOT_TOKENS = 2048
+# A prompt and a completion may leave a page each partly filled.
+PARTLY = 2
 # Seconds for what the device is computing when the server ends.
 LAST_BURST_S = 60.0
 # Connections that wait to be accepted.
@@ -83,7 +90,10 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
             seed=config.seed,
             make_tokenizer=make_tokenizer,
         )
-        config = _sized(config, context_of(model.config))
+        check_context(model.config, config.max_model_len, "--max-model-len")
+        rules = model.rules.with_context_as_batch()
+        split = split_size("batch", model.mesh, rules) if model.mesh else 1
+        config = _sized(config, context_of(model.config), split)
         console.print(f"compiling the sampler of {config.model}", markup=False)
         service = open_service(config, model)
         try:
@@ -106,12 +116,34 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
         console.print("ended" if ended else "ended; the device still computes")
 
 
-def _sized(config: ServeConfig, context: int) -> ServeConfig:
-    """The options, with sizes that fit into the model's context."""
-    half = min(context // 2, MOST_TOKENS)
-    sampled = config.max_tokens or max(1, min(half, context - config.max_prompt_tokens))
-    prompt = config.max_prompt_tokens or max(1, min(half, context - sampled))
-    return dataclasses.replace(config, max_prompt_tokens=prompt, max_tokens=sampled)
+def _sized(config: ServeConfig, context: int, split: int) -> ServeConfig:
+    """The options, with sizes that fit the model and each other.
+
+    Args:
+        config: the options.
+        context: tokens of the model's longest sequence.
+        split: parts of the mesh, each with a cache of its own.
+
+    Raises:
+        ConfigError: a part of the cache does not hold two tokens.
+    """
+    longest, cache = config.max_model_len, config.cache_tokens
+    if not cache:
+        each = min(longest or context, SLOT_TOKENS) + PARTLY * PAGE
+        cache = config.num_slots * each
+        if longest:
+            cache = max(cache, split * PAGE * (pages_for(longest) + PARTLY))
+    if not longest:
+        longest = min(context, PAGE * (pages_for(cache) // split - PARTLY))
+        if longest < 2:
+            raise ConfigError(
+                f"--cache-tokens: must be at least {split * PAGE * (PARTLY + 1)}, for "
+                f"a sample in each of {split} parts; got {cache}"
+            )
+    sampled = config.max_tokens or max(1, min(longest // 2, MOST_TOKENS))
+    return dataclasses.replace(
+        config, max_model_len=longest, cache_tokens=cache, max_tokens=sampled
+    )
 
 
 def open_service(config: ServeConfig, model: Model) -> Service:
@@ -124,17 +156,14 @@ def open_service(config: ServeConfig, model: Model) -> Service:
     Raises:
         ValueError: the sizes do not fit the model.
     """
-    check_sample(
-        model.config,
-        config.max_prompt_tokens,
-        config.max_tokens,
-        "--max-tokens",
-        "--max-prompt-tokens",
-    )
+    # A prompt leaves room for a token, and a completion follows one.
+    most = config.max_model_len - 1
     sizes = EngineConfig(
         num_slots=config.num_slots,
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_tokens=config.max_tokens,
+        max_prompt_tokens=most,
+        max_tokens=most,
+        context_tokens=config.max_model_len,
+        cache_tokens=config.cache_tokens,
         max_stop_ids=len(model.tokenizer.stop_ids) + REQUEST_STOP_IDS,
     )
     engine = Engine(
@@ -189,11 +218,12 @@ def served_model(config: ServeConfig, model: Model, service: Service) -> Served:
         grammars=Grammars(tokenizer, model.config.vocab_size),
         form=form_of(tokenizer),
         name=config.name or _name(config.model),
-        max_prompt_tokens=config.max_prompt_tokens,
+        max_model_len=config.max_model_len,
         max_tokens=config.max_tokens,
         defaults=defaults,
         timeout_s=config.timeout_s,
         tools=expresses_tools(tokenizer),
+        lengths=Lengths.of(tokenizer),
     )
 
 

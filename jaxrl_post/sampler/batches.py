@@ -127,7 +127,7 @@ def rows(
             noise_id = request.noise_id
             made.prompt_ids[row] = request.prompt_id if noise_id is None else noise_id
             made.sample_indices[row] = sample.sample_index
-            made.sampling.temperature[row] = sampling.temperature
+            made.sampling.temperature[row] = sampling.divisor
             made.sampling.top_k[row] = sampling.top_k
             made.sampling.top_p[row] = sampling.top_p
             made.sampling.min_p[row] = sampling.min_p

@@ -198,17 +198,26 @@ class Engine:
                 f"{where}: max_tokens must be at most the engine's {sizes.max_tokens}; "
                 f"got {sampling.max_tokens}{beside}"
             )
+        longest = len(request.prompt) + sampling.max_tokens
+        if longest > sizes.max_length:
+            raise ValueError(
+                f"{where}: a sample must have at most {sizes.max_length} tokens "
+                f"(context_tokens); got a prompt of {len(request.prompt)} and "
+                f"max_tokens {sampling.max_tokens}, which is {longest}"
+            )
         if len(sampling.stop_ids) > sizes.max_stop_ids:
             raise ValueError(
                 f"{where}: at most {sizes.max_stop_ids} stop ids (max_stop_ids); "
                 f"got {len(sampling.stop_ids)}"
             )
-        bad = [t for t in request.prompt if not 0 <= t < self.config.vocab_size]
-        if bad:
-            raise ValueError(
-                f"{where}: token ids must lie in 0..{self.config.vocab_size - 1}; "
-                f"got {bad[0]}. Is this the model's tokenizer?"
-            )
+        vocab = self.config.vocab_size
+        for what, ids in (("token", request.prompt), ("stop", sampling.stop_ids)):
+            bad = [t for t in ids if not 0 <= t < vocab]
+            if bad:
+                raise ValueError(
+                    f"{where}: {what} ids must lie in 0..{vocab - 1}; got {bad[0]}. Is "
+                    "this the model's tokenizer?"
+                )
         if sampling.stop_strings and self._detokenize is None:
             raise ValueError(f"{where}: stop_strings need an Engine with detokenize")
 

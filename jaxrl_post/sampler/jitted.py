@@ -72,15 +72,18 @@ class DeviceFunctions:
                 (sizes.num_slots,), ("batch",), self.mesh, self.rules, name="num_slots"
             )
         sizes.num_pages(self.split)
+        names = "max_prompt_tokens + max_tokens"
+        if sizes.max_length == sizes.context_tokens:
+            names = "context_tokens"
         if sizes.max_length > config.max_length:
             raise ValueError(
-                f"Engine: max_prompt_tokens + max_tokens is {sizes.max_length}, longer "
+                f"Engine: {names} is {sizes.max_length}, longer "
                 f"than the model's context of {config.max_length}; lower one of them"
             )
         limit = config.rotation_limit
         if limit is not None and sizes.max_length > limit:
             raise ValueError(
-                f"Engine: max_prompt_tokens + max_tokens is {sizes.max_length}, longer "
+                f"Engine: {names} is {sizes.max_length}, longer "
                 f"than {limit}, where the model's rope_scaling begins to rotate a "
                 "sequence by its own length: keys in the cache would be of another "
                 "rotation than the queries; lower one of them"

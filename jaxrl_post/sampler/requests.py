@@ -30,6 +30,13 @@ MOST_ALTERNATIVES = 20
 # finite, or the constraint could not go on.
 FinishReason = Literal["stop", "stop_string", "length", "cancelled", "failed"]
 
+# Below it a temperature is greedy. Log-probs are differences of logits / temperature in
+# float32: at 1e-6 a logit of 30 is rounded by two nats, and at 1e-8 weights overflow.
+LEAST_TEMPERATURE = 1e-5
+# What the device's arrays of float32 and int32 hold.
+MOST_FLOAT = 3.4e38
+MOST_INT = 2**31 - 1
+
 # (prompt id, sample index).
 type SampleId = tuple[int, int]
 
@@ -98,8 +105,9 @@ class SamplingParams:
     each of them applied to the same distribution.
 
     Attributes:
-        temperature: >= 0; 0 is greedy, with log-probs at temperature 1.
-        top_k: keep the k most probable tokens; 0 keeps all.
+        temperature: in [0, 3.4e38]; 0 is greedy, with log-probs at temperature 1, and
+            so is what is below 1e-5.
+        top_k: keep the k most probable tokens; 0 keeps all; below 2**31.
         top_p: keep the smallest set of most probable tokens whose mass reaches `top_p`;
             in (0, 1].
         min_p: keep tokens with at least `min_p` times the top token's probability;
@@ -121,8 +129,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         ranges = {
-            "temperature": (self.temperature >= 0, ">= 0"),
-            "top_k": (self.top_k >= 0, ">= 0 (0 keeps all)"),
+            "temperature": (0 <= self.temperature <= MOST_FLOAT, "in [0, 3.4e38]"),
+            "top_k": (0 <= self.top_k <= MOST_INT, "in [0, 2**31) (0 keeps all)"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
             "max_tokens": (self.max_tokens >= 1, ">= 1"),
@@ -134,6 +142,15 @@ class SamplingParams:
                     f"SamplingParams: {name} must be {constraint}; "
                     f"got {getattr(self, name)!r}"
                 )
+
+    @property
+    def divisor(self) -> float:
+        """The temperature as the device has it: 0 for what is greedy.
+
+        >>> SamplingParams(0.5).divisor, SamplingParams(1e-6).divisor
+        (0.5, 0.0)
+        """
+        return self.temperature if self.temperature >= LEAST_TEMPERATURE else 0.0
 
     @property
     def truncates(self) -> bool:
@@ -151,7 +168,7 @@ class Request:
             With the sample index it names a sample.
         prompt: token ids, at least one.
         num_samples: number of samples, at least one.
-        first_sample: index of the first sample; in [0, 2**32).
+        first_sample: index of the first sample; all indices lie in [0, 2**32).
         sampling: how to sample tokens.
         num_sampled: number of tokens at the end of `prompt` that a cancelled request
             has sampled, if this request continues it. They count as sampled tokens in
@@ -182,6 +199,11 @@ class Request:
         if self.num_samples < 1:
             raise ValueError(
                 f"Request: num_samples must be at least 1; got {self.num_samples}"
+            )
+        if self.first_sample + self.num_samples > 2**32:
+            raise ValueError(
+                "Request: the indices of the samples must lie in 0..2**32 - 1; got "
+                f"{self.num_samples} from {self.first_sample} on"
             )
         if not 0 <= self.num_sampled < max(len(self.prompt), 1):
             raise ValueError(

@@ -204,12 +204,10 @@ class Scheduler:
         )
 
     def submit(self, request: Request) -> None:
-        """Appends all samples of a request to the queue."""
+        """Appends all samples of a request to the queue; none if making one fails."""
         first = request.first_sample
-        self._queue.extend(
-            Sample.of(request, index)
-            for index in range(first, first + request.num_samples)
-        )
+        indices = range(first, first + request.num_samples)
+        self._queue.extend([Sample.of(request, index) for index in indices])
 
     def prefill(self) -> list[Chunk]:
         """Starts waiting samples and gives the chunks to prefill before a burst.

@@ -29,7 +29,7 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-MAY_BE_ZERO = ("cache_tokens", "guesses", "kept_ids")
+MAY_BE_ZERO = ("context_tokens", "cache_tokens", "guesses", "kept_ids")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class EngineConfig:
         num_slots: maximum number of samples that decode at the same time.
         max_prompt_tokens: maximum length of a prompt.
         max_tokens: maximum number of tokens that a request may sample.
+        context_tokens: maximum number of tokens of a sample, its prompt and what it may
+            sample together; 0 for `max_prompt_tokens` + `max_tokens`.
         steps_per_call: maximum decoding steps per burst; the host sees tokens only in
             between. A burst ends earlier when so many samples have finished that a
             smaller batch serves the rest, or waiting samples can start.
@@ -67,6 +69,7 @@ class EngineConfig:
     guesses: int = 0
     guess_rows: int = 32
     kept_ids: int = 0
+    context_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -84,13 +87,22 @@ class EngineConfig:
     @property
     def max_length(self) -> int:
         """Maximum number of tokens of a sample, prompt and completion."""
-        return self.max_prompt_tokens + self.max_tokens
+        both = self.max_prompt_tokens + self.max_tokens
+        return min(self.context_tokens or both, both)
 
     @property
     def pages_per_sample(self) -> int:
-        """Pages that one sample with a prompt of its own needs at most."""
+        """Pages that one sample with a prompt of its own needs at most.
+
+        >>> EngineConfig(max_prompt_tokens=63, max_tokens=63).pages_per_sample
+        9
+        >>> sizes = EngineConfig(max_prompt_tokens=63, max_tokens=63, context_tokens=64)
+        >>> sizes.pages_per_sample
+        6
+        """
         # A sample whose sampling is resumed may have a partly filled page more.
-        return pages_for(self.max_prompt_tokens) + pages_for(self.max_tokens) + 1
+        apart = pages_for(self.max_prompt_tokens) + pages_for(self.max_tokens) + 1
+        return min(apart, pages_for(self.max_length) + 2)
 
     def num_pages(self, split: int) -> int:
         """Pages of the cache, a multiple of `split`.
@@ -110,10 +122,17 @@ class EngineConfig:
             where = f" in each of {split} parts of the mesh" if split > 1 else ""
             raise ValueError(
                 f"cache_tokens={self.cache_tokens} does not hold one sample of "
-                f"{self.max_prompt_tokens} prompt tokens and {self.max_tokens} sampled "
-                f"ones{where}; it must be at least {needed}"
+                f"{self._longest}{where}; it must be at least {needed}"
             )
         return each * split
+
+    @property
+    def _longest(self) -> str:
+        if self.max_length == self.context_tokens:
+            return f"{self.context_tokens} tokens"
+        return (
+            f"{self.max_prompt_tokens} prompt tokens and {self.max_tokens} sampled ones"
+        )
 
     def cache_for_groups(self, samples: int, split: int = 1) -> int:
         """Tokens of a cache for prompts of so many samples: `cache_tokens`.

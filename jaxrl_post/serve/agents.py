@@ -29,7 +29,7 @@ from jaxrl_post.sampler.requests import SampleId
 from jaxrl_post.serve.app import make_app
 from jaxrl_post.serve.calls import Served
 from jaxrl_post.serve.episodes import Episodes
-from jaxrl_post.serve.recordings import KINDS, Recording
+from jaxrl_post.serve.recordings import KINDS, MOST_REWARD, Recording
 from jaxrl_post.serve.service import Sampler
 from jaxrl_post.tokens import Tokens
 
@@ -375,6 +375,12 @@ def _unfair(episode: Episode, recording: Recording, step: Step) -> str:
                 f"players: {name!r} is rewarded, but had no turn in this episode, in "
                 f"which {spoke} had; reward those who spoke (envs.player_url)"
             )
+    posted = recording.reward, *recording.rewards.values()
+    if not sum(map(abs, (*posted, step.reward, *step.players.values()))) <= MOST_REWARD:
+        return (
+            f"reward: must be finite in float32 in total; got {step.reward:g} beside "
+            f"{sum(posted):g} that was posted"
+        )
     whole = recording.reward + step.reward
     if len(players) > 1 and (whole or step.rewards):
         got = f"parts {dict(step.rewards)}" if step.rewards else f"{whole:g}"

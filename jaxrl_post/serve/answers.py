@@ -12,7 +12,14 @@ from starlette.types import Receive, Scope, Send
 
 from jaxrl_post.sampler import SamplingParams
 from jaxrl_post.sampler.requests import Constraint, FinishReason
-from jaxrl_post.serve.calls import LEAST_LOGPROB, ApiError, Served, Update, logprobs_of
+from jaxrl_post.serve.calls import (
+    LEAST_LOGPROB,
+    ApiError,
+    Served,
+    Update,
+    logprobs_of,
+    unforeseen,
+)
 from jaxrl_post.serve.fields import GenerateSampling, SamplingFields
 from jaxrl_post.serve.grammars import GrammarError
 
@@ -42,6 +49,9 @@ def sampling_of(
         fields: of the request.
         max_tokens: most tokens to sample.
         alternatives: whether the likeliest tokens are asked for.
+
+    Raises:
+        ApiError: a value is out of range.
     """
     given = {
         "temperature": fields.temperature,
@@ -52,14 +62,17 @@ def sampling_of(
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     named = () if fields.ignore_eos else served.tokenizer.stop_ids
     ids = dict.fromkeys((*named, *(fields.stop_token_ids or ())))
-    return replace(
-        served.defaults,
-        **{name: value for name, value in given.items() if value is not None},
-        max_tokens=max_tokens,
-        stop_ids=tuple(ids),
-        stop_strings=tuple(stops or served.defaults.stop_strings),
-        alternatives=alternatives,
-    )
+    try:
+        return replace(
+            served.defaults,
+            **{name: value for name, value in given.items() if value is not None},
+            max_tokens=max_tokens,
+            stop_ids=tuple(ids),
+            stop_strings=tuple(stops or served.defaults.stop_strings),
+            alternatives=alternatives,
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
 
 
 def constraint_of(
@@ -208,6 +221,8 @@ def event_stream(
                 yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
         except ApiError as error:
             yield f"data: {json.dumps(error.to_json())}\n\n"
+        except Exception as error:
+            yield f"data: {json.dumps(unforeseen(error).to_json())}\n\n"
         yield "data: [DONE]\n\n"
 
     return _Stream(lines(), ended)

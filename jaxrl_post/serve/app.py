@@ -16,12 +16,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxrl_post.serve import chat, completions, generate
-from jaxrl_post.serve.calls import ApiError, Served
+from jaxrl_post.serve.calls import ApiError, Served, unforeseen
 from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.fields import (
     ChatFields,
     ChatTokensFields,
     CompletionFields,
+    DetokenizeFields,
     EndFields,
     EpisodeFields,
     GenerateFields,
@@ -64,16 +65,21 @@ def make_app(
     episodes = Episodes() if episodes is None else episodes
     created = int(time.time())
 
+    card = {
+        "id": served.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "jaxrl_post",
+        "max_model_len": served.max_model_len,
+    }
+
     async def models(http: HttpRequest) -> Response:
         del http
-        model = {
-            "id": served.name,
-            "object": "model",
-            "created": created,
-            "owned_by": "jaxrl_post",
-            "max_model_len": served.max_model_len,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def model(http: HttpRequest) -> Response:
+        served.check_model(http.path_params["model"])
+        return JSONResponse(card)
 
     async def health(http: HttpRequest) -> Response:
         del http
@@ -85,6 +91,7 @@ def make_app(
     async def metrics(http: HttpRequest) -> Response:
         del http
         served.metrics.samples.set(served.service.samples)
+        served.metrics.episodes.set(len(episodes))
         return Response(served.metrics.text(), media_type="text/plain; version=0.0.4")
 
     def post(path: str, fields: type[BaseModel], handler: Handler) -> Route:
@@ -134,17 +141,21 @@ def make_app(
                 episodes.in_session(generate.generate),
             ),
             post("/tokenize", TokenizeFields, generate.tokenize),
+            post("/detokenize", DetokenizeFields, generate.detokenize),
             post("/episodes", EpisodeFields, episodes.opened),
             *sampling(episode),
             get(f"{episode}/v1/models", models),
+            get(f"{episode}/v1/models/{{model:path}}", model),
             post(f"{episode}/reward", RewardFields, episodes.rewarded),
             *sampling(player),
             get(f"{player}/v1/models", models),
+            get(f"{player}/v1/models/{{model:path}}", model),
             post(f"{player}/reward", RewardFields, episodes.rewarded),
             post(f"{episode}/end", EndFields, episodes.ended),
             get(episode, episodes.shown),
             get(episode, episodes.forgotten, "DELETE"),
             get("/v1/models", models),
+            get("/v1/models/{model:path}", model),
             get("/health", health),
             get("/metrics", metrics),
         ],
@@ -170,6 +181,8 @@ def _counted(
             response = _error(error)
         except ClientDisconnect:
             response = _error(ApiError(499, "the client has closed the connection"))
+        except Exception as error:
+            response = _error(unforeseen(error))
         served.metrics.requests.labels(path, str(response.status_code)).inc()
         served.metrics.seconds.labels(path).observe(time.perf_counter() - begin)
         return response
@@ -244,6 +257,9 @@ def _error(error: ApiError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 409:
+        # OpenAI's client would try again, but an episode that has ended stays so.
+        headers["x-should-retry"] = "false"
     return JSONResponse(error.to_json(), status_code=error.status, headers=headers)
 
 

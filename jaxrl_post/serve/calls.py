@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request as HttpRequest
 
+from jaxrl_post.data.lengths import Lengths
 from jaxrl_post.data.replies import Format
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.sampler import Request, SamplingParams
@@ -22,7 +24,17 @@ from jaxrl_post.serve.metrics import Metrics
 from jaxrl_post.serve.service import BusyError, ClosedError, Service, Update
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["ApiError", "Call", "Served", "Wanted", "collected", "logprobs_of"]
+__all__ = [
+    "ApiError",
+    "Call",
+    "Served",
+    "Wanted",
+    "collected",
+    "logprobs_of",
+    "unforeseen",
+]
+
+_LOGGER = logging.getLogger(__name__)
 
 # JSON has no infinity; clients know this number.
 LEAST_LOGPROB = -9999.0
@@ -63,6 +75,25 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+
+def unforeseen(error: Exception) -> ApiError:
+    """The answer to a request with which the server itself fails; logs where."""
+    _LOGGER.error("a request failed", exc_info=error)
+    return ApiError(
+        500,
+        f"the server failed with this request: {type(error).__name__}: {error}",
+        code="internal_error",
+    )
+
+
+def _late(seconds: float) -> ApiError:
+    return ApiError(
+        504,
+        f"no answer within {seconds:g} s (--timeout-s), so the request was stopped; "
+        "ask for fewer tokens, or try again when less is waiting",
+        code="timeout",
+    )
 
 
 @dataclass(frozen=True)
@@ -113,10 +144,13 @@ class Served:
         grammars: compiles constraints.
         form: how the model writes reasoning and tool calls.
         name: of the model, as clients name it.
-        max_prompt_tokens: most tokens of a prompt.
-        max_tokens: most tokens of a completion.
+        max_model_len: most tokens of a prompt and its completion together.
+        max_tokens: of a completion whose request does not say how many, at most.
         defaults: sampling parameters for those that a request leaves out.
         timeout_s: most seconds for an answer.
+        lengths: bounds on the number of tokens of a text.
+        late: the error of one that took longer than so many seconds.
+        max_prompt_tokens: most tokens of a prompt; None for no limit of its own.
         tools: whether the chat template can express tools.
         metrics: counts.
     """
@@ -126,17 +160,15 @@ class Served:
     grammars: Grammars
     form: Format
     name: str
-    max_prompt_tokens: int
+    max_model_len: int
     max_tokens: int
     defaults: SamplingParams
     timeout_s: float
     tools: bool
+    lengths: Lengths
     metrics: Metrics = field(default_factory=Metrics)
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its completion."""
-        return self.max_prompt_tokens + self.max_tokens
+    late: Callable[[float], ApiError] = _late
+    max_prompt_tokens: int | None = None
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError if a request names another model."""
@@ -148,19 +180,46 @@ class Served:
                 code="model_not_found",
             )
 
-    def check_lengths(self, prompt: Sequence[int], max_tokens: int) -> None:
-        """Raises ApiError if a prompt or an answer would be too long."""
+    def check_text(self, text: str) -> None:
+        """Raises ApiError if a text has too many tokens for sure; tokenises nothing."""
         limit = self.max_model_len
-        if len(prompt) > self.max_prompt_tokens or max_tokens > self.max_tokens:
+        if self.lengths.fits(text, limit) is False:
             raise ApiError(
                 400,
-                f"This model's maximum context length is {limit} tokens: at most "
-                f"{self.max_prompt_tokens} of the prompt and {self.max_tokens} of the "
-                f"completion. The request has {len(prompt)} and asks for {max_tokens}; "
-                "shorten it, or serve the model with larger --max-prompt-tokens and "
-                "--max-tokens",
+                f"This model's maximum context length is {limit} tokens. However, your "
+                f"prompt has {len(text)} characters, which are more tokens in any "
+                "case. Please reduce the length of the prompt.",
                 code="context_length_exceeded",
             )
+
+    def length_of(
+        self, prompt: Sequence[int], asked: int | None, default: int | None = None
+    ) -> int:
+        """Most tokens of a completion.
+
+        Args:
+            prompt: token ids.
+            asked: what the request asks for; None if it does not say.
+            default: for a request that does not say; None for `max_tokens`. What the
+                context leaves, if that is less.
+
+        Raises:
+            ApiError: the prompt and the completion are too long together.
+        """
+        limit, has = self.max_model_len, len(prompt)
+        most = asked or max(1, min(default or self.max_tokens, limit - has))
+        too_long = self.max_prompt_tokens is not None and has > self.max_prompt_tokens
+        if has + most > limit or too_long:
+            also = f", {self.max_prompt_tokens} of them in the prompt" * too_long
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {limit} tokens{also}. "
+                f"However, you requested {has + most} tokens ({has} in the prompt, "
+                f"{most} in the completion). Please reduce the length of the prompt or "
+                "completion.",
+                code="context_length_exceeded",
+            )
+        return most
 
     def check(self, wanted: Wanted) -> None:
         """Raises ApiError if the sampler would refuse a prompt, whenever it comes."""
@@ -264,17 +323,13 @@ class Call:
                 async with asyncio.timeout_at(self._deadline):
                     place, update = await self._queue.get()
             except TimeoutError as error:
-                raise ApiError(
-                    504,
-                    f"no answer within {self._served.timeout_s:g} s (--timeout-s), so "
-                    "the request was stopped; ask for fewer tokens, or try again when "
-                    "less is waiting",
-                    code="timeout",
-                ) from error
+                raise self._served.late(self._served.timeout_s) from error
             if update.finish_reason is not None:
                 self._left -= 1
                 metrics.generated_tokens.inc(len(update.tokens))
                 metrics.finished.labels(update.finish_reason).inc()
+            if update.refused:
+                raise ApiError(400, update.error)
             if update.finish_reason == "failed":
                 raise ApiError(500, update.error, code="failed")
             if update.finish_reason == "cancelled":

@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions`."""
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -51,7 +52,7 @@ async def answer(
         ApiError: names what is wrong with the request.
     """
     served.check_model(fields.model)
-    asked = _Asked.of(served, fields, recorder)
+    asked = await _Asked.of(served, fields, recorder)
     if fields.stream:
         return answers.event_stream(served, _events(served, asked), asked.drop)
     try:
@@ -89,15 +90,14 @@ class _Asked:
     recorded: Recorded | None
 
     @classmethod
-    def of(
+    async def of(
         cls, served: Served, fields: ChatFields, recorder: Recorder | None
     ) -> "_Asked":
-        """Reads and checks a request.
+        """Reads and checks a request; what takes long runs in a thread beside others.
 
         Raises:
             ApiError: names what is wrong with it.
         """
-        named = isinstance(fields.tool_choice, ToolChoice)
         tools = None if fields.tool_choice == "none" else tools_of(fields.tools)
         if tools and not served.tools:
             raise ApiError(
@@ -122,28 +122,25 @@ class _Asked:
                 # The messages say what they are; nothing is rendered.
                 prompt = tuple(fields.tokens)
             elif recorder is None:
-                prompt = prompt_of(
+                prompt = await asyncio.to_thread(
+                    prompt_of,
                     served.tokenizer,
                     fields.messages,
                     options,
                     continue_final=fields.continue_final_message,
+                    check=served.check_text,
                 )
             else:
-                recorded = _recorded(served, recorder, fields, options)
+                recorded = await _recorded(served, recorder, fields, options)
                 undo.callback(recorded.drop)
                 prompt, seed = recorded.begun.prompt, recorded.seed(seed)
-            most = (
-                fields.max_completion_tokens or fields.max_tokens or served.max_tokens
-            )
-            served.check_lengths(prompt, most)
+            asked_for = fields.max_completion_tokens or fields.max_tokens
+            most = served.length_of(prompt, asked_for)
             thinking = thinks(served.tokenizer, prompt)
             schemas = schemas_of(tools or ())
-            if tools and (named or fields.tool_choice == "required"):
-                constrain = _required(served, fields, schemas, thinking)
-            else:
-                constrain = answers.constraint_of(
-                    served, fields, thinking=thinking and served.form.thinks
-                )
+            constrain = await asyncio.to_thread(
+                _constraint, served, fields, schemas, thinking
+            )
             asks = bool(fields.logprobs and fields.top_logprobs)
             sampling = answers.sampling_of(
                 served, fields, max_tokens=most, alternatives=asks
@@ -190,7 +187,28 @@ class _Asked:
         return Reply(content, reasoning, calls, reply.broken)
 
 
-def _recorded(
+def _constraint(
+    served: Served,
+    fields: ChatFields,
+    schemas: Mapping[str, Mapping[str, Any]],
+    thinking: bool,
+) -> Any:
+    """The constraint of a request; None for none.
+
+    Raises:
+        ApiError: it cannot be compiled.
+    """
+    if fields.logprobs:
+        # Made once, for the bytes of tokens.
+        _ = served.grammars.vocabulary
+    if schemas and fields.tool_choice not in (None, "none", "auto"):
+        return _required(served, fields, schemas, thinking)
+    return answers.constraint_of(
+        served, fields, thinking=thinking and served.form.thinks
+    )
+
+
+async def _recorded(
     served: Served, recorder: Recorder, fields: ChatFields, options: templates.Options
 ) -> Recorded:
     """Begins a call in an episode.
@@ -208,9 +226,11 @@ def _recorded(
     messages, recording = messages_of(fields.messages), recorder.recording
     try:
         with open_episode():
-            begun = recording.begin(
-                served.tokenizer, messages, options, recorder.player, fields.n
+            recording.check_room(fields.n)
+            reserve = await asyncio.to_thread(
+                recording.find, served.tokenizer, messages, options, recorder.player
             )
+            begun = reserve(fields.n)
     except TokenizerError as error:
         raise ApiError(400, f"messages: {error}", param="messages") from error
     served.metrics.calls.labels(begun.kind).inc()

@@ -1,7 +1,8 @@
 """`POST /v1/completions`: a text, or token ids, is continued."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -39,29 +40,37 @@ class _Asked:
     recorded: Recorded | None = None
 
     @classmethod
-    def of(
+    async def of(
         cls, served: Served, fields: CompletionFields, recorder: Recorder | None
     ) -> "_Asked":
-        """Reads and checks a request.
+        """Reads and checks a request; what takes long runs in a thread beside others.
 
         Raises:
             ApiError: names what is wrong with it.
         """
         if recorder is not None:
             _check_ids(fields)
-        prompts = _prompts(served, fields)
-        most = fields.max_tokens or min(MAX_TOKENS, served.max_tokens)
-        for prompt in prompts:
-            served.check_lengths(prompt, most)
-        constrain = answers.constraint_of(served, fields)
+        prompts = await asyncio.to_thread(_prompts, served, fields)
+        default = min(MAX_TOKENS, served.max_tokens)
+        lengths = [
+            served.length_of(prompt, fields.max_tokens, default) for prompt in prompts
+        ]
+        constrain = await asyncio.to_thread(answers.constraint_of, served, fields)
         sampling = answers.sampling_of(
-            served, fields, max_tokens=most, alternatives=bool(fields.logprobs)
+            served, fields, max_tokens=default, alternatives=bool(fields.logprobs)
         )
         # Samples of all prompts are numbered through, so that with a seed no two of
         # them share their noise.
         wanted = [
-            Wanted(prompt, sampling, fields.n, at * fields.n, fields.seed, constrain)
-            for at, prompt in enumerate(prompts)
+            Wanted(
+                prompt,
+                replace(sampling, max_tokens=most),
+                fields.n,
+                at * fields.n,
+                fields.seed,
+                constrain,
+            )
+            for at, (prompt, most) in enumerate(zip(prompts, lengths, strict=True))
         ]
         recorded = None
         if recorder is not None:
@@ -111,14 +120,22 @@ class _Asked:
         return {
             "tokens": texts,
             "token_logprobs": values[first:].tolist(),
-            "top_logprobs": [
-                {answers.token_text(served, t): v for t, v in top.items()}
-                for top in tops
-            ]
-            if count
-            else None,
+            "top_logprobs": [_by_text(served, top) for top in tops] if count else None,
             "text_offset": offsets,
         }
+
+
+def _by_text(served: Served, top: Mapping[int, float]) -> dict[str, float]:
+    """Log-probs by the text of a token, the likeliest first.
+
+    Of several tokens with one text, such as parts of characters, the others are named
+    by their ids, as vLLM names them.
+    """
+    found: dict[str, float] = {}
+    for token, value in top.items():
+        text = answers.token_text(served, token)
+        found[f"token_id:{token}" if text in found else text] = value
+    return found
 
 
 async def answer(
@@ -139,7 +156,7 @@ async def answer(
         ApiError: names what is wrong with the request.
     """
     served.check_model(fields.model)
-    asked = _Asked.of(served, fields, recorder)
+    asked = await _Asked.of(served, fields, recorder)
     if fields.stream:
         return answers.event_stream(served, _events(served, asked), asked.drop)
     try:
@@ -225,6 +242,9 @@ def _prompts(served: Served, fields: CompletionFields) -> list[tuple[int, ...]]:
             f"prompt: give 1 to {MOST_PROMPTS} prompts; got {len(given)}",
             param="prompt",
         )
+    for each in given:
+        if isinstance(each, str):
+            served.check_text(each)
     try:
         prompts = [
             served.tokenizer.encode(each, special=fields.add_special_tokens)

@@ -50,12 +50,18 @@ class _Kept:
     deadline_s: float
     ends: float
 
+    def late(self) -> str:
+        """Ends the episode, whose deadline has passed; why it has ended."""
+        self.recording.end(f"its deadline of {self.deadline_s:g} s has passed")
+        return f"episode {self.recording.id} has ended: {self.recording.ended}"
+
 
 class Episodes:
     """The episodes that are recorded.
 
     Args:
-        most: most episodes that are kept, open or ended; > 0.
+        most: most episodes that are kept, open or ended; > 0. If they are so many, a
+            new one takes the place of the oldest that has ended.
         deadline_s: seconds after which an episode ends by itself, unless it asks for
             fewer.
     """
@@ -66,12 +72,15 @@ class Episodes:
         # Whether there ever was an episode.
         self._used = False
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def open(self, fields: EpisodeFields) -> Recording:
         """Opens an episode.
 
         Raises:
             ApiError: the id is taken or has other characters than a path may have, or
-                too many episodes are kept.
+                so many episodes are open.
         """
         name = fields.id or uuid.uuid4().hex
         if not ID.fullmatch(name):
@@ -87,11 +96,11 @@ class Episodes:
                 f"id: there is an episode {name}; choose another, or delete it first",
                 param="id",
             )
-        if len(self._kept) >= self._most:
+        if len(self._kept) >= self._most and not self._evict():
             raise ApiError(
                 429,
-                f"{self._most} episodes are kept, and no more may be "
-                "(--max-episodes); DELETE those that are done",
+                f"{self._most} episodes are open, and no more may be "
+                "(--max-episodes); end those that are done",
                 code="busy",
                 retry_after_s=1,
             )
@@ -117,6 +126,15 @@ class Episodes:
         recording.end(why)
         return recording
 
+    def _evict(self) -> bool:
+        """Forgets the oldest episode that has ended; False if none has."""
+        for name in self._kept:
+            kept = self._look(name)
+            if kept is not None and kept.recording.ended:
+                del self._kept[name]
+                return True
+        return False
+
     def find(self, http: HttpRequest) -> _Kept:
         """The episode that a path names, which may have ended by its deadline.
 
@@ -128,7 +146,8 @@ class Episodes:
         if kept is None:
             raise ApiError(
                 404,
-                f"there is no episode {name!r:.80}; POST /episodes opens one",
+                f"there is no episode {name!r:.80}; POST /episodes opens one, and one "
+                "that has ended is forgotten when there are --max-episodes",
                 code="episode_not_found",
             )
         return kept
@@ -136,7 +155,7 @@ class Episodes:
     def _look(self, name: str) -> _Kept | None:
         kept = self._kept.get(name)
         if kept is not None and time.monotonic() >= kept.ends:
-            kept.recording.end(f"its deadline of {kept.deadline_s:g} s has passed")
+            kept.late()
         return kept
 
     def _session(self, http: HttpRequest) -> _Kept | None:
@@ -183,8 +202,8 @@ class Episodes:
         self, http: HttpRequest, served: Served, fields: EpisodeFields
     ) -> Response:
         """`POST /episodes`."""
+        del served
         recording = self.open(fields)
-        served.metrics.episodes.set(len(self._kept))
         base_url = str(http.base_url).rstrip("/") + f"/episodes/{recording.id}/v1"
         body = {"id": recording.id, "base_url": base_url}
         return JSONResponse(body, status_code=201)
@@ -216,7 +235,10 @@ class Episodes:
                 code="episode_ended",
             )
         if fields.reward is not None:
-            recording.credit(fields.reward)
+            try:
+                recording.credit(fields.reward)
+            except ValueError as error:
+                raise ApiError(400, str(error), param="reward") from error
         recording.end(fields.reason)
         return JSONResponse(recording.to_json())
 
@@ -240,7 +262,13 @@ async def _call(
     if kept is None:
         return await sampled(http, served, fields, None)
     left = max(kept.ends - time.monotonic(), 0.0)
-    served = dataclasses.replace(served, timeout_s=min(served.timeout_s, left))
+    if left < served.timeout_s:
+
+        def late(seconds: float) -> ApiError:
+            del seconds
+            return ApiError(409, kept.late(), code="episode_ended")
+
+        served = dataclasses.replace(served, timeout_s=left, late=late)
     recorder = Recorder(kept.recording, _player(http))
     return await sampled(http, served, fields, recorder)
 

@@ -1,8 +1,9 @@
 """What clients send: the fields of each request, with their types and ranges.
 
 A field that would change the samples and that the sampler does not have is refused
-unless it asks for nothing. Fields that name no behaviour, such as `user`, are accepted.
-A field that is not listed is refused by name, since it is most likely misspelt; but for
+unless it asks for nothing. Fields that name no behaviour, such as `user`, are accepted,
+and null is a field left out, as OpenAI's and vLLM's own types have it. A field that is
+not listed is refused by name, since it is most likely misspelt; but for
 the sampling parameters of `/inference/v1/generate`, whose clients send those of every
 server (`GenerateSampling`).
 """
@@ -15,6 +16,7 @@ __all__ = [
     "ChatFields",
     "ChatTokensFields",
     "CompletionFields",
+    "DetokenizeFields",
     "EndFields",
     "EpisodeFields",
     "GenerateFields",
@@ -28,30 +30,51 @@ __all__ = [
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
+# What an int32 holds, as the device has token ids, counts and top-k.
+MOST_INT = 2**31 - 1
+MOST_FLOAT = 3.4e38
 
 
 def _neutral(*allowed: Any) -> AfterValidator:
     def check(value: Any) -> Any:
         if value is not None and value not in allowed:
-            raise ValueError(
-                f"this sampler does not have it; leave it out, or give {allowed[0]!r}"
-            )
+            neutral = "" if allowed[0] is None else f", or give {allowed[0]!r}"
+            raise ValueError(f"this sampler does not have it; leave it out{neutral}")
         return value
 
     return AfterValidator(check)
 
 
-type Positive = Annotated[int, Field(ge=1)]
+type Positive = Annotated[int, Field(ge=1, le=MOST_INT)]
 type Stop = Annotated[str, Field(min_length=1, max_length=256)]
-type TokenId = Annotated[int, Field(ge=0)]
+type Stops = Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+type Temperature = Annotated[float, Field(ge=0, le=MOST_FLOAT)]
+type TokenId = Annotated[int, Field(ge=0, le=MOST_INT)]
+type TopK = Annotated[int, Field(ge=-1, le=MOST_INT)]
+type Nothing = Annotated[Any, _neutral(None)]
 type Unsupported0 = Annotated[float | None, _neutral(0)]
 
 
-class _Fields(BaseModel):
+class _Read(BaseModel):
+    @model_validator(mode="before")
+    @classmethod
+    def _left_out(cls, given: Any) -> Any:
+        """What is given, without the fields that are null."""
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None or name not in known
+        }
+
+
+class _Fields(_Read):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class _Loose(BaseModel):
+class _Loose(_Read):
     """Fields of which others may be sent too, since templates read them."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
@@ -100,22 +123,21 @@ class StreamOptions(_Fields):
 
     include_usage: bool = False
     continuous_usage_stats: Annotated[bool, _neutral(False)] = False
+    include_obfuscation: Annotated[bool, _neutral(False)] = False
 
 
 class SamplingFields(_Fields):
     """How to sample: what chats and completions have in common."""
 
     model: str | None = None
-    temperature: Annotated[float | None, Field(ge=0)] = None
+    temperature: Temperature | None = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=-1)] = None
+    top_k: TopK | None = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     max_tokens: Positive | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     seed: int | None = None
-    stop: Annotated[
-        Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None, Field()
-    ] = None
+    stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=8)] = None
     ignore_eos: bool = False
     stream: bool = False
@@ -132,6 +154,16 @@ class SamplingFields(_Fields):
     min_tokens: Annotated[int | None, _neutral(0)] = None
     include_stop_str_in_output: Annotated[bool, _neutral(False)] = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: Annotated[bool, _neutral(True)] = True
+    length_penalty: Annotated[float | None, _neutral(1)] = None
+    prompt_logprobs: Nothing = None
+    truncate_prompt_tokens: Nothing = None
+    allowed_token_ids: Nothing = None
+    bad_words: Annotated[list[str] | None, _neutral([])] = None
+    logits_processors: Annotated[list[Any] | None, _neutral([])] = None
+    return_tokens_as_token_ids: Annotated[bool, _neutral(False)] = False
+    kv_transfer_params: Nothing = None
+    vllm_xargs: Annotated[dict[str, Any] | None, _neutral({})] = None
     # They name no behaviour.
     user: Any = None
     metadata: Any = None
@@ -139,6 +171,7 @@ class SamplingFields(_Fields):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
     request_id: Any = None
     priority: Any = None
     cache_salt: Any = None
@@ -222,6 +255,18 @@ class ChatFields(SamplingFields):
     reasoning_effort: str | None = None
     add_generation_prompt: Annotated[bool, _neutral(True)] = True
     continue_final_message: bool = False
+    add_special_tokens: Annotated[bool, _neutral(False)] = False
+    echo: Annotated[bool, _neutral(False)] = False
+    include_reasoning: Annotated[bool, _neutral(True)] = True
+    verbosity: Annotated[str | None, _neutral("medium")] = None
+    modalities: Annotated[list[str] | None, _neutral(["text"])] = None
+    audio: Nothing = None
+    prediction: Nothing = None
+    web_search_options: Nothing = None
+    functions: Annotated[list[Any] | None, _neutral([])] = None
+    function_call: Annotated[Any, _neutral("none", "auto")] = None
+    chat_template: Nothing = None
+    mm_processor_kwargs: Nothing = None
 
     @model_validator(mode="after")
     def _chat(self) -> "ChatFields":
@@ -251,19 +296,19 @@ class CompletionFields(SamplingFields):
     add_special_tokens: bool = True
 
 
-class GenerateSampling(BaseModel):
+class GenerateSampling(_Read):
     """Sampling parameters of `/inference/v1/generate`; unknown ones are ignored."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
-    temperature: Annotated[float | None, Field(ge=0)] = None
+    temperature: Temperature | None = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=-1)] = None
+    top_k: TopK | None = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     max_tokens: Positive | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     seed: int | None = None
-    stop: Stop | list[Stop] | None = None
+    stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=8)] = None
     ignore_eos: bool = False
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -274,9 +319,9 @@ class GenerateSampling(BaseModel):
     logit_bias: Annotated[dict[str, float] | None, _neutral({})] = None
     best_of: Annotated[int | None, _neutral(1)] = None
     use_beam_search: Annotated[bool, _neutral(False)] = False
-    prompt_logprobs: Annotated[int | None, _neutral(None)] = None
+    prompt_logprobs: Nothing = None
     bad_words: Annotated[list[str] | None, _neutral([])] = None
-    allowed_token_ids: Annotated[list[TokenId] | None, _neutral(None)] = None
+    allowed_token_ids: Nothing = None
     min_tokens: Annotated[int | None, _neutral(0)] = None
 
 
@@ -291,7 +336,7 @@ class GenerateFields(_Fields):
     cache_salt: Any = None
     priority: Any = None
     # Images and the like, in the place of some token ids.
-    features: Annotated[Any, _neutral(None)] = None
+    features: Nothing = None
 
 
 class TokenizeFields(_Fields):
@@ -312,6 +357,13 @@ class TokenizeFields(_Fields):
         return self
 
 
+class DetokenizeFields(_Fields):
+    """`POST /detokenize`: the text of token ids, special ones too."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
 class EpisodeFields(_Fields):
     """`POST /episodes`."""
 
@@ -327,7 +379,7 @@ class RewardFields(_Fields):
     """
 
     reward: float
-    turn: Annotated[int | None, Field(ge=0)] = None
+    turn: Annotated[int | None, Field(ge=0, le=MOST_INT)] = None
 
 
 class EndFields(_Fields):

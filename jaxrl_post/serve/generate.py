@@ -1,5 +1,6 @@
-"""`POST /inference/v1/generate`: token ids in, token ids out, and `/tokenize`."""
+"""`POST /inference/v1/generate`: token ids in, token ids out, `/tokenize` and back."""
 
+import asyncio
 import uuid
 from typing import Any
 
@@ -18,13 +19,13 @@ from jaxrl_post.serve.calls import (
     collected,
     logprobs_of,
 )
-from jaxrl_post.serve.fields import GenerateFields, TokenizeFields
+from jaxrl_post.serve.fields import DetokenizeFields, GenerateFields, TokenizeFields
 from jaxrl_post.serve.grammars import GrammarError
 from jaxrl_post.serve.prompts import prompt_of, tools_of
 from jaxrl_post.serve.recorded import Recorder
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["generate", "spans", "tokenize"]
+__all__ = ["detokenize", "generate", "spans", "tokenize"]
 
 
 async def generate(
@@ -46,10 +47,9 @@ async def generate(
     """
     served.check_model(fields.model)
     given, prompt = fields.sampling_params, tuple(fields.token_ids)
-    most = given.max_tokens or served.max_tokens
-    served.check_lengths(prompt, most)
+    most = served.length_of(prompt, given.max_tokens)
     try:
-        constrain = served.constraint(given.structured_outputs)
+        constrain = await asyncio.to_thread(served.constraint, given.structured_outputs)
     except GrammarError as error:
         raise ApiError(400, str(error), param="structured_outputs") from error
     sampling = answers.sampling_of(
@@ -142,15 +142,18 @@ async def tokenize(
     served.check_model(fields.model)
     try:
         if fields.messages is None:
-            ids = served.tokenizer.encode(
-                fields.prompt or "", special=fields.add_special_tokens
+            ids = await asyncio.to_thread(
+                served.tokenizer.encode,
+                fields.prompt or "",
+                special=fields.add_special_tokens,
             )
         else:
             options = chat.Options(
                 tools=tools_of(fields.tools),
                 variables=fields.chat_template_kwargs or {},
             )
-            ids = prompt_of(
+            ids = await asyncio.to_thread(
+                prompt_of,
                 served.tokenizer,
                 fields.messages,
                 options,
@@ -164,3 +167,28 @@ async def tokenize(
         "tokens": list(ids),
     }
     return JSONResponse(body)
+
+
+async def detokenize(
+    http: HttpRequest, served: Served, fields: DetokenizeFields
+) -> Response:
+    """The text of token ids, with special tokens.
+
+    Raises:
+        ApiError: another model is asked for, or there is no such token.
+    """
+    del http
+    served.check_model(fields.model)
+    tokenizer = served.tokenizer
+    vocab = tokenizer.num_embeddings or tokenizer.vocab_size
+    bad = [token for token in fields.tokens if token >= vocab]
+    if bad:
+        raise ApiError(
+            400,
+            f"tokens: token ids must lie in 0..{vocab - 1}; got {bad[0]}",
+            param="tokens",
+        )
+    text = await asyncio.to_thread(
+        tokenizer.backend.decode, fields.tokens, skip_special_tokens=False
+    )
+    return JSONResponse({"prompt": text})

@@ -1,7 +1,7 @@
 """From the messages of a request to the tokens of the prompt."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_post.data import chat
@@ -49,14 +49,17 @@ def _text(content: str | list[dict[str, Any]] | None, place: int) -> str:
         return content
     texts = []
     for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type")
+        # A refusal is what an earlier answer says, under another name.
+        text = part.get(kind) if kind in ("text", "refusal") else None
+        if not isinstance(text, str):
             raise ApiError(
                 400,
                 f"messages[{place}].content: this model reads text alone; got a part "
-                f"of type {part.get('type')!r}",
+                f"of type {kind!r}",
                 param="messages",
             )
-        texts.append(part["text"])
+        texts.append(text)
     return "".join(texts)
 
 
@@ -83,6 +86,7 @@ def prompt_of(
     options: chat.Options,
     *,
     continue_final: bool = False,
+    check: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, ...]:
     """Token ids of a conversation.
 
@@ -95,6 +99,7 @@ def prompt_of(
         messages: the conversation.
         options: inputs of the template.
         continue_final: as `chat.render`.
+        check: as `chat.render`; of a text that follows no served tokens.
 
     Raises:
         ApiError: the template refuses the conversation, or rewrites earlier turns.
@@ -108,7 +113,9 @@ def prompt_of(
     try:
         last = bool(pinned) and pinned[-1] + 1 == len(messages)
         if not pinned or (last and not continue_final):
-            return chat.render(tokenizer, rows, options, continue_final=continue_final)
+            return chat.render(
+                tokenizer, rows, options, continue_final=continue_final, check=check
+            )
         place = pinned[-1]
         said = messages[place].generation_token_ids or []
         before = messages[place].prompt_token_ids or []

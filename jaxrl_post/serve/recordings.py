@@ -16,10 +16,10 @@ Of an episode with players, each one's calls are compared with its own alone.
 """
 
 import collections
+import functools
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -33,7 +33,7 @@ from jaxrl_post.serve import tree
 from jaxrl_post.serve.tree import Branch, Turn
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["KINDS", "Begun", "EndedError", "Recording"]
+__all__ = ["KINDS", "MOST_REWARD", "Begun", "EndedError", "Recording"]
 
 # How a call relates to its player's before it. "first": the first one. "again": the
 # prompt of an earlier one. "bridged": it continues an answer. "branched": it continues
@@ -41,6 +41,10 @@ __all__ = ["KINDS", "Begun", "EndedError", "Recording"]
 # continues an answer, but the template does not show how.
 type Kind = Literal["first", "again", "bridged", "branched", "edited", "unbridged"]
 KINDS: tuple[Kind, ...] = get_args(Kind.__value__)
+
+
+# What a float32 holds.
+MOST_REWARD = 3.4e38
 
 
 class EndedError(ValueError):
@@ -137,17 +141,42 @@ class Recording:
             EndedError: the episode has ended, or would have more turns than it may.
             TokenizerError: the template refuses the conversation.
         """
-        self.check_open()
-        self._check_room(count)
+        self.check_room(count)
+        return self.find(tokenizer, messages, options, player)(count)
+
+    def find(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        options: chat.Options,
+        player: str = "",
+    ) -> Callable[[int], Begun]:
+        """Finds the prompt of a conversation; changes nothing, so any thread may ask.
+
+        Args:
+            tokenizer: as `begin`.
+            messages: as `begin`.
+            options: as `begin`.
+            player: as `begin`.
+
+        Returns:
+            A function that reserves the turns of so many answers, as `begin`, in the
+            thread to which the recording belongs.
+
+        Raises:
+            TokenizerError: the template refuses the conversation.
+        """
+        # Meanwhile answers of other calls may be added to the episode's own list.
+        turns = [*self.turns]
         said = tuple(map(_key, messages))
         settings = json.dumps(
             [options.tools, options.documents, dict(options.variables)], sort_keys=True
         )
-        parent = tree.continued(self.turns, said, settings, player)
+        parent = tree.continued(turns, said, settings, player)
         prompt: tuple[int, ...] | None = None
         kind: Kind | None = None
         if parent is not None:
-            turn = self.turns[parent]
+            turn = turns[parent]
             last = int(turn.sampled.ids[-1]) if len(turn.sampled) else None
             place = len(turn.said or ())
             after = bridge(
@@ -160,18 +189,20 @@ class Recording:
             if after is None:
                 kind, parent = "unbridged", None
             else:
-                path = self.path(parent).tokens.ids.tolist()
+                path = tree.path(turns, parent).tokens.ids.tolist()
                 prompt = (*path, *after)
         if prompt is None:
             prompt = chat.render(tokenizer, messages, options)
-        parent = tree.reached(self.turns, prompt, player, parent)
+        parent = tree.reached(turns, prompt, player, parent)
         known: int | None = 0
         if parent is not None:
-            before = self.turns[parent].said
+            before = turns[parent].said
             same = before is not None and said[: len(before)] == before
             known = len(before) if before is not None and same else None
         heard = () if known is None else tuple(messages[known:])
-        return self._begun(prompt, parent, said, settings, heard, player, count, kind)
+        return functools.partial(
+            self._begun, prompt, parent, said, settings, heard, player, kind
+        )
 
     def begin_tokens(
         self, prompt: tuple[int, ...], player: str = "", count: int = 1
@@ -195,10 +226,8 @@ class Recording:
         >>> again.kind, again.parent
         ('bridged', 0)
         """
-        self.check_open()
-        self._check_room(count)
         parent = tree.reached(self.turns, prompt, player)
-        return self._begun(prompt, parent, None, "", (), player, count, None)
+        return self._begun(prompt, parent, None, "", (), player, None, count)
 
     def _begun(
         self,
@@ -208,10 +237,11 @@ class Recording:
         settings: str,
         heard: tuple[Mapping[str, Any], ...],
         player: str,
-        count: int,
         kind: Kind | None,
+        count: int,
     ) -> Begun:
         """Counts a call, and reserves its turns; of a parent the kind is found."""
+        self.check_room(count)
         if parent is not None:
             continued = any(turn.parent == parent for turn in self.turns)
             kind = "branched" if continued else "bridged"
@@ -288,19 +318,25 @@ class Recording:
         """Adds a reward, to a turn or to the episode as a whole.
 
         Args:
-            reward: a finite number.
+            reward: finite in float32, in which it is trained on, and so must be the
+                sum of the episode's rewards.
             turn: its number; None for the episode as a whole or, of a player, for the
                 last turn so far.
             player: whose turn it must be; "" if that is no matter.
 
         Raises:
             EndedError: the episode has ended.
-            ValueError: the reward is not finite, there is no such turn, or it is not
-                the player's.
+            ValueError: the reward or the sum is not finite, there is no such turn, or
+                it is not the player's.
         """
         self.check_open()
-        if not math.isfinite(reward):
-            raise ValueError(f"reward: must be finite; got {reward}")
+        before = [self.reward, *self.rewards.values()]
+        # The sizes, as rewards may be summed in any order.
+        if not sum(map(abs, [*before, reward])) <= MOST_REWARD:
+            raise ValueError(
+                f"reward: must be finite in float32, together with those before it; "
+                f"got {reward:g} after {sum(before):g}"
+            )
         if player:
             turn = self._own(player, turn)
         if turn is None:
@@ -362,8 +398,9 @@ class Recording:
             ],
         }
 
-    def _check_room(self, count: int) -> None:
-        """Raises EndedError if so many more answers would be too many."""
+    def check_room(self, count: int) -> None:
+        """Raises EndedError if it has ended, or so many more answers are too many."""
+        self.check_open()
         most, running = self.most_turns, self.running.total()
         if most is None or len(self.turns) + running + count <= most:
             return

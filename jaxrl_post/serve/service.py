@@ -74,6 +74,7 @@ class Update:
         alternatives: of these tokens; None if not asked for.
         finish_reason: why it ended; None while it goes on.
         error: what was wrong, if it failed; else "".
+        refused: whether it failed because the sampler does not take such a request.
     """
 
     sample_index: int
@@ -81,6 +82,7 @@ class Update:
     alternatives: Alternatives | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
+    refused: bool = False
 
 
 @dataclass
@@ -246,9 +248,7 @@ class Service:
             if isinstance(item, int):
                 cancelled.add(item)
             elif item is not None:
-                request, opened = item
-                self._open[request.prompt_id] = opened
-                self._sampler.submit(request)
+                self._begin(*item)
         stopped = [
             (prompt_id, index)
             for prompt_id in cancelled & self._open.keys()
@@ -268,6 +268,19 @@ class Service:
                 opened.lengths[sample.sample_index] = len(sample.tokens)
                 update = Update(sample.sample_index, sample.tokens, sample.alternatives)
                 opened.deliver(update)
+
+    def _begin(self, request: Request, opened: _Open) -> None:
+        """Hands a request to the sampler; one that it does not take fails alone."""
+        try:
+            self._sampler.submit(request)
+        except Exception as error:
+            with self._lock:
+                self._samples -= len(opened.lengths)
+            none, refused = Tokens.context(()), isinstance(error, ValueError)
+            for index in opened.lengths:
+                opened.deliver(Update(index, none, None, "failed", str(error), refused))
+            return
+        self._open[request.prompt_id] = opened
 
     def _finish(self, completions: Sequence[Completion]) -> None:
         for completion in completions:

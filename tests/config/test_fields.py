@@ -154,8 +154,9 @@ RULES = {
     },
     ServeConfig: {
         "port": "in [0, 65535]",
-        "max_prompt_tokens": "at least 0",
+        "max_model_len": "at least 0",
         "max_tokens": "at least 0",
+        "cache_tokens": "at least 0",
         "num_slots": "at least 1",
         "max_samples": "at least 1",
         "max_episodes": "at least 1",

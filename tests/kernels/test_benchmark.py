@@ -94,9 +94,9 @@ def test_a_log_prob_that_is_off_by_little_is_not_timed(change, refused):
         (logprob, *others), gradients = case.implementations["xla"](*arrays)
         return (change(logprob), *others), gradients
 
-    wrong = {**case.implementations, "xla": jax.jit(wrong)}
+    passes = {**case.implementations, "xla": jax.jit(wrong)}
     small = dataclasses.replace(
-        case, implementations=wrong, arrays=case.small, needed=1.0
+        case, implementations=passes, arrays=case.small, needed=1.0
     )
     (line,) = measured(options, small, 1e12, 2.0**40)
     assert ("ms" in line) != refused

@@ -458,6 +458,8 @@ def test_a_mesh_gives_the_same_tokens(spec, engine, params):
             r"max_tokens must be at most the engine's 24; got 25",
         ),
         ((1,), {"stop_ids": (1, 2, 3)}, r"at most 2 stop ids \(max_stop_ids\); got 3"),
+        ((1,), {"stop_ids": (2**31,)}, r"stop ids must lie in 0..\d+; got 2147483648"),
+        ((1,), {"stop_ids": (-1,)}, r"stop ids must lie in 0..\d+; got -1"),
         ((1, 40), {}, r"token ids must lie in 0\.\.39; got 40\. Is this the model's"),
         ((-1, 4), {}, r"token ids must lie in 0\.\.39; got -1"),
     ],
@@ -466,6 +468,46 @@ def test_bad_requests_are_refused_and_not_queued(engine, prompt, sampling, messa
     sampling = SamplingParams(**{"max_tokens": 4, **sampling})
     with pytest.raises(ValueError, match=f"^request 7: {message}"):
         engine.submit(Request(7, prompt, sampling=sampling))
+    assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"temperature": 1e39}, r"temperature must be in \[0, 3.4e38\]; got 1e\+39"),
+        ({"temperature": float("nan")}, r"temperature must be in .*; got nan"),
+        ({"top_k": 2**31}, r"top_k must be in \[0, 2\*\*31\) .*; got 2147483648"),
+    ],
+)
+def test_numbers_that_the_device_cannot_hold_are_refused(sampling, message):
+    with pytest.raises(ValueError, match=f"SamplingParams: {message}"):
+        SamplingParams(**sampling)
+
+
+def test_indices_of_samples_are_those_of_the_noise():
+    Request(1, (5,), num_samples=2, first_sample=2**32 - 2)
+    with pytest.raises(ValueError, match=r"indices of the samples must lie in 0\.\."):
+        Request(1, (5,), num_samples=2, first_sample=2**32 - 1)
+
+
+def test_a_prompt_and_its_completion_may_share_one_budget(params):
+    sizes = dataclasses.replace(
+        SIZES, max_prompt_tokens=47, max_tokens=47, context_tokens=48, num_slots=2
+    )
+    # A page for each of three sixteens, and two that are partly filled.
+    assert (sizes.max_length, sizes.pages_per_sample) == (48, 5)
+    engine = make_engine(sizes)
+    long, short = prompt(47), prompt(1)
+    for number, (tokens, most) in enumerate(((long, 1), (short, 47))):
+        sampling = SamplingParams(temperature=0.0, max_tokens=most)
+        [found] = engine.generate(params, [Request(number, tokens, sampling=sampling)])
+        assert len(found.tokens) == most
+        more = dataclasses.replace(sampling, max_tokens=most + 1)
+        with pytest.raises(ValueError, match=r"at most 48 tokens|at most the engine's"):
+            engine.submit(Request(9, tokens, sampling=more))
+    sampling = SamplingParams(max_tokens=25)
+    with pytest.raises(ValueError, match=r"at most 48 tokens \(context_tokens\); got"):
+        engine.submit(Request(9, prompt(24), sampling=sampling))
     assert not engine.busy
 
 
@@ -478,7 +520,7 @@ def test_stop_strings_need_detokenize():
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(EngineConfig)])
 def test_sizes_are_positive(field):
-    if field in ("cache_tokens", "guesses", "kept_ids"):
+    if field in ("cache_tokens", "context_tokens", "guesses", "kept_ids"):
         with pytest.raises(ValueError, match=f"{field} must be at least 0; got -1"):
             EngineConfig(**{field: -1})
         return

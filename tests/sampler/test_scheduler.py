@@ -283,9 +283,9 @@ def test_cancel_returns_what_there_was_and_leaves_nothing():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("temperature", -0.1, r"temperature must be >= 0; got -0\.1"),
-        ("temperature", float("nan"), r"temperature must be >= 0; got nan"),
-        ("top_k", -1, r"top_k must be >= 0 \(0 keeps all\); got -1"),
+        ("temperature", -0.1, r"temperature must be in \[0, 3.4e38\]; got -0\.1"),
+        ("temperature", float("nan"), r"temperature must be in \[0, 3.4e38\]; got nan"),
+        ("top_k", -1, r"top_k must be in \[0, 2\*\*31\) \(0 keeps all\); got -1"),
         ("top_p", 0.0, r"top_p must be in \(0, 1\]; got 0\.0"),
         ("top_p", 1.1, r"top_p must be in \(0, 1\]; got 1\.1"),
         ("min_p", -0.1, r"min_p must be in \[0, 1\]; got -0\.1"),

@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 
+from jaxrl_post.data.lengths import Lengths
 from jaxrl_post.data.replies import format_of
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.tools import expresses_tools
@@ -39,8 +40,9 @@ TEMPLATE = (
 CONFIG = dataclasses.replace(tiny.CONFIG, vocab_size=320, max_length=512)
 SIZES = EngineConfig(
     num_slots=8,
-    max_prompt_tokens=256,
-    max_tokens=128,
+    max_prompt_tokens=383,
+    max_tokens=383,
+    context_tokens=384,
     steps_per_call=4,
     prefill_tokens=256,
     max_stop_ids=10,
@@ -49,13 +51,15 @@ SIZES = EngineConfig(
 ANYBODY = Access()
 
 
-def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+def make_tokenizer(
+    template: str | None = TEMPLATE, kind: type[Tokenizer] = Tokenizer
+) -> Tokenizer:
     texts = ['The answer is {"name": "add", "arguments": {"a": 1}} user system 12'] * 3
     trained = Tokenizer.train(texts, vocab_size=290)
     trained.backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     trained.backend.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     end = trained.backend.token_to_id("<|im_end|>")
-    return Tokenizer(
+    return kind(
         trained.backend,
         stop_ids=(end, trained.eos_id),
         chat_template=template,
@@ -75,11 +79,12 @@ def make_served(tokenizer: Tokenizer, sizes: EngineConfig = SIZES, **options) ->
         "grammars": Grammars(tokenizer, CONFIG.vocab_size),
         "form": format_of(tokenizer.chat_template),
         "name": "tiny",
-        "max_prompt_tokens": sizes.max_prompt_tokens,
-        "max_tokens": sizes.max_tokens,
+        "max_model_len": sizes.max_length,
+        "max_tokens": 128,
         "defaults": SamplingParams(),
         "timeout_s": 300.0,
         "tools": expresses_tools(tokenizer),
+        "lengths": Lengths.of(tokenizer),
     }
     return Served(**(values | options))
 

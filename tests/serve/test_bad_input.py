@@ -53,7 +53,27 @@ def refused(answer, status=400):
         ({"messages": ASK, "n": 0}, "n: Input should be"),
         ({"messages": ASK, "n": 129}, "n: Input should be"),
         ({"messages": ASK, "max_tokens": 0}, "max_tokens"),
-        ({"messages": ASK, "max_tokens": 129}, "maximum context length is 384"),
+        ({"messages": ASK, "max_tokens": 384}, "maximum context length is 384"),
+        ({"messages": ASK, "max_tokens": 10**20}, "max_tokens: Input should be"),
+        ({"messages": ASK, "temperature": 1e39}, "temperature: Input should be"),
+        ({"messages": ASK, "top_k": 99999999999}, "top_k: Input should be"),
+        ({"messages": ASK, "stop_token_ids": [2**31]}, "stop_token_ids.0: Input"),
+        ({"messages": ASK, "stop_token_ids": [320]}, "stop ids must lie in 0..319"),
+        (
+            {
+                "messages": [
+                    *ASK,
+                    {
+                        "role": "assistant",
+                        "content": "3",
+                        "prompt_token_ids": [5],
+                        "generation_token_ids": [10**20],
+                    },
+                    *ASK,
+                ]
+            },
+            "messages.1.generation_token_ids.0: Input should be",
+        ),
         ({"messages": ASK, "stop": [""]}, "stop"),
         ({"messages": ASK, "stop": ["x"] * 17}, "stop"),
         ({"messages": ASK, "presence_penalty": 0.5}, "presence_penalty: this sampler"),
@@ -110,6 +130,8 @@ def test_a_chat_that_makes_no_sense(url, body, said):
         ({"prompt": "x", "echo": True}, "echo: this sampler does not have it"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [320]}, "token ids must lie in 0..319"),
+        ({"prompt": "1", "top_k": 99999999999}, "top_k: Input should be"),
+        ({"prompt": "1", "stop_token_ids": [2**31]}, "stop_token_ids.0: Input"),
         ({"prompt": "x", "suffix": "y"}, "suffix: this sampler"),
     ],
 )
@@ -148,6 +170,64 @@ def deep(levels):
 )
 def test_what_is_no_text_is_refused(url, path, body, said):
     assert said in refused(post(url, body, path))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        ({"top_k": 2**31}, "sampling_params.top_k: Input should be"),
+        ({"stop_token_ids": [2**31]}, "sampling_params.stop_token_ids.0: Input"),
+        ({"stop": ["x"] * 17}, "sampling_params.stop"),
+    ],
+)
+def test_sampling_parameters_that_make_no_sense(url, sampling, said):
+    body = {"token_ids": [5], "sampling_params": sampling}
+    assert said in refused(post(url, body, "/inference/v1/generate"))
+
+
+def test_a_temperature_that_is_almost_zero_is_greedy(url):
+    # Divided by it, logits of float32 overflow.
+    def said(temperature):
+        sampling = {"temperature": temperature, "max_tokens": 6, "logprobs": 1}
+        body = {"token_ids": [5, 6], "sampling_params": sampling}
+        answer = post(url, body, "/inference/v1/generate")
+        assert answer.status_code == 200, answer.text
+        [choice] = answer.json()["choices"]
+        return choice["token_ids"], choice["logprobs"]["content"][0]["logprob"]
+
+    ids, first = said(0)
+    for almost in (1e-5 / 2, 1e-10, 1e-40, 5e-324):
+        assert said(almost) == (ids, pytest.approx(first, abs=1e-5))
+    # At a temperature that counts the first log-prob is another.
+    assert said(0.01)[1] > first + 0.1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_nobody_has_foreseen_is_told_as_json(
+    url, served, stream, caplog, monkeypatch
+):
+    def fail(*given, **options):
+        raise RuntimeError("nobody knows why")
+
+    body = {"messages": ASK, "max_tokens": 2, "stream": stream}
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxrl_post.serve.chat.parse", fail)
+        answer = post(url, body)
+    told = answer.text
+    if stream:
+        events = [line[6:] for line in told.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        told = events[-2]
+    else:
+        assert answer.status_code == 500
+    error = json.loads(told)["error"]
+    assert error["type"] == "server_error"
+    assert error["message"] == (
+        "the server failed with this request: RuntimeError: nobody knows why"
+    )
+    assert "Traceback" in caplog.text
+    until(lambda: served.service.samples == 0, "the sample ends")
+    assert post(url, body).status_code == 200
 
 
 def test_another_model_is_not_here(url):

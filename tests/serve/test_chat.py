@@ -166,17 +166,28 @@ def test_a_schema_is_obeyed(client):
 
 
 def test_the_log_probs_of_a_schema_are_those_among_the_allowed(client):
-    # Both words are one choice of the first letter; their probabilities add up to 1.
-    form = {"extra_body": {"structured_outputs": {"choice": ["red", "green"]}}}
+    # Two letters are all that may come first: their probabilities add up to 1, and are
+    # to each other as those of the model.
+    form = {"return_token_ids": True, "structured_outputs": {"choice": ["r", "g"]}}
+    options = {"logprobs": True, "top_logprobs": 5, "n": 16, "max_tokens": 3}
+    answer = ask(client, extra_body=form, **options)
+    prompt = jnp.asarray([answer.prompt_token_ids])
+    every = log_softmax(np.asarray(scores_after(prompt), np.float64))
     seen = {}
-    for seed in range(40):
-        answer = ask(client, logprobs=True, seed=seed, **form)
-        content = answer.choices[0].logprobs.content
-        total = sum(each.logprob for each in content)
-        seen.setdefault(answer.choices[0].message.content, []).append(np.exp(total))
-    assert seen.keys() == {"red", "green"}
-    for values in seen.values():
-        assert max(values) <= 1 + 1e-4
+    for choice in answer.choices:
+        first = choice.logprobs.content[0]
+        assert first.token == choice.message.content
+        assert len(first.top_logprobs) == 2
+        told = {each.token: each.logprob for each in first.top_logprobs}
+        assert told[first.token] == first.logprob
+        seen[first.token] = choice.token_ids[0], first.logprob
+    assert seen.keys() == {"r", "g"}
+    mass = np.logaddexp(*(every[token] for token, _ in seen.values()))
+    # Far from 1: the log-probs of the whole vocabulary would not do.
+    assert mass < np.log(0.5)
+    for token, logprob in seen.values():
+        np.testing.assert_allclose(logprob, every[token] - mass, atol=1e-3)
+    np.testing.assert_allclose(sum(np.exp(p) for _, p in seen.values()), 1, atol=1e-4)
 
 
 @pytest.mark.parametrize("choice", ["required", "named"])
@@ -206,10 +217,10 @@ def test_a_streamed_call_is_whole(client):
         calls += event.choices[0].delta.tool_calls or []
         reason = event.choices[0].finish_reason or reason
         assert not event.choices[0].delta.content
-    assert [(call.index, call.function) for call in calls] == [(0, whole)] or (
-        calls[0].function.name == whole.name
-        and calls[0].function.arguments == whole.arguments
-    )
+    [call] = calls
+    assert call.index == 0
+    assert call.function.name == whole.name
+    assert call.function.arguments == whole.arguments
     assert reason == "tool_calls"
 
 

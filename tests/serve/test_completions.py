@@ -151,6 +151,76 @@ def test_tokenize_a_text(url, served, body):
     assert told["max_model_len"] == 384
 
 
+def test_a_prompt_and_its_completion_share_one_budget(url):
+    limit = httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
+    assert limit == 384
+    # As vLLM's clients do: what the prompt leaves.
+    for length in (360, 383):
+        prompt = [5] * length
+        answer = generate(url, prompt, max_tokens=limit - length, ignore_eos=True)
+        assert answer.status_code == 200, answer.text
+        [choice] = answer.json()["choices"]
+        assert len(choice["token_ids"]) == limit - length
+        more = generate(url, prompt, max_tokens=limit - length + 1)
+        assert more.status_code == 400
+        assert more.json()["error"] == {
+            "message": "This model's maximum context length is 384 tokens. However, "
+            f"you requested 385 tokens ({length} in the prompt, {385 - length} in the "
+            "completion). Please reduce the length of the prompt or completion.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "context_length_exceeded",
+        }
+    assert generate(url, [5] * 384).status_code == 400
+
+
+def test_a_request_that_does_not_say_gets_what_is_left(url, served):
+    # 128 tokens by default, here less.
+    answer = generate(url, [5] * 360, ignore_eos=True).json()
+    assert len(answer["choices"][0]["token_ids"]) == 24
+    assert served.length_of([5] * 3, None) == 128
+    body = {"prompt": [5] * 380, "ignore_eos": True, "return_token_ids": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    # A completion's default is 16.
+    assert len(answer["choices"][0]["token_ids"]) == 4
+
+
+def test_as_many_alternatives_as_were_asked_for(client):
+    # Half of the tokens are a byte of a longer character, all with the same text.
+    answer = complete(client, logprobs=20, max_tokens=4)
+    tops = answer.choices[0].logprobs.top_logprobs
+    assert [len(top) for top in tops] == [20] * len(tops)
+    assert all(list(top.values()) == sorted(top.values())[::-1] for top in tops)
+    names = [name for top in tops for name in top]
+    assert "\ufffd" in names
+    assert any(name.startswith("token_id:") for name in names)
+
+
+def test_token_ids_back_to_text(url, served):
+    text = "1+2= user <think>ü</think><|im_end|>"
+    ids = list(served.tokenizer.encode(text))
+    answer = httpx.post(f"{url}/detokenize", json={"tokens": ids, "model": "tiny"})
+    assert answer.json() == {"prompt": text}
+    assert httpx.post(f"{url}/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    for bad, said in (
+        ({"tokens": [CONFIG.vocab_size]}, "token ids must lie in 0..319; got 320"),
+        ({"tokens": [2**31]}, "tokens.0"),
+        ({"tokens": [5], "model": "gpt"}, "there is no 'gpt' here"),
+    ):
+        answer = httpx.post(f"{url}/detokenize", json=bad)
+        assert answer.status_code in (400, 404)
+        assert said in answer.json()["error"]["message"]
+
+
+def test_the_model_by_its_name(url, client):
+    assert client.models.retrieve("tiny").model_dump() == (
+        client.models.list().data[0].model_dump()
+    )
+    answer = httpx.get(f"{url}/v1/models/org/other")
+    assert answer.status_code == 404
+    assert "there is no 'org/other' here" in answer.json()["error"]["message"]
+
+
 def test_tokenize_a_conversation_is_the_prompt_of_the_chat(url, client):
     messages = [{"role": "user", "content": "What?"}]
     told = httpx.post(f"{url}/tokenize", json={"messages": messages}).json()

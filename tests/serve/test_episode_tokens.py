@@ -258,11 +258,11 @@ def test_a_completion_without_the_token_ids_of_one_prompt_is_refused(agent, prom
         ({"token_ids": []}, "token_ids: List should have at least 1 item"),
         ({"token_ids": [-1]}, "token_ids.0: Input should be greater than or equal"),
         ({"token_ids": [5, 320]}, "token ids must lie in 0..319; got 320"),
-        ({"token_ids": [2**70]}, "token ids must lie in 0..319; got"),
+        ({"token_ids": [2**70]}, "token_ids.0: Input should be less than or equal"),
         ({"token_ids": ["5"] * 2, "x": 1}, "x: there is no such field here"),
-        ({"token_ids": [5] * 257}, "maximum context length is 384"),
+        ({"token_ids": [5] * 384}, "maximum context length is 384"),
         (
-            {"token_ids": ASK, "sampling_params": {"max_tokens": 129}},
+            {"token_ids": ASK, "sampling_params": {"max_tokens": 384}},
             "maximum context length is 384",
         ),
         (
@@ -320,7 +320,7 @@ def test_an_answer_that_takes_longer_than_its_episode_is_stopped(tokenizer):
     with listening(model) as url:
         agent = Agent(url, deadline_s=0.4)
         answer = agent.asked(ASK, max_tokens=128, ignore_eos=True)
-        assert answer.status_code == 504
+        assert answer.status_code == 409
         until(lambda: model.service.samples == 0, "the sample is stopped")
         assert agent.asked(ASK).status_code == 409
         record = agent.record()

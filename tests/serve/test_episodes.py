@@ -1,6 +1,7 @@
 """Agents through the openai client: what is recorded is what was served."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -251,6 +252,23 @@ def test_a_reward_that_is_none(agent):
     assert agent.record()["reward"] == 0
 
 
+def test_rewards_whose_sum_overflows_are_refused(agent):
+    agent.say(ASK)
+    assert agent.post("reward", reward=2e38).status_code == 200
+    for path, body in (
+        ("reward", {"reward": 2e38}),
+        ("reward", {"reward": -2e38, "turn": 0}),
+        ("reward", {"reward": 1e308}),
+        ("end", {"reward": 2e38}),
+    ):
+        answer = agent.post(path, **body)
+        assert answer.status_code == 400, path
+        assert "reward: must be finite in float32" in answer.json()["error"]["message"]
+    # What was recorded is still there.
+    assert agent.record()["reward"] == 2e38
+    assert agent.post("end", reward=1.0).status_code == 200
+
+
 def test_nothing_comes_after_the_end(agent):
     agent.post("end", reason="enough")
     with pytest.raises(openai.ConflictError, match="has ended: enough"):
@@ -267,6 +285,31 @@ def test_an_episode_ends_at_its_deadline(url):
     agent.client.close()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_episode_may_end_in_the_middle_of_a_call(url, served, stream, monkeypatch):
+    sampler = served.service._sampler
+    dispatch = sampler.dispatch
+
+    def slowly():
+        time.sleep(0.1)
+        dispatch()
+
+    agent = Agent(url, deadline_s=0.5)
+    monkeypatch.setattr(sampler, "dispatch", slowly)
+    body = {"messages": [ASK], "max_tokens": 128, "ignore_eos": True, "stream": stream}
+    answer = agent.post("v1/chat/completions", **body)
+    told = answer.json() if not stream else json.loads(answer.text.split("data: ")[-2])
+    # No 5xx, nor what the server's own --timeout-s says: a client would try again.
+    assert answer.status_code == (200 if stream else 409)
+    assert told["error"]["code"] == "episode_ended"
+    assert "its deadline of 0.5 s has passed" in told["error"]["message"]
+    if not stream:
+        assert answer.headers["x-should-retry"] == "false"
+    assert "its deadline" in agent.record()["ended"]
+    until(lambda: served.service.samples == 0, "the sample is stopped")
+    agent.client.close()
+
+
 def test_an_unknown_or_taken_episode(url, agent):
     assert httpx.get(f"{url}/episodes/nobody").status_code == 404
     taken = {"id": agent.url.rpartition("/")[2]}
@@ -276,16 +319,35 @@ def test_an_unknown_or_taken_episode(url, agent):
         assert answer.status_code == (201 if bad == "" else 400), bad
 
 
-def test_no_more_episodes_than_may_be_kept(tokenizer):
-    model = make_served(tokenizer)
-    episodes = Episodes(most=1)
-    with listening(model, app=make_app(model, episodes=episodes)) as url:
-        first = httpx.post(f"{url}/episodes", json={"id": "one"})
-        assert first.status_code == 201
-        assert httpx.post(f"{url}/episodes", json={}).status_code == 429
-        assert httpx.delete(f"{url}/episodes/one").status_code == 200
-        assert httpx.post(f"{url}/episodes", json={}).status_code == 201
-    assert model.service.close(60)
+def test_no_more_episodes_than_may_be_kept(served):
+    episodes = Episodes(most=3)
+    with listening(served, app=make_app(served, episodes=episodes)) as url:
+
+        def opened(name, **options):
+            body = {"id": name} | options
+            return httpx.post(f"{url}/episodes", json=body).status_code
+
+        def there(*names):
+            found = [httpx.get(f"{url}/episodes/{n}").status_code for n in names]
+            text = httpx.get(f"{url}/metrics").text
+            kept = [line for line in text.splitlines() if "episodes_kept " in line]
+            return found, float(kept[-1].split()[-1])
+
+        assert [opened(name) for name in "abc"] == [201] * 3
+        # All of them are open.
+        assert opened("d") == 429
+        for name in "cb":
+            assert httpx.post(f"{url}/episodes/{name}/end", json={}).status_code == 200
+        # The oldest of those that have ended makes room.
+        assert opened("d") == 201
+        assert there(*"abcd") == ([200, 404, 200, 200], 3)
+        assert opened("e", deadline_s=1e-6) == 201
+        assert there(*"acde") == ([200, 404, 200, 200], 3)
+        # Nobody has ended it or looked at it: its agent has crashed.
+        assert opened("f") == 201
+        assert there(*"adef") == ([200, 200, 404, 200], 3)
+        assert httpx.delete(f"{url}/episodes/a").status_code == 200
+        assert there(*"adf") == ([404, 200, 200], 2)
 
 
 # As Qwen 3: reasoning is left out of all turns but the last.

@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import httpx
+import numpy as np
 import pytest
 
 from jaxrl_post.sampler import Request, SamplingParams
@@ -123,6 +124,49 @@ def test_the_limit_counts_samples_and_frees_them(tokenizer):
     for _ in range(2):
         assert ended.acquire(timeout=60)
     assert model.service.close(60)
+
+
+def test_a_request_that_the_sampler_does_not_take_fails_alone(tokenizer):
+    model = make_served(tokenizer)
+    updates: list = []
+    ended = threading.Event()
+    made = iter([None])
+
+    def constrain():
+        # The second sample's is refused: the first must not be left in the queue.
+        if next(made, "over") == "over":
+            raise ValueError("no such grammar")
+        return Anything()
+
+    def deliver(update):
+        updates.append(update)
+        if len(updates) == 3:
+            ended.set()
+
+    sampling = SamplingParams(max_tokens=2)
+    new_id = model.service.new_id
+    bad = Request(new_id(), (5,), 2, sampling=sampling, constrain=constrain)
+    good = Request(new_id(), (6,), sampling=sampling)
+    for request in (bad, good):
+        model.service.submit(request, deliver, partial=False)
+    assert ended.wait(60)
+    assert [update.refused for update in updates] == [True, True, False]
+    assert {update.error for update in updates[:2]} == {"no such grammar"}
+    assert [update.sample_index for update in updates[:2]] == [0, 1]
+    assert updates[2].finish_reason in ("stop", "length")
+    assert model.service.samples == 0
+    assert model.service.alive
+    assert model.service.close(60)
+
+
+class Anything:
+    """A constraint that allows every token."""
+
+    def allowed(self):
+        return np.full(10, 2**32 - 1, np.uint32)
+
+    def advance(self, token):
+        del token
 
 
 def test_a_cancelled_request_ends(tokenizer):

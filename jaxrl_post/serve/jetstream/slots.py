@@ -198,7 +198,7 @@ class SlotFunctions:
             prompt_ids=state.noise_ids,
             sample_indices=state.indices,
             sampling=SamplingArrays(
-                jnp.full((slots,), sampling.temperature, jnp.float32),
+                jnp.full((slots,), sampling.divisor, jnp.float32),
                 jnp.full((slots,), sampling.top_k, jnp.int32),
                 jnp.full((slots,), sampling.top_p, jnp.float32),
                 jnp.full((slots,), sampling.min_p, jnp.float32),

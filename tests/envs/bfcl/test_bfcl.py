@@ -14,9 +14,7 @@ DONE = Answer("assistant", "Done.", "stop", 3)
 
 @pytest.fixture
 def package():
-    pytest.importorskip(
-        "bfcl_eval", reason="needs bfcl-eval: make check-bfcl"
-    )
+    pytest.importorskip("bfcl_eval", reason="needs bfcl-eval: make check-bfcl")
 
 
 def played(environment, task, turns) -> tuple[float, float, int]:

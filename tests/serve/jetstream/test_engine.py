@@ -235,7 +235,7 @@ def test_a_mesh_that_splits_the_batch_is_refused(spec):
         ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1; got 0"),
         ({"max_prompt_tokens": PADDED[-1]}, "must be below 32768.*got 32768"),
         ({"max_prompt_tokens": 120}, "longer than the model's context of 128"),
-        ({"temperature": -1.0}, "temperature must be >= 0; got -1"),
+        ({"temperature": -1.0}, r"temperature must be in \[0, 3.4e38\]; got -1"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]; got 0"),
     ],
 )
