@@ -106,7 +106,7 @@ KERNELS = [
     Fault(
         "decoding reads blocks that a window hides",
         "kernels/decode_attention/pallas_tpu.py",
-        "        active &= last > queries(at, NO_TOKEN).min(axis=-1) - window\n",
+        "        active &= last > queries(seeing, NO_TOKEN).min(axis=-1) - window\n",
         "",
         "kernels/test_decode_pallas_tpu.py",
     ),
