@@ -6,6 +6,7 @@ import json
 import pytest
 
 from jaxrl_post.envs.env import Answer, Message, ToolCall
+from jaxrl_post.messages import mended
 from jaxrl_post.records.conversations import (
     FIRST_TURNS,
     LAST_TURNS,
@@ -172,6 +173,7 @@ def test_what_a_model_or_a_tool_writes_comes_back(tmp_path, text):
     assert directory.samples.read_text().count("\n") == 2
     row, other = read_rows(directory.samples)
     assert row["conversation"] == written
-    assert row["conversation"]["turns"][0]["calls"][0]["name"] == text
+    # Of what is no Unicode, as messages have it.
+    assert row["conversation"]["turns"][0]["calls"][0]["name"] == mended(text)
     # A row of one turn is as small as before.
     assert "conversation" not in other
