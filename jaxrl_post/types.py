@@ -107,7 +107,7 @@ class TokenBatch:
     j <= i < ends[j]. As a segment id for the functions of `losses`, it tells the
     sequences of a row apart: a node has the number of its last child, and the leaves
     have numbers of their own. Shared tokens that are trained on therefore count as
-    their last child's.
+    their last child's, from which other children may part them.
 
     Attributes:
         tokens: int32 [rows, length], ids in [0, vocab_size).

@@ -40,7 +40,8 @@ class UpdateConfig:
         epochs: passes over a batch, so that a step of the run takes minibatches *
             epochs optimizer steps.
         trees: pack and train once what sequences have in common: the prompt of a
-            group's samples, the question of a pair. Without, each sequence is whole.
+            group's samples, the question of a pair, the turns before an agent's
+            branches. Without, each sequence is whole.
         row_tokens: length of a packed row in tokens; 0 for the longest prompt plus the
             longest completion, or, with `trees`, for a group with its prompt, if it has
             at most a device's share of `microbatch_tokens`.

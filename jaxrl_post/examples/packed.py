@@ -310,7 +310,7 @@ def packed(
         indices: indices of the examples within the split.
         row_tokens: tokens per row.
         row_multiple: the number of rows is a multiple of this.
-        trees: whether examples with the same context share it.
+        trees: whether examples that begin alike share that (`packing.trees`).
 
     Raises:
         ConfigError: as the data set's `encode`.
@@ -339,7 +339,7 @@ def batches(
         count: number of examples per batch.
         row_tokens: tokens per row.
         row_multiple: the number of rows is a multiple of this.
-        trees: whether examples with the same context share it.
+        trees: whether examples that begin alike share that (`packing.trees`).
     """
     while True:
         yield packed(

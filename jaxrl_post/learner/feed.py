@@ -50,7 +50,7 @@ class Feed:
         row_tokens: length of a packed row.
         learner: gives the policy and the size of a microbatch.
         reference: scores the batches; None if the objective needs no reference.
-        trees: whether examples with the same context share it.
+        trees: whether examples that begin alike share that (`packing.trees`).
     """
 
     examples: Examples

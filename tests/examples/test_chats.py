@@ -14,6 +14,7 @@ from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.data.chats import Chat, Text
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.chats import Chats, open_chats
+from jaxrl_post.examples.packed import packed
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.records.path import run_path
 
@@ -82,6 +83,31 @@ def test_what_follows_the_last_learned_token_is_left_out():
 def test_of_a_prompt_and_completion_the_completion_is_learned():
     chat = Chat((user("1"), said("2"), user("3"), said("4")), "", only_last=True)
     assert learned(CHATTED, chat)[0] == "4<|eos|>"
+
+
+def test_the_rows_of_one_conversation_are_packed_with_the_turns_that_they_share():
+    """A row a turn, as a prompt and its completion, and another third turn."""
+    turns = (user("1+1="), said("2"), user("+1="), said("3"))
+    ends = [(user("+4="), said("7")), (user("+5="), said("8"))]
+    rows = [turns[:2], turns, *((*turns, *end) for end in ends)]
+    chats = Chats([Chat(row, "1+1=", only_last=True) for row in rows], [])
+
+    def tokens(tokenizer, *, trees):
+        batch = packed(
+            chats, tokenizer, "train", range(4),
+            row_tokens=64, row_multiple=1, trees=trees,
+        )  # fmt: skip
+        # An answer of a digit is learned with its stop token.
+        assert batch.loss_mask.sum() == 4 * 2
+        return np.count_nonzero(batch.ends)
+
+    # The longest whole, each other one's last token, and what departs from it.
+    sizes = [6, 11, 16, 16]
+    assert tokens(PLAIN, trees=False) == sum(sizes)
+    assert tokens(PLAIN, trees=True) == 16 + 2 + (16 - 10)
+    sizes = [16, 31, 46, 46]
+    assert tokens(CHATTED, trees=False) == sum(sizes)
+    assert tokens(CHATTED, trees=True) == 46 + 2 + (46 - 30)
 
 
 def test_of_a_text_all_is_learned_but_what_nothing_predicts():

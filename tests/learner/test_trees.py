@@ -23,6 +23,7 @@ from jaxrl_post.learner.step import Policy
 from jaxrl_post.learner.teacher import Comparison
 from jaxrl_post.losses import distill
 from jaxrl_post.sharding import create_mesh, named_shardings
+from jaxrl_post.tokens import Tokens
 from tests import tiny
 
 # Rows of several tiles; a group has up to 9 + 4 * 8 tokens.
@@ -56,15 +57,62 @@ def samples(*, pairs: bool) -> list[packing.Sequence]:
     return made
 
 
-def packed(case: "Case", *, shared: bool):
-    units = samples(pairs=case.pairs)
+def branching() -> list[packing.Sequence]:
+    """Two prompts with three samples each, whose episodes branch twice.
+
+    Of each sample, the first sequence trains two turns. The second is a branch after
+    the first turn, the third one goes on after the second turn, and the last trains the
+    first turn too.
+    """
+    random = np.random.default_rng(0)
+
+    def of(*marked: tuple[list[int], bool]) -> packing.Sequence:
+        """A sequence of turns, each trained or context."""
+        parts = []
+        for ids, trained in marked:
+            logprobs = (-2 - random.random(len(ids))).tolist()
+            turn = Tokens.generated(ids, logprobs, version=0)
+            parts.append(turn if trained else Tokens.context(ids))
+        tokens = Tokens.concatenate(parts)
+        values = np.where(tokens.sampled, random.normal(), 0).astype(np.float32)
+        return packing.Sequence(tokens, values, truncated=bool(random.random() < 0.5))
+
+    made = []
+    for _ in range(2):
+        prompt = random.integers(0, 40, 5).tolist()
+        for _ in range(3):
+            first, second, *others = random.integers(0, 40, (5, 3)).tolist()
+            asked = (random.integers(0, 40, 2).tolist(), False)
+            begun = (prompt, False), (first, False)
+            made += [
+                of((prompt, False), (first, True), asked, (second, True)),
+                of(*begun, (others[0][:1], False), (others[0][1:], True)),
+                of(*begun, asked, (second, False), ([7], False), (others[1], True)),
+                of((prompt, False), (first, True), (others[2], True)),
+            ]
+    return made
+
+
+def depth(unit: packing.Unit) -> int:
+    """Number of nodes on the longest path of a tree."""
+    below = unit.branches if isinstance(unit, packing.Tree) else ()
+    return 1 + max(map(depth, below), default=0)
+
+
+def packed(case: "Case", *, shared: bool, deep: bool):
+    units = branching() if deep else samples(pairs=case.pairs)
     if case.pairs:
         units = list(zip(units[::2], units[1::2], strict=True))
-    made = packing.pack(packing.trees(units) if shared else units, LENGTH, 8)
-    used, distinct = (
-        sum(map(packing.num_tokens, each)) for each in (units, packing.trees(units))
-    )
-    assert np.count_nonzero(made.ends) == (distinct if shared else used)
+    joined = packing.trees(units)
+    made = packing.pack(joined if shared else units, LENGTH, 8)
+    used, distinct = (sum(map(packing.num_tokens, each)) for each in (units, joined))
+    if deep:
+        assert min(map(depth, joined)) == 4
+        # These are split, and their nodes repeated.
+        assert max(map(packing.num_tokens, joined)) > LENGTH
+        assert distinct < np.count_nonzero(made.ends) <= used
+    else:
+        assert np.count_nonzero(made.ends) == (distinct if shared else used)
     assert distinct < 0.7 * used
     return made
 
@@ -118,6 +166,7 @@ PPO = algorithms.shared_backbone(
 )
 CASES = {
     "grpo": Case(algorithms.grpo(kl_coefficient=0.1).objective),
+    "dapo": Case(algorithms.dapo().objective),
     "gspo": Case(algorithms.gspo().objective),
     "ppo with a critic": Case(PPO.objective, "lm+value", credit=PPO.credit),
     "sft": Case(supervised.next_token),
@@ -129,26 +178,34 @@ CASES = {
 
 
 @functools.cache
-def outcome(name: str, shared: bool, mesh_spec: str = ""):
-    """Loss, metrics and gradients of a batch, on one device or on a mesh."""
+def compiled(name: str, mesh_spec: str):
+    """The program of a case on a mesh; batches of equal shape share it."""
     case = CASES[name]
-    batch = packed(case, shared=shared)
-    specs = models.param_specs(case.config)
-    params = tiny.params(case.config)
 
     def run(params, batch):
         batch = case.scored(batch)
         empty = pure.empty_accumulator(case.predictor, case.objective, params, batch)
         return pure.accumulate(case.predictor, case.objective, params, empty, batch)
 
+    return jax.jit(run)
+
+
+@functools.cache
+def outcome(name: str, shared: bool, mesh_spec: str = "", *, deep: bool = False):
+    """Loss, metrics and gradients of a batch, on one device or on a mesh."""
+    case = CASES[name]
+    batch = packed(case, shared=shared, deep=deep)
+    specs = models.param_specs(case.config)
+    params = tiny.params(case.config)
+    run = compiled(name, mesh_spec)
     batch = jax.tree.map(jnp.asarray, batch)
     if not mesh_spec:
-        return jax.jit(run)(params, batch)
+        return run(params, batch)
     mesh = create_mesh(mesh_spec)
     with jax.set_mesh(mesh):
         params = jax.device_put(params, named_shardings(specs, mesh))
         rows = NamedSharding(mesh, P(("dp", "fsdp", "ep")))
-        return jax.device_get(jax.jit(run)(params, jax.device_put(batch, rows)))
+        return jax.device_get(run(params, jax.device_put(batch, rows)))
 
 
 def assert_equal(found, expected):
@@ -180,6 +237,22 @@ def _several_tiles(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_trees_train_as_rows_that_repeat_the_prompt(name):
     assert_equal(outcome(name, True), outcome(name, False))
+
+
+# Pairs and desirable answers have a context alone in common. GRPO means over sequences,
+# DAPO over tokens.
+@pytest.mark.parametrize(
+    "name", ["grpo", "dapo", "gspo", "ppo with a critic", "sft", "distillation"]
+)
+def test_branches_train_as_rows_that_repeat_turns(name):
+    assert_equal(outcome(name, True, deep=True), outcome(name, False, deep=True))
+
+
+@pytest.mark.meshes
+def test_branches_train_alike_on_a_mesh():
+    name = "ppo with a critic"
+    found = outcome(name, True, "dp8", deep=True)
+    assert_equal(found, outcome(name, False, deep=True))
 
 
 # The others are in the longer tier, and guarded by these.

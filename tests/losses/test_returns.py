@@ -27,7 +27,9 @@ over = pytest.mark.parametrize
 
 @st.composite
 def segments(draw):
-    """Rows of sequences side by side, padding at the end."""
+    """Rows of sequences side by side, padding at the end; or in each other's midst."""
+    if draw(st.booleans()):
+        return draw(hnp.arrays(np.int32, (3, 8), elements=st.integers(0, 3)))
     starts = draw(MASKS) & (np.arange(8) > 0)
     padding = np.arange(8) >= draw(st.integers(0, 8))
     return np.where(padding, 0, 1 + np.cumsum(starts, axis=-1)).astype(np.int32)
@@ -45,7 +47,10 @@ def sequences(mask, ids):
 def gae_transcription(rewards, values, mask, ids, lambda_, bootstrap, gaps):
     out = np.zeros(mask.shape)
     for row, kept in sequences(mask, ids):
-        states = kept if gaps == "carry" else np.arange(kept[0], kept[-1] + 1)
+        states = kept
+        if gaps == "zero":
+            own = np.flatnonzero(ids[row] == ids[row, kept[0]])
+            states = own[(kept[0] <= own) & (own <= kept[-1])]
         next_value, advantage = float(bootstrap[row, kept[-1]]), 0.0
         for t in reversed(states):
             counts = mask[row, t]

@@ -138,7 +138,7 @@ LOSSES = [
     Fault(
         "the reward stands at every token",
         "losses/credit/returns.py",
-        "last = mask & ~_followed(mask, segment_ids)",
+        "last = mask & ~_followed(mask, ids)",
         "last = mask",
         RETURNS,
     ),

@@ -208,6 +208,30 @@ def test_the_tokens_of_a_branch_are_its_whole_prompt_and_its_answer(served):
         assert int(last.sampled.sum()) == len(episode.turns[2].sampled)
 
 
+def test_branches_are_packed_with_the_first_turn_that_they_share(served):
+    update = dataclasses.replace(CONFIG.update, row_tokens=256, microbatch_tokens=256)
+    config = dataclasses.replace(CONFIG, update=update)
+    with training(Letters(branching=True), config) as trainer:
+        metrics, groups = step_as_served(trainer, served, 1)
+        batches = [batch for _, batch in trainer.updater.learner.seen]
+    whole = packed = 0
+    for group in groups:
+        packed += len(group.episodes[0].turns[0].context)
+        for episode in group.episodes:
+            prompt, first = episode.turns[0].context, episode.turns[0].sampled
+            one, other = (episode.tokens[span].ids for span in episode.spans)
+            size = min(len(one), len(other))
+            shared = int((one[:size] != other[:size]).argmax())
+            # The prompt, the first answer, and what the template puts after it.
+            assert shared > len(prompt) + len(first)
+            whole += len(one) + len(other)
+            packed += len(one) - len(prompt) + len(other) - shared
+    assert sum(np.count_nonzero(batch.ends) for batch in batches) == packed
+    assert metrics["packing/repeated_tokens"] == 0
+    assert metrics["packing/shared"] == pytest.approx(1 - packed / whole)
+    assert packed < 0.6 * whole
+
+
 def test_turns_get_the_rewards_that_were_posted():
     with training(Letters(credited=True)) as trainer:
         episodes, _ = collected(trainer)

@@ -3,10 +3,12 @@
 A sequence's states are its counted tokens. The policy did not produce the tokens
 between them (a tool's output, another speaker): "next" is the sequence's next counted
 token, and rewards and values at uncounted tokens are ignored. Nothing crosses from one
-sequence of a packed row to another. Results carry no gradient.
+sequence of a packed row to another, also where other sequences stand between the tokens
+of one, as in a row of trees. Results carry no gradient.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +55,13 @@ def at_last_token(
     >>> at_last_token(values, mask, jnp.array([1, 1, 2, 2])).tolist()
     [0.0, 5.0, 5.0, 0.0]
     """
+
+    def terminal(ids: Array | None, mask: Array, values: Array) -> Array:
+        last = mask & ~_followed(mask, ids)
+        return counted(values, last)
+
     mask = in_sequence(mask, segment_ids)
-    last = mask & ~_followed(mask, segment_ids)
-    return jax.lax.stop_gradient(counted(values, last))
+    return jax.lax.stop_gradient(_side_by_side(terminal, segment_ids, mask, values))
 
 
 @checked
@@ -114,22 +120,31 @@ def gae(
     _require_fraction("gamma", gamma)
     if gaps not in ("carry", "zero"):
         raise ValueError(f"gaps must be 'carry' or 'zero', got {gaps!r}")
-    mask = in_sequence(mask, segment_ids)
-    followed = _followed(mask, segment_ids, method)
-    rewards, values = counted(rewards, mask), counted(values_before, mask)
     if isinstance(lambda_, (int, float)):
         _require_fraction("lambda_", lambda_)
-        decay = jnp.full(values.shape, lambda_, jnp.float32)
-    else:
-        decay = counted(lambda_, mask)
-    if gaps == "carry":
-        states, next_values = mask, _at_next_counted(values, mask, method)
-    else:
-        states, next_values = mask | followed, _at_next_position(values)
-        decay = jnp.where(mask, decay, _at_next_counted(decay, mask, method))
-    end = 0.0 if bootstrap is None else counted(bootstrap, mask)
-    deltas = rewards + gamma * jnp.where(followed, next_values, end) - values
-    advantages = _over_states(gamma * decay, deltas, states, followed, method)
+        lambda_ = jnp.full(mask.shape, lambda_, jnp.float32)
+
+    def estimated(
+        ids: Array | None,
+        mask: Array,
+        rewards: Array,
+        values: Array,
+        decay: Array,
+        end: Array,
+    ) -> Array:
+        followed = _followed(mask, ids, method)
+        if gaps == "carry":
+            states, next_values = mask, _at_next_counted(values, mask, method)
+        else:
+            states, next_values = mask | followed, _at_next_position(values)
+            decay = jnp.where(mask, decay, _at_next_counted(decay, mask, method))
+        deltas = rewards + gamma * jnp.where(followed, next_values, end) - values
+        return _over_states(gamma * decay, deltas, states, followed, method)
+
+    mask = in_sequence(mask, segment_ids)
+    end = jnp.zeros(mask.shape) if bootstrap is None else bootstrap
+    read = (counted(each, mask) for each in (rewards, values_before, lambda_, end))
+    advantages = _side_by_side(estimated, segment_ids, mask, *read)
     return jax.lax.stop_gradient(counted(advantages, mask))
 
 
@@ -230,10 +245,14 @@ def discounted_returns(
     [0.5, 0.0, 1.0, 2.0]
     """
     _require_fraction("gamma", gamma)
+
+    def summed(ids: Array | None, mask: Array, rewards: Array) -> Array:
+        followed = _followed(mask, ids, method)
+        decay = jnp.full(mask.shape, gamma, jnp.float32)
+        return _over_states(decay, rewards, mask, followed, method)
+
     mask = in_sequence(mask, segment_ids)
-    followed = _followed(mask, segment_ids, method)
-    decay = jnp.full(mask.shape, gamma, jnp.float32)
-    returns = _over_states(decay, counted(rewards, mask), mask, followed, method)
+    returns = _side_by_side(summed, segment_ids, mask, counted(rewards, mask))
     return jax.lax.stop_gradient(counted(returns, mask))
 
 
@@ -383,6 +402,30 @@ def spread_turns(
     none = jnp.zeros((*values.shape[:-1], 1), jnp.float32)
     by_id = jnp.concatenate([none, values], axis=-1)
     return jnp.take_along_axis(by_id, turn_ids, axis=-1, mode="fill")
+
+
+def _side_by_side(
+    compute: Callable[..., Array], segment_ids: Array | None, *arrays: Any
+) -> Array:
+    """Applies a function of rows to rows in which no sequence interrupts another.
+
+    In a row of trees the branches stand between a node and the sequence that trains on
+    it. The order of tokens within a sequence stays.
+
+    Args:
+        compute: segment ids and arrays [*batch, length] to one such array.
+        segment_ids: as for its callers.
+        arrays: of the row as it is.
+    """
+    if segment_ids is None:
+        return compute(None, *arrays)
+    # Sorting carries arrays along without a gather, which is slow on a TPU. Padding
+    # comes last, so that rows of whole sequences stay as they are.
+    length = segment_ids.shape[-1]
+    key = jnp.where(segment_ids > 0, segment_ids, length + 1)
+    place = jax.lax.broadcasted_iota(jnp.int32, key.shape, key.ndim - 1)
+    _, place, *moved = jax.lax.sort((key, place, segment_ids, *arrays), num_keys=1)
+    return jax.lax.sort((place, compute(*moved)), num_keys=1)[1]
 
 
 def _over_states(
