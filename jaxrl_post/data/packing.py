@@ -26,6 +26,8 @@ _OPTIONAL = {"rewards": "token_rewards", "labels": "labels", "margins": "margins
 # costs a few tokens' time: such as each chat's, if the first words of its template were
 # shared.
 SHORTEST = 16
+# Most nodes of a path: functions of trees call themselves at every node.
+DEEPEST = 100
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ def trees(units: Iterable[Unit]) -> list[Unit]:
     `SHORTEST` tokens on. The members of a tuple share their common context, and stay
     together. The order of the units stays, but for the branches that come last: a unit
     that shares tokens comes where the first one did with which it shares them. `Tree`s
-    are left as they are.
+    are left as they are. A path has at most `DEEPEST` nodes; what is deeper is
+    repeated.
 
     >>> one, other = Sequence.of([5, 6], [7]), Sequence.of([5, 6], [8, 9])
     >>> len(trees([one, other, Sequence.of([4], [6, 7])]))
@@ -150,7 +153,8 @@ def trees(units: Iterable[Unit]) -> list[Unit]:
     [6]
     """
     members = [_Member.of(number, unit) for number, unit in enumerate(units)]
-    return [unit for _, unit in sorted(_grown(members, 0, 0), key=lambda e: e[0][0])]
+    grown = _grown(members, 0, 0, DEEPEST)
+    return [unit for _, unit in sorted(grown, key=lambda each: each[0][0])]
 
 
 def by_context[Each: Unit](units: Iterable[Each]) -> list[list[Each]]:
@@ -243,8 +247,10 @@ class _Member:
         return tuple(member[start:] for member in unit) if start else unit
 
 
-def _grown(members: list[_Member], start: int, at: int) -> list[tuple[list[int], Unit]]:
-    """Joins members that agree up to `at`.
+def _grown(
+    members: list[_Member], start: int, at: int, depth: int
+) -> list[tuple[list[int], Unit]]:
+    """Joins members that agree up to `at`, in trees of so many nodes a path at most.
 
     Returns:
         Units without the tokens before `start`, each with the numbers of its members.
@@ -252,18 +258,19 @@ def _grown(members: list[_Member], start: int, at: int) -> list[tuple[list[int],
     found: list[tuple[list[int], Unit]] = []
     for joined in _divided(members, at):
         numbers = [member.number for member in joined]
-        if len(joined) == 1:
-            found.append((numbers, joined[0].rest(start)))
+        if len(joined) == 1 or not depth:
+            found += [([each.number], each.rest(start)) for each in joined]
             continue
         end = _shared(joined, at)
         if end - start < SHORTEST and all(each.context > end for each in joined):
-            found += _grown(joined, start, end)
+            found += _grown(joined, start, end, depth)
             continue
         # At most one trains on tokens of the node.
         owner = next((each for each in joined if each.context < end), None)
         last = -1 if owner is None else owner.number
         branches = sorted(
-            _grown(joined, end, end), key=lambda each: (last in each[0], each[0][0])
+            _grown(joined, end, end, depth - 1),
+            key=lambda each: (last in each[0], each[0][0]),
         )
         node = (owner or joined[0]).node(start, end)
         found.append((numbers, Tree(node, tuple(branch for _, branch in branches))))

@@ -339,6 +339,20 @@ def test_a_packed_path_is_a_sequence_with_what_it_trains(shortest, drawn, length
     assert not repeated or any(num_tokens(unit) > length for unit in units)
 
 
+def test_a_path_has_a_bounded_number_of_nodes(monkeypatch):
+    """Each turn's context is the beginning of the next one's, a thousand times."""
+    chain = [answer(range(1, size), [size]) for size in range(2, 1200)]
+    assert sum(map(num_tokens, trees(chain[:30]))) == 60
+    made = trees(chain)
+    # 100 nodes of a token; what is deeper has the tokens behind them for itself.
+    below = [size - 100 for size in range(102, 1200)]
+    assert sum(map(num_tokens, made)) == 100 + 100 + sum(below)
+    monkeypatch.setattr(packing, "DEEPEST", 3)
+    batch = pack(trees(chain[:8]), length=40, row_multiple=1)
+    paths = [batch.tokens[row][at].tolist() for row, at in sequences_in(batch)]
+    assert sorted(paths) == [each.ids.tolist() for each in chain[:8]]
+
+
 def test_the_members_of_a_tuple_stay_side_by_side():
     pairs = [
         tuple(group(1, 2, [2, 3])),
