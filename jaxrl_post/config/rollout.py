@@ -51,8 +51,8 @@ class RolloutConfig:
             earlier parameters until an evaluation or a checkpoint: it saves a prefill
             of each, but what is sampled then is no version's policy, and
             `algorithm.correction` has more to correct.
-        temperature: sampling temperature, > 0. It is part of the policy that is
-            trained; generation_config.json is not read.
+        temperature: sampling temperature, at least 1e-5. It is part of the policy that
+            is trained; generation_config.json is not read.
         top_k: sample from the k most probable tokens alone; 0 for all.
         top_p: sample from the smallest set of most probable tokens with this
             probability in total; 1 for all.
@@ -126,7 +126,7 @@ class RolloutConfig:
     max_result_tokens: Annotated[int, COUNT] = 1024
     partial: Annotated[int, NOT_NEGATIVE] = 0
     recompute_cache: bool = True
-    temperature: Annotated[float, POSITIVE] = 1.0
+    temperature: Annotated[float, Range(1e-5)] = 1.0
     top_k: Annotated[int, NOT_NEGATIVE] = 0
     top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0
     min_p: Annotated[float, SHARE] = 0.0

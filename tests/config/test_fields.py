@@ -105,7 +105,7 @@ RULES = {
         "rollout.max_turns": "at least 1",
         "rollout.max_result_tokens": "at least 1",
         "rollout.partial": "at least 0",
-        "rollout.temperature": "greater than 0",
+        "rollout.temperature": "at least 1e-05",
         "rollout.top_k": "at least 0",
         "rollout.top_p": "in (0, 1]",
         "rollout.min_p": "in [0, 1]",

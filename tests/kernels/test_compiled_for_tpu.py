@@ -247,7 +247,8 @@ def test_write_entries(chip, name):
         for keys in (shape.own, new)
     )
     text = compiled(chip, write_entries, old, fresh, ((shape.batch, new), jnp.int32))
-    assert calls(text, "write_entries") == 1
+    # XLA stores in 1,037 keys, which are no whole number of blocks.
+    assert calls(text, "write_entries") == (name != "odd")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -131,7 +131,11 @@ MISTAKES = [
         ("--optimizer.beta2", "1"),
         r"--optimizer.beta2: must be in \[0, 1\); got 1",
     ),
-    (grpo, ("--rollout.temperature", "0"), "--rollout.temperature: must be greater th"),
+    (
+        grpo,
+        ("--rollout.temperature", "0"),
+        "--rollout.temperature: must be at least 1e",
+    ),
     (
         grpo,
         ("--rollout.top-p", "1.5"),

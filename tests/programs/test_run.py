@@ -171,7 +171,10 @@ def test_a_run_directory_in_use_is_refused_before_the_model_is_opened(tmp_path, 
             changed("rollout", samples_per_prompt=1),
             "--rollout.samples-per-prompt: .* 2",
         ),
-        (changed("rollout", temperature=0.0), "--rollout.temperature: must be greater"),
+        (
+            changed("rollout", temperature=0.0),
+            "--rollout.temperature: must be at least",
+        ),
         (dataclasses.replace(RL, eval=EvalConfig(num_tasks=0)), "--eval.num-tasks"),
         (
             SFTConfig(checkpoint=CheckpointConfig(every=0)),
