@@ -4,9 +4,8 @@
 EXTRAS := math,envs,schema,parquet,hub,ray,serve,tools,openenv,notebooks,dev
 CHECKS := check-format check-lint check-types check-layers
 
-# A file in one process: what its tests share is computed once. Three processes keep two
-# cores at work while tests wait for others.
-PYTEST := .venv/bin/python -m pytest --numprocesses 3 --dist loadfile
+# Two processes, a file in one of them: what a file's tests share is computed once.
+PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: demo quick test test-all mutations check $(CHECKS) check-kernels check-jetstream
 .PHONY: check-bfcl format notebooks parity lock environment

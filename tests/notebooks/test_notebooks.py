@@ -108,7 +108,7 @@ def run(path: Path, into: Path, *options: str) -> subprocess.CompletedProcess[st
         [sys.executable, str(tool), str(path), f"--into={into}", *options],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
     )
 
 
@@ -124,7 +124,8 @@ def run(path: Path, into: Path, *options: str) -> subprocess.CompletedProcess[st
     ids=lambda path: path.stem,
 )
 def test_runs_afresh(path, tmp_path):
-    result = run(path, tmp_path)
+    # A minute alone, and several beside other tests.
+    result = run(path, tmp_path, "--cell-timeout=900")
     assert (result.returncode, result.stderr) == (0, "")
     fresh = code_cells(tmp_path / path.name)
     committed = code_cells(path)

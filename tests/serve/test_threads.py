@@ -45,10 +45,10 @@ class SlowGrammars(Grammars):
 
     gate: Gate | None = None
 
-    def _compiled(self, *given):
+    def _compiled(self, *given, **options):
         if self.gate is not None:
             self.gate()
-        return super()._compiled(*given)
+        return super()._compiled(*given, **options)
 
 
 @pytest.fixture(scope="module")
