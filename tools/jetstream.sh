@@ -8,7 +8,6 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-folder=build/jetstream
 wanted=$(.venv/bin/python - <<'PYTHON'
 import re
 import tomllib
@@ -25,12 +24,7 @@ for requirement in (*extra, "regex"):
         print(requirement)
 PYTHON
 )
-if [ ! -f "$folder/complete" ] || [ "$(cat "$folder/complete")" != "$wanted" ]; then
-    rm -rf "$folder"
-    # shellcheck disable=SC2086
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-        --target "$folder" $wanted
-    printf '%s\n' "$wanted" >"$folder/complete"
-fi
-PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" .venv/bin/python -m pytest \
+# shellcheck disable=SC2086
+tools/beside.sh build/jetstream $wanted
+PYTHONPATH="build/jetstream${PYTHONPATH:+:$PYTHONPATH}" .venv/bin/python -m pytest \
     tests/serve/jetstream "$@"

@@ -8,18 +8,6 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-# installed FOLDER PACKAGE...
-installed() {
-    folder=build/kernels/$1
-    shift
-    if [ ! -f "$folder/complete" ] || [ "$(cat "$folder/complete")" != "$*" ]; then
-        rm -rf "$folder"
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-            --target "$folder" "$@"
-        printf '%s\n' "$*" >"$folder/complete"
-    fi
-}
-
 # tested FOLDER ARGUMENT...
 tested() {
     folder=build/kernels/$1
@@ -37,8 +25,8 @@ PYTHON
 )
 jax=$(.venv/bin/python -c "import jax; print(jax.__version__)")
 
-installed tpu "$libtpu"
-installed gpu "jax-cuda12-plugin==$jax" "jax-cuda12-pjrt==$jax" nvidia-cuda-nvcc-cu12
+tools/beside.sh build/kernels/tpu "$libtpu"
+tools/beside.sh build/kernels/gpu "jax-cuda12-plugin==$jax" "jax-cuda12-pjrt==$jax" nvidia-cuda-nvcc-cu12
 status=0
 tested tpu tests/kernels/test_compiled_for_tpu.py tests/planning "$@" || status=$?
 tested gpu tests/kernels/test_compiled_for_gpu.py "$@" || status=$?

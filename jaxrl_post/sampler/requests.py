@@ -33,7 +33,7 @@ FinishReason = Literal["stop", "stop_string", "length", "cancelled", "failed"]
 # Below it a temperature is greedy. Log-probs are differences of logits / temperature in
 # float32: at 1e-6 a logit of 30 is rounded by two nats, and at 1e-8 weights overflow.
 LEAST_TEMPERATURE = 1e-5
-# What the device's arrays of float32 and int32 hold.
+# What the device's arrays of float32 and int32 hold: rewards, too, and token ids.
 MOST_FLOAT = 3.4e38
 MOST_INT = 2**31 - 1
 

@@ -25,11 +25,11 @@ from jaxrl_post.rollout.collector import RolloutTimeoutError
 from jaxrl_post.rollout.episode import Episode, EpisodeEnd, Group, Turn
 from jaxrl_post.rollout.judgements import Judgements, Judges
 from jaxrl_post.sampler import SamplingParams
-from jaxrl_post.sampler.requests import SampleId
+from jaxrl_post.sampler.requests import MOST_FLOAT, SampleId
 from jaxrl_post.serve.app import make_app
 from jaxrl_post.serve.calls import Served
 from jaxrl_post.serve.episodes import Episodes
-from jaxrl_post.serve.recordings import KINDS, MOST_REWARD, Recording
+from jaxrl_post.serve.recordings import KINDS, Recording
 from jaxrl_post.serve.service import Sampler
 from jaxrl_post.tokens import Tokens
 
@@ -376,7 +376,7 @@ def _unfair(episode: Episode, recording: Recording, step: Step) -> str:
                 f"which {spoke} had; reward those who spoke (envs.player_url)"
             )
     posted = recording.reward, *recording.rewards.values()
-    if not sum(map(abs, (*posted, step.reward, *step.players.values()))) <= MOST_REWARD:
+    if not sum(map(abs, (*posted, step.reward, *step.players.values()))) <= MOST_FLOAT:
         return (
             f"reward: must be finite in float32 in total; got {step.reward:g} beside "
             f"{sum(posted):g} that was posted"

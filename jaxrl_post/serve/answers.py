@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from jaxrl_post.sampler import SamplingParams
@@ -29,6 +29,7 @@ __all__ = [
     "head_of",
     "likeliest",
     "reason_of",
+    "require_sendable",
     "sampling_of",
     "token_text",
     "usage_of",
@@ -101,6 +102,16 @@ def constraint_of(
         return served.grammars.json(schema, thinking=thinking)
     except GrammarError as error:
         raise ApiError(400, str(error), param="response_format") from error
+
+
+def require_sendable(value: Any) -> None:
+    """Checks that a value can be sent: what cannot is not recorded as served.
+
+    Raises:
+        TypeError: JSON has no such value.
+        ValueError: it has NaN, or text that is no Unicode.
+    """
+    JSONResponse(value)
 
 
 def reason_of(reason: FinishReason | None) -> str | None:

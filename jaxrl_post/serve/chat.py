@@ -65,13 +65,11 @@ async def answer(
         }
         if fields.return_token_ids:
             body["prompt_token_ids"] = list(asked.wanted.prompt)
-        response = JSONResponse(body)
-        if asked.recorded is None:
-            return response
-        # Only an answer that can be sent is recorded as served.
-        for choice, update in zip(choices, updates, strict=True):
-            message, reason = choice["message"], choice["finish_reason"]
-            choice["turn"] = asked.recorded.add(update, message, reason)
+        if asked.recorded is not None:
+            answers.require_sendable(body)
+            for choice, update in zip(choices, updates, strict=True):
+                message, reason = choice["message"], choice["finish_reason"]
+                choice["turn"] = asked.recorded.add(update, message, reason)
         return JSONResponse(body)
     finally:
         asked.drop()
@@ -387,8 +385,7 @@ class _Choices:
         if finished and self.asked.recorded is not None:
             message = _message(self.served, reply)
             reason = piece["finish_reason"]
-            # Only what can be sent is recorded as served.
-            JSONResponse([piece, message])
+            answers.require_sendable([piece, message])
             piece["turn"] = self.asked.recorded.add(update, message, reason)
         told.begun, told.tokens = True, len(update.tokens)
         return piece

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from jaxrl_post.sampler.requests import MOST_FLOAT, MOST_INT
+
 __all__ = [
     "ChatFields",
     "ChatTokensFields",
@@ -30,9 +32,6 @@ __all__ = [
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
-# What an int32 holds, as the device has token ids, counts and top-k.
-MOST_INT = 2**31 - 1
-MOST_FLOAT = 3.4e38
 
 
 def _neutral(*allowed: Any) -> AfterValidator:

@@ -29,11 +29,12 @@ from jaxrl_post.data import chat
 from jaxrl_post.data.bridges import bridge
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.sampler import SamplingParams
+from jaxrl_post.sampler.requests import MOST_FLOAT
 from jaxrl_post.serve import tree
 from jaxrl_post.serve.tree import Branch, Turn
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["KINDS", "MOST_REWARD", "Begun", "EndedError", "Recording"]
+__all__ = ["KINDS", "Begun", "EndedError", "Recording"]
 
 # How a call relates to its player's before it. "first": the first one. "again": the
 # prompt of an earlier one. "bridged": it continues an answer. "branched": it continues
@@ -41,10 +42,6 @@ __all__ = ["KINDS", "MOST_REWARD", "Begun", "EndedError", "Recording"]
 # continues an answer, but the template does not show how.
 type Kind = Literal["first", "again", "bridged", "branched", "edited", "unbridged"]
 KINDS: tuple[Kind, ...] = get_args(Kind.__value__)
-
-
-# What a float32 holds.
-MOST_REWARD = 3.4e38
 
 
 class EndedError(ValueError):
@@ -118,32 +115,6 @@ class Recording:
         default_factory=collections.Counter
     )
 
-    def begin(
-        self,
-        tokenizer: Tokenizer,
-        messages: Sequence[Mapping[str, Any]],
-        options: chat.Options,
-        player: str = "",
-        count: int = 1,
-    ) -> Begun:
-        """Finds the prompt of a conversation, and reserves its turns.
-
-        `drop` gives back those that are not answered.
-
-        Args:
-            tokenizer: the model's.
-            messages: as chat templates read them.
-            options: inputs of the template.
-            player: who asks; "" for an agent without players.
-            count: how many answers it shall have.
-
-        Raises:
-            EndedError: the episode has ended, or would have more turns than it may.
-            TokenizerError: the template refuses the conversation.
-        """
-        self.check_room(count)
-        return self.find(tokenizer, messages, options, player)(count)
-
     def find(
         self,
         tokenizer: Tokenizer,
@@ -154,14 +125,16 @@ class Recording:
         """Finds the prompt of a conversation; changes nothing, so any thread may ask.
 
         Args:
-            tokenizer: as `begin`.
-            messages: as `begin`.
-            options: as `begin`.
-            player: as `begin`.
+            tokenizer: the model's.
+            messages: as chat templates read them.
+            options: inputs of the template.
+            player: who asks; "" for an agent without players.
 
         Returns:
-            A function that reserves the turns of so many answers, as `begin`, in the
-            thread to which the recording belongs.
+            A function that reserves the turns of so many answers, in the thread to
+            which the recording belongs; `drop` gives back those that are not answered.
+            It raises EndedError if the episode has ended, or would have more turns than
+            it may.
 
         Raises:
             TokenizerError: the template refuses the conversation.
@@ -207,7 +180,7 @@ class Recording:
     def begin_tokens(
         self, prompt: tuple[int, ...], player: str = "", count: int = 1
     ) -> Begun:
-        """Reserves the turns of a call by token ids, as `begin`.
+        """Reserves the turns of a call by token ids, as what `find` returns.
 
         Args:
             prompt: token ids of the model's vocabulary, at least one.
@@ -332,7 +305,7 @@ class Recording:
         self.check_open()
         before = [self.reward, *self.rewards.values()]
         # The sizes, as rewards may be summed in any order.
-        if not sum(map(abs, [*before, reward])) <= MOST_REWARD:
+        if not sum(map(abs, [*before, reward])) <= MOST_FLOAT:
             raise ValueError(
                 f"reward: must be finite in float32, together with those before it; "
                 f"got {reward:g} after {sum(before):g}"

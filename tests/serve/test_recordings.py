@@ -27,9 +27,13 @@ def said(text):
     return {"role": "assistant", "content": text}
 
 
+def begin(recording, tokenizer, messages, options, player="", count=1):
+    return recording.find(tokenizer, messages, options, player)(count)
+
+
 def served(recording, tokenizer, messages, text, *, stop=True):
     """A call that is answered with `text`; its prompt and its sampled ids."""
-    begun = recording.begin(tokenizer, messages, OPTIONS)
+    begun = begin(recording, tokenizer, messages, OPTIONS)
     ids = [*tokenizer.encode(text), *([tokenizer.stop_ids[0]] if stop else [])]
     tokens = Tokens.generated(ids, [-0.5] * len(ids), version=len(recording.turns))
     recording.add(begun, tokens, said(text), "stop" if stop else "length")
@@ -150,7 +154,7 @@ def test_space_around_an_answer_and_reasoning_do_not_matter(tokenizer):
     recording = Recording("one")
     served(recording, tokenizer, [user("a")], " b\n")
     back = {"role": "assistant", "content": "b", "reasoning_content": "why"}
-    begun = recording.begin(tokenizer, [user("a"), back, user("c")], OPTIONS)
+    begun = begin(recording, tokenizer, [user("a"), back, user("c")], OPTIONS)
     assert begun.kind == "bridged"
 
 
@@ -159,7 +163,7 @@ def test_the_longest_conversation_is_continued(tokenizer):
     served(recording, tokenizer, [user("a")], "b")
     served(recording, tokenizer, [user("a"), said("b"), user("c")], "d")
     messages = [user("a"), said("b"), user("c"), said("d"), user("e")]
-    assert recording.begin(tokenizer, messages, OPTIONS).parent == 1
+    assert begin(recording, tokenizer, messages, OPTIONS).parent == 1
 
 
 def test_a_turn_keeps_what_its_parent_had_not_heard(tokenizer):
@@ -182,7 +186,7 @@ def test_a_turn_keeps_what_its_parent_had_not_heard(tokenizer):
 def test_the_noise_of_calls_does_not_depend_on_which_came_first(tokenizer):
     def noises(texts):
         recording = Recording("one", seed=3)
-        begun = [recording.begin(tokenizer, [user(t)], OPTIONS) for t in texts]
+        begun = [begin(recording, tokenizer, [user(t)], OPTIONS) for t in texts]
         return list(map(recording.noise, begun))
 
     one, two, three = noises("abc")
@@ -195,21 +199,21 @@ def test_the_noise_of_calls_does_not_depend_on_which_came_first(tokenizer):
 
 def test_turns_are_reserved_when_a_call_begins(tokenizer):
     recording = Recording("one", most_turns=3)
-    begun = recording.begin(tokenizer, [user("a")], OPTIONS, count=2)
+    begun = begin(recording, tokenizer, [user("a")], OPTIONS, count=2)
     with pytest.raises(
         EndedError, match=r"0 of its 3 turns, 2 are under way, and .* 2"
     ):
-        recording.begin(tokenizer, [user("b")], OPTIONS, count=2)
+        begin(recording, tokenizer, [user("b")], OPTIONS, count=2)
     served(recording, tokenizer, [user("b")], "c")
     recording.add(begun, Tokens.context([1]), said("d"), "stop")
     # The other answer of the first call is still to come.
     with pytest.raises(EndedError, match="2 of its 3 turns, 1 are under way"):
-        recording.begin(tokenizer, [user("a")], OPTIONS)
+        begin(recording, tokenizer, [user("a")], OPTIONS)
     recording.drop(begun)
     recording.drop(begun)
     served(recording, tokenizer, [user("a")], "e")
     with pytest.raises(EndedError, match=r"has had its 3 turns \(--rollout.max-turns"):
-        recording.begin(tokenizer, [user("a")], OPTIONS)
+        begin(recording, tokenizer, [user("a")], OPTIONS)
 
 
 def test_a_message_of_another_name_is_another_message():
@@ -222,23 +226,23 @@ def test_a_message_of_another_name_is_another_message():
     recording = Recording("one")
     alice, bob = ({**user("a"), "name": name} for name in ("alice", "bob"))
     served(recording, named, [alice], "b")
-    other = recording.begin(named, [bob, said("b"), user("c")], OPTIONS)
+    other = begin(recording, named, [bob, said("b"), user("c")], OPTIONS)
     assert other.parent is None
     assert "user bob" in written(named, other.prompt)
     assert "alice" not in written(named, other.prompt)
     # Many frameworks name the agent in what it said.
     back = {**said("b"), "name": "agent"}
-    assert recording.begin(named, [alice, back, user("c")], OPTIONS).parent == 0
+    assert begin(recording, named, [alice, back, user("c")], OPTIONS).parent == 0
 
 
 def test_an_episode_that_has_ended_takes_nothing(tokenizer):
     recording = Recording("one")
-    begun = recording.begin(tokenizer, [user("a")], OPTIONS)
+    begun = begin(recording, tokenizer, [user("a")], OPTIONS)
     recording.end("done")
     recording.end("again")
     assert recording.ended == "done"
     with pytest.raises(EndedError, match="episode one has ended: done"):
-        recording.begin(tokenizer, [user("a")], OPTIONS)
+        begin(recording, tokenizer, [user("a")], OPTIONS)
     with pytest.raises(EndedError):
         recording.add(begun, Tokens.context(()), said("b"), "stop")
     with pytest.raises(EndedError):
@@ -276,7 +280,7 @@ def test_a_reward_is_finite(reward):
 
 def by(recording, tokenizer, player, messages, text):
     """A call of a player that is answered with `text`."""
-    begun = recording.begin(tokenizer, messages, OPTIONS, player)
+    begun = begin(recording, tokenizer, messages, OPTIONS, player)
     ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
     tokens = Tokens.generated(ids, [-0.5] * len(ids), version=0)
     recording.add(begun, tokens, said(text), "stop")
