@@ -21,6 +21,7 @@ from jaxrl_post.kernels.attention.kernel_tiles import Tile
 from jaxrl_post.kernels.attention.shapes import Shape as AttentionShape
 from jaxrl_post.kernels.decode_attention import gpu_sizes
 from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
+from jaxrl_post.kernels.token_logprob import gpu_kernels as tiles_of_head
 from jaxrl_post.kernels.token_logprob import pallas_gpu as head
 from jaxrl_post.programs.planning.chips import CHIPS
 
@@ -51,8 +52,10 @@ PROCESSORS = 132
 def head_seconds(rows: int, width: int, vocab: int) -> list[float]:
     """Seconds of forward pass, gradient of the logits, and the two products."""
     product = 2.0 * rows * width * vocab
-    tiles = math.ceil(rows / head.ROWS) * math.ceil(vocab / head.COLUMNS)
-    operands = tiles * (head.ROWS + head.COLUMNS) * width * ITEM
+    tiles = math.ceil(rows / tiles_of_head.ROWS) * math.ceil(
+        vocab / tiles_of_head.COLUMNS
+    )
+    operands = tiles * (tiles_of_head.ROWS + tiles_of_head.COLUMNS) * width * ITEM
     computing, loading = product / HOPPER.flops, operands / L2_BANDWIDTH
     block = min(rows, head.CHUNK_ROWS)
     chunks = math.ceil(vocab * block * ITEM / head.CHUNK_BYTES)

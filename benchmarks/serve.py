@@ -34,7 +34,7 @@ from jaxrl_post.learner.model import open_model, versions
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 
 PROMPT_TOKENS = 24
-WARM_UPS, RUNS = 4, 3
+WARM_UPS, RUNS = 8, 5
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxrl_post.kernels.token_logprob import pallas_gpu, token_logprob
+from jaxrl_post.kernels.token_logprob import gpu_kernels, pallas_gpu, token_logprob
 from jaxrl_post.sharding import create_mesh
 
 
@@ -178,7 +178,7 @@ def test_masked_rows_cost_and_change_nothing_even_where_they_are_nan():
 
 
 def test_no_access_races_with_another():
-    layout = pallas_gpu.Layout(
+    layout = gpu_kernels.Layout(
         333, 1.0, interpret=plgpu.InterpretGPUParams(detect_races=True)
     )
     hidden, weight, targets, mask, cotangents = arrays(300, 192, 333)
@@ -201,7 +201,7 @@ def test_no_access_races_with_another():
 def plain(settings, kernel, grid, result, results, *, name):
     """What a kernel computes, as an ordinary program."""
     layout, (row_tiles, ranges) = settings.layout, grid
-    tile, own = pallas_gpu.COLUMNS, pallas_gpu.OWN_ROWS
+    tile, own = gpu_kernels.COLUMNS, gpu_kernels.OWN_ROWS
 
     def products(hidden, weight):
         logits = jnp.einsum(
@@ -216,7 +216,7 @@ def plain(settings, kernel, grid, result, results, *, name):
         found = []
         for part in range(ranges):
             here = column // tile // settings.part == part
-            z = jnp.where(inside & here, logits, pallas_gpu.MASKED)
+            z = jnp.where(inside & here, logits, gpu_kernels.MASKED)
             top = z.max(axis=1, keepdims=True)
             odds = jnp.where(here, jnp.exp(z - top), 0.0)
             chosen = jnp.where(hit & here, logits, 0.0)
@@ -253,7 +253,7 @@ def test_a_split_vocabulary(monkeypatch, spec, has_kept):
     expected = oracle(*inputs, **options)
     if has_kept:
         options["kept"] = options["kept"].reshape(4, 32, -1)
-    monkeypatch.setattr(pallas_gpu._Settings, "run", plain)
+    monkeypatch.setattr(gpu_kernels.Settings, "run", plain)
     # Two chunks of the vocabulary on a device.
     monkeypatch.setattr(pallas_gpu, "CHUNK_BYTES", 2 * 256 * 256)
     with jax.set_mesh(create_mesh(spec)):

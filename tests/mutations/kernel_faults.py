@@ -126,14 +126,14 @@ KERNELS = [
     ),
     Fault(
         "the vocabulary's padding has probability on a GPU",
-        "kernels/token_logprob/pallas_gpu.py",
+        "kernels/token_logprob/gpu_kernels.py",
         "(column >= block.begin(tile)[0]) & (column < limit)",
         "(column >= block.begin(tile)[0])",
         "kernels/test_token_logprob_pallas_gpu.py",
     ),
     Fault(
         "columns of two chunks of the vocabulary count twice",
-        "kernels/token_logprob/pallas_gpu.py",
+        "kernels/token_logprob/gpu_kernels.py",
         "(column >= begin) & (column < limit)",
         "(column < limit)",
         "kernels/test_token_logprob_pallas_gpu.py",
