@@ -221,7 +221,10 @@ def _check_rates(
     model = given(arguments, "--model")
     if model is None or not is_checkpoint(model):
         return
-    for option in ("--optimizer.learning-rate", "--critic.optimizer.learning-rate"):
+    options = ["--optimizer.learning-rate"]
+    if hasattr(config, "critic"):
+        options.append("--critic.optimizer.learning-rate")
+    for option in options:
         path = option.removeprefix("--").replace("-", "_")
         rate, other = (operator.attrgetter(path)(each) for each in (config, usual))
         if rate != other and given(arguments, option) is None:

@@ -11,7 +11,7 @@ from launch.recipes.demo import demo
 from launch.recipes.games import guess, nim, world
 from launch.recipes.instructions import instructions
 from launch.recipes.lookup import lookup
-from launch.recipes.own_files import jsonl, mixture, reward_model
+from launch.recipes.own_files import jsonl, mixture, process_reward, reward_model
 from launch.recipes.programs import code, python
 from launch.recipes.queries import text2sql
 from launch.recipes.search import search
@@ -43,6 +43,7 @@ PROGRAM = cli.Program(
         "jsonl": jsonl,
         "mixture": mixture,
         "reward_model": reward_model,
+        "process_reward": process_reward,
     },
 )
 

@@ -9,7 +9,7 @@ from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.offline import RewardConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
-from launch.recipes.own_files import pairs
+from launch.recipes.own_files import pairs, steps
 from launch.training import DEFAULTS, beginning, offline
 
 PROGRAM = cli.Program(
@@ -23,7 +23,7 @@ PROGRAM = cli.Program(
     ),
     load=offline,
     check=check_options,
-    recipes={"pairs": pairs},
+    recipes={"pairs": pairs, "steps": steps},
 )
 
 

@@ -9,6 +9,13 @@ trained before: with seed 0 it tells 97.0 % of the held-out pairs. Of the policy
 answers it likes 19.9 % before, 79.5 % after 10 steps and 89.7 % after 40, and 19.9,
 61.6 and 58.9 % are right: the policy finds wrong names that the reward model likes.
 
+`process_reward` adds what a process reward model says to the F1 of the words. `steps`
+has trained it before on answers of three lines, which answer three questions in order:
+with seed 0 it tells every line of 163 held-out answers. Some of the lines that the warm
+start imitates answer another question; of these the F1 knows nothing. With seed 0
+72.3 % of the held-out answers are right before, 95.3 % after 10 steps and 100 % after
+40. With the model alone, which takes any name for the right one, it is 80.4 % after 40.
+
 `mixture` trains on two environments at once. With seed 0 the model obeys 19.5 % of the
 held-out instructions before, 90.6 % after 10 steps and 96.1 % after 40. The largest of
 three numbers it names in 36.0 % and 36.6 %: so few steps do not teach it to compare.
@@ -25,7 +32,7 @@ from jaxrl_post.config.run import CheckpointConfig, EvalConfig, UpdateConfig
 from launch.recipes.demo import demo
 from launch.recipes.questions import FILES
 
-__all__ = ["jsonl", "mixture", "pairs", "reward_model"]
+__all__ = ["jsonl", "mixture", "pairs", "process_reward", "reward_model", "steps"]
 
 
 def jsonl() -> RLConfig:
@@ -94,4 +101,29 @@ def reward_model() -> RLConfig:
         ),
         # A reward model says above 0 of an answer that it would choose.
         eval=EvalConfig(every=10, num_tasks=200, solved_reward=0.0),
+    )
+
+
+def steps() -> RewardConfig:
+    """`python -m launch.reward --recipe steps`: which steps of an answer are right."""
+    return replace(
+        pairs(),
+        run_dir="runs/steps",
+        kind="process",
+        data=PairsConfig(path=str(FILES / "steps.jsonl")),
+        steps=400,
+    )
+
+
+def process_reward() -> RLConfig:
+    """`python -m launch.grpo --recipe process_reward`: judged step by step."""
+    return replace(
+        jsonl(),
+        run_dir="runs/process_reward",
+        env="jsonl?grader=f1&solution=solution",
+        data=DataConfig(path=str(FILES / "solutions.jsonl")),
+        rollout=replace(jsonl().rollout, max_tokens=24),
+        reward=RewardModelConfig(model=f"{steps().run_dir}/model"),
+        eval=EvalConfig(every=10, num_tasks=200, solved_reward=1.9),
+        warm_start=replace(jsonl().warm_start, steps=800),
     )

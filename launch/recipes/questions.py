@@ -1,11 +1,14 @@
 """Writes the files of questions that the recipes read: `python -m` this module.
 
-A row asks about one sentence: what it was about, who did it, or on which day. The
-sentences of the two files differ, and so do their prompts.
+A row asks about one sentence: what it was about, who did it, or on which day. In two of
+the files it asks for all three, and an answer has a line for each: a step. No sentence
+stands in two files.
 """
 
 import json
 import random
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 __all__ = ["FILES", "files"]
@@ -15,6 +18,8 @@ FILES = Path(__file__).parent / "files"
 ROWS = 1600
 # Share of the solutions, which a warm start imitates, that repeat the sentence instead.
 SLIPS = 0.6
+# Share of the steps that answer another question than theirs.
+CONFUSED = 0.3
 
 NAMES = (
     "Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana",
@@ -37,13 +42,12 @@ type Asked = tuple[str, list[str]]
 def files() -> dict[str, str]:
     """The text of each file by its name; deterministic."""
     draw = random.Random(1)
-    sentences = _sentences(2 * ROWS)
-    questions = [_question(draw, *each) for each in sentences[:ROWS]]
-    pairs = [_pair(draw, *each) for each in sentences[ROWS:]]
-    rows = {"questions.jsonl": questions, "pairs.jsonl": pairs}
+    sentences = iter(_sentences(len(_ROWS) * ROWS))
     return {
-        name: "".join(json.dumps(row) + "\n" for row in each)
-        for name, each in rows.items()
+        name: "".join(
+            json.dumps(row(draw, *each)) + "\n" for each in islice(sentences, ROWS)
+        )
+        for name, row in _ROWS.items()
     }
 
 
@@ -63,6 +67,34 @@ def _pair(draw: random.Random, sentence: str, asked: list[Asked]) -> dict[str, o
     rejected = draw.choice((_wrong(draw, chosen), other, sentence, part))
     prompt = f"{sentence} {question}"
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _solution(
+    draw: random.Random, sentence: str, asked: list[Asked]
+) -> dict[str, object]:
+    prompt, steps, _ = _solved(draw, sentence, asked)
+    answer = "\n".join(answers[0] for _, answers in asked)
+    return {"prompt": prompt, "answer": answer, "solution": "\n".join(steps)}
+
+
+def _steps(draw: random.Random, sentence: str, asked: list[Asked]) -> dict[str, object]:
+    prompt, steps, right = _solved(draw, sentence, asked)
+    return {"prompt": prompt, "completions": steps, "labels": right}
+
+
+def _solved(
+    draw: random.Random, sentence: str, asked: list[Asked]
+) -> tuple[str, list[str], list[bool]]:
+    """A prompt, the steps of somebody who errs, and which of them are right."""
+    answers = [each[0] for _, each in asked]
+    steps = [
+        draw.choice([other for other in answers if other != answer])
+        if draw.random() < CONFUSED
+        else answer
+        for answer in answers
+    ]
+    right = [step == answer for step, answer in zip(steps, answers, strict=True)]
+    return f"{sentence} What, who and when?", steps, right
 
 
 def _wrong(draw: random.Random, answer: str) -> str:
@@ -90,6 +122,14 @@ def _sentences(count: int) -> list[tuple[str, list[Asked]]]:
             ("When?", [day]),
         ]
     return list(found.items())
+
+
+_ROWS: dict[str, Callable[[random.Random, str, list[Asked]], dict[str, object]]] = {
+    "questions.jsonl": _question,
+    "pairs.jsonl": _pair,
+    "solutions.jsonl": _solution,
+    "steps.jsonl": _steps,
+}
 
 
 if __name__ == "__main__":

@@ -60,21 +60,24 @@ def test_the_learning_rate_fits_the_kind_of_model(module, arguments, rate):
                 "--critic.optimizer.learning-rate": ("0.001", "1e-05"),
             },
         ),
+        (reward, {"--optimizer.learning-rate": ("0.001", "1e-05")}),
     ],
 )
 def test_a_recipe_for_a_checkpoint_needs_a_learning_rate(module, missing):
-    arguments = ["--recipe", "demo", "--model", "runs/sft/model"]
+    name = next(iter(module.PROGRAM.recipes))
+    arguments = ["--recipe", name, "--model", "runs/sft/model"]
     for option, (found, usual) in missing.items():
         with pytest.raises(
             ValueError,
-            match=rf"{option}: must be given with --recipe demo and --model "
+            match=rf"{option}: must be given with --recipe {name} and --model "
             rf"runs/sft/model: the recipe's {found} is for a model with random "
             rf"weights; without --recipe it is {usual}",
         ):
             options(module, *arguments)
         arguments.append(f"{option}=0.125")
     config = options(module, *arguments)
-    assert (config.optimizer.learning_rate, config.steps) == (0.125, 160)
+    assert config.optimizer.learning_rate == 0.125
+    assert config.steps == module.PROGRAM.recipes[name]().steps
 
 
 def test_a_recipe_takes_another_preset_as_it_is():

@@ -14,7 +14,7 @@ from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.programs.agents import check_agents
 from launch import reward
 from launch.grpo import PROGRAM
-from launch.recipes.questions import FILES, files
+from launch.recipes.questions import COLOURS, DAYS, FILES, NAMES, THINGS, files
 
 # Recipe: the share of demonstrations that may be longer than an answer.
 CUT = {
@@ -31,6 +31,7 @@ CUT = {
     "jsonl": 0.0,
     "mixture": 0.05,
     "reward_model": 0.0,
+    "process_reward": 0.0,
 }
 TASKS = 200
 
@@ -88,10 +89,30 @@ def test_the_files_of_questions_are_those_that_are_generated():
         assert (FILES / name).read_text(encoding="utf-8") == text
 
 
-def test_questions_and_pairs_ask_about_other_sentences():
-    questions, pairs = (map(json.loads, text.splitlines()) for text in files().values())
-    asked = [row["prompt"].partition(". ")[0] for row in (*questions, *pairs)]
-    assert len(set(asked)) == len(asked) == 3200
+def test_every_row_of_the_files_asks_about_another_sentence():
+    rows = [json.loads(line) for text in files().values() for line in text.splitlines()]
+    asked = [row["prompt"].partition(". ")[0] for row in rows]
+    assert len(set(asked)) == len(asked) == 6400
+
+
+def test_a_step_is_labelled_right_where_it_answers_its_question():
+    """Every step: in the order what, who, when, and of the words of the sentence."""
+    of_kind = ((COLOURS, THINGS), (NAMES,), (DAYS,))
+    labels = []
+    for row in map(json.loads, files()["steps.jsonl"].splitlines()):
+        sentence, _, _ = row["prompt"].partition(". ")
+        assert len(row["completions"]) == len(row["labels"]) == len(of_kind)
+        for step, label, kinds in zip(
+            row["completions"], row["labels"], of_kind, strict=True
+        ):
+            assert step in sentence
+            words = [word for word in step.split() if word != "a"]
+            right = len(words) == len(kinds) and all(
+                word in kind for word, kind in zip(words, kinds, strict=True)
+            )
+            assert label is right
+            labels.append(label)
+    assert 0.25 < labels.count(False) / len(labels) < 0.35
 
 
 def test_the_reward_model_prefers_what_the_grader_prefers():
@@ -114,13 +135,22 @@ def test_the_reward_model_prefers_what_the_grader_prefers():
         assert graded[1] <= 2 / 3
 
 
-def test_the_policy_takes_the_reward_model_of_the_recipe_before_it():
-    pairs = reward.PROGRAM.recipes["pairs"]()
-    reward.PROGRAM.check(pairs)
-    policy = PROGRAM.recipes["reward_model"]()
-    assert policy.reward.model == f"{pairs.run_dir}/model"
-    # The environment's own reward is measured, and not trained on.
-    assert policy.reward.environment_weight == 0
+@pytest.mark.parametrize(
+    ("judge", "judged", "weight"),
+    [
+        # The environment's own reward is measured, and not trained on.
+        ("pairs", "reward_model", 0),
+        ("steps", "process_reward", 1),
+    ],
+)
+def test_the_policy_takes_the_reward_model_of_the_recipe_before_it(
+    judge, judged, weight
+):
+    trained = reward.PROGRAM.recipes[judge]()
+    reward.PROGRAM.check(trained)
+    policy = PROGRAM.recipes[judged]()
+    assert policy.reward.model == f"{trained.run_dir}/model"
+    assert policy.reward.environment_weight == weight
 
 
 def test_of_the_mixture_each_part_is_shown_by_its_weight():
