@@ -1,4 +1,7 @@
-"""What the tests compile, kept on disk from run to run in build/compiled.
+"""What the tests compile, kept on disk from run to run, for all clones of a user.
+
+It lies in `jaxrl_post/compiled` below $XDG_CACHE_HOME, or ~/.cache. A program is found
+by its text, the flags, the machine and the version of JAX, so clones can share it.
 
 JAX writes a file of its cache in place, so two writers of one name could disturb each
 other, and a process killed while it writes leaves half a file. So no process writes
@@ -22,11 +25,35 @@ from pathlib import Path
 
 import jax
 
-__all__ = ["borrow", "give_back", "kept", "let_go", "make_room", "regions"]
+__all__ = [
+    "borrow",
+    "folder_of_all",
+    "give_back",
+    "kept",
+    "let_go",
+    "make_room",
+    "regions",
+]
 
-ROOT = Path(__file__).parents[1] / "build" / "compiled"
-# Programs of earlier versions of the code are never asked for again.
-LARGEST = 2 * 2**30  # bytes
+
+def folder_of_all() -> Path:
+    """Of the user; of this clone where the user's may not be written."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    clone = Path(__file__).parents[1] / "build"
+    try:
+        # A relative path is invalid there, says the XDG Base Directory Specification.
+        of_user = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
+        folder = of_user / "jaxrl_post" / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # a home that is read-only, or none
+        return clone / "compiled"
+    return folder if os.access(folder, os.W_OK) else clone / "compiled"
+
+
+ROOT = folder_of_all()
+# A run of all tests compiles 250 MB. Programs of earlier versions of the code are never
+# asked for again, and each process links all that is kept.
+LARGEST = 3 * 2**28  # bytes
 DAY = 86_400  # seconds
 # A third of what Linux allows: the largest file of tests maps about as many more.
 MOST_REGIONS = 20_000

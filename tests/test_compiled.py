@@ -141,3 +141,22 @@ def test_what_was_compiled_can_be_let_go():
     compiled.let_go(0)
     assert compiled.regions() < before - 3 * len(made)
     assert doubled(jnp.zeros((2, 2))).tolist() == [[0, 0], [0, 0]]
+
+
+def test_clones_of_a_user_share_what_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert compiled.folder_of_all() == tmp_path / ".cache/jaxrl_post/compiled"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert compiled.folder_of_all() == tmp_path / "mine/jaxrl_post/compiled"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert compiled.folder_of_all() == tmp_path / ".cache/jaxrl_post/compiled"
+    assert not Path("relative").exists()
+
+
+def test_a_clone_keeps_its_own_where_the_user_has_no_folder(tmp_path, monkeypatch):
+    """A file stands in the way; so would a home that is read-only."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    clone = Path(__file__).parents[1]
+    assert compiled.folder_of_all() == clone / "build/compiled"
