@@ -8,7 +8,7 @@ CHECKS := check-format check-lint check-types check-layers
 PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: demo quick test test-all mutations check $(CHECKS) check-kernels check-jetstream
-.PHONY: check-bfcl format notebooks parity lock environment
+.PHONY: check-bfcl check-verifiers format notebooks parity lock environment
 
 # A small model learns from reward alone; runs/demo/report.html shows how.
 demo:
@@ -57,6 +57,10 @@ check-jetstream: environment
 # The environment of BFCL, with its package, which is installed for this alone.
 check-bfcl: environment
 	tools/bfcl.sh $(ARGS)
+
+# verifiers' client for training against the server, in an environment of its own.
+check-verifiers: environment
+	tools/verifiers.sh $(ARGS)
 
 format: environment
 	.venv/bin/ruff check --fix-only --quiet .
