@@ -7,7 +7,6 @@ as many bytes as the recurrence. An error is the largest absolute difference to 
 recursion in float64 NumPy. The default of `reverse_linear_recurrence` rests on this.
 """
 
-import json
 import math
 import statistics
 import time
@@ -24,7 +23,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import machine
+from benchmarks.machine import machine, write
 from jaxrl_post.learner.model import versions
 from jaxrl_post.losses.credit.recurrence import Method, reverse_linear_recurrence
 from jaxrl_post.losses.credit.returns import gae
@@ -158,6 +157,4 @@ if __name__ == "__main__":
     chosen = tyro.cli(Options, description=__doc__)
     measured = main(chosen)
     show(measured)
-    if chosen.json is not None:
-        chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(json.dumps(measured, indent=2) + "\n")
+    write(measured, chosen.json)

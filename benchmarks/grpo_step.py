@@ -23,7 +23,6 @@ operations for each matrix parameter and new token, none for attention.
 import dataclasses
 import functools
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -45,7 +44,7 @@ from benchmarks.ideal import (
     layers_seconds,
     peak_flops,
 )
-from benchmarks.machine import machine, peak_memory
+from benchmarks.machine import machine, peak_memory, write
 from jaxrl_post import algorithms, models
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.data import packing
@@ -161,27 +160,42 @@ def main(options: Options) -> dict[str, Any]:
     }
 
 
-def _make_step(
-    options: Options, config: ModelConfig, mesh: jax.sharding.Mesh
-) -> Callable[[int], dict[str, float]]:
-    dtype = jnp.dtype(options.dtype)
-    specs = models.param_specs(config)
+def make_learner(
+    policy: Policy, mesh: jax.sharding.Mesh, dtype: jnp.dtype, rows: int
+) -> tuple[Learner, training.TrainState]:
+    """A learner of GRPO with random weights, and its state.
+
+    Args:
+        policy: with a dense model.
+        mesh: of one device.
+        dtype: of the parameters.
+        rows: packed rows of a microbatch.
+    """
+    specs = models.param_specs(policy.config)
     optimizer = training.make_optimizer(OptimizerConfig(), specs, 100)
     layout = training.shardings(
         specs, optimizer, mesh, DEFAULT_RULES, narrow=dtype != jnp.float32
     )
     params = models.initialize(jax.random.key(0), specs, dtype, mesh)
-    state = training.create(params, optimizer, layout)
-    algorithm = algorithms.grpo()
     learner = Learner(
-        policy=Policy(config, remat=options.remat, exact=options.exact),
-        objective=algorithm.objective,
+        policy=policy,
+        objective=algorithms.grpo().objective,
         optimizer=optimizer,
         max_grad_norm=1.0,
         layout=layout,
         mesh=mesh,
-        microbatch_rows=options.rows,
+        microbatch_rows=rows,
     )
+    return learner, training.create(params, optimizer, layout)
+
+
+def _make_step(
+    options: Options, config: ModelConfig, mesh: jax.sharding.Mesh
+) -> Callable[[int], dict[str, float]]:
+    dtype = jnp.dtype(options.dtype)
+    policy = Policy(config, remat=options.remat, exact=options.exact)
+    learner, state = make_learner(policy, mesh, dtype, options.rows)
+    algorithm = algorithms.grpo()
     random = np.random.default_rng(0)
     stops = round(options.stop_share * config.vocab_size)
     stop_ids = random.permutation(config.vocab_size)[:stops].tolist()
@@ -198,7 +212,6 @@ def _make_step(
     )
     engine = Engine(config, sizes, dtype=dtype, mesh=mesh, exact=options.exact)
     compiled = engine.compilations
-    del params
 
     def step(number: int) -> dict[str, float]:
         nonlocal state
@@ -303,6 +316,4 @@ if __name__ == "__main__":
     chosen = tyro.cli(Options, description=__doc__)
     measured = main(chosen)
     show(measured)
-    if chosen.json is not None:
-        chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(json.dumps(measured, indent=2) + "\n")
+    write(measured, chosen.json)

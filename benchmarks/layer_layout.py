@@ -9,7 +9,6 @@ pass of 16 rows of 80 tokens through the layers, without the vocabulary product.
 """
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.machine import write
 from jaxrl_post import models
 from jaxrl_post.learner.model import versions
 from jaxrl_post.models import KVCache, decoder
@@ -157,6 +157,4 @@ if __name__ == "__main__":
             table.add_row(name, f"{row['compile']:.2f}", f"{row['run']:.4f}")
     Console().print(f"{chosen.num_layers} layers of the preset small, float32")
     Console().print(table)
-    if chosen.json is not None:
-        chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(json.dumps(result, indent=2) + "\n")
+    write(result, chosen.json)

@@ -1,19 +1,28 @@
-"""Describes the machine of a measurement, and what it took of it."""
+"""Describes the machine of a measurement, what it took of it, and what it found."""
 
+import json
 import os
 import platform
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
-__all__ = ["free_memory", "machine", "peak_memory"]
+__all__ = ["free_memory", "machine", "peak_memory", "write"]
 
 
 def machine() -> str:
     """Architecture, usable cores and processor, as "x86_64, 2 cores, Intel ..."."""
     return f"{platform.machine()}, {_cores()} cores, {_processor()}"
+
+
+def write(measured: dict[str, Any], path: Path | None) -> None:
+    """Writes what was measured as JSON; nothing if there is no path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(measured, indent=2) + "\n")
 
 
 def peak_memory() -> float:

@@ -18,7 +18,6 @@ The times are medians of runs that compiled nothing.
 """
 
 import dataclasses
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.ideal import dense_model, head_seconds, layers_seconds
-from benchmarks.machine import machine, peak_memory
+from benchmarks.machine import machine, peak_memory, write
 from jaxrl_post import models
 from jaxrl_post.config.rollout import CacheDtype, RolloutConfig
 from jaxrl_post.learner.model import versions
@@ -262,6 +261,4 @@ if __name__ == "__main__":
     chosen = tyro.cli(Options, description=__doc__)
     measured = main(chosen)
     show(measured)
-    if chosen.json is not None:
-        chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(json.dumps(measured, indent=2) + "\n")
+    write(measured, chosen.json)

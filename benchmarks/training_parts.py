@@ -16,7 +16,6 @@ beyond them:
 - rest: norms, activations, rotations, sums of gradients, the optimizer.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -31,19 +30,16 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.grpo_step import make_learner
 from benchmarks.ideal import dense_model, head_seconds, layers_seconds
-from benchmarks.machine import machine
-from jaxrl_post import algorithms, models
-from jaxrl_post.config.optimizer import OptimizerConfig
+from benchmarks.machine import machine, write
 from jaxrl_post.data import packing
 from jaxrl_post.kernels.attention import attention
 from jaxrl_post.kernels.token_logprob import token_logprob
-from jaxrl_post.learner import state as training
-from jaxrl_post.learner.learner import Learner
 from jaxrl_post.learner.model import versions
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.sharding import create_mesh
 from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import TokenBatch
 
@@ -122,20 +118,7 @@ def _update(
     options: Options, config: ModelConfig, mesh: jax.sharding.Mesh, batch: TokenBatch
 ) -> float:
     """Median seconds of one update."""
-    specs = models.param_specs(config)
-    optimizer = training.make_optimizer(OptimizerConfig(), specs, 100)
-    layout = training.shardings(specs, optimizer, mesh, DEFAULT_RULES, narrow=False)
-    params = models.initialize(jax.random.key(0), specs, jnp.float32, mesh)
-    state = training.create(params, optimizer, layout)
-    learner = Learner(
-        policy=Policy(config),
-        objective=algorithms.grpo().objective,
-        optimizer=optimizer,
-        max_grad_norm=1.0,
-        layout=layout,
-        mesh=mesh,
-        microbatch_rows=1,
-    )
+    learner, state = make_learner(Policy(config), mesh, jnp.dtype(DTYPE), 1)
     times = []
     for number in range(options.repeats + 1):
         begin = time.perf_counter()
@@ -238,6 +221,4 @@ if __name__ == "__main__":
     chosen = tyro.cli(Options, description=__doc__)
     measured = main(chosen)
     show(measured)
-    if chosen.json is not None:
-        chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(json.dumps(measured, indent=2) + "\n")
+    write(measured, chosen.json)
