@@ -59,7 +59,9 @@ class RLConfig(RunConfig):
         rollout: how samples are drawn and judged.
         exact: the sampler's log-probs equal the trainer's to the last bit, whatever the
             batch, at the cost of speed: a run stops if any differs, and no pass for old
-            log-probs is needed. Not for rotations that depend on a sequence's length.
+            log-probs is needed. The sampler and the log-probs are XLA programs then,
+            whatever `kernels` says, which computes the gradients. Not for rotations
+            that depend on a sequence's length.
         mismatch: how far sampler and trainer may differ.
     """
 

@@ -225,6 +225,7 @@ class ModelConfig:
         logit_divisor: divisor of the logits, applied before the softcap.
         latent: multi-head latent attention; None for grouped-query attention.
         experts: a mixture of experts instead of the MLP; None for dense layers.
+        initializer_range: standard deviation of initial matrices and embeddings.
         head: output layer on the last hidden state.
 
     >>> config = ModelConfig("llama", 256, 64, 128, 2, num_heads=4, num_kv_heads=2)
@@ -268,6 +269,7 @@ class ModelConfig:
     logit_divisor: float = 1.0
     latent: LatentAttention | None = None
     experts: MixtureOfExperts | None = None
+    initializer_range: float = 0.02
     head: Head = "lm"
 
     def __post_init__(self) -> None:

@@ -4,12 +4,14 @@ Every layer has its own arrays (docs/decisions/0001): decoding reads them in pla
 while stacked layers would be sliced, hence copied, at every step.
 """
 
+import dataclasses
 import functools
 
+import jax
 from flax import struct
 
 from jaxrl_post.models.config import LatentAttention, MixtureOfExperts, ModelConfig
-from jaxrl_post.models.spec import ParamSpec
+from jaxrl_post.models.spec import ParamSpec, is_spec
 
 __all__ = [
     "AttentionParams",
@@ -189,7 +191,7 @@ def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
     """Returns the parameters' shapes, logical axes and initialisers."""
     table = matrix((config.vocab_size, config.hidden_size), ("vocab", "embed"))
     untied = config.predicts_tokens and not config.tie_embeddings
-    return DecoderParams(
+    specs = DecoderParams(
         embedding=table,
         layers=tuple(_layer(config, layer) for layer in range(config.num_layers)),
         final_norm=_norm(config, config.hidden_size),
@@ -200,6 +202,8 @@ def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
         ),
         process_head=_process_head(config) if config.head == "process" else None,
     )
+    scaled = functools.partial(dataclasses.replace, scale=config.initializer_range)
+    return jax.tree.map(scaled, specs, is_leaf=is_spec)
 
 
 def when(wanted: bool, spec: ParamSpec) -> ParamSpec | None:

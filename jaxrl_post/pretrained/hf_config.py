@@ -136,6 +136,7 @@ def decoder_from_hf(raw: Json, defaults: Defaults) -> ModelConfig:
         rotary_dim=None if rotation.share == 1.0 else int(head_dim * rotation.share),
         activation=ACTIVATIONS[activation],
         tie_embeddings=flag(raw, "tie_word_embeddings", defaults.tie_embeddings),
+        initializer_range=number(raw, "initializer_range", 0.02),
     )
 
 
@@ -161,6 +162,7 @@ def decoder_to_hf(config: ModelConfig, defaults: Defaults) -> dict[str, Any]:
         defaults.activation_key: ACTIVATION_NAMES.get(config.activation, "silu"),
         "max_position_embeddings": config.max_length,
         "rms_norm_eps": config.rms_norm_eps,
+        "initializer_range": config.initializer_range,
         "tie_word_embeddings": config.tie_embeddings,
         **rope_to_hf(config, partial=defaults.partial),
         **_ropes_by_layer_to_hf(config, defaults),

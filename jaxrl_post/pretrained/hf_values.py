@@ -67,6 +67,7 @@ RANGES: Mapping[str, Range] = {
     "num_nextn_predict_layers": Range(0, 1000),
     "num_mtp_layers": Range(0, 1000),
     "rms_norm_eps": Range(0, LARGEST),
+    "initializer_range": Range(0, LARGEST),
     "factor": Range(1e-6, 1e6),
     "partial_rotary_factor": Range(SMALLEST, 1),
     "llama_4_scaling_beta": Range(0, LARGEST),

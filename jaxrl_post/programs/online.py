@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,8 @@ from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.sharding import processes, split_size
 
 __all__ = ["run_rl"]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def run_rl(
@@ -172,6 +175,12 @@ def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
     weights = sampler_layout(config.rollout, model)
     if config.exact:
         _check_exact(model, weights)
+        if config.kernels not in ("auto", "xla"):
+            _LOGGER.warning(
+                "--kernels %s: with --exact it computes the gradients alone; the "
+                "sampler and the log-probs are XLA programs",
+                config.kernels,
+            )
     _, longest = fitting(model.tokenizer, model.config)
     rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
     split = split_size("batch", weights.mesh, model.rules.with_context_as_batch())

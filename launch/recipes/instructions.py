@@ -34,5 +34,5 @@ def instructions() -> RLConfig:
         update=UpdateConfig(microbatch_tokens=2048),
         optimizer=replace(demo().optimizer, learning_rate=3e-4, warmup_steps=10),
         eval=EvalConfig(every=20, num_tasks=200),
-        warm_start=replace(demo().warm_start, steps=600, examples_per_step=32),
+        warm_start=replace(demo().warm_start, steps=300, examples_per_step=32),
     )

@@ -23,7 +23,7 @@ def lookup() -> RLConfig:
         demo(),
         run_dir="runs/lookup",
         env="lookup?slips=0.55",
-        steps=80,
+        steps=20,
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
@@ -36,6 +36,5 @@ def lookup() -> RLConfig:
         # may collapse to empty answers.
         optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
         eval=EvalConfig(every=10, num_tasks=200),
-        # Copying a key is learned all at once, after 500 to 1,500 steps.
-        warm_start=replace(demo().warm_start, steps=2000, examples_per_step=64),
+        warm_start=replace(demo().warm_start, steps=400, examples_per_step=32),
     )

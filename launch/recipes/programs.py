@@ -33,8 +33,7 @@ def code() -> RLConfig:
         # Smaller steps than the demo's, as in `lookup`.
         optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
         eval=EvalConfig(every=10, num_tasks=200),
-        # Fewer steps may leave the numbers of a function unlearned.
-        warm_start=replace(demo().warm_start, steps=1000, examples_per_step=32),
+        warm_start=replace(demo().warm_start, steps=400, examples_per_step=32),
     )
 
 

@@ -429,6 +429,7 @@ def test_written_keys_are_those_of_transformers():
         "head_dim": 8,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,

@@ -211,6 +211,19 @@ ROWS = "".join(
 )
 
 
+def test_exact_mode_says_what_a_named_kernel_does_not_compute(tmp_path):
+    config = dataclasses.replace(
+        gsm8k(tmp_path, ROWS), exact=True, kernels="pallas_tpu"
+    )
+    out = io.StringIO()
+    # This machine has no TPU: the run ends where the kernel is chosen.
+    with pytest.raises(ConfigError, match="--kernels: pallas_tpu runs on tpu"):
+        online.run_rl(config, console=Console(file=out, width=300), command="")
+    assert "--kernels pallas_tpu: with --exact it computes the gradients alone" in (
+        out.getvalue()
+    )
+
+
 @pytest.mark.parametrize("text", ["", "\n\n"])
 def test_a_file_without_rows_is_an_empty_data_set(tmp_path, text):
     with pytest.raises(
