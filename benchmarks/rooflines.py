@@ -261,6 +261,12 @@ def main() -> None:
             ("us", "XLA"),
         )
     )
+    print("## next_token on an H100: statistics + logits computed again\n")
+    print("| shape | us | XLA |\n|---|---|---|")
+    for name, shape in NEXT_TOKEN.items():
+        if shape.vocab % 8 == 0:
+            print(hopper.next_token_row(name, *shape[:3], LOGIT_PASSES))
+    print()
     print("## decode_attention on an H100: own keys + shared keys\n")
     print("| shape | us | bandwidth | KiB |\n|---|---|---|---|")
     for name, shape in DECODE.items():

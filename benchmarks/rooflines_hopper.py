@@ -21,6 +21,8 @@ from jaxrl_post.kernels.attention.kernel_tiles import Tile
 from jaxrl_post.kernels.attention.shapes import Shape as AttentionShape
 from jaxrl_post.kernels.decode_attention import gpu_sizes
 from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
+from jaxrl_post.kernels.next_token import pallas_gpu as draw
+from jaxrl_post.kernels.next_token.parts import ENTRIES
 from jaxrl_post.kernels.token_logprob import gpu_kernels as tiles_of_head
 from jaxrl_post.kernels.token_logprob import pallas_gpu as head
 from jaxrl_post.programs.planning.chips import CHIPS
@@ -35,6 +37,8 @@ __all__ = [
     "head_row",
     "head_seconds",
     "idle_factor",
+    "next_token_row",
+    "next_token_seconds",
     "shared_bytes",
 ]
 
@@ -226,6 +230,35 @@ def decode_seconds(shape: DecodeShape) -> Iterator[tuple[float, float]]:
             work / HOPPER.flops,
         )
         yield seconds, read / HOPPER.memory_bandwidth
+
+
+def next_token_seconds(rows: int, width: int, vocab: int) -> list[float]:
+    """Seconds of statistics, with what XLA does to them, and of the second logits."""
+    own = draw.rows_of(rows)
+    row_tiles, tiles = math.ceil(rows / own), math.ceil(vocab / draw.COLUMNS)
+    loaded = row_tiles * tiles * (own + draw.COLUMNS) * width * ITEM
+    # The largest and the sum of each part, written, and read to be added up.
+    facts = 2 * 2 * 4 * row_tiles * own * vocab / ENTRIES
+    statistics = max(
+        2.0 * row_tiles * own * width * vocab / HOPPER.flops,
+        loaded / L2_BANDWIDTH,
+        (vocab * width * ITEM + facts) / HOPPER.memory_bandwidth,
+    )
+    # Gathered: read, written, and read by the product.
+    gathered = 3 * rows * ENTRIES * width * ITEM
+    return [statistics, gathered / HOPPER.memory_bandwidth]
+
+
+def next_token_row(
+    name: str, rows: int, width: int, vocab: int, logit_passes: int
+) -> str:
+    """A row of the table of sampling on a Hopper GPU: microseconds, also of XLA."""
+    times = next_token_seconds(rows, width, vocab)
+    product, table = 2.0 * rows * width * vocab, vocab * width * ITEM
+    in_memory = max(product / HOPPER.flops, table / HOPPER.memory_bandwidth)
+    in_memory += logit_passes * 4 * rows * vocab / HOPPER.memory_bandwidth
+    spent = " + ".join(f"{1e6 * seconds:.0f}" for seconds in times)
+    return f"| {name} | {spent} | {1e6 * in_memory:.0f} |"
 
 
 def head_row(name: str, rows: int, width: int, vocab: int) -> str:

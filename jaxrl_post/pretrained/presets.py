@@ -7,10 +7,8 @@ tokenizer trained on the environment's texts; `launch.plan` compiles without wei
 Published models keep the keys and values of their own config.json, so that they can be
 compared with the source. `initialize` draws matrices and embeddings from a normal
 distribution with standard deviation `initializer_range`, and sets norms to one and
-biases to zero. All published models have 0.02, which suits a width of 2,500. Ours have
-the inverse root of their width, so that a projection is as large as its input: with
-0.02 the scores of attention are nearly equal at first, and "demo" takes ten times as
-many steps to learn to copy a number (docs/decisions/0024).
+biases to zero. It is 0.02, but for "demo", whose width of 128 is far below those for
+which 0.02 was chosen (docs/decisions/0029).
 Where releases of one size differ, the Qwen2.5 presets are the base models (some
 instruct models have another context length and epsilon) and the Qwen3 presets the first
 post-trained models (later ones have another context length and rotary base). "demo",

@@ -73,7 +73,7 @@ def mixture() -> RLConfig:
         update=UpdateConfig(microbatch_tokens=2048),
         optimizer=replace(demo().optimizer, learning_rate=3e-4, warmup_steps=10),
         eval=EvalConfig(every=10, num_tasks=300),
-        warm_start=replace(demo().warm_start, steps=300, examples_per_step=48),
+        warm_start=replace(demo().warm_start, steps=600, examples_per_step=48),
     )
 
 
@@ -125,5 +125,5 @@ def process_reward() -> RLConfig:
         rollout=replace(jsonl().rollout, max_tokens=24),
         reward=RewardModelConfig(model=f"{steps().run_dir}/model"),
         eval=EvalConfig(every=10, num_tasks=200, solved_reward=1.9),
-        warm_start=replace(jsonl().warm_start, steps=300),
+        warm_start=replace(jsonl().warm_start, steps=400),
     )

@@ -6,6 +6,7 @@ the compilers; CI runs a part.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import re
@@ -29,6 +30,9 @@ from jaxrl_post.kernels.decode_attention import (
     decode_attention,
 )
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
+from jaxrl_post.kernels.next_token import next_token
+from jaxrl_post.kernels.next_token.pallas_gpu import rows_of
+from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.kernels.token_logprob.kept import GATHERED_BYTES
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
@@ -294,6 +298,40 @@ def test_decode_attention(gpu, dump, name):
         assert not re.search(rf"= {keys}\S* (?:copy|pad|fusion)\(", text)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in PART else pytest.param(name, marks=pytest.mark.all)
+        # The last one's vocabulary is no multiple of 8.
+        for name in list(NEXT_TOKEN)[:-1]
+    ],
+)
+def test_next_token(gpu, dump, name):
+    shape = NEXT_TOKEN[name]
+    program = compiled(
+        gpu,
+        functools.partial(next_token, softcap=shape.softcap),
+        jax.ShapeDtypeStruct((shape.rows, shape.width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((shape.vocab, shape.width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((shape.rows,), jnp.float32),
+        jax.ShapeDtypeStruct((shape.rows,), jnp.float32),
+    )
+    text = program.as_text()
+    assert text is not None
+    assert calls(text, "next_token_statistics") == 1
+    rows = rows_of(shape.rows)
+    # Steps of a tile; two numbers of each row and part.
+    held = 4 * (rows + 256) * 128 + 128 * rows
+    check_resources(dump, "next_token_statistics", held=[held])
+    assert not re.search(
+        rf"\[(?:{shape.rows},{shape.vocab}|{shape.vocab},{shape.rows})\]", text
+    )
+    # The matrix is read where it lies.
+    assert not re.search(
+        rf"= bf16\[{shape.vocab},{shape.width}\]\S* (copy|pad|fusion)\(", text
+    )
+
+
 def test_the_kernel_is_not_taken_where_it_cannot_compute(gpu):
     """With float32 or an odd width "auto" takes XLA's program."""
 
@@ -314,13 +352,32 @@ def test_the_kernel_is_not_taken_where_it_cannot_compute(gpu):
     assert calls(128, jnp.float32) == 0
     assert calls(100, jnp.bfloat16) == 0
 
+    def drawn(width, dtype, vocab=512):
+        program = compiled(
+            gpu,
+            next_token,
+            jax.ShapeDtypeStruct((8, width), dtype),
+            jax.ShapeDtypeStruct((vocab, width), dtype),
+            *[jax.ShapeDtypeStruct((8,), jnp.float32)] * 2,
+        )
+        return program.as_text().count("mosaic_gpu")
 
-@pytest.fixture(scope="module")
-def four_gpus() -> Mesh:
+    assert drawn(128, jnp.bfloat16) > 0
+    assert drawn(128, jnp.float32) == drawn(100, jnp.bfloat16) == 0
+    assert drawn(128, jnp.bfloat16, 516) == 0
+
+
+def gpus(mesh: str) -> Mesh:
+    """Four GPUs."""
     found = topologies.get_topology_desc(
         platform="cuda", target_config=H100, topology="1x1x4"
     )
-    return create_mesh("dp2,tp2", found.devices)
+    return create_mesh(mesh, found.devices)
+
+
+@pytest.fixture(scope="module")
+def four_gpus() -> Mesh:
+    return gpus("dp2,tp2")
 
 
 SMALL = ModelConfig(
@@ -361,6 +418,20 @@ def test_a_train_step_takes_the_kernels(four_gpus):
     assert not re.search(rf"\[(?:1,)?{vocab},{length}\]", text)
 
 
+def test_a_train_step_of_cut_rows_is_a_ring_of_the_kernels():
+    """With cp a device attends to one chunk of keys after another."""
+    config = PlanConfig(model="", topology="", mesh="cp2,tp2", row_tokens=2048)
+    model = dataclasses.replace(SMALL, num_layers=1)
+    trainer = make_trainer(config, model, gpus("cp2,tp2"))
+    (program,) = (p for p in trainer.programs(()) if p.name == "accumulate")
+    text = text_of(program)
+    for kernel in ("forward", "query", "key"):
+        assert calls(text, f"attention_{kernel}") >= 1
+    assert "collective-permute" in text
+    # No device gathers the keys of whole rows.
+    assert not re.search(r"\[1,1,2048,64\]", text)
+
+
 @pytest.mark.parametrize(
     "cache_dtype", [None, pytest.param("int8", marks=pytest.mark.all)]
 )
@@ -378,6 +449,7 @@ def test_a_decoding_step_copies_no_cache(four_gpus, cache_dtype):
     text = text_of(program)
     # Own and shared keys of two layers.
     assert calls(text, "decode_attention") == 4
+    assert calls(text, "next_token_statistics") == 1
     keys = r"= \w+\[32,1,512,64\]\S*"
     made = re.findall(rf"{keys} (?:copy|transpose|pad|fusion)\(.*", text)
     # New keys and values of two layers are scattered, and nothing else is made.

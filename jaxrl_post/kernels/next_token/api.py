@@ -8,12 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.kernels.dispatch import (
-    Implementation,
-    choose,
-    platform,
-    without_gpu_kernel,
-)
+from jaxrl_post.kernels.dispatch import Implementation, choose, platform
 from jaxrl_post.kernels.next_token import reference, xla
 from jaxrl_post.kernels.next_token.parts import Layout
 from jaxrl_post.kernels.next_token.parts import draw as draw_by_parts
@@ -60,15 +55,17 @@ def next_token(
         divisor: > 0, of the logits, before the softcap.
         softcap: > 0, c in c tanh(logits / c), before the temperature; None for no cap.
         rules: how rows and vocabulary are split over the mesh of `jax.set_mesh`.
-        implementation: "auto" takes "pallas_tpu" on TPUs, which holds no logits in
-            memory but a sum for every 16 of them, and "xla" elsewhere, which holds
-            them, or on a CPU a tile of them if they would take more than 8 MiB;
-            "reference" holds them all. "pallas_gpu", which has no kernel here, takes
-            "xla" on a Hopper GPU.
+        implementation: "auto" takes "pallas_tpu" on TPUs and "pallas_gpu" on Hopper
+            GPUs in bfloat16, which hold no logits in memory but a sum for every 16 of
+            them, and "xla" elsewhere, which holds them, or on a CPU a tile of them if
+            they would take more than 8 MiB; "reference" holds them all. "pallas_gpu"
+            takes widths that 64 divides, and at least 256 vocabulary entries a device,
+            a multiple of 8.
         interpret: whether a Pallas kernel is interpreted, to debug it on any platform.
 
     Raises:
-        ValueError: the implementation is unknown, or does not run here.
+        ValueError: the implementation is unknown, does not run here, or cannot compute
+            this call.
 
     >>> import jax.numpy as jnp
     >>> h, w = jnp.zeros((1, 3)), jnp.ones((4, 3))  # four tokens, a quarter each
@@ -76,12 +73,6 @@ def next_token(
     >>> found.tokens.item(), round(found.logprobs.item(), 4)  # -ln 4
     (2, -1.3863)
     """
-    implementation = without_gpu_kernel(
-        "next_token", implementation, hidden.dtype, interpret=interpret
-    )
-    implementation = choose(
-        "next_token", implementation, hidden.dtype, interpret=interpret
-    )
     mesh = jax.sharding.get_abstract_mesh()
     batch: tuple[str, ...] = ()
     split = TableSplit()
@@ -89,6 +80,15 @@ def next_token(
     if several:
         batch = dividing_axes("batch", hidden.shape[0], mesh, rules)
         split = TableSplit.of(unembedding.shape, batch, mesh, rules)
+    vocab = unembedding.shape[0] // math.prod(mesh.shape[axis] for axis in split.vocab)
+    problem = _unsupported_on_gpu(hidden.shape[1], vocab)
+    implementation = choose(
+        "next_token",
+        implementation,
+        hidden.dtype,
+        kernels={"pallas_tpu": None, "pallas_gpu": problem},
+        interpret=interpret,
+    )
     if implementation == "xla":
         devices = math.prod(mesh.shape[axis] for axis in (*batch, *split.vocab))
         logit_bytes = 4 * hidden.shape[0] * unembedding.shape[0] // devices
@@ -106,8 +106,10 @@ def next_token(
         return NextToken(*reference.draw(logits, uniforms, temperature, rules))
     passes: Any = xla
     if implementation == "pallas_tpu":
-        # Half a second that only programs for TPUs need.
+        # Half a second that only programs for TPUs need, or for GPUs.
         from jaxrl_post.kernels.next_token import pallas_tpu as passes
+    if implementation == "pallas_gpu":
+        from jaxrl_post.kernels.next_token import pallas_gpu as passes
     local = functools.partial(
         draw_by_parts,
         passes=passes,
@@ -122,3 +124,15 @@ def next_token(
             check_vma=False,
         )
     return NextToken(*local(hidden, unembedding, uniforms, temperature))
+
+
+def _unsupported_on_gpu(width: int, vocab: int) -> str | None:
+    """Why "pallas_gpu" cannot compute a call, or None."""
+    if width % 64:
+        return f"a width that is a multiple of 64 is needed; got {width}"
+    if vocab < 256 or vocab % 8:
+        return (
+            "at least 256 vocabulary entries a device, a multiple of 8, are needed; "
+            f"got {vocab}"
+        )
+    return None
