@@ -2,9 +2,8 @@
 
 The warm start imitates somebody who mostly says "?" instead of looking. From the
 rewards of whole episodes the model learns to look the key up, again with the key that
-it is told, and to answer with what it was told last. With seeds 0 and 2 it knows 13
-and 20 % of the held-out keys before, and all after 80 steps. With seed 1 the warm start
-ends before the model can copy a key, and it goes from 0 to 40 % (docs/decisions/0024).
+it is told, and to answer with what it was told last. Of 184 held-out keys it knows none
+before, and all after 10 steps, with seeds 0, 1 and 2.
 """
 
 from dataclasses import replace
