@@ -5,8 +5,8 @@ answer to the following arithmetic problem: 5 + 2 - 4 =". With two numbers alone
 are too few problems to tell learning from memorising on held-out ones. The warm
 start ends early, when the model solves a third of the held-out problems. Training on
 the rewards of the library's own scorer then raises the accuracy on 200 held-out
-problems, with seeds 0, 1 and 2, from 31, 22 and 37 % to 58, 50 and 60 %. In the first
-150 steps the accuracy falls; most of the rise comes as the learning rate decays.
+problems with seed 0 from 31 to 48 %. In the first 150 steps the accuracy falls; most of
+the rise comes as the learning rate decays.
 """
 
 from jaxrl_post.config.optimizer import OptimizerConfig

@@ -6,8 +6,8 @@ with seed 0, it wins in `guess` 28 % before and 62 % after training (67 % at ste
 in `world` none before, 98 % after 40 steps and all after 80.
 
 In `nim` it plays against itself, and is held out against an opponent who never errs, so
-that 69.5 % of the games can be won. With seeds 0, 1 and 2 it wins 46.0 % before, each
-time, and 69.5, 69.0 and 68.0 % after 20 steps (69.5, 69.5 and 68.5 % after 10).
+that 69.5 % of the games can be won. With seed 0 it wins 46.0 % before, and 67.5 % after
+10 and after 20 steps.
 """
 
 from dataclasses import replace

@@ -1,10 +1,9 @@
 """Instructions that a program verifies, learned by a small model on two CPU cores.
 
 The prompts ask for a text in one of 17 ways, such as "Use lowercase letters only". The
-warm start imitates somebody who forgets most of them. With seeds 0, 1 and 2 the model
-obeys 20.8, 21.5 and 17.4 % of 149 held-out prompts before, 86.6, 92.6 and 87.9 % after
-20 steps, and 87.2, 94.0 and 89.9 % after 60. Most of those it does not obey ask for
-words that the text must use.
+warm start imitates somebody who forgets most of them. With seed 0 the model obeys
+16.8 % of 149 held-out prompts before, 85.2 % after 20 steps and 89.9 % after 60. Most
+of those it does not obey ask for words that the text must use.
 """
 
 from dataclasses import replace

@@ -1,9 +1,9 @@
 """A small model learns to write programs, on two CPU cores in minutes.
 
 The warm start imitates somebody who mostly forgets parentheses. From what the programs
-return the model learns to set them. Held out, greedy, after 20 steps: `code` is right
-for 79, 99 and 87 % of 121 functions with seeds 0, 1 and 2 (7, 3 and 3 % before), and
-`python` for 96 % of 200 problems with seed 0 (1 % before).
+return the model learns to set them. Held out, greedy, with seed 0: `code` is right for
+6 % of 121 functions before, 86 % after 10 steps and all after 20, and `python` for one
+of 200 problems before, 98 % after 10 steps and 99 % after 20.
 """
 
 from dataclasses import replace

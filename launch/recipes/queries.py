@@ -2,7 +2,7 @@
 
 The warm start imitates somebody who mostly selects all columns. From the rows that its
 queries return the model learns to select what is asked for: with seed 0 it answers none
-of 105 held-out questions before, and 95 % of them after 10 and after 20 steps.
+of 105 held-out questions before, 92 % after 10 steps and 93 % after 20.
 """
 
 from dataclasses import replace
