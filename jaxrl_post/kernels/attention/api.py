@@ -190,7 +190,7 @@ def _ring(
     if implementation == "reference":
         raise ValueError(
             "attention: 'reference' holds all scores of a row, and here a device has a "
-            "chunk of it; take 'auto', 'xla' or, on TPUs, 'pallas_tpu'"
+            "chunk of it; take 'auto', 'xla' or the platform's kernel"
         )
     return ring
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape
 from jaxrl_post.kernels.attention.reference import MASKED
-from jaxrl_post.kernels.mosaic_gpu import store
+from jaxrl_post.kernels.mosaic_gpu import capped, store
 from jaxrl_post.types import Array
 
 __all__ = [
@@ -467,11 +467,7 @@ def _scores(
         rows: facts of the block's own tokens: index, position, and the end of keys.
         columns: facts of what passes, in shared memory.
     """
-    scores = products * settings.scale
-    if settings.softcap is not None:
-        # c tanh(x / c), by an exponential: the GPU's own tanh has 11 bits.
-        odds = jnp.exp(scores * (2.0 / settings.softcap))
-        scores = settings.softcap - (2.0 * settings.softcap) / (odds + 1.0)
+    scores = capped(products * settings.scale, settings.softcap)
     by_key = len(rows) == 3
     own = [_over_columns(fact, products.shape[1]) for fact in rows]
     passing = [_over_rows(_of_columns(columns.at[i])) for i in range(3 - by_key)]

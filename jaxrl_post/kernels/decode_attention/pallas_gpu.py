@@ -33,7 +33,7 @@ from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.kernels.decode_attention.gpu_sizes import KEYS, Sizes, Widths
 from jaxrl_post.kernels.decode_attention.quantized import Entries, QuantizedEntries
 from jaxrl_post.kernels.decode_attention.xla import Part
-from jaxrl_post.kernels.mosaic_gpu import store
+from jaxrl_post.kernels.mosaic_gpu import capped, store
 from jaxrl_post.types import Array
 
 __all__ = ["part_of_keys"]
@@ -394,10 +394,7 @@ def _step(
     scales = [_over_columns(_of_rows(s.at[slot]), queries) for s in scratch.scales]
     if coded:
         scores = scores * scales[0]
-    if softcap is not None:
-        # c tanh(x / c), by an exponential: the GPU's own tanh has 11 bits.
-        odds = jnp.exp(scores * (2.0 / softcap))
-        scores = softcap - (2.0 * softcap) / (odds + 1.0)
+    scores = capped(scores, softcap)
     key_at = _over_columns(_of_rows(scratch.positions.at[slot]), queries)
     back = _over_rows(own_at) - key_at
     seen = back >= 0

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxrl_post.kernels.mosaic_gpu import DEPTH, Products, capped, product_kernel
 from jaxrl_post.kernels.token_logprob.kept import gathered_logits
 from jaxrl_post.kernels.token_logprob.reference import MASKED
 from jaxrl_post.types import Array
@@ -20,7 +21,6 @@ from jaxrl_post.types import Array
 __all__ = [
     "BACKWARD_SLOTS",
     "COLUMNS",
-    "DEPTH",
     "FORWARD_SLOTS",
     "OWN_ROWS",
     "ROWS",
@@ -31,15 +31,12 @@ __all__ = [
     "gradient_kernel",
 ]
 
-# A tile of logits, and the part of the width that is multiplied at a time: 128 bytes, a
-# row of the widest swizzle. Each of two warpgroups has half of the tile's rows: 128
-# registers a thread for its logits.
-ROWS, COLUMNS, DEPTH = 256, 128, 64
+# A tile of logits. Each of two warpgroups has half of the tile's rows: 128 registers a
+# thread for its logits.
+ROWS, COLUMNS = 256, 128
 OWN_ROWS = ROWS // 2
 # Steps whose operands are in shared memory: 48 KiB each.
 FORWARD_SLOTS, BACKWARD_SLOTS = 4, 3
-# Registers of a thread that multiplies, and of one that copies; 65,536 in all.
-REGISTERS, FEW_REGISTERS = 232, 40
 STATISTICS = 4
 
 
@@ -91,14 +88,6 @@ class Settings(NamedTuple):
     part: int
     slots: int
 
-    def staged(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Shared memory as the tensor cores and the copies read it."""
-        transforms = (
-            plgpu.TilingTransform((8, DEPTH)),  # type: ignore[abstract]
-            plgpu.SwizzleTransform(128),  # type: ignore[abstract]
-        )
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
     def run(
         self,
         kernel: Callable[..., None],
@@ -110,30 +99,18 @@ class Settings(NamedTuple):
     ) -> Callable[..., Array]:
         """`kernel` as a function of bounds, hidden states, weight and facts of rows."""
 
-        interpret = self.layout.interpret
-        if interpret is True:
-            interpret = plgpu.InterpretGPUParams()
-
-        def call(bounds: Array, hidden: Array, weight: Array, *of_rows: Array) -> Array:
-            return plgpu.kernel(
+        def call(bounds: Array, hidden: Array, *others: Array) -> Array:
+            return product_kernel(
                 functools.partial(kernel, self),
-                out_type=result,
-                scratch_types=[
-                    self.staged((self.slots, ROWS, DEPTH), hidden.dtype),
-                    self.staged((self.slots, COLUMNS, DEPTH), hidden.dtype),
-                    results,
-                    plgpu.Barrier(num_arrivals=2, num_barriers=self.slots),
-                    plgpu.Barrier(num_arrivals=2, num_barriers=self.slots),
-                ],
-                # Blocks of neighbouring ranges start one after another.
+                name=name,
                 grid=grid,
-                grid_names=("rows", "range"),
-                num_threads=3,
-                thread_name="warpgroup",
-                compiler_params=plgpu.CompilerParams(approx_math=True),
-                interpret=interpret,
-                kernel_name=name,
-            )(bounds, hidden, weight, *of_rows)
+                tile=(ROWS, COLUMNS),
+                slots=self.slots,
+                dtype=hidden.dtype,
+                results=results,
+                result=result,
+                interpret=self.layout.interpret,
+            )(bounds, hidden, *others)
 
         return call
 
@@ -145,24 +122,15 @@ class _Block(NamedTuple):
         settings: static.
         hidden: all hidden states.
         weight: all of the weight.
-        buffers: of hidden states and weight, in shared memory.
-        loaded: barriers: operands have arrived.
-        consumed: barriers: operands have been used.
+        products: of their tiles.
         tiles: number of tiles; 0 if there is nothing to compute.
     """
 
     settings: Settings
     hidden: Any
     weight: Any
-    buffers: tuple[Any, Any]
-    loaded: Any
-    consumed: Any
+    products: Products
     tiles: Any
-
-    @property
-    def steps(self) -> int:
-        """Steps of a tile."""
-        return self.hidden.shape[1] // DEPTH
 
     def begin(self, tile: Any) -> tuple[Any, Any]:
         """First column of a tile, and where its copy begins.
@@ -172,69 +140,22 @@ class _Block(NamedTuple):
         first = (jax.lax.axis_index("range") * self.settings.part + tile) * COLUMNS
         return first, jnp.minimum(first, self.weight.shape[0] - COLUMNS)
 
-    def copy(self) -> None:
-        """Copies the operands of all steps, as slots become free."""
+    def computed(self, compute: Callable[[], None]) -> None:
+        """As that of `Products`."""
         rows = pl.ds(jax.lax.axis_index("rows") * ROWS, ROWS)
 
-        @pl.loop(0, self.tiles * self.steps)
-        def _(number: Any) -> None:
-            slot = jax.lax.rem(number, self.settings.slots)
-            tile = jax.lax.div(number, self.steps)
-            inner = pl.ds(jax.lax.rem(number, self.steps) * DEPTH, DEPTH)
+        def operands(tile: Any, inner: Any) -> tuple[Any, Any]:
+            columns = pl.ds(self.begin(tile)[1], COLUMNS)
+            return self.hidden.at[rows, inner], self.weight.at[columns, inner]
 
-            @pl.when(number >= self.settings.slots)
-            def _() -> None:
-                plgpu.barrier_wait(self.consumed.at[slot])
-
-            for array, at, buffer in (
-                (self.hidden, rows, self.buffers[0]),
-                (self.weight, pl.ds(self.begin(tile)[1], COLUMNS), self.buffers[1]),
-            ):
-                plgpu.copy_gmem_to_smem(
-                    array.at[at, inner], buffer.at[slot], self.loaded.at[slot]
-                )
-
-    def products(self, tile: Any) -> Array:
-        """Products of this warpgroup's rows with a tile of the weight."""
-        rows = pl.ds(jax.lax.axis_index("warpgroup") * OWN_ROWS, OWN_ROWS)
-        slots = self.settings.slots
-
-        def multiply(total: Any) -> Array:
-            def step(number: Any, _: Any) -> None:
-                slot = jax.lax.rem(number, slots)
-                plgpu.barrier_wait(self.loaded.at[slot])
-                plgpu.wgmma(
-                    total,
-                    self.buffers[0].at[slot, rows],
-                    self.buffers[1].at[slot].transpose((1, 0)),
-                )
-                # The product before this one is complete then.
-                plgpu.wgmma_wait(1)
-
-                @pl.when(number > tile * self.steps)
-                def _() -> None:
-                    before = jax.lax.rem(number + slots - 1, slots)
-                    plgpu.barrier_arrive(self.consumed.at[before])
-
-            first, end = tile * self.steps, (tile + 1) * self.steps
-            jax.lax.fori_loop(first, end, step, None)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(self.consumed.at[jax.lax.rem(end - 1, slots)])
-            return total[...]
-
-        return pl.run_scoped(
-            multiply, plgpu.WGMMAAccumulatorRef((OWN_ROWS, COLUMNS), jnp.float32)
-        )
+        self.products.computed(self.tiles, operands, compute)
 
     def logits(self, tile: Any) -> tuple[Array, Array]:
         """Scaled logits [OWN_ROWS, COLUMNS] of a tile, and their columns."""
         layout = self.settings.layout
-        logits = self.products(tile)
-        if layout.softcap is not None:
-            # c tanh(x / c), by an exponential: the GPU's own tanh has 11 bits.
-            odds = jnp.exp(logits * (2.0 / layout.softcap))
-            logits = layout.softcap - (2.0 * layout.softcap) / (odds + 1.0)
-        logits = logits * (1.0 / layout.temperature)
+        rows = pl.ds(jax.lax.axis_index("warpgroup") * OWN_ROWS, OWN_ROWS)
+        logits = self.products.of_tile(tile, rows, pl.ds(0, COLUMNS))
+        logits = capped(logits, layout.softcap) * (1.0 / layout.temperature)
         column = self.begin(tile)[1] + plgpu.broadcasted_iota(
             jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA
         )
@@ -266,17 +187,11 @@ def forward_kernel(
     left = math.ceil(weight.shape[0] / COLUMNS) - part * settings.part
     tiles = jnp.minimum(settings.part, left)
     tiles = jnp.where(row_tile < count, tiles, 0)
-    buffers = hidden_buffer, weight_buffer
-    block = _Block(settings, hidden, weight, buffers, loaded, consumed, tiles)
+    buffers, steps = (hidden_buffer, weight_buffer), hidden.shape[1] // DEPTH
+    products = Products(buffers, loaded, consumed, steps)
+    block = _Block(settings, hidden, weight, products, tiles)
 
-    @pl.when(own == 2)
-    def _() -> None:
-        plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
-        block.copy()
-
-    @pl.when(own < 2)
-    def _() -> None:
-        plgpu.set_max_registers(REGISTERS, action="increase")
+    def compute() -> None:
         rows = pl.ds(row_tile * ROWS + own * OWN_ROWS, OWN_ROWS)
         target = _of_rows(targets.at[rows])
 
@@ -316,6 +231,8 @@ def forward_kernel(
         plgpu.copy_smem_to_gmem(results.at[own], found.at[part, row_tile, own])
         plgpu.wait_smem_to_gmem(0)
 
+    block.computed(compute)
+
 
 def gradient_kernel(
     settings: Settings,
@@ -339,17 +256,11 @@ def gradient_kernel(
     limit, begin = bounds[0], bounds[1]
     left = weight.shape[0] // COLUMNS - part * settings.part
     tiles = jnp.minimum(settings.part, left)
-    buffers = hidden_buffer, weight_buffer
-    block = _Block(settings, hidden, weight, buffers, loaded, consumed, tiles)
+    buffers, steps = (hidden_buffer, weight_buffer), hidden.shape[1] // DEPTH
+    products = Products(buffers, loaded, consumed, steps)
+    block = _Block(settings, hidden, weight, products, tiles)
 
-    @pl.when(own == 2)
-    def _() -> None:
-        plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
-        block.copy()
-
-    @pl.when(own < 2)
-    def _() -> None:
-        plgpu.set_max_registers(REGISTERS, action="increase")
+    def compute() -> None:
         rows = pl.ds(row_tile * ROWS + own * OWN_ROWS, OWN_ROWS)
         target = _of_rows(targets.at[rows])
         normalizer, entropy, g, e, spread = (
@@ -376,6 +287,8 @@ def gradient_kernel(
             plgpu.copy_smem_to_gmem(results.at[own], gradient.at[rows, columns])
 
         plgpu.wait_smem_to_gmem(0)
+
+    block.computed(compute)
 
 
 def _of_rows(values: Any) -> Array:

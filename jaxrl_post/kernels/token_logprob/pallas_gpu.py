@@ -28,11 +28,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxrl_post.kernels.mosaic_gpu import DEPTH, staged
 from jaxrl_post.kernels.token_logprob.counted import Residuals, counted_tiles, take
 from jaxrl_post.kernels.token_logprob.gpu_kernels import (
     BACKWARD_SLOTS,
     COLUMNS,
-    DEPTH,
     FORWARD_SLOTS,
     OWN_ROWS,
     ROWS,
@@ -162,7 +162,7 @@ def backward(
         gradient_kernel,
         (block // ROWS, ranges),
         jax.ShapeDtypeStruct((block, chunk), weight.dtype),
-        settings.staged((2, OWN_ROWS, COLUMNS), weight.dtype),
+        staged((2, OWN_ROWS, COLUMNS), weight.dtype),
         name="token_logprob_gradient",
     )
 
