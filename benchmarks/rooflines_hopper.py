@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.counted import ITEM, listed_tiles, parts_of_keys
-from jaxrl_post.kernels.attention.gpu_kernels import OWN_ROWS, SWIZZLED
+from jaxrl_post.kernels.attention.gpu_kernels import OWN_ROWS, SWIZZLED, key_parts
 from jaxrl_post.kernels.attention.gpu_kernels import Sizes as AttentionSizes
 from jaxrl_post.kernels.attention.kernel_tiles import Tile
 from jaxrl_post.kernels.attention.shapes import Shape as AttentionShape
@@ -85,6 +85,7 @@ class AttentionKernel(NamedTuple):
         moved: bytes between the memory and the chip, if each number is read and written
             once.
         idle: time until the last multiprocessor finishes, over that of equal shares.
+        added: bytes that the program moves which adds the parts of a group afterwards.
     """
 
     flops: float
@@ -93,6 +94,7 @@ class AttentionKernel(NamedTuple):
     loaded: float
     moved: float
     idle: float
+    added: float
 
     def bounds(self) -> dict[str, float]:
         """Seconds that each part alone takes at least."""
@@ -105,7 +107,7 @@ class AttentionKernel(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return max(self.bounds().values())
+        return max(self.bounds().values()) + self.added / HOPPER.memory_bandwidth
 
 
 def attention_kernels(
@@ -140,8 +142,15 @@ def attention_kernels(
             tile = Tile(sizes.passing, sizes.rows)
         listed = listed_tiles(shape.length, row_tokens, shape.window, tile)
         # Blocks of threads as they start: a block of tokens, and its heads.
-        steps = listed.sum(axis=0 if by_key else 1)
-        heads, each = (shape.kv_heads, group) if by_key else (shape.heads, 1)
+        steps = listed.sum(axis=0) if by_key else listed.sum(axis=1)[::-1]
+        heads, each, added = shape.heads, 1, 0
+        if by_key:
+            parts = key_parts(shape.batch * len(steps) * shape.kv_heads, group)
+            heads, each = parts * shape.kv_heads, group // parts
+            # Parts are float32, and written in place of the gradients themselves.
+            if parts > 1:
+                moved += (4 * parts - ITEM) * keys
+                added = (4 * parts + ITEM) * keys
         steps = np.tile(np.repeat(each * steps, heads), shape.batch)
         # Where each warpgroup has one of the two sums, both compute the scores.
         twice = sizes.halves == 1
@@ -159,6 +168,7 @@ def attention_kernels(
             float(steps.sum()) * passing + len(steps) * staying,
             moved,
             idle_factor(steps, PROCESSORS),
+            added,
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.attention import attention, gpu_kernels, pallas_gpu
 from jaxrl_post.kernels.attention.kernel_tiles import Settings
 from jaxrl_post.kernels.attention.packed import Facts, Plan, attend_packed
 from jaxrl_post.kernels.attention.pallas_gpu import GpuTiles
@@ -48,6 +48,23 @@ def test_several_tiles():
 def test_wide_heads():
     """Their blocks are others: 64 keys in the gradient of keys, and 32 that pass."""
     check(1, 100, 2, 1, 256, 256, None, 30.0, False)
+
+
+@pytest.mark.parametrize(("enough", "parts"), [(1, 1), (5, 2), (1000, 4)])
+def test_heads_of_a_group_in_one_block_or_in_several(monkeypatch, enough, parts):
+    """Two key/value heads of four query heads each, and two blocks of keys each."""
+    monkeypatch.setattr(gpu_kernels, "ENOUGH_BLOCKS", enough)
+    assert gpu_kernels.key_parts(4, 4) == parts
+    traced = []
+    kernel = pallas_gpu.key_kernel
+
+    def key_kernel(settings, shape, sizes, *refs):
+        traced.append(refs[10].shape)
+        kernel(settings, shape, sizes, *refs)
+
+    monkeypatch.setattr(pallas_gpu, "key_kernel", key_kernel)
+    check(1, 140, 8, 2, 64, 64, None, None, False)
+    assert traced == [(1, 2 * parts, 256, 64)]
 
 
 def check(batch, length, heads, kv_heads, dim, value_dim, window, softcap, sinks):

@@ -137,7 +137,9 @@ def test_attention(chip, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [2048, pytest.param(131072, marks=EVERY)])
+@pytest.mark.parametrize(
+    "length", [2048, *(pytest.param(2**n, marks=EVERY) for n in (17, 18))]
+)
 def test_attention_of_chunks(length, dtype):
     """An 8B model's heads on a v5p of 16 chips, cp8: the kernels are in the ring."""
     plan.load()

@@ -23,6 +23,7 @@ __all__ = [
     "Sizes",
     "forward_kernel",
     "key_kernel",
+    "key_parts",
     "query_kernel",
 ]
 
@@ -35,6 +36,29 @@ OWN_ROWS = 64
 SWIZZLED = 64
 # Registers of a thread that computes, and of one that copies; 65,536 in all.
 REGISTERS, FEW_REGISTERS = 240, 24
+# Blocks of threads that keep a GPU's multiprocessors busy: three for each of 132, of
+# which each has one at a time.
+ENOUGH_BLOCKS = 396
+
+
+def key_parts(blocks: int, group: int) -> int:
+    """Into how many parts a group's heads are cut for the gradient of its keys.
+
+    Each part has blocks of threads of its own, and its sums are added afterwards. So a
+    GPU is busy also where few keys are read by many heads.
+
+    Args:
+        blocks: of threads, if a block goes through all heads of a group.
+        group: query heads that read one key/value head.
+
+    Returns:
+        The least divisor of `group` that makes enough blocks, or `group`.
+
+    >>> key_parts(64, 8), key_parts(256, 6), key_parts(1024, 4)
+    (8, 2, 1)
+    """
+    divisors = (n for n in range(1, group) if group % n == 0)
+    return next((n for n in divisors if n * blocks >= ENOUGH_BLOCKS), group)
 
 
 class Sizes(NamedTuple):
@@ -87,7 +111,7 @@ class _Block(NamedTuple):
         rows: this warpgroup's tokens within the row.
         begin: first entry of its part of the list.
         steps: number of blocks that pass.
-        each: how often a listed block passes, once for each head.
+        each: how often a listed block passes, once for each head of a part of a group.
         others: the list.
         passing: blocks of the passing kind in a row.
         loaded: barriers: operands have arrived.
@@ -116,12 +140,19 @@ class _Block(NamedTuple):
         begins: Any,
         others: Any,
         barriers: tuple[Any, Any],
+        *,
+        by_key: bool = False,
         each: int = 1,
     ) -> "_Block":
         number, own = jax.lax.axis_index("block"), jax.lax.axis_index("warpgroup")
         half = own if sizes.halves > 1 else 0
         blocks = shape.length // sizes.rows
         row, block = jax.lax.div(number, blocks), jax.lax.rem(number, blocks)
+        if not by_key:
+            # Late queries see more keys, and early keys are seen by more queries. What
+            # takes longest begins first, so that a row's last blocks are short.
+            block = blocks - 1 - block
+            number = row * blocks + block
         begin = begins[number]
         steps = (begins[number + 1] - begin) * each
         rows = pl.ds(block * sizes.rows + half * OWN_ROWS, OWN_ROWS)
@@ -298,7 +329,7 @@ def query_kernel(
         plgpu.set_max_registers(REGISTERS, action="increase")
         rows = [_of_rows(of_query.at[row, i, block.rows]) for i in range(2)]
         whole = _of_rows(normalizer.at[row, head, block.rows])
-        part = _of_rows(inner.at[row, head, block.rows])
+        mean = _of_rows(inner.at[row, head, block.rows])
         plgpu.barrier_wait(ready)
 
         def step(total: Any, number: Any, _: Any) -> None:
@@ -308,7 +339,7 @@ def query_kernel(
             scores = _scores(settings, products, rows, facts.at[slot])
             weights = jnp.exp(scores - _over_columns(whole, sizes.passing))
             d_weights = _product(staying[1].at[block.half], passing[1].at[slot])
-            d_scores = weights * (d_weights - _over_columns(part, sizes.passing))
+            d_scores = weights * (d_weights - _over_columns(mean, sizes.passing))
             d_products = _unscaled(settings, scores, d_scores)
             _add(total, d_products, rounded.at[block.own], passing[0].at[slot])
             plgpu.barrier_arrive(consumed.at[slot])
@@ -347,10 +378,16 @@ def key_kernel(
 ) -> None:
     """Writes `d_key` and `d_value` of a tile of keys, past which its queries pass.
 
-    `towards` is the gradient of the output, `inner` its product with the output.
+    `towards` is the gradient of the output, `inner` its product with the output. Both
+    gradients have the sums of each part of a head's group (`key_parts`).
     """
-    block = _Block.here(shape, sizes, begins, others, (loaded, consumed), shape.group)
-    head = jax.lax.axis_index("head")
+    parts = d_key.shape[1] // shape.kv_heads
+    each = shape.group // parts
+    block = _Block.here(
+        *(shape, sizes, begins, others, (loaded, consumed)), by_key=True, each=each
+    )
+    part = jax.lax.axis_index("head")
+    head = jax.lax.div(part, parts)
     row = block.row
 
     @pl.when(block.own == 2)
@@ -360,7 +397,7 @@ def key_kernel(
         block.copy_rows(ready, own)
 
         def pairs(tokens: Any, number: Any) -> list[tuple[Any, Any]]:
-            reads = head * shape.group + number
+            reads = part * each + number
             return [
                 (query.at[row, reads, tokens], passing[0]),
                 (towards.at[row, reads, tokens], passing[1]),
@@ -389,8 +426,8 @@ def key_kernel(
                 _add(totals["value"], weights, buffer, passing[1].at[slot])
             if "key" in totals:
                 d_weights = _product(staying[1].at[block.half], passing[1].at[slot])
-                part = _over_rows(_of_columns(by_column[1].at[slot]))
-                d_scores = weights * (d_weights - part)
+                mean = _over_rows(_of_columns(by_column[1].at[slot]))
+                d_scores = weights * (d_weights - mean)
                 d_products = _unscaled(settings, scores, d_scores)
                 _add(totals["key"], d_products, buffer, passing[0].at[slot])
             plgpu.barrier_arrive(consumed.at[slot])
@@ -401,7 +438,7 @@ def key_kernel(
                 body = functools.partial(step, totals)
                 jax.lax.fori_loop(0, block.steps, body, None)
                 for name, total in totals.items():
-                    store(results[name].at[row, head, block.rows], total[...])
+                    store(results[name].at[row, part, block.rows], total[...])
 
             pl.run_scoped(sums, *(_accumulator(widths[name]) for name in names))
 

@@ -6,7 +6,9 @@ the queries, and by keys for that of keys and values. A block of threads has the
 one block of queries, or of keys, in registers, and reads its part of the list. One
 warpgroup copies operands into shared memory, some tiles ahead; two others compute, each
 for half of the block's rows. Keys and values have their gradient from all heads that
-read them, one after another, so that each sum is computed in one order.
+read them, one after another, so that each sum is computed in one order. Where that
+makes too few blocks of threads, a part of the heads has a block, and the parts are
+added afterwards.
 
 The softmax is computed online; the backward pass computes the scores again, from the
 log-sum-exp.
@@ -32,6 +34,7 @@ from jaxrl_post.kernels.attention.gpu_kernels import (
     Sizes,
     forward_kernel,
     key_kernel,
+    key_parts,
     query_kernel,
 )
 from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape, Tile, TileList
@@ -117,19 +120,30 @@ class GpuTiles:
             [shape.of_queries(shape.head_dim, dtype)],
         )
         call, operands = of("attention_key")
-        shape = call.shape
+        shape, parts = call.shape, call.parts
+
+        def of_parts(width: int) -> jax.ShapeDtypeStruct:
+            sizes = shape.batch, shape.kv_heads * parts, shape.length, width
+            return jax.ShapeDtypeStruct(sizes, jnp.float32 if parts > 1 else dtype)
+
+        def added(array: Array, like: Array) -> Array:
+            """The sum of a group's parts."""
+            if parts > 1:
+                array = array.reshape(
+                    shape.batch, shape.kv_heads, parts, *array.shape[2:]
+                )
+                array = array.sum(axis=2).astype(dtype)
+            return array[:, :, :length, : like.shape[-1]]
+
         d_key, d_value = call(
             key_kernel,
             operands,
-            [
-                shape.of_keys(shape.head_dim, dtype),
-                shape.of_keys(shape.value_dim, dtype),
-            ],
+            [of_parts(shape.head_dim), of_parts(shape.value_dim)],
         )
         return (
             d_query.swapaxes(1, 2)[:, :length, :, : query.shape[-1]],
-            d_key[:, :, :length, : key.shape[-1]],
-            d_value[:, :, :length, : value.shape[-1]],
+            added(d_key, key),
+            added(d_value, value),
         )
 
 
@@ -141,6 +155,7 @@ class _Call(NamedTuple):
         shape: static.
         name: of the kernel; the sums of "attention_key" belong to blocks of keys.
         sizes: static.
+        parts: static; of the heads of a group, for the gradient of keys.
         lists: int32: where each block's part of the list begins, and where the last one
             ends; and the list.
         facts: int32 [batch, 3, length] of queries, and of keys.
@@ -150,6 +165,7 @@ class _Call(NamedTuple):
     shape: Shape
     name: str
     sizes: Sizes
+    parts: int
     lists: tuple[Array, Array]
     facts: tuple[Array, Array]
 
@@ -173,11 +189,12 @@ class _Call(NamedTuple):
         of_query, of_key = (padded_facts(f, shape.length) for f in (of_query, of_key))
         tiles = TileList.of(settings, shape, by_key, of_query, of_key, aligned)
         blocks = shape.batch * (shape.length // sizes.rows)
+        parts = key_parts(blocks * shape.kv_heads, shape.group) if by_key else 1
         # The list goes on with copies of its last entry.
         begins = jnp.searchsorted(tiles.sums, jnp.arange(blocks + 1, dtype=jnp.int32))
         begins = jnp.minimum(begins.astype(jnp.int32), tiles.count)
         facts = jnp.stack(of_query, axis=1), jnp.stack(of_key, axis=1)
-        return cls(settings, shape, name, sizes, (begins, tiles.others), facts)
+        return cls(settings, shape, name, sizes, parts, (begins, tiles.others), facts)
 
     def queries(self, array: Array) -> Array:
         return self.shape.queries(_widened(array))
@@ -210,7 +227,7 @@ class _Call(NamedTuple):
         widths = shape.head_dim, shape.value_dim
         staying = widths if backward else widths[:1]
         copies = 3 + 2 * by_key
-        heads = shape.kv_heads if by_key else shape.heads
+        heads = shape.kv_heads * self.parts if by_key else shape.heads
         halves, passing, slots = sizes
         return plgpu.kernel(
             functools.partial(kernel, self.settings, shape, sizes),
