@@ -20,7 +20,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
-from benchmarks.rooflines_hopper import decode_shared_bytes, shared_bytes
+from benchmarks.rooflines.hopper import decode_shared_bytes, shared_bytes
 from jaxrl_post.config.plan import PlanConfig, PlannedRollout
 from jaxrl_post.kernels.attention import attention
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
@@ -172,9 +172,13 @@ def test_token_logprob(gpu, dump, name):
     text = program.as_text()
     assert text is not None
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 2
-    # Steps of 48 KiB; statistics of each row, or the gradient of a tile of logits.
-    check_resources(dump, "token_logprob_forward", held=[(4 * 48 + 4) * 1024])
-    check_resources(dump, "token_logprob_gradient", held=[(3 * 48 + 64) * 1024])
+    # Kept tokens are not the kernels' affair, and Mosaic compiles a kernel once.
+    if not shape.kept:
+        # Steps of 48 KiB; statistics of each row, or the gradient of a tile of logits.
+        check_resources(dump, "token_logprob_forward", held=[(4 * 48 + 4) * 1024])
+        spilled = 0 if shape.softcap is None else 4
+        held = [(3 * 48 + 64) * 1024]
+        check_resources(dump, "token_logprob_gradient", spilled, held=held)
     # No array has a row's logits, of all rows or of some.
     arrays = re.findall(r"\w+\[(\d+(?:,\d+)*)\]", text)
     sizes = [[int(size) for size in sizes.split(",")] for sizes in set(arrays)]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import rooflines
-from benchmarks import rooflines_hopper as hopper
-from benchmarks.counted import listed_tiles
+from benchmarks.rooflines import hopper, tables
+from benchmarks.rooflines import tpu as rooflines
+from benchmarks.rooflines.counted import listed_tiles
 from jaxrl_post.kernels.attention import attention
 from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape, Tile, TileList
 from jaxrl_post.kernels.attention.packed import Facts
@@ -135,17 +135,17 @@ def test_a_hopper_kernel_does_what_is_counted(shape, steps):
 
 
 @pytest.mark.parametrize(
-    ("shape", "tasks"),
+    ("shape", "tile", "tasks"),
     [
-        (Sizes(1, 2048, 16, 2, 64, 64), 2 * 2 * 12),
-        (Sizes(2, 2048, 8, 1, 192, 128, 300), 2 * 2 * 11),
+        (Sizes(1, 2048, 16, 2, 64, 64), 512, 2 * 2 * 3),
+        (Sizes(2, 2048, 8, 1, 192, 128, 300), 256, 2 * 2 * 9),
     ],
 )
-def test_a_tpu_kernel_does_what_is_counted(shape, tasks):
-    """Eight blocks of 128 queries a sequence, of which four meet two of 512 keys."""
-    found = rooflines.of_attention(shape, 1024)
+def test_a_tpu_kernel_does_what_is_counted(shape, tile, tasks):
+    """Two blocks a sequence of 1,024, or four that see two blocks before them."""
+    found = rooflines.of_attention(shape, 1024, unit=1)
     tokens = shape.batch * shape.kv_heads * 2048
-    blocks = {"query": tokens // 128, "key": tokens // 512}
+    blocks = {"query": tokens // tile, "key": tokens // tile}
     traced = kernels(shape, "pallas_tpu", "pallas_call")
     for kernel, call in zip(found, traced, strict=True):
         assert kernel.steps == tasks
@@ -206,9 +206,9 @@ def test_attention_on_hopper_waits_for_no_memory():
 
 
 def test_the_guide_has_the_tables(capsys):
-    rooflines.main()
+    tables.main()
     printed = capsys.readouterr().out
-    tables = GUIDE.read_text()[GUIDE.read_text().index("## token_logprob: ") :]
-    assert tables.strip() == printed.strip(), (
+    expected = GUIDE.read_text()[GUIDE.read_text().index("## token_logprob: ") :]
+    assert expected.strip() == printed.strip(), (
         "docs/kernels.md differs: python -m benchmarks.rooflines prints its tables"
     )

@@ -42,20 +42,26 @@ class Settings(NamedTuple):
     interpret: Any = False
 
 
-def choose_tile(batch: int, length: int, group: int) -> Tile:
+def choose_tile(batch: int, length: int, group: int, window: int | None) -> Tile:
     """The tile for rows of `length` tokens and `group` query heads a key/value head.
 
-    Small tiles skip more of what the mask rules out. A tile of 1,024 queries, over all
-    heads of a group, and 512 keys keeps the matrix unit busy for about ten times as
-    long as a step of the grid takes. Very long rows need larger ones, because the list
-    of tiles must fit into scalar memory.
+    Small tiles skip more of what the mask rules out, and large ones keep the matrix
+    unit busy for longer than a step of the grid takes, which docs/decisions/0017
+    weighs. All heads of a group are in a tile: of its 4,096 queries at most, 512
+    belong to one head. One head alone has 1,024, and as many keys. Tiles are not much
+    larger than a window. Very long rows need larger ones, because the list of tiles
+    must fit into scalar memory.
 
-    >>> choose_tile(8, 4096, 4), choose_tile(1, 131072, 8)
-    (Tile(queries=256, keys=512), Tile(queries=256, keys=1024))
+    >>> choose_tile(8, 4096, 4, None), choose_tile(8, 4096, 1, None)
+    (Tile(queries=512, keys=512), Tile(queries=1024, keys=1024))
+    >>> choose_tile(8, 4096, 4, 128), choose_tile(1, 131072, 8, None)
+    (Tile(queries=256, keys=256), Tile(queries=512, keys=512))
     """
     whole = 2 ** max(7, math.ceil(math.log2(length)))
-    queries = max(128, 2 ** int(math.log2(1024 // min(group, 1024))))
-    tile = Tile(min(queries, whole), min(512, whole))
+    most = whole if window is None else max(256, 2 ** int(math.log2(window)))
+    one = 1024 if group == 1 else 512
+    queries = min(one, max(128, 2 ** int(math.log2(4096 / group))))
+    tile = Tile(min(queries, whole, most), min(one, whole, most))
     while 4 * batch * math.prod(length / size for size in tile) > LIST_BYTES:
         one_more = tile.keys > 2 * tile.queries
         tile = Tile(tile.queries * (1 + one_more), tile.keys * (2 - one_more))
@@ -77,7 +83,9 @@ class Shape(NamedTuple):
     def of(cls, settings: Settings, query: Array, key: Array, value: Array) -> "Shape":
         batch, length, heads, head_dim = query.shape
         kv_heads = key.shape[1]
-        tile = settings.tile or choose_tile(batch, length, heads // kv_heads)
+        tile = settings.tile or choose_tile(
+            batch, length, heads // kv_heads, settings.window
+        )
         # Both are powers of 2, so that the larger one is a multiple of the other.
         length = math.ceil(length / max(tile)) * max(tile)
         sizes = heads, kv_heads, head_dim, value.shape[-1]

@@ -1,32 +1,24 @@
-"""What the kernels take at best: from their own tiles and a chip's rates.
-
-    python -m benchmarks.rooflines            the tables of docs/kernels.md
+"""What the kernels for TPUs take at best: from their own tiles and a chip's rates.
 
 Each kernel counts the products that it computes, the recomputed ones too, and the bytes
 that its blocks really move between HBM and VMEM. It takes the longer of the two, with
 both overlapped completely, and a fixed time for each step of the grid. The vector unit
 (exponentials, masks, sums) is not counted, so the numbers are bounds that hardware may
-refute downwards. `rooflines_hopper` counts the kernels for Hopper GPUs. Nothing was
-measured.
+refute downwards. `schedules` has what the compiler makes of attention and of the head.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from benchmarks import rooflines_hopper as hopper
-from benchmarks.counted import ITEM, listed_tiles, parts_of_keys
+from benchmarks.rooflines.counted import ITEM, listed_tiles, parts_of_keys
 from jaxrl_post.kernels.attention.kernel_tiles import choose_tile
-from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
 from jaxrl_post.kernels.attention.shapes import Shape as AttentionShape
 from jaxrl_post.kernels.decode_attention.pallas_tpu import LANES, Sizes
-from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
 from jaxrl_post.kernels.next_token import pallas_tpu as draw
 from jaxrl_post.kernels.next_token.parts import ENTRIES
-from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
 from jaxrl_post.kernels.token_logprob import pallas_tpu as head
-from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.programs.planning.chips import CHIPS
 
 # Seconds of a step of the grid, about: JAX's documentation of Pallas on TPUs.
@@ -35,14 +27,17 @@ STEP_S = 0.35e-6
 # weights are written, each is read, and the weights are copied into another layout.
 LOGIT_PASSES = 6
 NAMES = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+# Rows and columns of a matrix unit, by the pages that `CHIPS` names. A product whose
+# inner dimension, or width of its result, is smaller leaves a part of it idle.
+UNIT = {"TPU v5 lite": 128, "TPU v5": 128, "TPU v6 lite": 256}
 
 
 class Kernel(NamedTuple):
     """What one kernel does.
 
     Attributes:
-        flops: of its matrix products.
-        needed: of them, those that no recomputation could save.
+        flops: of its matrix products, with what pads them for the matrix unit.
+        needed: of them, those that no padding and no recomputation could save.
         moved: bytes between HBM and VMEM.
         steps: of its grid.
     """
@@ -76,16 +71,20 @@ def of_token_logprob(rows: int, width: int, vocab: int) -> Iterator[Kernel]:
         yield Kernel(products * product, product, moved, by_row * by_column)
 
 
-def of_attention(shape: AttentionShape, row_tokens: int) -> Iterator[Kernel]:
+def of_attention(
+    shape: AttentionShape, row_tokens: int, unit: int = 128
+) -> Iterator[Kernel]:
     """Forward, gradient of queries, gradient of keys and values.
 
     Args:
         shape: of the model.
         row_tokens: tokens of each sequence of a row, without shared ones.
+        unit: rows and columns of a matrix unit, which holds a head's numbers in the
+            products that make scores, and gradients of keys and values.
     """
     dim, value_dim, kv_heads = shape.head_dim, shape.value_dim, shape.kv_heads
     group = shape.heads // kv_heads
-    tile = choose_tile(shape.batch, shape.length, group)
+    tile = choose_tile(shape.batch, shape.length, group, shape.window)
     listed = listed_tiles(shape.length, row_tokens, shape.window, tile)
     tasks = shape.batch * kv_heads * int(listed.sum())
     lanes = group * tile.queries
@@ -99,18 +98,20 @@ def of_attention(shape: AttentionShape, row_tokens: int) -> Iterator[Kernel]:
     # query; a number of float32 for a query.
     of_keys, of_queries, numbers = 8 * 4 * tile.keys, 2 * 4 * lanes, 4 * lanes
     both = dim + value_dim
+    wide_dim, wide_value = (unit * math.ceil(w / unit) for w in (dim, value_dim))
     yield Kernel(
-        tasks * product * both, tasks * product * both,
+        tasks * product * (wide_dim + value_dim), tasks * product * both,
         tasks * (keys + of_keys) + blocks * (queries + outs + of_queries + numbers),
         tasks,
     )  # fmt: skip
     beside = of_queries + 2 * numbers
     yield Kernel(
-        tasks * product * (both + dim), tasks * product * dim,
+        tasks * product * (wide_dim + wide_value + dim), tasks * product * dim,
         tasks * (keys + of_keys) + blocks * (2 * queries + outs + beside), tasks,
     )  # fmt: skip
     yield Kernel(
-        tasks * product * 2 * both, tasks * product * (both + value_dim),
+        tasks * product * 2 * (wide_dim + wide_value),
+        tasks * product * (both + value_dim),
         tasks * (queries + outs + beside) + key_blocks * (2 * keys + of_keys), tasks,
     )  # fmt: skip
 
@@ -185,11 +186,16 @@ def next_token_row(name: str, rows: int, width: int, vocab: int) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def row(name: str, kernels: list[Kernel]) -> str:
-    """A row of a table: milliseconds and shares on each chip."""
+def row(name: str, kernels_of: Callable[[int], Iterator[Kernel]]) -> str:
+    """A row of a table: milliseconds and shares on each chip.
+
+    Args:
+        name: of the shape.
+        kernels_of: the kernels, for a matrix unit's rows.
+    """
     cells = [name]
     for kind in NAMES:
-        chip = CHIPS[kind]
+        chip, kernels = CHIPS[kind], list(kernels_of(UNIT[kind]))
         times = [k.seconds(chip.flops, chip.memory_bandwidth) for k in kernels]
         work = sum(k.flops for k in kernels) / chip.flops / sum(times)
         needed = sum(k.needed for k in kernels) / chip.flops / sum(times)
@@ -207,71 +213,3 @@ def table(
         heads += [f"{name} {columns[0]}", *columns[1:]]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *rows]
     return f"## {title}\n\n" + "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Prints the tables."""
-    print(
-        table(
-            "token_logprob: forward + hidden + weight",
-            [
-                row(name, list(of_token_logprob(*shape[:3])))
-                for name, shape in TOKEN_LOGPROB.items()
-                if not shape.kept
-            ],
-        )
-    )
-    print("## token_logprob on an H100: forward + gradient of logits + products\n")
-    print("| shape | ms | busy | needed |\n|---|---|---|---|")
-    for name, shape in TOKEN_LOGPROB.items():
-        if not shape.kept:
-            print(hopper.head_row(name, *shape[:3]))
-    print()
-    for title, tokens in (("one sequence a row", None), ("sequences of 1,024", 1024)):
-        print(
-            table(
-                f"attention, {title}: forward + query + key",
-                [
-                    row(name, list(of_attention(shape, tokens or shape.length)))
-                    for name, shape in ATTENTION.items()
-                ],
-            )
-        )
-    for title, tokens in (("one sequence a row", None), ("sequences of 1,024", 1024)):
-        print(f"## attention on an H100, {title}: forward + query + key\n")
-        print("| shape | ms | busy | needed | bound by | idle | KiB |")
-        print(7 * "|---" + "|")
-        for name, shape in ATTENTION.items():
-            print(hopper.attention_row(name, shape, tokens or shape.length))
-        print()
-    print(
-        table(
-            "decode_attention: own keys + shared keys",
-            [
-                decode_row(name, list(of_decode_attention(shape)))
-                for name, shape in DECODE.items()
-            ],
-            ("us", "bandwidth"),
-        )
-    )
-    print(
-        table(
-            "next_token: statistics + logits computed again",
-            [next_token_row(name, *shape[:3]) for name, shape in NEXT_TOKEN.items()],
-            ("us", "XLA"),
-        )
-    )
-    print("## next_token on an H100: statistics + logits computed again\n")
-    print("| shape | us | XLA |\n|---|---|---|")
-    for name, shape in NEXT_TOKEN.items():
-        if shape.vocab % 8 == 0:
-            print(hopper.next_token_row(name, *shape[:3], LOGIT_PASSES))
-    print()
-    print("## decode_attention on an H100: own keys + shared keys\n")
-    print("| shape | us | bandwidth | KiB |\n|---|---|---|---|")
-    for name, shape in DECODE.items():
-        print(hopper.decode_row(name, shape))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.counted import ITEM, listed_tiles, parts_of_keys
+from benchmarks.rooflines.counted import ITEM, listed_tiles, parts_of_keys
 from jaxrl_post.kernels.attention.gpu_kernels import OWN_ROWS, SWIZZLED, key_parts
 from jaxrl_post.kernels.attention.gpu_kernels import Sizes as AttentionSizes
 from jaxrl_post.kernels.attention.kernel_tiles import Tile

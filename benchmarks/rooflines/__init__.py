@@ -1,0 +1,1 @@
+"""What the kernels take at best, counted without a chip."""
