@@ -137,7 +137,10 @@ class Experience:
         return groups, metrics
 
     def evaluate(self, sampler: Published) -> Evaluation:
-        """Answers the held-out tasks greedily, without effect on training.
+        """Answers the held-out tasks greedily.
+
+        Unfinished groups are suspended, as for a checkpoint, so that their keys are
+        computed again by the parameters with which they go on.
 
         Raises:
             FailedRolloutsError: too many answers could not be judged.

@@ -92,7 +92,10 @@ class Trainer:
 
     def publish(self) -> Published:
         """Hands the current parameters to the sampler."""
+        # A run that is resumed here has no guesses to go by, and no keys of an
+        # evaluation that may have come before with the same parameters.
         self.engine.guessing.restart()
+        self.engine.forget()
         updater = self.updater
         published = self.weights.publish(
             self.engine, updater.model, updater.state.params, int(updater.state.step)
@@ -101,7 +104,7 @@ class Trainer:
         return published
 
     def evaluate(self) -> Evaluation:
-        """Answers the held-out tasks greedily, without effect on training.
+        """Answers the held-out tasks greedily; training goes on as if resumed here.
 
         Raises:
             FailedRolloutsError: too many answers could not be judged.

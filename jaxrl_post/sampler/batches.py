@@ -49,6 +49,9 @@ def _prefill_rows(
             row, segment = part * count + index, chunk.segment
             last = chunk.first + chunk.size
             tokens[row, : chunk.size] = segment.tokens[chunk.first : last]
+            # What pads has no weight, but 0 times NaN is NaN: no other token's
+            # embedding may fail this sample.
+            tokens[row, chunk.size :] = segment.tokens[last - 1]
             starts[row] = segment.start + chunk.first
             lengths[row] = chunk.size
             own = segment.pages[chunk.first // PAGE : pages_for(last)]

@@ -52,6 +52,20 @@ class _Running(NamedTuple):
     version: int
 
 
+class _Seen(NamedTuple):
+    """Parameters that an engine was called with; none after `forget`."""
+
+    structure: Any
+    leaves: Sequence[weakref.ref[Any]]
+
+    def are(self, params: PyTree) -> bool:
+        """Whether these are the same arrays, with the same static numbers."""
+        leaves, structure = jax.tree.flatten(params)
+        return structure == self.structure and all(
+            seen() is leaf for seen, leaf in zip(self.leaves, leaves, strict=True)
+        )
+
+
 class Engine:
     """Continuous batching; parameters are an argument of each call.
 
@@ -125,8 +139,9 @@ class Engine:
             sizes.guess_rows,
             0.0 if draft is None else (sizes.guesses + 1) * _share(draft, config),
         )
-        # The arrays that computed what the cache holds, without keeping them alive.
-        self._seen: list[weakref.ref[Any]] = []
+        # The parameters that computed what the cache holds; their arrays are not kept
+        # alive. None before the first call.
+        self._seen: _Seen | None = None
         self._draft, self._draft_pages = draft, None
         settings = sizes, jnp.dtype(dtype), mesh, rules
         drafting = None
@@ -259,7 +274,7 @@ class Engine:
         """
         if len(self._running) > 1 or not self.busy:
             return
-        if self._running and not self._is_seen(params):
+        if self._running and not (self._seen and self._seen.are(params)):
             return
         self._notice(params)
         with self._own_mesh():
@@ -343,6 +358,15 @@ class Engine:
         cancelled = self.scheduler.cancel(chosen)
         return done + [sample.finished("cancelled") for sample in cancelled]
 
+    def forget(self) -> None:
+        """Treats the parameters of the next `dispatch` as new ones.
+
+        So no later request reads keys and values of an earlier one. Where these begin
+        decides how attention is cut, and with it the last bits of log-probs.
+        """
+        if self._seen is not None:
+            self._seen = _Seen(jax.tree.structure(None), ())
+
     def unfinished(self) -> list[Unfinished]:
         """What each running sample had sampled at the last `collect`."""
         return [sample.unfinished for sample in self.scheduler.running]
@@ -407,20 +431,14 @@ class Engine:
         for rows in batches.prefill_calls(chunks, self.sizes, functions.split):
             self._draft_pages = functions.prefill(draft.params, self._draft_pages, rows)
 
-    def _is_seen(self, params: DecoderParams[Array]) -> bool:
-        """Whether all arrays are those of the last burst."""
-        leaves = jax.tree.leaves(params)
-        return len(leaves) == len(self._seen) and all(
-            seen() is leaf for seen, leaf in zip(self._seen, leaves, strict=True)
-        )
-
     def _notice(self, params: DecoderParams[Array]) -> None:
-        """Forgets what the cache holds if any array is not that of the last burst."""
-        if self._is_seen(params):
-            return
-        if self._seen:
+        """Forgets what the cache holds unless these parameters computed it."""
+        if self._seen is not None:
+            if self._seen.are(params):
+                return
             self.scheduler.forget(restart=self._recompute)
-        self._seen = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
+        leaves, structure = jax.tree.flatten(params)
+        self._seen = _Seen(structure, [weakref.ref(leaf) for leaf in leaves])
 
     def _advance(
         self,

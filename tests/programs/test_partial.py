@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.envs import Task, WorkerPool
+from jaxrl_post.envs import Task, TaskSequence, WorkerPool
 from jaxrl_post.programs.rl import Trainer, make_engine
 from jaxrl_post.rollout.episode import Group
 from jaxrl_post.rollout.flight import ChangedTaskError
@@ -235,6 +235,26 @@ def test_a_checkpoint_and_an_evaluation_compute_kept_keys_again(coin, judges):
         assert facts(metrics) == facts(told)
         assert found == groups
     assert_same(again.snapshot(), first.snapshot())
+
+
+def test_a_step_computes_what_an_evaluation_computed_before(coin):
+    """A run that resumes here has nothing else; where keys begin decides last bits."""
+
+    class Same(coin.Coin):
+        def tasks(self, split: str) -> TaskSequence:
+            return super().tasks("train")
+
+    prefilled = []
+    with WorkerPool(coin.Coin()) as pool:
+        trainer = make_trainer(Same(size=4), pool, RL)
+        for number in (1, 2):
+            if number == 2:
+                trainer.evaluate()
+            before = trainer.engine.prefilled_tokens
+            trainer.step(number)
+            prefilled.append(trainer.engine.prefilled_tokens - before)
+    # The same four prompts in each.
+    assert prefilled[0] == prefilled[1] > 0
 
 
 def test_sessions_do_what_a_pure_step_does_resumed_or_not(coin, judges):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_post.models.adapters import lora
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from tests import tiny
 from tests.sampler.test_engine import argmax_loop, assert_same_samples, ids
@@ -107,6 +108,41 @@ def test_the_batch_the_cache_and_the_chunks_do_not_matter(params, expected, chan
     engine = Engine(CONFIG, dataclasses.replace(SIZES, **changes))
     for _ in range(2):
         assert_same_samples(engine.generate(params, requests()), expected)
+
+
+def test_a_caller_can_have_everything_computed_again(params):
+    engine, request = Engine(CONFIG, SIZES), Request(1, prompt(20), sampling=GREEDY)
+    engine.forget()
+    expected = engine.generate(params, [request])
+    engine.generate(params, [request])
+    assert engine.prefilled_tokens == 20
+    engine.forget()
+    assert_same_samples(engine.generate(params, [request]), expected)
+    assert engine.prefilled_tokens == 40
+
+
+def test_an_adapter_of_another_scale_is_another_model(params):
+    """Its arrays are the same; the scale is static."""
+    config = lora.LoRAConfig(rank=2, alpha=1.0)
+    adapter = lora.initialize_adapter(jax.random.key(0), params, CONFIG, config)
+    adapter = jax.tree.map(lambda array: array + 0.1, adapter)
+    request = Request(1, prompt(30), sampling=GREEDY)
+    engine = Engine(CONFIG, SIZES)
+    for alpha in (1.0, 40.0):
+        config = dataclasses.replace(config, alpha=alpha)
+        scaled = lora.adapted(params, adapter, CONFIG, config)
+        expected = Engine(CONFIG, SIZES).generate(scaled, [request])
+        assert_same_samples(engine.generate(scaled, [request]), expected)
+
+
+def test_an_embedding_that_is_nan_fails_no_prompt_without_it(params):
+    """Rows of a prefill call are padded, and 0 times NaN is NaN."""
+    table = params.embedding.at[0].set(jnp.nan)
+    broken = dataclasses.replace(params, embedding=table)
+    request = Request(1, tuple(range(1, 10)), sampling=GREEDY)
+    (expected,) = Engine(CONFIG, SIZES).generate(params, [request])
+    (found,) = Engine(CONFIG, SIZES).generate(broken, [request])
+    assert (found.finish_reason, ids(found)) == ("length", ids(expected))
 
 
 def test_sizes_need_not_be_multiples_of_a_page(params):
