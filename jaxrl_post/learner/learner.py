@@ -181,7 +181,10 @@ class Learner:
         return self.apply(state, total), metrics
 
     def evaluate(self, params: PyTree, batch: TokenBatch) -> dict[str, float]:
-        """Returns loss and metrics of a batch, without an update."""
+        """Returns loss and metrics of a batch, without an update.
+
+        The loss is the objective's own, without the routers' losses that `update` adds.
+        """
         total = None
         for piece in self.scorer.microbatches(batch):
             measured = self._measure(self._predictor, params, piece)

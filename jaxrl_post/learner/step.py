@@ -260,29 +260,42 @@ def _routed_states(
     return hidden, Predictions(regularizer=regularizer, metrics=metrics)
 
 
-def _loss(
+def _measured(
     policy: Predictor, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
-) -> tuple[Array, tuple[Metric, dict[str, Metric]]]:
+) -> tuple[Metric, dict[str, Metric], Array | None]:
+    """Returns the objective's loss, the metrics, and the routers' loss if any."""
     predictions = policy.predict(params, batch)
     result = objective(predictions, batch)
-    metrics, loss = result.metrics, result.loss
-    if predictions.regularizer is not None:
-        # The weight is the count: the loss sum is divided by the total count later.
-        added = predictions.regularizer * loss.count
-        loss = Metric(loss.sum + added, loss.count)
+    metrics = result.metrics
     if predictions.metrics is not None:
         metrics = {**metrics, **predictions.metrics}
     if predictions.entropy is not None:
         entropies = masked(jax.lax.stop_gradient(predictions.entropy), batch.loss_mask)
         metrics = {**metrics, "policy/entropy": entropies}
-    return loss.sum, (loss, jax.lax.stop_gradient(metrics))
+    return result.loss, jax.lax.stop_gradient(metrics), predictions.regularizer
+
+
+def _loss(
+    policy: Predictor, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
+) -> tuple[Array, tuple[Metric, dict[str, Metric]]]:
+    """Returns the sum that is differentiated, with the routers' loss."""
+    loss, metrics, regularizer = _measured(policy, objective, params, batch)
+    if regularizer is not None:
+        # The weight is the count: the loss sum is divided by the total count later.
+        loss = Metric(loss.sum + regularizer * loss.count, loss.count)
+    return loss.sum, (loss, metrics)
 
 
 def measure(
     policy: Predictor, objective: ObjectiveFn, params: PyTree, batch: TokenBatch
 ) -> tuple[Metric, dict[str, Metric]]:
-    """Returns loss and metrics of a microbatch, without a gradient."""
-    return _loss(policy, objective, params, batch)[1]
+    """Returns loss and metrics of a microbatch, without a gradient.
+
+    The loss is the objective's own. Training adds the routers' losses to it; here they
+    are among the metrics.
+    """
+    loss, metrics, _ = _measured(policy, objective, params, batch)
+    return loss, metrics
 
 
 def empty_accumulator(

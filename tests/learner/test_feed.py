@@ -1,11 +1,14 @@
 """Batches with what an objective reads beside the tokens: KTO's reference point."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_post import models
 from jaxrl_post.algorithms import unpaired
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import UpdateConfig
@@ -16,6 +19,7 @@ from jaxrl_post.learner.feed import Feed, Measured
 from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.reference import Reference
 from jaxrl_post.messages import Message
+from jaxrl_post.models import MixtureOfExperts, ModelConfig
 from tests.programs.trainers import make_model
 
 ROW, DRAWN = 24, [0, 3, 5, 6, 9, 4]
@@ -92,6 +96,31 @@ def test_the_reference_point_is_of_all_that_is_drawn(swapped):
         )
         losses.append(measured["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_reference_point_is_without_the_routers_losses():
+    """It is 0 where the policy is the reference, whatever the routers' losses are."""
+    model = make_model()
+    config = ModelConfig(
+        "qwen3_moe", model.config.vocab_size, 16, 24, 1, num_heads=2, num_kv_heads=2,
+        experts=MixtureOfExperts(4, 2, 12),
+    )  # fmt: skip
+    specs = models.param_specs(config)
+    params = models.initialize(jax.random.key(0), specs, jnp.float32, model.mesh)
+    learner, state = begin_training(
+        dataclasses.replace(model, config=config, specs=specs, params=params),
+        KTO.objective,
+        OptimizerConfig(),
+        UpdateConfig(microbatch_tokens=4 * ROW, router_balance=0.5, router_z=0.25),
+        num_steps=1,
+        row_tokens=ROW,
+    )
+    jax.set_mesh(learner.mesh)
+    measured = Measured(MISMATCHED, KTO.mismatched)
+    reference = Reference(learner.scorer, state.params)
+    each = Feed(JUDGEMENTS, measured, model.tokenizer, ROW, learner, reference)
+    batch = each.ready(state.params, each.scored(each.draw("train", DRAWN)))
+    np.testing.assert_allclose(batch.reference_point, 0.0, atol=1e-6)
 
 
 def test_the_reference_scores_answers_and_mismatched_ones():
