@@ -55,7 +55,7 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
     accepted = inspect.signature(build).parameters.keys()
     options = {
         "beta": config.beta,
-        "label_smoothing": config.label_smoothing or None,
+        "label_smoothing": config.label_smoothing,
         "target_margin": config.margin,
         "nll_weight": config.nll_weight,
         "alpha": config.alpha,

@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
 from jaxrl_post import pretrained
+from jaxrl_post.algorithms import Predictions, anchored, preference, reference_free
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.offline import (
     PairsConfig,
@@ -20,6 +22,7 @@ from jaxrl_post.config.offline import (
 )
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import EvalConfig, UpdateConfig
+from jaxrl_post.data import packing
 from jaxrl_post.examples.preferences import make_preference, open_judgements, open_pairs
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.records.directory import read_rows
@@ -41,7 +44,7 @@ def test_every_preference_loss_of_the_configuration_is_made(name):
     [
         (PreferenceLossConfig(margin=1.0), r"--loss\.margin: dpo has no such"),
         (PreferenceLossConfig("ipo", label_smoothing=0.1), r"label-smoothing: ipo has"),
-        (PreferenceLossConfig("kto", label_smoothing=0.1), r"label-smoothing: kto has"),
+        (PreferenceLossConfig("kto", label_smoothing=0.0), r"label-smoothing: kto has"),
         (PreferenceLossConfig(nll_weight=1.0), r"--loss\.nll-weight: dpo has no such"),
         (PreferenceLossConfig(alpha=0.5), r"--loss\.alpha: dpo has no such"),
         (
@@ -76,11 +79,40 @@ def test_hyperparameters_that_a_loss_lacks_are_refused(config, message):
             "undesirable_weight mus",
         ),
         (PreferenceLossConfig("alpha_divergence_dpo", alpha=2.0), "alpha must be in"),
+        (PreferenceLossConfig("exo", label_smoothing=0.0), r"in \(0, 0\.5\), got 0\.0"),
     ],
 )
 def test_a_bad_hyperparameter_is_refused_before_anything_is_loaded(config, message):
     with pytest.raises(ValueError, match=message):
         make_preference(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "same"),
+    [
+        (PreferenceLossConfig("robust_dpo", label_smoothing=0.0), preference.dpo()),
+        (PreferenceLossConfig("robust_dpo"), preference.robust_dpo()),
+        (
+            PreferenceLossConfig("exo", label_smoothing=0.2),
+            anchored.exo(label_smoothing=0.2),
+        ),
+        (PreferenceLossConfig("exo"), anchored.exo(label_smoothing=1e-3)),
+        (PreferenceLossConfig("cpo", label_smoothing=0.0), reference_free.cpo()),
+    ],
+)
+def test_a_smoothing_of_0_is_not_the_default_of_the_loss(config, same):
+    """A pair of one token an answer, with log-ratios 1 and -1 to the reference."""
+    answer = packing.Sequence.of([1], [2])
+    batch = packing.pack([(answer, answer)], 4, 1).replace(
+        labels=jnp.array([[1.0, 1.0, -1.0, -1.0]]),
+        reference_logprobs=jnp.array([[0.0, -2.0, 0.0, -2.0]]),
+    )
+    policy = jnp.array([[0.0, -1.0, 0.0, -3.0]])
+    found, expected = (
+        made.objective(Predictions(policy), batch).loss.mean().item()
+        for made in (make_preference(config), same)
+    )
+    assert found == expected
 
 
 def pair(i: int) -> dict:
