@@ -85,8 +85,8 @@ class RolloutConfig:
             guesses, or ORG/NAME on the hub (ORG/NAME@REVISION for a revision). It is
             not trained.
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
-            differ (DAPO), or of which a turn's do, where turns are credited; groups
-            beyond that wait for the next step.
+            differ (DAPO), or of which a turn's do, where turns are credited, or a part
+            that counts, of gdpo; groups beyond that wait for the next step.
         truncated: reward of an answer that was cut at `max_tokens`. zero: 0, whatever
             stands in it; reward: what the environment says; mask: it is not trained on,
             but its group is still compared with it (DAPO's overlong filter).

@@ -12,6 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from jaxrl_post.config.checks import reward_weights
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data.codec import Codec
@@ -77,6 +78,8 @@ class Experience:
         collector: runs episodes.
         indices: iterator over training tasks.
         greedy: whether each group needs a greedy episode beside its samples.
+        by_part: whether the algorithm compares the parts of the rewards, each by
+            itself, and not their sums.
         judge: reward model that judges after the environment; None for none.
         queue: finished groups that wait for the next step.
         drawn: prompts drawn so far, which is the id of the next prompt.
@@ -88,6 +91,7 @@ class Experience:
     collector: EpisodeCollector
     indices: grain.DatasetIterator
     greedy: bool = False
+    by_part: bool = False
     judge: RewardJudge | None = None
     queue: GroupQueue = field(default_factory=GroupQueue)
     drawn: int = 0
@@ -314,6 +318,10 @@ class Experience:
         algorithm = self.config.algorithm
         if algorithm.turn_credit == "turns":
             return group.has_turn_spread(algorithm.turn_discount)
+        if self.by_part:
+            weights = reward_weights(algorithm)
+            counted = [name for name, weight in weights if weight]
+            return group.has_part_spread(counted if weights else None)
         return group.has_spread
 
     def _with_greedy(

@@ -330,6 +330,7 @@ def _trainer(
             config.seed,
         ),
         greedy=algorithm.reads == "greedy",
+        by_part=algorithm.reads == "components",
         judge=open_judge(
             config.reward, mesh=model.mesh, rules=model.rules, dtype=model.dtype
         ),

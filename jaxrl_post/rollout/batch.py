@@ -311,7 +311,8 @@ def sequences(
             per token; placed at the last token of each turn. None for other algorithms.
         skip_truncated: drops the episodes whose last turn was cut (DAPO's overlong
             filter).
-        mark_truncated: sets `truncated` of the sequences; otherwise it is None.
+        mark_truncated: sets `truncated` of the sequences, each as its own last turn
+            was cut; otherwise it is None.
     """
     made = []
     for row, group in enumerate(groups):
@@ -326,11 +327,10 @@ def sequences(
             placed = None
             if rewards is not None:
                 placed = _at_ends(turns, rewards[row, column])
-            tokens, cut = episode.tokens, [episode.truncated] * len(episode.spans)
-            if any(turn.player for turn in episode.turns):
-                # Each player's sequence ends with a turn of its own.
-                ends = (*episode.segments, len(episode.turns))
-                cut = [episode.turns[end - 1].truncated for end in ends]
+            tokens = episode.tokens
+            # Each sequence of an agent or a player ends with a turn of its own.
+            ends = (*episode.segments, len(episode.turns))
+            cut = [episode.turns[end - 1].truncated for end in ends]
             made += [
                 packing.Sequence(
                     tokens=tokens[span],

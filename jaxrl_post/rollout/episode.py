@@ -317,13 +317,27 @@ class Group:
     def has_spread(self) -> bool:
         """Whether the unshaped rewards differ; otherwise the group teaches nothing.
 
-        With turn credit `has_turn_spread` says that. Of players, whether the rewards of
-        any of them differ: in a game that one wins and the other loses their sum is
-        always 0.
+        With turn credit `has_turn_spread` says that, and `has_part_spread` if an
+        algorithm reads the parts of the rewards. Of players, whether the rewards of any
+        of them differ: in a game that one wins and the other loses their sum is always
+        0.
         """
         if self.players:
             return any(self.of_player(name)._differs for name in self.players)
         return self._differs
+
+    def has_part_spread(self, names: Sequence[str] | None = None) -> bool:
+        """Whether any part of the unshaped rewards differs, whatever their sum does.
+
+        Of players, whether any part of any of them does.
+
+        Args:
+            names: the parts that count; 0 in an episode without them. None for all.
+        """
+        if self.players:
+            groups = map(self.of_player, self.players)
+            return any(own._parts_differ(names) for own in groups)
+        return self._parts_differ(names)
 
     def has_turn_spread(self, discount: float) -> bool:
         """Whether the unshaped returns of any turn differ, for credit turn by turn.
@@ -342,6 +356,13 @@ class Group:
     @property
     def _differs(self) -> bool:
         return _differ(self.rewards[self.valid])
+
+    def _parts_differ(self, names: Sequence[str] | None) -> bool:
+        rewards = [e.rewards for e in self.episodes if e.reward is not None]
+        if names is None:
+            names = sorted({name for each in rewards for name in each})
+        by_part = ([each.get(name, 0.0) for each in rewards] for name in names)
+        return any(_differ(np.array(parts, np.float32)) for parts in by_part)
 
     def _turns_differ(self, discount: float) -> bool:
         by_turn: dict[int, list[float]] = {}

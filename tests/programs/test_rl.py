@@ -18,7 +18,9 @@ from jaxrl_post.learner.updater import row_tokens
 from jaxrl_post.programs.scores import FailedRolloutsError
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.batch import GroupFacts
+from jaxrl_post.rollout.episode import Episode, Group, Turn
 from jaxrl_post.rollout.queue import GroupQueue
+from jaxrl_post.tokens import Tokens
 from tests.packed_rows import sequences_in
 from tests.programs.trainers import (
     RL,
@@ -67,6 +69,29 @@ def test_dynamic_sampling_trains_on_spread_and_keeps_the_surplus(coin, judges):
         kept += len(waiting) > 0
     assert refilled, "no step needed a second draw: the test shows nothing"
     assert kept, "no group ever waited: the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("weights", "spread"), [((), True), (("a=1",), True), (("c=1", "a=0"), False)]
+)
+def test_a_group_whose_parts_differ_is_kept_where_parts_are_compared(
+    coin, judges, weights, spread
+):
+    """Two samples of the same sum, by a and b, and the same c."""
+    turn = Turn(Tokens.context([1]), Tokens.context([]), "", "", "stop", 1.5)
+    parts = [{"a": 1.0, "b": 0.0, "c": 0.5}, {"a": 0.0, "b": 1.0, "c": 0.5}]
+    group = Group(0, tuple(
+        Episode(0, i, 0, "", (dataclasses.replace(turn, rewards=each),), "stop")
+        for i, each in enumerate(parts)
+    ))  # fmt: skip
+    config = changed("rollout", dynamic_sampling=True)
+    kept = []
+    for options in (AlgorithmConfig("gdpo", reward_weights=weights), AlgorithmConfig()):
+        config = dataclasses.replace(config, algorithm=options)
+        experience = make_trainer(coin.Coin(), judges, config).experience
+        experience._queued([group])
+        kept.append(len(experience.queue))
+    assert kept == [int(spread), 0]
 
 
 def test_dynamic_sampling_is_bounded(coin):

@@ -140,6 +140,7 @@ def make_trainer(
         collector=make_collector(config.rollout, model, judges),
         indices=task_indices(len(environment.tasks("train")), config.seed),
         greedy=algorithm.reads == "greedy",
+        by_part=algorithm.reads == "components",
     )
     updater = Updater(
         config=config,

@@ -53,6 +53,33 @@ def test_spread_is_that_of_the_rewards_that_are_there(rewards, spread):
     assert make_group(*rewards).has_spread is spread
 
 
+@pytest.mark.parametrize(
+    ("parts", "names", "spread"),
+    [
+        # Equal sums.
+        (({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}), None, True),
+        (({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}), ("b",), True),
+        (({"a": 1.0, "b": 0.5}, {"a": 1.0, "b": 0.5}), None, False),
+        # The part that differs does not count.
+        (({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 0.5}), ("b",), False),
+        (({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 0.5}), (), False),
+        # A missing part is 0; a failed episode has none.
+        (({"a": 1.0}, {}), None, True),
+        (({"a": 0.0}, {}), None, False),
+        (({"a": 1.0}, {"a": 1.0}, None), None, False),
+        (({"a": 1.0}, None), None, False),
+    ],
+)
+def test_spread_of_parts_is_that_of_any_part_that_counts(parts, names, spread):
+    episodes = tuple(
+        make_episode(None, index)
+        if each is None
+        else make_episode(sum(each.values()), index, rewards=each)
+        for index, each in enumerate(parts)
+    )
+    assert Group(5, episodes).has_part_spread(names) is spread
+
+
 def test_rewards_and_validity():
     group = make_group(1.5, None, -2.0)
     np.testing.assert_array_equal(group.rewards, np.float32([1.5, 0, -2]))

@@ -119,6 +119,39 @@ def test_shaping_and_lengths_are_those_of_the_players_turns():
     np.testing.assert_allclose(made[1].rewards, [0, 0, -1.2], atol=1e-6)
 
 
+def test_the_parts_of_a_players_rewards_have_a_spread_of_their_own():
+    parts = [
+        [{"own": 1.0}, {"own": -1.0}],
+        [{"own": -1.0}, {"own": 1.0}],
+    ]
+    one, other = (
+        dataclasses.replace(
+            whole := play(index, ("a", 0.0), ("b", 0.0)),
+            turns=tuple(
+                dataclasses.replace(turn, rewards=each)
+                for turn, each in zip(whole.turns, found, strict=True)
+            ),
+        )
+        for index, found in enumerate(parts)
+    )
+    assert one.rewards == other.rewards == {"own": 0.0}
+    assert Group(1, (one, other)).has_part_spread()
+    assert not Group(1, (one, one)).has_part_spread()
+
+
+@pytest.mark.parametrize("cut", [(0,), (1,), (2,), (0, 2)])
+def test_each_sequence_of_an_agent_is_marked_by_its_own_last_turn(cut):
+    """Turns 0 and 1 are the first sequence, turn 2 is the second."""
+    whole = play(0, ("", 0.0), ("", 0.0), ("", 1.0), begins=(2,))
+    turns = tuple(
+        dataclasses.replace(turn, finish_reason="length" if number in cut else "stop")
+        for number, turn in enumerate(whole.turns)
+    )
+    group = Group(1, (dataclasses.replace(whole, turns=turns),))
+    made = batch.sequences([group], np.zeros((1, 1), np.float32), mark_truncated=True)
+    assert [sequence.truncated for sequence in made] == [1 in cut, 2 in cut]
+
+
 def test_an_answer_that_was_cut_marks_its_players_sequence():
     whole = game(0, 1.0)
     cut = dataclasses.replace(whole.turns[1], finish_reason="length")
