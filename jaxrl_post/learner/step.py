@@ -332,7 +332,9 @@ def grad_norm(accumulator: Accumulator) -> Float[Array, ""]:
 
 
 def _count(accumulator: Accumulator) -> Array:
-    return jnp.maximum(accumulator.loss.count, 1.0)
+    """What the sums are divided by; 1 if nothing was counted, as in `Metric.mean`."""
+    count = accumulator.loss.count
+    return jnp.where(count == 0, 1.0, count)
 
 
 def apply(
@@ -384,7 +386,8 @@ def train_step(
         microbatches: batches of equal shape, at least one.
 
     Returns:
-        The state after the step, and scalar float32 metrics.
+        The state after the step, and scalar float32 metrics. If nothing is counted, as
+        where all tokens are masked, the state is unchanged, with its optimizer's.
     """
     total: Accumulator | None = None
     for batch in microbatches:
@@ -396,4 +399,9 @@ def train_step(
     metrics = {name: metric.mean() for name, metric in total.metrics.items()}
     metrics["train/loss"] = total.loss.mean()
     metrics["train/grad_norm"] = grad_norm(total)
-    return apply(optimizer, max_grad_norm, state, total), metrics
+    after = apply(optimizer, max_grad_norm, state, total)
+    # A select rather than a branch: under jit it is part of the optimizer's loops, and
+    # without jit nothing is compiled again at every call.
+    nothing = total.loss.count == 0
+    unchanged = lambda old, new: jnp.where(nothing, old, new)  # noqa: E731
+    return jax.tree.map(unchanged, state, after), metrics

@@ -14,6 +14,7 @@ from jaxrl_post.data import packing
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner import step as pure
 from jaxrl_post.learner.learner import DivergenceError, Learner
+from jaxrl_post.metrics import Metric
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.types import rows as rows_of
@@ -182,6 +183,35 @@ def test_a_batch_in_which_nothing_counts_changes_nothing():
     after, metrics = learner.update(state, empty, where="step")
     assert int(after.step) == 0
     assert metrics["train/loss"] == 0
+
+
+def test_the_pure_step_changes_nothing_either_where_nothing_counts():
+    learner, state = build()
+    batch = jax.tree.map(jnp.asarray, packing.pack(sequences(), 16, 8))
+    step = functools.partial(
+        pure.train_step, learner.policy, learner.objective, learner.optimizer, 0.5
+    )
+    # Moments that are not 0 would move the weights without a gradient.
+    state, _ = jax.jit(step)(state, [batch])
+    empty = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
+    after, metrics = jax.jit(step)(state, [empty])
+    assert metrics["train/loss"] == metrics["train/grad_norm"] == 0
+    assert int(after.step) == int(state.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+def test_a_count_below_1_divides_as_any_other():
+    """As a loss has with weights of tokens, or by a prompt's tokens."""
+    optimizer, params = optax.sgd(1.0), {"weight": jnp.array([2.0])}
+    state = training.TrainState(
+        jnp.zeros((), jnp.int32), params, None, optimizer.init(params)
+    )
+    total = pure.Accumulator({"weight": jnp.array([0.5])}, Metric.of(1.0, 0.25), {})
+    assert float(pure.grad_norm(total)) == 2.0
+    after = pure.apply(optimizer, 0.0, state, total)
+    assert after.params["weight"].tolist() == [0.0]
+    nothing = pure.Accumulator({"weight": jnp.array([0.0])}, Metric.of(0.0, 0.0), {})
+    assert float(pure.grad_norm(nothing)) == 0.0
 
 
 def test_rows_must_fill_microbatches():
