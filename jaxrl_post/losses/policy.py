@@ -16,6 +16,7 @@ from jaxrl_post.losses.ratios import (
     sequence_ratio,
     token_log_ratio,
     token_ratio,
+    within,
 )
 from jaxrl_post.losses.sequences import counted, sequence_mean
 from jaxrl_post.types import Array, Bool, Float, Int
@@ -137,7 +138,7 @@ def cispo(
             "for an epsilon pass 1 + epsilon"
         )
     ratio = token_ratio(policy_logprobs, proximal_logprobs, mask)
-    weight = jax.lax.stop_gradient(jnp.clip(ratio, ratio_low, ratio_high))
+    weight = jax.lax.stop_gradient(within(ratio, ratio_low, ratio_high))
     return weight * reinforce(policy_logprobs, advantages, mask)
 
 
@@ -357,9 +358,9 @@ def gmpo(
     )
     upper = jnp.where(advantages > 0, clip_high, jnp.inf)
     lower = jnp.where(advantages < 0, -clip_low, -jnp.inf)
-    clipped = jnp.clip(log_ratio, lower, upper)
+    clipped = within(log_ratio, lower, upper)
     log_mean = sequence_mean(clipped, mask, segment_ids)
-    ratio = jnp.exp(jnp.clip(log_mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    ratio = jnp.exp(within(log_mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return -ratio * advantages
 
 
@@ -486,7 +487,7 @@ def _clipped(
 ) -> Float[Array, "*shape"]:
     """Minus the smaller one of the plain and the clipped surrogate."""
     advantages = _constant(advantages, mask)
-    clipped_ratio = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    clipped_ratio = within(ratio, 1 - clip_low, 1 + clip_high)
     return -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
 
 

@@ -5,6 +5,10 @@ A row holds one sequence (`segment_ids` is None) or several side by side: segmen
 may also stand between those of another, as in a row of trees. Every token
 gets its own sequence's result, so shapes stay [*batch, length] and packed rows give the
 same results as unpacked rows.
+
+A row of `length` tokens has at most `length` sequences. An id outside [0, length] makes
+every result of its row NaN, and the count of sequences with it, so that the loss shows
+it: under jit it cannot be refused.
 """
 
 import jax
@@ -131,7 +135,7 @@ def sequence_count(
         segment_ids: int [*batch, length] in [0, length], or None.
 
     Returns:
-        float32 scalar.
+        float32 scalar; NaN if an id is out of its range.
 
     >>> mask = jnp.array([[True, True, True], [False, False, False]])
     >>> sequence_count(mask).item()
@@ -141,8 +145,11 @@ def sequence_count(
     """
     if segment_ids is None:
         return mask.any(axis=-1).sum().astype(jnp.float32)
-    present = in_sequence(mask, segment_ids).astype(jnp.float32)
-    return (segment_totals(present, segment_ids) > 0).sum().astype(jnp.float32)
+    tokens = in_sequence(mask, segment_ids).astype(jnp.float32)
+    totals = segment_totals(tokens, segment_ids)
+    # NaN is no count, and greater than nothing: it is handed on.
+    present = (totals > 0).astype(jnp.float32)
+    return jnp.where(jnp.isnan(totals), totals, present).sum()
 
 
 @checked
@@ -157,7 +164,8 @@ def segment_totals(
 
     Returns:
         float32 [*batch, length + 1]; entry s is the sum over the tokens of segment s.
-        A row of `length` tokens has at most `length` segments, and padding.
+        A row of `length` tokens has at most `length` segments, and padding. NaN in a
+        row with an id out of its range.
 
     >>> segment_totals(jnp.array([1.0, 2.0, 4.0]), jnp.array([1, 1, 2])).tolist()
     [0.0, 3.0, 4.0, 0.0]
@@ -168,4 +176,6 @@ def segment_totals(
         return jax.ops.segment_sum(row, ids, num_segments=num_segments)
 
     by_row = jnp.vectorize(one_row, signature="(length),(length)->(segments)")
-    return by_row(values.astype(jnp.float32), segment_ids)
+    totals = by_row(values.astype(jnp.float32), segment_ids)
+    known = (segment_ids >= 0) & (segment_ids < num_segments)
+    return jnp.where(known.all(axis=-1, keepdims=True), totals, jnp.nan)

@@ -225,3 +225,37 @@ def test_cispo_bounds_are_checked(low, high, message):
     x = jnp.zeros((1, 1))
     with pytest.raises(ValueError, match=message):
         policy.cispo(x, x, x, jnp.ones((1, 1), bool), ratio_low=low, ratio_high=high)
+
+
+ON_THE_BOUND = [
+    # (loss, the weight of the token's gradient)
+    (policy.clipped_surrogate, 1.0),
+    (policy.gspo_token, 1.0),
+    (policy.gmpo, 0.5),
+    (policy.gspo, 0.5),
+    (policy.clipped_sequence_surrogate, 1.0),
+]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("loss", "weight"), ON_THE_BOUND)
+@pytest.mark.parametrize("bounds", [(0.0, 0.2), (0.2, 0.0), (0.0, 0.0)])
+def test_a_bound_of_0_keeps_all_of_the_gradient_on_policy(loss, weight, sign, bounds):
+    """Two tokens with the ratio 1; of a mean over a sequence each has a half."""
+    logprobs, mask = jnp.array([-1.0, -2.0]), jnp.array([True, True])
+    advantages = jnp.full(2, sign)
+    low, high = bounds
+
+    def first(p):
+        found = loss(p, logprobs, advantages, mask, clip_low=low, clip_high=high)
+        return found[0]
+
+    gradient = jax.grad(first)(logprobs)
+    assert gradient[0].item() == pytest.approx(-sign * weight, rel=1e-6)
+
+
+def test_the_clip_of_ratios_passes_the_gradient_up_to_the_bounds():
+    ratio = jnp.array([0.5, 0.75, 1.0, 1.5, 2.0, jnp.nan])
+    value, pull = jax.vjp(lambda x: ratios.within(x, 0.75, 1.5), ratio)
+    np.testing.assert_array_equal(value, [0.75, 0.75, 1.0, 1.5, 1.5, np.nan])
+    assert pull(jnp.ones(6))[0].tolist()[:5] == [0, 1, 1, 1, 0]

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from jaxrl_post.losses import reduce
 from jaxrl_post.losses.sequences import (
     counted,
     in_sequence,
+    segment_totals,
     sequence_count,
     sequence_mean,
     sequence_sum,
@@ -64,6 +66,21 @@ def test_sequence_count_skips_sequences_without_a_counted_token():
     segment_ids = jnp.array([[1, 2, 3, 3], [1, 1, 2, 0]])
     assert sequence_count(mask).item() == 1.0
     assert sequence_count(mask, segment_ids).item() == 2.0
+
+
+@pytest.mark.parametrize("wrong", [4, -1])
+def test_an_id_out_of_its_range_makes_its_row_and_the_count_nan(wrong):
+    values, mask = jnp.ones((2, 3)), jnp.ones((2, 3), bool)
+    segment_ids = jnp.array([[1, 2, wrong], [1, 3, 3]])
+    sums = np.float32([[np.nan] * 3, [1, 2, 2]])
+    np.testing.assert_array_equal(sequence_sum(values, mask, segment_ids), sums)
+    np.testing.assert_array_equal(
+        sequence_mean(values, mask, segment_ids), np.where(np.isnan(sums), sums, 1)
+    )
+    totals = segment_totals(values, segment_ids)
+    np.testing.assert_array_equal(totals, [[np.nan] * 4, [0, 1, 0, 2]])
+    assert np.isnan(sequence_count(mask, segment_ids))
+    assert np.isnan(reduce.sequence_mean_of_token_sum(values, mask, segment_ids).mean())
 
 
 def test_every_token_may_be_its_own_segment():
