@@ -1,16 +1,18 @@
 """Metrics as (sum, count) pairs: exact under any split of a batch."""
 
+import dataclasses
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxrl_post.types import Array, Bool, Float
 
 __all__ = ["Metric", "masked", "merge"]
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Metric:
     """A mean, stored as sum and count so that it can be pooled.
 
@@ -23,6 +25,8 @@ class Metric:
 
     sum: Float[Array, ""]
     count: Float[Array, ""]
+
+    replace = dataclasses.replace
 
     @classmethod
     def of(cls, total: Array | float, count: Array | float) -> "Metric":
@@ -44,10 +48,18 @@ def masked(values: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Metri
         values: any shape, any float dtype; summed in float32.
         mask: bool of the same shape.
 
+    Raises:
+        ValueError: the shapes differ; only a Python number is broadcast.
+
     >>> import jax.numpy as jnp
     >>> masked(jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])).mean()
     Array(2., dtype=float32)
     """
+    if not isinstance(values, (int, float)) and jnp.shape(values) != jnp.shape(mask):
+        raise ValueError(
+            f"masked: values must have the mask's shape {list(jnp.shape(mask))}; got "
+            f"{list(jnp.shape(values))}. Nothing is broadcast but Python numbers"
+        )
     kept = jnp.where(mask, values, 0).astype(jnp.float32)
     return Metric(kept.sum(), mask.sum().astype(jnp.float32))
 

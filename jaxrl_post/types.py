@@ -6,11 +6,11 @@ tokens before it, and `loss_mask[r, t]` says whether the policy produced `tokens
 The first token of a sequence has no predecessor, so its mask is always False.
 """
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ PyTree = Any
 HostOrDevice = Any
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TokenBatch:
     """Packed token sequences, with the per-token arrays that training needs.
 
@@ -175,6 +176,8 @@ class TokenBatch:
     labels: Float[HostOrDevice, "rows length"] | None = None
     margins: Float[HostOrDevice, "rows length"] | None = None
     kept: Int[HostOrDevice, "rows length most"] | None = None
+
+    replace = dataclasses.replace
 
     @property
     def shape(self) -> tuple[int, ...]:

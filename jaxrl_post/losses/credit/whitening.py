@@ -1,8 +1,9 @@
 """Whitens values to mean 0 and variance 1, exactly for any split of the batch."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import counted
@@ -13,7 +14,8 @@ __all__ = ["AxisName", "Moments", "whitened"]
 AxisName = str | tuple[str, ...]
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Moments:
     """Count, mean and sum of squared deviations of a set of values.
 
@@ -39,6 +41,8 @@ class Moments:
     count: Float[Array, ""]
     mean: Float[Array, ""]
     m2: Float[Array, ""]
+
+    replace = dataclasses.replace
 
     @classmethod
     @checked
