@@ -99,7 +99,7 @@ class AlgorithmConfig:
             the reward of ppo and reinforce_plus_plus, in the loss of the others; 0
             needs no reference.
         kl_estimator: estimator of that KL divergence; k1 only inside the reward. None
-            for k1 there and k3 in a loss.
+            for k1 there, k2 of reinforce_plus_plus_baseline, and k3 in other losses.
         reference: Hugging Face directory of the reference policy, or ORG/NAME on the
             hub (ORG/NAME@REVISION for a revision); it is the teacher of distillation;
             None for the model as it began.

@@ -14,7 +14,8 @@ class OptimizerConfig:
 
     Attributes:
         learning_rate: peak learning rate, which the warm-up reaches.
-        warmup_steps: optimizer steps in which the learning rate rises linearly from 0.
+        warmup_steps: optimizer steps in which the learning rate rises linearly. The
+            first step has learning_rate / warmup_steps, the last one learning_rate.
         schedule: how the learning rate goes on after the warm-up: "constant", or down
             to 0, in a straight line ("linear") or as a cosine ("cosine").
         schedule_steps: step of the run, as --steps counts them, at which the schedule

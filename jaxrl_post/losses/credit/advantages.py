@@ -6,6 +6,18 @@ valid sample has no comparison, so its advantage is 0 (as in NeMo RL and prime-r
 keeps the raw reward, as `single="raw"` does. A group of equal rewards gives exactly 0.
 `baselines` has the estimators that need more than rewards, or that optimise another
 goal than the mean reward.
+
+The last axis is the group: rewards in a flat array [n] are those of one group of n. A
+trainer with a flat list, such as TRL's, in which the samples of a prompt stand side by
+side, reshapes it, or all prompts are compared with each other without an error:
+
+>>> import jax.numpy as jnp
+>>> from jaxrl_post.losses import advantages
+>>> flat = jnp.array([1.0, 3.0, 10.0, 30.0])  # two samples of each of two prompts
+>>> advantages.group_centered(flat.reshape(2, 2)).reshape(-1).tolist()
+[-1.0, 1.0, -10.0, 10.0]
+>>> advantages.group_centered(flat).tolist()  # one group: wrong here
+[-10.0, -8.0, -1.0, 19.0]
 """
 
 from typing import Literal
@@ -36,7 +48,7 @@ def group_mean(
     """Mean reward of each group; exact if all rewards of a group are equal.
 
     Args:
-        rewards: any float dtype.
+        rewards: any float dtype; a flat array [n] is one group (see above).
         valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
@@ -58,7 +70,7 @@ def group_centered(
     """Reward minus the group's mean: A_i = r_i - mean(r).
 
     Args:
-        rewards: any float dtype.
+        rewards: any float dtype; a flat array [n] is one group (see above).
         valid: bool, False where a sample has no reward; None means that all have one.
         single: what a group's only valid sample gets: "zero", or its "raw" reward.
 
@@ -96,7 +108,7 @@ def group_normalized(
     All of these divide the variance by n - 1; some papers mean n.
 
     Args:
-        rewards: any float dtype.
+        rewards: any float dtype; a flat array [n] is one group (see above).
         valid: bool, False where a sample has no reward; None means that all have one.
         ddof: the variance is the sum of squares over n - ddof; 1 (sample) or 0.
         epsilon: >= 0, in the unit of the rewards.
@@ -132,7 +144,7 @@ def leave_one_out_baseline(
     """Mean reward of the group's other samples: b_i = mean_{j != i}(r_j).
 
     Args:
-        rewards: any float dtype.
+        rewards: any float dtype; a flat array [n] is one group (see above).
         valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
@@ -156,7 +168,7 @@ def leave_one_out_std(
     """Sample standard deviation (n - 1) of the group's other samples.
 
     Args:
-        rewards: any float dtype.
+        rewards: any float dtype; a flat array [n] is one group (see above).
         valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
@@ -181,7 +193,7 @@ def leave_one_out(
     The baseline does not depend on the sample, so the policy gradient is unbiased.
 
     Args:
-        rewards: any float dtype.
+        rewards: any float dtype; a flat array [n] is one group (see above).
         valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
@@ -213,7 +225,7 @@ def leave_one_out_normalized(
     unscaled, as in NeMo RL; dividing by epsilon alone would blow it up.
 
     Args:
-        rewards: any float dtype.
+        rewards: any float dtype; a flat array [n] is one group (see above).
         valid: bool, False where a sample has no reward; None means that all have one.
         epsilon: >= 0, in the unit of the rewards.
 

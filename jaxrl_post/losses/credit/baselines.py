@@ -2,7 +2,8 @@
 
 As in `advantages`: rewards are [*groups, samples], `valid` is False for samples that
 have no reward (they enter no statistic and get 0), and a group of one valid sample or
-of equal rewards gets exactly 0 unless a function says otherwise. No gradient flows.
+of equal rewards gets exactly 0 unless a function says otherwise. No gradient flows. A
+flat array [n] is one group of n: pass `rewards.reshape(groups, samples)`.
 """
 
 import jax
@@ -38,7 +39,7 @@ def remax(
     The baseline is not a sample of the group, so one sample per prompt is enough.
 
     Args:
-        rewards: any float dtype.
+        rewards: any float dtype; a flat array [n] is one group.
         greedy_rewards: reward of the completion decoded at temperature 0.
         valid: bool, False where a sample has no reward; None means that all have one.
 
@@ -70,7 +71,7 @@ def optimal_baseline(
     proportional to its length.
 
     Args:
-        rewards: any float dtype.
+        rewards: any float dtype; a flat array [n] is one group.
         lengths: of the completions, in tokens, >= 0.
         valid: bool, False where a sample has no reward; None means that all have one.
 
@@ -223,7 +224,7 @@ def batch_scaled(
     TRL has this as scale_rewards="batch", with epsilon 1e-4.
 
     Args:
-        rewards: any float dtype.
+        rewards: any float dtype; a flat array [n] is one group.
         valid: bool, False where a sample has no reward; None means that all have one.
         ddof: the variance is the sum of squares over n - ddof; 1 (sample) or 0.
         epsilon: >= 0, in the unit of the rewards.
