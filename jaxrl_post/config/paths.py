@@ -9,7 +9,15 @@ from typing import Any
 
 from jaxrl_post.config.errors import ConfigError
 
-__all__ = ["FILES", "MAIN_MODELS", "MODELS", "check_output", "check_paths", "naming"]
+__all__ = [
+    "FILES",
+    "MAIN_MODELS",
+    "MODELS",
+    "check_output",
+    "check_paths",
+    "naming",
+    "value_of",
+]
 
 FILES = ("data.path", "data.eval_path")
 # Options that name a model; --revision applies to the first two.
@@ -63,7 +71,7 @@ def check_paths(config: Any) -> None:
         ConfigError: names the option and the path.
     """
     for name in (*FILES, *MODELS):
-        path = _value(config, name)
+        path = value_of(config, name)
         if not isinstance(path, str):
             continue
         option = f"--{name.replace('_', '-')}"
@@ -108,8 +116,13 @@ def _check_readable(path: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
 
-def _value(config: Any, name: str) -> Any:
-    """The value of an option, None where the program has no such option."""
+def value_of(config: Any, name: str) -> Any:
+    """The value of an option, None where the program has no such option.
+
+    Args:
+        config: of any program.
+        name: of the option's field, such as "data.path".
+    """
     for part in name.split("."):
         config = getattr(config, part, None)
     return config

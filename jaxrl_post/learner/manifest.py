@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxrl_post.records.directory import replace_file
 
-__all__ = ["find_damage", "write_manifest"]
+__all__ = ["find_damage", "has_manifest", "write_manifest"]
 
 NAME = "manifest.json"
 
@@ -46,6 +46,11 @@ def write_manifest(folder: Path) -> None:
     content = {"files": facts, "crc32": _checksum(facts)}
     # Without a newline at the end, because its loss could not be detected.
     replace_file(folder / NAME, json.dumps(content, indent=1))
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether a folder has a manifest."""
+    return (folder / NAME).is_file()
 
 
 def find_damage(

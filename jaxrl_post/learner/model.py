@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.metadata
 import platform
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from jaxrl_post import models, pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+from jaxrl_post.learner.manifest import write_manifest
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
 from jaxrl_post.models.spec import is_spec
@@ -26,6 +26,7 @@ from jaxrl_post.pretrained.names import nearest_first
 from jaxrl_post.pretrained.orbax_files import is_orbax_directory
 from jaxrl_post.pretrained.peft.files import save_adapter
 from jaxrl_post.pretrained.presets import PRESETS
+from jaxrl_post.records import outputs
 from jaxrl_post.sharding import (
     DEFAULT_RULES,
     Rules,
@@ -208,9 +209,16 @@ def read_tokenizer(directory: str, option: str) -> Tokenizer:
 
 
 def save_model(
-    target: Path, model: Model, params: PyTree, *, adapter: str = "adapter"
+    target: Path,
+    model: Model,
+    params: PyTree,
+    *,
+    adapter: str = "adapter",
+    manifest: bool = False,
 ) -> None:
-    """Saves a trained model and replaces an earlier, perhaps incomplete, save.
+    """Saves a trained model and replaces an earlier save, when the new one is whole.
+
+    What is there but was not saved so is set aside, never removed (records/outputs.py).
 
     Of several processes all call it, process 0 writes, and the call ends in all of
     them when the model is whole.
@@ -223,6 +231,7 @@ def save_model(
         model: the model before training.
         params: the trained parameters.
         adapter: name of the adapter's directory.
+        manifest: whether the model's directory gets a manifest, to detect damage.
     """
     if model.config.head == "lm+value":
         model, params = _policy_alone(model, params)
@@ -230,12 +239,23 @@ def save_model(
     whole = params
     if adaptation is not None:
         whole = merged(adaptation.base, params, config, adaptation.lora)
-    _make_room(target)
-    pretrained.save(target, config, whole, tokenizer=model.tokenizer, source=source)
+    places, fresh = [target], outputs.staging_of(target)
     if adaptation is not None:
-        beside = target.with_name(adapter)
-        _make_room(beside)
-        save_adapter(beside, config, params, adaptation.lora, _base_for_peft(model))
+        places.append(target.with_name(adapter))
+    if not processes.index():
+        for place in places:
+            outputs.make_room(place)
+    saved = fresh / target.name
+    pretrained.save(saved, config, whole, tokenizer=model.tokenizer, source=source)
+    if adaptation is not None:
+        base = _base_for_peft(model)
+        save_adapter(fresh / adapter, config, params, adaptation.lora, base)
+    if not processes.index():
+        if manifest:
+            write_manifest(saved)
+        for place in places:
+            outputs.install(fresh / place.name, place)
+        fresh.rmdir()
     processes.exchange(f"{target.name} is saved", None)
 
 
@@ -248,14 +268,6 @@ def _base_for_peft(model: Model) -> str | None:
     if read_config_file(source).get("model_type") != model.config.model_type:
         return None
     return model.published or str(source)
-
-
-def _make_room(target: Path) -> None:
-    """Removes a directory and the temporary directories of interrupted saves."""
-    if processes.index():
-        return
-    for left in (target, *target.parent.glob(f".{target.name}.*")):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def _policy_alone(model: Model, params: PyTree) -> tuple[Model, PyTree]:

@@ -36,7 +36,7 @@ from jaxrl_post.examples.preferences import (
     open_pairs,
     open_solutions,
 )
-from jaxrl_post.examples.tasks import open_tasks
+from jaxrl_post.examples.tasks import TaskSets, open_tasks
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
 from jaxrl_post.learner.feed import Drawn, Feed, Measured
 from jaxrl_post.learner.learner import Learner, begin_training
@@ -87,6 +87,7 @@ class Job:
         head: of the model that is trained.
         make_tokenizer: trains a preset's tokenizer of so many tokens; None for one of
             the examples' texts.
+        tasks: of the environment, if the examples are its demonstrations.
     """
 
     objective: ObjectiveFn
@@ -101,6 +102,7 @@ class Job:
     right: str = "preference/accuracy"
     head: Head = "lm"
     make_tokenizer: Callable[[int], Tokenizer] | None = None
+    tasks: TaskSets | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def _fine_tuning(config: SFTConfig, console: Console) -> Job:
     if config.env is None and config.data.path is not None:
         examples = open_chats(config.data, console)
         fitting = partial(examples.fitting, max_tokens=config.max_tokens)
-        make_tokenizer = None
+        make_tokenizer = tasks = None
     else:
         with warnings_shown(console):
             environment = make_environment(config.env or DEFAULT_ENV, config.data)
@@ -168,6 +170,7 @@ def _fine_tuning(config: SFTConfig, console: Console) -> Job:
         functools.cache(fitting),
         noun="examples",
         make_tokenizer=make_tokenizer,
+        tasks=tasks,
     )
 
 
@@ -262,6 +265,7 @@ def _run(
         console=console,
         command=command,
         make_tokenizer=job.make_tokenizer or partial(tokenizer_of, job.examples.texts),
+        tasks=job.tasks,
         head=job.head,
         complete=checked,
         warm_start=warm_start,

@@ -119,6 +119,7 @@ def run_rl(
             console=console,
             command=command,
             make_tokenizer=functools.partial(environment_tokenizer, tasks),
+            tasks=tasks,
             head="lm+value" if shared else "lm",
             complete=functools.partial(_measured, fitting),
             warm_start=functools.partial(_warm_started, fitting, console, should_stop),

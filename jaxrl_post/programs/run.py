@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from jaxrl_post.config.run import (
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.packed import Examples, batches
+from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.kernels.dispatch import PLATFORMS, choose
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.checkpoint import CheckpointError, Checkpoints
@@ -39,7 +40,18 @@ from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
 from jaxrl_post.programs.agreement import check_same_program, locked
 from jaxrl_post.programs.hub import Fetched
+from jaxrl_post.programs.places import (
+    TASKS,
+    check_initial,
+    check_inputs,
+    check_inputs_are_kept,
+    check_targets,
+    check_unused,
+    fingerprints,
+    tasks_fingerprint,
+)
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
+from jaxrl_post.records.fingerprints import Fingerprint
 from jaxrl_post.records.path import run_path
 from jaxrl_post.records.report import write_report
 from jaxrl_post.records.sinks import MetricsLog, NoLog, warnings_shown
@@ -105,6 +117,7 @@ class Run[Config: RunConfig]:
         checkpoints: of the run; none yet in a new run.
         console: for messages to the user.
         command: the command line, for the report.
+        inputs: fingerprints of data, models and tasks, by option.
     """
 
     config: Config
@@ -114,6 +127,7 @@ class Run[Config: RunConfig]:
     checkpoints: Checkpoints
     console: Console
     command: str
+    inputs: Mapping[str, Fingerprint]
 
     def open_metrics(self, latest: int | None) -> MetricsLog | NoLog:
         """Opens the metrics log, cut back to the checkpoint that the run resumes.
@@ -153,6 +167,7 @@ class Run[Config: RunConfig]:
                 # A shared backbone is saved as the policy, without the value head.
                 head="lm" if head == "lm+value" else head,
                 hub=self.fetched.commits,
+                inputs=self.inputs,
             )
         )
 
@@ -184,6 +199,7 @@ def open_run[Config: RunConfig](
     console: Console,
     command: str,
     make_tokenizer: Callable[[int], Tokenizer],
+    tasks: TaskSets | None = None,
     head: Head = "lm",
     complete: Callable[[Config, Model], Config] = lambda config, model: config,
     warm_start: Callable[[Config, Model], Model] = lambda config, model: model,
@@ -195,15 +211,18 @@ def open_run[Config: RunConfig](
         console: for messages to the user.
         command: the command line.
         make_tokenizer: trains a preset's tokenizer of so many tokens.
+        tasks: of the environment, if it has them from one; a resumed run must have the
+            same.
         head: of the model.
         complete: fills in options that depend on the model, and checks them.
         warm_start: trains a preset before the first step. The returned model is saved
             in the folder `initial`, from which a resumed run starts.
 
     Raises:
-        ConfigError: the directory holds another run, another process holds it, the
-            processes do not share it, the run's learning-rate schedule has ended, or
-            the kernels do not run on these devices.
+        ConfigError: the directory holds another run, or what no run wrote; data or
+            models have changed since the run began, or lie where it writes; another
+            process holds it, the processes do not share it, the run's learning-rate
+            schedule has ended, or the kernels do not run on these devices.
         ProcessesError: the processes have other options, software or code.
         CheckpointError: the run has checkpoints, and none is whole.
         WarmStartStoppedError: `warm_start` was told to stop.
@@ -217,7 +236,8 @@ def open_run[Config: RunConfig](
         check_same_program(config)
         stack.enter_context(locked(directory.path, command))
         # Every process reads before process 0 writes.
-        saved = directory.read_description() if config.resume else None
+        saved = directory.read_description()
+        check_unused(directory.path, resume=config.resume, described=saved is not None)
         resumable = processes.agree(
             "initial model",
             config.resume and (initial / "config.json").is_file(),
@@ -225,6 +245,9 @@ def open_run[Config: RunConfig](
         if saved is not None:
             # Before its steps are looked at: another run may explain their number.
             check_same_run(directory, fetched.named(_measured_as(saved, config)))
+        if resumable:
+            check_initial(initial)
+        inputs = _inputs(config, directory, saved, tasks)
         began = None if saved is None else saved.config
         config = with_horizons(config, began, str(directory.path))
         model = open_model(
@@ -249,25 +272,41 @@ def open_run[Config: RunConfig](
             raise ConfigError(str(error)) from error
         named = fetched.named(config)
         checkpoints = stack.enter_context(_checkpoints(directory, named))
-        run = Run(config, fetched, directory, model, checkpoints, console, command)
+        run = Run(
+            config, fetched, directory, model, checkpoints, console, command, inputs
+        )
         if checkpoints.latest() is None and model.preset:
             run = dataclasses.replace(run, model=warm_start(config, model))
             # Write config.json first: a run with other options could resume from an
             # `initial` that stands alone.
             run.describe()
-            save_model(initial, run.model, run.model.params)
+            save_model(initial, run.model, run.model.params, manifest=True)
         adapted = with_adapter(config.lora, run.model, seed=config.seed, donate=True)
         yield dataclasses.replace(run, model=adapted)
+
+
+def _inputs(
+    config: RunConfig,
+    directory: RunDirectory,
+    saved: RunDescription | None,
+    tasks: TaskSets | None,
+) -> dict[str, Fingerprint]:
+    """Checks what a run reads and where it writes; returns what it reads."""
+    check_inputs_are_kept(config, directory.path)
+    # Process 0 writes, so it alone takes what older versions wrote for the run's own.
+    if not processes.index():
+        check_targets(config, directory, saved)
+    inputs = fingerprints(config)
+    if tasks is not None:
+        inputs[TASKS] = tasks_fingerprint(tasks)
+    if saved is not None:
+        check_inputs(saved, inputs, config)
+    return inputs
 
 
 @contextmanager
 def _checkpoints(directory: RunDirectory, config: RunConfig) -> Iterator[Checkpoints]:
     """Opens the checkpoints of a run whose options match; sets damaged ones aside."""
-    if not config.resume and directory.config.exists():
-        raise ConfigError(
-            f"--no-resume: {directory.path} holds a run already; choose another "
-            "--run-dir, or remove it"
-        )
     check_same_run(directory, config)
     checkpoints = Checkpoints(
         directory.path / "checkpoints", keep=config.checkpoint.keep, sole=True

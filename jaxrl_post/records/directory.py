@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_post.records.fingerprints import Fingerprint
+
 __all__ = [
     "JsonLines",
     "RunDescription",
@@ -20,6 +22,9 @@ __all__ = [
     "read_rows",
     "replace_file",
 ]
+
+# Keys of the config.json of a model, which a run's does not have.
+OF_MODELS = {"model_type", "architectures"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +41,8 @@ class RunDescription:
         head: of the model that the run makes: "lm", "value" for a reward model, or
             "process" for one of steps.
         hub: commit of each name on the hub in the configuration, by name.
+        inputs: fingerprints (`records.fingerprints`) of the data files, the models and
+            the tasks, by option; None in runs of versions that kept none.
     """
 
     command: str
@@ -46,6 +53,7 @@ class RunDescription:
     config: Mapping[str, Any]
     head: str = "lm"
     hub: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    inputs: Mapping[str, Fingerprint] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +95,28 @@ class RunDirectory:
         """Reads config.json; returns None if there is no such file.
 
         Raises:
-            ValueError: the file is damaged.
+            ValueError: the file is damaged, or it is that of a model.
         """
         if not self.config.exists():
             return None
+        content = None
         try:
-            return RunDescription(**json.loads(self.config.read_text(encoding="utf-8")))
+            content = json.loads(self.config.read_text(encoding="utf-8"))
+            return RunDescription(**content)
         except (ValueError, TypeError) as error:
+            if isinstance(content, dict) and OF_MODELS & content.keys():
+                raise ValueError(
+                    f"{self.path} is the directory of a model, as its config.json "
+                    "says; choose another run directory"
+                ) from error
+            remedy = "restore it from a copy"
+            if any((self.path / "checkpoints").glob("[0-9]*")):
+                remedy += ", since the checkpoints cannot be resumed without it"
+            else:
+                remedy += ", remove it"
             raise ValueError(
-                f"{self.config} is not what a run writes: {error!r}; "
-                "remove it, or use another run directory"
+                f"{self.config} is not what a run writes: {error!r}; {remedy}, or use "
+                "another run directory"
             ) from error
 
     def describe(self, description: RunDescription) -> None:

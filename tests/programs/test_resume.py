@@ -16,16 +16,20 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from jaxrl_post import pretrained
+from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig, UpdateConfig
 from jaxrl_post.learner import checkpoint
 from jaxrl_post.learner.checkpoint import CheckpointError
+from jaxrl_post.learner.model import save_model
 from jaxrl_post.programs import offline
 from jaxrl_post.programs.convert import ConvertConfig, convert
 from jaxrl_post.programs.evaluate import EvaluateConfig, run_evaluation
 from jaxrl_post.programs.offline import run_offline
+from jaxrl_post.programs.places import check_initial
 from jaxrl_post.programs.run import Outcome
 from jaxrl_post.records.directory import read_rows
 from tests.programs.trainers import CONFIG, make_model
@@ -225,3 +229,151 @@ def test_a_restored_state_takes_the_place_of_the_first(copied, monkeypatch):
     with pytest.raises(ConfigError, match="enough"):
         go_on(copied)
     assert freed == [True]
+
+
+def begun(config: SFTConfig, folder: Path, **changes) -> SFTConfig:
+    """A new run of two steps with its own copy of the model."""
+    shutil.copytree(config.model, folder / "mine")
+    changes = {"model": str(folder / "mine"), "steps": 1, **changes}
+    return dataclasses.replace(config, run_dir=str(folder / "run"), **changes)
+
+
+def rows(folder: Path, count: int) -> str:
+    file = folder / "rows.jsonl"
+    pairs = [{"prompt": f"{i}+1=", "completion": "7"} for i in range(count)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return str(file)
+
+
+def test_a_model_in_the_run_directory_is_refused_before_anything_trains(
+    config, tmp_path
+):
+    place = tmp_path / "run"
+    shutil.copytree(config.model, place / "model")
+    before = {file.name: file.read_bytes() for file in (place / "model").iterdir()}
+    own = dataclasses.replace(config, run_dir=str(place), model=str(place / "model"))
+    with pytest.raises(ConfigError, match=r"--model: .*run/model lies in .*run/model,"):
+        go_on(own)
+    linked = tmp_path / "linked"
+    linked.symlink_to(place / "model")
+    with pytest.raises(ConfigError, match=r"--model: .*linked lies in .*run/model,"):
+        go_on(dataclasses.replace(own, model=str(linked)))
+    with pytest.raises(ConfigError, match=r"run/model is where the run saves its mod"):
+        go_on(dataclasses.replace(config, run_dir=str(place)))
+    assert before == {f.name: f.read_bytes() for f in (place / "model").iterdir()}
+    assert [path.name for path in place.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("kind", ["notes", "link"])
+def test_what_the_run_did_not_write_is_refused_before_anything_trains(
+    config, tmp_path, kind
+):
+    target = tmp_path / "run" / "model"
+    if kind == "notes":
+        target.mkdir(parents=True)
+        (target / "notes.txt").write_text("precious")
+    else:
+        target.parent.mkdir()
+        target.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"run/model is where the run saves its mod"):
+        go_on(dataclasses.replace(config, run_dir=str(tmp_path / "run")))
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+def test_its_own_model_is_replaced_and_that_of_an_older_version_too(copied):
+    again = dataclasses.replace(copied, steps=LAST + 1)
+    for _ in range(2):
+        assert go_on(again)[0].completed
+    # Versions before these records wrote neither.
+    run = Path(copied.run_dir)
+    (run / "saved.json").unlink()
+    description = json.loads((run / "config.json").read_text())
+    del description["inputs"]
+    (run / "config.json").write_text(json.dumps(description))
+    assert go_on(dataclasses.replace(copied, steps=LAST + 2))[0].completed
+    assert not list(run.glob("*before*"))
+
+
+def test_checkpoints_without_the_options_of_their_run_are_refused(copied):
+    (Path(copied.run_dir) / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds checkpoints, but no config.json th"):
+        go_on(dataclasses.replace(copied, seed=77))
+    with pytest.raises(ConfigError, match=r"--no-resume: .*run holds a run already; "):
+        go_on(dataclasses.replace(copied, resume=False))
+
+
+def test_data_that_changed_is_refused_by_name(config, tmp_path):
+    data = DataConfig(path=rows(tmp_path, 40))
+    ours = begun(config, tmp_path, env=None, data=data)
+    go_on(ours)
+    rows(tmp_path, 41)
+    more = dataclasses.replace(ours, steps=2)
+    with pytest.raises(
+        ConfigError,
+        match=r"--data.path: .*rows.jsonl changed since the run began: the file has 41 "
+        r"lines instead of 40\. Restore what it began with to resume it, or choose",
+    ):
+        go_on(more)
+    rows(tmp_path, 40)
+    assert go_on(more)[0].completed
+
+
+def test_a_base_that_changed_is_refused_by_name(config, tmp_path):
+    ours = begun(config, tmp_path, lora=AdapterConfig(rank=2))
+    go_on(ours)
+    weights = Path(ours.model) / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    # Files that are not read may change.
+    (Path(ours.model) / "README.md").write_text("A model.")
+    more = dataclasses.replace(ours, steps=2)
+    with pytest.raises(
+        ConfigError,
+        match=r"--model: .*mine changed since the run began: model.safetensors has ot",
+    ):
+        go_on(more)
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert go_on(more)[0].completed
+
+
+def test_tasks_that_changed_are_refused(copied):
+    file = Path(copied.run_dir) / "config.json"
+    description = json.loads(file.read_text())
+    description["inputs"]["tasks"]["the number of train tasks"]["count"] += 1
+    file.write_text(json.dumps(description))
+    with pytest.raises(ConfigError, match=r"--env: its tasks changed since the run be"):
+        go_on(dataclasses.replace(copied, steps=LAST + 1))
+
+
+def test_a_damaged_initial_model_is_named(tmp_path):
+    initial = tmp_path / "initial"
+    model = dataclasses.replace(make_model(), preset=True)
+    save_model(initial, model, model.params, manifest=True)
+    check_initial(initial)
+    weights = initial / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=r"initial, .* is damaged: model.safetensors holds other byt"
+    ):
+        check_initial(initial)
+    (initial / "manifest.json").unlink()
+    check_initial(initial)
+
+
+def test_a_disk_that_is_full_keeps_the_earlier_model(tmp_path, monkeypatch):
+    model, target = dataclasses.replace(make_model(), preset=True), tmp_path / "model"
+    save_model(target, model, model.params)
+    before = load_file(target / "model.safetensors")
+
+    def full(self, directory):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(model.tokenizer), "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_model(target, model, jax.tree.map(lambda leaf: leaf + 1, model.params))
+    after = load_file(target / "model.safetensors")
+    assert all((before[name] == after[name]).all() for name in before)

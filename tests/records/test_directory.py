@@ -198,6 +198,7 @@ def test_description_is_written_whole(tmp_path):
         "config": {"betas": [0.9, 1]},
         "head": "lm",
         "hub": {},
+        "inputs": None,
     }
     assert os.listdir(directory.path) == ["config.json"]
 
@@ -208,3 +209,30 @@ def test_description_that_json_cannot_write(tmp_path, value):
     with pytest.raises(ValueError, match=r"description must hold only.*turn paths"):
         directory.describe(RunDescription("c", "m", 1, "dp1", {}, {"a": value}))
     assert not directory.config.exists()
+
+
+MODEL = '{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "checkpoints", "message"),
+    [
+        (MODEL, False, r"run is the directory of a model, .*choose another run dir"),
+        (MODEL, True, r"run is the directory of a model, .*choose another run dir"),
+        ("{", False, r"config.json is not what a run writes: .*copy, remove it, or"),
+        ("{", True, r"copy, since the checkpoints cannot be resumed without it, or"),
+        ('{"a": 1}', True, r"copy, since the checkpoints cannot be resumed without"),
+    ],
+)
+def test_a_file_that_no_run_wrote_is_removed_only_where_nothing_needs_it(
+    tmp_path, text, checkpoints, message
+):
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    directory.config.write_text(text)
+    if checkpoints:
+        (directory.path / "checkpoints" / "3").mkdir(parents=True)
+    with pytest.raises(ValueError, match=message) as refused:
+        directory.read_description()
+    removable = text == "{" and not checkpoints
+    assert ("remove it" in str(refused.value)) == removable
