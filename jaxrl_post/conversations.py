@@ -6,6 +6,7 @@ References:
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_post.jsonl import BadRowError, is_unicode
@@ -19,9 +20,15 @@ __all__ = [
     "group_of",
     "prompt_of",
     "require_assistant",
+    "require_no_tools",
     "require_prompt",
     "text_of",
 ]
+
+# Keys that chat templates write; without them a message would say something else.
+_MORE = (
+    "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning", "name",
+)  # fmt: skip
 
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _SPEAKER_ROLES: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
@@ -121,6 +128,15 @@ def group_of(prompt: tuple[Message, ...]) -> str:
     return "\n\n".join(message.content for message in prompt)
 
 
+def require_no_tools(row: Mapping[str, Any]) -> None:
+    """Raises BadRowError if a row has tools, where no prompt is written with them."""
+    if row.get("tools"):
+        raise BadRowError(
+            "field 'tools' is not read here: prompts are written without tools; drop "
+            "the field"
+        )
+
+
 def text_of(value: Any, what: str) -> str:
     """Returns `value` if it is a text that can be encoded as UTF-8.
 
@@ -183,4 +199,11 @@ def _message(value: Any, where: str) -> Message:
         raise BadRowError(
             f"{where}: 'role' must be one of {listed(ROLES)}, got {value['role']!r}"
         )
+    for key in _MORE:
+        if value.get(key):
+            raise BadRowError(
+                f"{where}: {key!r} is not read here, only 'role' and 'content'; drop "
+                "the key. Supervised fine-tuning reads it (field 'messages', or "
+                "'prompt' and 'completion')"
+            )
     return Message(value["role"], text_of(value["content"], f"{where}: 'content'"))

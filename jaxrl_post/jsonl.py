@@ -28,6 +28,11 @@ type OnBadRow = Literal["fail", "skip"]
 # A report lists so many bad rows; it only counts the others.
 _LISTED_BAD_ROWS = 5
 
+_ARRAY = (
+    "the file is one JSON array, and is read as one JSON object a line; "
+    "`jq -c '.[]' FILE > ROWS.jsonl` rewrites it"
+)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -237,10 +242,14 @@ def json_object(raw: bytes) -> dict[str, Any]:
             text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant
         )
     except json.JSONDecodeError as error:
+        if text.strip() == "[":
+            raise BadRowError(_ARRAY) from None
         raise BadRowError(f"not JSON: {error.msg} at column {error.colno}") from None
     # Raised for an integer of thousands of digits, and for brackets nested as deep.
     except (ValueError, RecursionError) as error:
         raise BadRowError(f"not JSON that can be read: {error}") from None
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        raise BadRowError(_ARRAY)
     if not isinstance(value, dict):
         raise BadRowError(f"must be a JSON object, got {type(value).__name__}")
     return value

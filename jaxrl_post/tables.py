@@ -21,6 +21,10 @@ __all__ = ["Layout", "listed", "read_table"]
 # Large enough for a small overhead per batch, small enough for long conversations.
 _PARQUET_BATCH_ROWS = 1024
 
+# Columns with conversations and tools. Arrow gives all structs of a column the same
+# fields, so a row has those of others, such as the parameters of their tools, as null.
+_CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
+
 
 @dataclass(frozen=True)
 class Layout[Item]:
@@ -47,7 +51,8 @@ def read_table[Item](
 
     Args:
         path: .jsonl and .json hold one JSON object a line; .parquet needs the extra
-            `parquet`, and a null there is an absent field.
+            `parquet`, and a null there is an absent field, also inside of messages
+            and tools.
         layouts: a row has the first layout whose fields it has.
         on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
             lists them in the report.
@@ -186,5 +191,15 @@ def _parquet_row(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
         except UnicodeDecodeError as error:
             raise BadRowError(f"field {name!r} is not UTF-8 ({error.reason})") from None
         if value is not None:
-            row[name] = value
+            row[name] = _without_nulls(value) if name in _CONVERSATIONS else value
     return row
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value whose objects, at any depth, lack the fields that are null."""
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        kept = {key: each for key, each in value.items() if each is not None}
+        return {key: _without_nulls(each) for key, each in kept.items()}
+    return value

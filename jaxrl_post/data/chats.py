@@ -65,8 +65,9 @@ def read_chats(
     - messages: a list of {"role", "content"}, with at least one turn of the assistant.
       A message may also have name, tool_calls, tool_call_id and reasoning_content, and
       the row may have `tools`.
-    - prompt, completion: each a text, or messages; the completion is learned. A text as
-      the prompt is a message of the user.
+    - prompt, completion: each a text, or messages; the completion, one message, is
+      learned. A text as the prompt is a message of the user. Messages and `tools` are
+      as above.
     - text: every token is learned.
 
     Args:
@@ -103,7 +104,7 @@ def _conversation(row: Mapping[str, Any]) -> list[Chat | Text]:
     if not isinstance(value, list):
         got = type(value).__name__
         raise BadRowError(f"field 'messages' must be a list of messages, got {got}")
-    messages = tuple(_message(each, at) for at, each in enumerate(value, start=1))
+    messages = _messages(value, "messages")
     first = next(
         (i for i, each in enumerate(messages) if each["role"] == "assistant"), None
     )
@@ -116,8 +117,14 @@ def _conversation(row: Mapping[str, Any]) -> list[Chat | Text]:
     return [Chat(messages, "\n\n".join(before), tools=_tools(row.get("tools")))]
 
 
-def _message(value: Any, number: int) -> Mapping[str, Any]:
-    where = f"field 'messages', message {number}"
+def _messages(value: list[Any], field: str) -> tuple[Mapping[str, Any], ...]:
+    return tuple(
+        _message(each, f"field {field!r}, message {number}")
+        for number, each in enumerate(value, start=1)
+    )
+
+
+def _message(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise BadRowError(f"{where} must be an object, got {type(value).__name__}")
     message = {key: item for key, item in value.items() if item is not None}
@@ -151,6 +158,9 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...] | None:
 
 
 def _completion(row: Mapping[str, Any]) -> list[Chat | Text]:
+    tools = _tools(row.get("tools"))
+    if tools is not None or _says_more(row["prompt"]) or _says_more(row["completion"]):
+        return [_with_calls(row["prompt"], row["completion"], tools)]
     prompt = prompt_of(row["prompt"])
     answer = answer_of(row["completion"], "completion", prompt)
     if not answer.strip():
@@ -158,6 +168,42 @@ def _completion(row: Mapping[str, Any]) -> list[Chat | Text]:
     messages = tuple({"role": m.role, "content": m.content} for m in prompt)
     reply = {"role": "assistant", "content": answer}
     return [Chat((*messages, reply), group_of(prompt), only_last=True)]
+
+
+def _says_more(value: Any) -> bool:
+    """Whether a message of a list has more than a role and a content."""
+    return isinstance(value, list) and any(
+        isinstance(each, dict) and any(each.get(key) for key in _KEYS[2:])
+        for each in value
+    )
+
+
+def _with_calls(
+    prompt: Any, completion: Any, tools: tuple[Mapping[str, Any], ...] | None
+) -> Chat:
+    """A prompt and its completion, with all that their messages have."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    for field, value in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(value, list) or not value:
+            got = type(value).__name__
+            raise BadRowError(f"field {field!r} must be str or messages, got {got}")
+    before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
+    if before[-1]["role"] == "assistant":
+        raise BadRowError(
+            "the prompt must end with a message to answer, got one of the assistant"
+        )
+    if after[: len(before)] == before:
+        after = after[len(before) :]
+    if len(after) != 1 or after[0]["role"] != "assistant":
+        raise BadRowError(
+            "field 'completion' must be the assistant's message, alone or after the "
+            f"prompt's messages, got the roles {[each['role'] for each in after]}"
+        )
+    group = "\n\n".join(each.get("content") or "" for each in before)
+    return Chat((*before, *after), group, only_last=True, tools=tools)
 
 
 def _text(row: Mapping[str, Any]) -> list[Chat | Text]:

@@ -18,6 +18,7 @@ from jaxrl_post.conversations import (
     group_of,
     prompt_of,
     require_assistant,
+    require_no_tools,
     require_prompt,
     text_of,
 )
@@ -93,7 +94,9 @@ def read_preferences(
       true for a desirable answer.
 
     The first two layouts may have numbers score_chosen and score_rejected (or
-    chosen_score, chosen_rating, chosen-rating), whose difference is the margin.
+    chosen_score, chosen_rating, chosen-rating), whose difference is the margin. A row
+    with tools is bad, and so is a message with more than role and content that a chat
+    template would write, such as tool_calls or reasoning_content.
 
     Args:
         path: the file; .jsonl and .json hold one JSON object a line, .parquet a row a
@@ -130,6 +133,7 @@ def read_preferences(
 
 
 def _with_prompt(row: Mapping[str, Any]) -> list[Preference]:
+    require_no_tools(row)
     messages = prompt_of(row["prompt"])
     chosen = answer_of(row["chosen"], "chosen", messages)
     rejected = answer_of(row["rejected"], "rejected", messages)
@@ -137,6 +141,7 @@ def _with_prompt(row: Mapping[str, Any]) -> list[Preference]:
 
 
 def _conversations(row: Mapping[str, Any]) -> list[Preference]:
+    require_no_tools(row)
     chosen = conversation_of(row["chosen"], "chosen")
     rejected = conversation_of(row["rejected"], "rejected")
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
@@ -187,6 +192,7 @@ def _solutions(row: Mapping[str, Any]) -> list[Preference]:
 
 
 def _judged(row: Mapping[str, Any]) -> list[Judged]:
+    require_no_tools(row)
     messages = prompt_of(row["prompt"])
     answer = answer_of(row["completion"], "completion", messages)
     if not answer.strip():

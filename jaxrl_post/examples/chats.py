@@ -175,11 +175,15 @@ def _sequence(tokenizer: Tokenizer, each: Chat | Text) -> packing.Sequence:
             tokens = (*tokens, tokenizer.eos_id)
         # The first token has no predecessor to be predicted from.
         return packing.Sequence.of(tokens[:1], tokens[1:])
-    if each.only_last and each.tools is None:
+    *prompt, reply = each.messages
+    options, only_last = _options(each), each.only_last
+    if only_last and reply.keys() <= {"role", "content"}:
         # Without a template, the prompt is tokenised apart, as the sampler sees it.
-        *prompt, reply = each.messages
-        return packing.Sequence.of(*chat.answered(tokenizer, prompt, reply["content"]))
-    tokens, learned = chat.conversation(tokenizer, each.messages, _options(each))
+        answer = reply["content"]
+        return packing.Sequence.of(*chat.answered(tokenizer, prompt, answer, options))
+    tokens, learned = chat.conversation(
+        tokenizer, each.messages, options, only_last=only_last
+    )
     if not learned.any():
         raise TokenizerError(
             "chat: the chat template writes nothing of the assistant's turns"

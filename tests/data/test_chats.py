@@ -119,3 +119,83 @@ def test_a_row_of_another_layout_is_a_bad_row(file):
         read_chats(path)
     found, report = read_chats(path, on_bad_row="skip")
     assert (len(found), report.num_bad) == (1, 1)
+
+
+def tool(name, **properties):
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def calls(name, **arguments):
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def test_rows_of_parquet_have_nothing_of_the_tools_of_other_rows(file):
+    rows = [
+        {
+            "messages": [user("w?"), calls("weather", city="Paris")],
+            "tools": [tool("weather", city={"type": "string"})],
+        },
+        {
+            "messages": [user("t?"), calls("time", zone="CET", hours=[1, None])],
+            "tools": [tool("time", zone={"type": "string", "enum": ["CET"]})],
+        },
+    ]
+    found, _ = read_chats(file(*rows, name="chats.parquet"))
+    for chat, row in zip(found, rows, strict=True):
+        assert list(chat.messages) == row["messages"]
+        assert list(chat.tools) == row["tools"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet"])
+def test_a_completion_keeps_its_calls_its_reasoning_and_the_tools(file, whole, name):
+    prompt = [user("w?"), said("Where?"), user("Here.")]
+    reply = {**calls("weather", city="Paris"), "reasoning_content": "Look."}
+    add = tool("weather", city={"type": "string"})
+    row = {
+        "prompt": prompt,
+        "completion": [*prompt, reply] if whole else [reply],
+        "tools": [add],
+    }
+    (found,), _ = read_chats(file(row, name=name))
+    expected = Chat((*prompt, reply), "w?\n\nWhere?\n\nHere.", True, (add,))
+    assert found == expected
+
+
+def test_tools_alone_go_with_texts(file):
+    row = {"prompt": "w?", "completion": "Rain.", "tools": [tool("weather")]}
+    (found,), _ = read_chats(file(row))
+    assert found == Chat((user("w?"), said("Rain.")), "w?", True, (tool("weather"),))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"prompt": "a", "completion": [user("b"), calls("f")]},
+            r"the assistant's message, alone or after .* \['user', 'assistant'\]",
+        ),
+        (
+            {"prompt": [user("a"), calls("f")], "completion": "b"},
+            "the prompt must end with a message to answer",
+        ),
+        ({"prompt": [], "completion": [calls("f")]}, "field 'prompt' must be str or"),
+        (
+            {"prompt": "a", "completion": [{**calls("f"), "weight": 1}]},
+            "field 'completion', message 1: the key 'weight' is not known",
+        ),
+    ],
+)
+def test_completions_with_calls_that_are_refused(file, row, reason):
+    with pytest.raises(ValueError, match=reason):
+        read_chats(file(row))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_is_named(tmp_path, indent):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=indent))
+    with pytest.raises(ValueError, match=r"rows.json:1: the file is one JSON array, a"):
+        read_chats(path)

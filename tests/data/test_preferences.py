@@ -490,3 +490,38 @@ def test_a_share_outside_its_range_is_an_error(share):
         ValueError, match=rf"eval_share must be in \(0, 1\), got {share}"
     ):
         split(pairs_of("ab"), eval_share=share)
+
+
+CALLS = {**GOOD, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+THOUGHT = {**GOOD, "reasoning_content": "because"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (PROMPTED | {"chosen": [CALLS]}, "'chosen', message 1: 'tool_calls' is not re"),
+        (
+            PAIRED | {"rejected": [USER, THOUGHT]},
+            "'rejected', message 2: 'reasoning_content' is not read here",
+        ),
+        (
+            {"prompt": "a", "completion": [THOUGHT], "label": True},
+            "'completion', message 1: 'reasoning_content' is not read here",
+        ),
+        (PROMPTED | {"tools": [{"type": "function"}]}, "field 'tools' is not read he"),
+        (PAIRED | {"tools": [{"type": "function"}]}, "field 'tools' is not read here"),
+        (
+            {"prompt": "a", "completion": "b", "label": True, "tools": [{"a": 1}]},
+            "field 'tools' is not read here",
+        ),
+    ],
+)
+def test_what_a_pair_would_lose_is_refused(jsonl, row, reason):
+    with pytest.raises(ValueError, match=reason):
+        read_preferences(jsonl(row))
+
+
+def test_empty_fields_lose_nothing(jsonl):
+    empty = {**GOOD, "tool_calls": [], "reasoning_content": None}
+    found, _ = read_preferences(jsonl(PROMPTED | {"chosen": [empty], "tools": []}))
+    assert found == [ONE]

@@ -206,3 +206,25 @@ def test_sft_reads_the_file_that_is_named_without_an_environment(file, console):
     assert run_path(SFTConfig()).name == "sft-arithmetic-demo"
     with pytest.raises(ValueError, match=r"chats.jsonl:5: no field 'completion'"):
         run_offline(config, console=console, command="")
+
+
+def test_of_a_completion_with_a_call_the_completion_alone_is_learned():
+    template = (
+        "{% for t in tools %}{{ t.name }}{% endfor %}{% for m in messages %}"
+        "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "={{ c.function.name }}={% endfor %}<|eos|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer = Tokenizer(
+        PLAIN.backend,
+        stop_ids=PLAIN.stop_ids,
+        chat_template=template,
+        special_tokens=PLAIN.special_tokens,
+    )
+    called = {**said("a"), "tool_calls": [{"function": {"name": "b", "arguments": {}}}]}
+    before = (user("1+1="), said("2"), user("+1="))
+    for reply, expected in ((called, "a=b=<|eos|>"), (said("a"), "a<|eos|>")):
+        chat = Chat((*before, reply), "1+1=", True, ({"name": "c"},))
+        answer, whole = learned(tokenizer, chat)
+        assert answer == expected
+        assert whole.startswith("c[user]1+1=")
