@@ -25,7 +25,8 @@ class MismatchConfig:
 
     Both bounds are for mismatch/token_mult_prob_error, the mean factor by which they
     differ in the probability of a sampled token: 1 where they agree. Tokens of older
-    parameters do not count.
+    parameters do not count; a step that has no others is not compared, and has no such
+    metric.
 
     Attributes:
         warn: print a warning above it.

@@ -104,7 +104,8 @@ def render(
 
     The chat template writes the whole text, including BOS. Without a chat template, as
     for base models and the built-in tasks, the contents are concatenated, and EOS
-    follows each earlier answer of the assistant, as in an episode.
+    follows each earlier answer of the assistant, as in an episode. An EOS that the
+    tokenizer would put behind every text is left out.
 
     Args:
         tokenizer: with or without a chat template.
@@ -128,7 +129,7 @@ def render(
             if message["role"] == "assistant" and number < len(messages):
                 text += tokenizer.eos_token
         check(text)
-        return tokenizer.encode(text, special=True)
+        return _open_end(tokenizer, text)
     text = render_text(
         tokenizer,
         messages,
@@ -139,6 +140,22 @@ def render(
     check(text)
     # The template writes BOS itself.
     return tokenizer.encode(text)
+
+
+def _open_end(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Token ids of a text with BOS but without an EOS that the tokenizer appends.
+
+    Some tokenizers put one behind every text; an answer cannot follow it.
+    """
+    ids, stops = tokenizer.encode(text, special=True), tokenizer.stop_ids
+    # Of an empty text, what stands before it and behind it look alike.
+    if not text or ids[-1] not in stops:
+        return ids
+    _, begins = tokenizer.encode_with_begins(text, special=True)
+    end = len(ids)
+    while begins[end - 1] < 0 and ids[end - 1] in stops:
+        end -= 1
+    return ids[:end]
 
 
 def render_text(

@@ -142,12 +142,14 @@ class Updater:
                     first = not collected
                     collected.append(self._updated(piece, number, where, first=first))
             jax.block_until_ready(self.state.params)
+        names = dict.fromkeys(name for found in collected for name in found)
         metrics |= {
-            name: float(np.mean([metrics[name] for metrics in collected]))
-            for name in collected[0]
+            name: float(np.mean([each[name] for each in collected if name in each]))
+            for name in names
         }
-        if UNEQUAL in metrics:
-            # Later updates have other parameters than the sampler had.
+        # Later updates have other parameters than the sampler had.
+        metrics.pop(UNEQUAL, None)
+        if UNEQUAL in collected[0]:
             metrics[UNEQUAL] = collected[0][UNEQUAL]
         return metrics
 
@@ -254,6 +256,9 @@ class Updater:
 
     def _check_mismatch(self, where: str, metrics: dict[str, float]) -> None:
         """Compares sampler and trainer on the same parameters, before they train.
+
+        Nothing is compared, and so nothing refused, where a minibatch has no token that
+        was sampled by these parameters; it has no such metrics then.
 
         Raises:
             MismatchError: they differ by more than `--mismatch.stop`, or at all in

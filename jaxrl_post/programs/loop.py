@@ -8,7 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import grain
 import jax
 
-from jaxrl_post.learner.checkpoint import abstract_state
+from jaxrl_post.learner.checkpoint import Checkpoints, abstract_state
+from jaxrl_post.learner.learner import DivergenceError
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.programs.agreement import check_same_state
 from jaxrl_post.programs.run import Run
@@ -16,6 +17,9 @@ from jaxrl_post.records.sinks import Progress
 from jaxrl_post.sharding import processes
 
 __all__ = ["Training", "train"]
+
+# Of a checkpoint's meta: the metrics of a step whose evaluation is still due.
+PENDING = "evaluation_due"
 
 
 @runtime_checkable
@@ -77,35 +81,41 @@ def train(
         The last step's number and metrics; no metrics if no step was left.
     """
     config, checkpoints = run.config, run.checkpoints
-    latest = checkpoints.latest()
+    latest, meta = checkpoints.latest(), dict[str, Any]()
     if latest is not None:
         abstract = abstract_state(jax.eval_shape(training.snapshot), training.layout)
         snapshot, meta = checkpoints.restore(latest, abstract, training.indices)
-        training.restore(snapshot, meta)
+        training.restore(snapshot, {k: v for k, v in meta.items() if k != PENDING})
         run.resumed(latest, snapshot)
     step, stopped = latest or 0, False
+    # Of a run that was stopped when an evaluation was due: the metrics of that step.
+    pending = meta.pop(PENDING, None)
     if step < config.steps:
         run.describe()
     metrics: dict[str, float] = {}
     with (
-        run.open_metrics(latest) as metrics_log,
+        run.open_metrics(latest if pending is None else step - 1) as metrics_log,
         training.logs(-1 if latest is None else latest),
         Progress(run.console, total_steps=config.steps) as progress,
     ):
         if latest is None:
             metrics_log.write(0, training.evaluate(0))
+        if pending is not None:
+            metrics_log.write(step, pending | training.evaluate(step))
         saving = 0.0
         while step < config.steps and not stopped:
             step += 1
-            metrics = training.step(step) | {"time/checkpoint": saving}
+            metrics = _taken(training, step, checkpoints) | {"time/checkpoint": saving}
             if processes.count() > 1:
                 position = training.indices.get_state()
                 check_same_state(f"after step {step}", metrics, position)
             # A signal may reach only one of several processes.
             stopped = any(processes.exchange("stop", should_stop()))
             last = step == config.steps or stopped
-            # A signal ends the run soon, so skip the evaluation.
-            evaluates = not stopped and config.eval.due(step, config.steps)
+            due = config.eval.due(step, config.steps)
+            # A signal ends the run soon: an evaluation waits until it is resumed, but
+            # for the last one, after which nothing is.
+            evaluates = due and (not stopped or step == config.steps)
             if evaluates:
                 metrics |= training.evaluate(step)
             # Row before checkpoint: if the run dies in between, resuming cuts it off.
@@ -114,9 +124,23 @@ def train(
             progress.update(step, metrics)
             begin = time.perf_counter()
             if step % config.checkpoint.every == 0 or last:
+                waits = {PENDING: metrics} if due and not evaluates else {}
                 checkpoints.save(
-                    step, training.snapshot(), training.indices, training.meta()
+                    step, training.snapshot(), training.indices, training.meta() | waits
                 )
             saving = time.perf_counter() - begin
         checkpoints.wait()
     return step, metrics
+
+
+def _taken(training: Training, step: int, checkpoints: Checkpoints) -> dict[str, float]:
+    """Takes a step; an error of one that diverged says where the run can go on."""
+    try:
+        return training.step(step)
+    except DivergenceError as error:
+        checkpoints.wait()
+        steps = ", ".join(map(str, checkpoints.steps()))
+        told = "There is no checkpoint yet"
+        if steps:
+            told = f"Checkpoints in {checkpoints.directory} are of the steps {steps}"
+        raise DivergenceError(f"{error}. {told}") from error

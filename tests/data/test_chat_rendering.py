@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from jaxrl_post.data import templates
-from jaxrl_post.data.chat import Options, Turn, render, render_text
+from jaxrl_post.data.chat import Options, Turn, answered, render, render_text
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs import Message
 
@@ -129,6 +129,24 @@ def test_a_template_that_is_not_there_is_named():
         TokenizerError, match=r"no chat template 'default'; .*; got none"
     ):
         text_of(None)
+
+
+@pytest.mark.parametrize("single", ["$A <|eos|>", "<|eos|> $A <|eos|>", "<|eos|> $A"])
+def test_a_prompt_does_not_end_with_an_eos_that_the_tokenizer_appends(single):
+    tokenizer = Tokenizer(
+        tokenizers.Tokenizer.from_str(PLAIN.backend.to_str()), stop_ids=PLAIN.stop_ids
+    )
+    tokenizer.backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=[("<|eos|>", PLAIN.eos_id)]
+    )
+    before = (PLAIN.eos_id,) * single.startswith("<|eos|>")
+    text = PLAIN.encode("1+2=")
+    assert render(tokenizer, [Message("user", "1+2=")]) == (*before, *text)
+    prompt, answer = answered(tokenizer, [Message("user", "1+2=")], "3")
+    assert (prompt, answer) == ((*before, *text), (*PLAIN.encode("3"), PLAIN.eos_id))
+    # One that stands in the text is of the text.
+    own = render(tokenizer, [Message("user", "1<|eos|>")])
+    assert own == (*before, *PLAIN.encode("1<|eos|>"))
 
 
 def test_without_a_template_a_message_is_its_text():

@@ -108,7 +108,9 @@ def test_older_tokens_are_scored_again(trainer):
     trainer.step(1)
     updater._scored = watched_too
     metrics = update(given, 2)
-    assert metrics["mismatch/unequal"] == 0
+    # No token is of the current parameters, so there is nothing to compare.
+    for name in ("unequal", "token_mult_prob_error", "kl"):
+        assert f"mismatch/{name}" not in metrics
     assert metrics["mismatch/stale_kl"] > 0
     for batch in scored:
         np.testing.assert_array_equal(batch.stale, batch.loss_mask)

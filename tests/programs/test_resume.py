@@ -24,6 +24,7 @@ from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig, UpdateConfig
 from jaxrl_post.learner import checkpoint
 from jaxrl_post.learner.checkpoint import CheckpointError
+from jaxrl_post.learner.learner import DivergenceError
 from jaxrl_post.learner.model import save_model
 from jaxrl_post.programs import offline
 from jaxrl_post.programs.convert import ConvertConfig, convert
@@ -377,3 +378,59 @@ def test_a_disk_that_is_full_keeps_the_earlier_model(tmp_path, monkeypatch):
         save_model(target, model, jax.tree.map(lambda leaf: leaf + 1, model.params))
     after = load_file(target / "model.safetensors")
     assert all((before[name] == after[name]).all() for name in before)
+
+
+def evaluated(config: SFTConfig) -> list[tuple[int, list[str]]]:
+    """The steps of the log, and the evaluations in their rows."""
+    rows = read_rows(Path(config.run_dir) / "metrics.jsonl")
+    return [
+        (row["step"], [name for name in row["metrics"] if name.startswith("eval/")])
+        for row in rows
+    ]
+
+
+def test_an_evaluation_that_a_signal_put_off_is_made_on_resuming(config, tmp_path):
+    data = DataConfig(path=rows(tmp_path, 40))
+    quick = EvalConfig(num_tasks=1, every=2)
+    ours = begun(config, tmp_path, env=None, data=data, steps=3, eval=quick)
+    console = Console(file=io.StringIO())
+    asked: list[None] = []
+
+    def stop_at(last: int):
+        asked.clear()
+        return lambda: asked.append(None) or len(asked) == last
+
+    stopped = run_offline(ours, console=console, command="", should_stop=stop_at(2))
+    assert (stopped.step, stopped.completed) == (2, False)
+    assert [names != [] for _, names in evaluated(ours)] == [True, False, False]
+    # And the evaluation of the last step is not put off: nothing resumes after it.
+    ended = run_offline(ours, console=console, command="", should_stop=stop_at(1))
+    assert (ended.step, ended.completed) == (3, True)
+    alone = dataclasses.replace(ours, run_dir=str(tmp_path / "alone"))
+    go_on(alone)
+    assert evaluated(ours) == evaluated(alone)
+    assert [names != [] for _, names in evaluated(ours)] == [True, False, True, True]
+    same = [
+        [
+            {k: v for k, v in row["metrics"].items() if k.startswith(("eval/", "tra"))}
+            for row in read_rows(Path(each.run_dir) / "metrics.jsonl")
+        ]
+        for each in (ours, alone)
+    ]
+    assert same[0] == same[1]
+
+
+def test_a_run_that_diverged_says_which_checkpoints_there_are(copied, monkeypatch):
+    def diverged(feed, state, chosen, number):
+        raise DivergenceError(f"step {number}: train/loss is nan")
+
+    monkeypatch.setattr(offline, "_step", diverged)
+    with pytest.raises(
+        DivergenceError,
+        match=rf"step 4: .* nan\. Checkpoints in .*run/checkpoints are of the steps "
+        rf"{LAST - 1}, {LAST}$",
+    ):
+        go_on(dataclasses.replace(copied, steps=LAST + 1))
+    fresh = dataclasses.replace(copied, run_dir=f"{copied.run_dir}-2")
+    with pytest.raises(DivergenceError, match=r"nan\. There is no checkpoint yet$"):
+        go_on(fresh)
