@@ -4,6 +4,7 @@ import dataclasses
 import json
 import operator
 import os
+import re
 import shlex
 import signal
 import sys
@@ -149,10 +150,13 @@ def read_options[Config](program: Program[Config], arguments: list[str]) -> Conf
     """Applies `--recipe NAME` or `--config FILE`, then the other options, to a default.
 
     Raises:
-        ValueError: there is no such recipe, it comes with `--config`, or with a
-            checkpoint and no learning rate for it; FILE cannot be read, has a key that
-            the configuration lacks, or a value of the wrong type.
+        ValueError: there is no such recipe, it comes with `--config`, or either comes
+            with a checkpoint and no learning rate for it; FILE cannot be read, has a
+            key that the configuration lacks, or a value of the wrong type; options of a
+            warm start that there is not.
     """
+    # As tyro reads them: --eval.num_tasks is --eval.num-tasks.
+    arguments = [_OPTION.sub(_hyphened, argument) for argument in arguments]
     rest, description = arguments, program.description + "\n\n"
     name = recipe = None
     if program.recipes:
@@ -173,8 +177,11 @@ def read_options[Config](program: Program[Config], arguments: list[str]) -> Conf
         if not help_asked(arguments):
             _check_rates(f"--recipe {name}", default, usual, arguments)
     if file is not None:
-        default = from_json(default, _read(Path(file)), where=file)
-    return tyro.cli(
+        usual, default = default, from_json(default, _read(Path(file)), where=file)
+        random = not is_checkpoint(getattr(default, "model", None) or "")
+        if random and hasattr(default, "optimizer") and not help_asked(arguments):
+            _check_rates(f"--config {file}", default, usual, arguments)
+    config = tyro.cli(
         type(default),
         default=default,
         args=rest,
@@ -182,6 +189,39 @@ def read_options[Config](program: Program[Config], arguments: list[str]) -> Conf
         description=f"{description}--config FILE reads a configuration that a run "
         "wrote (its config.json). Other options change it.",
     )
+    if hasattr(config, "warm_start"):
+        _check_warm_start(config, arguments)
+    return config
+
+
+# The name of an option, also before "=".
+_OPTION = re.compile(r"^--[A-Za-z][\w.-]*(?=$|=)")
+
+
+def _hyphened(name: re.Match[str]) -> str:
+    return name[0].replace("_", "-")
+
+
+def _check_warm_start(config: Any, arguments: Sequence[str]) -> None:
+    """Refuses options of a warm start that the run does not have.
+
+    Those of a recipe, which the user did not give, are ignored for a checkpoint.
+    """
+    for option in ("steps", "examples-per-step", "learning-rate"):
+        option = f"--warm-start.{option}"
+        value = given(arguments, option)
+        if value is None or (option.endswith(".steps") and not config.warm_start.steps):
+            continue
+        if is_checkpoint(config.model):
+            raise ValueError(
+                f"{option}: a warm start is for models with random weights, and "
+                f"--model {config.model} is a checkpoint; drop the option"
+            )
+        if not config.warm_start.steps:
+            raise ValueError(
+                f"{option}: with --warm-start.steps 0 there is no warm start; drop the "
+                "option, or give steps"
+            )
 
 
 def given(arguments: Sequence[str], option: str) -> str | None:
@@ -207,12 +247,14 @@ def help_asked(arguments: Sequence[str]) -> bool:
 def _check_rates(
     recipe: str, config: Any, usual: Any, arguments: Sequence[str]
 ) -> None:
-    """Refuses a recipe's learning rates for a checkpoint, which they would ruin.
+    """Refuses the learning rates of a recipe or a file for a checkpoint.
+
+    They are for a model with random weights, and would ruin a checkpoint.
 
     Args:
-        recipe: its option, for messages.
-        config: of the recipe.
-        usual: the configuration without the recipe.
+        recipe: the option that names it, for messages.
+        config: of the recipe or the file.
+        usual: the configuration without it.
         arguments: of the command line.
 
     Raises:
@@ -229,9 +271,9 @@ def _check_rates(
         rate, other = (operator.attrgetter(path)(each) for each in (config, usual))
         if rate != other and given(arguments, option) is None:
             raise ValueError(
-                f"{option}: must be given with {recipe} and --model {model}: the "
-                f"recipe's {rate:g} is for a model with random weights; without "
-                f"--recipe it is {other:g}"
+                f"{option}: must be given with {recipe} and --model {model}: "
+                f"{recipe} has {rate:g}, for a model with random weights; without it "
+                f"the rate is {other:g}"
             )
 
 

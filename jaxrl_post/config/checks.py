@@ -76,7 +76,7 @@ def check_options(config: RunConfig) -> None:
     """
     check_numbers(config)
     check_schedules(config)
-    read_mesh(config.mesh)
+    _check_mesh(config.mesh, "--")
     for name in config.log:
         if name != "tensorboard" and importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -197,10 +197,8 @@ def _check_rl(config: RLConfig) -> None:
     if config.exact:
         _check_exact(config)
     check_algorithm(config.algorithm, config.critic, config.distill)
-    try:
-        read_mesh(config.rollout.mesh)
-    except MeshError as error:
-        raise MeshError(f"--rollout.{error}") from error
+    _check_mesh(config.rollout.mesh, "--rollout.")
+    _check_idle(config)
     check_judges(config.rollout.judges, config.rollout.reward_cpus, "rollout.")
     if config.mismatch.warn > config.mismatch.stop:
         raise ConfigError(
@@ -234,6 +232,44 @@ def _check_rl(config: RLConfig) -> None:
         raise ConfigError(
             f"--critic.warmup-steps: must be less than --steps, {config.steps}, or the "
             f"policy never learns; got {config.critic.warmup_steps}"
+        )
+
+
+def _check_mesh(text: str, section: str) -> None:
+    try:
+        read_mesh(text)
+    except MeshError as error:
+        raise MeshError(f"{section}{error}") from error
+
+
+def _check_idle(config: RLConfig) -> None:
+    """Refuses options that do nothing without another one."""
+    algorithm, rollout, defaults = config.algorithm, config.rollout, RolloutConfig()
+    needs = {
+        "overlong_penalty": (rollout.overlong_buffer, "--rollout.overlong-buffer"),
+        "max_draws": (rollout.dynamic_sampling, "--rollout.dynamic-sampling"),
+        "guess_rows": (rollout.guesses, "--rollout.guesses"),
+        "max_result_tokens": (
+            config.tools or rollout.max_turns > 1,
+            "--rollout.max-turns above 1",
+        ),
+        "publish_mib": (
+            rollout.mesh or rollout.dtype,
+            "--rollout.mesh or --rollout.dtype",
+        ),
+    }
+    for name, (there, other) in needs.items():
+        value = getattr(rollout, name)
+        if value != getattr(defaults, name) and not there:
+            raise ConfigError(
+                f"--rollout.{name.replace('_', '-')}: without {other} it changes "
+                f"nothing; got {value:g}; drop the option, or give the other"
+            )
+    if algorithm.kl_estimator is not None and not algorithm.kl_coefficient:
+        raise ConfigError(
+            "--algorithm.kl-estimator: with --algorithm.kl-coefficient 0 no KL is "
+            f"estimated; got {algorithm.kl_estimator}; drop the option, or give a "
+            "coefficient"
         )
 
 

@@ -3,7 +3,8 @@
 import dataclasses
 import importlib.metadata
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from jaxrl_post.learner.manifest import write_manifest
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
 from jaxrl_post.models.spec import is_spec
-from jaxrl_post.pretrained.directory import read_config_file
+from jaxrl_post.pretrained.directory import CONFIG_FILE, read_config_file
+from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.names import nearest_first
 from jaxrl_post.pretrained.orbax_files import is_orbax_directory
 from jaxrl_post.pretrained.peft.files import save_adapter
@@ -29,6 +31,7 @@ from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.records import outputs
 from jaxrl_post.sharding import (
     DEFAULT_RULES,
+    MeshError,
     Rules,
     create_mesh,
     named_shardings,
@@ -45,6 +48,7 @@ __all__ = [
     "check_context",
     "check_sample",
     "context_of",
+    "is_stored",
     "layout_table",
     "open_model",
     "read_tokenizer",
@@ -123,6 +127,26 @@ class Model:
         return self.base.embedding.dtype
 
 
+def is_stored(name: str) -> bool:
+    """Whether a model is in a directory; if not, it is a preset, or nothing.
+
+    A directory without config.json may have the name of a preset, and is none then.
+    """
+    folder = Path(name)
+    return folder.is_dir() and (name not in PRESETS or (folder / CONFIG_FILE).is_file())
+
+
+@contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Puts the option of a model before errors of its files, and --mesh before its."""
+    try:
+        yield
+    except MeshError as error:
+        raise MeshError(f"--{error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{option}: {error}") from error
+
+
 def open_model(
     name: str,
     *,
@@ -149,21 +173,24 @@ def open_model(
     Raises:
         ConfigError: `name` is neither a directory nor a preset, it is a reward model
             but `head` is "lm", or its tokenizer cannot be read.
+        CheckpointError: its files cannot be read.
         MeshError: the mesh does not fit the devices or the model; raised before weights
             are read or programs compiled.
     """
-    device_mesh = create_mesh(mesh)
-    stored = Path(name).is_dir()
+    with _naming("--mesh"):
+        device_mesh = create_mesh(mesh)
+    stored = is_stored(name)
     if stored:
         tokenizer = read_tokenizer(name, option)
         wanted = None if dtype is None else jnp.dtype(dtype)
-        config, params = pretrained.load(
-            name,
-            mesh=device_mesh,
-            rules=rules,
-            dtype=wanted,
-            head=None if head == "lm" else head,
-        )
+        with _naming(option):
+            config, params = pretrained.load(
+                name,
+                mesh=device_mesh,
+                rules=rules,
+                dtype=wanted,
+                head=None if head == "lm" else head,
+            )
         if config.head != head:
             raise ConfigError(
                 f"{option}: {name} is a reward model; it has no output for tokens"
@@ -172,7 +199,8 @@ def open_model(
     elif name in PRESETS:
         config = dataclasses.replace(PRESETS[name], head=head)
         specs = models.param_specs(config)
-        named_shardings(specs, device_mesh, rules)
+        with _naming("--mesh"):
+            named_shardings(specs, device_mesh, rules)
         tokenizer = make_tokenizer(min(config.vocab_size, 1024))
         wanted = jnp.dtype(dtype or "float32")
         params = models.initialize(

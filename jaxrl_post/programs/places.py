@@ -13,6 +13,7 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import RunConfig
 from jaxrl_post.examples.tasks import SPLITS, TaskSets
 from jaxrl_post.learner.manifest import find_damage, has_manifest
+from jaxrl_post.learner.model import is_stored
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.records.fingerprints import (
     Fingerprint,
@@ -62,7 +63,7 @@ def check_inputs_are_kept(config: RunConfig, folder: Path) -> None:
     for name in (*MODELS, *FILES):
         path = value_of(config, name)
         # A preset is no path, and neither is what is not there.
-        if not path or not os.path.lexists(path):
+        if not path or not (os.path.isfile(path) or is_stored(path)):
             continue
         for each in WRITTEN:
             if _lies_in(Path(path), folder / each):
@@ -144,7 +145,7 @@ def fingerprints(config: RunConfig) -> dict[str, Fingerprint]:
         with naming(f"--{name.replace('_', '-')}"):
             if name in FILES:
                 found[name] = {"the file": of_file(Path(path))}
-            elif Path(path).is_dir():
+            elif is_stored(path):
                 found[name] = of_folder(Path(path), READ)
     return found
 
@@ -209,7 +210,7 @@ def check_initial(folder: Path) -> None:
 def _targets(config: RunConfig) -> list[str]:
     """The names of the model directories that a run writes."""
     found = ["model"]
-    if not Path(config.model).is_dir():
+    if not is_stored(config.model):
         found.append("initial")
     if config.lora.rank:
         found.append("adapter")

@@ -76,5 +76,8 @@ def begun[Config: RunConfig](
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether a model is a checkpoint: a directory, or ORG/NAME on the hub."""
-    return "/" in name or Path(name).is_dir()
+    """Whether a model is a checkpoint: a directory, or ORG/NAME on the hub.
+
+    A directory with another content may have the name of a preset.
+    """
+    return "/" in name or (Path(name) / "config.json").is_file()

@@ -123,8 +123,6 @@ def run_here(
 # Small enough that a step takes a tenth of a second, whole enough to use every part.
 QUICK = (
     "--env=coin:Coin",
-    "--warm-start.steps=3",
-    "--warm-start.examples-per-step=8",
     "--rollout.prompts-per-step=4",
     "--rollout.samples-per-prompt=8",
     "--rollout.max-tokens=4",

@@ -1,5 +1,7 @@
 """Where options begin, and what is refused before jax is imported."""
 
+import dataclasses
+import json
 import subprocess
 import sys
 
@@ -70,14 +72,64 @@ def test_a_recipe_for_a_checkpoint_needs_a_learning_rate(module, missing):
         with pytest.raises(
             ValueError,
             match=rf"{option}: must be given with --recipe {name} and --model "
-            rf"runs/sft/model: the recipe's {found} is for a model with random "
-            rf"weights; without --recipe it is {usual}",
+            rf"runs/sft/model: --recipe {name} has {found}, for a model with random "
+            rf"weights; without it the rate is {usual}",
         ):
             options(module, *arguments)
         arguments.append(f"{option}=0.125")
     config = options(module, *arguments)
     assert config.optimizer.learning_rate == 0.125
     assert config.steps == module.PROGRAM.recipes[name]().steps
+
+
+@pytest.mark.parametrize(("model", "refused"), [("demo", True), ("runs/a/b", False)])
+def test_a_file_of_a_preset_needs_a_learning_rate_for_a_checkpoint(
+    model, refused, tmp_path
+):
+    began = options(grpo, "--model", model, "--env", "arithmetic")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(dataclasses.asdict(began)))
+    arguments = ("--config", str(file), "--model", "runs/sft/model")
+    if refused:
+        with pytest.raises(
+            ValueError,
+            match=r"--optimizer.learning-rate: must be given with --config .*json and "
+            r"--model runs/sft/model: .*json has 0.0005, for .* the rate is 1e-06",
+        ):
+            options(grpo, *arguments)
+    given = options(grpo, *arguments, "--optimizer.learning_rate=0.125")
+    assert given.optimizer.learning_rate == 0.125
+    assert options(grpo, "--config", str(file)) == began
+
+
+def test_underscores_in_options_are_hyphens():
+    same = ("--recipe", "demo", "--model", "runs/sft/model")
+    found = options(grpo, *same, "--optimizer.learning_rate", "1e-3")
+    assert found.optimizer.learning_rate == 1e-3
+    # Of values they stay.
+    mine = options(sft, "--data.path=a_b.jsonl", "--data.eval_path", "c_d.jsonl")
+    assert (mine.data.path, mine.data.eval_path) == ("a_b.jsonl", "c_d.jsonl")
+
+
+def test_a_warm_start_of_a_recipe_is_ignored_for_a_checkpoint():
+    rate = "--optimizer.learning-rate=1e-6"
+    arguments = ("--recipe", "demo", "--model", "runs/sft/model", rate)
+    assert options(grpo, *arguments).warm_start.steps > 0
+    assert options(grpo, *arguments, "--warm-start.steps=0").warm_start.steps == 0
+    for option in ("--warm-start.steps=9", "--warm-start.learning-rate=1"):
+        with pytest.raises(ValueError, match=rf"{option[:-2]}: a warm start is for mo"):
+            options(grpo, *arguments, option)
+    with pytest.raises(ValueError, match=r"learning-rate: with --warm-start.steps 0 "):
+        options(grpo, "--warm-start.steps=0", "--warm-start.learning-rate=1")
+
+
+def test_a_folder_of_another_content_is_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert options(grpo).warm_start.steps > 0
+    assert options(grpo, "--model=demo", "--env=arithmetic").warm_start.steps == 400
+    (tmp_path / "demo" / "config.json").write_text("{}")
+    assert options(grpo, "--model=demo", "--env=arithmetic").warm_start.steps == 0
 
 
 def test_a_recipe_takes_another_preset_as_it_is():
@@ -214,6 +266,29 @@ MISTAKES = [
         "--rollout.no-recompute-cache: with --exact a log-prob is that of one",
     ),
     (grpo, ("--rollout.partial=-1",), "--rollout.partial: must be at least 0; got -1"),
+    (
+        grpo,
+        ("--rollout.overlong-penalty=0.5", "--env=arithmetic"),
+        "--rollout.overlong-penalty: without --rollout.overlong-buffer it changes noth",
+    ),
+    (grpo, ("--rollout.max-draws=9",), "max-draws: without --rollout.dynamic-sampling"),
+    (grpo, ("--rollout.guess-rows=9",), "guess-rows: without --rollout.guesses it ch"),
+    (
+        grpo,
+        ("--rollout.max-result-tokens=9",),
+        "max-result-tokens: without --rollout.max-turns above 1 it changes nothing; go",
+    ),
+    (
+        grpo,
+        ("--rollout.publish-mib=9",),
+        "publish-mib: without --rollout.mesh or --rollout.dtype it changes nothing",
+    ),
+    (
+        grpo,
+        ("--algorithm.kl-estimator=k2", "--env=arithmetic"),
+        "--algorithm.kl-estimator: with --algorithm.kl-coefficient 0 no KL is estimat",
+    ),
+    (grpo, ("--mesh=xx4",), "^--mesh: unknown axis 'xx'"),
     (distill, (), "--algorithm.reference: distillation needs the directory"),
     (sft, ("--warm-start.steps", "3"), "--warm-start.steps: fine-tuning is what a wa"),
     (sft, ("--examples-per-step", "0"), "--examples-per-step: must be at least 1; go"),

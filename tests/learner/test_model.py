@@ -24,6 +24,7 @@ from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.model import check_context, open_model, save_model, versions
 from jaxrl_post.learner.reference import open_reference
 from jaxrl_post.models import ModelConfig, RopeScaling
+from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.sharding import MeshError, create_mesh
 from tests.programs.trainers import make_model
 
@@ -127,6 +128,21 @@ def test_a_directory_with_the_name_of_a_preset_is_a_checkpoint(tmp_path, monkeyp
     assert opened.num_parameters == made.num_parameters
 
 
+def test_a_folder_of_another_content_leaves_a_preset_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert open_with(name="demo", mesh="dp8").preset
+
+
+def test_a_file_that_was_cut_is_named_with_its_option(tmp_path):
+    made = dataclasses.replace(make_model(), preset=True)
+    save_model(tmp_path / "model", made, made.params)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"^--critic.model: .*model.safetensors"):
+        open_with(name=str(tmp_path / "model"), option="--critic.model")
+
+
 @pytest.mark.parametrize(
     ("name", "heads"), [("qwen2.5-0.5b", 14), ("gemma-3-1b", 4), ("qwen2.5-7b", 28)]
 )
@@ -139,9 +155,9 @@ def test_every_preset_can_be_opened(name, heads):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("tp8", r"heads=4, which tp=8 does not divide"),
-        ("dp3,tp2", r"8|devices"),
-        ("dp2,xx4", r"xx"),
+        ("tp8", r"^--mesh: .*heads=4, which tp=8 does not divide"),
+        ("dp3,tp2", r"^--mesh: .*8|devices"),
+        ("dp2,xx4", r"^--mesh: .*xx"),
     ],
 )
 def test_a_mesh_that_fits_neither_model_nor_devices(mesh, message):
