@@ -168,10 +168,15 @@ def test_a_stream_only_grows(case):
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', HERMES),
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', HERMES),
         ("<tool_call>[]</tool_call>", HERMES),
+        ('<tool_call>{"name": "f"}</tool_call>', HERMES),
+        ('<tool_call>{"name": "f", "arguments": {}, "parameters": {}}', HERMES),
+        ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>', HERMES),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", HERMES),
         ('{"name": "f", "parameters": ', Format("llama")),
         ('[TOOL_CALLS][{"name": "f"', Format("mistral")),
         ("[TOOL_CALLS]f[ARGS]{", Format("mistral")),
+        ("[TOOL_CALLS]f[ARGS]{}.", Format("mistral")),
+        ("[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]", Format("mistral")),
         (f"{CALL_BEGIN}f{CALL_SEPARATOR}{{{CALL_END}", Format("deepseek")),
         # JSON has no NaN, and 1e999 is an infinity to Python.
         ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', HERMES),
@@ -303,9 +308,70 @@ def test_other_arguments_have_the_type_of_additional_properties():
     assert calls(parse(said, GLM, schemas={"g": {}})) == [("f", {"a": "1"})]
 
 
-def test_an_answer_in_json_is_no_call_of_llama():
-    reply = parse('{"colour": "red"}', Format("llama"))
-    assert (reply.content, reply.broken) == ('{"colour": "red"}', 0)
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"colour": "red"}',
+        '{"name": "Ada"}',
+        '{"name": "Ada", "age": 36}',
+        '{"name": "Ada", "parameters": {"height": 2}, "age": 36}',
+        '{"type": "person", "name": "Ada", "parameters": {}}',
+    ],
+)
+def test_an_answer_in_json_is_no_call_of_llama(text):
+    reply = parse(text, Format("llama"))
+    assert (reply.calls, reply.content, reply.broken) == ((), text, 0)
+
+
+@pytest.mark.parametrize("key", ["parameters", "arguments"])
+def test_a_call_of_llama_may_say_that_it_is_a_function(key):
+    text = f'\n<|python_tag|>{{"type": "function", "name": "f", "{key}": {{"a": 1}}}}'
+    assert calls(parse(text, Format("llama"))) == [("f", {"a": 1})]
+
+
+@pytest.mark.parametrize(
+    ("said", "form", "marks"),
+    [
+        (
+            'So.<tool_call>{"name": "f", "arguments": {"a": "MARKS"}}</tool_call>',
+            HERMES,
+            r"</tool_call>\"<tool_call>",
+        ),
+        (
+            '[TOOL_CALLS]f[ARGS]{"a": "MARKS"}[TOOL_CALLS]g[CALL_ID]1[ARGS]{}',
+            Format("mistral"),
+            r"[ARGS]\"[TOOL_CALLS][CALL_ID]",
+        ),
+        (
+            '[TOOL_CALLS][{"name": "f", "arguments": {"a": "MARKS"}}]',
+            Format("mistral"),
+            "[ARGS][TOOL_CALLS]",
+        ),
+        (
+            f'{CALL_BEGIN}f{CALL_SEPARATOR}{{"a": "MARKS"}}{CALL_END}',
+            Format("deepseek"),
+            CALL_END + CALL_BEGIN,
+        ),
+        (
+            "<|channel|>commentary to=functions.f<|message|>"
+            '{"a": "MARKS"}<|call|><|channel|>final<|message|>Yes.<|end|>',
+            Format("harmony"),
+            r"<|end|>\\<|call|>\"<|channel|>final<|message|>",
+        ),
+    ],
+)
+def test_marks_inside_of_the_strings_of_a_call_are_text(said, form, marks):
+    reply = parse(said.replace("MARKS", marks), form)
+    assert reply.broken == 0
+    assert calls(reply)[0] == ("f", {"a": json.loads(f'"{marks}"')})
+    assert reply.content == {"hermes": "So.", "harmony": "Yes."}.get(form.name, "")
+
+
+def test_a_call_with_a_quotation_mark_too_many_takes_no_other_with_it():
+    broken = '<tool_call>{"name": "f, "arguments": {}}</tool_call>'
+    reply = parse(f"{broken}<tool_call>{MUL}</tool_call>", HERMES)
+    assert (reply.content, reply.broken) == (broken, 1)
+    assert calls(reply) == [("mul", {})]
 
 
 @pytest.mark.parametrize("text", ["7", "{", "<|python_tag|>print(1)"])
@@ -337,6 +403,25 @@ def test_reasoning_of_harmony():
     text = "<|channel|>analysis<|message|>Hm.<|end|><|channel|>final<|message|>Yes."
     reply = parse(text, Format("harmony"))
     assert (reply.reasoning, reply.content) == ("Hm.", "Yes.")
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("So: <|channel|>final<|message|>7<|end|>", None, "So: 7"),
+        ("<|channel|>analysis<|message|>Hm.<|end|>It is 7.", "Hm.", "It is 7."),
+        ("<|channel|>final<|message|>7<|end|>\n<|start|>assistant", None, "7"),
+        ("<|channel|>final<|message|>7<|end|> to=x<|channel|>comm", None, "7"),
+        (
+            "<|channel|>commentary to=functions.f<|message|>{<|call|>It is 7.",
+            None,
+            "<|channel|>commentary to=functions.f<|message|>{<|call|>It is 7.",
+        ),
+    ],
+)
+def test_text_outside_of_the_channels_of_harmony_is_not_lost(text, reasoning, content):
+    reply = parse(text, Format("harmony"))
+    assert (reply.reasoning, reply.content) == (reasoning, content)
 
 
 @pytest.mark.parametrize("text", ["", "plain text", "a < b"])

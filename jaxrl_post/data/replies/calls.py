@@ -1,12 +1,13 @@
 """A call from what a model wrote of it; None where it cannot be read."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_post.messages import ToolCall, mended
 
-__all__ = ["Schemas", "loads", "made", "named"]
+__all__ = ["Schemas", "loads", "made", "mark_outside", "named"]
 
 # The schemas of the arguments, by the name of the tool.
 type Schemas = Mapping[str, Mapping[str, Any]]
@@ -15,20 +16,28 @@ type Schemas = Mapping[str, Mapping[str, Any]]
 # are functions that call themselves at every level, and have an end.
 DEEPEST = 100
 
+# A string of JSON, or the beginning of one that the end of the text cuts.
+STRING = r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)'
+
 
 def made(value: Any) -> ToolCall | None:
     r"""A call from a JSON value with a name and arguments.
 
-    The texts of a call are Unicode, and its arguments JSON as RFC 8259 has it: without
-    NaN and infinities.
+    The arguments have to be there, as `arguments` or as `parameters`: what has only a
+    name may be anything. The texts of a call are Unicode, and its arguments JSON as
+    RFC 8259 has it: without NaN and infinities.
 
     >>> made({"name": "f", "arguments": {"a": 1}})
     ToolCall(name='f', arguments='{"a": 1}', id='')
     >>> made({"name": "f", "arguments": {"a": float("nan")}})
+    >>> made({"name": "Ada", "age": 36})
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
+    given = [value[key] for key in ("arguments", "parameters") if key in value]
+    if len(given) != 1:
+        return None
+    [arguments] = given
     if isinstance(arguments, str):
         # Some models write the object as text.
         arguments = loads(arguments)
@@ -53,6 +62,29 @@ def loads(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def mark_outside(
+    text: str, marks: Sequence[str], begin: int = 0
+) -> tuple[int, int] | None:
+    """Where the first mark stands that is in no string of JSON; None for none.
+
+    Args:
+        text: JSON, perhaps with something before it and after it.
+        marks: any of these.
+        begin: where to look from, outside of strings.
+
+    Returns:
+        Where the mark begins, and where it ends.
+
+    >>> mark_outside('{"a": "]]"}]]', ["]]"])
+    (11, 13)
+    """
+    either = "|".join(map(re.escape, marks))
+    for found in re.compile(f"{STRING}|({either})", re.DOTALL).finditer(text, begin):
+        if found[1]:
+            return found.span()
+    return None
 
 
 def _is_deep(value: Any) -> bool:

@@ -9,6 +9,7 @@ __all__ = [
     "CALL_BEGIN",
     "CALL_END",
     "CALL_SEPARATOR",
+    "HARMONY_ENDS",
     "HARMONY_MARKS",
     "THINK",
     "THOUGHT",
@@ -34,7 +35,11 @@ CALLS_END = _deepseek_mark("tool calls end")
 CALL_BEGIN = _deepseek_mark("tool call begin")
 CALL_END = _deepseek_mark("tool call end")
 CALL_SEPARATOR = _deepseek_mark("tool sep")
-HARMONY_MARKS = ("<|channel|>", "<|start|>", "<|message|>", "<|end|>", "<|call|>")
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_MARKS = (
+    *("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>"),
+    *HARMONY_ENDS,
+)
 
 # Marks that begin calls.
 OPENINGS: dict[FormatName, tuple[str, ...]] = {
@@ -45,6 +50,18 @@ OPENINGS: dict[FormatName, tuple[str, ...]] = {
     "mistral": ("[TOOL_CALLS]",),
     "deepseek": (CALLS_BEGIN, CALL_BEGIN, CALLS_END),
     "harmony": HARMONY_MARKS,
+}
+# Marks inside of calls, and after them.
+OTHERS: dict[FormatName, tuple[str, ...]] = {
+    "hermes": ("</tool_call>",),
+    "qwen_coder": ("</tool_call>",),
+    "glm": (
+        *("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "llama": (),
+    "mistral": ("[ARGS]", "[CALL_ID]"),
+    "deepseek": (CALL_SEPARATOR, CALL_END),
+    "harmony": (),
 }
 
 
@@ -65,6 +82,17 @@ class Format:
         """Marks that begin what is not the answer."""
         marks = OPENINGS[self.name] if self.name else ()
         return (*marks, THINK, THOUGHT) if self.thinks else marks
+
+    def marks(self, *, tools: bool) -> tuple[str, ...]:
+        """All marks that tell the parts of a reply apart.
+
+        Args:
+            tools: whether calls are read. GPT-OSS has marks around all that it says.
+        """
+        found = (THINK, THOUGHT) if self.thinks else ()
+        if self.name is None or not (tools or self.name == "harmony"):
+            return found
+        return (*OPENINGS[self.name], *OTHERS[self.name], *found)
 
 
 def format_of(template: str | None) -> Format:

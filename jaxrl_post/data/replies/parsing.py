@@ -8,13 +8,20 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxrl_post.data.replies import tagged
-from jaxrl_post.data.replies.calls import Schemas, loads, made, named
+from jaxrl_post.data.replies.calls import (
+    Schemas,
+    loads,
+    made,
+    mark_outside,
+    named,
+)
 from jaxrl_post.data.replies.formats import (
     CALL_BEGIN,
     CALL_END,
     CALL_SEPARATOR,
     CALLS_BEGIN,
     CALLS_END,
+    HARMONY_ENDS,
     HARMONY_MARKS,
     THINK,
     THOUGHT,
@@ -72,8 +79,10 @@ def parse(
         schemas: of the tools' arguments, by name, where a format writes arguments
             without their types.
         finished: whether the text is whole. If not, the end of the text that may be the
-            beginning of a mark is left out, and so is a call that is not complete; the
-            parts of a longer text then begin with those of a shorter one.
+            beginning of a mark is left out, and so is a call that is not complete, and
+            white space of which only what follows tells whether it stays. So content,
+            reasoning and calls of a longer text, finished or not, begin with those of
+            an unfinished shorter one: what a stream has told is never taken back.
 
     >>> qwen = Format("hermes", thinks=True)
     >>> call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -93,9 +102,11 @@ def parse(
         if not begun and stripped.startswith(THINK):
             begun, text = True, stripped[len(THINK) :]
         if begun:
-            reasoning, mark, text = text.partition(THOUGHT)
-            reasoning = reasoning.strip() if mark or finished else reasoning.lstrip()
-            text = text.lstrip("\n")
+            reasoning, _, text = text.partition(THOUGHT)
+            reasoning, text = reasoning.strip(), text.lstrip("\n")
+        elif not finished and not stripped:
+            # <think> may follow, before which white space is nothing.
+            text = ""
     if not tools or form.name is None:
         return Reply(text, reasoning)
     content, calls, broken = READERS[form.name](text, finished, schemas)
@@ -120,6 +131,7 @@ def _between(
     noise: tuple[str, ...] = (),
     *,
     closed: bool = False,
+    quoting: bool = False,
 ) -> _Calls:
     """Calls that stand between two marks, one call each.
 
@@ -132,28 +144,36 @@ def _between(
         noise: marks around all calls.
         closed: whether a call must have its closing mark, because nothing else shows
             that it is whole.
+        quoting: whether the call is JSON, whose strings may have a mark in them.
     """
     content, calls, broken = "", [], 0
+    noises = re.compile("|".join(map(re.escape, noise)) or r"(?!)")
     while True:
-        before, mark, rest = text.partition(opening)
-        content += before
+        before, mark, text = text.partition(opening)
+        content += noises.sub("", before)
         if not mark:
             break
-        inside, end, after = rest.partition(closing)
-        if not end and not finished:
+        first = text.find(closing)
+        end = first
+        if quoting:
+            end, _ = mark_outside(text, [closing]) or (-1, -1)
+        if end < 0 and not finished:
             break
-        call = None if closed and not end else read(inside)
+        whole = end >= 0 or (first < 0 and not closed)
+        call = read(text[:end] if end >= 0 else text) if whole else None
         if call is None:
             broken += 1
-            content += opening + inside + end
+            # What cannot be read may have a quotation mark too many.
+            end = first
+            content += opening + (text[: end + len(closing)] if end >= 0 else text)
         else:
             calls.append(call)
-        text = after
-    for each in noise:
-        content = content.replace(each, "")
-    if calls and not content.strip():
+        text = text[end + len(closing) :] if end >= 0 else ""
+    if (calls or not finished) and not content.strip():
         content = ""
-    return _Calls(content.rstrip("\n") if calls else content, tuple(calls), broken)
+    if calls or not finished:
+        content = content.rstrip("\n")
+    return _Calls(content, tuple(calls), broken)
 
 
 def _hermes(text: str, finished: bool, schemas: Schemas) -> _Calls:
@@ -162,7 +182,7 @@ def _hermes(text: str, finished: bool, schemas: Schemas) -> _Calls:
     def read(inside: str) -> ToolCall | None:
         return made(loads(inside.strip()))
 
-    return _between(text, finished, "<tool_call>", "</tool_call>", read)
+    return _between(text, finished, "<tool_call>", "</tool_call>", read, quoting=True)
 
 
 def _qwen_coder(text: str, finished: bool, schemas: Schemas) -> _Calls:
@@ -181,8 +201,8 @@ def _glm(text: str, finished: bool, schemas: Schemas) -> _Calls:
 
 def _llama(text: str, finished: bool, schemas: Schemas) -> _Calls:
     del schemas
-    body = text.removeprefix("<|python_tag|>").strip()
-    if not finished and (body.startswith("{") or body != text.strip()):
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    if not finished and (body[:1] in ("", "{") or body != text.strip()):
         # Whether such a text is a call shows at its end.
         return _Calls("", (), 0)
     if not body.startswith("{"):
@@ -193,16 +213,22 @@ def _llama(text: str, finished: bool, schemas: Schemas) -> _Calls:
             value, end = decoder.raw_decode(body)
         except (ValueError, RecursionError):
             return _Calls(text, (), 1)
-        call = made(value)
+        is_meant = _is_meant_by_llama(value)
+        call = made(value) if is_meant else None
         if call is None:
             # An answer in JSON is no call.
-            broken = isinstance(value, dict) and (
-                bool(calls) or ("name" in value and "parameters" in value)
-            )
-            return _Calls(text, (), int(broken))
+            return _Calls(text, (), int(is_meant or bool(calls)))
         calls.append(call)
         body = body[end:].lstrip(" \n;")
     return _Calls("", tuple(calls), 0)
+
+
+def _is_meant_by_llama(value: Any) -> bool:
+    """Whether a JSON value is meant as a call, and is no answer that has a name."""
+    if not isinstance(value, dict) or value.get("type", "function") != "function":
+        return False
+    keys = value.keys() - {"type"}
+    return keys in ({"name", "parameters"}, {"name", "arguments"})
 
 
 def _mistral(text: str, finished: bool, schemas: Schemas) -> _Calls:
@@ -213,16 +239,40 @@ def _mistral(text: str, finished: bool, schemas: Schemas) -> _Calls:
         return _Calls(text, (), 0)
     if not finished:
         return _Calls(content, (), 0)
-    if "[ARGS]" in rest:
-        parts = [part.partition("[ARGS]") for part in rest.split(mark)]
-        calls = [named(re.sub(r"\[CALL_ID\].*", "", p[0]), p[2]) for p in parts]
-    else:
+    if re.match(r"\s*\[(?!ARGS\]|CALL_ID\])", rest):
         values = loads(rest.strip())
         calls = [made(value) for value in values] if isinstance(values, list) else []
+    else:
+        calls = _named_by_mistral(rest, mark)
     read = tuple(call for call in calls if call is not None)
     if not read or len(read) < len(calls):
         return _Calls(text, (), max(1, len(calls) - len(read)))
     return _Calls(content, read, 0)
+
+
+def _named_by_mistral(text: str, mark: str) -> list[ToolCall | None]:
+    """Calls that begin with their names; None for the first that cannot be read.
+
+    Args:
+        text: after the first mark.
+        mark: between calls.
+    """
+    calls, decoder = [], json.JSONDecoder()
+    while True:
+        name, _, body = text.partition("[ARGS]")
+        body = body.lstrip()
+        try:
+            arguments, end = decoder.raw_decode(body)
+        except (ValueError, RecursionError):
+            return [*calls, None]
+        name = re.sub(r"\[CALL_ID\].*", "", name).strip()
+        calls.append(made({"name": name, "arguments": arguments}))
+        text = body[end:].lstrip()
+        if not text:
+            return calls
+        if not text.startswith(mark):
+            return [*calls, None]
+        text = text.removeprefix(mark)
 
 
 def _deepseek(text: str, finished: bool, schemas: Schemas) -> _Calls:
@@ -243,43 +293,91 @@ def _deepseek(text: str, finished: bool, schemas: Schemas) -> _Calls:
         CALL_END,
         read,
         noise=(CALLS_BEGIN, CALLS_END),
+        quoting=True,
     )
 
 
-HARMONY_MESSAGE = re.compile(
+HARMONY_HEADER = re.compile(
     r"(?:<\|start\|>assistant)?(?P<to> to=\S+?)?<\|channel\|>(?P<head>[^<]*)"
-    r"(?:<\|constrain\|>[^<]*)?<\|message\|>(?P<body>.*?)"
-    r"(?P<end><\|end\|>|<\|call\|>|<\|return\|>|\Z)",
-    re.DOTALL,
+    r"(?:<\|constrain\|>[^<]*)?<\|message\|>"
+)
+# The end of a text that may be the beginning of a header.
+HARMONY_BEGUN = re.compile(
+    r"(?:(?: to=\S+?)?<\|(?:start|channel)\|>.*| (?:t(?:o(?:=\S*)?)?)?)\Z", re.DOTALL
+)
+# A header that the end of the text cuts.
+HARMONY_CUT = re.compile(
+    r"(?:<\|start\|>(?:assistant)?(?: to=\S*)?"
+    r"|(?:<\|start\|>assistant)?(?: to=\S+?)?<\|channel\|>[^<]*"
+    r"(?:<\|constrain\|>[^<]*)?)\Z"
 )
 
 
 def _harmony(text: str, *, tools: bool, finished: bool) -> Reply:
-    """A reply of messages in channels: analysis is reasoning, final the answer."""
+    """A reply of messages in channels: analysis is reasoning, final the answer.
+
+    What stands outside of channels belongs to the answer.
+    """
     if not finished:
-        text = _without_begun(text, (*HARMONY_MARKS, "<|constrain|>", "<|return|>"))
-    content, thoughts, calls, broken, end = "", [], [], 0, 0
-    for message in HARMONY_MESSAGE.finditer(text):
-        end = message.end()
-        target = re.search(r"to=(\S+)", (message["to"] or "") + " " + message["head"])
-        if target is not None:
-            if not tools or (not finished and not message["end"]):
-                continue
-            call = named(target[1].removeprefix("functions."), message["body"])
+        text = _without_begun(text, HARMONY_MARKS)
+    content, thoughts, calls, broken, place = "", [], [], 0, 0
+    while header := HARMONY_HEADER.search(text, place):
+        outside = text[place : header.start()]
+        content += outside if outside.strip() else ""
+        named_in = (header["to"] or "") + " " + header["head"]
+        target = re.search(r"to=(\S+)", named_in)
+        end = _harmony_end(text, header.end(), target is not None, finished)
+        if end is None:
+            return Reply(content, _joined(thoughts), tuple(calls), broken)
+        body, place = text[header.end() : end[0]], end[1]
+        if target is None:
+            if header["head"].strip().startswith("analysis"):
+                thoughts.append(body)
+            else:
+                content += body
+        elif tools:
+            call = named(target[1].removeprefix("functions."), body)
             if call is None:
                 broken += 1
-                content += message[0]
+                # As for other formats: the first mark ends what cannot be read.
+                place = _first_end(text, header.end())[1]
+                content += text[header.start() : place]
             else:
                 calls.append(call)
-        elif message["head"].strip().startswith("analysis"):
-            thoughts.append(message["body"])
-        else:
-            content += message["body"]
-    if finished and not end:
-        # Not in channels at all.
-        content = text
-    reasoning = "\n".join(thoughts) if thoughts else None
-    return Reply(content, reasoning, tuple(calls), broken)
+    outside = text[place:]
+    begun = (HARMONY_CUT if finished else HARMONY_BEGUN).search(outside)
+    outside = outside if begun is None else outside[: begun.start()]
+    if outside.strip() or (finished and not place):
+        content += outside
+    return Reply(content, _joined(thoughts), tuple(calls), broken)
+
+
+def _harmony_end(
+    text: str, begin: int, is_call: bool, finished: bool
+) -> tuple[int, int] | None:
+    """Where a message's body ends, and the mark after it; None for not yet.
+
+    Args:
+        text: of the reply.
+        begin: of the body.
+        is_call: whether the body is JSON, whose strings may have a mark in them.
+        finished: whether the text is whole.
+    """
+    found = mark_outside(text, HARMONY_ENDS, begin) if is_call else None
+    if found is not None or (is_call and not finished):
+        return found
+    return _first_end(text, begin)
+
+
+def _first_end(text: str, begin: int) -> tuple[int, int]:
+    """Where the first mark stands that ends a message, or where the text ends."""
+    marks = [(text.find(mark, begin), mark) for mark in HARMONY_ENDS]
+    ends = [(at, at + len(mark)) for at, mark in marks if at >= 0]
+    return min(ends, default=(len(text), len(text)))
+
+
+def _joined(thoughts: Sequence[str]) -> str | None:
+    return "\n".join(thoughts) if thoughts else None
 
 
 # How to read calls. Those of GPT-OSS are messages of their own; see `_harmony`.
