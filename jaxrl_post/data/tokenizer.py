@@ -1,7 +1,7 @@
 """The tokenizer of a model: its tokenizer.json, special tokens and chat template."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -260,20 +260,38 @@ class Tokenizer:
         begins = tuple(-1 if part is None else begin for (begin, _), part in places)
         return self._known(found.ids), begins
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, keep: Collection[str] = ()) -> str:
+        """Text of token ids, without special tokens.
 
-    def without_special(self, text: str) -> str:
-        """A text without the special tokens that are written in it."""
-        for token in self._special:
-            text = text.replace(token, "")
-        return text
+        Text that only looks like a special token, because a model spelled it with
+        other tokens, is text.
+
+        Args:
+            ids: what to decode.
+            keep: special tokens that are written.
+
+        >>> tokenizer = Tokenizer.train(["12"])
+        >>> ids = [*tokenizer.encode("<|pad|><|eos|>"), *tokenizer.encode("1")]
+        >>> tokenizer.decode(ids), tokenizer.decode(ids, keep=["<|eos|>"])
+        ('1', '<|eos|>1')
+        """
+        if not keep:
+            return self.backend.decode(list(ids), skip_special_tokens=True)
+        dropped = {id_ for text, id_ in self.special_ids.items() if text not in keep}
+        return self.backend.decode(
+            [id_ for id_ in ids if id_ not in dropped], skip_special_tokens=False
+        )
 
     @cached_property
-    def _special(self) -> tuple[str, ...]:
-        added = self.backend.get_added_tokens_decoder().values()
-        return tuple(token.content for token in added if token.special)
+    def special_ids(self) -> Mapping[str, int]:
+        """The special tokens, and their ids."""
+        added = self.added_tokens
+        return {token.content: id_ for id_, token in added.items() if token.special}
+
+    @cached_property
+    def added_tokens(self) -> Mapping[int, tokenizers.AddedToken]:
+        """The tokens that are matched whole, special or not, by their ids."""
+        return self.backend.get_added_tokens_decoder()
 
     def save(self, directory: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and the chat templates.

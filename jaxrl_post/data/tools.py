@@ -63,9 +63,29 @@ def expresses_tools(tokenizer: Tokenizer) -> bool:
 
 
 def thinks(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Whether a prompt ends inside the reasoning: <think> was opened and not closed."""
-    tail = tokenizer.backend.decode(list(prompt[-8:]), skip_special_tokens=False)
+    """Whether a prompt ends inside the reasoning: <think> was opened and not closed.
+
+    What stands before the head of the last turn, such as a user's text, does not count.
+
+    Args:
+        tokenizer: the model's.
+        prompt: token ids; the last eight are looked at.
+    """
+    last = list(prompt[-8:])
+    for place in reversed(range(len(last))):
+        if _begins_turn(tokenizer, last[place]):
+            del last[: place + 1]
+            break
+    tail = tokenizer.backend.decode(last, skip_special_tokens=False)
     return THINK in tail and THOUGHT not in tail[tail.rindex(THINK) :]
+
+
+def _begins_turn(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether a token is one of those of which a template makes the heads of turns."""
+    added = tokenizer.added_tokens.get(token)
+    if added is None or not added.content.strip():
+        return False
+    return added.content not in (THINK, THOUGHT)
 
 
 def schemas_of(
@@ -99,18 +119,12 @@ def read(
     >>> read(Tokenizer.train(["42"]), (), Tokenizer.train(["42"]).encode("42")).content
     '42'
     """
-    text = tokenizer.backend.decode(list(said), skip_special_tokens=False)
-    reply = parse(
-        text,
-        form_of(tokenizer),
+    form = form_of(tokenizer)
+    return parse(
+        tokenizer.decode(said, keep=form.marks(tools=True)),
+        form,
         thinking=thinks(tokenizer, prompt),
         schemas=schemas_of(tools),
-    )
-    return Reply(
-        tokenizer.without_special(reply.content),
-        reply.reasoning,
-        reply.calls,
-        reply.broken,
     )
 
 

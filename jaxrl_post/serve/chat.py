@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -145,11 +145,15 @@ class _Asked:
             )
             if recorded is not None:
                 sampling = sampled_as(sampling, recorded.recording)
-            special = bool(served.form.openings) or not fields.skip_special_tokens
             asked = cls(
                 fields,
                 Wanted(prompt, sampling, fields.n, seed=seed, constrain=constrain),
-                Texts(served.tokenizer, sampling.stop_strings, special),
+                Texts(
+                    served.tokenizer,
+                    sampling.stop_strings,
+                    not fields.skip_special_tokens,
+                    served.form.marks(tools=bool(tools)),
+                ),
                 thinking,
                 bool(tools),
                 schemas,
@@ -175,14 +179,9 @@ class _Asked:
             schemas=self.schemas,
             finished=finished,
         )
-        calls, content, reasoning = reply.calls, reply.content, reply.reasoning
         if self.fields.parallel_tool_calls is False:
-            calls = calls[:1]
-        if self.fields.skip_special_tokens:
-            content = self.texts.tokenizer.without_special(content)
-            if reasoning is not None:
-                reasoning = self.texts.tokenizer.without_special(reasoning)
-        return Reply(content, reasoning, calls, reply.broken)
+            reply = replace(reply, calls=reply.calls[:1])
+        return reply
 
 
 def _constraint(

@@ -20,11 +20,13 @@ class Texts:
         tokenizer: the model's.
         stops: the text ends before the first of these.
         special: whether special tokens are written.
+        keep: those that are written in any case.
     """
 
     tokenizer: Tokenizer
     stops: tuple[str, ...] = ()
     special: bool = False
+    keep: tuple[str, ...] = ()
 
     def text(self, ids: Sequence[int], reason: FinishReason | None) -> str:
         """The text of a sample; of one that goes on, what more tokens cannot change.
@@ -37,10 +39,15 @@ class Texts:
         if reason == "stop":
             # The token that ended it is no text.
             ids = ids[:-1]
-        text = self.tokenizer.backend.decode(ids, skip_special_tokens=not self.special)
-        ends = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
+        if self.special:
+            text = self.tokenizer.backend.decode(ids, skip_special_tokens=False)
+        else:
+            text = self.tokenizer.decode(ids, keep=self.keep)
+        # The sampler looks for stop strings in the text without special tokens.
+        plain = self.tokenizer.decode(ids) if self.stops else ""
+        ends = [at for at in (plain.find(stop) for stop in self.stops) if at >= 0]
         if ends:
-            return text[: min(ends)]
+            return text.removesuffix(plain[min(ends) :])
         if reason is not None:
             return text
         text = text.rstrip(INCOMPLETE)

@@ -205,6 +205,45 @@ def test_long_results_lose_their_middle():
     assert one.content == "0[... 49 tokens left out ...]"
 
 
+def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text whose every letter is a token, so that no mark is a token of its own."""
+    return [token for letter in text for token in tokenizer.encode(letter)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3_1"])
+def test_special_tokens_are_no_text_but_text_that_looks_like_one_is(family):
+    tokenizer = tokenizer_of(family)
+    stop = tokenizer.backend.token_to_id("<|im_end|>")
+    said = "Write <|im_end|> last."
+    ids = [stop, *spelled(tokenizer, said), stop]
+    assert tokenizer.decode(ids) == said
+    assert tools.read(tokenizer, (), ids).content == said
+
+
+def test_special_tokens_that_are_marks_are_read():
+    tokenizer = tokenizer_of("harmony")
+    message = "<|channel|>final<|message|>"
+    end = tokenizer.encode("<|user|>")
+    ids = [*tokenizer.encode(message), *end, *spelled(tokenizer, "<|user|>")]
+    assert set(end) <= set(tokenizer.special_ids.values())
+    assert set(tokenizer.encode("<|message|>")) <= set(tokenizer.special_ids.values())
+    assert tools.read(tokenizer, (), ids).content == "<|user|>"
+
+
+def test_a_thought_is_begun_behind_the_head_of_the_last_turn():
+    tokenizer = tokenizer_of("qwen3")
+    head = "<|im_end|>\n<|im_start|>assistant\n"
+    asked = tokenizer.encode("Write <think>" + head)
+    # The mark lies within the tokens that are looked at.
+    assert "<think>" in tokenizer.decode(asked[-8:])
+    assert not tools.thinks(tokenizer, asked)
+    assert tools.read(tokenizer, asked, tokenizer.encode("42")).content == "42"
+    assert tools.thinks(tokenizer, tokenizer.encode("Why?" + head + "<think>\n"))
+    assert tools.thinks(tokenizer, tokenizer.encode("Why?" + head + "<think>\nHm"))
+    closed = head + "<think>\n\n</think>\n\n"
+    assert not tools.thinks(tokenizer, tokenizer.encode(closed))
+
+
 def test_what_a_tool_returned_is_cut_where_it_is_read():
     tokenizer = tokenizer_of("qwen2_5")
     before = [
