@@ -338,6 +338,11 @@ def test_a_call_of_llama_may_say_that_it_is_a_function(key):
             r"</tool_call>\"<tool_call>",
         ),
         (
+            'So.<tool_call>{"name": "f", "arguments": {"a": "MARKS"}}',
+            HERMES,
+            "</tool_call>",
+        ),
+        (
             '[TOOL_CALLS]f[ARGS]{"a": "MARKS"}[TOOL_CALLS]g[CALL_ID]1[ARGS]{}',
             Format("mistral"),
             r"[ARGS]\"[TOOL_CALLS][CALL_ID]",
@@ -354,9 +359,14 @@ def test_a_call_of_llama_may_say_that_it_is_a_function(key):
         ),
         (
             "<|channel|>commentary to=functions.f<|message|>"
-            '{"a": "MARKS"}<|call|><|channel|>final<|message|>Yes.<|end|>',
+            '{"a": "MARKS"}<|call|><|channel|>final<|message|>So.<|end|>',
             Format("harmony"),
             r"<|end|>\\<|call|>\"<|channel|>final<|message|>",
+        ),
+        (
+            '<|channel|>commentary to=functions.f<|message|>{"a": "MARKS"}',
+            Format("harmony"),
+            "<|end|>",
         ),
     ],
 )
@@ -364,7 +374,7 @@ def test_marks_inside_of_the_strings_of_a_call_are_text(said, form, marks):
     reply = parse(said.replace("MARKS", marks), form)
     assert reply.broken == 0
     assert calls(reply)[0] == ("f", {"a": json.loads(f'"{marks}"')})
-    assert reply.content == {"hermes": "So.", "harmony": "Yes."}.get(form.name, "")
+    assert reply.content == ("So." if "So." in said else "")
 
 
 def test_a_call_with_a_quotation_mark_too_many_takes_no_other_with_it():

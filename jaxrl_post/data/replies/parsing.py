@@ -159,7 +159,7 @@ def _between(
             end, _ = mark_outside(text, [closing]) or (-1, -1)
         if end < 0 and not finished:
             break
-        whole = end >= 0 or (first < 0 and not closed)
+        whole = end >= 0 or (not closed and (quoting or first < 0))
         call = read(text[:end] if end >= 0 else text) if whole else None
         if call is None:
             broken += 1
@@ -363,10 +363,11 @@ def _harmony_end(
         is_call: whether the body is JSON, whose strings may have a mark in them.
         finished: whether the text is whole.
     """
-    found = mark_outside(text, HARMONY_ENDS, begin) if is_call else None
-    if found is not None or (is_call and not finished):
-        return found
-    return _first_end(text, begin)
+    if not is_call:
+        return _first_end(text, begin)
+    found = mark_outside(text, HARMONY_ENDS, begin)
+    # The mark after a call is a stop token, which is no text.
+    return (len(text), len(text)) if found is None and finished else found
 
 
 def _first_end(text: str, begin: int) -> tuple[int, int]:
