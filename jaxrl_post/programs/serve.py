@@ -46,8 +46,9 @@ except ModuleNotFoundError as error:
 
 __all__ = ["open_service", "run_server", "served_model"]
 
-# Stop tokens that a request may name beside the model's own.
-REQUEST_STOP_IDS = 8
+# Stop tokens that a request may name beside the model's own, by their ids (8) or as
+# stop strings (16).
+REQUEST_STOP_IDS = 24
 # Most tokens of a completion whose request does not say how many, by default.
 MOST_TOKENS = 1024
 # Most tokens of the cache for each slot, by default.

@@ -1,5 +1,6 @@
 """What the routes of OpenAI's API have in common: sampling parameters, and answers."""
 
+import asyncio
 import json
 import time
 import uuid
@@ -15,6 +16,7 @@ from jaxrl_post.sampler.requests import Constraint, FinishReason
 from jaxrl_post.serve.calls import (
     LEAST_LOGPROB,
     ApiError,
+    Call,
     Served,
     Update,
     logprobs_of,
@@ -22,6 +24,9 @@ from jaxrl_post.serve.calls import (
 )
 from jaxrl_post.serve.fields import GenerateSampling, SamplingFields
 from jaxrl_post.serve.grammars import GrammarError
+
+# Most seconds to send how a stream ends whose time is over.
+LAST_WORDS_S = 5.0
 
 __all__ = [
     "constraint_of",
@@ -52,7 +57,8 @@ def sampling_of(
         alternatives: whether the likeliest tokens are asked for.
 
     Raises:
-        ApiError: a value is out of range.
+        ApiError: a value is out of range, or a stop string has a special token beside
+            other text.
     """
     given = {
         "temperature": fields.temperature,
@@ -62,18 +68,38 @@ def sampling_of(
     }
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     named = () if fields.ignore_eos else served.tokenizer.stop_ids
-    ids = dict.fromkeys((*named, *(fields.stop_token_ids or ())))
+    _check_stops(served, stops or ())
+    texts = stops or served.defaults.stop_strings
+    # Text has no special tokens, so as a stop string one is its token.
+    special = served.tokenizer.special_ids
+    tokens = [special[text] for text in texts if text in special]
+    ids = dict.fromkeys((*named, *(fields.stop_token_ids or ()), *tokens))
     try:
         return replace(
             served.defaults,
             **{name: value for name, value in given.items() if value is not None},
             max_tokens=max_tokens,
             stop_ids=tuple(ids),
-            stop_strings=tuple(stops or served.defaults.stop_strings),
+            stop_strings=tuple(texts),
             alternatives=alternatives,
         )
     except ValueError as error:
         raise ApiError(400, str(error)) from error
+
+
+def _check_stops(served: Served, stops: Sequence[str]) -> None:
+    """Raises ApiError if a stop string can never come."""
+    special = served.tokenizer.special_ids
+    for stop in stops:
+        token = next((each for each in special if each.strip() and each in stop), None)
+        if token is not None and stop not in special:
+            raise ApiError(
+                400,
+                f"stop: {stop!r} has the special token {token!r} in it, and text has "
+                "none, so it would never stop; give the token alone, or its id in "
+                "stop_token_ids",
+                param="stop",
+            )
 
 
 def constraint_of(
@@ -190,36 +216,65 @@ def usage_of(prompts: Sequence[Sequence[int]], sampled: int) -> dict[str, int]:
 
 
 class _Stream(StreamingResponse):
-    """A stream that tells when it is over, even if its client left before it began."""
+    """A stream that tells when it is over, even if its client left before it began.
 
-    def __init__(self, lines: AsyncIterator[str], ended: Callable[[], None]) -> None:
+    Args:
+        lines: what is sent.
+        ended: called when the stream is over, whole or not.
+        late: called before, if the client has not read it in time.
+        deadline: of the sending, by the clock of the event loop.
+    """
+
+    def __init__(
+        self,
+        lines: AsyncIterator[str],
+        ended: Callable[[], None],
+        late: Callable[[], None],
+        deadline: float,
+    ) -> None:
         super().__init__(
             lines,
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store"},
         )
-        self._ended = ended
+        self._ended, self._late, self._deadline = ended, late, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream."""
         try:
-            await super().__call__(scope, receive, send)
+            async with asyncio.timeout_at(self._deadline):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            self._late()
         finally:
             self._ended()
 
 
 def event_stream(
     served: Served,
+    call: Call,
     events: AsyncIterator[Mapping[str, Any]],
     ended: Callable[[], None] = lambda: None,
 ) -> StreamingResponse:
-    """Server-sent events; an error in the middle of the stream is its last event.
+    """Starts a call and streams server-sent events of it.
+
+    An error in the middle of the stream is its last event. A client that does not read
+    holds the stream no longer than the time of the call.
 
     Args:
         served: the model.
+        call: what is sampled; it is stopped when the stream is over.
         events: what is sent.
         ended: called when the stream is over, whole or not.
+
+    Raises:
+        ApiError: the call is refused; there is no stream, which is over then.
     """
+    try:
+        call.start()
+    except BaseException:
+        ended()
+        raise
 
     async def lines() -> AsyncIterator[str]:
         begin = time.perf_counter()
@@ -236,4 +291,10 @@ def event_stream(
             yield f"data: {json.dumps(unforeseen(error).to_json())}\n\n"
         yield "data: [DONE]\n\n"
 
-    return _Stream(lines(), ended)
+    def over() -> None:
+        call.stop()
+        ended()
+
+    # The error that the time is over is sent after it.
+    deadline = call.deadline + min(LAST_WORDS_S, served.timeout_s)
+    return _Stream(lines(), over, served.metrics.disconnected.inc, deadline)

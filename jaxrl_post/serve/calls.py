@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import secrets
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -260,56 +261,69 @@ class Served:
 
 
 class Call:
-    """Some prompts under way; leaving the block stops what has not ended.
+    """Some prompts under way.
+
+    Of what the sampler tells of a sample only the newest is kept until it is read,
+    so a client that reads slowly costs no more memory than one that keeps up.
 
     Args:
         served: the model.
         wanted: what to sample.
         partial: whether to tell of samples that have not ended.
+
+    Attributes:
+        deadline: when the time of the call is over, by the clock of the event loop.
     """
 
     def __init__(
         self, served: Served, wanted: Sequence[Wanted], *, partial: bool
     ) -> None:
+        self.deadline = float("inf")
         self._served, self._wanted, self._partial = served, wanted, partial
-        self._queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         self._ids: list[int] = []
         self._left = sum(each.count for each in wanted)
+        # By the places of the prompt and of the sample; the service's thread writes.
+        self._news: dict[tuple[int, int], Update] = {}
+        self._lock, self._told = threading.Lock(), asyncio.Event()
 
-    async def __aenter__(self) -> "Call":
+    def start(self) -> None:
+        """Submits the prompts.
+
+        Raises:
+            ApiError: the sampler refuses one, too many samples are waiting, or the
+                service has ended. Nothing is under way then.
+        """
         loop, service = asyncio.get_running_loop(), self._served.service
-        self._deadline = loop.time() + self._served.timeout_s
+        self.deadline = loop.time() + self._served.timeout_s
 
-        def tell(place: int, update: Update) -> None:
+        def deliver(place: int, update: Update) -> None:
+            with self._lock:
+                read = not self._news
+                self._news[place, update.sample_index] = update
             # The loop may have ended before the sampler.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._queue.put_nowait, (place, update))
+                if read:
+                    loop.call_soon_threadsafe(self._told.set)
 
         try:
             for place, each in enumerate(self._wanted):
                 request = each.request(service.new_id())
-
-                def deliver(update: Update, place: int = place) -> None:
-                    tell(place, update)
-
-                service.submit(request, deliver, partial=self._partial)
+                tell = functools.partial(deliver, place)
+                service.submit(request, tell, partial=self._partial)
                 self._ids.append(request.prompt_id)
         except (BusyError, ClosedError, ValueError) as error:
-            self._stop()
+            self.stop()
             raise _refused(error) from error
         self._served.metrics.prompt_tokens.inc(
             sum(len(each.prompt) for each in self._wanted)
         )
-        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def stop(self) -> None:
+        """Stops what has not ended; may be repeated."""
         if self._left:
-            self._stop()
+            for prompt_id in self._ids:
+                self._served.service.cancel(prompt_id)
+        self._ids.clear()
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
         """News of the samples, with the place of their prompt, until all have ended.
@@ -319,11 +333,7 @@ class Call:
         """
         metrics = self._served.metrics
         while self._left:
-            try:
-                async with asyncio.timeout_at(self._deadline):
-                    place, update = await self._queue.get()
-            except TimeoutError as error:
-                raise self._served.late(self._served.timeout_s) from error
+            place, update = await self._next()
             if update.finish_reason is not None:
                 self._left -= 1
                 metrics.generated_tokens.inc(len(update.tokens))
@@ -336,9 +346,22 @@ class Call:
                 raise ApiError(503, "the server is shutting down", code="abort")
             yield place, update
 
-    def _stop(self) -> None:
-        for prompt_id in self._ids:
-            self._served.service.cancel(prompt_id)
+    async def _next(self) -> tuple[int, Update]:
+        """The newest of a sample, those first of which was told first.
+
+        Raises:
+            ApiError: the time is over.
+        """
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                while True:
+                    with self._lock:
+                        for key in self._news:
+                            return key[0], self._news.pop(key)
+                    await self._told.wait()
+                    self._told.clear()
+        except TimeoutError as error:
+            raise self._served.late(self._served.timeout_s) from error
 
 
 async def collected(
@@ -352,9 +375,13 @@ async def collected(
 
     async def gather() -> list[list[Update]]:
         found: list[dict[int, Update]] = [{} for _ in wanted]
-        async with Call(served, wanted, partial=False) as call:
+        call = Call(served, wanted, partial=False)
+        call.start()
+        try:
             async for place, update in call.updates():
                 found[place][update.sample_index] = update
+        finally:
+            call.stop()
         return [[by[index] for index in sorted(by)] for by in found]
 
     async def gone() -> None:

@@ -54,7 +54,9 @@ async def answer(
     served.check_model(fields.model)
     asked = await _Asked.of(served, fields, recorder)
     if fields.stream:
-        return answers.event_stream(served, _events(served, asked), asked.drop)
+        call = Call(served, [asked.wanted], partial=True)
+        events = _events(served, asked, call)
+        return answers.event_stream(served, call, events, asked.drop)
     try:
         [updates] = await collected(http, served, [asked.wanted])
         choices = [_choice(served, asked, update) for update in updates]
@@ -390,19 +392,20 @@ class _Choices:
         return piece
 
 
-async def _events(served: Served, asked: _Asked) -> AsyncIterator[Mapping[str, Any]]:
+async def _events(
+    served: Served, asked: _Asked, call: Call
+) -> AsyncIterator[Mapping[str, Any]]:
     head = answers.head_of(served, "chatcmpl", "chat.completion.chunk")
     choices, sampled = _Choices(served, asked), 0
     if asked.fields.return_token_ids:
         ids = list(asked.wanted.prompt)
         yield head | {"choices": [], "prompt_token_ids": ids}
-    async with Call(served, [asked.wanted], partial=True) as call:
-        async for _, update in call.updates():
-            piece = choices.piece(update)
-            if update.finish_reason is not None:
-                sampled += len(update.tokens)
-            if piece is not None:
-                yield head | {"choices": [piece]}
+    async for _, update in call.updates():
+        piece = choices.piece(update)
+        if update.finish_reason is not None:
+            sampled += len(update.tokens)
+        if piece is not None:
+            yield head | {"choices": [piece]}
     options = asked.fields.stream_options
     if options is not None and options.include_usage:
         usage = answers.usage_of([asked.wanted.prompt], sampled)

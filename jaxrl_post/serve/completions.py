@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -28,6 +29,32 @@ __all__ = ["answer"]
 # OpenAI's default.
 MAX_TOKENS = 16
 MOST_PROMPTS = 128
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a stream has said of a choice.
+
+    Attributes:
+        text: of the choice.
+        tokens: number of its tokens.
+        offset: letters of their texts; also special tokens have one.
+    """
+
+    text: str = ""
+    tokens: int = 0
+    offset: int = 0
+
+    def followed_by(self, served: Served, text: str, ids: Sequence[int]) -> "_Told":
+        """What has been said then.
+
+        Args:
+            served: the model.
+            text: of the choice, from its beginning.
+            ids: all of its tokens.
+        """
+        new = [answers.token_text(served, token) for token in ids[self.tokens :]]
+        return _Told(text, len(ids), self.offset + sum(map(len, new)))
 
 
 @dataclass(frozen=True)
@@ -86,15 +113,23 @@ class _Asked:
             self.recorded.drop()
 
     def choice(
-        self, served: Served, update: Update, text: str, first: int
+        self, served: Served, update: Update, text: str, first: int = 0, offset: int = 0
     ) -> dict[str, Any]:
-        """A choice of the answer, with the tokens from `first` on."""
+        """A choice of the answer.
+
+        Args:
+            served: the model.
+            update: the newest of the sample.
+            text: what is new.
+            first: the first token that is new.
+            offset: where its text begins in the texts of all tokens.
+        """
         choice: dict[str, Any] = {
             # Those of a later prompt follow.
             "index": update.sample_index,
             "text": text,
             "finish_reason": answers.reason_of(update.finish_reason),
-            "logprobs": self._logprobs(served, update, first),
+            "logprobs": self._logprobs(served, update, first, offset),
         }
         if self.recorded is not None and update.finish_reason is not None:
             choice["turn"] = self.recorded.add(update, None, choice["finish_reason"])
@@ -103,7 +138,7 @@ class _Asked:
         return choice
 
     def _logprobs(
-        self, served: Served, update: Update, first: int
+        self, served: Served, update: Update, first: int, offset: int
     ) -> dict[str, Any] | None:
         count = self.fields.logprobs
         if count is None:
@@ -113,15 +148,12 @@ class _Asked:
         texts = [answers.token_text(served, token) for token in ids]
         tops = answers.likeliest(served, update, first, count, constrained=constrained)
         values = logprobs_of(update.tokens, constrained=constrained)
-        offsets, at = [], 0
-        for text in texts:
-            offsets.append(at)
-            at += len(text)
+        offsets = accumulate(map(len, texts[:-1]), initial=offset)
         return {
             "tokens": texts,
             "token_logprobs": values[first:].tolist(),
             "top_logprobs": [_by_text(served, top) for top in tops] if count else None,
-            "text_offset": offsets,
+            "text_offset": list(offsets)[: len(texts)],
         }
 
 
@@ -158,7 +190,9 @@ async def answer(
     served.check_model(fields.model)
     asked = await _Asked.of(served, fields, recorder)
     if fields.stream:
-        return answers.event_stream(served, _events(served, asked), asked.drop)
+        call = Call(served, asked.wanted, partial=True)
+        events = _events(served, asked, call)
+        return answers.event_stream(served, call, events, asked.drop)
     try:
         updates = [
             update
@@ -169,7 +203,7 @@ async def answer(
         for update in updates:
             ids = update.tokens.ids.tolist()
             text = asked.texts.text(ids, update.finish_reason)
-            choices.append(asked.choice(served, update, text, 0))
+            choices.append(asked.choice(served, update, text))
     finally:
         asked.drop()
     body = answers.head_of(served, "cmpl", "text_completion") | {
@@ -187,23 +221,24 @@ async def answer(
     return JSONResponse(body)
 
 
-async def _events(served: Served, asked: _Asked) -> AsyncIterator[Mapping[str, Any]]:
+async def _events(
+    served: Served, asked: _Asked, call: Call
+) -> AsyncIterator[Mapping[str, Any]]:
     head = answers.head_of(served, "cmpl", "text_completion")
-    told: dict[int, tuple[str, int]] = {}
+    told: dict[int, _Told] = {}
     sampled = 0
-    async with Call(served, asked.wanted, partial=True) as call:
-        async for _, update in call.updates():
-            before, first = told.get(update.sample_index, ("", 0))
-            ids = update.tokens.ids.tolist()
-            text = asked.texts.text(ids, update.finish_reason)
-            finished = update.finish_reason is not None
-            sampled += len(update.tokens) if finished else 0
-            if len(text) == len(before) and not finished:
-                continue
-            told[update.sample_index] = text, len(ids)
-            yield head | {
-                "choices": [asked.choice(served, update, text[len(before) :], first)]
-            }
+    async for _, update in call.updates():
+        before = told.get(update.sample_index, _Told())
+        ids = update.tokens.ids.tolist()
+        text = asked.texts.text(ids, update.finish_reason)
+        finished = update.finish_reason is not None
+        sampled += len(update.tokens) if finished else 0
+        if len(text) == len(before.text) and not finished:
+            continue
+        new = text[len(before.text) :]
+        choice = asked.choice(served, update, new, before.tokens, before.offset)
+        told[update.sample_index] = before.followed_by(served, text, ids)
+        yield head | {"choices": [choice]}
     options = asked.fields.stream_options
     if options is not None and options.include_usage:
         usage = answers.usage_of([each.prompt for each in asked.wanted], sampled)

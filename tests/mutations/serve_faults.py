@@ -66,8 +66,8 @@ SERVE = [
     Fault(
         "a client that leaves is sampled for all the same",
         "serve/calls.py",
-        "        if self._left:\n            self._stop()",
-        "        del kind",
+        "        if self._left:\n            for prompt_id",
+        "        if False:\n            for prompt_id",
         "serve/test_bad_input.py",
     ),
     Fault(

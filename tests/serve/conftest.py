@@ -68,11 +68,15 @@ def make_tokenizer(
     )
 
 
-def make_served(tokenizer: Tokenizer, sizes: EngineConfig = SIZES, **options) -> Served:
+def make_served(
+    tokenizer: Tokenizer, sizes: EngineConfig = SIZES, *, start: bool = True, **options
+) -> Served:
+    """The model; its service runs in a thread unless the test is to pump it."""
     engine = Engine(CONFIG, sizes, detokenize=tokenizer.decode)
     sampler = Published(engine, tiny.params(CONFIG), version=7)
     service = Service(sampler, max_samples=options.pop("max_samples", 4096))
-    service.start()
+    if start:
+        service.start()
     values = {
         "service": service,
         "tokenizer": tokenizer,

@@ -76,6 +76,10 @@ def refused(answer, status=400):
         ),
         ({"messages": ASK, "stop": [""]}, "stop"),
         ({"messages": ASK, "stop": ["x"] * 17}, "stop"),
+        (
+            {"messages": ASK, "stop": ["x", "<|im_end|>\n"]},
+            "stop: '<|im_end|>\\n' has the special token '<|im_end|>' in it",
+        ),
         ({"messages": ASK, "presence_penalty": 0.5}, "presence_penalty: this sampler"),
         ({"messages": ASK, "logit_bias": {"5": 1}}, "logit_bias: this sampler"),
         ({"messages": ASK, "top_logprobs": 3}, "top_logprobs needs logprobs"),
@@ -130,6 +134,7 @@ def test_a_chat_that_makes_no_sense(url, body, said):
         ({"prompt": "x", "echo": True}, "echo: this sampler does not have it"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [320]}, "token ids must lie in 0..319"),
+        ({"prompt": [320], "stream": True}, "token ids must lie in 0..319"),
         ({"prompt": "1", "top_k": 99999999999}, "top_k: Input should be"),
         ({"prompt": "1", "stop_token_ids": [2**31]}, "stop_token_ids.0: Input"),
         ({"prompt": "x", "suffix": "y"}, "suffix: this sampler"),
@@ -277,9 +282,10 @@ def test_more_samples_than_may_wait_are_answered_429(tokenizer):
     model = make_served(tokenizer, max_samples=4)
     with listening(model) as url:
         body = {"messages": ASK, "n": 5, "max_tokens": 2}
-        answer = post(url, body)
-        assert "at most 4 may" in refused(answer, 429)
-        assert answer.headers["retry-after"] == "1"
+        for streamed in (False, True):
+            answer = post(url, body | {"stream": streamed})
+            assert "at most 4 may" in refused(answer, 429)
+            assert answer.headers["retry-after"] == "1"
         assert post(url, body | {"n": 4}).status_code == 200
     assert model.service.close(60)
 
