@@ -1,5 +1,6 @@
 """Environments that do what the assistant's turn tells them, good or bad."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_post.envs.env import Answer, Message, Split, Step, Task
+from jaxrl_post.envs.scratch import make_directory as make_scratch
 from jaxrl_post.envs.workers.wire import encode_step
 from jaxrl_post.frames import send_frame
 
@@ -92,6 +94,26 @@ def hang_with_child(path: str) -> Step:
     child = subprocess.Popen(["sleep", "100"])
     Path(path).write_text(str(child.pid))
     return hang()
+
+
+def hang_in_a_directory(path: str) -> Step:
+    directory = make_scratch("sandbox-")
+    (directory / "file").write_text("left behind")
+    Path(path).write_text(str(directory.parent))
+    return hang()
+
+
+def leave_slowly(path: str) -> Step:
+    """Has something done when the interpreter ends that takes a while."""
+    directory = make_scratch("sandbox-")
+
+    def leave() -> None:
+        time.sleep(0.2)
+        directory.rmdir()
+        Path(path).write_text(str(directory.parent))
+
+    atexit.register(leave)
+    return reply()
 
 
 def hang() -> Step:
@@ -180,7 +202,13 @@ SCRIPTS = {
     "use alarm": use_alarm,
     "write junk": write_junk_to_the_socket,
 }
-WITH_ARGUMENTS = {"echo": echo, "meet": meet, "hang with child": hang_with_child}
+WITH_ARGUMENTS = {
+    "echo": echo,
+    "meet": meet,
+    "hang in a directory": hang_in_a_directory,
+    "hang with child": hang_with_child,
+    "leave slowly": leave_slowly,
+}
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_post.envs import Task, WorkerPool
+from jaxrl_post.envs import Message, Task, WorkerPool
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
-from tests.envs.processes import ends_within, needs_proc, run_program
+from tests.envs.processes import PATIENCE_S, ends_within, needs_proc, run_program
 
 pytestmark = pytest.mark.processes
 
@@ -87,3 +87,25 @@ def test_workers_outlive_their_caller_no_longer_than_a_deadline(tmp_path, script
     ran = run_program(program)
     assert ran.returncode == -signal.SIGKILL
     assert ends_within(int(ran.stdout), 5.0)
+
+
+def did(pool: WorkerPool, script: str):
+    turn = (Message("assistant", script),)
+    return pool.submit(Task(0, (), ""), turn).result(timeout=PATIENCE_S)
+
+
+def test_a_worker_may_finish_what_it_does_at_its_end(scripted, tmp_path):
+    path = tmp_path / "end"
+    with WorkerPool(scripted.Scripted()) as pool:
+        assert did(pool, f"leave slowly|{path}").kind == "ok"
+    assert not Path(path.read_text()).exists()
+
+
+def test_what_a_killed_worker_leaves_is_removed(scripted, tmp_path):
+    path = tmp_path / "place"
+    with WorkerPool(scripted.Scripted(), deadline_s=0.5) as pool:
+        assert did(pool, f"hang in a directory|{path}").kind == "timeout"
+        place = Path(path.read_text())
+        assert place.name.startswith("worker-")
+        assert not place.exists()
+        assert did(pool, "echo|1").kind == "ok", "a new worker uses the place again"

@@ -16,7 +16,6 @@ import resource
 import shutil
 import struct
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -25,6 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_post.envs.sandbox.filters import architecture, seccomp_filter
 from jaxrl_post.envs.sandbox.limits import Limits
+from jaxrl_post.envs.scratch import make_directory
 
 __all__ = ["MECHANISMS", "Interpreter", "Mechanism", "Start", "interpreters"]
 
@@ -330,7 +330,7 @@ class Landlock:
         known = architecture(platform.machine())
         assert known is not None, "unavailable() was asked first"
         version = min(_landlock_version(), self.version or 1 << 30)
-        directory = Path(tempfile.mkdtemp(prefix="sandbox-")).resolve()
+        directory = make_directory("sandbox-")
         root = os.geteuid() == 0
         user = _spare_user() if root else None
         if user is not None:
@@ -431,7 +431,7 @@ class Gvisor:
             "mounts": mounts,
             "linux": {"namespaces": [{"type": kind} for kind in namespaces]},
         }
-        directory = Path(tempfile.mkdtemp(prefix="sandbox-")).resolve()
+        directory = make_directory("sandbox-")
         (directory / "root").mkdir()
         (directory / "config.json").write_text(json.dumps(description))
         command = [runsc, "--root", str(directory / "state"), "--network=none"]
@@ -488,7 +488,7 @@ class Unsafe:
 
     def start(self, python: Interpreter, limits: Limits) -> Start:
         """Runs Python under limits of memory, time and files."""
-        directory = Path(tempfile.mkdtemp(prefix="sandbox-")).resolve()
+        directory = make_directory("sandbox-")
         processes = limits.processes + _threads_of(os.getuid()) + 256
         settings = _settings(
             python,

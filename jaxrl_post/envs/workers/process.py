@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import threading
 import time
+from pathlib import Path
 
+from jaxrl_post.envs import scratch
+from jaxrl_post.envs.sandbox.keeper import remove_directory
 from jaxrl_post.envs.workers.child import Child
 from jaxrl_post.envs.workers.interface import (
     Outcome,
@@ -19,11 +23,17 @@ from jaxrl_post.frames import send_frame
 
 __all__ = ["WorkerProcess"]
 
+logger = logging.getLogger(__name__)
+
 # A worker ends itself at its deadline and writes where it hung. If it cannot, because
 # it is stopped or gets no CPU time, the parent kills it so many seconds later.
 _SELF_END_GRACE_S = 2.0
 _EXIT_GRACE_S = 1.0
 _SHOWN_FRAMES = 12
+# Seconds for the processes of a killed worker's sandbox to end, and the time between
+# two looks.
+_LEFT_BEHIND_S = 5.0
+_LOOK_S = 0.05
 
 
 class WorkerProcess:
@@ -36,6 +46,8 @@ class WorkerProcess:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._child: Child | None = None
+        # Where the process makes directories, such as those of a sandbox.
+        self._scratch = scratch.name()
         self._ready = False
         self._killed = False
         self._asked = 0
@@ -62,7 +74,8 @@ class WorkerProcess:
         child = self._launched()
         expires = time.monotonic() + self.start_limit_s
         try:
-            preface = json.dumps(settings.limits).encode()
+            limits = {**settings.limits, "scratch": str(self._scratch)}
+            preface = json.dumps(limits).encode()
             send_frame(child.connection, preface, expires=expires)
             send_frame(child.connection, settings.environment, expires=expires)
             reply = receive_reply(child.connection, expires=expires)
@@ -71,7 +84,7 @@ class WorkerProcess:
         except (EOFError, OSError, ValueError) as error:
             reply = {"error": f"it ended before it was ready ({error})"}
         if reply.get("kind") != "ready":
-            child.reap()
+            self._reap(child)
             raise WorkerStartError(
                 f"a worker process did not start: {reply.get('error')}"
                 f"{_main_hint(str(reply))}{child.shown_output()}"
@@ -132,7 +145,7 @@ class WorkerProcess:
                     connection.settimeout(left)
                     if not connection.recv(2**16):
                         break
-        self._child.reap()
+        self._reap(self._child)
 
     def kill(self) -> None:
         """Kills the process and prevents another start. Thread-safe."""
@@ -153,6 +166,10 @@ class WorkerProcess:
                 f"a worker process did not start: {error}"
             ) from error
 
+    def _reap(self, child: Child) -> None:
+        child.reap()
+        _remove(self._scratch)
+
     def _autopsy(self, child: Child, began: float, allowed_s: float) -> Outcome:
         """Finds out why a process did not reply: "timeout" or "crashed"."""
         seconds = time.monotonic() - began
@@ -168,6 +185,21 @@ class WorkerProcess:
             lines = stack.splitlines()[2 : 2 + _SHOWN_FRAMES]
             text += "; it was in (innermost first):\n" + "\n".join(lines)
         return Outcome(None, text, "timeout", seconds)
+
+
+def _remove(place: Path) -> None:
+    """Removes what a process left behind that could not clean up."""
+    expires = time.monotonic() + _LEFT_BEHIND_S
+    while place.exists():
+        try:
+            return remove_directory(place)
+        except OSError as error:
+            # Its sandbox ends after it does, and may still be writing.
+            if time.monotonic() > expires:
+                logger.warning("a worker's directory was not removed: %s", error)
+                return None
+        time.sleep(_LOOK_S)
+    return None
 
 
 def _outcome(reply: Reply, seconds: float) -> Outcome:

@@ -7,6 +7,7 @@ environment may print.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -16,7 +17,9 @@ import pickle
 import socket
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
+from jaxrl_post.envs import scratch
 from jaxrl_post.envs.env import Environment, NeedsPreparation
 from jaxrl_post.envs.workers.child import ignore_stop_signals, take_connection
 from jaxrl_post.envs.workers.sessions import Sessions
@@ -29,6 +32,10 @@ _STDERR = 2
 _LAST_FRAMES = 8
 _LONGEST_ERROR = 4000
 
+# Held until the interpreter has run its exit handlers. The pool takes the end of the
+# connection for the end of the process, and kills what is left of it.
+_held: list[socket.socket] = []
+
 
 def main() -> None:
     """Answers requests until the pool closes the connection or dies.
@@ -38,10 +45,12 @@ def main() -> None:
     graders such as math-verify use SIGALRM.
     """
     connection = take_connection()
+    _held.append(connection)
     ignore_stop_signals()
     faulthandler.enable(_STDERR)
     settings = json.loads(receive_frame(connection, expires=None))
     deadline_s = settings["deadline_s"]
+    _keep_directories(Path(settings["scratch"]))
     _limit_memory(settings["memory_bytes"])
     pickled = receive_frame(connection, expires=None)
     try:
@@ -69,6 +78,18 @@ def _load(pickled: bytes) -> Environment:
     if isinstance(environment, NeedsPreparation):
         environment.prepare()
     return environment
+
+
+def _keep_directories(place: Path) -> None:
+    scratch.use(place)
+    # What is registered first runs last, when those who used the place have left it.
+    # The parent removes it as well, but may itself be gone.
+    atexit.register(_remove_empty, place)
+
+
+def _remove_empty(place: Path) -> None:
+    with contextlib.suppress(OSError):
+        place.rmdir()
 
 
 def _limit_memory(memory_bytes: int | None) -> None:
