@@ -36,6 +36,14 @@ def test_each_has_a_name(name):
     assert environment.tasks("eval")[0] == make(f"{name}?seed=3").tasks("eval")[0]
 
 
+@pytest.mark.parametrize("said", ["9" * 5000, "0" * 5000, "7" * 4, "\u0663", "-1", ""])
+def test_what_is_no_guess_is_told_so(said):
+    environment = Guess(size=7)
+    session = environment.open(environment.tasks("eval")[0])
+    step = session.step(Answer("assistant", said))
+    assert (step.reward, [each.content for each in step.messages]) == (0.0, ["?"])
+
+
 def halving(size: int):
     """The player of the best strategy, from the hints alone."""
     low, high, last = 1, size, 0

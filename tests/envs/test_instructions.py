@@ -59,7 +59,8 @@ CASES = [
     ("detectable_format:json_format", {},
      ['{"a": [1]}', '```json\n{"a": 1}\n```', "[]"], ["{a: 1}", "So: {}", "NaN"]),
     ("detectable_format:title", {},
-     ["<<A title>>\nb", "a\n<<b>>"], ["<a>", "<< >>", "<<a\nb>>"]),
+     ["<<A title>>\nb", "a\n<<b>>", "<< >> <<b>>"],
+     ["<a>", "<< >>", "<<a\nb>>", ">>a<<", "<<>", "<<>>"]),
     ("combination:two_responses", {},
      ["a\n******\nb"], ["a", "a\n******\na", "a******b******c"]),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say A. "},
@@ -304,9 +305,10 @@ def test_options_are_checked(option, told):
     [
         ("detectable_format:number_bullet_lists", {"num_bullets": 2}),
         ("detectable_content:number_placeholders", {"num_placeholders": 2}),
+        ("detectable_format:title", {}),
     ],
 )
-@pytest.mark.parametrize("repeated", ["\n", "[", " ", "*", "- ", "[]"])
+@pytest.mark.parametrize("repeated", ["\n", "[", " ", "*", "- ", "[]", "<<"])
 def test_a_repeated_letter_takes_no_time(kind, parameters, repeated):
     # It took 20 seconds where the time grew with the square of the length.
     began = time.monotonic()

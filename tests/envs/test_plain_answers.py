@@ -155,6 +155,7 @@ PRODUCT = {
         ("intermediate_integration", INTEGRAL, "log(Abs(x))+pi", "log(Abs(x)) + pi"),
         ("n_queens", FOUR, "[['Q', '_']]", "[['Q', '_']]"),
         ("spiral_matrix", FOUR, "1, -2", "(1, -2)"),
+        ("coin_flip", FOUR, "1e-3", "1e-3"),
         ("chain_sum", FOUR, "__import__('os')", "__import__('os')"),
     ],
 )
@@ -198,6 +199,8 @@ def test_what_is_shown_to_a_scorer(name, entry, answer, shown):
         ("intermediate_integration", INTEGRAL, "sin(x, evaluate=False)"),
         ("intermediate_integration", INTEGRAL, "sin(*x)"),
         ("intermediate_integration", INTEGRAL, "factorial(x)"),
+        ("coin_flip", FOUR, "1e999999999"),
+        ("coin_flip", FOUR, "1/3E-9999"),
         ("n_queens", FOUR, "[b'Q']"),
         ("n_queens", FOUR, "['Q'] * 1000000000"),
         ("n_queens", FOUR, "f'{1}'"),

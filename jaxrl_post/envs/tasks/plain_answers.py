@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ _FORMULAS = {
     "simple_integration": {"C"},
     "intermediate_integration": {"C", "E", "pi"},
 }
+
+# Tasks whose scorers make an exact fraction of a number, so that "1e999999999" takes
+# all memory or time there is, in one step that nothing interrupts.
+_FRACTIONS = {"coin_flip"}
+_HUGE = re.compile(r"[eE][+-]?[0-9_]{4}")
 
 # Names of functions that answers may call, by task. A call of another is refused, also
 # of those that only sympy's names lead to.
@@ -68,6 +74,8 @@ def harmless(answer: str, task: str, entry: Mapping[str, Any]) -> str | None:
     >>> harmless("9**9**9", "puzzle24", entry)
     >>> harmless("__import__('os').system('id')", "puzzle24", entry)
     """
+    if task in _FRACTIONS and _HUGE.search(answer):
+        return None
     if task not in _DATA and task not in _FORMULAS:
         return answer
     if answer in _right_answers(entry):

@@ -144,7 +144,12 @@ def _json(text: str) -> bool:
 
 
 def _title(text: str) -> bool:
-    return any(title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", text))
+    for line in text.split("\n"):
+        # The first mark and the last one of a line: each other pair is between them.
+        begin, end = line.find("<<"), line.rfind(">>")
+        if 0 <= begin < end and line[begin:end].strip("<> "):
+            return True
+    return False
 
 
 def _two_responses(text: str) -> bool:

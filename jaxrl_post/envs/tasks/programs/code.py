@@ -34,7 +34,8 @@ class Code:
 
     The expected values never enter the sandbox: the comparison is made outside, so a
     program cannot declare itself right. A number is right if it differs by no more than
-    one part in a million.
+    one part in a million of the expected one, or by 1e-9 where 0 is expected; two whole
+    numbers must be equal.
 
     Args:
         path: .jsonl or .json with one object a line, or .parquet (extra `parquet`):

@@ -16,8 +16,9 @@ from jaxrl_post.envs.sandbox import Limits, Place, Sandbox, check_requirement, f
 
 __all__ = ["HiddenTests"]
 
-# Relative difference of numbers that are equal.
+# Relative difference of numbers that are equal; absolute, where 0 is expected.
 _CLOSE = 1e-6
+_TINY = 1e-9
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _equal(said: Any, expected: Any) -> bool:
     if isinstance(said, int | float) and isinstance(expected, int | float):
         if isinstance(said, int) and isinstance(expected, int):
             return said == expected
-        return math.isclose(said, expected, rel_tol=_CLOSE, abs_tol=_CLOSE)
+        return _is_close(said, expected)
     if isinstance(said, list) and isinstance(expected, list):
         return len(said) == len(expected) and all(map(_equal, said, expected))
     if isinstance(said, dict) and isinstance(expected, dict):
@@ -195,6 +196,14 @@ def _equal(said: Any, expected: Any) -> bool:
             _equal(value, expected[key]) for key, value in said.items()
         )
     return said == expected
+
+
+def _is_close(said: float, expected: float) -> bool:
+    try:
+        return abs(said - expected) <= (_CLOSE * abs(expected) or _TINY)
+    except OverflowError:
+        # A whole number that no float can hold, beside one.
+        return False
 
 
 @lru_cache(maxsize=8)
