@@ -128,8 +128,8 @@ PACKING = [
     Fault(
         "the mean of a step is the mean of its microbatches",
         "learner/step.py",
-        "return jnp.maximum(accumulator.loss.count, 1.0)",
-        "return jnp.maximum(accumulator.loss.count / 2, 1.0)",
+        "return jnp.where(count == 0, 1.0, count)",
+        "return jnp.where(count == 0, 1.0, count / 2)",
         "learner/test_learner.py",
     ),
     Fault(

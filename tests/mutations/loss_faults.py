@@ -19,8 +19,8 @@ LOSSES = [
     Fault(
         "the clip's bounds are exchanged",
         "losses/policy.py",
-        "jnp.clip(ratio, 1 - clip_low, 1 + clip_high)",
-        "jnp.clip(ratio, 1 - clip_high, 1 + clip_low)",
+        "within(ratio, 1 - clip_low, 1 + clip_high)",
+        "within(ratio, 1 - clip_high, 1 + clip_low)",
         POLICY,
     ),
     Fault(
@@ -40,8 +40,8 @@ LOSSES = [
     Fault(
         "CISPO's weight carries a gradient",
         "losses/policy.py",
-        "weight = jax.lax.stop_gradient(jnp.clip(ratio, ratio_low, ratio_high))",
-        "weight = jnp.clip(ratio, ratio_low, ratio_high)",
+        "weight = jax.lax.stop_gradient(within(ratio, ratio_low, ratio_high))",
+        "weight = within(ratio, ratio_low, ratio_high)",
         POLICY,
     ),
     Fault(
