@@ -155,8 +155,8 @@ KERNELS = [
     Fault(
         "keys have their gradient from one head of the group",
         "kernels/attention/gpu_kernels.py",
-        "            reads = head * shape.group + number\n",
-        "            reads = head * shape.group\n",
+        "            reads = part * each + number\n",
+        "            reads = part * each\n",
         "kernels/test_attention_pallas_gpu.py",
     ),
     Fault(
