@@ -129,7 +129,7 @@ SAMPLER = [
     Fault(
         "a burst of other parameters is put behind one that runs",
         "sampler/engine.py",
-        "if self._running and not self._is_seen(params):",
+        "if self._running and not (self._seen and self._seen.are(params)):",
         "if self._running and not params:",
         "sampler/test_ahead.py",
     ),

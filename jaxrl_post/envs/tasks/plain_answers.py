@@ -208,7 +208,7 @@ class _Limits:
 def _constant(node: ast.expr) -> Fraction | None:
     """The value of an exponent: a number, or a quotient of two; None for others."""
     match node:
-        case ast.Constant(value=value) if type(value) in (int, float):
+        case ast.Constant(value=int() | float() as value) if type(value) is not bool:
             return Fraction(value) if abs(value) <= _LARGEST_FLOAT else None
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             number = _constant(operand)
