@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import secrets
 import socket
 import threading
 import time
@@ -115,6 +116,8 @@ class _Open:
     sampling: SamplingParams
     count: int
     begun: bool = False
+    # The names of episodes under way, by sample.
+    names: dict[int, str] = field(default_factory=dict)
     episodes: dict[int, Episode] = field(default_factory=dict)
 
 
@@ -255,8 +258,8 @@ class AgentCollector:
 
     def _begin(self, sample: SampleId, group: _Open) -> None:
         """Opens an episode and has its agent started."""
-        name = _name(sample)
         prompt_id, index = sample
+        name = group.names[index] = _name(sample)
         recording = Recording(
             name,
             seed=prompt_id << 32 | index,
@@ -277,10 +280,10 @@ class AgentCollector:
         elif outcome.step is None:
             why = f"its agent has failed ({outcome.kind})"
         # A call that is still under way, or one of a thread that the agent left, is
-        # refused with this reason or, later, because there is no such episode.
-        recording = self.server.call(
-            lambda: self.server.episodes.take(_name(sample), why)
-        )
+        # refused with this reason or, later, because there is no such episode: no later
+        # episode has its name.
+        name = group.names[sample[1]]
+        recording = self.server.call(lambda: self.server.episodes.take(name, why))
         self._agents.end(sample)
         group.episodes[sample[1]] = _episode(
             sample, group.task, recording, outcome, self.server.served.tokenizer.decode
@@ -288,7 +291,13 @@ class AgentCollector:
 
 
 def _name(sample: SampleId) -> str:
-    return f"{sample[0]}-{sample[1]}"
+    """A name for the URL of an episode, which no other episode has.
+
+    A sample may be run again, in an evaluation or after a run was resumed, while a
+    process that an agent left behind still calls the URL that it was given. The noise
+    of an episode comes from its seed, never from its name.
+    """
+    return f"{sample[0]}-{sample[1]}-{secrets.token_hex(8)}"
 
 
 def _ordered(episodes: Mapping[int, Episode]) -> tuple[Episode, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxrl_post.envs import Message, Outcome, Step, Task, WorkerPool
+from jaxrl_post.envs.tasks.nim import Nim
 from jaxrl_post.envs.workers.interface import WorkerLostError, WorkerSettings
 
 PATIENCE_S = 60.0
@@ -91,6 +92,15 @@ def test_a_request_that_loses_three_workers_fails(pool_of):
     assert outcome.kind == "crashed"
     assert outcome.error == "it lost 3 workers, the last one so: the node died"
     assert submit(pool).result(PATIENCE_S).kind == "ok"
+
+
+def test_an_agent_is_not_run_again(pool_of):
+    """Its episode has recorded what the lost one was served."""
+    pool = pool_of(Mortal(losses=1), environment=Nim())
+    outcome = submit(pool, (0, 0)).result(PATIENCE_S)
+    assert outcome.kind == "crashed"
+    assert outcome.error == "it lost its worker: the node died"
+    assert submit(pool, (0, 1)).result(PATIENCE_S).kind == "ok"
 
 
 def test_losses_do_not_count_as_crashes(pool_of):

@@ -308,12 +308,14 @@ def test_an_agent_that_never_ends_is_closed_at_the_deadline():
 
 
 def test_an_agent_that_hangs_is_stopped_at_its_deadline_alone(monkeypatch):
-    closed = {}
+    closed, names = {}, {}
     take = Episodes.take
 
     def taken(self, name, why):
-        closed[name] = take(self, name, why)
-        return closed[name]
+        recording = take(self, name, why)
+        names[name.rpartition("-")[0]] = name
+        closed[name.rpartition("-")[0]] = recording
+        return recording
 
     monkeypatch.setattr(Episodes, "take", taken)
     environment = Letters(size=8, hanging=0)
@@ -331,7 +333,7 @@ def test_an_agent_that_hangs_is_stopped_at_its_deadline_alone(monkeypatch):
         groups = collector.run(sampler, [(2, tasks[0]), (3, tasks[2])], 1, sampling)
         assert 5.0 <= time.monotonic() - begin < 50.0
         service = server.served.service
-        late = httpx.get(f"{server.url}/episodes/2-0")
+        late = httpx.get(f"{server.url}/episodes/{names['2-0']}")
     hung, other = (episode for group in groups for episode in group.episodes)
     assert hung.error.startswith("timeout: step took longer than its deadline of 5 s")
     assert hung.reward is None
@@ -345,6 +347,32 @@ def test_an_agent_that_hangs_is_stopped_at_its_deadline_alone(monkeypatch):
     assert closed["3-0"].ended == closed["1-0"].ended == "the agent is done"
     assert late.status_code == 404
     assert service.samples == 0
+
+
+def test_the_url_of_an_episode_is_never_that_of_another(monkeypatch):
+    """What an agent left behind calls in vain; names decide nothing else."""
+    names = []
+    keep = Episodes.keep
+
+    def kept(self, recording, deadline_s):
+        names.append(recording.id)
+        return keep(self, recording, deadline_s)
+
+    monkeypatch.setattr(Episodes, "keep", kept)
+    with training(Letters()) as trainer:
+        sampler, sampling = published(trainer, 0), trainer.experience.sampling()
+        task = trainer.experience.environment.tasks("train")[0]
+        collector = trainer.experience.collector
+        found = [
+            each.run(sampler, [(5, task)], 1, sampling)[0].episodes[0]
+            for each in (collector, collector.apart())
+        ]
+        late = httpx.get(f"{collector.server.url}/episodes/{names[0]}")
+    assert len(set(names)) == 2
+    assert all(name.startswith("5-0-") for name in names)
+    assert late.status_code == 404
+    one, other = (episode.tokens.ids.tolist() for episode in found)
+    assert one == other
 
 
 def test_an_address_that_is_taken_is_refused():

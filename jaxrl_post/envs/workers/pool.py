@@ -61,7 +61,8 @@ class WorkerPool:
     earlier turns.
 
     If a worker is lost with its machine, the environment is not the cause. Then another
-    worker answers the turn too, unless the turn has lost three workers.
+    worker answers the turn too, unless the turn has lost three workers. An agent is not
+    run again: what it was served is recorded, and would be recorded twice.
 
     A step runs in the main thread of its worker. Each worker is in a process session of
     its own, so Ctrl-C in the terminal interrupts only the caller. The last 8 KiB of a
@@ -124,6 +125,9 @@ class WorkerPool:
                 "`open` (sessions) or `run` (agents), got none of them"
             )
         self._stateful = isinstance(environment, StatefulEnvironment)
+        self._most_losses = _MOST_LOSSES
+        if isinstance(environment, AgentEnvironment):
+            self._most_losses = 1
         memory_bytes = None
         if memory_limit_gib is not None:
             memory_bytes = int(memory_limit_gib * 2**30)
@@ -273,8 +277,10 @@ class WorkerPool:
         """Queues a job again whose worker was lost."""
         logger.warning("a worker was lost: %s", error)
         job.losses += 1
-        if job.losses == _MOST_LOSSES:
-            job.fail(f"it lost {_MOST_LOSSES} workers, the last one so: {error}")
+        if job.losses == self._most_losses:
+            workers = f"{job.losses} workers, the last one so"
+            lost = "its worker" if job.losses == 1 else workers
+            job.fail(f"it lost {lost}: {error}")
         elif not self._jobs.put(job):
             job.fail(f"the worker pool was closed, and the worker was lost: {error}")
 
