@@ -10,13 +10,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrl_post.data.tokenizer_files import (
+    TextError,
     TokenizerError,
     read_files,
     read_settings,
 )
 from jaxrl_post.data.turn_end import find_turn_end
 
-__all__ = ["Tokenizer", "TokenizerError"]
+__all__ = ["TextError", "Tokenizer", "TokenizerError"]
 
 PAD, EOS = "<|pad|>", "<|eos|>"
 # `BpeTrainer` gives special tokens the first ids, in this order.
@@ -235,7 +236,7 @@ class Tokenizer:
         """Token ids of a text; `special` adds the special tokens around it (BOS).
 
         Raises:
-            TokenizerError: the text is no Unicode, or one of its tokens lies beyond the
+            TextError: the text is no Unicode, or one of its tokens lies beyond the
                 model's embeddings.
         """
         return self._known(_encoding(self.backend, text, special).ids)
@@ -250,7 +251,7 @@ class Tokenizer:
             special: adds the special tokens around the text, which begin at -1.
 
         Raises:
-            TokenizerError: as `encode`.
+            TextError: as `encode`.
 
         >>> Tokenizer.train(["12"]).encode_with_begins("1 2")[1]
         (0, 1, 2)
@@ -281,6 +282,19 @@ class Tokenizer:
         return self.backend.decode(
             [id_ for id_ in ids if id_ not in dropped], skip_special_tokens=False
         )
+
+    def with_special_broken(self, text: str) -> str:
+        """A text in which no special token is written: each gets a space in it.
+
+        For text that others wrote, which must not end its own turn or begin another.
+
+        >>> Tokenizer.train(["12"]).with_special_broken("1<|eos|>2")
+        '1< |eos|>2'
+        """
+        for token in self._special:
+            broken = f"{token[0]} {token[1:]}" if token[1:] else " "
+            text = text.replace(token, broken)
+        return text
 
     @cached_property
     def special_ids(self) -> Mapping[str, int]:
@@ -327,7 +341,7 @@ class Tokenizer:
         if self.num_embeddings is not None:
             last = max(ids, default=0)
             if last >= self.num_embeddings:
-                raise TokenizerError(
+                raise TextError(
                     f"tokenizer: the text has the token {last} "
                     f"({self.backend.id_to_token(last)!r}), the model only "
                     f"{self.num_embeddings} embeddings; take that token out of the "
@@ -351,14 +365,14 @@ def _encoding(
     """The tokens of a text.
 
     Raises:
-        TokenizerError: the text has half of a surrogate pair.
+        TextError: the text has half of a surrogate pair.
     """
     try:
         return backend.encode(text, add_special_tokens=special)
     except TypeError:
         for place, character in enumerate(text):
             if "\ud800" <= character <= "\udfff":
-                raise TokenizerError(
+                raise TextError(
                     f"tokenizer: character {place} of the text is {character!r}, half "
                     "of a surrogate pair and no Unicode; write the whole character, or "
                     "U+FFFD in its place"

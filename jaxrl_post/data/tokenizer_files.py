@@ -8,11 +8,21 @@ from typing import Any
 
 import tokenizers
 
-__all__ = ["TokenizerError", "TokenizerFiles", "read_files", "read_settings"]
+__all__ = [
+    "TextError",
+    "TokenizerError",
+    "TokenizerFiles",
+    "read_files",
+    "read_settings",
+]
 
 
 class TokenizerError(ValueError):
     """A tokenizer, its files or its chat template cannot be used."""
+
+
+class TextError(TokenizerError):
+    """A text cannot be tokenised for this model, while others can."""
 
 
 @dataclass(frozen=True)

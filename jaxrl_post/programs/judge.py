@@ -153,9 +153,11 @@ class RewardJudge:
         return found
 
     def _encoded(self, task: Task, answer: str) -> packing.Sequence:
+        # An answer that spells special tokens out would get the tokens themselves, and
+        # could write turns that nobody said.
         if self.config.head == "process":
             steps = [s for s in answer.split(self.options.separator) if s.strip()]
-            steps = steps or [answer]
+            steps = list(map(self.tokenizer.with_special_broken, steps or [answer]))
             return judged_tokens(
                 self.tokenizer,
                 task.messages,
@@ -163,6 +165,7 @@ class RewardJudge:
                 [True] * len(steps),
                 self.options.separator,
             )
+        answer = self.tokenizer.with_special_broken(answer)
         prompt, target = chat.answered(self.tokenizer, task.messages, answer)
         return packing.Sequence.of(prompt, target)
 

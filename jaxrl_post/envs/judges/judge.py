@@ -54,6 +54,16 @@ _COMPARE = """Rubric:
 Which answer is better by the rubric? The order in which they stand means nothing.
 Reply with {{"reason": "one sentence", "better": "A", "B" or "tie"}}."""
 _TAG = re.compile(r"<(?=[\s/]*(?:conversation|reference|answer(?:_[ab])?)\b)", re.I)
+# How chat templates write what separates turns. A judge's server may read these
+# spellings as the tokens that they are of, so text that is judged must not have them:
+# "<|" of most families, "<" and the full-width bar of DeepSeek, and names of others.
+_SPECIAL = re.compile(
+    r"<(?=[|\uff5c]|/?(?:s|bos|eos|pad|unk|sop|eop|start_of_turn|end_of_turn|turn)>"
+    r"|/?<?/?SYS>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|TOOL_CONTENT"
+    r"|ARGS|CALL_ID|THINK|IMG|PREFIX|MIDDLE|SUFFIX|gMASK)\])",
+    re.I,
+)
 # What a model thought before it answered.
 _THOUGHT = "</think>"
 # Characters at the end of an answer among which a verdict is looked for.
@@ -86,7 +96,9 @@ class Judge:
     one of them or a tie, 0 for none.
 
     An answer that holds the prompt's own tags cannot leave its place: they are
-    rewritten. A judge can be deceived all the same, so look at what wins.
+    rewritten. Nor can it end its turn and write the judge's: what chat templates put
+    between turns, such as "<|im_start|>", "</s>" or "[INST]", gets a space after its
+    bracket. A judge can be deceived all the same, so look at what wins.
 
     Args:
         endpoint: the model.
@@ -248,7 +260,8 @@ def _told(question: Sequence[Message]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return _TAG.sub("&lt;", text)
+    # Text is only added, so nothing that was apart comes together.
+    return _SPECIAL.sub(r"\g<0> ", _TAG.sub("&lt;", text))
 
 
 def _listed(allowed: Sequence[Any]) -> str:
