@@ -325,3 +325,17 @@ def test_a_players_reward_is_its_last_turns(tokenizer):
         recording.credit(1.0, 1, player="x")
     with pytest.raises(ValueError, match="z has no turn yet in episode one"):
         recording.credit(1.0, player="z")
+
+
+def test_a_recording_keeps_no_prompt_as_a_whole():
+    """Calls are numbered by a digest of their prompts: 3,000 tokens take 96 KB."""
+    recording = Recording("one", seed=1)
+    prompts = [tuple(range(1000, 4000)), tuple(range(1000, 3999)), (5,)]
+    begun = [recording.begin_tokens(prompt) for prompt in (*prompts, *prompts)]
+    assert [each.number for each in begun] == [0, 0, 0, 1, 1, 1]
+    assert recording.begin_tokens((5,), player="white").number == 0
+    noise = [recording.noise(each) for each in begun]
+    assert len(set(noise)) == 6
+    for each in begun:
+        recording.drop(each)
+    assert sum(len(digest) for _, digest in recording.prompts) == 4 * 32
