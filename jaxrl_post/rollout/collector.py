@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_post.data.replies import Reply
-from jaxrl_post.data.tokenizer import TokenizerError
+from jaxrl_post.data.tokenizer import TextError, TokenizerError
 from jaxrl_post.envs.env import Message, Step, Task, ToolCall
 from jaxrl_post.envs.workers.pool import Outcome
 from jaxrl_post.rollout import flight as flights
@@ -455,6 +455,9 @@ class Collector:
             )
         try:
             event = self._with_reply(flight, step)
+        except TextError as error:
+            # Of this reply alone: the environment may quote what the policy said.
+            event = flights.Failed(f"reply: {error}")
         except TokenizerError as error:
             if not flight.task.tools:
                 raise

@@ -124,11 +124,14 @@ def turn(tokens: Sequence[int], reason: FinishReason = "stop") -> Completion:
 
 
 def play(
-    tokenizer: Tokenizer, *turns: Completion, longest: int = 9999
+    tokenizer: Tokenizer,
+    *turns: Completion,
+    longest: int = 9999,
+    question: Message = AGAIN,
 ) -> tuple[Episode, list[Request]]:
     sampler = Scripted(turns)
     limits = Limits(max_turns=len(turns), max_prompt_tokens=longest)
-    judges = Asking(len(turns))
+    judges = Asking(len(turns), question)
     collector = Collector(Codec(tokenizer), judges, limits, deadline_s=60.0)
     task = Task(0, (ASK,), "")
     [group] = collector.run(sampler, [(3, task)], 1, SamplingParams())
@@ -278,3 +281,24 @@ def test_a_reply_that_nobody_will_read_is_not_rendered():
     assert episode.reward == 0.5
     with pytest.raises(ValueError, match=r"rewrites earlier turns"):
         play(forgetful, turn(said), turn(said))
+
+
+@pytest.mark.parametrize("reply", ["you said <image>", "half \ud800"])
+def test_a_reply_that_has_no_tokens_fails_its_episode_alone(reply):
+    """The environment may quote what the policy said."""
+    backend = tokenizer_of("chatml").backend
+    embeddings = backend.get_vocab_size()
+    backend.add_special_tokens(["<image>"])
+    tokenizer = tokenizer_of("chatml")
+    small = Tokenizer(
+        backend,
+        stop_ids=tokenizer.stop_ids,
+        chat_template=tokenizer.chat_templates,
+        special_tokens=tokenizer.special_tokens,
+        num_embeddings=embeddings,
+    )
+    said = [*tokenizer.encode("4"), tokenizer.eos_id]
+    episode, _ = play(small, turn(said), turn(said), question=Message("user", reply))
+    assert episode.reward is None
+    assert episode.finish_reason == "failed"
+    assert episode.error.startswith("reply: tokenizer: ")

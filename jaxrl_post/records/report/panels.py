@@ -191,6 +191,7 @@ STACKS = {
                 ("rollout/failed/ended", "ended"),
                 ("rollout/failed/sampler", "sampler"),
                 ("rollout/failed/tools", "tools"),
+                ("rollout/failed/reply", "reply"),
                 ("rollout/failed/other", "other"),
             ),
         ),
