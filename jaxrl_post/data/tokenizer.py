@@ -291,7 +291,7 @@ class Tokenizer:
         >>> Tokenizer.train(["12"]).with_special_broken("1<|eos|>2")
         '1< |eos|>2'
         """
-        for token in self._special:
+        for token in self.special_ids:
             broken = f"{token[0]} {token[1:]}" if token[1:] else " "
             text = text.replace(token, broken)
         return text
