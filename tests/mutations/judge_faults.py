@@ -25,8 +25,8 @@ JUDGES = [
     Fault(
         "an answer closes its own tag",
         "envs/judges/judge.py",
-        '    return _TAG.sub("&lt;", text)\n',
-        "    return text\n",
+        'return _SPECIAL.sub(r"\\g<0> ", _TAG.sub("&lt;", text))\n',
+        'return _SPECIAL.sub(r"\\g<0> ", text)\n',
         JUDGE,
     ),
     Fault(
