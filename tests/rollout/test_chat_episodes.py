@@ -283,8 +283,7 @@ def test_a_reply_that_nobody_will_read_is_not_rendered():
         play(forgetful, turn(said), turn(said))
 
 
-@pytest.mark.parametrize("reply", ["you said <image>", "half \ud800"])
-def test_a_reply_that_has_no_tokens_fails_its_episode_alone(reply):
+def test_a_reply_that_has_no_tokens_fails_its_episode_alone():
     """The environment may quote what the policy said."""
     backend = tokenizer_of("chatml").backend
     embeddings = backend.get_vocab_size()
@@ -298,7 +297,8 @@ def test_a_reply_that_has_no_tokens_fails_its_episode_alone(reply):
         num_embeddings=embeddings,
     )
     said = [*tokenizer.encode("4"), tokenizer.eos_id]
-    episode, _ = play(small, turn(said), turn(said), question=Message("user", reply))
+    quoted = Message("user", "you said <image>")
+    episode, _ = play(small, turn(said), turn(said), question=quoted)
     assert episode.reward is None
     assert episode.finish_reason == "failed"
     assert episode.error.startswith("reply: tokenizer: ")
