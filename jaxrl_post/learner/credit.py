@@ -31,11 +31,11 @@ def credited(
     empty = (1 << (ends[-1] - 1).bit_length()) - ends[-1]
 
     def joined(*parts: np.ndarray) -> np.ndarray:
-        whole = np.concatenate(parts)
-        # `kept` has a third axis.
-        return np.pad(whole, ((0, empty), *[(0, 0)] * (whole.ndim - 1)))
+        return np.pad(np.concatenate(parts), ((0, empty), (0, 0)))
 
-    whole = jax.tree.map(np.asarray, credit(jax.tree.map(joined, *pieces)))
+    # Credit reads no kept ids, up to 128 a token: they stay on the host.
+    plain = [piece.replace(kept=None) for piece in pieces]
+    whole = jax.tree.map(np.asarray, credit(jax.tree.map(joined, *plain)))
     mask, metrics = whole.loss_mask, {}
     if whole.values_before is not None:
         metrics["critic/explained_variance"] = float(
@@ -51,5 +51,8 @@ def credited(
         metrics["advantage/raw_mean"] = float(np.mean(raw))
         metrics["advantage/raw_std"] = float(np.std(raw))
         whole = whole.replace(raw_advantages=None)
-    starts = [0, *ends[:-1]]
-    return [rows(whole, *span) for span in zip(starts, ends, strict=True)], metrics
+    spans = zip([0, *ends[:-1]], ends, pieces, strict=True)
+    found = [
+        rows(whole, begin, end).replace(kept=piece.kept) for begin, end, piece in spans
+    ]
+    return found, metrics

@@ -23,12 +23,18 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|eos|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-CHATTED = Tokenizer(
-    PLAIN.backend,
-    stop_ids=PLAIN.stop_ids,
-    chat_template=TEMPLATE,
-    special_tokens=PLAIN.special_tokens,
-)
+
+
+def templated(template: str) -> Tokenizer:
+    return Tokenizer(
+        PLAIN.backend,
+        stop_ids=PLAIN.stop_ids,
+        chat_template=template,
+        special_tokens=PLAIN.special_tokens,
+    )
+
+
+CHATTED = templated(TEMPLATE)
 
 
 def user(content):
@@ -215,12 +221,7 @@ def test_of_a_completion_with_a_call_the_completion_alone_is_learned():
         "={{ c.function.name }}={% endfor %}<|eos|>{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    tokenizer = Tokenizer(
-        PLAIN.backend,
-        stop_ids=PLAIN.stop_ids,
-        chat_template=template,
-        special_tokens=PLAIN.special_tokens,
-    )
+    tokenizer = templated(template)
     called = {**said("a"), "tool_calls": [{"function": {"name": "b", "arguments": {}}}]}
     before = (user("1+1="), said("2"), user("+1="))
     for reply, expected in ((called, "a=b=<|eos|>"), (said("a"), "a<|eos|>")):

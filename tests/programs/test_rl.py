@@ -279,37 +279,6 @@ def test_an_evaluation_leaves_no_trace(coin, judges):
     assert all("eval" in group.episodes[0].prompt_text for group in one.groups)
 
 
-def test_answers_that_cannot_be_judged_are_no_zeros_of_an_evaluation(coin):
-    for broken in range(5, 40, 5):
-        environment = coin.Coin(broken=broken)
-        config = changed("rollout", max_failed_share=0.9)
-        with WorkerPool(environment) as judges:
-            found = make_trainer(environment, judges, config).evaluate()
-        judged = [g.episodes[0].reward for g in found.groups if g.valid[0]]
-        if found.scores.failed:
-            break
-    assert 0 < found.scores.failed == len(found.groups) - len(judged)
-    assert found.scores.mean_reward == pytest.approx(np.mean(judged))
-    # They solve nothing either.
-    solved = judged.count(1.0)
-    assert found.scores.accuracy == pytest.approx(solved / len(found.groups))
-
-
-def test_accuracy_is_the_share_of_what_is_solved_and_no_mean_reward(coin):
-    """A reward of 0.4 for every answer is no accuracy of 40 %."""
-    environment = Rubric(
-        coin.Coin(), {"half": Criterion(coin.forty_percent)}, own_weight=0
-    )
-    with WorkerPool(environment) as judges:
-        found = make_trainer(environment, judges).evaluate().scores
-        config = changed("eval", solved_reward=0.4)
-        lenient = make_trainer(environment, judges, config).evaluate().scores
-    assert found.mean_reward == pytest.approx(0.4)
-    assert found.accuracy == 0.0
-    assert found.interval[0] == 0 < found.interval[1] < 0.5
-    assert lenient.accuracy == 1.0
-
-
 def test_an_answer_that_was_cut_earns_what_the_option_says(coin, judges):
     rollouts, trained = {}, {}
     for mode in ("reward", "zero", "mask"):
@@ -358,16 +327,6 @@ def test_a_step_of_which_everything_was_cut_says_so(coin, judges):
         FailedRolloutsError, match=r"step 1: every answer was cut at --rollout.max-tok"
     ):
         trainer.step(1)
-
-
-def test_an_evaluation_that_fails_stops_the_run(coin):
-    environment = coin.Coin(broken=40)
-    with WorkerPool(environment) as judges:
-        trainer = make_trainer(environment, judges)
-        with pytest.raises(
-            FailedRolloutsError, match=r"evaluation: 6 of 6 rollouts failed; --roll"
-        ):
-            trainer.evaluate()
 
 
 def test_rows_hold_the_longest_prompt_and_completion():

@@ -1,14 +1,17 @@
-"""What samples say about a model: counts, pass@k, and intervals."""
+"""What samples say about a model: counts, pass@k and intervals, and of evaluations."""
 
 import itertools
 
 import numpy as np
 import pytest
 
+from jaxrl_post.envs import WorkerPool
+from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.programs.intervals import interval_over_tasks, wilson_interval
 from jaxrl_post.programs.scores import FailedRolloutsError, score
 from jaxrl_post.rollout import Episode, Group, Turn
 from jaxrl_post.tokens import Tokens
+from tests.programs.trainers import changed, make_trainer
 
 
 # Newcombe, Two-sided confidence intervals for the single proportion, Statistics in
@@ -154,3 +157,47 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(alpha, beta):
     assert 0.93 <= covered / trials <= 0.98
     # As if all samples were independent: too sure, unless all tasks are as hard.
     assert pooled / trials < (0.91 if alpha < 60 else 0.96)
+
+
+@pytest.mark.processes
+def test_answers_that_cannot_be_judged_are_no_zeros_of_an_evaluation(coin):
+    for broken in range(5, 40, 5):
+        environment = coin.Coin(broken=broken)
+        config = changed("rollout", max_failed_share=0.9)
+        with WorkerPool(environment) as judges:
+            found = make_trainer(environment, judges, config).evaluate()
+        judged = [g.episodes[0].reward for g in found.groups if g.valid[0]]
+        if found.scores.failed:
+            break
+    assert 0 < found.scores.failed == len(found.groups) - len(judged)
+    assert found.scores.mean_reward == pytest.approx(np.mean(judged))
+    # They solve nothing either.
+    solved = judged.count(1.0)
+    assert found.scores.accuracy == pytest.approx(solved / len(found.groups))
+
+
+@pytest.mark.processes
+def test_accuracy_is_the_share_of_what_is_solved_and_no_mean_reward(coin):
+    """A reward of 0.4 for every answer is no accuracy of 40 %."""
+    environment = Rubric(
+        coin.Coin(), {"half": Criterion(coin.forty_percent)}, own_weight=0
+    )
+    with WorkerPool(environment) as judges:
+        found = make_trainer(environment, judges).evaluate().scores
+        config = changed("eval", solved_reward=0.4)
+        lenient = make_trainer(environment, judges, config).evaluate().scores
+    assert found.mean_reward == pytest.approx(0.4)
+    assert found.accuracy == 0.0
+    assert found.interval[0] == 0 < found.interval[1] < 0.5
+    assert lenient.accuracy == 1.0
+
+
+@pytest.mark.processes
+def test_an_evaluation_that_fails_stops_the_run(coin):
+    environment = coin.Coin(broken=40)
+    with WorkerPool(environment) as judges:
+        trainer = make_trainer(environment, judges)
+        with pytest.raises(
+            FailedRolloutsError, match=r"evaluation: 6 of 6 rollouts failed; --roll"
+        ):
+            trainer.evaluate()
