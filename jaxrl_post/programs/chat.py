@@ -93,6 +93,7 @@ class Conversation:
             max_tokens=self._most,
             steps_per_call=STEPS_PER_CALL,
             max_stop_ids=max(4, len(model.tokenizer.stop_ids)),
+            few_shapes=True,
         )
         engine = Engine(
             model.config,

@@ -166,6 +166,7 @@ def open_service(config: ServeConfig, model: Model) -> Service:
         context_tokens=config.max_model_len,
         cache_tokens=config.cache_tokens,
         max_stop_ids=len(model.tokenizer.stop_ids) + REQUEST_STOP_IDS,
+        few_shapes=True,
     )
     engine = Engine(
         model.config,

@@ -24,7 +24,7 @@ from jaxrl_post.sampler.requests import (
     SampleId,
     Unfinished,
 )
-from jaxrl_post.sampler.sizes import LARGEST_GROUP, PAGE, EngineConfig, pages_for
+from jaxrl_post.sampler.sizes import PAGE, EngineConfig, pages_for
 from jaxrl_post.tokens import Tokens
 
 __all__ = ["Burst", "Chunk", "Sample", "Scheduler"]
@@ -147,7 +147,7 @@ class Burst:
         shared_pages: pages of a group, padded.
         own_pages: pages of a row, padded.
         floor: the burst ends when no part has more active samples than this.
-        truncate: whether a sample truncates its distribution.
+        truncate: whether a sample may truncate its distribution.
         alternatives: whether a sample asks for alternatives.
         constrained: whether a sample has a constraint: the burst has one step.
     """
@@ -258,26 +258,29 @@ class Scheduler:
             ahead = min(sizes.steps_per_call, sample.remaining)
             longest = max(longest, own)
             self.trees[sample.part].grow(sample.own, own + ahead)
-        members = max(sample.request.num_samples for sample in ready)
-        members = min(LARGEST_GROUP, 1 << (members - 1).bit_length())
+        members = sizes.members(max(s.request.num_samples for s in ready))
         groups = [_groups(part, members) for part in rows]
-        if max(map(len, groups)) * members > 4 * slots:
+        num_groups = sizes.groups(max(map(len, groups)), slots, members)
+        if num_groups is None:
             # The groups have become small: a row each costs less than empty places.
             members = 1
             groups = [_groups(part, members) for part in rows]
-        needed = max(map(len, groups))
+            num_groups = sizes.groups(max(map(len, groups)), slots, members)
+        assert num_groups is not None
         pages = max(num_pages(path) for part in groups for path, _ in part)
+        alternatives = any(s.alternatives is not None for s in ready)
+        truncate = any(s.request.sampling.truncates for s in ready)
         return Burst(
             rows=rows,
             groups=groups,
             slots=slots,
-            num_groups=sizes.groups(needed, slots, members),
+            num_groups=num_groups,
             members=members,
             shared_pages=sizes.shared_pages(pages),
             own_pages=sizes.own_pages(longest),
             floor=self._floor(most),
-            truncate=any(s.request.sampling.truncates for s in ready),
-            alternatives=any(s.alternatives is not None for s in ready),
+            truncate=truncate or (alternatives and sizes.few_shapes),
+            alternatives=alternatives,
             constrained=any(s.constraint is not None for s in ready),
         )
 

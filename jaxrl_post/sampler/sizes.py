@@ -18,6 +18,10 @@ SMALLEST_VIEW = 4
 WHOLE_PAGES = 8
 # Most sequences that read shared keys together. More make no better matrix product.
 LARGEST_GROUP = 16
+# With few shapes: sequences of a group, if any have a prompt in common, and pages of
+# the smallest view.
+GROUP = 8
+SMALLEST_OF_FEW = 16
 
 
 def pages_for(tokens: int) -> int:
@@ -29,7 +33,7 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-MAY_BE_ZERO = ("context_tokens", "cache_tokens", "guesses", "kept_ids")
+MAY_BE_ZERO = ("context_tokens", "cache_tokens", "guesses", "kept_ids", "few_shapes")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,10 @@ class EngineConfig:
             little.
         kept_ids: most tokens of those that top-k, top-p or min-p keep that are recorded
             for each sampled one; larger sets are not. 0 records none.
+        few_shapes: whether batches are padded to few shapes, each a program to compile.
+            For a server: its requests have any length and come at any time, so that in
+            the end every shape comes up. A batch then has up to twice the rows that it
+            needs, and up to four times the keys.
     """
 
     num_slots: int = 64
@@ -70,6 +78,7 @@ class EngineConfig:
     guess_rows: int = 32
     kept_ids: int = 0
     context_tokens: int = 0
+    few_shapes: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -197,12 +206,15 @@ class EngineConfig:
 
         >>> EngineConfig(num_slots=64).batch_sizes()
         (8, 12, 16, 24, 32, 48, 64)
+        >>> EngineConfig(num_slots=64, few_shapes=True).batch_sizes()
+        (8, 16, 32, 64)
         """
         slots = self.num_slots // split
         smallest = min(slots, max(1, SMALLEST_BATCH // split))
         found, size = {slots}, slots
         while size > smallest:
-            found.add(-(-3 * size // 4))
+            if not self.few_shapes:
+                found.add(-(-3 * size // 4))
             size = max(smallest, -(-size // 2))
             found.add(size)
         return tuple(sorted(found))
@@ -218,46 +230,81 @@ class EngineConfig:
         >>> EngineConfig(max_tokens=1000, steps_per_call=8).own_pages(990)
         64
         """
-        most = pages_for(self.max_tokens)
-        if most > WHOLE_PAGES:
-            most = -(-most // WHOLE_PAGES) * WHOLE_PAGES
-        smallest = min(SMALLEST_VIEW, most)
-        return _bucket(_powers(smallest, most), pages_for(tokens + self.steps_per_call))
+        most = _whole(pages_for(self.max_tokens))
+        sizes = self._few(most) if self.few_shapes else _powers(SMALLEST_VIEW, most)
+        return _bucket(sizes, pages_for(tokens + self.steps_per_call))
 
     def shared_pages(self, pages: int) -> int:
         """Padded number of pages that a group shares: powers of 2, and 3/4 of them.
 
+        With `few_shapes` powers of 4, and what one sample needs at most.
+
         >>> sizes = EngineConfig()
         >>> [sizes.shared_pages(pages) for pages in (1, 5, 9, 13)]
         [4, 8, 12, 16]
+        >>> few = EngineConfig(max_prompt_tokens=1024, few_shapes=True)
+        >>> [few.shared_pages(pages) for pages in (1, 17, 65, 89)]
+        [16, 64, 88, 256]
         """
+        if self.few_shapes:
+            # Segments of a conversation end in partly filled pages: it may have more.
+            sizes = self._few(_whole(self.pages_per_sample))
+            while pages > sizes[-1]:
+                sizes = self._few(4 * sizes[-1])
+            return _bucket(sizes, pages)
         pages = max(pages, min(SMALLEST_VIEW, pages_for(self.max_prompt_tokens)))
         power = 1 << (pages - 1).bit_length()
         middle = power * 3 // 4
         return middle if pages <= middle and middle > 2 * SMALLEST_VIEW else power
 
+    @staticmethod
+    def _few(most: int) -> tuple[int, ...]:
+        """Pages of views, if there are to be few shapes."""
+        return _powers(SMALLEST_OF_FEW, most, 4)
+
     def history(self, tokens: int) -> int:
         """Padded length of the samples' tokens, for guesses."""
         return _bucket(_powers(min(256, self.max_length), self.max_length), tokens)
 
-    @staticmethod
-    def groups(needed: int, slots: int, members: int) -> int:
-        """Padded number of groups of a burst.
+    def members(self, samples: int) -> int:
+        """Padded number of samples that read a prompt together, of so many at most.
 
-        >>> EngineConfig.groups(9, slots=64, members=8)
-        16
+        >>> EngineConfig().members(6), EngineConfig(few_shapes=True).members(2)
+        (8, 8)
         """
+        if self.few_shapes and samples > 1:
+            return GROUP
+        return min(LARGEST_GROUP, 1 << (samples - 1).bit_length())
+
+    def groups(self, needed: int, slots: int, members: int) -> int | None:
+        """Padded number of groups of a burst; None if most of their places were empty.
+
+        >>> EngineConfig().groups(9, slots=64, members=8)
+        16
+        >>> few = EngineConfig(few_shapes=True)
+        >>> few.groups(3, slots=64, members=8), few.groups(17, slots=64, members=8)
+        (16, None)
+        """
+        if members > 1 and needed * members > (2 if self.few_shapes else 4) * slots:
+            return None
+        if self.few_shapes and members > 1:
+            return -(-2 * slots // members)
         return 1 << (max(needed, slots // members) - 1).bit_length()
 
 
-def _powers(smallest: int, largest: int) -> tuple[int, ...]:
-    """Powers of two times `smallest`, then `largest` itself."""
+def _powers(smallest: int, largest: int, step: int = 2) -> tuple[int, ...]:
+    """Powers of `step` times `smallest` below `largest`, then `largest` itself."""
     sizes, size = [], smallest
     while size < largest:
         sizes.append(size)
-        size *= 2
+        size *= step
     return (*sizes, largest)
 
 
 def _bucket(buckets: tuple[int, ...], length: int) -> int:
     return buckets[min(bisect.bisect_left(buckets, length), len(buckets) - 1)]
+
+
+def _whole(pages: int) -> int:
+    """As many pages or more: of many, a multiple of `WHOLE_PAGES`."""
+    return pages if pages <= WHOLE_PAGES else -(-pages // WHOLE_PAGES) * WHOLE_PAGES
