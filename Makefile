@@ -5,7 +5,8 @@ EXTRAS := math,envs,schema,parquet,hub,ray,serve,tools,openenv,notebooks,dev
 CHECKS := check-format check-lint check-types check-layers
 
 # Two processes, a file in one of them: what a file's tests share is computed once.
-PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
+# Files go in the order of their names: the few tests that take minutes are not the last.
+PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo quick test test-all mutations check $(CHECKS) check-kernels check-jetstream
 .PHONY: check-bfcl check-verifiers format notebooks parity lock environment

@@ -31,6 +31,9 @@ def options(run: Path, *more: str) -> list[str]:
         f"--steps={STEPS}",
         "--checkpoint.every=2",
         "--eval.every=5",
+        # Enough that most answers end.
+        "--warm-start.steps=40",
+        "--warm-start.examples-per-step=16",
         *QUICK,
         *more,
     ]

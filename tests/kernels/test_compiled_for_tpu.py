@@ -4,8 +4,10 @@ Mosaic refuses tiles that do not fit into VMEM, and an operation or a layout tha
 chip does not have. `make check-kernels` installs the compiler; CI runs a part.
 """
 
+import dataclasses
 import functools
 import importlib.util
+import json
 import math
 import re
 import subprocess
@@ -40,6 +42,8 @@ from jaxrl_post.losses.kl import k3
 from jaxrl_post.losses.policy import clipped_surrogate
 from jaxrl_post.losses.reduce import token_mean
 from jaxrl_post.models import ModelConfig
+from jaxrl_post.pretrained.families import write_config
+from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.programs.planning.sampling import make_sampler
 from jaxrl_post.sharding import DEFAULT_RULES, Chunks, create_mesh
 from launch import plan
@@ -368,29 +372,40 @@ def logits_in_memory(text: str, rows: int, vocab: int) -> bool:
 # this dimension in MiB: the gradient of the head's matrix in float32, such as
 # 4 x 75,968 x 896 bytes. Logits would take 593.5 there, 4 x 2,048 x 75,968 bytes.
 STEPS = [
-    ("qwen2.5-0.5b", "v5e:2x2", "dp2,tp2", 151_936 // 2, 259.7),
-    pytest.param(
-        "llama-3.1-8b", "v5e:4x4", "fsdp8,tp2", 128_256 // 2, 1002.0, marks=EVERY
-    ),
-    pytest.param(
-        "llama-3.3-70b", "v5p:4x4x4", "fsdp8,tp8", 128_256 // 8, 501.0, marks=EVERY
+    # Two layers of it, which a loop computes as it does all.
+    ("qwen2.5-0.5b", 2, "v5e:2x2", "dp2,tp2", 151_936 // 2, 259.7),
+    *(
+        pytest.param(*step, marks=EVERY)
+        for step in (
+            ("qwen2.5-0.5b", 24, "v5e:2x2", "dp2,tp2", 151_936 // 2, 259.7),
+            ("llama-3.1-8b", 32, "v5e:4x4", "fsdp8,tp2", 128_256 // 2, 1002.0),
+            ("llama-3.3-70b", 80, "v5p:4x4x4", "fsdp8,tp8", 128_256 // 8, 501.0),
+        )
     ),
 ]
 
 
-@pytest.mark.parametrize(("model", "topology", "mesh", "vocab", "largest"), STEPS)
+@pytest.mark.parametrize(
+    ("model", "layers", "topology", "mesh", "vocab", "largest"), STEPS
+)
 def test_a_train_step_takes_the_kernels(
-    tmp_path, model, topology, mesh, vocab, largest
+    tmp_path, model, layers, topology, mesh, vocab, largest
 ):
     """The step of `launch.grpo`: attention and log-probs are the kernels."""
     length = 2048
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = dataclasses.replace(PRESETS[model], num_layers=layers)
+    (folder / "config.json").write_text(json.dumps(write_config(config)))
     arguments = [
-        f"--model={model}", f"--topology={topology}", f"--mesh={mesh}",
-        f"--row-tokens={length}", "--scan-layers", f"--hlo={tmp_path}",
+        f"--model={folder}", f"--topology={topology}", f"--mesh={mesh}",
+        f"--row-tokens={length}", "--scan-layers", f"--hlo={tmp_path / 'hlo'}",
     ]  # fmt: skip
     assert plan.main(arguments) == 0
     (text,) = (
-        file.read_text() for file in tmp_path.iterdir() if "accumulate" in file.name
+        file.read_text()
+        for file in (tmp_path / "hlo").iterdir()
+        if "accumulate" in file.name
     )
     # Rematerialisation computes the forward pass twice.
     assert calls(text, "attention_forward") == 2

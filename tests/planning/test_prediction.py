@@ -76,7 +76,7 @@ tpu_compiler = pytest.mark.skipif(
     reason="needs libtpu, the compiler for TPUs (extra tpu)",
 )
 # Large enough that the compiler gathers weights instead of activations.
-CONFIG = ModelConfig("llama", 2048, 512, 2048, 4, num_heads=8, num_kv_heads=8)
+CONFIG = ModelConfig("llama", 2048, 512, 2048, 2, num_heads=8, num_kv_heads=8)
 
 
 def planned(folder: Path, *arguments: str) -> dict:
