@@ -325,7 +325,9 @@ def _trl_clip(
         raise ValueError(
             f"dual_clip must be None with ratio_level 'sequence', got {dual_clip}"
         )
-    return terms.clipped_sequence_ratio(clip_low=clip_low, clip_high=clip_high)
+    return terms.clipped_sequence_ratio(
+        clip_low=clip_low, clip_high=clip_high, by_token=False
+    )
 
 
 def _check_trl(

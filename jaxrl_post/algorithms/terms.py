@@ -65,12 +65,18 @@ def clipped_token_ratio(
     return _policy_loss(_of_tokens(loss), _TOKEN_RATIO, _clipped(clip_low, clip_high))
 
 
-def clipped_sequence_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
+def clipped_sequence_ratio(
+    *, clip_low: float, clip_high: float, by_token: bool = True
+) -> PolicyLoss:
     """GSPO's clipped surrogate of each sequence's length-normalised ratio.
 
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
+        by_token: whether a token's loss has the gradient of that token alone
+            (`policy.gspo_token`), so that its own advantage and correction count for
+            it. False spreads it over its sequence (`policy.gspo`). Where these are
+            equal in a sequence, so are the gradients.
 
     Returns:
         A policy loss for `compose`.
@@ -81,7 +87,8 @@ def clipped_sequence_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
     [[-1.0, -1.0]]
     """
 
-    loss = partial(policy.gspo, clip_low=clip_low, clip_high=clip_high)
+    surrogate = policy.gspo_token if by_token else policy.gspo
+    loss = partial(surrogate, clip_low=clip_low, clip_high=clip_high)
     return _policy_loss(loss, ratios.sequence_ratio, _clipped(clip_low, clip_high))
 
 

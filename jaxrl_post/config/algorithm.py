@@ -108,7 +108,7 @@ class AlgorithmConfig:
         reward_weights: weights that gdpo gives the parts of the reward, as NAME=WEIGHT,
             such as own=1 length=0.5; parts that are not named do not count. None for
             all, with 1. A reward model's part is model; that of an environment without
-            parts is then environment.
+            parts is environment; what an agent posts beside parts is posted.
         turn_credit: rewards that a turn of an episode is credited with. outcome: the
             sum of the episode's; turns: its own and those of the turns after it. In ppo
             and reinforce_plus_plus, which discount by the token, a turn's reward then

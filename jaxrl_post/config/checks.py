@@ -39,6 +39,9 @@ NO_RATIO = ("rloo", "opo", "remax")
 ONE_SAMPLE = ("ppo", "reinforce_plus_plus", "distillation", "remax")
 # Algorithms whose advantages read more than a group's rewards, or something else.
 NO_TURNS = ("gdpo", "opo", "remax", "distillation", "reinforce_plus_plus_baseline")
+# Algorithms whose gradient is that of whole sequences: what single tokens or turns are
+# worth averages out.
+WHOLE_SEQUENCES = ("clipped_rloo", "gmpo")
 # Algorithms that compute advantages per token, from rewards at single tokens.
 REWARD_A_TURN = ("ppo", "reinforce_plus_plus")
 NO_CRITIC = CriticConfig()
@@ -249,6 +252,7 @@ def _check_idle(config: RLConfig) -> None:
         "overlong_penalty": (rollout.overlong_buffer, "--rollout.overlong-buffer"),
         "max_draws": (rollout.dynamic_sampling, "--rollout.dynamic-sampling"),
         "guess_rows": (rollout.guesses, "--rollout.guesses"),
+        "reward_grace_s": (rollout.partial, "--rollout.partial"),
         "max_result_tokens": (
             config.tools or rollout.max_turns > 1,
             "--rollout.max-turns above 1",
@@ -399,6 +403,12 @@ def _check_turns(config: RLConfig) -> None:
                 "episode than its rewards, or at less; use outcome, or an algorithm "
                 "such as grpo"
             )
+        if algorithm.name in WHOLE_SEQUENCES:
+            raise ConfigError(
+                f"--algorithm.turn-credit turns: the ratio of {algorithm.name} is that "
+                "of a whole sequence, in which the credit of its turns averages out; "
+                "use outcome, or an algorithm such as grpo or gspo"
+            )
     elif algorithm.turn_discount != 1.0:
         raise ConfigError(
             "--algorithm.turn-discount: with --algorithm.turn-credit outcome it "
@@ -413,6 +423,12 @@ def _check_turns(config: RLConfig) -> None:
         raise ConfigError(
             "--rollout.no-recompute-cache: with --exact a log-prob is that of one "
             "version's parameters, and kept keys are of another; drop one of them"
+        )
+    if rollout.dynamic_sampling and algorithm.correction.kind == "none":
+        raise ConfigError(
+            "--rollout.dynamic-sampling: groups that are left over wait for the next "
+            "step, when they are of earlier parameters, and need a correction; drop "
+            "--algorithm.correction.kind none"
         )
     if not rollout.partial:
         if not rollout.recompute_cache:
@@ -484,6 +500,11 @@ def _check_critic(config: AlgorithmConfig, critic: CriticConfig) -> None:
     """Refuses options of a critic that does not exist."""
     if config.name != "ppo" and critic != NO_CRITIC:
         raise ConfigError(f"--critic.*: {config.name} has no critic; drop the options")
+    if critic.backbone != "shared" and critic.coefficient != NO_CRITIC.coefficient:
+        raise ConfigError(
+            "--critic.coefficient: weighs the loss of a critic on the policy's "
+            "backbone; drop the option, or use --critic.backbone shared"
+        )
     if critic.backbone == "shared":
         for option, given in (
             ("model", critic.model is not None),

@@ -70,6 +70,8 @@ class Updater:
     reference: Reference | None = None
     critic: Critic | None = None
     phases: dict[str, float] = field(default_factory=dict)
+    # Parts of the rewards that environments have named so far.
+    _reported: set[str] = field(default_factory=set, init=False)
 
     def sequences(
         self, groups: Sequence[Group], version: int, reporter: str
@@ -200,13 +202,16 @@ class Updater:
         if self.algorithm.reads != "components":
             return ()
         episodes = [e for group in groups for e in group.episodes]
-        found = sorted({name for e in episodes for name in e.rewards})
+        found = sorted({name for e in episodes for name in e.parts})
+        # A step of a mixture may have tasks of one environment alone.
+        self._reported |= {name for e in episodes for name in e.rewards}
         wanted = tuple(part for part, _ in reward_weights(self.config.algorithm))
-        missing = [name for name in wanted if name not in found]
-        if not found or missing:
+        known = {*self._reported, *found}
+        missing = [name for name in wanted if name not in known]
+        if not self._reported or missing:
             raise ConfigError(
                 f"--algorithm.reward-weights: {reporter} reports the "
-                f"rewards {', '.join(found) or 'of no parts'}"
+                f"rewards {', '.join(sorted(self._reported)) or 'of no parts'}"
                 + (f", not {', '.join(missing)}" if missing else "")
                 + "; gdpo normalises each part by itself: use an environment with a "
                 "rubric (envs.rubric), or --algorithm.name grpo"

@@ -32,13 +32,13 @@ from jaxrl_post.learner.step import Policy
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.pretrained.directory import read_config_file
 from jaxrl_post.pretrained.families import read_config
-from jaxrl_post.rollout.episode import Episode, Group, Turn
+from jaxrl_post.rollout.episode import ENVIRONMENT, Episode, Group, Turn
 from jaxrl_post.sharding import Rules, split_size
 from jaxrl_post.types import PyTree
 
 __all__ = ["RewardJudge", "check_judge", "open_judge"]
 
-ENVIRONMENT, MODEL = "environment", "model"
+MODEL = "model"
 
 
 @dataclass(frozen=True)

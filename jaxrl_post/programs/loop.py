@@ -120,7 +120,7 @@ def train(
                 metrics |= training.evaluate(step)
             # Row before checkpoint: if the run dies in between, resuming cuts it off.
             if step % log_every == 0 or evaluates or last:
-                metrics_log.write(step, metrics)
+                metrics_log.write(step, metrics, awaits_more=due and not evaluates)
             progress.update(step, metrics)
             begin = time.perf_counter()
             if step % config.checkpoint.every == 0 or last:

@@ -71,6 +71,8 @@ class Trainer:
         """
         begin = time.perf_counter()
         self.updater.phases = {}
+        guessing = self.engine.guessing
+        passes, guessed = guessing.passes, guessing.tokens
         groups: list[Group] = []
         metrics: dict[str, float] = {}
         if self.demonstrations is None:
@@ -84,9 +86,9 @@ class Trainer:
         metrics |= {f"time/{name}": s for name, s in self.updater.phases.items()}
         metrics["time/step"] = seconds
         metrics["throughput/tokens_per_second"] = tokens / seconds
-        guessing = self.engine.guessing
-        if guessing.passes:
-            metrics["sampler/tokens_per_pass"] = guessing.tokens / guessing.passes
+        if passes := guessing.passes - passes:
+            sampled = guessing.tokens - guessed
+            metrics["sampler/tokens_per_pass"] = sampled / passes
         metrics["sampler/compilations"] = float(self.engine.compilations.total())
         return metrics, groups
 

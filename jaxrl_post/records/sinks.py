@@ -87,12 +87,20 @@ class MetricsLog:
             self._rows.close()
             raise
 
-    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, SupportsFloat],
+        *,
+        awaits_more: bool = False,
+    ) -> None:
         """Writes all metrics of a step; they are on the disk when this returns.
 
         Args:
             step: greater than the last one written.
             metrics: name to scalar; NumPy and JAX scalars are read as floats.
+            awaits_more: whether a resumed run writes this step again, with more. Then
+                no tracker is told that takes nothing back.
 
         Raises:
             OSError: the disk is full, or fails. The rows before are whole.
@@ -109,7 +117,8 @@ class MetricsLog:
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
         self._rows.append([{"step": step, "time": now, "metrics": finite}])
         for tracker in self._trackers:
-            tracker.write(step, now, values)
+            if tracker.takes_back or not awaits_more:
+                tracker.write(step, now, values)
 
     def close(self) -> None:
         """Closes the files; closing twice is fine."""
@@ -220,7 +229,7 @@ def _row(sample: Sample) -> dict[str, Any]:
 class NoLog:
     """Stands for a log in the processes of a run that write none."""
 
-    def write(self, step: int, rows: object) -> None:
+    def write(self, step: int, rows: object, *, awaits_more: bool = False) -> None:
         """Writes nothing."""
 
     def __enter__(self) -> "NoLog":

@@ -58,6 +58,9 @@ class EventFile:
     the second and overwrites one of the same name. Its RecordWriter has neither fault.
     """
 
+    # Whether a resumed run may write a step again.
+    takes_back = True
+
     def __init__(self, directory: Path, purge_step: int | None):
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names.
@@ -137,6 +140,8 @@ class RemoteRun:
         told: its id and the last step sent.
         file: to which `told` is written.
     """
+
+    takes_back = False
 
     def __init__(self, name: str, run: Any, told: Told, file: Path) -> None:
         self._name, self._run, self._told, self._file = name, run, told, file

@@ -166,7 +166,7 @@ def _components(groups: Sequence[Group], parts: Sequence[str]) -> np.ndarray:
     """The parts of the rewards, float32 [groups, samples, parts]; 0 if missing."""
     return np.array(
         [
-            [[episode.rewards.get(name, 0.0) for name in parts] for episode in episodes]
+            [[episode.parts.get(name, 0.0) for name in parts] for episode in episodes]
             for episodes in (group.episodes for group in groups)
         ],
         np.float32,

@@ -12,7 +12,10 @@ import numpy as np
 from jaxrl_post.envs.env import Answer, Message
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["Episode", "EpisodeEnd", "Group", "Turn", "players_of"]
+__all__ = ["ENVIRONMENT", "Episode", "EpisodeEnd", "Group", "Turn", "players_of"]
+
+# The part of a reward for which nobody gave another name.
+ENVIRONMENT = "environment"
 
 # How an episode ended. "stop", "stop_string" and "length" (cut at the maximum tokens of
 # a turn): the environment was done, and its last turn ended so. "turn_limit" and
@@ -197,6 +200,11 @@ class Episode:
         return total
 
     @property
+    def parts(self) -> dict[str, float]:
+        """As `rewards`; the reward itself is the only part where none was reported."""
+        return self.rewards or {ENVIRONMENT: self.reward or 0.0}
+
+    @property
     def metrics(self) -> dict[str, float]:
         """The environment's metrics; of equal names, the last turn's value counts."""
         return {k: v for turn in self.turns for k, v in turn.metrics.items()}
@@ -317,6 +325,8 @@ class Group:
     def has_spread(self) -> bool:
         """Whether the unshaped rewards differ; otherwise the group teaches nothing.
 
+        From each other or, with a greedy answer, from that one's.
+
         With turn credit `has_turn_spread` says that, and `has_part_spread` if an
         algorithm reads the parts of the rewards. Of players, whether the rewards of any
         of them differ: in a game that one wins and the other loses their sum is always
@@ -355,10 +365,14 @@ class Group:
 
     @property
     def _differs(self) -> bool:
-        return _differ(self.rewards[self.valid])
+        rewards = self.rewards[self.valid]
+        if self.greedy is None:
+            return _differ(rewards)
+        base = self.greedy.reward
+        return base is not None and bool((rewards != np.float32(base)).any())
 
     def _parts_differ(self, names: Sequence[str] | None) -> bool:
-        rewards = [e.rewards for e in self.episodes if e.reward is not None]
+        rewards = [e.parts for e in self.episodes if e.reward is not None]
         if names is None:
             names = sorted({name for each in rewards for name in each})
         by_part = ([each.get(name, 0.0) for each in rewards] for name in names)

@@ -25,9 +25,8 @@ def rollout_metrics(
     rewards = [e.reward for e in episodes if e.reward is not None]
     lengths = [e.num_sampled for e in episodes]
     stopped = [e.stopped for e in episodes]
-    newest = [max(int(t.sampled.versions.max()) for t in e.turns) for e in episodes]
-    ages = [version - each for each in newest]
     sampled = [turn.sampled for e in episodes for turn in e.turns]
+    ages = version - np.concatenate([tokens.versions for tokens in sampled])
     masses = np.concatenate([tokens.log_masses for tokens in sampled])
     recorded = np.concatenate([(tokens.kept >= 0).any(axis=1) for tokens in sampled])
     metrics = {

@@ -36,6 +36,8 @@ from jaxrl_post.tokens import Tokens
 
 __all__ = ["AgentCollector", "AgentServer"]
 
+# Name of the part of a reward that agents post, beside an environment's own parts.
+POSTED = "posted"
 # Seconds for what the server's own thread has to do.
 LOOP_S = 60.0
 # Seconds between two looks at whether a judgement has arrived, while nothing samples.
@@ -314,6 +316,7 @@ def _episode(
     """What was served, as an episode; each branch is a sequence of its own."""
     turns: list[Turn] = []
     segments: list[int] = []
+    most = 0 if recording.sampling is None else recording.sampling.max_tokens
     # Numbers of the recording, in the order of serving, to those of the episode.
     numbers: dict[int | None, int] = {}
     for branch in recording.branches():
@@ -325,7 +328,9 @@ def _episode(
             context = branch.tokens[before:first]
             sampled = branch.tokens[first:last]
             served = recording.turns[number]
-            reason = "length" if served.finish_reason == "length" else "stop"
+            # An answer as long as the agent wanted it was not cut off.
+            cut = served.finish_reason == "length" and len(sampled) >= most
+            reason = "length" if cut else "stop"
             turns.append(
                 Turn(
                     Tokens.context(context.ids.tolist()),
@@ -367,11 +372,17 @@ def _episode(
     turns[at] = dataclasses.replace(
         last,
         reward=(last.reward or 0.0) + recording.reward + step.reward,
-        rewards=step.rewards,
+        rewards=step.rewards and {**step.rewards, **_posted(recording)},
         metrics={**step.metrics, **counts, "agent_turns": float(len(turns))},
     )
     end: EpisodeEnd = "length" if episode.truncated else "stop"
     return dataclasses.replace(episode, turns=tuple(turns), finish_reason=end)
+
+
+def _posted(recording: Recording) -> dict[str, float]:
+    """What was posted, as a part of the reward beside those of the environment."""
+    posted = recording.reward + sum(recording.rewards.values())
+    return {POSTED: posted} if posted else {}
 
 
 def _unfair(episode: Episode, recording: Recording, step: Step) -> str:

@@ -249,6 +249,24 @@ MISTAKES = [
     ),
     (
         grpo,
+        ("--rollout.dynamic-sampling", "--algorithm.correction.kind=none"),
+        "--rollout.dynamic-sampling: groups that are left over wait for the next",
+    ),
+    *(
+        (
+            grpo,
+            (
+                *("--rollout.max-turns=3", "--rollout.max-prompt-tokens=99"),
+                *(f"--algorithm.name={name}", "--algorithm.turn-credit=turns"),
+            ),
+            f"turn-credit turns: the ratio of {name} is that of a whole sequence",
+        )
+        for name in ("clipped_rloo", "gmpo")
+    ),
+    (ppo, ("--critic.coefficient=2",), "--critic.coefficient: weighs the loss of a c"),
+    (grpo, ("--rollout.reward-grace-s=3",), "grace-s: without --rollout.partial it ch"),
+    (
+        grpo,
         (
             *("--rollout.max-turns=3", "--rollout.max-prompt-tokens=99"),
             "--reward.model=judge",

@@ -62,7 +62,9 @@ def test_dynamic_sampling_trains_on_spread_and_keeps_the_surplus(coin, judges):
         ]
         assert sorted(set(ages)) in ([0], [0, 1], [1])
         assert ages.count(1) == 4 * len(waiting)
-        assert metrics["rollout/staleness"] == pytest.approx(np.mean(ages))
+        turns = [t for g in groups for e in g.episodes for t in e.turns]
+        mean = np.concatenate([version - t.sampled.versions for t in turns]).mean()
+        assert metrics["rollout/staleness"] == pytest.approx(mean)
         assert (trainer.experience.drawn - drawn) % 4 == 0
         refilled += trainer.experience.drawn - drawn > 4
         waiting = [value["prompt_id"] for value in trainer.meta()["queue"]]
@@ -591,5 +593,16 @@ def test_gdpo_normalises_each_part_of_the_reward(coin):
             )
             for group in groups
         ]
+        # Where an environment names parts, the reward of another one is a part too.
+        trainer.updater.config = RL
+        both = trainer.updater._parts([*groups, *plain], "coin")
+        assert both == ("brief", "environment", "own")
+        assert trainer.updater._parts(plain, "coin") == ("environment",)
+        found = batching.advantages(plain, trainer.updater._estimate, None, both)
+        spread = [group.has_spread for group in plain]
+        assert (abs(found).max(axis=1) > 0.5).tolist() == spread
+        assert [group.has_part_spread() for group in plain] == spread
+        assert any(spread)
+        trainer.updater._reported.clear()
         with pytest.raises(ConfigError, match=r"reports the rewards of no parts"):
             trainer.updater._parts(plain, "coin")

@@ -107,6 +107,22 @@ def test_a_run_is_one_run_there_with_every_step_once(service, tmp_path, name):
     assert not (tmp_path / "mine" / "tensorboard").exists()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_awaits_its_evaluation_is_told_when_it_is_whole(
+    service, tmp_path, name
+):
+    """A run that a signal stops evaluates when it is resumed."""
+    directory, tracking = RunDirectory(tmp_path), Tracking((name,))
+    with MetricsLog(directory, resume_step=-1, tracking=tracking) as log:
+        log.write(0, {"eval/accuracy": 0.1})
+        log.write(5, {"reward/mean": 0.5}, awaits_more=True)
+    assert [row["step"] for row in read_rows(directory.metrics)] == [0, 5]
+    assert service.steps == [0]
+    with MetricsLog(directory, resume_step=4, tracking=tracking) as log:
+        log.write(5, {"reward/mean": 0.5, "eval/accuracy": 0.7})
+    assert service.rows[1:] == [(5, {"reward/mean": 0.5, "eval/accuracy": 0.7})]
+
+
 def test_two_runs_are_two_runs_there(service, tmp_path):
     for run in ("a", "b"):
         write(tmp_path / run, range(1), "wandb", project="mine")

@@ -38,6 +38,23 @@ def make_group(*rewards: float | None) -> Group:
 
 
 @pytest.mark.parametrize(
+    ("rewards", "greedy", "spread"),
+    [
+        ((1.0, 1.0), 0.0, True),
+        ((1.0, 1.0), 1.0, False),
+        ((1.0, None), 0.0, True),
+        ((None, None), 0.0, False),
+        ((1.0, 0.0), None, False),  # without a judgement nothing is compared
+    ],
+)
+def test_with_a_greedy_answer_rewards_are_compared_to_its_reward(
+    rewards, greedy, spread
+):
+    group = dataclasses.replace(make_group(*rewards), greedy=make_episode(greedy))
+    assert group.has_spread == spread
+
+
+@pytest.mark.parametrize(
     ("rewards", "spread"),
     [
         ((1.0, 0.0), True),
