@@ -13,7 +13,7 @@ from jaxrl_post.data.tokenizer_files import (
     TextError,
     TokenizerError,
     read_files,
-    read_settings,
+    write_stop_ids,
 )
 from jaxrl_post.data.turn_end import find_turn_end
 
@@ -333,9 +333,7 @@ class Tokenizer:
             ]
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
-        file = directory / "generation_config.json"
-        generation = read_settings(file) | {"eos_token_id": list(self.stop_ids)}
-        file.write_text(json.dumps(generation, indent=2), encoding="utf-8")
+        write_stop_ids(directory, self.stop_ids)
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
         if self.num_embeddings is not None:

@@ -1,7 +1,7 @@
 """Reads the tokenizer files of a model directory."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ __all__ = [
     "TokenizerFiles",
     "read_files",
     "read_settings",
+    "write_stop_ids",
 ]
 
 
@@ -90,6 +91,18 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise TokenizerError(f"tokenizer: {file} must hold an object")
     return content
+
+
+def write_stop_ids(directory: Path, stop_ids: Sequence[int]) -> None:
+    """Writes the tokens that end an answer to generation_config.json.
+
+    Args:
+        directory: of the model; other entries of the file are kept.
+        stop_ids: ids, the end of text first.
+    """
+    file = directory / "generation_config.json"
+    generation = read_settings(file) | {"eos_token_id": list(stop_ids)}
+    file.write_text(json.dumps(generation, indent=2), encoding="utf-8")
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:

@@ -14,7 +14,7 @@ from jaxrl_post.models.attention import Context, grouped_query, latent_attention
 from jaxrl_post.models.cache import KVView, LayerCache
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.experts import Routing, mixture, routing
-from jaxrl_post.models.layers import embed, mlp, norm, softcap
+from jaxrl_post.models.layers import embed, mlp, norm, scaled, softcap
 from jaxrl_post.models.params import DecoderParams, LayerParams
 from jaxrl_post.models.rope import rope_tables
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
@@ -343,7 +343,7 @@ def _layer(
     def add(hidden: Array, branch: Array, weight: Array | None) -> Array:
         branch = normed(branch, weight)
         if config.residual_scale != 1.0:
-            branch = branch * jnp.asarray(config.residual_scale, branch.dtype)
+            branch = scaled(branch, config.residual_scale)
         return constrain(hidden + branch, ("batch", "hidden"), rules)
 
     branch, entry = _attention(

@@ -24,7 +24,7 @@ from jaxrl_post.models.cache import KVCache, LayerCache
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.exact_attention import Paths, exact_attention
 from jaxrl_post.models.experts import partial_mixture
-from jaxrl_post.models.layers import add_bias, embed, gated, norm, project
+from jaxrl_post.models.layers import add_bias, embed, gated, norm, project, scaled
 from jaxrl_post.models.matrix import part_axes
 from jaxrl_post.models.params import DecoderParams, LayerParams, MLPParams, param_specs
 from jaxrl_post.models.spec import is_spec
@@ -227,7 +227,7 @@ def _residual(
 ) -> Array:
     branch = _normed(config, branch, weight)
     if config.residual_scale != 1.0:
-        branch = branch * jnp.asarray(config.residual_scale, branch.dtype)
+        branch = scaled(branch, config.residual_scale)
     return hidden + branch
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "mlp",
     "norm",
     "project",
+    "scaled",
     "softcap",
     "to_heads",
 ]
@@ -106,6 +107,17 @@ def embed(
     return constrain(rows, ("batch", "hidden"), rules)
 
 
+def scaled(x: Array, factor: float) -> Array:
+    """Returns x * factor in x's dtype; the factor itself is not rounded to it.
+
+    >>> scaled(jnp.ones((1,), jnp.bfloat16) * 200, 1.702).item()
+    340.0
+    >>> (jnp.ones((1,), jnp.bfloat16) * 200 * 1.702).item()
+    342.0
+    """
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 def gated(activation: Activation, gate: Array, up: Array) -> Array:
     """Applies the activation of a gated MLP: act(gate) * up.
 
@@ -117,7 +129,7 @@ def gated(activation: Activation, gate: Array, up: Array) -> Array:
     if activation == "gpt_oss":
         gate = jnp.minimum(gate, LIMIT)
         up = jnp.clip(up, -LIMIT, LIMIT)
-        return (up + 1.0) * (gate * jax.nn.sigmoid(SLOPE * gate))
+        return (up + 1.0) * (gate * jax.nn.sigmoid(scaled(gate, SLOPE)))
     function = {
         "silu": jax.nn.silu,
         "gelu": functools.partial(jax.nn.gelu, approximate=False),

@@ -1,6 +1,7 @@
 """Config and tokenizer of a model directory, whatever the format of the weights."""
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -27,6 +28,8 @@ __all__ = [
     "read_config_file",
     "staged",
 ]
+
+_log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -73,6 +76,8 @@ def new_model_directory(
     values = _match(config, params)
     dtype = params.embedding.dtype.name
     raw |= {"dtype": dtype, "torch_dtype": dtype, **_special_tokens(source, raw)}
+    if config.head == "value":
+        raw["pad_token_id"] = _pad(raw, tokenizer)
     text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
     with staged(path) as staging:
         yield staging, values
@@ -153,6 +158,27 @@ def _special_tokens(
         key: written.get(key) if value is None else value
         for key, value in found.items()
     }
+
+
+def _pad(raw: Mapping[str, Any], tokenizer: SavesItself | None) -> int | None:
+    """The padding of a model that is read at a sequence's last token.
+
+    transformers reads it at the last token that is no padding. That is one too early
+    where answers end with the token that pads; without padding it refuses batches.
+    """
+    pad, end = raw["pad_token_id"], raw["eos_token_id"]
+    ends = {*(end if isinstance(end, list) else [end])}
+    ends |= {*getattr(tokenizer, "stop_ids", ())}
+    if pad is not None and pad in ends:
+        _log.warning(
+            "%s: pad_token_id %d is null here: answers end with this token, and "
+            "transformers would read the value of the token before it. For batches "
+            "there, give tokenizer and model a pad token of their own",
+            CONFIG_FILE,
+            pad,
+        )
+        return None
+    return pad
 
 
 def _match(config: ModelConfig, params: DecoderParams[Array]) -> dict[str, Array]:

@@ -15,6 +15,8 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.paths import check_output, check_paths, naming
 from jaxrl_post.config.run import RunConfig
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.data.tokenizer_files import write_stop_ids
 from jaxrl_post.learner.adapters import lora_of
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.models import DecoderParams, ModelConfig
@@ -47,9 +49,16 @@ TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A tokenizer that is saved by copying its files."""
+    """A tokenizer that is saved by copying its files.
+
+    Attributes:
+        directory: where they are.
+        trained: whether the model was trained here, to end answers with the tokens of
+            `Tokenizer.stop_ids`; generation_config.json then names them all.
+    """
 
     directory: Path
+    trained: bool = False
 
     def save(self, directory: Path) -> None:
         """Copies the tokenizer files that exist."""
@@ -59,6 +68,15 @@ class TokenizerFiles:
         templates = self.directory / TEMPLATES
         if templates.is_dir():
             shutil.copytree(templates, directory / TEMPLATES)
+        if self.trained:
+            write_stop_ids(directory, self.stop_ids)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer; none are known of a copy."""
+        if not self.trained:
+            return ()
+        return Tokenizer.from_directory(self.directory).stop_ids
 
 
 def convert(config: ConvertConfig, *, console: Console, command: str = "") -> None:
@@ -156,7 +174,7 @@ def _from_run(run: RunDirectory, config: ConvertConfig, console: Console) -> Par
             params = checkpoints.restore_params(step, specs, dtype=dtype)
     finally:
         checkpoints.close()
-    return architecture, params, TokenizerFiles(folder), folder
+    return architecture, params, TokenizerFiles(folder, trained=True), folder
 
 
 def _merged(
@@ -169,15 +187,22 @@ def _merged(
 ) -> DecoderParams[Array]:
     """Base and adapter of a LoRA run, merged; dtype None keeps the base's dtype."""
     kind, trained = saved.config["lora"]["quantize"], saved.config.get("dtype")
-    # Quantise from the run's dtype: another dtype would give other codes.
-    wanted = (dtype if kind is None else None) or (trained and jnp.dtype(trained))
+    # The base is that of the run, in its dtype; sums are rounded once.
+    wanted = None if trained is None else jnp.dtype(trained)
     _, base = pretrained.load(folder, dtype=wanted, head=architecture.head)
     if kind is not None:
         base = quantize(base, kind, donate=True)
+    elif dtype is not None:
+        base = jax.tree.map(lambda leaf: leaf.astype(_wider(leaf.dtype, dtype)), base)
     params = merged(base, adapter, architecture, lora)
     if dtype is None:
         return params
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def _wider(one: jnp.dtype, other: jnp.dtype) -> jnp.dtype:
+    """The dtype with more bits; `one` if both have as many."""
+    return other if jnp.finfo(other).bits > jnp.finfo(one).bits else one
 
 
 def _origin(

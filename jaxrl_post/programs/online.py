@@ -173,6 +173,7 @@ def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
     check_critic(config, model)
     require_same_ids(config.algorithm.reference, model, "--algorithm.reference")
     require_same_ids(config.rollout.draft, model, "--rollout.draft")
+    require_same_ids(config.critic.model, model, "--critic.model")
     weights = sampler_layout(config.rollout, model)
     if config.exact:
         _check_exact(model, weights)

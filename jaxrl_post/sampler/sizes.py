@@ -33,7 +33,7 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-MAY_BE_ZERO = ("context_tokens", "cache_tokens", "guesses", "kept_ids", "few_shapes")
+MAY_BE_ZERO = ("context_tokens", "cache_tokens", "guesses", "kept_ids")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name not in MAY_BE_ZERO and value < 1:
+            if name not in (*MAY_BE_ZERO, "few_shapes") and value < 1:
                 raise ValueError(
                     f"EngineConfig: {name} must be at least 1; got {value}"
                 )

@@ -51,7 +51,8 @@ def policy_terms(name, p, frozen, q, a):
     if name == "dapo":
         return clipped(np.exp(p - q), a, 0.2, 0.28)
     if name == "gspo":
-        return clipped(np.exp(np.full_like(p, (p - q).mean())), a, 0.1, 0.15)
+        # GSPO-token: each token's own weight counts for its gradient.
+        return clipped(np.exp((frozen - q).mean() + p - frozen), a, 0.1, 0.15)
     if name == "cispo":
         return -np.minimum(np.exp(frozen - q), 1.2) * a * p
     return -a * p

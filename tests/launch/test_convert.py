@@ -22,6 +22,7 @@ from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import CheckpointConfig
 from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.learner.adapters import lora_of
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.learner.state import create, make_optimizer
@@ -283,6 +284,44 @@ def test_an_adapter_and_its_head_are_merged(
         expected = expected.replace(value_head=None)
     else:
         assert (found.value_head == 0.25).all()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("of_run", "wanted"), [("float32", "bfloat16"), (None, "float32")]
+)
+def test_an_adapters_sum_is_rounded_once(of_run, wanted, trained, tmp_path):
+    """From the base in the run's dtype, to that of the export."""
+    folder = tmp_path / "run"
+    config, given = pretrained.load(trained / "model", dtype="float32")
+    # Values that bfloat16 does not hold, where the run has more.
+    fine = jax.tree.map(lambda leaf: leaf * 1.001, given)
+    pretrained.save(
+        folder / "initial",
+        config,
+        fine if of_run else jax.tree.map(lambda leaf: leaf.astype("bfloat16"), fine),
+        tokenizer=Tokenizer.from_directory(trained / "model"),
+    )
+    _, base = pretrained.load(folder / "initial", dtype=of_run)
+    lora = AdapterConfig(rank=2, alpha=4.0)
+    settings = RLConfig(run_dir=str(folder), lora=lora, dtype=of_run)
+    made = lora_of(lora, config)
+    adapter = initialize_adapter(jax.random.key(0), base, config, made)
+    adapter = jax.tree.map(lambda leaf: leaf + 0.01, adapter)
+    specs = adapter_specs(config, made)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    state = create(adapter, make_optimizer(settings.optimizer, specs, 1), None)
+    checkpoints.save(3, state, task_indices(5, seed=0), {})
+    checkpoints.close()
+    RunDirectory(folder).describe(
+        RunDescription("", "demo", 0, "", {}, dataclasses.asdict(settings), "lm")
+    )
+    assert run(folder, tmp_path / "made", f"--dtype={wanted}") == 0
+    _, found = pretrained.load(tmp_path / "made")
+    whole = jax.tree.map(lambda leaf: leaf.astype("float32"), base)
+    expected = jax.tree.map(
+        lambda leaf: leaf.astype(wanted), merged(whole, adapter, config, made)
+    )
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 

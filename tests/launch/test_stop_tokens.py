@@ -16,7 +16,7 @@ from jaxrl_post.envs import Message
 from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.model import open_model
 from jaxrl_post.models import ModelConfig, initialize, param_specs
-from launch import evaluate, sft
+from launch import convert, evaluate, sft
 
 CONFIG = ModelConfig(
     "llama", 266, 16, 24, 1, num_heads=2, num_kv_heads=2, max_length=64
@@ -59,8 +59,15 @@ def test_fine_tuning_teaches_a_base_model_to_stop(base, tmp_path, capsys):
             "--optimizer.warmup-steps=0",
         ]
     ) == 0  # fmt: skip
-    settings = json.loads((run / "model" / "generation_config.json").read_text())
-    assert settings["eos_token_id"] == [1, end]
+    # The checkpoint as a model ends its answers as the run's model does; a copy of the
+    # base is a copy.
+    assert convert.main([f"--input={run}", f"--output={tmp_path / 'made'}"]) == 0
+    assert convert.main([f"--input={base}", f"--output={tmp_path / 'copy'}"]) == 0
+    for folder, ends in (
+        (run / "model", [1, end]), (tmp_path / "made", [1, end]), (tmp_path / "copy", 1)
+    ):  # fmt: skip
+        settings = json.loads((folder / "generation_config.json").read_text())
+        assert settings["eos_token_id"] == ends
     assert open_model(
         str(run / "model"),
         mesh="",

@@ -267,3 +267,33 @@ def test_both_heads_in_one_checkpoint_are_refused(tmp_path):
     config = with_head("lm+value")
     with pytest.raises(CheckpointError, match="save the policy without its value head"):
         pretrained.save(tmp_path / "both", config, made(config))
+
+
+@pytest.mark.parametrize(
+    ("pad", "head", "saved"),
+    [(2, "value", None), (7, "value", None), (5, "value", 5), (2, "lm", 2)],
+)
+def test_a_reward_model_does_not_pad_with_the_end_of_answers(
+    tmp_path, caplog, pad, head, saved
+):
+    """transformers reads the value at the last token that is no padding."""
+
+    class Stops:
+        stop_ids = (2, 7)
+
+        def save(self, directory):
+            pass
+
+    source = tmp_path / "base"
+    source.mkdir()
+    settings = {"pad_token_id": pad, "eos_token_id": 2, "bos_token_id": 1}
+    text = json.dumps(write_config(CONFIG) | settings)
+    (source / "config.json").write_text(text)
+    config = with_head(head)
+    folder = tmp_path / "made"
+    params = made(config)
+    pretrained.save(folder, config, params, tokenizer=Stops(), source=source)
+    found = json.loads((folder / "config.json").read_text())
+    assert found["pad_token_id"] == saved
+    assert found["eos_token_id"] == 2
+    assert ("is null here" in caplog.text) == (saved is None)

@@ -594,15 +594,16 @@ def test_gdpo_normalises_each_part_of_the_reward(coin):
             for group in groups
         ]
         # Where an environment names parts, the reward of another one is a part too.
-        trainer.updater.config = RL
-        both = trainer.updater._parts([*groups, *plain], "coin")
+        config = dataclasses.replace(RL, algorithm=AlgorithmConfig(name="gdpo"))
+        updater = make_trainer(rubric, judges, config).updater
+        both = updater._parts([*groups, *plain], "coin")
         assert both == ("brief", "environment", "own")
-        assert trainer.updater._parts(plain, "coin") == ("environment",)
-        found = batching.advantages(plain, trainer.updater._estimate, None, both)
+        assert updater._parts(plain, "coin") == ("environment",)
+        found = batching.advantages(plain, updater._estimate, None, both)
         spread = [group.has_spread for group in plain]
         assert (abs(found).max(axis=1) > 0.5).tolist() == spread
         assert [group.has_part_spread() for group in plain] == spread
         assert any(spread)
-        trainer.updater._reported.clear()
+        updater = make_trainer(rubric, judges, config).updater
         with pytest.raises(ConfigError, match=r"reports the rewards of no parts"):
-            trainer.updater._parts(plain, "coin")
+            updater._parts(plain, "coin")

@@ -11,6 +11,8 @@ import pytest
 from rich.console import Console
 
 from jaxrl_post import models, pretrained
+from jaxrl_post.config.algorithm import AlgorithmConfig
+from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.offline import PairsConfig, PreferenceConfig, SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
@@ -355,6 +357,7 @@ def test_a_prompt_for_which_no_room_is_left_blames_the_completion(tmp_path):
         ("reward", "--reward.model: .* is no reward model, its head is 'lm'"),
         ("draft", "--rollout.draft: the tokenizer of .* has other ids than"),
         ("reference", "--algorithm.reference: the tokenizer of .* has other ids than"),
+        ("critic", "--critic.model: the tokenizer of .* has other ids than"),
     ],
 )
 @pytest.mark.usefixtures("no_warm_start")
@@ -374,6 +377,10 @@ def test_a_model_that_does_not_fit_is_refused_before_a_warm_start(
             "algorithm": dataclasses.replace(
                 RL.algorithm, reference=str(other), kl_coefficient=0.1
             )
+        },
+        "critic": {
+            "algorithm": AlgorithmConfig("ppo"),
+            "critic": CriticConfig(model=str(other)),
         },
     }
     config = dataclasses.replace(WARM, run_dir=str(tmp_path / "run"), **changes[option])

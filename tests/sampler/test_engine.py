@@ -518,7 +518,7 @@ def test_stop_strings_need_detokenize():
         engine.submit(Request(7, (1,), sampling=sampling))
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(EngineConfig)])
+@pytest.mark.parametrize("field", sorted(vars(EngineConfig()).keys() - {"few_shapes"}))
 def test_sizes_are_positive(field):
     if field in ("cache_tokens", "context_tokens", "guesses", "kept_ids"):
         with pytest.raises(ValueError, match=f"{field} must be at least 0; got -1"):
