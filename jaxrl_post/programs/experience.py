@@ -161,12 +161,17 @@ class Experience:
         sampling = self.sampling(temperature=0.0)
         groups = collector.run(sampler, numbered, 1, sampling)
         spent = dict(training.seconds)
+        # A reward model has no scale on which an answer is right: the environment says
+        # what is solved, unless its word counts for nothing.
+        alone = self.judge is not None and self.judge.options.environment_weight
+        solving = groups if alone else None
         groups = self._with_model(groups, dict(numbered))
         training.seconds.update(spent)
         self._judged([group.episodes[0] for group in groups], "evaluation")
         scores = score(
             groups,
             solved_reward=self.config.eval.solved_reward,
+            solving=solving,
             parts={prompt_id: task.part for prompt_id, task in numbered},
         )
         return Evaluation(scores, groups, time.perf_counter() - begin)

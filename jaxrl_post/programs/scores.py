@@ -64,6 +64,7 @@ def score(
     groups: Sequence[Group],
     *,
     solved_reward: float = 1.0,
+    solving: Sequence[Group] | None = None,
     parts: Mapping[int, str] | None = None,
 ) -> Scores:
     """Computes the scores of the samples of all tasks.
@@ -71,6 +72,8 @@ def score(
     Args:
         groups: one per task.
         solved_reward: a sample with at least this reward solves its task.
+        solving: the same groups with the rewards that say what is solved; None for
+            `groups`.
         parts: of a mixture, the name of each task's environment by prompt id; the
             metrics then have NAME/accuracy and NAME/reward of each environment.
 
@@ -88,14 +91,15 @@ def score(
     rewards = [r.reward for r in episodes if r.reward is not None]
     by_task: dict[int, list[bool]] = collections.defaultdict(list)
     values: dict[str, list[float]] = collections.defaultdict(list)
-    for episode in episodes:
+    solving = groups if solving is None else solving
+    for episode in (e for group in solving for e in group.episodes):
         by_task[episode.prompt_id].append(solves(episode, solved_reward))
     for episode in judged:
         for name, value in {**episode.metrics, **episode.rewards}.items():
             values[name].append(value)
     shares = [sum(solved) / len(solved) for solved in by_task.values()]
     metrics = {name: float(np.mean(values[name])) for name in sorted(values)}
-    metrics |= _by_part(groups, solved_reward, parts or {})
+    metrics |= _by_part(groups, by_task, parts or {})
     lengths = [episode.num_sampled for episode in judged]
     return Scores(
         tasks=len(by_task),
@@ -118,15 +122,17 @@ def solves(episode: Episode, solved_reward: float) -> bool:
 
 
 def _by_part(
-    groups: Sequence[Group], solved_reward: float, parts: Mapping[int, str]
+    groups: Sequence[Group],
+    solved: Mapping[int, Sequence[bool]],
+    parts: Mapping[int, str],
 ) -> dict[str, float]:
     """Accuracy and mean reward of each environment of a mixture."""
     found = {}
     # None of an empty name: an environment that is no mixture has no parts.
     for name in sorted({*parts.values()} - {""}):
-        own = [group.episodes for group in groups if parts[group.prompt_id] == name]
-        shares = [np.mean([solves(e, solved_reward) for e in each]) for each in own]
-        rewards = [e.reward for each in own for e in each if e.reward is not None]
+        own = [group for group in groups if parts[group.prompt_id] == name]
+        shares = [np.mean(solved[group.prompt_id]) for group in own]
+        rewards = [e.reward for g in own for e in g.episodes if e.reward is not None]
         found[f"{name}/accuracy"] = float(np.mean(shares))
         if rewards:
             found[f"{name}/reward"] = float(np.mean(rewards))

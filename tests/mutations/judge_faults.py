@@ -79,4 +79,18 @@ JUDGES = [
         'return self.parts[0], task.data["task"]',
         MIXTURE,
     ),
+    Fault(
+        "a sum with a reward model's value says what is solved",
+        "programs/experience.py",
+        "solving = groups if alone else None",
+        "solving = None",
+        "programs/test_judge.py",
+    ),
+    Fault(
+        "a reward model pads with the token that ends answers",
+        "pretrained/directory.py",
+        "if pad is not None and pad in ends:",
+        "if False:",
+        "pretrained/test_heads.py",
+    ),
 ]

@@ -266,4 +266,18 @@ LOSSES = [
         "predictions.values_after",
         "algorithms/test_token_credit.py",
     ),
+    Fault(
+        "in gspo what a token is worth is spread over its sequence",
+        "algorithms/terms.py",
+        "policy.gspo_token if by_token else policy.gspo",
+        "policy.gspo",
+        "algorithms/test_token_weights.py",
+    ),
+    Fault(
+        "rewards that all differ from the greedy answer's are no spread",
+        "rollout/episode.py",
+        "bool((rewards != np.float32(base)).any())",
+        "_differ(rewards)",
+        "rollout/test_episode.py",
+    ),
 ]

@@ -296,4 +296,25 @@ SERVE = [
         "_called(self.served, call, told.calls + at + 1)",
         "serve/test_chat.py",
     ),
+    Fault(
+        "an answer that ends at its request's own limit was cut off",
+        "serve/agents.py",
+        'served.finish_reason == "length" and len(sampled) >= most',
+        'served.finish_reason == "length"',
+        "serve/test_agent_episodes.py",
+    ),
+    Fault(
+        "what was posted is in no part of the reward",
+        "serve/agents.py",
+        "return {POSTED: posted} if posted else {}",
+        "return {}",
+        "serve/test_agent_episodes.py",
+    ),
+    Fault(
+        "a server's batches have all shapes that come up",
+        "sampler/sizes.py",
+        "sizes = self._few(most) if self.few_shapes else _powers(SMALLEST_VIEW, most)",
+        "sizes = _powers(SMALLEST_VIEW, most)",
+        "sampler/test_few_shapes.py",
+    ),
 ]

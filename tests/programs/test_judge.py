@@ -131,6 +131,9 @@ def test_the_reward_is_the_sum_of_both(tmp_path, monkeypatch):
         trainer.experience.judge = judge
         metrics, groups = trainer.step(1)
         evaluation = trainer.evaluate()
+        alone, _ = opened(tmp_path / "reward", weight=3.0, environment_weight=0.0)
+        trainer.experience.judge = alone
+        by_model = trainer.evaluate()
     for one, other in zip(expected, groups, strict=True):
         for rollout, judged in zip(one.episodes, other.episodes, strict=True):
             assert judged.tokens == rollout.tokens
@@ -143,6 +146,15 @@ def test_the_reward_is_the_sum_of_both(tmp_path, monkeypatch):
         np.mean([r.rewards["model"] for r in rollouts])
     )
     assert "model" in evaluation.scores.metrics
+    # What the environment says is solved, whatever the sum is; without it, the model.
+    judged = [group.episodes[0] for group in evaluation.groups]
+    right = [episode.rewards["environment"] >= 1 for episode in judged]
+    assert 0 < evaluation.scores.accuracy == np.mean(right) < 1
+    assert any(
+        (episode.reward >= 1) != own for episode, own in zip(judged, right, strict=True)
+    )
+    liked = [group.episodes[0].reward >= 1 for group in by_model.groups]
+    assert by_model.scores.accuracy == np.mean(liked)
     jax.set_mesh(before)
 
 
