@@ -11,6 +11,7 @@ from jaxrl_post.config.fields import (
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,
+    SEED,
     SHARE,
     Range,
     check_numbers,
@@ -56,8 +57,8 @@ class EvaluateConfig:
         max_turns: most turns of the model in an episode.
         max_result_tokens: most tokens of what a tool returned to the model; a longer
             result loses its middle, and says so.
-        max_prompt_tokens: most tokens of a conversation before its last turn; 0 for
-            those of the longest first prompt, which leaves room for one turn.
+        max_prompt_tokens: most tokens of a conversation before its last turn; 0, with
+            one turn, for those of the longest first prompt.
         solved_reward: a sample with at least this reward solves its task.
         seed: seed of the sampling noise.
         mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
@@ -96,7 +97,7 @@ class EvaluateConfig:
     max_result_tokens: Annotated[int, COUNT] = 1024
     max_prompt_tokens: Annotated[int, NOT_NEGATIVE] = 0
     solved_reward: Annotated[float, ANY] = 1.0
-    seed: Annotated[int, NOT_NEGATIVE] = 0
+    seed: Annotated[int, SEED] = 0
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
     num_slots: Annotated[int, COUNT] = 64
@@ -119,6 +120,16 @@ def check_evaluation(config: EvaluateConfig) -> None:
     check_numbers(config)
     read_mesh(config.mesh)
     check_judges(config.judges, config.reward_cpus, "")
+    if config.temperature is not None and 0 < config.temperature < 1e-5:
+        raise ConfigError(
+            "--temperature: must be 0, which is greedy, or at least 1e-5; below it "
+            f"float32 does not tell log-probs apart; got {config.temperature:g}"
+        )
+    if config.max_turns > 1 and not config.max_prompt_tokens:
+        raise ConfigError(
+            f"--max-prompt-tokens: must be given with --max-turns {config.max_turns}; "
+            "it bounds the tokens of the conversation before the last turn"
+        )
     greedy = config.sampling_defaults == "greedy" and not config.temperature
     if greedy and config.samples > 1:
         raise ConfigError(

@@ -21,11 +21,17 @@ __all__ = [
     "FREE",
     "NOT_NEGATIVE",
     "POSITIVE",
+    "SEED",
     "SHARE",
     "Range",
     "check_numbers",
     "fields_of",
 ]
+
+
+def _told(number: float) -> str:
+    """A number for a message: an integer with all of its digits."""
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 @dataclass(frozen=True)
@@ -44,19 +50,23 @@ class Range:
     def __contains__(self, value: float) -> bool:
         # Infinity and NaN are in no interval.
         return (
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value))
             and (value > self.low if self.open_low else value >= self.low)
             and (value < self.high if self.open_high else value <= self.high)
         )
 
     def __str__(self) -> str:
         if math.isinf(self.high):
-            return f"{'greater than' if self.open_low else 'at least'} {self.low:g}"
+            return (
+                f"{'greater than' if self.open_low else 'at least'} {_told(self.low)}"
+            )
         brackets = "(" if self.open_low else "[", ")" if self.open_high else "]"
-        return f"in {brackets[0]}{self.low:g}, {self.high:g}{brackets[1]}"
+        return f"in {brackets[0]}{_told(self.low)}, {_told(self.high)}{brackets[1]}"
 
 
 COUNT, NOT_NEGATIVE = Range(1), Range(0)
+# JAX keeps 32 bits of a seed: of two larger ones, the noise may be the same.
+SEED = Range(0, 2**32 - 1)
 POSITIVE = Range(0, open_low=True)
 SHARE = Range(0, 1)
 DECAY = Range(0, 1, open_high=True)
@@ -98,4 +108,4 @@ def check_numbers(config: Any) -> None:
         for note in notes:
             if value is not None and isinstance(note, Range) and value not in note:
                 option = name.replace("_", "-")
-                raise ConfigError(f"--{option}: must be {note}; got {value:g}")
+                raise ConfigError(f"--{option}: must be {note}; got {_told(value)}")

@@ -11,6 +11,7 @@ from jaxrl_post.config.fields import (
     FREE,
     NOT_NEGATIVE,
     POSITIVE,
+    SEED,
     fields_of,
 )
 from jaxrl_post.config.lora import AdapterConfig
@@ -181,7 +182,7 @@ class RunConfig:
 
     run_dir: Annotated[str | None, FREE] = None
     resume: Annotated[bool, FREE] = True
-    seed: Annotated[int, NOT_NEGATIVE] = 0
+    seed: Annotated[int, SEED] = 0
     mesh: Annotated[str, FREE] = ""
     model: str = "demo"
     revision: str | None = None

@@ -11,6 +11,7 @@ from jaxrl_post.config.fields import (
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,
+    SEED,
     SHARE,
     Range,
     check_numbers,
@@ -79,7 +80,7 @@ class ServeConfig:
     max_body_mib: Annotated[float, POSITIVE] = 4.0
     timeout_s: Annotated[float, POSITIVE] = 600.0
     grace_s: Annotated[float, NOT_NEGATIVE] = 30.0
-    seed: Annotated[int, NOT_NEGATIVE] = 0
+    seed: Annotated[int, SEED] = 0
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
 
@@ -166,7 +167,7 @@ class ChatConfig:
     top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0
     min_p: Annotated[float, SHARE] = 0.0
     max_tokens: Annotated[int, NOT_NEGATIVE] = 0
-    seed: Annotated[int, NOT_NEGATIVE] = 0
+    seed: Annotated[int, SEED] = 0
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
 

@@ -250,6 +250,7 @@ def run_evaluation(
             markup=False,
             style="yellow",
         )
+    _tell_limits(groups, console)
     errors = [e.error for group in groups for e in group.episodes if e.error]
     if errors:
         console.print(f"the first failure: {errors[0]}", markup=False, style="red")
@@ -270,6 +271,21 @@ def run_evaluation(
         replace_file(results, json.dumps(content, indent=2) + "\n")
         console.print(f"results: {results}\ncompletions: {completions}", markup=False)
     return scores
+
+
+def _tell_limits(groups: Sequence[Group], console: Console) -> None:
+    """Says how many episodes a limit ended before their environment was done."""
+    ends = [e.finish_reason for group in groups for e in group.episodes]
+    for reason, option in (
+        ("turn_limit", "--max-turns"), ("token_limit", "--max-prompt-tokens")
+    ):  # fmt: skip
+        if count := ends.count(reason):
+            console.print(
+                f"{count} of {len(ends)} episodes were not over when {option} ended "
+                "them",
+                markup=False,
+                style="yellow",
+            )
 
 
 def refuse_runs(model: str) -> None:

@@ -99,6 +99,7 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
         service = open_service(config, model)
         try:
             served = served_model(config, model, service)
+            _tell_unsupported(config, model.source, console)
             episodes = Episodes(config.max_episodes, config.episode_deadline_s)
             app = make_app(served, _access(config), episodes)
             server = _Server(app, service, config.grace_s)
@@ -186,6 +187,22 @@ def open_service(config: ServeConfig, model: Model) -> Service:
     service = Service(sampler, max_samples=config.max_samples)
     service.start()
     return service
+
+
+def _tell_unsupported(
+    config: ServeConfig, source: Path | None, console: Console
+) -> None:
+    """Says what the model's own defaults ask for and the sampler does not do."""
+    if config.sampling_defaults != "model" or source is None:
+        return
+    if not_done := read_generation_defaults(source).unsupported:
+        asked = ", ".join(f"{name} {value}" for name, value in not_done.items())
+        console.print(
+            f"not done: generation_config.json asks for {asked}, which the sampler "
+            "does not have",
+            markup=False,
+            style="yellow",
+        )
 
 
 def served_model(config: ServeConfig, model: Model, service: Service) -> Served:

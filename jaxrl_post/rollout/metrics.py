@@ -36,8 +36,9 @@ def rollout_metrics(
         "rollout/stopped_fraction": float(np.mean(stopped)),
         "rollout/staleness": float(np.mean(ages)),
         "rollout/kept_mass": float(np.mean(np.exp(masses.astype(np.float64)))),
-        # Tokens that are scored among all tokens, though they were not drawn from all.
-        "rollout/kept_unrecorded": float(np.mean((masses < 0) & ~recorded)),
+        # Tokens that are scored among all tokens, though they were not drawn from all;
+        # where all were kept, the log of the mass is 0 up to rounding.
+        "rollout/kept_unrecorded": float(np.mean((masses < -1e-6) & ~recorded)),
         # KL(q || p) of q, the policy p without the tokens that top-k, top-p and min-p
         # cut: E_q[log(p / mass) - log p].
         "mismatch/truncation_kl": abs(float(np.mean(masses.astype(np.float64)))),

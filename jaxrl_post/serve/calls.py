@@ -405,7 +405,8 @@ def logprobs_of(tokens: Tokens, *, constrained: bool) -> np.ndarray:
     """Log-probs as clients get them, float32 [tokens]; all are finite.
 
     They are those of the full softmax at the request's temperature, as the trainer
-    computes them; under a constraint those among the allowed tokens.
+    computes them; under a constraint those among the allowed tokens and, of these,
+    those that top-k, top-p and min-p keep.
     """
     values = tokens.logprobs - tokens.log_masses if constrained else tokens.logprobs
     return np.maximum(values, LEAST_LOGPROB)

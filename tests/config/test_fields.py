@@ -37,7 +37,7 @@ LORA = {
 TRAINING = {
     "run_dir": "free",
     "resume": "free",
-    "seed": "at least 0",
+    "seed": "in [0, 4294967295]",
     "mesh": "free",
     "steps": "at least 1, free",
     "update.minibatches": "at least 1",
@@ -164,7 +164,7 @@ RULES = {
         "max_body_mib": "greater than 0",
         "timeout_s": "greater than 0",
         "grace_s": "at least 0",
-        "seed": "at least 0",
+        "seed": "in [0, 4294967295]",
     },
     ChatConfig: {
         "step": "any",
@@ -175,7 +175,7 @@ RULES = {
         "top_p": "in (0, 1]",
         "min_p": "in [0, 1]",
         "max_tokens": "at least 0",
-        "seed": "at least 0",
+        "seed": "in [0, 4294967295]",
     },
     EvaluateConfig: {
         "num_tasks": "at least 1",
@@ -189,7 +189,7 @@ RULES = {
         "max_result_tokens": "at least 1",
         "max_prompt_tokens": "at least 0",
         "solved_reward": "any",
-        "seed": "at least 0",
+        "seed": "in [0, 4294967295]",
         "num_slots": "at least 1",
         "reward_workers": "at least 1",
         "reward_cpus": "greater than 0",

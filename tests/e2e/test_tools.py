@@ -108,7 +108,8 @@ def test_a_model_without_tools_is_refused(run_here, tmp_path):
     pretrained.save(tmp_path / "model", config, params, tokenizer=tokenizer)
     given = ("--env=lookup", f"--model={tmp_path / 'model'}")
     told = "tasks of lookup(2) have tools, and the tokenizer has no chat template"
-    evaluated = run_here("launch.evaluate", *given, "--max-turns=2", code=1)
+    turns = ("--max-turns=2", "--max-prompt-tokens=96")
+    evaluated = run_here("launch.evaluate", *given, *turns, code=1)
     assert told in " ".join(evaluated.split())
     learned = run_here("launch.sft", *given, f"--run-dir={tmp_path / 'run'}", code=1)
     assert told in " ".join(learned.split())

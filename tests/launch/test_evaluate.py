@@ -1,6 +1,7 @@
 """`launch.evaluate`: what it counts, prints and writes."""
 
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -8,13 +9,15 @@ from functools import partial
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import EvaluateConfig
 from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.model import open_model
-from jaxrl_post.programs.evaluate import sampling_of
+from jaxrl_post.programs.evaluate import _tell_limits, sampling_of
 from jaxrl_post.programs.intervals import interval_over_tasks
+from jaxrl_post.rollout import Episode, Group
 from launch import cli, evaluate
 
 pytestmark = pytest.mark.processes
@@ -253,3 +256,17 @@ def test_a_run_is_no_model(tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
     assert evaluate.main([f"--model={tmp_path}"]) == 1
     assert "is a run, not a model" in capsys.readouterr().out
+
+
+def test_episodes_that_a_limit_ended_are_counted():
+    def group(reason):
+        return Group(0, (Episode(0, 0, 0, "", (), finish_reason=reason),))
+
+    ends = ("stop", "turn_limit", "token_limit", "token_limit", "failed")
+    text = io.StringIO()
+    console = Console(file=text, width=200)
+    _tell_limits([group(reason) for reason in ends], console)
+    assert text.getvalue().splitlines() == [
+        "1 of 5 episodes were not over when --max-turns ended them",
+        "2 of 5 episodes were not over when --max-prompt-tokens ended them",
+    ]

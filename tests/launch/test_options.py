@@ -314,6 +314,20 @@ MISTAKES = [
     (reward, ("--separator", ""), "--separator: must not be empty"),
     (evaluate, ("--model=m", "--samples=2"), "--samples: 2 greedy samples"),
     (evaluate, ("--model=m", "--temperature=-1"), "--temperature: must be at least 0"),
+    (
+        evaluate,
+        ("--model=m", "--temperature=1e-6", "--samples=4"),
+        "--temperature: must be 0, which is greedy, or at least 1e-5; .* got 1e-06",
+    ),
+    (
+        evaluate,
+        ("--model=m", "--max-turns=3"),
+        "--max-prompt-tokens: must be given with --max-turns 3",
+    ),
+    *(
+        (each, (f"--seed={2**32}", *more), r"--seed: must be in \[0, 4294967295\]; got")
+        for each, more in ((grpo, ()), (sft, ()), (evaluate, ("--model=m",)))
+    ),
 ]
 
 

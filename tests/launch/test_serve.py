@@ -1,6 +1,7 @@
 """`launch.serve`: its options, its answers, and how it ends."""
 
 import concurrent.futures
+import io
 import json
 import re
 import signal
@@ -14,10 +15,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from rich.console import Console
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.serve import ServeConfig, check_server
-from jaxrl_post.programs.serve import _sized
+from jaxrl_post.programs.serve import _sized, _tell_unsupported
 from jaxrl_post.sampler import EngineConfig
 from launch import evaluate, serve
 from tests import compiled
@@ -225,3 +227,17 @@ def test_a_signal_leaves_nobody_hanging(model, number):
         assert program.process.returncode == 0
         # All were taken, so all are answered.
         assert ends == [200] * 40
+
+
+def test_what_the_models_defaults_ask_for_and_nobody_does_is_said(tmp_path):
+    settings = {"do_sample": True, "top_k": 20, "repetition_penalty": 1.05}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    said = []
+    for defaults in ("neutral", "model"):
+        text = io.StringIO()
+        console = Console(file=text)
+        config = ServeConfig(model="m", sampling_defaults=defaults)
+        _tell_unsupported(config, tmp_path, console)
+        said.append(text.getvalue())
+    assert said[0] == ""
+    assert "generation_config.json asks for repetition_penalty 1.05" in said[1]
