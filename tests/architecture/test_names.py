@@ -19,6 +19,7 @@ GLOSSARY = {
     "bootstrap_truncated": "whether a sequence that was cut has a value after it",
     "bound": "whether a penalty is capped",
     "buffer": "tokens over which a penalty grows",
+    "by_token": "whether a token's loss moves that token alone",
     "cap": "largest importance weight",
     "center": "whether a mean is removed",
     "centering": "weight of the squared sum of a pair's rewards",
