@@ -110,10 +110,9 @@ def embed(
 def scaled(x: Array, factor: float) -> Array:
     """Returns x * factor in x's dtype; the factor itself is not rounded to it.
 
-    >>> scaled(jnp.ones((1,), jnp.bfloat16) * 200, 1.702).item()
-    340.0
-    >>> (jnp.ones((1,), jnp.bfloat16) * 200 * 1.702).item()
-    342.0
+    >>> x = jnp.array(51.0, jnp.bfloat16)  # 51 x 0.22 = 11.22
+    >>> scaled(x, 0.22).item(), (x * 0.22).item()
+    (11.25, 11.1875)
     """
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
