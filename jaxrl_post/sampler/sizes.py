@@ -18,10 +18,8 @@ SMALLEST_VIEW = 4
 WHOLE_PAGES = 8
 # Most sequences that read shared keys together. More make no better matrix product.
 LARGEST_GROUP = 16
-# With few shapes: sequences of a group, if any have a prompt in common, and pages of
-# the smallest view.
+# With few shapes: sequences of a group, if any have a prompt in common.
 GROUP = 8
-SMALLEST_OF_FEW = 16
 
 
 def pages_for(tokens: int) -> int:
@@ -243,8 +241,8 @@ class EngineConfig:
         >>> [sizes.shared_pages(pages) for pages in (1, 5, 9, 13)]
         [4, 8, 12, 16]
         >>> few = EngineConfig(max_prompt_tokens=1024, few_shapes=True)
-        >>> [few.shared_pages(pages) for pages in (1, 17, 65, 89)]
-        [16, 64, 88, 256]
+        >>> [few.shared_pages(pages) for pages in (1, 5, 65, 89)]
+        [4, 16, 88, 256]
         """
         if self.few_shapes:
             # Segments of a conversation end in partly filled pages: it may have more.
@@ -260,7 +258,7 @@ class EngineConfig:
     @staticmethod
     def _few(most: int) -> tuple[int, ...]:
         """Pages of views, if there are to be few shapes."""
-        return _powers(SMALLEST_OF_FEW, most, 4)
+        return _powers(SMALLEST_VIEW, most, 4)
 
     def history(self, tokens: int) -> int:
         """Padded length of the samples' tokens, for guesses."""
