@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_post.data.tokenizer_files import TokenizerError, read_settings
 
-__all__ = ["GenerationDefaults", "read_generation_defaults"]
+__all__ = ["GenerationDefaults", "not_done", "read_generation_defaults"]
 
 # Settings that the sampler lacks, with the values that have no effect in transformers.
 NEUTRAL = {
@@ -60,6 +60,23 @@ class GenerationDefaults:
     max_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()
     unsupported: Mapping[str, Any] = field(default_factory=dict)
+
+
+def not_done(unsupported: Mapping[str, Any]) -> str:
+    """What to tell of `GenerationDefaults.unsupported`; "" if there is nothing.
+
+    >>> print(not_done({"repetition_penalty": 1.05})[:60])
+    not done: generation_config.json asks for repetition_penalty
+    >>> not_done({})
+    ''
+    """
+    if not unsupported:
+        return ""
+    asked = ", ".join(f"{name} {value}" for name, value in unsupported.items())
+    return (
+        f"not done: generation_config.json asks for {asked}, which the sampler does "
+        "not have"
+    )
 
 
 def read_generation_defaults(directory: str | Path) -> GenerationDefaults:

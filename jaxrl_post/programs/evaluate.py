@@ -22,7 +22,11 @@ from jaxrl_post.config.evaluate import (
 from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data import chat
-from jaxrl_post.data.generation import GenerationDefaults, read_generation_defaults
+from jaxrl_post.data.generation import (
+    GenerationDefaults,
+    not_done,
+    read_generation_defaults,
+)
 from jaxrl_post.envs import AgentEnvironment, Environment, Task, WorkerPool
 from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.environment import make_environment
@@ -237,19 +241,13 @@ def run_evaluation(
         make_tokenizer=partial(environment_tokenizer, environment),
     )
     groups = evaluate(config, model, environment, console=console)
-    sampling, not_done = sampling_of(config, model)
+    sampling, unsupported = sampling_of(config, model)
     parts = {i: task.part for i, task in enumerate(_tasks(config, environment))}
     scores = score(groups, solved_reward=config.solved_reward, parts=parts)
     seconds = time.perf_counter() - begin
     console.print(_table(config, sampling, scores, seconds))
-    if not_done:
-        asked = ", ".join(f"{name} {value}" for name, value in not_done.items())
-        console.print(
-            f"not done: generation_config.json asks for {asked}, which the sampler "
-            "does not have",
-            markup=False,
-            style="yellow",
-        )
+    if told := not_done(unsupported):
+        console.print(told, markup=False, style="yellow")
     _tell_limits(groups, console)
     errors = [e.error for group in groups for e in group.episodes if e.error]
     if errors:
@@ -264,7 +262,7 @@ def run_evaluation(
             "command": command,
             "versions": versions(),
             "sampling": dataclasses.asdict(sampling),
-            "not_done": dict(not_done),
+            "not_done": dict(unsupported),
             "config": dataclasses.asdict(config),
             "hub": dict(fetched.commits),
         }

@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.serve import ServeConfig, check_server
-from jaxrl_post.data.generation import read_generation_defaults
+from jaxrl_post.data.generation import not_done, read_generation_defaults
 from jaxrl_post.data.lengths import Lengths
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.tools import expresses_tools, form_of
@@ -195,14 +195,8 @@ def _tell_unsupported(
     """Says what the model's own defaults ask for and the sampler does not do."""
     if config.sampling_defaults != "model" or source is None:
         return
-    if not_done := read_generation_defaults(source).unsupported:
-        asked = ", ".join(f"{name} {value}" for name, value in not_done.items())
-        console.print(
-            f"not done: generation_config.json asks for {asked}, which the sampler "
-            "does not have",
-            markup=False,
-            style="yellow",
-        )
+    if told := not_done(read_generation_defaults(source).unsupported):
+        console.print(told, markup=False, style="yellow")
 
 
 def served_model(config: ServeConfig, model: Model, service: Service) -> Served:

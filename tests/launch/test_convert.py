@@ -238,6 +238,22 @@ def test_a_reward_model_keeps_its_head(trained, tmp_path, head):
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
+def with_adapter(folder, settings, config, base, head, *, shift):
+    """Makes a run whose only checkpoint is an adapter, all of it off its beginning."""
+    made = lora_of(settings.lora, config)
+    adapter = initialize_adapter(jax.random.key(0), base, config, made)
+    adapter = jax.tree.map(lambda leaf: leaf + shift, adapter)
+    specs = adapter_specs(config, made)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    state = create(adapter, make_optimizer(settings.optimizer, specs, 1), None)
+    checkpoints.save(3, state, task_indices(5, seed=0), {})
+    checkpoints.close()
+    RunDirectory(folder).describe(
+        RunDescription("", "demo", 0, "", {}, dataclasses.asdict(settings), head)
+    )
+    return made, adapter
+
+
 @pytest.mark.parametrize(
     ("settings", "head", "saved", "kind"),
     [
@@ -264,17 +280,7 @@ def test_an_adapter_and_its_head_are_merged(
     )
     if kind is not None:
         base = quantize(base, kind)
-    made = lora_of(lora, config)
-    adapter = initialize_adapter(jax.random.key(0), base, config, made)
-    adapter = jax.tree.map(lambda leaf: leaf + 0.25, adapter)
-    specs = adapter_specs(config, made)
-    checkpoints = Checkpoints(folder / "checkpoints")
-    state = create(adapter, make_optimizer(settings.optimizer, specs, 1), None)
-    checkpoints.save(3, state, task_indices(5, seed=0), {})
-    checkpoints.close()
-    RunDirectory(folder).describe(
-        RunDescription("", "demo", 0, "", {}, dataclasses.asdict(settings), saved)
-    )
+    made, adapter = with_adapter(folder, settings, config, base, saved, shift=0.25)
     assert run(folder, tmp_path / "made") == 0
     found_config, found = pretrained.load(tmp_path / "made")
     assert found_config == dataclasses.replace(config, head=saved)
@@ -305,17 +311,7 @@ def test_an_adapters_sum_is_rounded_once(of_run, wanted, trained, tmp_path):
     _, base = pretrained.load(folder / "initial", dtype=of_run)
     lora = AdapterConfig(rank=2, alpha=4.0)
     settings = RLConfig(run_dir=str(folder), lora=lora, dtype=of_run)
-    made = lora_of(lora, config)
-    adapter = initialize_adapter(jax.random.key(0), base, config, made)
-    adapter = jax.tree.map(lambda leaf: leaf + 0.01, adapter)
-    specs = adapter_specs(config, made)
-    checkpoints = Checkpoints(folder / "checkpoints")
-    state = create(adapter, make_optimizer(settings.optimizer, specs, 1), None)
-    checkpoints.save(3, state, task_indices(5, seed=0), {})
-    checkpoints.close()
-    RunDirectory(folder).describe(
-        RunDescription("", "demo", 0, "", {}, dataclasses.asdict(settings), "lm")
-    )
+    made, adapter = with_adapter(folder, settings, config, base, "lm", shift=0.01)
     assert run(folder, tmp_path / "made", f"--dtype={wanted}") == 0
     _, found = pretrained.load(tmp_path / "made")
     whole = jax.tree.map(lambda leaf: leaf.astype("float32"), base)
