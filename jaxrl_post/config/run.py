@@ -43,11 +43,10 @@ class UpdateConfig:
         trees: pack and train once what sequences have in common: the prompt of a
             group's samples, the question of a pair, the turns before an agent's
             branches. Without, each sequence is whole.
-        row_tokens: length of a packed row in tokens; 0 for the longest prompt plus the
-            longest completion, or, with `trees`, for a group with its prompt, if it has
-            at most a device's share of `microbatch_tokens`.
-        microbatch_tokens: tokens, padding included, of one forward and backward pass;
-            gradients of the microbatches are summed. Fewer need less memory.
+        microbatch_tokens: most tokens, padding included, of one forward and backward
+            pass; gradients of the microbatches are summed. Fewer need less memory. A
+            device's share is one packed row, which is as short as the batch allows, and
+            longer where a sequence is.
         remat: what a layer keeps of the forward pass for the backward pass, which
             computes the rest again: "none", all that it needs; "dots", results of
             matrix products; "full", nothing, which needs the least memory.
@@ -62,7 +61,6 @@ class UpdateConfig:
     minibatches: Annotated[int, COUNT] = 1
     epochs: Annotated[int, COUNT] = 1
     trees: Annotated[bool, FREE] = True
-    row_tokens: Annotated[int, NOT_NEGATIVE] = 0
     microbatch_tokens: Annotated[int, COUNT, FREE] = 4096
     remat: Annotated[Literal["none", "dots", "full"], FREE] = "none"
     scan_layers: Annotated[bool, FREE] = False

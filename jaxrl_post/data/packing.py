@@ -7,6 +7,7 @@ says which tokens see which.
 """
 
 import bisect
+import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass, replace
@@ -17,7 +18,16 @@ import numpy as np
 from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import TokenBatch
 
-__all__ = ["Sequence", "Tree", "by_context", "num_tokens", "pack", "trees"]
+__all__ = [
+    "Sequence",
+    "Tree",
+    "by_context",
+    "largest_row",
+    "num_tokens",
+    "pack",
+    "pack_microbatches",
+    "trees",
+]
 
 # Arrays of a sequence that may be missing, and their names in a batch.
 _OPTIONAL = {"rewards": "token_rewards", "labels": "labels", "margins": "margins"}
@@ -322,6 +332,104 @@ def num_tokens(unit: Unit) -> int:
     return sum(map(num_tokens, unit))
 
 
+def pack_microbatches(
+    units: Iterable[Unit],
+    microbatch_tokens: int,
+    rows: int,
+    *,
+    kept_ids: int = 0,
+) -> TokenBatch:
+    """Packs units into as few microbatches as they need, with little padding.
+
+    A microbatch has `rows` rows. All microbatches of a batch have rows of one length,
+    the shortest that serves: a multiple of a sixteenth of the next power of two, so
+    that each octave of lengths needs at most 8 compiled programs. Where whole trees
+    do not fill short rows evenly, they are split as `pack` describes. The result
+    depends on the units alone, not on earlier batches, so a resumed run computes the
+    same bits.
+
+    Args:
+        units: as for `pack`.
+        microbatch_tokens: most tokens of a microbatch, padding included; a unit that
+            must stay together and is longer than a row's share of it extends the rows.
+        rows: rows of a microbatch, >= 1, such as the parts into which a mesh splits
+            the batch.
+        kept_ids: as for `pack`.
+
+    Returns:
+        NumPy arrays [microbatches * rows, length].
+
+    Raises:
+        ValueError: only some sequences have labels.
+
+    >>> one = Sequence.of([5], [6, 7])
+    >>> [pack_microbatches([one] * n, 64, rows=1).shape for n in (1, 5, 7, 30)]
+    [(1, 3), (1, 15), (1, 22), (2, 48)]
+    """
+    units = list(units)
+    length = _row_length(units, microbatch_tokens, rows)
+    return pack(units, length, rows, kept_ids=kept_ids)
+
+
+def largest_row(
+    longest: int, microbatch_tokens: int, rows: int, batch_tokens: int | None = None
+) -> int:
+    """Longest row of `pack_microbatches`, in tokens.
+
+    Args:
+        longest: tokens of the longest unit that must stay together.
+        microbatch_tokens: as for `pack_microbatches`.
+        rows: rows of a microbatch.
+        batch_tokens: most tokens of a batch; None if there is no bound.
+
+    >>> largest_row(20, 4096, rows=4), largest_row(2000, 4096, rows=4)
+    (1024, 2048)
+    >>> largest_row(20, 4096, rows=4, batch_tokens=300)
+    80
+    """
+    share = microbatch_tokens // rows
+    # The largest size that is not above the share.
+    step = _step(share + 1)
+    share = share // step * step
+    if batch_tokens is not None:
+        share = min(share, _rounded(-(-batch_tokens // rows)))
+    return max(share, _rounded(longest))
+
+
+def _row_length(units: Collection[Unit], microbatch_tokens: int, rows: int) -> int:
+    """The shortest length at which as few microbatches as possible hold the units."""
+    least = max((_longest_path(unit) for unit in units), default=1)
+    most = largest_row(least, microbatch_tokens, rows)
+    used = sum(map(num_tokens, units))
+    for height in itertools.count(max(1, -(-used // (most * rows))) * rows, rows):
+        length = _rounded(max(least, -(-used // height)))
+        while length <= most:
+            sizes = [num_tokens(part) for part in _parts(units, length)]
+            if len(_binned(sizes, length)) <= height:
+                return length
+            length = _rounded(length + 1)
+    raise AssertionError("a batch with a row for each part holds all of them")
+
+
+def _longest_path(unit: Unit) -> int:
+    """Tokens of the shortest row that holds a unit, split between its branches."""
+    if isinstance(unit, Tree):
+        inner = max(map(_longest_path, unit.branches), default=0)
+        return len(unit.node.tokens) + inner
+    return num_tokens(unit)
+
+
+def _step(tokens: int) -> int:
+    """Distance of row lengths just below `tokens`: eighths of a power of two."""
+    return max(1, 1 << max(0, (tokens - 1).bit_length() - 4))
+
+
+def _rounded(tokens: int) -> int:
+    """The least row length that is not below `tokens`."""
+    step = _step(tokens)
+    return -(-tokens // step) * step
+
+
 def pack(
     units: Iterable[Unit],
     length: int,
@@ -357,11 +465,7 @@ def pack(
     array([[5, 3, 3, 5, 5, 0, 0, 0]], dtype=int32)
     """
     units = list(units)
-    parts = [
-        part
-        for number, unit in enumerate(units)
-        for part in _fitting(unit, length, f"unit {number}", length)
-    ]
+    parts = _parts(units, length)
     rows = _binned([num_tokens(part) for part in parts], length)
     height = max(1, -(-len(rows) // row_multiple)) * row_multiple
     batch = _empty(height, length)
@@ -383,6 +487,15 @@ def pack(
         for part in chosen:
             start = _fill(batch, row, parts[part], start, 0)
     return batch
+
+
+def _parts(units: Collection[Unit], length: int) -> list[Unit]:
+    """The units, those that are longer than a row in parts."""
+    return [
+        part
+        for number, unit in enumerate(units)
+        for part in _fitting(unit, length, f"unit {number}", length)
+    ]
 
 
 def _sequences(unit: Unit) -> list[Sequence]:

@@ -297,8 +297,8 @@ def packed(
     split: Split,
     indices: Iterable[int],
     *,
-    row_tokens: int,
-    row_multiple: int,
+    microbatch_tokens: int,
+    rows: int,
     trees: bool = True,
 ) -> TokenBatch:
     """Packs examples of a split into one batch.
@@ -308,8 +308,8 @@ def packed(
         tokenizer: the model's tokenizer; a stop token of it ends an answer.
         split: "train" or "eval".
         indices: indices of the examples within the split.
-        row_tokens: tokens per row.
-        row_multiple: the number of rows is a multiple of this.
+        microbatch_tokens: most tokens of a microbatch, padding included.
+        rows: rows of a microbatch.
         trees: whether examples that begin alike share that (`packing.trees`).
 
     Raises:
@@ -317,7 +317,7 @@ def packed(
     """
     chosen = [examples.encode(tokenizer, split, index) for index in indices]
     units = packing.trees(chosen) if trees else chosen
-    return packing.pack(units, row_tokens, row_multiple)
+    return packing.pack_microbatches(units, microbatch_tokens, rows)
 
 
 def batches(
@@ -326,8 +326,8 @@ def batches(
     indices: grain.DatasetIterator,
     *,
     count: int,
-    row_tokens: int,
-    row_multiple: int,
+    microbatch_tokens: int,
+    rows: int,
     trees: bool = True,
 ) -> Iterator[TokenBatch]:
     """Yields batches of training examples without end; raises as `packed` does.
@@ -337,8 +337,8 @@ def batches(
         tokenizer: the model's tokenizer.
         indices: iterator over the indices of training examples.
         count: number of examples per batch.
-        row_tokens: tokens per row.
-        row_multiple: the number of rows is a multiple of this.
+        microbatch_tokens: most tokens of a microbatch, padding included.
+        rows: rows of a microbatch.
         trees: whether examples that begin alike share that (`packing.trees`).
     """
     while True:
@@ -347,8 +347,8 @@ def batches(
             tokenizer,
             "train",
             [int(next(indices)) for _ in range(count)],
-            row_tokens=row_tokens,
-            row_multiple=row_multiple,
+            microbatch_tokens=microbatch_tokens,
+            rows=rows,
             trees=trees,
         )
 

@@ -47,8 +47,8 @@ class Feed:
         examples: the training examples.
         measured: the measurement that the objective needs, or None.
         tokenizer: the model's tokenizer.
-        row_tokens: length of a packed row.
-        learner: gives the policy and the size of a microbatch.
+        microbatch_tokens: most tokens of a microbatch, padding included.
+        learner: gives the policy and the rows of a microbatch.
         reference: scores the batches; None if the objective needs no reference.
         trees: whether examples that begin alike share that (`packing.trees`).
     """
@@ -56,7 +56,7 @@ class Feed:
     examples: Examples
     measured: Measured | None
     tokenizer: Tokenizer
-    row_tokens: int
+    microbatch_tokens: int
     learner: Learner
     reference: Reference | None
     trees: bool = True
@@ -100,8 +100,8 @@ class Feed:
             self.tokenizer,
             split,
             indices,
-            row_tokens=self.row_tokens,
-            row_multiple=self.learner.microbatch_rows,
+            microbatch_tokens=self.microbatch_tokens,
+            rows=self.learner.microbatch_rows,
             trees=self.trees,
         )
 

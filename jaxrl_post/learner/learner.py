@@ -1,7 +1,9 @@
 """Runs the pure train step on a mesh: compiles it, feeds it, checks the loss."""
 
+import collections
 import dataclasses
 import functools
+import logging
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,6 +32,11 @@ from jaxrl_post.sharding import partition_spec, place, processes, split_size
 from jaxrl_post.types import PyTree, TokenBatch, rows
 
 __all__ = ["DivergenceError", "Learner", "MismatchError", "Scorer", "begin_training"]
+
+_LOGGER = logging.getLogger(__name__)
+
+# Share of a batch's entries that hold a token, below which a run says so.
+POORLY_FILLED = 0.5
 
 
 class DivergenceError(RuntimeError):
@@ -167,6 +174,16 @@ class Learner:
             for name, m in total.metrics.items()
             if not name.startswith("mismatch/") or float(m.count)
         }
+        metrics["packing/fill"] = np.count_nonzero(batch.ends) / batch.ends.size
+        if metrics["packing/fill"] < POORLY_FILLED:
+            _LOGGER.warning(
+                "packing/fill: more than half of what a forward and backward pass "
+                "computes is padding. A batch has a row on each of %d parts of the "
+                "mesh, and its longest sequence sets their length: take more samples "
+                "a step, or fewer of dp, fsdp and ep in --mesh",
+                self.microbatch_rows,
+            )
+        metrics["time/train_compilations"] = float(self.compilations.total())
         metrics["train/loss"] = float(total.loss.mean())
         metrics["train/grad_norm"] = float(self._grad_norm(total))
         for name in ("train/loss", "train/grad_norm"):
@@ -202,6 +219,11 @@ class Learner:
         loss, metrics = total
         return {name: float(m.mean()) for name, m in {**metrics, "loss": loss}.items()}
 
+    @functools.cached_property
+    def compilations(self) -> collections.Counter[str]:
+        """Number of compiled programs of a microbatch, one for each of its shapes."""
+        return collections.Counter()
+
     @property
     def _predictor(self) -> pure.Predictor:
         return self.policy if self.predictor is None else self.predictor
@@ -234,6 +256,7 @@ class Learner:
         """Compiled function of (predictor, params, sums, piece); donates the sums."""
 
         def run(policy: pure.Predictor, *inputs: Any) -> pure.Accumulator:
+            self.compilations["accumulate"] += 1
             return pure.accumulate(policy, self.objective, *inputs)
 
         return self._jit(run, self.accumulator_layout, donate=(2,))
@@ -286,7 +309,6 @@ def begin_training(
     update: UpdateConfig,
     *,
     num_steps: int,
-    row_tokens: int,
     temperature: float = 1.0,
     exact: bool = False,
     kernels: Implementation = "auto",
@@ -297,9 +319,8 @@ def begin_training(
         model: the model; the state uses its arrays, and the first update donates them.
         objective: as `Learner.objective`.
         optimizer_config: options of AdamW and its schedule.
-        update: options of an update, such as the size of a microbatch.
+        update: options of an update, such as those of routers.
         num_steps: number of optimizer steps after which a schedule ends.
-        row_tokens: length of a packed row.
         temperature: the sampling temperature, which divides the logits.
         exact: as `Policy.exact`.
         kernels: as `Policy.kernels`.
@@ -334,8 +355,6 @@ def begin_training(
     predictor = None
     if model.adaptation is not None:
         predictor = AdaptedPolicy(model.base, policy, model.adaptation.lora)
-    split = split_size("batch", model.mesh, model.rules)
-    rows = max(1, update.microbatch_tokens // row_tokens)
     learner = Learner(
         policy=policy,
         predictor=predictor,
@@ -344,7 +363,8 @@ def begin_training(
         max_grad_norm=optimizer_config.max_grad_norm,
         layout=layout,
         mesh=model.mesh,
-        microbatch_rows=-(-rows // split) * split,
+        # A row a device: long rows are cheaper than many, whose ends are padded.
+        microbatch_rows=split_size("batch", model.mesh, model.rules),
         schedule=training.learning_rates(optimizer_config, num_steps),
     )
     return learner, training.create(model.params, optimizer, layout)

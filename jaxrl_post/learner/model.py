@@ -330,9 +330,10 @@ def layout_table(
 ) -> list[tuple[str, str, str]]:
     """Returns rows (what, layout, MiB per device) for everything that takes memory.
 
-    Activations are an estimate; the rest is exact. Shared arrays, such as a base under
-    two adapters, count once, in the first row. `sampler` is the sampler's own copy of
-    the parameters, on `sampler_mesh`, if it has one.
+    Activations are an estimate, of `rows` rows of `row_tokens` tokens; the rest is
+    exact. Shared arrays, such as a base under two adapters, count once, in the first
+    row. `sampler` is the sampler's own copy of the parameters, on `sampler_mesh`, if it
+    has one.
     """
     adaptation = model.adaptation
     frozen = "" if adaptation is None else ", frozen"
@@ -352,9 +353,17 @@ def layout_table(
         known.update(map(id, leaves))
         if leaves:
             table.append((name, what, f"{per_device_bytes(leaves) / 2**20:,.1f}"))
-    estimate = _activation_bytes(model, update, rows, row_tokens)
-    what = f"estimate: {rows} rows of {row_tokens} tokens, remat {update.remat}"
-    table.append(("activations", what, f"{estimate / 2**20:,.1f}"))
+    row = f"{rows} rows" if rows > 1 else "1 row"
+    shape = f"estimate: {row} of {row_tokens} tokens, remat {update.remat}"
+    sums, kept = (
+        f"{size / 2**20:,.1f}"
+        for size in (
+            _gradient_bytes(model),
+            _activation_bytes(model, update, rows, row_tokens),
+        )
+    )
+    table.append(("gradients", "float32 sums, and a microbatch's", sums))
+    table.append(("activations", shape, kept))
     return table
 
 
@@ -442,25 +451,36 @@ def check_beside(
         )
 
 
+def _gradient_bytes(model: Model) -> int:
+    """The sums over microbatches, and a microbatch's own in the parameters' dtype."""
+    return sum(
+        per_device_bytes([leaf]) * (4 + leaf.dtype.itemsize) // leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(model.params)
+    )
+
+
 def _activation_bytes(
     model: Model, update: UpdateConfig, rows: int, row_tokens: int
 ) -> int:
+    """What the layers keep for the backward pass, and one layer's own pass."""
     config, shape = model.config, model.mesh.shape
     tokens = (
         rows
         * row_tokens
         // split_size("batch", model.mesh, model.rules.with_context_as_batch())
     )
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    hidden, inner, tp = config.hidden_size, config.intermediate_size, shape["tp"]
+    heads = config.num_heads * config.head_dim
+    entries = config.num_kv_heads * config.head_dim
+    # By XLA's count of temporary buffers; scores are computed tile by tile, twice.
+    layer = 7 * hidden + (4 * heads + 4 * entries + 5 * inner) // tp
     kept = {
-        "full": config.hidden_size,
-        "dots": 3 * config.hidden_size
-        + (heads + 2 * config.intermediate_size) // shape["tp"],
-        "none": 6 * config.hidden_size
-        + (2 * heads + 4 * config.intermediate_size) // shape["tp"]
-        + 2 * config.num_heads * row_tokens // shape["tp"],
+        "full": hidden,
+        "dots": 3 * hidden + (heads + 2 * entries + 2 * inner) // tp,
+        "none": layer,
     }[update.remat]
-    return tokens * kept * config.num_layers * model.dtype.itemsize
+    working = 0 if update.remat == "none" else layer
+    return tokens * (kept * config.num_layers + working) * model.dtype.itemsize
 
 
 def versions() -> dict[str, str]:

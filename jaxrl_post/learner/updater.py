@@ -27,10 +27,9 @@ from jaxrl_post.losses import shaping
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.episode import Group
 from jaxrl_post.rollout.metrics import rollout_metrics
-from jaxrl_post.sharding import split_size
 from jaxrl_post.types import TokenBatch
 
-__all__ = ["Critic", "Updater", "longest_sequence", "row_tokens"]
+__all__ = ["Critic", "Updater", "longest_row", "longest_sequence"]
 
 logger = logging.getLogger(__name__)
 
@@ -319,8 +318,7 @@ class Updater:
                 sequences[first:last] for first, last in itertools.pairwise(borders)
             )
         ]
-        length = row_tokens(self.config, self.model)
-        multiple = self.learner.microbatch_rows
+        size = update.microbatch_tokens, self.learner.microbatch_rows
         # An agent's constraint may cut tokens off too. With truncation the array is
         # always there, so that one program is compiled.
         cut = self.config.rollout.truncates or any(
@@ -328,7 +326,7 @@ class Updater:
         )
         kept = self.config.kept_ids if cut else 0
         batches = [
-            packing.pack(part, length, multiple, kept_ids=kept) for part in units
+            packing.pack_microbatches(part, *size, kept_ids=kept) for part in units
         ]
         metrics = _packing_metrics(sequences, units, batches)
         version, rollout = int(self.state.step), self.config.rollout
@@ -388,12 +386,11 @@ def _packing_metrics(
     units: Sequence[Sequence[packing.Unit]],
     batches: Sequence[TokenBatch],
 ) -> dict[str, float]:
-    """How full the rows are, what trees save, and what their splits repeat."""
+    """What trees save, and what their splits repeat."""
     whole = sum(packing.num_tokens(each) for each in sequences)
     distinct = sum(packing.num_tokens(each) for part in units for each in part)
     used = sum(int(np.count_nonzero(batch.ends)) for batch in batches)
     return {
-        "packing/fill": used / sum(batch.tokens.size for batch in batches),
         "packing/shared": 1 - used / max(whole, 1),
         "packing/repeated_tokens": float(used - distinct),
     }
@@ -404,26 +401,16 @@ def longest_sequence(config: RLConfig) -> int:
     return config.rollout.max_prompt_tokens + config.rollout.max_tokens
 
 
-def row_tokens(config: RLConfig, model: Model) -> int:
-    """Returns the length of a packed row.
+def longest_row(config: RLConfig, rows: int) -> int:
+    """Estimates the tokens of the longest packed row of a run's microbatches.
 
-    Raises:
-        ConfigError: a sequence may be longer than `--update.row-tokens`.
+    Args:
+        config: of the run, with `max_prompt_tokens`.
+        rows: rows of a microbatch.
     """
-    longest, update, rollout = longest_sequence(config), config.update, config.rollout
-    length = update.row_tokens
-    if not length:
-        length = -(-longest // 8) * 8
-        if update.trees:
-            group = rollout.max_prompt_tokens
-            group += rollout.samples_per_prompt * rollout.max_tokens
-            share = update.microbatch_tokens // split_size(
-                "batch", model.mesh, model.rules
-            )
-            length = max(length, min(-(-group // 8) * 8, share // 8 * 8))
-    if length < longest:
-        raise ConfigError(
-            f"--update.row-tokens: must be at least the longest prompt plus "
-            f"completion, {longest}; got {length}"
-        )
-    return length
+    rollout, update, longest = config.rollout, config.update, longest_sequence(config)
+    group = rollout.samples_per_prompt * longest
+    if update.trees and rollout.max_turns == 1:
+        group -= (rollout.samples_per_prompt - 1) * rollout.max_prompt_tokens
+    batch = -(-rollout.prompts_per_step * group // update.minibatches)
+    return packing.largest_row(longest, update.microbatch_tokens, rows, batch)

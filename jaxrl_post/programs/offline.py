@@ -16,7 +16,6 @@ from rich.console import Console
 from jaxrl_post.algorithms import reward_model, supervised
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.data import DEFAULT_ENV
-from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.horizon import optimizer_steps
 from jaxrl_post.config.offline import (
     OfflineConfig,
@@ -24,6 +23,7 @@ from jaxrl_post.config.offline import (
     RewardConfig,
     SFTConfig,
 )
+from jaxrl_post.data import packing
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.chats import open_chats
@@ -232,15 +232,6 @@ def _run(
     command: str,
     should_stop: Callable[[], bool],
 ) -> Outcome:
-    config: OfflineConfig = fetched.config
-    longest = job.sequences * config.max_tokens
-    row_tokens = config.update.row_tokens or -(-longest // 8) * 8
-    if row_tokens < longest:
-        raise ConfigError(
-            f"--update.row-tokens: must be at least {longest}, which an example of "
-            f"--max-tokens {config.max_tokens} may take; got {row_tokens}"
-        )
-
     def warm_start(config: OfflineConfig, model: Model) -> Model:
         return warm_started(
             config.warm_start,
@@ -248,7 +239,6 @@ def _run(
             job.imitated(job.fitting(model.tokenizer)),
             config.update,
             seed=config.seed,
-            row_tokens=row_tokens,
             console=console,
             should_stop=should_stop,
         )
@@ -271,17 +261,16 @@ def _run(
         warm_start=warm_start,
     ) as run:
         fitting = job.fitting(run.model.tokenizer)
-        return _loop(run, job, fitting, row_tokens, should_stop)
+        return _loop(run, job, fitting, should_stop)
 
 
 def _loop(
     run: Run[OfflineConfig],
     job: Job,
     examples: Examples,
-    row_tokens: int,
     should_stop: Callable[[], bool],
 ) -> Outcome:
-    training = _training(run, job, examples, row_tokens)
+    training = _training(run, job, examples)
     step, metrics = train(
         run, training, should_stop=should_stop, log_every=run.config.log_every
     )
@@ -289,9 +278,7 @@ def _loop(
     return finish(run, training.state, step)
 
 
-def _training(
-    run: Run[OfflineConfig], job: Job, examples: Examples, row_tokens: int
-) -> "_Training":
+def _training(run: Run[OfflineConfig], job: Job, examples: Examples) -> "_Training":
     """What the loop trains; nothing else keeps the initial state alive."""
     config, model = run.config, run.model
     learner, state = begin_training(
@@ -300,7 +287,6 @@ def _training(
         config.optimizer,
         config.update,
         num_steps=optimizer_steps(config)[0],
-        row_tokens=row_tokens,
         kernels=config.kernels,
     )
     reference = None
@@ -312,13 +298,13 @@ def _training(
             "--loss.reference",
             longest=config.max_tokens,
         )
-    _print_layout(run, learner, state, reference, row_tokens)
+    _print_layout(run, job, learner, state, reference)
     measured = job.measured(examples)
     feed = Feed(
         examples,
         measured,
         model.tokenizer,
-        row_tokens,
+        config.update.microbatch_tokens,
         learner,
         reference,
         config.update.trees,
@@ -386,7 +372,6 @@ def _step(
     tokens = float(np.sum(batch.ends > 0))
     return state, metrics | {
         "train/tokens": float(np.sum(batch.loss_mask)),
-        "packing/fill": tokens / batch.tokens.size,
         "throughput/tokens_per_second": tokens / (end - begin),
         "time/data": read - begin,
         "time/logprobs": scored - read,
@@ -437,17 +422,25 @@ def _say_accuracy(
 
 def _print_layout(
     run: Run[OfflineConfig],
+    job: Job,
     learner: Learner,
     state: PyTree,
     reference: Reference | None,
-    row_tokens: int,
 ) -> None:
-    rows = layout_table(
+    config, rows = run.config, learner.microbatch_rows
+    longest = job.sequences * config.max_tokens
+    row_tokens = packing.largest_row(
+        longest,
+        config.update.microbatch_tokens,
+        rows,
+        batch_tokens=config.examples_per_step * longest,
+    )
+    table = layout_table(
         run.model,
-        run.config.update,
-        rows=learner.microbatch_rows,
+        config.update,
+        rows=rows,
         row_tokens=row_tokens,
         optimizer=(state.opt_state, state.master),
         reference=None if reference is None else reference.params,
     )
-    print_table(run.console, rows)
+    print_table(run.console, table)

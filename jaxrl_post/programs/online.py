@@ -36,7 +36,12 @@ from jaxrl_post.learner.reference import (
     require_same_ids,
 )
 from jaxrl_post.learner.state import TrainState
-from jaxrl_post.learner.updater import Critic, Updater, longest_sequence, row_tokens
+from jaxrl_post.learner.updater import (
+    Critic,
+    Updater,
+    longest_row,
+    longest_sequence,
+)
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
 from jaxrl_post.programs.agents import agent_collector, check_agents
@@ -187,9 +192,7 @@ def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
     rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
     split = split_size("batch", weights.mesh, model.rules.with_context_as_batch())
     engine_sizes(rollout, split, stop_ids=len(model.tokenizer.stop_ids))
-    config = dataclasses.replace(config, rollout=rollout)
-    row_tokens(config, model)
-    return config
+    return dataclasses.replace(config, rollout=rollout)
 
 
 def _check_exact(model: Model, weights: SamplerLayout) -> None:
@@ -236,7 +239,6 @@ def _warm_started(
         _demonstrations(tasks, config, model),
         config.update,
         seed=config.seed,
-        row_tokens=row_tokens(config, model),
         console=console,
         should_stop=should_stop,
     )
@@ -244,12 +246,8 @@ def _warm_started(
 
 def _demonstrations(tasks: TaskSets, config: RLConfig, model: Model) -> Demonstrations:
     """The demonstrations that are not longer than a sample may be."""
-    demonstrations = Demonstrations(tasks, _longest_demonstration(config))
-    return demonstrations.fitting(model.tokenizer, "--update.row-tokens")
-
-
-def _longest_demonstration(config: RLConfig) -> int:
-    return config.update.row_tokens or longest_sequence(config)
+    demonstrations = Demonstrations(tasks, longest_sequence(config))
+    return demonstrations.fitting(model.tokenizer, "--rollout.max-tokens")
 
 
 def _trainer(
@@ -277,7 +275,6 @@ def _trainer(
     begin = functools.partial(
         begin_training,
         update=config.update,
-        row_tokens=row_tokens(config, model),
         temperature=config.rollout.temperature,
         kernels=config.kernels,
     )
@@ -300,9 +297,6 @@ def _trainer(
         num_steps=policy_steps,
         exact=config.exact,
     )
-    longest = longest_sequence(config)
-    if config.distill.data == "demonstrations":
-        longest = _longest_demonstration(config)
     reference = None
     if algorithm.needs_reference or algorithm.divergence is not None:
         reference = open_reference(
@@ -310,7 +304,7 @@ def _trainer(
             learner,
             config.algorithm.reference,
             "--algorithm.reference",
-            longest=longest,
+            longest=longest_sequence(config),
         )
     if reference is not None and algorithm.divergence is not None:
         learner = beside_teacher(
@@ -418,7 +412,7 @@ def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
         updater.model,
         updater.config.update,
         rows=updater.learner.microbatch_rows,
-        row_tokens=row_tokens(updater.config, updater.model),
+        row_tokens=longest_row(updater.config, updater.learner.microbatch_rows),
         optimizer=(updater.state.opt_state, updater.state.master),
         reference=None if reference is None else reference.params,
         critic=None

@@ -361,7 +361,6 @@ def warm_started(
     update: UpdateConfig,
     *,
     seed: int,
-    row_tokens: int,
     console: Console,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Model:
@@ -373,7 +372,6 @@ def warm_started(
         examples: to imitate.
         update: sets the size of a microbatch, and how rows are packed.
         seed: of the order of the examples.
-        row_tokens: length of a packed row.
         console: for messages to the user.
         should_stop: called after each step; True ends the warm start.
 
@@ -390,15 +388,14 @@ def warm_started(
         ),
         update,
         num_steps=warm.steps,
-        row_tokens=row_tokens,
     )
     data = batches(
         examples,
         model.tokenizer,
         task_indices(examples.size("train"), seed),
         count=warm.examples_per_step,
-        row_tokens=row_tokens,
-        row_multiple=learner.microbatch_rows,
+        microbatch_tokens=update.microbatch_tokens,
+        rows=learner.microbatch_rows,
         trees=update.trees,
     )
     losses: list[float] = []

@@ -52,7 +52,7 @@ def world() -> RLConfig:
             max_tokens=3,
             max_turns=8,
         ),
-        update=UpdateConfig(row_tokens=128, microbatch_tokens=2048),
+        update=UpdateConfig(microbatch_tokens=2048),
         optimizer=replace(demo().optimizer, learning_rate=1e-3),
         eval=EvalConfig(every=40, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=250),

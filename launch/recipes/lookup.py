@@ -30,7 +30,7 @@ def lookup() -> RLConfig:
             max_tokens=28,
             max_turns=4,
         ),
-        update=UpdateConfig(row_tokens=512, microbatch_tokens=2048),
+        update=UpdateConfig(microbatch_tokens=2048),
         # AdamW's moments begin anew after the warm start: with larger steps the policy
         # may collapse to empty answers.
         optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),

@@ -29,7 +29,7 @@ def code() -> RLConfig:
             max_prompt_tokens=48,
             max_tokens=28,
         ),
-        update=UpdateConfig(row_tokens=512, microbatch_tokens=2048),
+        update=UpdateConfig(microbatch_tokens=2048),
         # Smaller steps than the demo's, as in `lookup`.
         optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
         eval=EvalConfig(every=10, num_tasks=200),

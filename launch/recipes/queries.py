@@ -28,7 +28,7 @@ def text2sql() -> RLConfig:
             max_prompt_tokens=256,
             max_tokens=48,
         ),
-        update=UpdateConfig(row_tokens=1024, microbatch_tokens=4096),
+        update=UpdateConfig(microbatch_tokens=4096),
         optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
         eval=EvalConfig(every=10, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=600, examples_per_step=32),

@@ -30,7 +30,7 @@ def search() -> RLConfig:
             max_tokens=24,
             max_turns=3,
         ),
-        update=UpdateConfig(row_tokens=512, microbatch_tokens=2048),
+        update=UpdateConfig(microbatch_tokens=2048),
         # Smaller steps than the demo's, as in `lookup`.
         optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
         eval=EvalConfig(every=10, num_tasks=200),

@@ -42,7 +42,6 @@ TRAINING = {
     "steps": "at least 1, free",
     "update.minibatches": "at least 1",
     "update.epochs": "at least 1",
-    "update.row_tokens": "at least 0",
     "update.trees": "free",
     "update.microbatch_tokens": "at least 1, free",
     "update.remat": "free",

@@ -127,7 +127,6 @@ QUICK = (
     "--rollout.samples-per-prompt=8",
     "--rollout.max-tokens=4",
     "--rollout.max-prompt-tokens=16",
-    "--update.row-tokens=32",
     "--update.microbatch-tokens=512",
     "--eval.num-tasks=8",
     # Untrained models stop by chance.

@@ -33,7 +33,6 @@ COMMON = (
     "--rollout.reward-workers=2",
     "--rollout.reward-deadline-s=120",
     "--rollout.max-failed-share=0.5",
-    "--update.row-tokens=64",
     "--update.microbatch-tokens=512",
     "--optimizer.learning-rate=3e-4",
     "--optimizer.schedule=constant",

@@ -27,7 +27,6 @@ DEADLINE_S = 300
 # Of the programs that read a data set.
 READS = (
     "--examples-per-step=8",
-    "--update.row-tokens=64",
     "--update.microbatch-tokens=512",
     "--eval.num-tasks=8",
     "--optimizer.learning-rate=3e-4",

@@ -194,7 +194,6 @@ def test_gsm8k_with_a_model_directory(program, model, tmp_path):
             "--rollout.max-prompt-tokens=0",
             "--rollout.max-tokens=8",
             "--rollout.samples-per-prompt=2",
-            "--update.row-tokens=0",
             "--update.microbatch-tokens=2048",
             "--eval.num-tasks=2",
         ),

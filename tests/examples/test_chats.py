@@ -101,7 +101,7 @@ def test_the_rows_of_one_conversation_are_packed_with_the_turns_that_they_share(
     def tokens(tokenizer, *, trees):
         batch = packed(
             chats, tokenizer, "train", range(4),
-            row_tokens=64, row_multiple=1, trees=trees,
+            microbatch_tokens=64, rows=1, trees=trees,
         )  # fmt: skip
         # An answer of a digit is learned with its stop token.
         assert batch.loss_mask.sum() == 4 * 2

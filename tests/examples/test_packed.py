@@ -48,8 +48,8 @@ def test_a_pair_is_two_segments_side_by_side_the_chosen_first():
         tokenizer,
         task_indices(4, seed=0),
         count=4,
-        row_tokens=64,
-        row_multiple=2,
+        microbatch_tokens=128,
+        rows=2,
     )
     batch, seen = next(data), set()
     assert batch.shape == (2, 64)
@@ -144,7 +144,7 @@ def test_a_solution_is_one_segment_whose_steps_are_judged_at_their_ends():
     tokenizer = make_model().tokenizer
     solutions = Solutions(STEPS, STEPS[:1], separator=";\n")
     assert (solutions.size("train"), solutions.size("eval")) == (3, 1)
-    batch = packed(solutions, tokenizer, "train", [2, 0], row_tokens=32, row_multiple=1)
+    batch = packed(solutions, tokenizer, "train", [2, 0], microbatch_tokens=32, rows=1)
     (_, first), (_, second) = sequences_in(batch)
     for inside, text, labels in (
         (first, "2=no;\nno;\nyes;\n", [0.0, 0.0, 1.0]),
@@ -170,7 +170,7 @@ def test_a_prompt_with_most_answers_is_refused():
 def test_chosen_examples_of_a_split_are_packed():
     tokenizer = make_model().tokenizer
     judgements = Judgements(JUDGED, JUDGED[2:])
-    batch = packed(judgements, tokenizer, "eval", [3, 0], row_tokens=32, row_multiple=1)
+    batch = packed(judgements, tokenizer, "eval", [3, 0], microbatch_tokens=32, rows=1)
     found = [batch.tokens[0][places] for _, places in sequences_in(batch)]
     texts = {tokenizer.decode(tokens.tolist()) for tokens in found}
     assert texts == {

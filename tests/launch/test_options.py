@@ -150,7 +150,6 @@ def test_a_checkpoint_gets_nothing_of_the_demo():
     config = options(grpo, "--model", "models/Qwen2.5-0.5B", "--env", "gsm8k")
     assert config == RLConfig(model="models/Qwen2.5-0.5B", env="gsm8k")
     assert config.warm_start.steps == 0
-    assert config.update.row_tokens == 0
     assert config.optimizer.schedule == "constant"
     assert config.rollout.max_tokens == 256
 

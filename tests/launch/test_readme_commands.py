@@ -190,6 +190,5 @@ def test_every_command_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
 def test_no_command_names_the_settings_of_the_demo(program):
     """What a checkpoint needs is the default, so no command has to undo the demo's."""
     for written in (text for name, text in COMMANDS if name == program):
-        assert "row-tokens" not in written
         assert "warm-start" not in written
         assert "schedule" not in written

@@ -71,7 +71,6 @@ def begin(config, mesh="dp1", count=1):
         OptimizerConfig(learning_rate=1e-2),
         UpdateConfig(microbatch_tokens=512),
         num_steps=10,
-        row_tokens=32,
     )
     return model, learner, state
 
@@ -187,7 +186,6 @@ def train(model, objective, batch, *, steps=3):
         OptimizerConfig(learning_rate=1e-2),
         UpdateConfig(microbatch_tokens=512),
         num_steps=10,
-        row_tokens=32,
     )
     seen = []
     for number in range(steps):

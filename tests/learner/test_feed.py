@@ -47,7 +47,6 @@ def begun(rows: int):
         OptimizerConfig(),
         UpdateConfig(microbatch_tokens=rows * ROW),
         num_steps=1,
-        row_tokens=ROW,
     )
     jax.set_mesh(learner.mesh)
     other = jax.tree.map(lambda leaf: 1.5 * leaf, state.params)
@@ -62,7 +61,9 @@ def feed(rows: int, *, swapped: bool = False) -> tuple[Feed, object]:
         policy, reference = reference, policy
     measured = Measured(MISMATCHED, KTO.mismatched)
     scores = Reference(learner.scorer, reference)
-    return Feed(JUDGEMENTS, measured, model.tokenizer, ROW, learner, scores), policy
+    return Feed(
+        JUDGEMENTS, measured, model.tokenizer, rows * ROW, learner, scores
+    ), policy
 
 
 def mean_log_ratio(each: Feed, params) -> float:
@@ -113,12 +114,11 @@ def test_the_reference_point_is_without_the_routers_losses():
         OptimizerConfig(),
         UpdateConfig(microbatch_tokens=4 * ROW, router_balance=0.5, router_z=0.25),
         num_steps=1,
-        row_tokens=ROW,
     )
     jax.set_mesh(learner.mesh)
     measured = Measured(MISMATCHED, KTO.mismatched)
     reference = Reference(learner.scorer, state.params)
-    each = Feed(JUDGEMENTS, measured, model.tokenizer, ROW, learner, reference)
+    each = Feed(JUDGEMENTS, measured, model.tokenizer, 4 * ROW, learner, reference)
     batch = each.ready(state.params, each.scored(each.draw("train", DRAWN)))
     np.testing.assert_allclose(batch.reference_point, 0.0, atol=1e-6)
 

@@ -197,7 +197,7 @@ def test_sequences_beyond_the_context_of_a_model_beside_are_refused(tmp_path):
     save_model(Path(directory), short, short.params)
     objective = algorithms.grpo(kl_coefficient=0.1).objective
     learner, _ = begin_training(
-        model, objective, OptimizerConfig(), UpdateConfig(), num_steps=1, row_tokens=64
+        model, objective, OptimizerConfig(), UpdateConfig(), num_steps=1
     )
     critic = CriticConfig(model=directory)
     message = r": .*short has a context of 32 tokens, and the longest .* have 33; use a"

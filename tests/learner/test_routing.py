@@ -76,7 +76,7 @@ def begin(objective=GRPO, **changes):
     update = UpdateConfig(microbatch_tokens=512, **changes)
     return begin_training(
         model, objective, OptimizerConfig(learning_rate=3e-3), update,
-        num_steps=10, row_tokens=32,
+        num_steps=10,
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def test_a_model_without_experts_has_nothing_to_balance():
     with pytest.raises(ConfigError, match="llama has no experts to balance"):
         begin_training(
             make_model(), algorithms.grpo().objective, OptimizerConfig(),
-            UpdateConfig(router_balance=0.1), num_steps=1, row_tokens=24,
+            UpdateConfig(router_balance=0.1), num_steps=1,
         )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def test_an_adapters_programs_are_those_of_its_learner(mesh, kind):
     model = with_adapter(lora, model, seed=0)
     update = UpdateConfig(microbatch_tokens=64, remat="full")
     learner, state = learning.begin_training(
-        model, grpo().objective, OptimizerConfig(), update, num_steps=10, row_tokens=16
+        model, grpo().objective, OptimizerConfig(), update, num_steps=10
     )
     assert kinds(apply.arguments[0]) == kinds(state)
     assert kinds(accumulate.arguments[:2]) == kinds((learner.predictor, state.params))

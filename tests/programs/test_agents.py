@@ -209,7 +209,7 @@ def test_the_tokens_of_a_branch_are_its_whole_prompt_and_its_answer(served):
 
 
 def test_branches_are_packed_with_the_first_turn_that_they_share(served):
-    update = dataclasses.replace(CONFIG.update, row_tokens=256, microbatch_tokens=256)
+    update = dataclasses.replace(CONFIG.update, microbatch_tokens=256)
     config = dataclasses.replace(CONFIG, update=update)
     with training(Letters(branching=True), config) as trainer:
         metrics, groups = step_as_served(trainer, served, 1)

@@ -14,7 +14,7 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.learner.learner import DivergenceError
-from jaxrl_post.learner.updater import row_tokens
+from jaxrl_post.learner.updater import longest_row
 from jaxrl_post.programs.scores import FailedRolloutsError
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.batch import GroupFacts
@@ -27,7 +27,6 @@ from tests.programs.trainers import (
     assert_same,
     changed,
     host,
-    make_model,
     make_trainer,
     with_last_turn,
 )
@@ -331,22 +330,17 @@ def test_a_step_of_which_everything_was_cut_says_so(coin, judges):
         trainer.step(1)
 
 
-def test_rows_hold_the_longest_prompt_and_completion():
-    rows = changed("update", row_tokens=0)
-    model = make_model()
-    # A prompt of 16 with 4 answers of 4 tokens each.
-    assert row_tokens(rows, model) == 32
-    for tokens, length in ((39, 32), (31, 24), (8, 24)):
-        few = changed("update", row_tokens=0, microbatch_tokens=tokens)
-        assert row_tokens(few, model) == length
-    whole = changed("update", row_tokens=0, trees=False)
-    assert row_tokens(whole, model) == 24, "20, rounded up to a multiple of 8"
-    assert row_tokens(RL, model) == 24
-    assert row_tokens(changed("update", row_tokens=20), model) == 20
-    with pytest.raises(
-        ConfigError, match=r"--update.row-tokens: must be at least .* 20; got 19"
+def test_the_longest_row_holds_a_batch_or_a_microbatch():
+    # 4 prompts of 16, each with 4 answers of 4 tokens: 128 tokens, or 320 whole.
+    for options, length in (
+        ({}, 128),
+        ({"microbatch_tokens": 100}, 96),
+        ({"microbatch_tokens": 8}, 20),
+        ({"minibatches": 2}, 64),
+        ({"trees": False}, 320),
     ):
-        row_tokens(changed("update", row_tokens=19), model)
+        assert longest_row(changed("update", **options), 1) == length
+    assert longest_row(RL, 4) == 32, "a row for each of four devices"
 
 
 def ppo(**critic) -> RLConfig:

@@ -35,14 +35,14 @@ class Shown(Arithmetic):
         return self.answers[task.id]
 
 
-def batches(environment, row_tokens: int = 16):
+def batches(environment, longest: int = 16):
     return batches_of(
-        Demonstrations(environment, row_tokens),
+        Demonstrations(environment, longest),
         TOKENIZER,
         task_indices(len(environment.tasks("train")), seed=0),
         count=2,
-        row_tokens=row_tokens,
-        row_multiple=3,
+        microbatch_tokens=48,
+        rows=3,
     )
 
 

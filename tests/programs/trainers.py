@@ -46,7 +46,7 @@ RL = RLConfig(
         max_tokens=4,
         truncated="reward",  # Untrained models stop by chance.
     ),
-    update=UpdateConfig(row_tokens=24, microbatch_tokens=24 * 16),
+    update=UpdateConfig(microbatch_tokens=384),
     optimizer=OptimizerConfig(learning_rate=3e-3),
     eval=EvalConfig(num_tasks=6),
 )
@@ -88,7 +88,6 @@ def _begin(
         RL.optimizer,
         RL.update,
         num_steps=100,
-        row_tokens=24,
         exact=exact,
     )
 
