@@ -74,10 +74,11 @@ def begin(objective=GRPO, **changes):
         make_model(), config=CONFIG, specs=SPECS, params=params, mesh=mesh
     )
     update = UpdateConfig(microbatch_tokens=512, **changes)
-    return begin_training(
-        model, objective, OptimizerConfig(learning_rate=3e-3), update,
-        num_steps=10,
-    )  # fmt: skip
+    learner, state = begin_training(
+        model, objective, OptimizerConfig(learning_rate=3e-3), update, num_steps=10
+    )
+    # The routers' losses are those of a microbatch: here of the whole batch.
+    return dataclasses.replace(learner, microbatch_rows=16), state
 
 
 def test_the_loss_has_the_routers_share_and_the_metrics_show_it():
