@@ -241,6 +241,33 @@ class Tokenizer:
         """
         return self._known(_encoding(self.backend, text, special).ids)
 
+    def encode_document(self, text: str) -> tuple[int, ...]:
+        """Token ids of a whole document: what the tokenizer puts before it, one EOS.
+
+        A text that begins with BOS, or ends with EOS, gets no second one.
+
+        Raises:
+            TextError: as `encode`.
+
+        >>> tokenizer = Tokenizer.train(["1"])
+        >>> tokenizer.encode_document("1") == tokenizer.encode_document("1<|eos|>")
+        True
+        """
+        ids, (before, behind) = self.encode(text), self._around
+        if ids[: len(before)] != before:
+            ids = (*before, *ids)
+        if ids[-1:] != (self.eos_id,):
+            ids = (*ids, *behind)
+        return ids if ids[-1:] == (self.eos_id,) else (*ids, self.eos_id)
+
+    @cached_property
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The special tokens that the tokenizer puts before a text and behind it."""
+        found = _encoding(self.backend, "a", True)
+        own = [i for i, part in enumerate(found.sequence_ids) if part is not None]
+        first, end = (own[0], own[-1] + 1) if own else (len(found.ids), len(found.ids))
+        return tuple(found.ids[:first]), tuple(found.ids[end:])
+
     def encode_with_begins(
         self, text: str, *, special: bool = False
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:

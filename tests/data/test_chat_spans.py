@@ -8,13 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import normalizers, processors
 
-from jaxrl_post.data.chat import (
-    Options,
-    conversation,
-    render,
-    render_reply,
-    render_text,
-)
+from jaxrl_post.data.chat import Options, render, render_reply, render_text
+from jaxrl_post.data.learned import conversation
 from jaxrl_post.data.spans import answer_end, closed, turn_end
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
@@ -60,16 +55,18 @@ def tokenizer_of(template, stops, **changes):
 
 
 def produced(tokenizer, messages, options=None, **more):
-    """The runs of tokens that the mask marks, as text."""
-    tokens, mask = conversation(tokenizer, messages, options or Options(), **more)
-    assert tokens.dtype == np.int32
-    assert mask.dtype == np.bool_
-    assert tokens.shape == mask.shape
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-    return [
-        tokenizer.backend.decode(tokens[begin:end], skip_special_tokens=False)
-        for begin, end in edges.reshape(-1, 2)
-    ]
+    """The runs of tokens that the masks mark, as text."""
+    found = []
+    for tokens, mask in conversation(tokenizer, messages, options or Options(), **more):
+        assert tokens.dtype == np.int32
+        assert mask.dtype == np.bool_
+        assert tokens.shape == mask.shape
+        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+        found += [
+            tokenizer.backend.decode(tokens[begin:end], skip_special_tokens=False)
+            for begin, end in edges.reshape(-1, 2)
+        ]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def test_turns_and_the_tokens_that_end_them(template, stops, expected):
     assert produced(tokenizer, TWO_TURNS) == expected
     assert produced(tokenizer, TWO_TURNS, only_last=True) == expected[1:]
     assert produced(tokenizer, [*TWO_TURNS, ASK])[0] == expected[0]
-    tokens, _ = conversation(tokenizer, TWO_TURNS)
+    [(tokens, _)] = conversation(tokenizer, TWO_TURNS)
     if template is not None:
         text = render_text(tokenizer, TWO_TURNS, prompt=False)
         text += "<|user|>" if template == "glm" else ""
@@ -245,7 +242,7 @@ def test_a_conversation_is_what_an_episode_would_have_sampled(template, stop):
         render_reply(tokenizer, [ASK, FOUR], [AGAIN], stop_id=tokenizer.eos_id),
         (*tokenizer.encode("6"), tokenizer.eos_id),
     ]
-    tokens, mask = conversation(tokenizer, TWO_TURNS)
+    [(tokens, mask)] = conversation(tokenizer, TWO_TURNS)
     sampled = (
         [False] * len(parts[0]) + [True] * 2 + [False] * len(parts[2]) + [True] * 2
     )
@@ -329,7 +326,7 @@ def test_a_stop_token_takes_the_white_space_that_it_takes_in_a_whole_text():
     tokenizer = tokenizer_of("chatml", ["<|im_end|>"], added_tokens=added)
     reply = render_reply(tokenizer, [ASK, FOUR], [AGAIN], stop_id=tokenizer.eos_id)
     assert reply[0] == tokenizer.backend.token_to_id("<|im_start|>")
-    tokens, _ = conversation(tokenizer, TWO_TURNS)
+    [(tokens, _)] = conversation(tokenizer, TWO_TURNS)
     first = (*render(tokenizer, [ASK]), *tokenizer.encode("4"), tokenizer.eos_id)
     assert tokens.tolist()[: len(first) + len(reply)] == [*first, *reply]
 
@@ -388,7 +385,7 @@ def test_bos_is_the_business_of_the_template():
     )
     state = json.loads(post_processor.__getstate__())
     tokenizer = tokenizer_of("llama2", ["</s>"], post_processor=state)
-    tokens, _ = conversation(tokenizer, TWO_TURNS)
+    [(tokens, _)] = conversation(tokenizer, TWO_TURNS)
     assert tokens.tolist().count(1) == 2
     assert render(tokenizer, [ASK]).count(1) == 1
 
@@ -399,7 +396,7 @@ def test_what_stands_around_a_plain_text_is_not_produced():
     )
     state = json.loads(post_processor.__getstate__())
     tokenizer = tokenizer_of(None, ["</s>"], post_processor=state)
-    tokens, mask = conversation(tokenizer, [FOUR, AGAIN, SIX])
+    [(tokens, mask)] = conversation(tokenizer, [FOUR, AGAIN, SIX])
     assert tokens[0] == 1
     assert not mask[0]
     assert tokens[-2:].tolist() == [2, 2]
