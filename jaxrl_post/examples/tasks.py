@@ -208,13 +208,14 @@ def fitting_prompts(
             template leaves something out of it.
     """
     for split in SPLITS:
-        what = f"{split} tasks of {tasks.name}"
-        kept = fully_written(tasks.tasks(split), tokenizer, what, on_unwritten)
+        kept = fully_written(
+            tasks.tasks(split), tokenizer, split, tasks.name, on_unwritten
+        )
         tasks = tasks.only(split, kept)
     lengths, longest = Lengths.of(tokenizer), 0
     for split in SPLITS:
         each = tasks.tasks(split)
-        measure = partial(_prompt, tokenizer, f"{split} tasks of {tasks.name}")
+        measure = partial(_prompt, tokenizer, split, tasks.name)
         kept: list[int] = []
         for index, task in enumerate(each):
             text = measure(task, written)
@@ -288,24 +289,30 @@ def check_tools(tasks: Sequence[Task], tokenizer: Tokenizer, what: str) -> None:
 
 
 def fully_written(
-    tasks: Sequence[Task], tokenizer: Tokenizer, what: str, on_unwritten: OnUnwritten
+    tasks: Sequence[Task],
+    tokenizer: Tokenizer,
+    split: Split,
+    name: str,
+    on_unwritten: OnUnwritten,
 ) -> list[int]:
     """Indices of the tasks that are taken, of those whose chat template writes all.
 
     Args:
         tasks: any.
         tokenizer: the model's.
-        what: the tasks, for messages.
+        split: of the tasks, for messages.
+        name: of their environment, for messages.
         on_unwritten: as for `dropped`.
 
     Raises:
         ConfigError: as `check_tools` and `dropped`; a prompt cannot be rendered.
     """
+    what = f"{split} tasks of {name}"
     check_tools(tasks, tokenizer, what)
     missing: dict[int, tuple[str, ...]] = {}
     for index, task in enumerate(tasks):
         options = chat.with_tools(task.tools)
-        texts = [_prompt(tokenizer, what, task, written)]
+        texts = [_prompt(tokenizer, split, name, task, written)]
         missing[index] = unwritten(
             tokenizer, task.messages, options, learned="none", texts=texts
         )
@@ -351,14 +358,17 @@ def dropped(
 
 def _prompt[Found](
     tokenizer: Tokenizer,
-    what: str,
+    split: Split,
+    name: str,
     task: Task,
     render: Callable[..., Found],
 ) -> Found:
     try:
         return render(tokenizer, task.messages, options=chat.with_tools(task.tools))
     except TokenizerError as error:
-        raise ConfigError(f"--env: task {task.id} of the {what}: {error}") from error
+        raise ConfigError(
+            f"--env: {split} task {task.id} of {name}: {error}"
+        ) from error
 
 
 def _listed(environment: Environment, split: Split) -> Sequence[Task]:

@@ -164,7 +164,8 @@ def evaluate(
     kept = fully_written(
         tasks,
         model.tokenizer,
-        f"{config.split} tasks of {environment.name}",
+        config.split,
+        environment.name,
         config.data.on_unwritten,
     )
     tasks = [tasks[index] for index in kept]
