@@ -46,6 +46,7 @@ MARK = "qzthought"
 OPENING = re.compile(rf"(?:{THINK}\s*)?(?:{THOUGHT}\s*)?\Z")
 # A thought at the beginning of what a template writes of a turn.
 WRITTEN = re.compile(rf"\s*(?:{THINK}.*?)?{THOUGHT}\s*", re.DOTALL)
+ENDED = re.compile(rf"\s*{THOUGHT}\s*")
 
 
 def conversation(
@@ -257,22 +258,55 @@ def _sampled(
         TokenizerError: the template begins the turn differently from its prompt.
     """
     prompt, text, row = render(rows[:-1], True).text, render(rows, False).text, rows[-1]
-    follows, thought = text.startswith(prompt), thought_of(row)
-    if follows and not (thought and thinks and not _writes_thought(render, rows)):
+    thought, own = thought_of(row), _after(prompt, text)
+    if own is not None and not (thought and thinks and _marked(render, rows) is None):
         return prompt, text
     opening = _opening(prompt) if thinks else ""
-    base = prompt.removesuffix(opening)
-    if not text.startswith(base) or not (follows or opening):
-        raise TokenizerError(
-            f"chat: the template writes messages[{len(rows) - 1}], a turn of the "
-            "assistant, differently from how it prompts for it: "
-            f"{spans.difference(prompt, text)}; change the template's variables"
-        )
-    end = spans.answer_end(text, stops, len(base))
-    said, rest = WRITTEN.sub("", text[len(base) : end], count=1), text[end:]
-    if THOUGHT in opening:  # the prompt leaves no room for a thought
-        return prompt, prompt + said + rest
-    return prompt, prompt + _thinking(row, thought, opening) + said.lstrip() + rest
+    if own is None:
+        own = _own(render, rows, prompt, text, opening)
+    ended = spans.answer_end(own, stops)
+    said, rest = WRITTEN.sub("", own[:ended], count=1), own[ended:]
+    if not thinks or THOUGHT in opening:  # the prompt leaves no room for a thought
+        return prompt, prompt + (own if not thinks else said + rest)
+    if not thought and not opening:
+        return prompt, prompt + own
+    closing = _marked(render, rows) if opening and not thought else None
+    if not closing:
+        closing = _thinking(row, thought, opening)
+    return prompt, prompt + closing + said.lstrip() + rest
+
+
+def _after(prompt: str, text: str) -> str | None:
+    """What follows the prompt in a text; None if the text does not begin with it."""
+    return text.removeprefix(prompt) if text.startswith(prompt) else None
+
+
+def _own(render: Render, rows: Rows, prompt: str, text: str, opening: str) -> str:
+    """What the template writes of the last turn, if it does not begin with its prompt.
+
+    The prompt may begin a thought that is missing in the turn, or earlier turns may be
+    written differently once this one follows them. Then the turn is what follows the
+    last message before it.
+
+    Raises:
+        TokenizerError: the turn begins differently from its prompt there too.
+    """
+    own = _after(prompt.removesuffix(opening), text)
+    if own is not None and opening:
+        return own
+    *before, heard = rows[:-1] or [{}]
+    if isinstance(heard.get("content"), str):
+        marked = [*before, {**heard, "content": f"{heard['content']} {MARK}"}]
+        _, asked, head = render(marked, True).text.rpartition(MARK)
+        _, told, tail = render([*marked, rows[-1]], False).text.rpartition(MARK)
+        own = _after(head.removesuffix(opening), tail) if asked and told else None
+        if own is not None:
+            return own
+    raise TokenizerError(
+        f"chat: the template writes messages[{len(rows) - 1}], a turn of the "
+        "assistant, differently from how it prompts for it: "
+        f"{spans.difference(prompt, text)}; change the template's variables"
+    )
 
 
 def _opening(prompt: str) -> str:
@@ -339,25 +373,38 @@ def thought_of(row: Mapping[str, Any]) -> str:
     >>> thought_of({"content": "<think>\nhm\n</think>\n\n4"})
     'hm'
     """
-    reasoning, content = row.get("reasoning_content"), row.get("content")
-    if isinstance(reasoning, str) and reasoning.strip():
-        return reasoning.strip("\n")
+    content = row.get("content")
+    if _in_field(row):
+        return row["reasoning_content"].strip("\n")
     if not isinstance(content, str) or THOUGHT not in content:
         return ""
     return content.partition(THOUGHT)[0].strip().removeprefix(THINK).strip("\n")
 
 
+def _in_field(row: Mapping[str, Any]) -> bool:
+    reasoning = row.get("reasoning_content")
+    return isinstance(reasoning, str) and bool(reasoning.strip())
+
+
 def with_thought(row: Mapping[str, Any], thought: str) -> dict[str, Any]:
-    """A turn that has reasoning, with other reasoning in the same place."""
-    if (row.get("reasoning_content") or "").strip():
+    """A turn with other reasoning, in the same place."""
+    if THOUGHT not in (row.get("content") or "") or _in_field(row):
         return {**row, "reasoning_content": thought, "thinking": thought}
     answer = row["content"].partition(THOUGHT)[2]
     return {**row, "content": f"{THINK}\n{thought}\n{THOUGHT}{answer}"}
 
 
-def _writes_thought(render: Render, rows: Rows) -> bool:
+def _marked(render: Render, rows: Rows) -> str | None:
+    """How the template ends the thought of the last turn; None if it writes none.
+
+    "" if what ends it is not </think>.
+    """
     *before, row = rows
-    return MARK in render([*before, with_thought(row, MARK)], False).text
+    _, mark, after = render([*before, with_thought(row, MARK)], False).text.rpartition(
+        MARK
+    )
+    ended = ENDED.match(after)
+    return None if not mark else ended[0] if ended else ""
 
 
 def _with_last_end(tokenizer: Tokenizer, part: spans.Part) -> spans.Part:

@@ -63,19 +63,9 @@ def unwritten(
     marked = _Marked(rows, options.tools or (), learned)
     if tokenizer.chat_templates:
         options = replace(options, tools=marked.tools or None)
-        try:
-            if learned == "none":
-                found = [chat.render_text(tokenizer, marked.rows, options)]
-            else:
-                last = learned == "last"
-                found = [
-                    text
-                    for text, _ in parts(
-                        tokenizer, marked.rows, options, only_last=last
-                    )
-                ]
-        except TokenizerError:
-            return ()  # the conversation itself is refused, or cannot be marked
+        found = _texts(tokenizer, marked.rows, options, learned)
+        if found is None:
+            return ()
     else:
         found = [row["content"] for row in marked.rows if "content" in row]
     missing = {
@@ -84,6 +74,27 @@ def unwritten(
         if not any(mark in text for text in found)
     }
     return tuple(missing)
+
+
+def _texts(
+    tokenizer: Tokenizer,
+    rows: Sequence[Mapping[str, Any]],
+    options: Options,
+    learned: Learned,
+) -> list[str] | None:
+    """What is written of a conversation; None if the template refuses it."""
+    try:
+        if learned != "none":
+            last = learned == "last"
+            found = parts(tokenizer, rows, options, only_last=last)
+            return [text for text, _ in found]
+    except TokenizerError:
+        pass  # such as a turn of which nothing is written
+    try:
+        asked = rows[-1]["role"] != "assistant"
+        return [chat.render_text(tokenizer, rows, options, prompt=asked)]
+    except TokenizerError:
+        return None
 
 
 def _is_found(row: Mapping[str, Any], texts: Sequence[str]) -> bool:

@@ -439,7 +439,14 @@ def fitting(
     missing: dict[int, tuple[str, ...]] = {}
 
     def fits(index: int) -> bool:
-        texts = examples.written(tokenizer, split, index)
+        try:
+            texts = examples.written(tokenizer, split, index)
+        except ConfigError:
+            # Perhaps because of what the template leaves out, which can be counted.
+            missing[index] = examples.unwritten(tokenizer, split, index, ())
+            if missing[index] and on_unwritten != "allow":
+                return False
+            raise
         missing[index] = examples.unwritten(tokenizer, split, index, texts)
         known = [lengths.fits(text, max_tokens) for text in texts]
         if False in known:
