@@ -266,9 +266,9 @@ def _sampled(
         own = _own(render, rows, prompt, text, opening)
     ended = spans.answer_end(own, stops)
     said, rest = WRITTEN.sub("", own[:ended], count=1), own[ended:]
-    if not thinks or THOUGHT in opening:  # the prompt leaves no room for a thought
-        return prompt, prompt + (own if not thinks else said + rest)
-    if not thought and not opening:
+    if THOUGHT in opening:  # the prompt leaves no room for a thought
+        return prompt, prompt + said.lstrip() + rest
+    if not thinks or not (thought or opening):
         return prompt, prompt + own
     closing = _marked(render, rows) if opening and not thought else None
     if not closing:

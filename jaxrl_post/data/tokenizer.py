@@ -349,7 +349,8 @@ class Tokenizer:
         """
         directory = Path(directory)
         self.backend.save(str(directory / "tokenizer.json"))
-        names = {"eos_token": self.eos_token, **self.special_tokens}
+        eos = self.backend.id_to_token(self.eos_id)
+        names = {**({"eos_token": eos} if eos else {}), **self.special_tokens}
         write_settings(directory, self.settings, names, self.chat_templates)
         write_stop_ids(directory, self.stop_ids)
 

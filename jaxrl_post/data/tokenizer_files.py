@@ -123,7 +123,9 @@ def write_settings(
     }
     extra: dict[str, Any] = {}
     for name, token in special_tokens.items():
-        (settings if name.endswith("_token") else extra).setdefault(name, token)
+        into = settings if name.endswith("_token") else extra
+        if into.get(name) is None:
+            into[name] = token
     if extra and not settings.get("extra_special_tokens"):
         settings["extra_special_tokens"] = extra
     if chat_templates and base and "chat_template" not in base:

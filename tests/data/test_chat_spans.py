@@ -144,35 +144,6 @@ def test_a_result_that_follows_ends_a_turn_too():
     )
 
 
-@pytest.mark.parametrize(
-    ("template", "stops", "message"),
-    [
-        (
-            "qwen3",
-            ["<|im_end|>"],
-            # Reasoning is written in the last turn alone.
-            r"up to messages\[1\] differently once later turns follow: "
-            r".*<think>.* became .*4<\|im_end\|>.*only_last=True",
-        ),
-        (
-            "harmony",
-            ["<|return|>", "<|call|>"],
-            r"up to messages\[1\] differently .*4<\|return\|>' became '.*4<\|end\|>",
-        ),
-        (
-            "deepseek",
-            ["</s>"],
-            r"messages\[1\], a turn of the assistant, differently from how it prompts "
-            r"for it: .*<think>.n' became .*4</s>'; give the turn what the prompt",
-        ),
-    ],
-)
-def test_a_template_that_rewrites_turns_is_reported(template, stops, message):
-    tokenizer = tokenizer_of(template, stops)
-    with pytest.raises(TokenizerError, match=f"^chat: the template writes .*{message}"):
-        produced(tokenizer, TWO_TURNS)
-
-
 def test_the_last_turn_alone_can_be_learned_under_such_a_template():
     thoughtful = {**SIX, "reasoning_content": "3, 3"}
     qwen = tokenizer_of("qwen3", ["<|im_end|>"])
@@ -191,9 +162,10 @@ def test_generation_blocks_of_the_last_turn():
     thoughtful = [{**turn, "reasoning_content": "Hm."} for turn in (FOUR, SIX)]
     messages = [ASK, thoughtful[0], AGAIN, thoughtful[1]]
     # Two blocks a turn: reasoning, which earlier turns lose, and the answer.
-    expected = ["4<|im_end|>", "<think>Hm.</think>", "6<|im_end|>"]
-    assert produced(tokenizer, messages) == expected
-    assert produced(tokenizer, messages, only_last=True) == expected[1:]
+    expected = ["<think>Hm.</think>", "4<|im_end|>"]
+    last = ["<think>Hm.</think>", "6<|im_end|>"]
+    assert produced(tokenizer, messages) == [*expected, *last]
+    assert produced(tokenizer, messages, only_last=True) == last
 
 
 def test_a_turn_whose_head_is_a_stop_token():
