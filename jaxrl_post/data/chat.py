@@ -15,6 +15,7 @@ __all__ = [
     "NO_OPTIONS",
     "Messages",
     "Options",
+    "RewrittenError",
     "Turn",
     "render",
     "render_reply",
@@ -35,6 +36,10 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks the end of a message to be continued; the space at its end shows whether the
 # template strips contents.
 MARK = "\ufdd0continued\ufdd0 "
+
+
+class RewrittenError(TokenizerError):
+    """A template writes earlier turns differently once later ones follow."""
 
 
 @runtime_checkable
@@ -238,7 +243,7 @@ def render_reply(
         continue_final: as `render`.
 
     Raises:
-        TokenizerError: the template renders earlier turns differently if later turns
+        RewrittenError: the template renders earlier turns differently if later turns
             follow.
 
     >>> tokenizer = Tokenizer.train(["1+2=3"])
@@ -281,10 +286,10 @@ def _following(
     )
     kept = spans.closed(shorter, longer, tokenizer.stop_tokens)
     if kept is None:
-        raise TokenizerError(
+        raise RewrittenError(
             "chat: this chat template rewrites earlier turns when later ones follow, "
-            "so tokens that were sampled would change; use it for single-turn tasks "
-            "only"
+            "so tokens that were sampled would change; send the messages without token "
+            "ids, to have all of them written again"
         )
     prompt = render_text(tokenizer, before[:-1], options) if before[1:] else ""
     # The prompt may hold text that a finished turn has not, such as <think>.
