@@ -140,7 +140,7 @@ def answered(
                 f"got {answer!r:.200}"
             )
         # Tokenise the prompt apart from the answer, as the sampler sees it.
-        target = (*tokenizer.encode(answer.content), tokenizer.eos_id)
+        target = tokenizer.encode(_once_ended(tokenizer, answer.content))
         return chat.render(tokenizer, messages), target
     [(tokens, mask)] = conversation(
         tokenizer, [*messages, answer], options, only_last=True
@@ -204,13 +204,19 @@ def parts(
     return [_with_last_end(tokenizer, part) for part in found]
 
 
+def _once_ended(tokenizer: Tokenizer, content: str) -> str:
+    return content.removesuffix(tokenizer.eos_token) + tokenizer.eos_token
+
+
 def _plain(tokenizer: Tokenizer, rows: Rows, only_last: bool) -> spans.Part:
     text, found = "", []
     for row in rows:
         begin = len(text)
-        text += chat.text_of(row)
+        content = chat.text_of(row)
         if row["role"] == "assistant":
-            text += tokenizer.eos_token
+            content = _once_ended(tokenizer, content)
+        text += content
+        if row["role"] == "assistant":
             found.append((begin, len(text)))
     return spans.Part(text, found[-1:] if only_last else found)
 

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 
 from jaxrl_post import pretrained
+from jaxrl_post.data import learned
 from jaxrl_post.data.tokenizer import EOS, Tokenizer
 from jaxrl_post.envs import Message
 from jaxrl_post.examples.texts import tokenizer_of
