@@ -11,8 +11,8 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat, learned, packing, spans
 from jaxrl_post.data.chats import Chat, Text, read_chats
 from jaxrl_post.data.held_out import is_held_out, one_a_group
+from jaxrl_post.data.learned import unwritten
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.data.unwritten import unwritten
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.packed import TEXTS, fitting
 from jaxrl_post.examples.tasks import SPLITS, dropped, left_out

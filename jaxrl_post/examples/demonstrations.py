@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from jaxrl_post.config.data import OnUnwritten
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat, learned, packing
+from jaxrl_post.data.learned import unwritten
 from jaxrl_post.data.lengths import written
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.data.unwritten import unwritten
 from jaxrl_post.envs import Environment, Message, Task
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.packed import fitting

@@ -11,12 +11,12 @@ import numpy as np
 from jaxrl_post.config.data import OnUnwritten
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import learned, packing
+from jaxrl_post.data.learned import unwritten
 from jaxrl_post.data.lengths import Lengths, written
 from jaxrl_post.data.preferences import Judged, Preference
 from jaxrl_post.data.steps import Solution, judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.unpaired import answers_to_others
-from jaxrl_post.data.unwritten import unwritten
 from jaxrl_post.envs.env import Message, Split
 from jaxrl_post.examples.tasks import SPLITS, dropped, left_out
 from jaxrl_post.examples.texts import shortened

@@ -10,10 +10,10 @@ from functools import partial
 from jaxrl_post.config.data import OnOverlap, OnUnwritten
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat
+from jaxrl_post.data.learned import unwritten
 from jaxrl_post.data.lengths import Lengths, written
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.tools import no_tools
-from jaxrl_post.data.unwritten import unwritten
 from jaxrl_post.envs import Environment, Message, Task, TaskSequence
 from jaxrl_post.envs.env import Split
 

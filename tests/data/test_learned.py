@@ -9,10 +9,9 @@ import tokenizers
 
 from jaxrl_post.data import learned
 from jaxrl_post.data.chat import Options, render_text
-from jaxrl_post.data.learned import answered, conversation, parts
+from jaxrl_post.data.learned import answered, conversation, parts, unwritten
 from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.data.unwritten import unwritten
 from jaxrl_post.messages import Message
 
 PARITY = Path(__file__).parents[1] / "parity"

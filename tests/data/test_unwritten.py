@@ -11,9 +11,9 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data.call_forms import calls_of, taken_by
 from jaxrl_post.data.chat import Options
 from jaxrl_post.data.chats import Chat, Text
+from jaxrl_post.data.learned import unwritten
 from jaxrl_post.data.preferences import Judged, Preference
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.data.unwritten import unwritten
 from jaxrl_post.envs import Message, Task
 from jaxrl_post.examples.chats import Chats
 from jaxrl_post.examples.packed import Judgements, Pairs

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from jaxrl_post.data import chat
 from jaxrl_post.data.chat import NO_OPTIONS, Messages, Options
-from jaxrl_post.data.learned import parts, thought_of, with_thought
+from jaxrl_post.data.learned.turns import parts, thought_of, with_thought
 from jaxrl_post.data.replies import THOUGHT
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
@@ -43,7 +43,7 @@ def unwritten(
         tokenizer: with or without a chat template.
         messages: a conversation, or with "none" a prompt.
         options: inputs of the template.
-        learned: which turns of the assistant are learned, as by `learned.parts`.
+        learned: which turns of the assistant are learned, as by `parts`.
         texts: the texts of the conversation, if they are known.
 
     Returns:
