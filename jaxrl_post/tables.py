@@ -22,7 +22,8 @@ __all__ = ["Layout", "listed", "read_table"]
 _PARQUET_BATCH_ROWS = 1024
 
 # Columns with conversations and tools. Arrow gives all structs of a column the same
-# fields, so a row has those of others, such as the parameters of their tools, as null.
+# fields, so a row has those of others, such as the parameters of their tools, as null,
+# also in the JSON lines that are written of a table.
 _CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 
 
@@ -51,8 +52,8 @@ def read_table[Item](
 
     Args:
         path: .jsonl and .json hold one JSON object a line; .parquet needs the extra
-            `parquet`, and a null there is an absent field, also inside of messages
-            and tools.
+            `parquet`, and a null there is an absent field. Inside of messages and tools
+            it is one in every format.
         layouts: a row has the first layout whose fields it has.
         on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
             lists them in the report.
@@ -118,9 +119,12 @@ def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 def _layout[Item](
     row: Mapping[str, Any], layouts: Sequence[Layout[Item]]
 ) -> Layout[Item] | None:
-    for layout in layouts:
-        if row.keys() >= set(layout.fields):
-            return layout
+    # Rows of several layouts in one table have the fields of the others as null.
+    there = {name for name, value in row.items() if value is not None}
+    for names in (there, row.keys()):
+        for layout in layouts:
+            if names >= set(layout.fields):
+                return layout
     return None
 
 
@@ -152,7 +156,11 @@ type _Rows = Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]
 
 def _json_rows(path: str) -> _Rows:
     for line, raw in json_lines(path):
-        yield line, partial(json_object, raw)
+        yield line, partial(_json_row, raw)
+
+
+def _json_row(raw: bytes) -> dict[str, Any]:
+    return _filled(json_object(raw))
 
 
 def _parquet_rows(path: str) -> _Rows:
@@ -191,8 +199,16 @@ def _parquet_row(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
         except UnicodeDecodeError as error:
             raise BadRowError(f"field {name!r} is not UTF-8 ({error.reason})") from None
         if value is not None:
-            row[name] = _without_nulls(value) if name in _CONVERSATIONS else value
-    return row
+            row[name] = value
+    return _filled(row)
+
+
+def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose conversations and tools lack what is null."""
+    return {
+        name: _without_nulls(value) if name in _CONVERSATIONS else value
+        for name, value in row.items()
+    }
 
 
 def _without_nulls(value: Any) -> Any:

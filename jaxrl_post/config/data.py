@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DEFAULT_ENV", "DataConfig", "OnOverlap"]
+__all__ = ["DEFAULT_ENV", "DataConfig", "OnOverlap", "OnUnwritten"]
 
 # The environment if neither an environment nor a file is given.
 DEFAULT_ENV = "arithmetic"
 
 OnOverlap = Literal["fail", "drop", "allow"]
+OnUnwritten = Literal["fail", "drop", "allow"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,14 @@ class DataConfig:
         on_overlap: what to do about training tasks whose prompt is held out too, in any
             environment: fail, stop with an error; drop, leave them out of training;
             allow, train on them.
+        on_unwritten: what to do about examples and prompts of which the chat template
+            leaves something out, such as tool calls, tools or reasoning: fail, stop
+            with an error that counts them; drop, leave them out; allow, take what the
+            template writes.
     """
 
     path: str | None = None
     eval_path: str | None = None
     on_bad_row: Literal["fail", "skip"] = "fail"
     on_overlap: OnOverlap = "fail"
+    on_unwritten: OnUnwritten = "fail"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.data import DataConfig, OnUnwritten
 from jaxrl_post.config.fields import (
     ANY,
     COUNT,
@@ -47,11 +47,15 @@ class PairsConfig:
             leave it out, and report how many there were.
         eval_share: share of the prompts that is held out for evaluation; one pair,
             answer or solution of each of these is evaluated.
+        on_unwritten: what to do about prompts and answers of which the chat template
+            leaves something out, such as a system prompt: fail, stop with an error that
+            counts them; drop, leave them out; allow, take what the template writes.
     """
 
     path: str | None = None
     on_bad_row: Literal["fail", "skip"] = "fail"
     eval_share: Annotated[float, Range(0, 1, open_low=True, open_high=True)] = 0.1
+    on_unwritten: OnUnwritten = "fail"
 
 
 @dataclass(frozen=True)

@@ -6,33 +6,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from jaxrl_post.data import spans, templates
+from jaxrl_post.data.call_forms import taken_by
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.messages import Message
 
 __all__ = [
+    "NO_OPTIONS",
+    "Messages",
     "Options",
+    "RewrittenError",
     "Turn",
-    "answered",
-    "conversation",
     "render",
     "render_reply",
     "render_text",
+    "rendered",
+    "row_of",
+    "text_of",
+    "timed",
     "with_tools",
 ]
 
 # The attributes to read from a turn that is not a mapping.
 FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
-# Variables that `_run` sets itself.
+# Variables that `rendered` sets itself.
 TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
 # Data sets use several names for a turn's reasoning; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks the end of a message to be continued; the space at its end shows whether the
 # template strips contents.
 MARK = "\ufdd0continued\ufdd0 "
-SHOWN = 30  # characters of a template's text, in errors
+
+
+class RewrittenError(TokenizerError):
+    """A template writes earlier turns differently once later ones follow."""
 
 
 @runtime_checkable
@@ -70,6 +77,8 @@ class Options:
             "tool_use" if it exists and there are tools, else for "default".
         now: the time that the template sees; None for the current time, with which
             the tokens of some templates change from day to day.
+        adapt: gives calls in the form that the template takes, with arguments as an
+            object or as JSON text; otherwise as they are, as transformers does.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -77,6 +86,7 @@ class Options:
     variables: Mapping[str, Any] = field(default_factory=dict)
     template: str | None = None
     now: datetime.datetime | None = None
+    adapt: bool = False
 
     def __post_init__(self) -> None:
         taken = [name for name in TAKEN if name in self.variables]
@@ -87,9 +97,12 @@ class Options:
             )
 
 
+NO_OPTIONS = Options()
+
+
 def with_tools(tools: Sequence[Mapping[str, Any]]) -> Options:
     """The template's inputs for a task: its tools, if it has any."""
-    return Options(tools=tools or None)
+    return Options(tools=tools or None, adapt=True)
 
 
 def render(
@@ -124,8 +137,8 @@ def render(
     """
     if not tokenizer.chat_templates:
         text = ""
-        for number, message in enumerate(map(_message, messages), 1):
-            text += _content(message)
+        for number, message in enumerate(map(row_of, messages), 1):
+            text += text_of(message)
             if message["role"] == "assistant" and number < len(messages):
                 text += tokenizer.eos_token
         check(text)
@@ -184,14 +197,14 @@ def render_text(
             "chat: continue_final leaves the last message open, prompt begins another; "
             "ask for one of them"
         )
-    rows = [_message(message) for message in messages]
+    rows = [row_of(message) for message in messages]
     if not rows:
         raise TokenizerError("chat: a conversation has at least one message; got none")
     if not continue_final:
-        return _run(tokenizer, rows, options, prompt).text
+        return rendered(tokenizer, rows, options, prompt).text
     said, content = _marked(rows[-1].get("content"))
     rows[-1] = {**rows[-1], "content": content}
-    whole = _run(tokenizer, rows, options, False).text
+    whole = rendered(tokenizer, rows, options, False).text
     text, mark, after = whole.rpartition(MARK.rstrip())
     if not mark or said.strip() not in text:
         raise TokenizerError(
@@ -230,7 +243,7 @@ def render_reply(
         continue_final: as `render`.
 
     Raises:
-        TokenizerError: the template renders earlier turns differently if later turns
+        RewrittenError: the template renders earlier turns differently if later turns
             follow.
 
     >>> tokenizer = Tokenizer.train(["1+2=3"])
@@ -244,126 +257,15 @@ def render_reply(
     """
     if tokenizer.chat_templates:
         text, space = _following(
-            tokenizer, before, messages, _timed(options), continue_final
+            tokenizer, before, messages, timed(options), continue_final
         )
     else:
         text, space = tokenizer.eos_token, ""
-        text += "".join(_content(_message(message)) for message in messages)
+        text += "".join(text_of(row_of(message)) for message in messages)
     ids = tokenizer.encode(text)
     if ids[:1] == (stop_id,):
         return ids[1:]
     return tokenizer.encode(space + text) if space else ids
-
-
-def conversation(
-    tokenizer: Tokenizer,
-    messages: Messages,
-    options: Options = Options(),
-    *,
-    only_last: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
-    r"""Tokens of a whole conversation, and a mask of those that the assistant produces.
-
-    The assistant produces its text, its reasoning, its tool calls and the token that
-    ends its turn. These spans are the `{% generation %}` blocks of the template, each
-    with a stop token that follows it. Without blocks, the spans are found by rendering:
-    a turn begins where its generation prompt ends. Every turn must end with a stop
-    token, or the model would not learn to stop. If the template ends a turn only by the
-    head of the next turn, `Tokenizer.turn_end` is appended to the last turn. The text
-    is tokenised once, as a whole. A token is in the mask if it begins in a span;
-    transformers' mask also has tokens that only reach into a span, but there are none
-    if special tokens surround the turn. Without a template the contents are
-    concatenated, with the end-of-sequence token after each turn of the assistant.
-
-    Args:
-        tokenizer: with or without a chat template.
-        messages: the conversation, with at least one turn of the assistant.
-        options: inputs of the template.
-        only_last: masks only the assistant's last turn.
-
-    Returns:
-        int32 ids [length] and bool mask [length].
-
-    Raises:
-        TokenizerError: no turn of the assistant; the template fails, renders a turn
-            differently if later turns follow, or ends a turn without a stop token.
-
-    >>> tokenizer = Tokenizer.train(["1+2=3"])
-    >>> question = {"role": "user", "content": "1+2="}
-    >>> answer = {"role": "assistant", "content": "3"}
-    >>> tokens, mask = conversation(tokenizer, [question, answer])
-    >>> tokenizer.backend.decode(tokens[mask], skip_special_tokens=False)
-    '3<|eos|>'
-    """
-    rows = [_message(message) for message in messages]
-    if not any(row["role"] == "assistant" for row in rows):
-        raise TokenizerError(
-            "chat: a conversation to learn from needs a turn of the assistant; got "
-            f"the roles {[row['role'] for row in rows]}"
-        )
-    if tokenizer.chat_templates:
-        text, found = _templated(tokenizer, rows, _timed(options), only_last)
-    else:
-        text, found = _plain(tokenizer, rows, only_last)
-    ids, begins = tokenizer.encode_with_begins(
-        text, special=not tokenizer.chat_templates
-    )
-    tokens = np.asarray(ids, np.int32)
-    places = np.asarray(begins, np.int64)
-    mask = np.zeros(len(tokens), np.bool_)
-    for begin, end in found:
-        mask |= (begin <= places) & (places < end)
-    return tokens, mask
-
-
-def answered(
-    tokenizer: Tokenizer,
-    messages: Messages,
-    answer: str | Message,
-    options: Options = Options(),
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A prompt and the answer to learn, including the token that ends the turn.
-
-    With a chat template, this token is the template's end of a turn, which may differ
-    from the end-of-sequence token; text that the template writes after it is dropped.
-
-    Args:
-        tokenizer: with or without a chat template.
-        messages: the conversation so far.
-        answer: the text of the assistant's answer; a message if it calls tools.
-        options: inputs of the template.
-
-    Returns:
-        Token ids of the prompt, and of the answer.
-
-    Raises:
-        TokenizerError: as `conversation`.
-
-    >>> tokenizer = Tokenizer.train(["1+2=3"])
-    >>> _, target = answered(tokenizer, [{"role": "user", "content": "1+2="}], "3")
-    >>> tokenizer.backend.decode(list(target), skip_special_tokens=False)
-    '3<|eos|>'
-    """
-    if isinstance(answer, str):
-        answer = Message("assistant", answer)
-    if not tokenizer.chat_templates:
-        if answer.tool_calls:
-            raise TokenizerError(
-                "chat: without a chat template there is no way to write a tool call; "
-                f"got {answer!r:.200}"
-            )
-        # Tokenise the prompt apart from the answer, as the sampler sees it.
-        target = (*tokenizer.encode(answer.content), tokenizer.eos_id)
-        return render(tokenizer, messages), target
-    tokens, mask = conversation(tokenizer, [*messages, answer], options, only_last=True)
-    learned = np.flatnonzero(mask)
-    if not learned.size:
-        raise TokenizerError(
-            "chat: the chat template writes nothing of the assistant's turn; got the "
-            f"answer {answer!r:.80}"
-        )
-    first, end = int(learned[0]), int(learned[-1]) + 1
-    return tuple(tokens[:first].tolist()), tuple(tokens[first:end].tolist())
 
 
 def _following(
@@ -384,91 +286,27 @@ def _following(
     )
     kept = spans.closed(shorter, longer, tokenizer.stop_tokens)
     if kept is None:
-        raise TokenizerError(
+        raise RewrittenError(
             "chat: this chat template rewrites earlier turns when later ones follow, "
-            "so tokens that were sampled would change; use it for single-turn tasks "
-            "only"
+            "so tokens that were sampled would change; send the messages without token "
+            "ids, to have all of them written again"
         )
     prompt = render_text(tokenizer, before[:-1], options) if before[1:] else ""
     # The prompt may hold text that a finished turn has not, such as <think>.
     begin = len(prompt) if kept.startswith(prompt) else 0
     end = spans.answer_end(kept, tokenizer.stop_tokens, begin)
-    turn, content = kept[begin:end], _message(before[-1]).get("content")
+    turn, content = kept[begin:end], row_of(before[-1]).get("content")
     # Is the space at the end the answer's own, or the template's, as in Llama 2?
     own = isinstance(content, str) and content[-1:].isspace()
     return longer[end:], "" if own else turn[len(turn.rstrip()) :]
 
 
-def _timed(options: Options) -> Options:
+def timed(options: Options) -> Options:
     """Fixes the time, because several renderings are compared."""
     return replace(options, now=options.now or datetime.datetime.now())
 
 
-def _templated(
-    tokenizer: Tokenizer,
-    rows: Sequence[Mapping[str, Any]],
-    options: Options,
-    only_last: bool,
-) -> tuple[str, list[spans.Span]]:
-    def text_of(part: Sequence[Mapping[str, Any]], prompt: bool) -> str:
-        return _run(tokenizer, part, options, prompt).text
-
-    whole, stops = _run(tokenizer, rows, options, False), tokenizer.stop_tokens
-    if whole.generated is None:
-        found = spans.assistant_spans(text_of, rows, stops, only_last=only_last)
-        for span in found[:-1]:
-            _check_end(tokenizer, whole.text, span)
-    else:
-        found = spans.through_stops(whole.text, whole.generated, stops)
-        if only_last:
-            found = spans.last_turn(text_of, rows, found)
-    return _with_last_end(tokenizer, whole.text, found)
-
-
-def _with_last_end(
-    tokenizer: Tokenizer, text: str, found: list[spans.Span]
-) -> tuple[str, list[spans.Span]]:
-    """The text and its spans, with a stop token at the end of the last span.
-
-    The token is appended if the template ends a turn by the head of the next turn.
-    """
-    if not found or spans.ends_with_stop(text, found[-1], tokenizer.stop_tokens):
-        return text, found
-    begin, end = found[-1]
-    if text[end:].strip():
-        _check_end(tokenizer, text, found[-1])
-    text = text[:end] + tokenizer.turn_end
-    return text, [*found[:-1], (begin, len(text))]
-
-
-def _check_end(tokenizer: Tokenizer, text: str, span: spans.Span) -> None:
-    """Raises TokenizerError if a turn of the assistant has no stop token at its end."""
-    if spans.ends_with_stop(text, span, tokenizer.stop_tokens):
-        return
-    _ = tokenizer.turn_end  # raises where the template has none
-    raise TokenizerError(
-        "chat: after a turn of the assistant the chat template writes "
-        f"{text[span[1] : span[1] + SHOWN]!r}, which begins with no stop token "
-        f"({', '.join(tokenizer.stop_tokens)}), so a model would not learn to stop "
-        "there; add that token's id to eos_token_id of generation_config.json, or move "
-        "{% endgeneration %} behind it where the template has such blocks"
-    )
-
-
-def _plain(
-    tokenizer: Tokenizer, rows: Sequence[Mapping[str, Any]], only_last: bool
-) -> tuple[str, list[spans.Span]]:
-    text, found = "", []
-    for row in rows:
-        begin = len(text)
-        text += _content(row)
-        if row["role"] == "assistant":
-            text += tokenizer.eos_token
-            found.append((begin, len(text)))
-    return text, found[-1:] if only_last else found
-
-
-def _run(
+def rendered(
     tokenizer: Tokenizer,
     rows: Sequence[Mapping[str, Any]],
     options: Options,
@@ -485,6 +323,8 @@ def _run(
             f"chat: the tokenizer has no chat template {named or 'default'!r}; name "
             f"one of its own in the options; got {known}"
         )
+    if options.adapt:
+        rows = taken_by(source, tokenizer.special_tokens, rows)
     try:
         variables = {
             **tokenizer.special_tokens,
@@ -504,8 +344,14 @@ def _run(
     return templates.run(source, variables, now=options.now)
 
 
-def _message(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates read it: without None, reasoning under both names."""
+def row_of(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates read it.
+
+    It has no None, and reasoning under both names.
+
+    Raises:
+        TokenizerError: it has no role.
+    """
     if isinstance(message, Mapping):
         entries = dict(message)
     elif isinstance(message, Message):
@@ -515,7 +361,6 @@ def _message(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
                 {
                     "id": call.id,
                     "type": "function",
-                    # Templates write an object in the family's own way.
                     "function": {
                         "name": call.name,
                         "arguments": json.loads(call.arguments),
@@ -534,7 +379,7 @@ def _message(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _content(row: Mapping[str, Any]) -> str:
+def text_of(row: Mapping[str, Any]) -> str:
     """The text of a message, for a tokenizer without a template."""
     if not isinstance(row.get("content"), str):
         raise TokenizerError(

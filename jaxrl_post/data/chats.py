@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_post.conversations import answer_of, group_of, prompt_of, text_of
+from jaxrl_post.data.call_forms import calls_of
+from jaxrl_post.data.tokenizer_files import TokenizerError
 from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
 from jaxrl_post.tables import Layout, listed, read_table
 
@@ -64,7 +66,7 @@ def read_chats(
 
     - messages: a list of {"role", "content"}, with at least one turn of the assistant.
       A message may also have name, tool_calls, tool_call_id and reasoning_content, and
-      the row may have `tools`.
+      the row may have `tools`. Arguments of a call are an object, or the text of one.
     - prompt, completion: each a text, or messages; the completion, one message, is
       learned. A text as the prompt is a message of the user. Messages and `tools` are
       as above.
@@ -128,6 +130,11 @@ def _message(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise BadRowError(f"{where} must be an object, got {type(value).__name__}")
     message = {key: item for key, item in value.items() if item is not None}
+    try:
+        if calls := calls_of(message.pop("tool_calls", ())):
+            message["tool_calls"] = calls
+    except TokenizerError as error:
+        raise BadRowError(f"{where}: {error}") from None
     if message.get("role") not in _ROLES:
         raise BadRowError(
             f"{where}: 'role' must be one of {listed(_ROLES)}, got "

@@ -55,6 +55,8 @@ class Codec:
             stop_id: the stop token that was sampled; None if the turn has none.
 
         Raises:
+            chat.RewrittenError: the template writes earlier turns differently now; the
+                prompt of the next turn is `render` of all messages.
             TokenizerError: the tokens do not follow from the template.
         """
         options = chat.with_tools(tools)

@@ -9,6 +9,7 @@ import tokenizers
 
 from jaxrl_post.data import chat
 from jaxrl_post.data.chat import Messages, Options, Turn
+from jaxrl_post.data.learned import parts
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.messages import Message
 
@@ -95,31 +96,31 @@ def written(
     *,
     options: Options | None = None,
 ) -> str:
-    """The text of a prompt or of a conversation, whose length `Lengths` can bound.
+    """The text of a prompt, or with its answer, whose length `Lengths` can bound.
 
     Args:
         tokenizer: with or without a chat template.
-        messages: a prompt, or a conversation that ends with the assistant's turn.
+        messages: a prompt.
         answer: the assistant's answer, a message if it calls tools; None for the
-            messages alone.
+            prompt alone.
         options: inputs of the template; None for the defaults.
 
     Raises:
-        TokenizerError: as `chat.render_text`.
+        TokenizerError: as `chat.render_text` and `learned.parts`.
 
     >>> written(Tokenizer.train(["1"]), [{"role": "user", "content": "1+1="}], "2")
     '1+1=2<|eos|>'
     """
-    turns = list(messages)
+    turns, options = list(messages), options or Options()
     if isinstance(answer, str):
         answer = Message("assistant", answer)
     if answer is not None:
         turns.append(answer)
+    if tokenizer.chat_templates and answer is not None:
+        [(text, _)] = parts(tokenizer, turns, options, only_last=True)
+        return text
     if tokenizer.chat_templates:
-        ended = _role(turns[-1]) == "assistant"
-        return chat.render_text(
-            tokenizer, turns, options or Options(), prompt=not ended
-        )
+        return chat.render_text(tokenizer, turns, options)
     return "".join(_said(turn, tokenizer) for turn in turns)
 
 

@@ -1,18 +1,17 @@
 """Finds the assistant's turns in the text of a rendered conversation."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from jaxrl_post.data.tokenizer_files import TokenizerError
+from collections.abc import Sequence
+from typing import NamedTuple
 
 __all__ = [
+    "Part",
     "Span",
     "answer_end",
-    "assistant_spans",
     "closed",
+    "difference",
     "ends_with_stop",
-    "last_turn",
+    "joined",
     "through_stops",
     "turn_end",
 ]
@@ -20,7 +19,13 @@ __all__ = [
 # (begin, end) of a part of a text.
 type Span = tuple[int, int]
 
-type Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
+
+class Part(NamedTuple):
+    """A rendered conversation, and the spans of it that the assistant produces."""
+
+    text: str
+    spans: list[Span]
+
 
 SNIPPET = 30  # characters on either side of a difference
 
@@ -85,52 +90,43 @@ def closed(shorter: str, longer: str, stops: Sequence[str]) -> str | None:
     return next((part for part in candidates if longer.startswith(part)), None)
 
 
-def assistant_spans(
-    render: Render,
-    messages: Sequence[Mapping[str, Any]],
-    stops: Sequence[str],
-    *,
-    only_last: bool = False,
-) -> list[Span]:
-    """Finds the spans that the assistant produces, by rendering prefixes of `messages`.
+def joined(
+    whole: str, turns: Sequence[tuple[str, str]], stops: Sequence[str]
+) -> list[Part]:
+    """Joins the turns of the assistant to texts, in which each stands as it is sampled.
+
+    A turn goes on in the text before it if its prompt begins with that text. Where a
+    template writes earlier turns differently once later ones follow, such as without
+    their reasoning, the prompt does not, and the turn begins a text of its own.
 
     A span begins where the generation prompt of its turn ends, and includes the stop
     token. If a template ends a turn only by the head of the next turn, the first token
     of that head is the stop token, because the model has to produce it.
 
     Args:
-        render: renders messages, with or without the generation prompt.
-        messages: the conversation.
+        whole: the conversation.
+        turns: of the assistant, each as its prompt and the conversation through it.
         stops: the stop tokens.
-        only_last: finds only the assistant's last turn.
 
-    Raises:
-        TokenizerError: the template renders a turn differently if later turns follow,
-            or does not begin it with the generation prompt.
+    Returns:
+        One text, `whole`, if all turns stand in it as they are sampled; else several.
+
+    >>> one, other = ("a:", "a:1<end>"), ("a:1<end>b:", "a:1<end>b:2<end>")
+    >>> joined("a:1<end>b:2<end>", [one, other], ["<end>"])
+    [Part(text='a:1<end>b:2<end>', spans=[(2, 8), (10, 16)])]
+    >>> [part.text for part in joined("a:b:2<end>", [one, ("a:b:", "a:b:2<end>")], [])]
+    ['a:1<end>', 'a:b:2<end>']
     """
-    whole = render(messages, False)
-    spans = []
-    for index in _turns(messages, only_last):
-        prompt = render(messages[:index], True)
-        through = render(messages[: index + 1], False)
-        if not through.startswith(prompt):
-            raise TokenizerError(
-                f"chat: the template writes messages[{index}], a turn of the "
-                "assistant, differently from how it prompts for it: "
-                f"{_difference(prompt, through)}; give the turn what the prompt "
-                "promises, such as its reasoning, or change the template's variables"
-            )
-        kept = closed(through, whole, stops)
-        if kept is None:
-            raise TokenizerError(
-                "chat: the template writes the conversation up to messages"
-                f"[{index}] differently once later turns follow: "
-                f"{_difference(through, whole)}; what is learned would not be what is "
-                "sampled. Cut the conversation after each turn of the assistant and "
-                "learn that turn alone (only_last=True)"
-            )
-        spans.append((len(prompt), turn_end(kept, stops, len(prompt))))
-    return through_stops(whole, spans, stops)
+    found: list[Part] = []
+    for prompt, text in turns:
+        span = len(prompt), turn_end(text, stops, len(prompt))
+        if found and closed(found[-1].text, prompt, stops) is not None:
+            found[-1] = Part(text, [*found[-1].spans, span])
+        else:
+            found.append(Part(text, [span]))
+    if len(found) == 1 and closed(found[0].text, whole, stops) is not None:
+        found = [Part(whole, found[0].spans)]
+    return [Part(each, through_stops(each, spans, stops)) for each, spans in found]
 
 
 def ends_with_stop(text: str, span: Span, stops: Sequence[str]) -> bool:
@@ -168,36 +164,7 @@ def through_stops(text: str, spans: Sequence[Span], stops: Sequence[str]) -> lis
     return found
 
 
-def last_turn(
-    render: Render, messages: Sequence[Mapping[str, Any]], spans: Sequence[Span]
-) -> list[Span]:
-    """The spans that lie in the assistant's last turn.
-
-    Args:
-        render: as for `assistant_spans`.
-        messages: the conversation.
-        spans: the spans of all turns.
-
-    Raises:
-        TokenizerError: the beginning of that turn cannot be found.
-    """
-    (index,) = _turns(messages, only_last=True)
-    before, whole = render(messages[:index], False), render(messages, False)
-    if not whole.startswith(before):
-        raise TokenizerError(
-            f"chat: the template writes what precedes messages[{index}] differently "
-            f"once it follows: {_difference(before, whole)}; the tokens of that turn "
-            "cannot be told from those before it"
-        )
-    return [span for span in spans if span[0] >= len(before)]
-
-
-def _turns(messages: Sequence[Mapping[str, Any]], only_last: bool) -> list[int]:
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    return turns[-1:] if only_last else turns
-
-
-def _difference(first: str, second: str) -> str:
+def difference(first: str, second: str) -> str:
     """Excerpts of both texts around their first difference."""
     at = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxrl_post.conversations import group_of, prompt_of, text_of
 from jaxrl_post.data import chat, packing
+from jaxrl_post.data.learned import without_begun
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
 from jaxrl_post.messages import Message
@@ -91,7 +92,8 @@ def judged_tokens(
     and the ids of a step do not depend on later steps, which do not exist yet if a
     solution is judged while it is written. Tokenising the whole text could give other
     ids, e.g. one token for a full stop and a line break; so tokenise in the same way to
-    score steps with the trained model.
+    score steps with the trained model. If the prompt begins a thought that no step
+    ends, an empty one stands before the steps.
 
     Args:
         tokenizer: with or without a chat template.
@@ -120,7 +122,8 @@ def judged_tokens(
         raise ValueError(
             f"separator must have a token, at which a step is judged; got {separator!r}"
         )
-    prompt = chat.render(tokenizer, messages)
+    ended, steps = without_begun(tokenizer, messages, steps)
+    prompt = (*chat.render(tokenizer, messages), *tokenizer.encode(ended))
     parts = [(*tokenizer.encode(step), *mark) for step in steps]
     sequence = packing.Sequence.of(prompt, [token for part in parts for token in part])
     ends = len(prompt) + np.cumsum([len(part) for part in parts]) - 1

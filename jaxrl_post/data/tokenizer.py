@@ -13,6 +13,7 @@ from jaxrl_post.data.tokenizer_files import (
     TextError,
     TokenizerError,
     read_files,
+    write_settings,
     write_stop_ids,
 )
 from jaxrl_post.data.turn_end import find_turn_end
@@ -34,6 +35,7 @@ class Tokenizer:
         chat_template: Jinja source, several by name, or None for a plain text format.
         special_tokens: variables of chat templates, such as "bos_token", to tokens.
         num_embeddings: number of the model's embeddings; None for no limit on the ids.
+        settings: all of the base's tokenizer_config.json, which `save` keeps.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Tokenizer:
         chat_template: str | Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
         num_embeddings: int | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         if not stop_ids:
             raise TokenizerError(
@@ -57,6 +60,7 @@ class Tokenizer:
         self.chat_templates = dict(chat_template or {})
         self.special_tokens = dict(special_tokens or {})
         self.num_embeddings = num_embeddings
+        self.settings = dict(settings or {})
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
@@ -64,8 +68,9 @@ class Tokenizer:
 
         As in transformers 5, the post-processor adds tokens around a text (BOS), and
         add_bos_token of tokenizer_config.json is ignored; named special tokens are
-        matched whole; truncation and padding of tokenizer.json are disabled. Special
-        tokens that are missing in the vocabulary are not added to it.
+        matched whole, and so are those of added_tokens_decoder; truncation and padding
+        of tokenizer.json are disabled. Special tokens that are missing in the
+        vocabulary are not added to it, unless the next id is listed for them.
 
         The stop ids are those of generation_config.json and config.json, the eos_token
         of tokenizer_config.json, and the token that ends a turn of the chat template.
@@ -79,6 +84,7 @@ class Tokenizer:
             stop_ids=files.stop_ids,
             chat_template=files.chat_templates,
             special_tokens=files.special_tokens,
+            settings=files.settings,
         )
 
     @classmethod
@@ -230,6 +236,7 @@ class Tokenizer:
             chat_template=self.chat_templates,
             special_tokens=self.special_tokens,
             num_embeddings=num_embeddings,
+            settings=self.settings,
         )
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
@@ -240,6 +247,33 @@ class Tokenizer:
                 model's embeddings.
         """
         return self._known(_encoding(self.backend, text, special).ids)
+
+    def encode_document(self, text: str) -> tuple[int, ...]:
+        """Token ids of a whole document: what the tokenizer puts before it, one EOS.
+
+        A text that begins with BOS, or ends with EOS, gets no second one.
+
+        Raises:
+            TextError: as `encode`.
+
+        >>> tokenizer = Tokenizer.train(["1"])
+        >>> tokenizer.encode_document("1") == tokenizer.encode_document("1<|eos|>")
+        True
+        """
+        ids, (before, behind) = self.encode(text), self._around
+        if ids[: len(before)] != before:
+            ids = (*before, *ids)
+        if ids[-1:] != (self.eos_id,):
+            ids = (*ids, *behind)
+        return ids if ids[-1:] == (self.eos_id,) else (*ids, self.eos_id)
+
+    @cached_property
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The special tokens that the tokenizer puts before a text and behind it."""
+        found = _encoding(self.backend, "a", True)
+        own = [i for i, part in enumerate(found.sequence_ids) if part is not None]
+        first, end = (own[0], own[-1] + 1) if own else (len(found.ids), len(found.ids))
+        return tuple(found.ids[:first]), tuple(found.ids[end:])
 
     def encode_with_begins(
         self, text: str, *, special: bool = False
@@ -310,29 +344,14 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and the chat templates.
 
-        The stop ids are added to generation_config.json, which keeps its other entries.
+        Other settings of the base's tokenizer_config.json are kept. The stop ids are
+        added to generation_config.json, which keeps its other entries.
         """
         directory = Path(directory)
         self.backend.save(str(directory / "tokenizer.json"))
-        names = {True: {}, False: {}}
-        for name, token in self.special_tokens.items():
-            names[name.endswith("_token")][name] = token
-        settings: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **names[True],
-        }
-        if names[False]:
-            settings["extra_special_tokens"] = names[False]
-        settings.setdefault("eos_token", self.backend.id_to_token(self.eos_id))
-        if list(self.chat_templates) == ["default"]:
-            settings["chat_template"] = self.chat_template
-        elif self.chat_templates:
-            settings["chat_template"] = [
-                {"name": name, "template": template}
-                for name, template in self.chat_templates.items()
-            ]
-        text = json.dumps(settings, indent=2, ensure_ascii=False)
-        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        eos = self.backend.id_to_token(self.eos_id)
+        names = {**({"eos_token": eos} if eos else {}), **self.special_tokens}
+        write_settings(directory, self.settings, names, self.chat_templates)
         write_stop_ids(directory, self.stop_ids)
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ __all__ = [
     "TokenizerFiles",
     "read_files",
     "read_settings",
+    "write_settings",
     "write_stop_ids",
 ]
 
@@ -35,12 +36,14 @@ class TokenizerFiles:
         stop_ids: ids that end a completion; empty if no file names one.
         chat_templates: Jinja sources by name.
         special_tokens: special tokens by name.
+        settings: all of tokenizer_config.json.
     """
 
     backend: tokenizers.Tokenizer
     stop_ids: tuple[int, ...]
     chat_templates: Mapping[str, str]
     special_tokens: Mapping[str, str]
+    settings: Mapping[str, Any]
 
 
 def read_files(path: Path) -> TokenizerFiles:
@@ -54,6 +57,7 @@ def read_files(path: Path) -> TokenizerFiles:
     """
     backend = _read_backend(path / "tokenizer.json")
     settings = read_settings(path / "tokenizer_config.json")
+    _add_listed(backend, settings)
     named, unnamed = _special_tokens(path, settings)
     # Tokens outside the vocabulary are not added: the model has no embedding for them.
     known = [
@@ -68,6 +72,7 @@ def read_files(path: Path) -> TokenizerFiles:
         _stop_ids(path, backend, special.get("eos_token")),
         _chat_templates(path, settings),
         special,
+        settings,
     )
 
 
@@ -91,6 +96,58 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise TokenizerError(f"tokenizer: {file} must hold an object")
     return content
+
+
+def write_settings(
+    directory: Path,
+    base: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+    chat_templates: Mapping[str, str],
+) -> None:
+    """Writes tokenizer_config.json and the chat templates.
+
+    Args:
+        directory: of the model.
+        base: the settings of the tokenizer's model, which are kept; {} without any.
+        special_tokens: special tokens by name.
+        chat_templates: Jinja sources by name; written into the file in which the base
+            has its own.
+    """
+    # Code of the base is not saved with the model.
+    code = {"chat_template"}
+    if "auto_map" in base:
+        code |= {"auto_map", "tokenizer_class"}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{name: value for name, value in base.items() if name not in code},
+    }
+    extra: dict[str, Any] = {}
+    for name, token in special_tokens.items():
+        into = settings if name.endswith("_token") else extra
+        if into.get(name) is None:
+            into[name] = token
+    if extra and not settings.get("extra_special_tokens"):
+        settings["extra_special_tokens"] = extra
+    if chat_templates and base and "chat_template" not in base:
+        _write_templates(directory, chat_templates)
+    elif list(chat_templates) == ["default"]:
+        settings["chat_template"] = chat_templates["default"]
+    elif chat_templates:
+        settings["chat_template"] = [
+            {"name": name, "template": template}
+            for name, template in chat_templates.items()
+        ]
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _write_templates(directory: Path, chat_templates: Mapping[str, str]) -> None:
+    for name, template in chat_templates.items():
+        file = directory / "additional_chat_templates" / f"{name}.jinja"
+        if name == "default":
+            file = directory / "chat_template.jinja"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(template, encoding="utf-8")
 
 
 def write_stop_ids(directory: Path, stop_ids: Sequence[int]) -> None:
@@ -148,6 +205,29 @@ def _special_tokens(
         else []
     )
     return named, unnamed
+
+
+def _add_listed(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Adds the tokens of added_tokens_decoder that tokenizer.json does not add.
+
+    A token that is missing in the vocabulary is added if it gets the id that is listed.
+    """
+    listed = settings.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    ids = sorted(int(number) for number in listed if number.isdecimal())
+    for number in ids:
+        value = listed[str(number)]
+        token = _token("added_tokens_decoder", value)
+        there = backend.token_to_id(token.content)
+        if there is None:
+            there = backend.get_vocab_size(with_added_tokens=True)
+        if token.content in known or there != number:
+            continue
+        if isinstance(value, dict) and value.get("special") is False:
+            token.special = False
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
 
 
 def _is_token(value: Any) -> bool:

@@ -11,11 +11,11 @@ from jaxrl_post.messages import Message
 __all__ = [
     "expresses_tools",
     "form_of",
+    "no_tools",
     "read",
     "schemas_of",
     "shortened",
     "thinks",
-    "unwritten",
 ]
 
 _TOOL: Mapping[str, Any] = {
@@ -28,10 +28,10 @@ _TOOL: Mapping[str, Any] = {
 }
 
 
-def unwritten(tokenizer: Tokenizer) -> str | None:
+def no_tools(tokenizer: Tokenizer) -> str | None:
     """Why a model cannot be given tools; None if it can.
 
-    >>> unwritten(Tokenizer.train(["1"]))
+    >>> no_tools(Tokenizer.train(["1"]))
     'the tokenizer has no chat template'
     """
     if not tokenizer.chat_templates:

@@ -1,21 +1,21 @@
 """The user's own conversations and texts for supervised fine-tuning."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from rich.console import Console
 
-from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.data import DataConfig, OnUnwritten
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.data import chat, packing
+from jaxrl_post.data import chat, learned, packing, spans
 from jaxrl_post.data.chats import Chat, Text, read_chats
 from jaxrl_post.data.held_out import is_held_out, one_a_group
-from jaxrl_post.data.lengths import written
+from jaxrl_post.data.learned import unwritten
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.packed import TEXTS, fitting
-from jaxrl_post.examples.tasks import SPLITS, left_out
+from jaxrl_post.examples.tasks import SPLITS, dropped, left_out
 from jaxrl_post.examples.texts import shortened
 from jaxrl_post.records.sinks import warnings_shown
 
@@ -32,10 +32,15 @@ class Chats:
     Attributes:
         train: training examples.
         eval: held-out examples; may be empty.
+        on_unwritten: what to do about examples of which the chat template leaves
+            something out, as for `examples.tasks.dropped`.
+        checked: whether it has been done.
     """
 
     train: Sequence[Chat | Text]
     eval: Sequence[Chat | Text]
+    on_unwritten: OnUnwritten = "fail"
+    checked: bool = field(default=False, compare=False)
 
     def size(self, split: Split) -> int:
         """Number of conversations or texts."""
@@ -56,46 +61,63 @@ class Chats:
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:
-        """The text of a conversation."""
+        """The texts of a conversation's sequences."""
         each = self._of(split)[index]
         if isinstance(each, Text):
             return (each.text,)
         try:
-            return (written(tokenizer, each.messages, options=_options(each)),)
+            return tuple(text for text, _ in _parts(tokenizer, each))
         except TokenizerError as error:
             raise _unfit(each, error) from error
+
+    def unwritten(
+        self, tokenizer: Tokenizer, split: Split, index: int, texts: Sequence[str]
+    ) -> tuple[str, ...]:
+        """What the chat template leaves out of a conversation."""
+        return _unwritten(tokenizer, self._of(split)[index], texts)
 
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[packing.Sequence, ...]:
-        """One sequence, up to the last learned token.
+        """The sequences of a conversation, each up to its last learned token.
+
+        One, if the chat template writes every turn where it was sampled, as in
+        `learned.conversation`.
 
         Raises:
-            ConfigError: the chat template cannot render the conversation.
+            ConfigError: the chat template cannot render the conversation, or leaves
+                something out of it, which `on_unwritten` does not allow.
         """
         each = self._of(split)[index]
         try:
-            return (_sequence(tokenizer, each),)
+            if self.on_unwritten != "allow" and not self.checked:
+                texts = self.written(tokenizer, split, index)
+                dropped({index: _unwritten(tokenizer, each, texts)}, split, "fail")
+            return _sequences(tokenizer, each)
         except TokenizerError as error:
             raise _unfit(each, error) from error
 
     def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Chats":
-        """Drops conversations that are too long, and logs their number.
+        """Drops conversations that are too long or not written, logging their number.
 
         Args:
             tokenizer: the model's tokenizer.
-            max_tokens: maximum tokens of a whole conversation.
+            max_tokens: maximum tokens of a conversation, or of each of its sequences.
 
         Raises:
-            ConfigError: a split would be empty.
+            ConfigError: a split would be empty, or as `examples.tasks.dropped`.
         """
-        kept = {
-            split: fitting(self, split, tokenizer, max_tokens, "examples")
+        checked = replace(self, checked=True)
+        train, held_out = (
+            [
+                self._of(split)[index]
+                for index in fitting(
+                    checked, split, tokenizer, max_tokens, "examples", self.on_unwritten
+                )
+            ]
             for split in SPLITS
-        }
-        return Chats(
-            [self.train[i] for i in kept["train"]], [self.eval[i] for i in kept["eval"]]
         )
+        return replace(checked, train=train, eval=held_out)
 
     def _of(self, split: Split) -> Sequence[Chat | Text]:
         return self.train if split == "train" else self.eval
@@ -122,7 +144,8 @@ def open_chats(config: DataConfig, console: Console) -> Chats:
         found = _read(config.path, config, console)
         if config.eval_path is not None:
             held_out = one_a_group(_read(config.eval_path, config, console))
-            return Chats(_apart(found, held_out, config), held_out)
+            apart = _apart(found, held_out, config)
+            return Chats(apart, held_out, config.on_unwritten)
         held_out = [each for each in found if is_held_out(each.group, EVAL_SHARE)]
         train = [each for each in found if not is_held_out(each.group, EVAL_SHARE)]
         if not train:
@@ -137,7 +160,7 @@ def open_chats(config: DataConfig, console: Console) -> Chats:
                 style="yellow",
                 markup=False,
             )
-        return Chats(train, one_a_group(held_out))
+        return Chats(train, one_a_group(held_out), config.on_unwritten)
 
 
 def _read(path: str, config: DataConfig, console: Console) -> list[Chat | Text]:
@@ -168,35 +191,57 @@ def _apart(
     return apart
 
 
-def _sequence(tokenizer: Tokenizer, each: Chat | Text) -> packing.Sequence:
+def _sequences(tokenizer: Tokenizer, each: Chat | Text) -> tuple[packing.Sequence, ...]:
     if isinstance(each, Text):
-        tokens = tokenizer.encode(each.text, special=True)
-        if tokens[-1:] != (tokenizer.eos_id,):
-            tokens = (*tokens, tokenizer.eos_id)
+        tokens = tokenizer.encode_document(each.text)
         # The first token has no predecessor to be predicted from.
-        return packing.Sequence.of(tokens[:1], tokens[1:])
+        return (packing.Sequence.of(tokens[:1], tokens[1:]),)
     *prompt, reply = each.messages
-    options, only_last = _options(each), each.only_last
-    if only_last and reply.keys() <= {"role", "content"}:
+    options = _options(each)
+    if each.only_last and reply.keys() <= {"role", "content"}:
         # Without a template, the prompt is tokenised apart, as the sampler sees it.
         answer = reply["content"]
-        return packing.Sequence.of(*chat.answered(tokenizer, prompt, answer, options))
-    tokens, learned = chat.conversation(
-        tokenizer, each.messages, options, only_last=only_last
+        found = learned.answered(tokenizer, prompt, answer, options)
+        return (packing.Sequence.of(*found),)
+    return tuple(
+        _up_to_the_last(tokens, produced)
+        for tokens, produced in learned.conversation(
+            tokenizer, each.messages, options, only_last=each.only_last
+        )
     )
-    if not learned.any():
+
+
+def _up_to_the_last(tokens: np.ndarray, produced: np.ndarray) -> packing.Sequence:
+    if not produced.any():
         raise TokenizerError(
             "chat: the chat template writes nothing of the assistant's turns"
         )
-    end = int(np.flatnonzero(learned)[-1]) + 1
+    end = int(np.flatnonzero(produced)[-1]) + 1
     sequence = packing.Sequence.of((), tokens[:end].tolist())
-    sequence.loss_mask[:] = learned[:end]
+    sequence.loss_mask[:] = produced[:end]
     sequence.loss_mask[0] = False
     return sequence
 
 
+def _parts(tokenizer: Tokenizer, each: Chat) -> list[spans.Part]:
+    return learned.parts(
+        tokenizer, each.messages, _options(each), only_last=each.only_last
+    )
+
+
+def _unwritten(
+    tokenizer: Tokenizer, each: Chat | Text, texts: Sequence[str]
+) -> tuple[str, ...]:
+    if isinstance(each, Text):
+        return ()
+    which = "last" if each.only_last else "all"
+    return unwritten(
+        tokenizer, each.messages, _options(each), learned=which, texts=texts
+    )
+
+
 def _options(each: Chat) -> chat.Options:
-    return chat.Options(tools=each.tools)
+    return chat.Options(tools=each.tools, adapt=True)
 
 
 def _unfit(each: Chat | Text, error: TokenizerError) -> ConfigError:

@@ -1,10 +1,13 @@
 """Demonstrations of an environment's tasks, for supervised fine-tuning."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxrl_post.config.data import OnUnwritten
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.data import chat, packing
+from jaxrl_post.data import chat, learned, packing
+from jaxrl_post.data.learned import unwritten
 from jaxrl_post.data.lengths import written
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Environment, Message, Task
@@ -23,10 +26,13 @@ class Demonstrations:
     Attributes:
         environment: provides tasks and demonstrations; its tasks are read once.
         max_tokens: maximum tokens of prompt plus demonstration.
+        on_unwritten: what to do about those of which the chat template leaves something
+            out, as for `examples.tasks.dropped`.
     """
 
     environment: Environment
     max_tokens: int
+    on_unwritten: OnUnwritten = "fail"
 
     def size(self, split: Split) -> int:
         """Number of tasks."""
@@ -46,15 +52,17 @@ class Demonstrations:
             option: the option that sets `max_tokens`, for messages.
 
         Raises:
-            ConfigError: a split would be empty, a task has no demonstration, or tasks
-                have tools and the chat template does not write them.
+            ConfigError: a split would be empty, a task has no demonstration, or the
+                chat template leaves something out.
         """
         tasks = self._tasks
         for split in SPLITS:
             noun = f"tasks of {self.environment.name}"
             check_tools(tasks.tasks(split), tokenizer, f"{split} {noun}")
             limit = self.max_tokens
-            kept = fitting(self, split, tokenizer, limit, noun, option)
+            kept = fitting(
+                self, split, tokenizer, limit, noun, self.on_unwritten, option
+            )
             tasks = tasks.only(split, kept)
         return replace(self, environment=tasks)
 
@@ -67,6 +75,18 @@ class Demonstrations:
         answer = self._demonstration(task)
         return (written(tokenizer, task.messages, answer, options=options),)
 
+    def unwritten(
+        self, tokenizer: Tokenizer, split: Split, index: int, texts: Sequence[str]
+    ) -> tuple[str, ...]:
+        """What the chat template leaves out of a prompt and its demonstration."""
+        task = self._tasks.tasks(split)[index]
+        answer = self._demonstration(task)
+        if isinstance(answer, str):
+            answer = Message("assistant", answer)
+        options = chat.with_tools(task.tools)
+        messages = [*task.messages, answer]
+        return unwritten(tokenizer, messages, options, learned="last", texts=texts)
+
     def encode(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[packing.Sequence, ...]:
@@ -76,7 +96,7 @@ class Demonstrations:
             ConfigError: the task has no demonstration.
         """
         task = self._tasks.tasks(split)[index]
-        prompt, target = chat.answered(
+        prompt, target = learned.answered(
             tokenizer,
             task.messages,
             self._demonstration(task),

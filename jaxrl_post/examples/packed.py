@@ -2,21 +2,23 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import grain
 import numpy as np
 
+from jaxrl_post.config.data import OnUnwritten
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.data import chat, packing
+from jaxrl_post.data import learned, packing
+from jaxrl_post.data.learned import unwritten
 from jaxrl_post.data.lengths import Lengths, written
 from jaxrl_post.data.preferences import Judged, Preference
 from jaxrl_post.data.steps import Solution, judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.unpaired import answers_to_others
-from jaxrl_post.envs.env import Split
-from jaxrl_post.examples.tasks import SPLITS, left_out
+from jaxrl_post.envs.env import Message, Split
+from jaxrl_post.examples.tasks import SPLITS, dropped, left_out
 from jaxrl_post.examples.texts import shortened
 from jaxrl_post.types import TokenBatch
 
@@ -37,7 +39,11 @@ TEXTS = 2000
 
 @runtime_checkable
 class Examples(Protocol):
-    """A data set of token sequences; all sequences of an example share a packed row."""
+    """A data set of token sequences.
+
+    The sequences of an example that are compared with each other, as their labels say,
+    stay side by side in a packed row.
+    """
 
     def size(self, split: Split) -> int:
         """Number of examples."""
@@ -60,17 +66,31 @@ class Examples(Protocol):
         ...
 
 
+@runtime_checkable
+class Checked(Examples, Protocol):
+    """Examples of which a chat template may leave something out."""
+
+    def unwritten(
+        self, tokenizer: Tokenizer, split: Split, index: int, texts: Sequence[str]
+    ) -> tuple[str, ...]:
+        """What the template leaves out of an example, whose texts are `written`."""
+        ...
+
+
 @dataclass(frozen=True)
-class Splits[Item](Examples):
+class Splits[Item: Preference | Judged | Solution](Checked):
     """Training and held-out items, each of which is one example.
 
     Attributes:
         train: training items.
         eval: held-out items.
+        on_unwritten: what to do about items of which the chat template leaves something
+            out, as for `examples.tasks.dropped`.
     """
 
     train: Sequence[Item]
     eval: Sequence[Item]
+    on_unwritten: OnUnwritten = field(default="fail", kw_only=True)
 
     noun: ClassVar[str]
 
@@ -89,8 +109,24 @@ class Splits[Item](Examples):
         )
 
     @abstractmethod
+    def said_of(self, item: Item) -> Iterable[str]:
+        """The texts of the assistant in an item."""
+
     def texts_of(self, item: Item) -> Iterable[str]:
-        """The texts of an item."""
+        """The texts of the prompt and of what the assistant said."""
+        return (*(message.content for message in item.messages), *self.said_of(item))
+
+    def unwritten(
+        self, tokenizer: Tokenizer, split: Split, index: int, texts: Sequence[str]
+    ) -> tuple[str, ...]:
+        """What the chat template leaves out of the prompt and the answers."""
+        item = self.items(split)[index]
+        missing: dict[str, None] = {}
+        for answer, text in zip(self.said_of(item), texts, strict=True):
+            messages = [*item.messages, Message("assistant", answer)]
+            found = unwritten(tokenizer, messages, learned="last", texts=[text])
+            missing |= dict.fromkeys(found)
+        return tuple(missing)
 
     def fitting[Same: "Splits[Any]"](
         self: Same, tokenizer: Tokenizer, max_tokens: int
@@ -107,7 +143,9 @@ class Splits[Item](Examples):
         train, held_out = (
             [
                 self.items(split)[index]
-                for index in fitting(self, split, tokenizer, max_tokens, self.noun)
+                for index in fitting(
+                    self, split, tokenizer, max_tokens, self.noun, self.on_unwritten
+                )
             ]
             for split in SPLITS
         )
@@ -129,10 +167,9 @@ class Pairs(Splits[Preference]):
 
     margin: float = 0.0
 
-    def texts_of(self, item: Preference) -> Iterable[str]:
-        """The texts of the prompt and both answers."""
-        prompt = (message.content for message in item.messages)
-        return (*prompt, item.chosen, item.rejected)
+    def said_of(self, item: Preference) -> Iterable[str]:
+        """Both answers."""
+        return (item.chosen, item.rejected)
 
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
@@ -148,7 +185,7 @@ class Pairs(Splits[Preference]):
         """Two sequences, chosen and rejected."""
         pair = self.items(split)[index]
         chosen, rejected = (
-            _labelled(*chat.answered(tokenizer, pair.messages, answer), label)
+            _labelled(*learned.answered(tokenizer, pair.messages, answer), label)
             for answer, label in ((pair.chosen, 1.0), (pair.rejected, -1.0))
         )
         if self.margin:
@@ -171,9 +208,9 @@ class Judgements(Splits[Judged]):
 
     noun: ClassVar[str] = "answers"
 
-    def texts_of(self, item: Judged) -> Iterable[str]:
-        """The texts of the prompt and the answer."""
-        return (*(message.content for message in item.messages), item.answer)
+    def said_of(self, item: Judged) -> Iterable[str]:
+        """The answer."""
+        return (item.answer,)
 
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
@@ -187,7 +224,7 @@ class Judgements(Splits[Judged]):
     ) -> tuple[packing.Sequence, ...]:
         """One sequence: the prompt and the answer."""
         each = self.items(split)[index]
-        prompt, target = chat.answered(tokenizer, each.messages, each.answer)
+        prompt, target = learned.answered(tokenizer, each.messages, each.answer)
         return (_labelled(prompt, target, 1.0 if each.desirable else -1.0),)
 
     def imitated(self) -> "Judgements":
@@ -251,7 +288,7 @@ class Mismatched:
         """One sequence: the prompt and the other answer, cut to `max_tokens`."""
         messages = self.judgements.items(split)[index].messages
         answer = self.answers[split][index]
-        prompt, target = chat.answered(tokenizer, messages, answer)
+        prompt, target = learned.answered(tokenizer, messages, answer)
         return (packing.Sequence.of(prompt, target[: self.max_tokens - len(prompt)]),)
 
 
@@ -272,12 +309,16 @@ class Solutions(Splits[Solution]):
         prompt = (message.content for message in item.messages)
         return (*prompt, *(step + self.separator for step in item.steps))
 
+    def said_of(self, item: Solution) -> Iterable[str]:
+        """The steps, each with its separator, as one text."""
+        return ("".join(step + self.separator for step in item.steps),)
+
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:
         """The text of the prompt and the steps, each with its separator."""
         each = self.items(split)[index]
-        steps = "".join(step + self.separator for step in each.steps)
+        (steps,) = self.said_of(each)
         return (written(tokenizer, each.messages) + steps,)
 
     def encode(
@@ -315,8 +356,12 @@ def packed(
     Raises:
         ConfigError: as the data set's `encode`.
     """
-    chosen = [examples.encode(tokenizer, split, index) for index in indices]
-    units = packing.trees(chosen) if trees else chosen
+    units: list[packing.Unit] = []
+    for index in indices:
+        found = examples.encode(tokenizer, split, index)
+        # The turns of a chat are not compared, and may share more than their beginning.
+        units += [found] if found[0].labels is not None else found
+    units = packing.trees(units) if trees else units
     return packing.pack_microbatches(units, microbatch_tokens, rows)
 
 
@@ -365,16 +410,18 @@ def _everywhere(value: float, sequence: packing.Sequence) -> np.ndarray:
 
 
 def fitting(
-    examples: Examples,
+    examples: Checked,
     split: Split,
     tokenizer: Tokenizer,
     max_tokens: int,
     noun: str,
+    on_unwritten: OnUnwritten,
     option: str = "--max-tokens",
 ) -> list[int]:
-    """Indices of the examples of a split that are not too long; logs how many are.
+    """Indices of the examples of a split that are written whole, and not too long.
 
-    All examples are measured, most of them by their characters, without tokenising.
+    All examples are measured, most of them by their characters, without tokenising. How
+    many are left out is logged.
 
     Args:
         examples: the data set.
@@ -382,15 +429,25 @@ def fitting(
         tokenizer: the model's tokenizer.
         max_tokens: maximum tokens of each sequence of an example.
         noun: word for the examples, for messages.
+        on_unwritten: as for `examples.tasks.dropped`.
         option: the option that sets `max_tokens`, for messages.
 
     Raises:
-        ConfigError: no example is left.
+        ConfigError: no example is left, or as `examples.tasks.dropped`.
     """
     lengths, total = Lengths.of(tokenizer), examples.size(split)
+    missing: dict[int, tuple[str, ...]] = {}
 
     def fits(index: int) -> bool:
-        texts = examples.written(tokenizer, split, index)
+        try:
+            texts = examples.written(tokenizer, split, index)
+        except ConfigError:
+            # Perhaps because of what the template leaves out, which can be counted.
+            missing[index] = examples.unwritten(tokenizer, split, index, ())
+            if missing[index] and on_unwritten != "allow":
+                return False
+            raise
+        missing[index] = examples.unwritten(tokenizer, split, index, texts)
         known = [lengths.fits(text, max_tokens) for text in texts]
         if False in known:
             return False
@@ -400,6 +457,8 @@ def fitting(
         )
 
     kept = [index for index in range(total) if fits(index)]
+    out = dropped(missing, f"{split} {noun}", on_unwritten)
+    kept, total = [index for index in kept if index not in out], total - len(out)
     if total and not kept:
         raise ConfigError(
             f"{option}: all {total} {split} {noun} have a prompt plus answer of more "

@@ -2,16 +2,18 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from jaxrl_post.config.data import OnOverlap
+from jaxrl_post.config.data import OnOverlap, OnUnwritten
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat
+from jaxrl_post.data.learned import unwritten
 from jaxrl_post.data.lengths import Lengths, written
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.data.tools import unwritten
+from jaxrl_post.data.tools import no_tools
 from jaxrl_post.envs import Environment, Message, Task, TaskSequence
 from jaxrl_post.envs.env import Split
 
@@ -20,7 +22,9 @@ __all__ = [
     "TaskSets",
     "check_tools",
     "distinct",
+    "dropped",
     "fitting_prompts",
+    "fully_written",
     "left_out",
     "open_tasks",
 ]
@@ -180,6 +184,7 @@ def fitting_prompts(
     option: str,
     *,
     context: int,
+    on_unwritten: OnUnwritten = "fail",
 ) -> tuple[TaskSets, int]:
     """Drops tasks whose prompt is too long, and logs their number.
 
@@ -193,20 +198,24 @@ def fitting_prompts(
         option: the option that sets the limit, for messages; for a limit of 0, that
             which leaves so little of the model's context.
         context: tokens of the longest prompt that the model could continue.
+        on_unwritten: as for `dropped`.
 
     Returns:
         The tasks, and the limit; for a limit of 0, the tokens of the longest prompt.
 
     Raises:
-        ConfigError: a split would be empty, a prompt cannot be rendered, or tasks have
-            tools and the chat template does not write them.
+        ConfigError: a split would be empty, a prompt cannot be rendered, or the chat
+            template leaves something out of it.
     """
     for split in SPLITS:
-        check_tools(tasks.tasks(split), tokenizer, f"{split} tasks of {tasks.name}")
+        kept = fully_written(
+            tasks.tasks(split), tokenizer, split, tasks.name, on_unwritten
+        )
+        tasks = tasks.only(split, kept)
     lengths, longest = Lengths.of(tokenizer), 0
     for split in SPLITS:
         each = tasks.tasks(split)
-        measure = partial(_prompt, tokenizer, tasks, split)
+        measure = partial(_prompt, tokenizer, split, tasks.name)
         kept: list[int] = []
         for index, task in enumerate(each):
             text = measure(task, written)
@@ -271,7 +280,7 @@ def check_tools(tasks: Sequence[Task], tokenizer: Tokenizer, what: str) -> None:
     """
     if not any(task.tools for task in tasks):
         return
-    reason = unwritten(tokenizer)
+    reason = no_tools(tokenizer)
     if reason is not None:
         raise ConfigError(
             f"--env: the {what} have tools, and {reason}; choose a model that was "
@@ -279,10 +288,78 @@ def check_tools(tasks: Sequence[Task], tokenizer: Tokenizer, what: str) -> None:
         )
 
 
+def fully_written(
+    tasks: Sequence[Task],
+    tokenizer: Tokenizer,
+    split: Split,
+    name: str,
+    on_unwritten: OnUnwritten,
+) -> list[int]:
+    """Indices of the tasks that are taken, of those whose chat template writes all.
+
+    Args:
+        tasks: any.
+        tokenizer: the model's.
+        split: of the tasks, for messages.
+        name: of their environment, for messages.
+        on_unwritten: as for `dropped`.
+
+    Raises:
+        ConfigError: as `check_tools` and `dropped`; a prompt cannot be rendered.
+    """
+    what = f"{split} tasks of {name}"
+    check_tools(tasks, tokenizer, what)
+    missing: dict[int, tuple[str, ...]] = {}
+    for index, task in enumerate(tasks):
+        options = chat.with_tools(task.tools)
+        texts = [_prompt(tokenizer, split, name, task, written)]
+        missing[index] = unwritten(
+            tokenizer, task.messages, options, learned="none", texts=texts
+        )
+    out = dropped(missing, what, on_unwritten)
+    return [index for index in missing if index not in out]
+
+
+def dropped(
+    missing: Mapping[int, Sequence[str]], what: str, on_unwritten: OnUnwritten
+) -> set[int]:
+    """Indices of the examples to leave out because a template does not write them.
+
+    Args:
+        missing: by example, what the chat template leaves out of it, as `unwritten`.
+        what: the examples, such as "train tasks of gsm8k".
+        on_unwritten: "fail" raises if anything is left out; "drop" leaves such examples
+            out; "allow" takes them. Both log how many there are.
+
+    Raises:
+        ConfigError: something is left out under "fail", or of every example under
+            "drop".
+    """
+    found = {index for index, nouns in missing.items() if nouns}
+    if not found:
+        return set()
+    counts = Counter(noun for nouns in missing.values() for noun in nouns)
+    listed = ", ".join(f"{noun} ({count})" for noun, count in counts.items())
+    why = (
+        f"of {len(found)} of {len(missing)} {what} the chat template leaves something "
+        f"out: {listed}"
+    )
+    drops = on_unwritten == "drop"
+    if on_unwritten == "fail" or (drops and len(found) == len(missing)):
+        raise ConfigError(
+            f"--data.on-unwritten: {why}; the first is number {min(found) + 1}. Choose "
+            "a model or a chat template that writes it, take what is written with "
+            "--data.on-unwritten allow"
+            + ("" if drops else ", or leave these out with --data.on-unwritten drop")
+        )
+    logger.warning("%s (--data.on-unwritten %s)", why, on_unwritten)
+    return found if drops else set()
+
+
 def _prompt[Found](
     tokenizer: Tokenizer,
-    tasks: TaskSets,
     split: Split,
+    name: str,
     task: Task,
     render: Callable[..., Found],
 ) -> Found:
@@ -290,7 +367,7 @@ def _prompt[Found](
         return render(tokenizer, task.messages, options=chat.with_tools(task.tools))
     except TokenizerError as error:
         raise ConfigError(
-            f"--env: {split} task {task.id} of {tasks.name}: {error}"
+            f"--env: {split} task {task.id} of {name}: {error}"
         ) from error
 
 

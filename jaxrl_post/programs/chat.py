@@ -16,7 +16,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.serve import ChatConfig, check_chat
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.data.tools import unwritten
+from jaxrl_post.data.tools import no_tools
 from jaxrl_post.envs import Answer, Message, Step, Task, TaskSequence
 from jaxrl_post.envs.env import Split
 from jaxrl_post.envs.tools import ToolEnvironment, make_toolset
@@ -240,7 +240,7 @@ class Conversation:
 def _tools(specs: Sequence[str], tokenizer: Tokenizer) -> ToolEnvironment | None:
     if not specs:
         return None
-    reason = unwritten(tokenizer)
+    reason = no_tools(tokenizer)
     if reason is not None:
         raise ConfigError(f"--tools: the model cannot be given any: {reason}")
     try:

@@ -30,7 +30,7 @@ from jaxrl_post.data.generation import (
 from jaxrl_post.envs import AgentEnvironment, Environment, Task, WorkerPool
 from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.environment import make_environment
-from jaxrl_post.examples.tasks import check_tools, distinct
+from jaxrl_post.examples.tasks import distinct, fully_written
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.learner.model import Model, check_sample, open_model, versions
@@ -161,7 +161,14 @@ def evaluate(
             f"--samples: {config.samples} greedy samples of a task are all the same"
             f"{_why_greedy(config, model)}; give --temperature, or take 1"
         )
-    check_tools(tasks, model.tokenizer, f"{config.split} tasks of {environment.name}")
+    kept = fully_written(
+        tasks,
+        model.tokenizer,
+        config.split,
+        environment.name,
+        config.data.on_unwritten,
+    )
+    tasks = [tasks[index] for index in kept]
     prompts = [
         len(chat.render(model.tokenizer, task.messages, chat.with_tools(task.tools)))
         for task in tasks

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxrl_post import pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.reward_model import RewardModelConfig
-from jaxrl_post.data import chat, packing
+from jaxrl_post.data import learned, packing
 from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Task
@@ -166,7 +166,7 @@ class RewardJudge:
                 self.options.separator,
             )
         answer = self.tokenizer.with_special_broken(answer)
-        prompt, target = chat.answered(self.tokenizer, task.messages, answer)
+        prompt, target = learned.answered(self.tokenizer, task.messages, answer)
         return packing.Sequence.of(prompt, target)
 
     def _value(self, values: np.ndarray, sequence: packing.Sequence) -> float:

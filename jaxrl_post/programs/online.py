@@ -13,6 +13,7 @@ from rich.console import Console
 
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.data import OnUnwritten
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.horizon import optimizer_steps
 from jaxrl_post.config.rl import RLConfig
@@ -116,7 +117,9 @@ def run_rl(
         environment = make_environment(config.env, config.data, config.tools)
         check_agents(environment, config)
         tasks = open_tasks(environment, config.data.on_overlap)
-    fitting = functools.cache(functools.partial(_fitting, tasks, config.rollout))
+    fitting = functools.cache(
+        functools.partial(_fitting, tasks, config.rollout, config.data.on_unwritten)
+    )
     shared = config.algorithm.name == "ppo" and config.critic.backbone == "shared"
     try:
         with open_run(
@@ -154,7 +157,11 @@ type Fitting = Callable[[Tokenizer, ModelConfig], tuple[TaskSets, int]]
 
 
 def _fitting(
-    tasks: TaskSets, rollout: RolloutConfig, tokenizer: Tokenizer, config: ModelConfig
+    tasks: TaskSets,
+    rollout: RolloutConfig,
+    on_unwritten: OnUnwritten,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
 ) -> tuple[TaskSets, int]:
     measured = not rollout.max_prompt_tokens
     check_sample(
@@ -170,6 +177,7 @@ def _fitting(
         rollout.max_prompt_tokens,
         "--rollout.max-tokens" if measured else "--rollout.max-prompt-tokens",
         context=context_of(config) - rollout.max_tokens,
+        on_unwritten=on_unwritten,
     )
 
 
@@ -246,7 +254,9 @@ def _warm_started(
 
 def _demonstrations(tasks: TaskSets, config: RLConfig, model: Model) -> Demonstrations:
     """The demonstrations that are not longer than a sample may be."""
-    demonstrations = Demonstrations(tasks, longest_sequence(config))
+    demonstrations = Demonstrations(
+        tasks, longest_sequence(config), config.data.on_unwritten
+    )
     return demonstrations.fitting(model.tokenizer, "--rollout.max-tokens")
 
 

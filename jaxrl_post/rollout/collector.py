@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from jaxrl_post.data.chat import RewrittenError
 from jaxrl_post.data.replies import Reply
 from jaxrl_post.data.tokenizer import TextError, TokenizerError
-from jaxrl_post.envs.env import Message, Step, Task, ToolCall
+from jaxrl_post.envs.env import Answer, Message, Step, Task, ToolCall
 from jaxrl_post.envs.workers.pool import Outcome
 from jaxrl_post.rollout import flight as flights
 from jaxrl_post.rollout.episode import Episode, Group
@@ -469,15 +470,34 @@ class Collector:
 
     def _with_reply(self, flight: Flight, step: Step) -> flights.Judged:
         """The event of a judgement, with a reply only if another turn follows."""
-        reply: tuple[int, ...] = ()
-        if step.messages and flights.has_turns_left(flight, step, self.limits):
+        if not step.messages or not flights.has_turns_left(flight, step, self.limits):
+            return flights.Judged(step)
+        tools = flight.task.tools
+        try:
             reply = self.codec.reply(
-                flight.conversation,
-                step.messages,
-                flight.task.tools,
-                stop_id=flight.stop_id,
+                flight.conversation, step.messages, tools, stop_id=flight.stop_id
             )
+        except RewrittenError:
+            # As a server would write it that is sent the messages.
+            messages = (*self._as_read(flight), *step.messages)
+            return flights.Judged(step, self.codec.render(messages, tools), anew=True)
         return flights.Judged(step, reply)
+
+    def _as_read(self, flight: Flight) -> list[Message]:
+        """The conversation, each answer in the parts of which templates write some."""
+        turns, messages = iter(flight.episode.turns), []
+        for message in flight.conversation:
+            if isinstance(message, Answer):
+                turn = next(turns)
+                ids = turn.sampled.ids.tolist()
+                said = ids[: -1 if turn.finish_reason == "stop" else None]
+                reply = self.codec.read(turn.context.ids[-8:].tolist(), said)
+                if reply.reasoning is not None and not reply.calls:
+                    message = Message(
+                        "assistant", reply.content, reasoning=reply.reasoning
+                    )
+            messages.append(message)
+        return messages
 
     def _finished(self) -> list[Group]:
         done = [i for i, group in self._open.items() if not group.unfinished]

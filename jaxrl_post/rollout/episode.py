@@ -110,9 +110,10 @@ class Episode:
         turns: the policy's turns, in order; with `segments` in that of the sequences.
         finish_reason: how the episode ended, see `EpisodeEnd`; "" until then.
         error: why the episode failed; "" otherwise.
-        segments: of an agent that branched or began anew, the numbers of the turns,
-            from 0, that begin a sequence of their own beside the first; their context
-            is their whole prompt.
+        segments: the numbers of the turns, from 0, that begin a sequence of their own
+            beside the first: of an agent that branched or began anew, or where the chat
+            template writes earlier turns differently, such as without their reasoning;
+            their context is their whole prompt.
     """
 
     prompt_id: int

@@ -71,6 +71,8 @@ class Flight:
         heard: text of the messages in `context`.
         partial: tokens of the turn being sampled, if its sampling was interrupted.
         awaits: who acts next: the sampler, the environment, or nobody at the end.
+        anew: whether `context` is the whole prompt of the turn being sampled, which
+            then begins a sequence of its own.
     """
 
     task: Task
@@ -80,6 +82,15 @@ class Flight:
     heard: str
     partial: Tokens
     awaits: Literal["sampler", "environment", "nobody"] = "sampler"
+    anew: bool = False
+
+    @property
+    def said(self) -> tuple[Turn, ...]:
+        """The earlier turns with which the prompt of the next one begins."""
+        if self.anew:
+            return ()
+        begins = self.episode.segments or (0,)
+        return self.episode.turns[begins[-1] :]
 
     @property
     def stop_id(self) -> int | None:
@@ -100,6 +111,7 @@ class Flight:
             "heard": self.heard,
             "partial": self.partial.to_json(),
             "awaits": self.awaits,
+            "anew": self.anew,
         }
 
     @classmethod
@@ -123,6 +135,8 @@ class Flight:
             heard=value["heard"],
             partial=Tokens.from_json(value["partial"]),
             awaits=value["awaits"],
+            # Checkpoints of earlier versions do not have it.
+            anew=value.get("anew", False),
         )
 
 
@@ -160,10 +174,13 @@ class Judged:
         step: the answer.
         reply: token ids between the policy's turn and its next turn: the end of the
             turn, if it was not sampled, and the environment's messages.
+        anew: whether `reply` is the whole prompt of the next turn instead, because the
+            chat template writes earlier turns differently now.
     """
 
     step: Step
     reply: tuple[int, ...] = ()
+    anew: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,9 +244,7 @@ def effect_of(flight: Flight) -> Effect:
         return Finish(flight.episode)
     if flight.awaits == "environment":
         return Judge(flight.conversation)
-    said = [
-        ids for turn in flight.episode.turns for ids in (turn.context, turn.sampled)
-    ]
+    said = [ids for turn in flight.said for ids in (turn.context, turn.sampled)]
     pieces = (*said, flight.context, flight.partial)
     prompt = tuple(token for piece in pieces for token in piece.ids.tolist())
     return Generate(prompt, len(flight.partial))
@@ -280,17 +295,24 @@ def _generated(flight: Flight, event: Generated) -> Flight:
         event.finish_reason,
         messages=_heard(flight.conversation),
         said=None if event.message is None else answer,
+        branched_from=len(flight.episode.turns) - 1 if flight.anew else None,
     )
     return dataclasses.replace(
         flight,
         episode=dataclasses.replace(
-            flight.episode, turns=(*flight.episode.turns, turn)
+            flight.episode,
+            turns=(*flight.episode.turns, turn),
+            segments=(
+                *flight.episode.segments,
+                *([len(flight.episode.turns)] if flight.anew else []),
+            ),
         ),
         conversation=(*flight.conversation, answer),
         context=Tokens.context(()),
         heard="",
         partial=Tokens.context(()),
         awaits="environment",
+        anew=False,
     )
 
 
@@ -306,7 +328,9 @@ def _judged(flight: Flight, event: Judged, limits: Limits) -> Flight:
         return ended(reason)
     if not has_turns_left(flight, step, limits):
         return ended("turn_limit")
-    if flight.episode.num_tokens + len(event.reply) > limits.max_prompt_tokens:
+    earlier = () if event.anew else flight.said
+    size = sum(len(turn.context) + len(turn.sampled) for turn in earlier)
+    if size + len(event.reply) > limits.max_prompt_tokens:
         return ended("token_limit")
     if not step.messages and flight.stop_id is not None:
         error = "the environment is not done, and said nothing to a turn that had ended"
@@ -319,6 +343,7 @@ def _judged(flight: Flight, event: Judged, limits: Limits) -> Flight:
         context=Tokens.context(event.reply),
         heard=_text(step.messages),
         awaits="sampler",
+        anew=event.anew,
     )
 
 

@@ -112,7 +112,7 @@ class _Asked:
             variables.setdefault("reasoning_effort", fields.reasoning_effort)
         try:
             options = templates.Options(
-                tools=tools, documents=fields.documents, variables=variables
+                adapt=True, tools=tools, documents=fields.documents, variables=variables
             )
         except ValueError as error:
             raise ApiError(400, str(error), param="chat_template_kwargs") from error

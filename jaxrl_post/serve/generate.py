@@ -151,6 +151,7 @@ async def tokenize(
             options = chat.Options(
                 tools=tools_of(fields.tools),
                 variables=fields.chat_template_kwargs or {},
+                adapt=True,
             )
             ids = await asyncio.to_thread(
                 prompt_of,

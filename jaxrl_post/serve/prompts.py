@@ -1,10 +1,10 @@
 """From the messages of a request to the tokens of the prompt."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_post.data import chat
+from jaxrl_post.data.call_forms import calls_of
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.serve.calls import ApiError
 from jaxrl_post.serve.fields import ChatMessage, Tool
@@ -32,13 +32,8 @@ def _message(message: ChatMessage, place: int) -> dict[str, Any]:
     row["content"] = _text(message.content, place)
     if row["role"] == "developer":
         row["role"] = "system"
-    calls = row.get("tool_calls")
-    if calls is not None:
-        for call in calls:
-            arguments = call["function"]["arguments"]
-            call["function"]["arguments"] = _object(arguments)
-        if not calls:
-            del row["tool_calls"]
+    if calls := calls_of(row.pop("tool_calls", ())):
+        row["tool_calls"] = calls
     return row
 
 
@@ -61,16 +56,6 @@ def _text(content: str | list[dict[str, Any]] | None, place: int) -> str:
             )
         texts.append(text)
     return "".join(texts)
-
-
-def _object(arguments: Any) -> Any:
-    """The arguments of a call as templates want them; text that is no JSON stays."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def tools_of(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:

@@ -119,7 +119,7 @@ def test_a_template_that_rewrites_history_is_refused_where_it_does():
     tokenizer = templated(FORGETFUL)
     codec = Codec(tokenizer)
     thoughtful = Message("assistant", "<think>1+1+1</think>3")
-    with pytest.raises(TokenizerError, match=r"rewrites earlier turns .* single-turn"):
+    with pytest.raises(TokenizerError, match=r"rewrites earlier turns"):
         codec.reply([USER, thoughtful], [AGAIN], stop_id=tokenizer.eos_id)
     reply = codec.reply([USER, ANSWER], [AGAIN], stop_id=tokenizer.eos_id)
     assert text_of(tokenizer, reply) == "4+5=<|im_end|>"

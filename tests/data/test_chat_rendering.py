@@ -10,7 +10,8 @@ import pytest
 import tokenizers
 
 from jaxrl_post.data import templates
-from jaxrl_post.data.chat import Options, Turn, answered, render, render_text
+from jaxrl_post.data.chat import Options, Turn, render, render_text
+from jaxrl_post.data.learned import answered
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs import Message
 

@@ -199,3 +199,49 @@ def test_a_json_array_is_named(tmp_path, indent):
     path.write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=indent))
     with pytest.raises(ValueError, match=r"rows.json:1: the file is one JSON array, a"):
         read_chats(path)
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet"])
+def test_nulls_that_a_table_filled_in_are_absent(file, name):
+    """Arrow gives all structs of a column the same fields, and writes them so."""
+    call = {"id": None, "function": {"name": "f", "arguments": {"a": 1, "b": None}}}
+    turns = [
+        {**user("1"), "tool_calls": None, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        said("2"),
+    ]
+    properties = {"a": {"type": "integer", "enum": None}, "b": None}
+    parameters = {"type": "object", "properties": properties}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    row = {"messages": turns, "tools": [tool], "prompt": None, "completion": None}
+    (found,), _ = read_chats(file(row, name=name))
+    arguments = {"name": "f", "arguments": {"a": 1}}
+    called = {"role": "assistant", "tool_calls": [{"function": arguments}]}
+    assert found.messages == (user("1"), called, said("2"))
+    kept = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert found.tools[0]["function"]["parameters"] == kept
+
+
+def test_rows_of_several_layouts_in_one_table_have_that_of_their_fields(file):
+    row = {"messages": None, "text": None, "prompt": "1+1=", "completion": "2"}
+    (found,), _ = read_chats(file(row))
+    assert found.only_last
+    assert found.messages == (user("1+1="), said("2"))
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1, "b": null}', {"a": 1, "b": 2}])
+def test_arguments_of_a_call_become_an_object(file, arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns = [user("1"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    (found,), _ = read_chats(file({"messages": turns}))
+    [read] = found.messages[1]["tool_calls"]
+    assert read["function"]["arguments"]["a"] == 1
+    # A null in a text is one that somebody wrote.
+    assert "b" in read["function"]["arguments"]
+
+
+@pytest.mark.parametrize("calls", ['[{"function": {}}]', [3], {"name": "f"}])
+def test_calls_that_are_no_list_of_calls_are_refused(file, calls):
+    turns = [user("1"), {"role": "assistant", "content": "", "tool_calls": calls}]
+    with pytest.raises(ValueError, match=r"message 2: .*tool_calls"):
+        read_chats(file({"messages": turns}))

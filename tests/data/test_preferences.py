@@ -207,7 +207,7 @@ CHANGES = [
     (PROMPTED, {"chosen": [USER, {"content": "A"}]}, "'chosen', message 2: no 'role'"),
     (PROMPTED, {"chosen": [USER, {"role": "user"}]}, "message 2: no 'content'"),
     (PROMPTED, {"chosen": [said("gpt", "A")]}, "1: 'role' must be one .*, got 'gpt'"),
-    (PROMPTED, {"chosen": [said("user", None)]}, "'content' must be str, got NoneType"),
+    (PROMPTED, {"chosen": [said("user", None)]}, "no 'content'"),
     (PROMPTED, {"score_chosen": 1}, "no field 'score_rejected', whose counterpart is"),
     (PROMPTED, scores("1", 0), "field 'score_chosen' must be a number, got str"),
     (PROMPTED, scores(1, True), "field 'score_rejected' must be a number, got bool"),

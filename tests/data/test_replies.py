@@ -147,6 +147,16 @@ def test_without_tools_calls_are_text(case):
         assert reply.content == text
 
 
+def test_a_message_of_harmony_without_its_end_takes_no_other_with_it():
+    start, channel = "<|start|>assistant", "<|channel|>"
+    final = f"{start}{channel}final<|message|>4"
+    reply = parse(f"{channel}analysis<|message|>Hm.{final}", Format("harmony"))
+    assert (reply.reasoning, reply.content) == ("Hm.", "4")
+    call = f"{channel}commentary to=functions.f<|message|>{{"
+    reply = parse(call + final, Format("harmony"))
+    assert (reply.content, reply.broken, reply.calls) == (call + "4", 1, ())
+
+
 @pytest.mark.parametrize("case", WHOLE)
 def test_a_stream_only_grows(case):
     text, form, *_ = WHOLE[case]
@@ -203,6 +213,27 @@ def test_a_stream_only_grows(case):
         ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n", CODER),
         ("<tool_call><function=f><parameter=a>1</function></tool_call>", CODER),
         ("<tool_call><function=f g></function></tool_call>", CODER),
+        # A value without its end would take the next argument with it.
+        (
+            "<tool_call><function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n"
+            "</parameter>\n</function></tool_call>",
+            CODER,
+        ),
+        (
+            "<tool_call>f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key>"
+            "<arg_value>2</arg_value></tool_call>",
+            GLM,
+        ),
+        (
+            "<tool_call>f<arg_key>a</arg_key><arg_value>1<arg_value>2</arg_value>"
+            "</tool_call>",
+            GLM,
+        ),
+        (
+            f"{CALL_BEGIN}f{CALL_SEPARATOR}{{}}{CALL_BEGIN}f{CALL_SEPARATOR}{{}}",
+            Format("deepseek"),
+        ),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}}', Format("mistral")),
     ],
 )
 def test_a_call_that_cannot_be_read_stays_in_the_text_and_is_counted(text, form):

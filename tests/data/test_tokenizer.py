@@ -6,6 +6,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
@@ -326,3 +327,98 @@ def test_a_directory_without_a_fast_tokenizer(tmp_path):
         TokenizerError, match=r"tokenizer\.json does not exist; a Huggi"
     ):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_a_document_has_one_beginning_and_one_end(directory):
+    write(directory, "tokenizer_config.json", {"eos_token": "<|eos|>"})
+    tokenizer = Tokenizer.from_directory(directory)
+    expected = tokenizer.backend.encode("<bos>12<|eos|>", add_special_tokens=False).ids
+    for text in ("12", "<bos>12", "12<|eos|>", "<bos>12<|eos|>"):
+        assert list(tokenizer.encode_document(text)) == expected
+    assert TOKENIZER.encode_document("12") == (*TOKENIZER.encode("12"), 1)
+
+
+def test_a_tokenizer_that_puts_an_end_behind_a_text_puts_one(directory):
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["post_processor"] = json.loads(
+        processors.TemplateProcessing(
+            single="<bos> $A <|eos|>", special_tokens=[("<bos>", 300), ("<|eos|>", 1)]
+        ).__getstate__()
+    )
+    write(directory, "tokenizer.json", content)
+    write(directory, "tokenizer_config.json", {"eos_token": "<|eos|>"})
+    tokenizer = Tokenizer.from_directory(directory)
+    ids = tokenizer.encode_document("12<|eos|>")
+    assert ids == tokenizer.encode_document("12") == (300, *tokenizer.encode("12"), 1)
+
+
+def test_tokens_that_the_settings_alone_list_are_special(directory):
+    content = json.loads(TOKENIZER.backend.to_str())
+    size = len(content["model"]["vocab"])
+    content["model"]["vocab"]["<turn>"] = size
+    write(directory, "tokenizer.json", content)
+    listed = {
+        str(size): {"content": "<turn>", "special": True},
+        # The next id, which the vocabulary does not have.
+        str(size + 1): {"content": "<think>", "special": False},
+        # Not the next one: tokenizer.json knows better.
+        str(size + 9): {"content": "<far>", "special": True},
+        "word": {"content": "<word>"},
+    }
+    settings = {"eos_token": "<|eos|>", "added_tokens_decoder": listed}
+    write(directory, "tokenizer_config.json", settings)
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer.encode("1<turn>2") == (
+        *tokenizer.encode("1"), size, *tokenizer.encode("2")
+    )  # fmt: skip
+    assert tokenizer.encode("<think>") == (size + 1,)
+    assert tokenizer.decode(tokenizer.encode("1<turn><think>")) == "1<think>"
+    assert len(tokenizer.encode("<far>")) > 1
+
+
+def test_the_settings_of_the_base_are_kept(directory, tmp_path_factory):
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "model_max_length": 32768,
+        "padding_side": "left",
+        "eos_token": {"content": "<|eos|>", "lstrip": False, "special": True},
+        "bos_token": None,
+        "pad_token": "<|pad|>",
+        "additional_special_tokens": ["<eot>"],
+        "clean_up_tokenization_spaces": False,
+        "something": {"of": ["their", "own"]},
+    }
+    write(directory, "tokenizer_config.json", settings)
+    (directory / "chat_template.jinja").write_text("{{ messages }}<eot>")
+    (directory / "additional_chat_templates").mkdir()
+    more = directory / "additional_chat_templates" / "rag.jinja"
+    more.write_text("{{ documents }}")
+    saved = tmp_path_factory.mktemp("saved")
+    tokenizer = Tokenizer.from_directory(directory).for_model(400)
+    tokenizer.save(saved)
+    assert json.loads((saved / "tokenizer_config.json").read_text()) == settings
+    read = Tokenizer.from_directory(saved)
+    assert read.chat_templates == tokenizer.chat_templates
+    assert (saved / "chat_template.jinja").is_file()
+    assert (read.stop_ids, read.special_ids) == (
+        tokenizer.stop_ids,
+        tokenizer.special_ids,
+    )
+
+
+def test_code_of_the_base_is_not_named_where_it_is_not_saved(directory, tmp_path):
+    settings = {
+        "eos_token": "<|eos|>",
+        "tokenizer_class": "TheirTokenizer",
+        "auto_map": {"AutoTokenizer": ["theirs.TheirTokenizer", None]},
+        "chat_template": "{{ messages }}<eot>",
+    }
+    write(directory, "tokenizer_config.json", settings)
+    (tmp_path / "saved").mkdir()
+    Tokenizer.from_directory(directory).save(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert saved == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|eos|>",
+        "chat_template": "{{ messages }}<eot>",
+    }

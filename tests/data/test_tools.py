@@ -8,7 +8,7 @@ import re
 import pytest
 import tokenizers
 
-from jaxrl_post.data import chat, tools
+from jaxrl_post.data import chat, learned, tools
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.messages import Message, ToolCall
@@ -267,7 +267,7 @@ def test_what_a_tool_returned_is_cut_where_it_is_read():
 def test_a_model_without_tools_is_told_apart(template, reason):
     trained = Tokenizer.train(["1"])
     tokenizer = Tokenizer(trained.backend, stop_ids=(1,), chat_template=template)
-    found = tools.unwritten(tokenizer)
+    found = tools.no_tools(tokenizer)
     assert found is not None
     assert reason in found
 
@@ -275,11 +275,11 @@ def test_a_model_without_tools_is_told_apart(template, reason):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_with_tools_is_told_apart(family):
     # DeepSeek's template reads calls, but leaves it to the prompt to name the tools.
-    reason = tools.unwritten(tokenizer_of(family))
+    reason = tools.no_tools(tokenizer_of(family))
     assert (reason is None) == (family != "deepseek")
 
 
 def test_a_call_is_not_lost_without_a_template():
     called = Message("assistant", "", tool_calls=(ToolCall("add", "{}"),))
     with pytest.raises(TokenizerError, match="no way to write a tool call"):
-        chat.answered(Tokenizer.train(["1"]), [Message("user", "1")], called)
+        learned.answered(Tokenizer.train(["1"]), [Message("user", "1")], called)

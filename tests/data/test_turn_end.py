@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from jaxrl_post.data.chat import answered, conversation, render_reply
+from jaxrl_post.data.chat import render_reply
+from jaxrl_post.data.learned import answered, conversation
 from jaxrl_post.data.preferences import Judged, Preference
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.turn_end import find_turn_end
@@ -181,7 +182,7 @@ BLOCKS = (
 def test_a_generation_block_reaches_through_the_end_of_its_turn(after, learned):
     tokenizer = base_tokenizer(BLOCKS.replace("AFTER", after))
     for more in ([], [ASK]):
-        tokens, mask = conversation(tokenizer, [ASK, FOUR, *more])
+        [(tokens, mask)] = conversation(tokenizer, [ASK, FOUR, *more])
         assert text_of(tokenizer, tokens[mask]) == learned
 
 
@@ -195,7 +196,7 @@ def test_a_generation_block_far_from_the_end_of_its_turn_is_refused():
 
 def test_an_open_turn_that_ends_a_conversation_gets_its_end():
     tokenizer = base_tokenizer(OPEN)
-    tokens, mask = conversation(tokenizer, [ASK, FOUR])
+    [(tokens, mask)] = conversation(tokenizer, [ASK, FOUR])
     assert text_of(tokenizer, tokens) == ("<|user|>What is 2+2?<|assistant|>4<|user|>")
     assert text_of(tokenizer, tokens[mask])[-len("4<|user|>") :] == "4<|user|>"
 

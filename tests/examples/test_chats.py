@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -229,3 +230,49 @@ def test_of_a_completion_with_a_call_the_completion_alone_is_learned():
         answer, whole = learned(tokenizer, chat)
         assert answer == expected
         assert whole.startswith("c[user]1+1=")
+
+
+def test_a_chat_that_is_cut_shares_what_its_turns_have_in_common():
+    """A template that drops the reasoning of earlier turns, and the prompt twice."""
+    template = (
+        "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+        "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+        "{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and "
+        "loop.index0 > ns.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+        "<|eos|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer = templated(template)
+    turns = [
+        {**turn, "reasoning_content": "7"} if turn["role"] == "assistant" else turn
+        for turn in TWO_TURNS.messages
+    ]
+    chats = Chats([Chat(tuple(turns), "1+1=")], [])
+    first, second = chats.encode(tokenizer, "train", 0)
+    text = tokenizer.backend.decode(second.ids.tolist(), skip_special_tokens=False)
+    assert text.startswith("[user]1+1=<|eos|>[assistant]2<|eos|>[user]+1=")
+    assert [np.count_nonzero(each.loss_mask) for each in (first, second)] == [5, 5]
+    context = len(first.tokens) - 5
+
+    def count(trees):
+        batch = packed(
+            chats, tokenizer, "train", [0],
+            row_tokens=96, row_multiple=1, trees=trees,
+        )  # fmt: skip
+        assert batch.loss_mask.sum() == 10
+        return np.count_nonzero(batch.ends)
+
+    whole = len(first.tokens) + len(second.tokens)
+    assert count(trees=False) == whole
+    assert count(trees=True) == whole - context
+    kept = chats.fitting(tokenizer, len(second.tokens))
+    assert kept.size("train") == 1
+    with pytest.raises(ConfigError, match=r"--max-tokens"):
+        chats.fitting(tokenizer, len(second.tokens) - 1)
+
+
+def test_a_text_that_begins_and_ends_itself_does_so_once():
+    assert learned(PLAIN, Text("1+2=3<|eos|>")) == learned(PLAIN, Text("1+2=3"))
+    chat = Chat((user("1+2="), said("3<|eos|>")), "1+2=", only_last=True)
+    assert learned(PLAIN, chat)[0] == "3<|eos|>"
+    assert learned(PLAIN, replace(chat, only_last=False))[0] == "3<|eos|>"

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.data import DataConfig
-from jaxrl_post.data import chat
+from jaxrl_post.data import chat, learned
 from jaxrl_post.envs import Message, StatelessEnvironment, Task
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import TaskSets
@@ -61,7 +61,7 @@ def test_prompts_and_demonstrations_fit_the_options(name):
     for task in tasks.train:
         shown = environment.demonstration(task)
         assert shown is not None
-        prompt, answer = chat.answered(
+        prompt, answer = learned.answered(
             tokenizer, task.messages, shown, chat.with_tools(task.tools)
         )
         assert not rollout.max_prompt_tokens or len(prompt) <= rollout.max_prompt_tokens

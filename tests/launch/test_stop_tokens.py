@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from jaxrl_post import pretrained
-from jaxrl_post.data import chat
+from jaxrl_post.data import learned
 from jaxrl_post.data.tokenizer import EOS, Tokenizer
 from jaxrl_post.envs import Message
 from jaxrl_post.examples.texts import tokenizer_of
@@ -86,7 +86,7 @@ def test_fine_tuning_teaches_a_base_model_to_stop(base, tmp_path, capsys):
 
 def test_the_end_is_what_fine_tuning_has_as_its_target(base):
     tokenizer = Tokenizer.from_directory(base)
-    tokens, mask = chat.conversation(
+    [(tokens, mask)] = learned.conversation(
         tokenizer, [Message("user", "eval 0: "), Message("assistant", "ab")]
     )
     stops = np.isin(tokens[mask], tokenizer.stop_ids)

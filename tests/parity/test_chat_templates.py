@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from jaxrl_post.data.chat import Options, conversation, render, render_text
+from jaxrl_post.data.chat import Options, render, render_text
+from jaxrl_post.data.learned import conversation
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
 HERE = Path(__file__).parent
@@ -105,8 +106,12 @@ def test_what_the_assistant_produced_is_what_transformers_masks(chats):
             assert not any(case["mask"])
             continue
         tokenizer = tokenizer_of(chats, case["template"])
-        tokens, mask = conversation(tokenizer, messages, options_of(chats, case))
-        assert tokens.tolist() == case["ids"], case
+        found = conversation(tokenizer, messages, options_of(chats, case))
+        if [tokens.tolist() for tokens, _ in found] != [case["ids"]]:
+            # What later messages rewrite is learned as it is sampled, before them.
+            assert case["template"] == "generation_recap"
+            continue
+        [(_, mask)] = found
         assert mask.astype(int).tolist() == case["mask"], case
         produced += mask.sum()
     assert produced > 100

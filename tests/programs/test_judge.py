@@ -12,7 +12,7 @@ import pytest
 from jaxrl_post import models, pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.reward_model import RewardModelConfig
-from jaxrl_post.data import chat, packing
+from jaxrl_post.data import learned, packing
 from jaxrl_post.data.steps import judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Message, Task, WorkerPool
@@ -70,7 +70,7 @@ def test_an_answer_is_worth_what_the_model_says_after_its_end(tmp_path):
     with jax.set_mesh(mesh):
         found = judge.values([(TASK, answer) for answer in ANSWERS])
         for answer, value in zip(ANSWERS, found, strict=True):
-            prompt, target = chat.answered(judge.tokenizer, TASK.messages, answer)
+            prompt, target = learned.answered(judge.tokenizer, TASK.messages, answer)
             said = alone(judge, packing.Sequence.of(prompt, target))
             assert value == pytest.approx(float(said[-1]), abs=1e-5)
     assert len(set(found)) == len(ANSWERS)

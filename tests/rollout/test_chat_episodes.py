@@ -13,12 +13,15 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_post.data import chat
+from jaxrl_post.data import chat, learned
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Message, Step, Task
 from jaxrl_post.envs.workers.pool import Outcome
 from jaxrl_post.rollout import Collector, Episode, Limits
+from jaxrl_post.rollout import flight as flights
+from jaxrl_post.rollout.batch import sequences
+from jaxrl_post.rollout.episode import Group
 from jaxrl_post.sampler.requests import (
     Completion,
     FinishReason,
@@ -47,10 +50,13 @@ STOPS = {
     "phi3": ("<|end|>", "</s>", "<|assistant|>"),
     "glm": ("<|user|>", "</s>", "<|observation|>"),
     "deepseek": ("</s>", "<|end|>"),
+    "qwen3": ("<|im_end|>", "</s>"),
 }
 # Its prompt opens a thought that the history leaves out.
 FORGETS_ITS_PROMPT = "deepseek"
-REPRODUCED = [name for name in STOPS if name != FORGETS_ITS_PROMPT]
+# It drops the reasoning of earlier turns.
+REWRITES = "qwen3"
+REPRODUCED = [name for name in STOPS if name not in (FORGETS_ITS_PROMPT, REWRITES)]
 
 
 def tokenizer_of(template: str) -> Tokenizer:
@@ -147,7 +153,7 @@ def sampled_runs(
 ) -> tuple[list[int], list[bool], list[list[int]]]:
     """Tokens and mask of the whole conversation, and what was sampled turn by turn."""
     first, second = (Message("assistant", answer) for answer in answers)
-    tokens, mask = chat.conversation(tokenizer, [ASK, first, AGAIN, second])
+    [(tokens, mask)] = learned.conversation(tokenizer, [ASK, first, AGAIN, second])
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
     runs = [tokens[begin:end].tolist() for begin, end in edges.reshape(-1, 2)]
     assert len(runs) == 2
@@ -279,8 +285,66 @@ def test_a_reply_that_nobody_will_read_is_not_rendered():
     said = [*tokenizer.encode("4"), tokenizer.eos_id]
     episode, _ = play(forgetful, turn(said))
     assert episode.reward == 0.5
-    with pytest.raises(ValueError, match=r"rewrites earlier turns"):
-        play(forgetful, turn(said), turn(said))
+
+
+def test_a_template_that_rewrites_turns_makes_a_sequence_of_each():
+    """The next prompt is that of the template, without the earlier reasoning."""
+    tokenizer = tokenizer_of(REWRITES)
+    said = [
+        [
+            *tokenizer.encode(f"<think>\n{thought}\n</think>\n\n{answer}"),
+            tokenizer.eos_id,
+        ]
+        for thought, answer in (("2, 2", "4"), ("3, 3", "6"), ("4, 4", "8"))
+    ]
+    episode, requests = play(tokenizer, *map(turn, said))
+    assert episode.segments == (1, 2)
+    assert episode.parents == [None, 0, 1]
+    answers = [Message("assistant", "4"), Message("assistant", "6")]
+    rows = [ASK, answers[0], AGAIN, answers[1], AGAIN]
+    prompts = [chat.render(tokenizer, rows[:size]) for size in (1, 3, 5)]
+    assert [request.prompt for request in requests] == prompts
+    assert episode.reward == 1.5
+    whole = [[*prompt, *answer] for prompt, answer in zip(prompts, said, strict=True)]
+    assert [ids(episode)[span] for span in episode.spans] == whole
+    made = sequences([Group(3, (episode,))], np.ones((1, 1), np.float32))
+    assert [each.ids.tolist() for each in made] == whole
+    trained = [each.ids[each.loss_mask].tolist() for each in made]
+    assert trained == said
+
+
+def test_the_longest_prompt_counts_one_sequence_alone():
+    tokenizer = tokenizer_of(REWRITES)
+    said = [*tokenizer.encode("<think>\n2, 2\n</think>\n\n4"), tokenizer.eos_id]
+    turns = turn(said), turn(said)
+    _, requests = play(tokenizer, *turns)
+    longest = len(requests[1].prompt)
+    assert longest < len(requests[0].prompt) + len(said) + longest
+    assert len(play(tokenizer, *turns, longest=longest)[1]) == 2
+    short, asked = play(tokenizer, *turns, longest=longest - 1)
+    assert len(asked) == 1
+    assert (short.finish_reason, short.segments) == ("token_limit", ())
+
+
+def test_a_flight_that_begins_anew_is_restored():
+    task, step = Task(0, (ASK,), ""), Step(0.5, done=False, messages=(AGAIN,))
+    limits = Limits(max_turns=2, max_prompt_tokens=9)
+    flight = flights.begin(3, 0, task, [1, 2])
+    flight, _ = flights.transition(
+        flight, flights.Generated(sampled([5, 6]), "4", "stop"), limits
+    )
+    flight, effect = flights.transition(
+        flight, flights.Judged(step, (7, 8, 9), anew=True), limits
+    )
+    assert effect == flights.Generate((7, 8, 9))
+    again = flights.Flight.from_json(json.loads(json.dumps(flight.to_json())), task)
+    assert flights.effect_of(again) == effect
+    # No sequence of its own before there is something to learn in it.
+    assert [ids(again.episode)[span] for span in again.episode.spans] == [[1, 2, 5, 6]]
+    more = flights.Generated(sampled([4]), "6", "stop")
+    ended, _ = flights.transition(again, more, limits)
+    found = [ids(ended.episode)[span] for span in ended.episode.spans]
+    assert found == [[1, 2, 5, 6], [7, 8, 9, 4]]
 
 
 def test_a_reply_that_has_no_tokens_fails_its_episode_alone():

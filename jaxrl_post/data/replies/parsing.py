@@ -371,9 +371,14 @@ def _harmony_end(
 
 
 def _first_end(text: str, begin: int) -> tuple[int, int]:
-    """Where the first mark stands that ends a message, or where the text ends."""
+    """Where the first mark stands that ends a message, or where the text ends.
+
+    A message without such a mark ends where the next one starts.
+    """
     marks = [(text.find(mark, begin), mark) for mark in HARMONY_ENDS]
     ends = [(at, at + len(mark)) for at, mark in marks if at >= 0]
+    start = text.find("<|start|>", begin)
+    ends += [(start, start)] if start >= 0 else []
     return min(ends, default=(len(text), len(text)))
 
 

@@ -13,12 +13,17 @@ from jaxrl_post.messages import ToolCall
 
 __all__ = ["glm", "kinds_of", "qwen_coder", "resolved"]
 
+# A value in which another begins has lost its end; it would swallow the other.
 GLM_PAIR = re.compile(
-    r"\s*<arg_key>([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
+    r"\s*<arg_key>([^<]+)</arg_key>\s*<arg_value>"
+    r"((?:(?!<arg_key>|<arg_value>).)*?)</arg_value>",
+    re.DOTALL,
 )
 QWEN_CALL = re.compile(r"\s*<function=([^<>]+)>(.*)</function>\s*", re.DOTALL)
 # The line breaks beside the tags are not part of the value.
-QWEN_PAIR = re.compile(r"\s*<parameter=([^<>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+QWEN_PAIR = re.compile(
+    r"\s*<parameter=([^<>]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL
+)
 # What JSON calls true, false and null is written so by templates that leave the writing
 # to Python.
 PYTHON = {"True": "true", "False": "false", "None": "null"}

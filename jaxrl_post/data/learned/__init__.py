@@ -1,0 +1,19 @@
+"""What is learned of a conversation, and what a chat template leaves out of it."""
+
+from jaxrl_post.data.learned.turns import (
+    answered,
+    conversation,
+    parts,
+    thought_of,
+    without_begun,
+)
+from jaxrl_post.data.learned.unwritten import unwritten
+
+__all__ = [
+    "answered",
+    "conversation",
+    "parts",
+    "thought_of",
+    "unwritten",
+    "without_begun",
+]
