@@ -1,5 +1,6 @@
 """GGUF files as llama.cpp's converter writes them, and what their model computes."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ TEXTS = (
 END, START = "<|end|>", "<|start|>"
 
 
+@functools.cache
 def trained(split: str) -> tokenizers.Tokenizer:
     """A byte-level BPE that splits as llama.cpp does, with two special tokens."""
     backend = tokenizers.Tokenizer(models.BPE())
@@ -63,7 +65,7 @@ def trained(split: str) -> tokenizers.Tokenizer:
 
 def tokenizer_keys(split: str = "smollm") -> dict[str, Any]:
     """The metadata of `trained`."""
-    model = json.loads(trained(split).to_str())["model"]
+    model = _model(split)
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -75,8 +77,14 @@ def tokenizer_keys(split: str = "smollm") -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 0,
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": "{% for m in messages %}<|start|>{{ m['role'] }} "
-        "{{ m['content'] }}<|end|>{% endfor %}<|start|>",
+        "{{ m['content'] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant {% endif %}",
     }
+
+
+@functools.cache
+def _model(split: str) -> dict[str, Any]:
+    return json.loads(trained(split).to_str())["model"]
 
 
 def keys(architecture: str = "llama") -> dict[str, Any]:
@@ -180,8 +188,8 @@ def logits(
 ) -> np.ndarray:
     """Logits [length, vocab] as llama.cpp computes them, in float64.
 
-    In llama a rotation turns neighbouring dims of a head, in Qwen's models a dim and the
-    one half a head further.
+    In llama a rotation turns neighbouring dims of a head, in Qwen's models a dim and
+    the one half a head further.
     """
     v = {name: value.astype(np.float64) for name, value in values.items()}
 
@@ -204,7 +212,9 @@ def logits(
     x = v["token_embd.weight"][list(ids)]
     visible = np.tril(np.ones((len(ids), len(ids)), bool))
     for layer in range(LAYERS):
-        b = {k.split(".", 2)[2]: a for k, a in v.items() if k.startswith(f"blk.{layer}.")}
+        b = {
+            k.split(".", 2)[2]: a for k, a in v.items() if k.startswith(f"blk.{layer}.")
+        }
         h = norm(x, b["attn_norm.weight"])
         q, k, w = (
             (h @ b[f"attn_{n}.weight"].T + b.get(f"attn_{n}.bias", 0)).reshape(

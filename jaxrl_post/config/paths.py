@@ -63,7 +63,8 @@ def naming(option: str) -> Iterator[None]:
 def check_paths(config: Any) -> None:
     """Refuses data files that cannot be read, and paths that the system refuses.
 
-    A GGUF file is no model directory; only `--input` of a conversion takes it. Other errors in a model's name are found when the model is opened, because the name
+    A GGUF file is no model directory; only the `--input` of a conversion takes it.
+    Other errors in a model's name are found when the model is opened, because the name
     may be a preset or a name on the hub.
 
     Args:

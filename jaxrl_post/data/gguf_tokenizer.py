@@ -1,8 +1,8 @@
 """Builds the tokenizer of a GGUF file from its metadata.
 
-A file has the vocabulary, the merges and the kinds of the tokens of a byte-level BPE. How
-a text is split into words, it only names (`tokenizer.ggml.pre`). The expressions here are
-those of the tokenizer.json of the models that llama.cpp took the names from.
+A file has the vocabulary, the merges and the kinds of the tokens of a byte-level BPE.
+How a text is split into words, it only names (`tokenizer.ggml.pre`). The expressions
+here are those of the tokenizer.json of the models that llama.cpp took the names from.
 """
 
 from collections.abc import Mapping, Sequence

@@ -274,21 +274,27 @@ def _config(metadata: Json, architecture: str, tensors: Mapping[str, Any]) -> Js
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(
-            metadata, prefix + "rope.scaling.", theta, tensors.get(ROPE_DIVISORS)
+            metadata, prefix, theta, head_dim, tensors.get(ROPE_DIVISORS)
         ),
     }
 
 
 def _rope_scaling(
-    metadata: Json, prefix: str, theta: float, divisors: Any
+    metadata: Json, prefix: str, theta: float, head_dim: int, divisors: Any
 ) -> dict[str, Any] | None:
+    prefix += "rope.scaling."
     kind = text(metadata, prefix + "type", "none")
     if divisors is not None:
         if kind != "none":
             raise CheckpointError(
                 f"{prefix}type must be 'none' beside {ROPE_DIVISORS}; got {kind!r}"
             )
-        return _llama3(divisors.data.astype(np.float64).reshape(-1), theta)
+        values = divisors.data.astype(np.float64).reshape(-1)
+        if values.size != head_dim // 2:
+            raise CheckpointError(
+                f"{ROPE_DIVISORS} must have {head_dim // 2} values; got {values.size}"
+            )
+        return _llama3(values, theta)
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
@@ -311,22 +317,23 @@ def _llama3(divisors: np.ndarray, theta: float) -> dict[str, Any] | None:
     """
     if np.all(divisors == 1.0):
         return None
-    turns = theta ** -(np.arange(divisors.size) / divisors.size) / (2 * np.pi)
-    factor = divisors.max()
-    smooth = (1 / divisors - 1 / factor) / (1 - 1 / factor)
-    between = (smooth > 1e-3) & (smooth < 1 - 1e-3)
-    if between.sum() >= 2 and divisors.min() == 1.0:
-        slope, start = np.polyfit(turns[between], smooth[between], 1)
-        high, original = round(1 - 1 / start, 3), round(-slope / start)
-        again = np.clip((original * turns - 1) / (high - 1), 0, 1)
-        if np.allclose(again, smooth, atol=1e-4):
-            return {
-                "rope_type": "llama3",
-                "factor": float(str(np.float32(factor))),
-                "low_freq_factor": 1.0,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }
+    least, factor = divisors.min(), divisors.max()
+    if least == 1.0 and np.isfinite(factor):
+        turns = theta ** -(np.arange(divisors.size) / divisors.size) / (2 * np.pi)
+        smooth = (1 / divisors - 1 / factor) / (1 - 1 / factor)
+        between = (smooth > 1e-3) & (smooth < 1 - 1e-3)
+        if between.sum() >= 2:
+            slope, start = np.polyfit(turns[between], smooth[between], 1)
+            high, original = round(1 - 1 / start, 3), round(-slope / start)
+            again = np.clip((original * turns - 1) / (high - 1), 0, 1)
+            if np.allclose(again, smooth, atol=1e-4):
+                return {
+                    "rope_type": "llama3",
+                    "factor": float(str(np.float32(factor))),
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": high,
+                    "original_max_position_embeddings": original,
+                }
     raise CheckpointError(
         f"{ROPE_DIVISORS} does not scale as Llama 3.1 does: {divisors[:4]} ..."
     )

@@ -1,4 +1,4 @@
-"""Converts model directories, GGUF files and checkpoints of runs to model directories."""
+"""Converts model directories, GGUF files and checkpoints of runs."""
 
 import math
 import shutil

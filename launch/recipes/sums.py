@@ -1,8 +1,8 @@
 """A real model learns sums from reward alone, on two CPU cores in some ten minutes.
 
-The model is SmolLM2-135M-Instruct, which `make smollm2` puts into `models/`, or any other
-that --model names. It is asked for the sum of two numbers of two digits, as in "What is
-47 plus 38? Answer with a number.", and the last number of what it says counts.
+The model is SmolLM2-135M-Instruct, which `make smollm2` puts into `models/`, or any
+other that --model names. It is asked for the sum of two numbers of two digits, as in
+"What is 47 plus 38? Answer with a number.", and the last number of what it says counts.
 
 `python -m` this module writes the file of the questions. No sum is in it twice, in
 neither order of its terms, so no held-out one is trained on.
@@ -51,8 +51,8 @@ def check_model(config: RLConfig) -> None:
     """
     if config.model == MODEL and not Path(MODEL).is_dir():
         raise ValueError(
-            f"--model: there is no {MODEL}; `make smollm2` makes it. Or name a model of "
-            "yours, or of the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct"
+            f"--model: there is no {MODEL}; `make smollm2` makes it. Or name a model "
+            "of yours, or of the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct"
         )
 
 

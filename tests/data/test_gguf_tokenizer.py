@@ -106,6 +106,7 @@ def test_several_templates_and_ends():
 
 
 P = "tokenizer.ggml."
+COUNT = len(files.tokenizer_keys()[f"{P}tokens"])
 REFUSED = {
     "sentencepiece": ({"model": "llama"}, "model is 'llama', and only gpt2"),
     "none": ({"model": None}, "model is None"),
@@ -114,11 +115,14 @@ REFUSED = {
     "no tokens": ({"tokens": None}, "tokens must be a list"),
     "twice": ({"tokens": ["a", "a"], "token_type": [1, 1], "merges": []}, "twice"),
     "kinds": ({"token_type": [1, 1]}, "got 2 kinds"),
-    "bytes": ({"token_type": [6] * 400}, "among them 6"),
+    "bytes": ({"token_type": [6] * COUNT}, "among them 6"),
     "merges": ({"merges": ["a b c"]}, "'a b c' must be two tokens"),
     "no merge": ({"merges": ["a zz"]}, "'a zz' must be two tokens"),
     "end": ({"eos_token_id": None}, "eos_token_id is missing"),
-    "far": ({"eos_token_id": 4000}, "eos_token_id must be .* 400 tokens; got 4000"),
+    "far": (
+        {"eos_token_id": 4000},
+        f"eos_token_id must be .* {COUNT} tokens; got 4000",
+    ),
     "begin": ({"add_bos_token": True, "bos_token_id": None}, "bos_token_id is missing"),
     "space": ({"add_space_prefix": True}, "add_space_prefix must be false"),
 }
@@ -130,7 +134,6 @@ def test_what_is_not_supported_is_named(case):
     keys = files.tokenizer_keys()
     keys |= {P + name: value for name, value in changes.items()}
     keys = {name: value for name, value in keys.items() if value is not None}
-    assert len(files.tokenizer_keys()[f"{P}tokens"]) == 400
     with pytest.raises(TokenizerError, match=message):
         gguf_tokenizer(keys)
 
@@ -155,5 +158,3 @@ def test_settings_of_sampling():
     }
     assert generation_settings({"general.sampling.temp": 0.0})["do_sample"] is False
     assert generation_settings({}) == {}
-
-

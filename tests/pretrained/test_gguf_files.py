@@ -63,15 +63,15 @@ def test_quantised_tensors(kind, tmp_path):
     values = files.tensors()
     path = files.write(tmp_path / "m.gguf", files.keys(), values, kind=lambda _: kind)
     wanted = gguf.GGMLQuantizationType[kind]
-    rounded = {
-        name: gguf.dequantize(gguf.quantize(value, wanted), wanted)
-        if value.ndim > 1
-        else value
-        for name, value in values.items()
-    }
-    _, found = logits_of(converted(path, tmp_path / "made", "float32"))
-    expected = files.logits("llama", rounded, IDS)
-    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+    made = load_file(converted(path, tmp_path / "made") / "model.safetensors")
+    for name, ours in {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.0.attn_v.weight": "model.layers.0.self_attn.v_proj.weight",
+        "blk.1.ffn_up.weight": "model.layers.1.mlp.up_proj.weight",
+    }.items():
+        stored = gguf.dequantize(gguf.quantize(values[name], wanted), wanted)
+        np.testing.assert_array_equal(made[ours].astype(np.float32), stored)
+        np.testing.assert_allclose(stored, values[name], atol=0.2)
     assert read_gguf(path).dtype == ("bfloat16" if kind == "BF16" else "float32")
 
 
@@ -232,7 +232,8 @@ def test_what_is_not_supported_is_named(case, tmp_path):
             {"blk.1.attn_q.bias": np.zeros(64, np.float32)},
             r"not supported: blk\.1\.attn_q\.bias",
         ),
-        ({"rope_freqs.weight": np.arange(8, dtype=np.float32)}, "rope_freqs.weight"),
+        ({"rope_freqs.weight": np.arange(8, dtype=np.float32)}, "as Llama 3.1 does"),
+        ({"rope_freqs.weight": np.ones(9, np.float32)}, "must have 8 values; got 9"),
     ],
 )
 def test_other_tensors_are_named(changes, message, tmp_path):
@@ -260,7 +261,7 @@ def test_a_kind_that_the_library_cannot_undo_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"attn_norm.weight has the type I32"):
         read_gguf(path)
     path.write_bytes(content[:place] + b"\xc8\0\0\0" + content[place + 4 :])
-    with pytest.raises(CheckpointError, match="200 is not a valid"):
+    with pytest.raises(CheckpointError, match=r"200.* is not a valid"):
         read_gguf(path)
 
 
@@ -320,5 +321,3 @@ def test_nothing_is_left_if_writing_fails(tmp_path):
             tmp_path / "made", read_gguf(path), tokenizer=Failing(), generation={}
         )
     assert [each.name for each in tmp_path.iterdir()] == ["m.gguf"]
-
-
