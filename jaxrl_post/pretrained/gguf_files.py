@@ -219,7 +219,7 @@ def _check_kind(metadata: Json, reader: Any) -> None:
             f"general.type is {kind!r}, and only files of a whole 'model' are read"
         )
     parts = metadata.get("split.count", 0)
-    if parts > 1:
+    if parts not in (0, 1):
         raise CheckpointError(
             f"is one of {parts} parts (split.count); join them first: llama-gguf-split "
             "--merge FIRST_PART WHOLE_FILE"
