@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 (NumPy's bfloat16)
 import numpy as np
 
 from jaxrl_post.models.config import ModelConfig

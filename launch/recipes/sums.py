@@ -2,7 +2,7 @@
 
 The model is SmolLM2-135M-Instruct, which `make smollm2` puts into `models/`, or any
 other that --model names. It is asked for the sum of two numbers of two digits, as in
-"What is 47 plus 38? Answer with a number.", and the last number of what it says counts.
+"Please calculate 47 + 38. Answer in one line.": the last number of its answer counts.
 
 `python -m` this module writes the file of the questions. No sum is in it twice, in
 neither order of its terms, so no held-out one is trained on.
@@ -39,7 +39,7 @@ def sums() -> RLConfig:
             prompts_per_step=8, samples_per_prompt=8, max_prompt_tokens=0, max_tokens=16
         ),
         optimizer=OptimizerConfig(learning_rate=1e-5),
-        eval=EvalConfig(every=10, num_tasks=128),
+        eval=EvalConfig(every=10, num_tasks=100),
     )
 
 
@@ -63,7 +63,7 @@ def questions() -> str:
     lines = []
     for pair in pairs:
         first, second = draw.sample(pair, 2)
-        asked = f"What is {first} plus {second}? Answer with a number."
+        asked = f"Please calculate {first} + {second}. Answer in one line."
         row = {"prompt": asked, "answer": first + second}
         lines.append(json.dumps(row) + "\n")
     return "".join(lines)
