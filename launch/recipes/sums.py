@@ -1,4 +1,4 @@
-"""A real model learns sums from reward alone, on two CPU cores in some ten minutes.
+"""A real model learns sums from reward alone, on two CPU cores.
 
 The model is SmolLM2-135M-Instruct, which `make smollm2` puts into `models/`, or any
 other that --model names. It is asked for the sum of two numbers of two digits, as in
