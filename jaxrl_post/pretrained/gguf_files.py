@@ -194,11 +194,16 @@ def _opened(path: Path) -> Any:
                 )
             return super()._get(offset, dtype, count, override_order)
 
-    with np.errstate(over="raise"):
-        try:
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise CheckpointError(
+                    "is a file, but no GGUF file; models are GGUF files or directories"
+                )
+        with np.errstate(over="raise"):
             return Reader(path)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}") from error
 
 
 def _value(field: Any) -> Any:
