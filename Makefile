@@ -1,20 +1,25 @@
 # `make demo` and `make test` need a Python >= 3.12 and nothing else: both make .venv.
 # ARGS adds options, as in: make demo ARGS="--steps 20", make test ARGS=tests/losses.
 
-EXTRAS := math,envs,schema,parquet,hub,ray,serve,tools,openenv,notebooks,dev
+EXTRAS := math,envs,schema,parquet,hub,gguf,ray,serve,tools,openenv,notebooks,dev
 CHECKS := check-format check-lint check-types check-layers
 
 # Two processes, a file in one of them: what a file's tests share is computed once.
 # Files go in the order of their names: the few tests that take minutes are not the last.
 PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo quick test test-all mutations check $(CHECKS) check-kernels check-jetstream
+.PHONY: demo smollm2 quick test test-all mutations check $(CHECKS) check-kernels check-jetstream
 .PHONY: check-bfcl check-verifiers format notebooks parity lock environment
 
 # A small model learns from reward alone; runs/demo/report.html shows how.
 demo:
 	@tools/setup.sh
 	.venv/bin/python -m launch.grpo --recipe demo $(ARGS)
+
+# A real model of 135 million parameters, for `python -m launch.grpo --recipe sums`.
+smollm2:
+	@tools/setup.sh gguf
+	.venv/bin/python tools/smollm2.py
 
 # While writing: no processes, no meshes; ARGS names the part, as in ARGS=tests/losses.
 quick: environment

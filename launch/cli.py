@@ -171,16 +171,16 @@ def read_options[Config](program: Program[Config], arguments: list[str]) -> Conf
         raise ValueError(
             "--recipe: gives all options, and so does --config; give one of the two"
         )
-    default = program.default(arguments)
+    default = usual = program.default(arguments)
     if recipe is not None:
-        usual, default = default, recipe()
-        if not help_asked(arguments):
-            _check_rates(f"--recipe {name}", default, usual, arguments)
+        default = recipe()
     if file is not None:
-        usual, default = default, from_json(default, _read(Path(file)), where=file)
+        default = from_json(default, _read(Path(file)), where=file)
+    if default is not usual and not help_asked(arguments):
+        source = f"--config {file}" if recipe is None else f"--recipe {name}"
         random = not is_checkpoint(getattr(default, "model", None) or "")
-        if random and hasattr(default, "optimizer") and not help_asked(arguments):
-            _check_rates(f"--config {file}", default, usual, arguments)
+        if random and hasattr(default, "optimizer"):
+            _check_rates(source, default, usual, arguments)
     config = tyro.cli(
         type(default),
         default=default,

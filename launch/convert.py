@@ -24,7 +24,7 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
 PROGRAM = cli.Program(
     name="launch.convert",
     description="Writes a Hugging Face directory or an Orbax model directory, from "
-    "one of either kind or from a checkpoint of a run.",
+    "one of either kind, from a GGUF file or from a checkpoint of a run.",
     default=lambda arguments: ConvertConfig(input=tyro.MISSING, output=tyro.MISSING),
     load=load,
 )

@@ -15,7 +15,14 @@ from launch.recipes.own_files import jsonl, mixture, process_reward, reward_mode
 from launch.recipes.programs import code, python
 from launch.recipes.queries import text2sql
 from launch.recipes.search import search
+from launch.recipes.sums import check_model, sums
 from launch.training import DEFAULTS, beginning, online
+
+
+def _check(config: RLConfig) -> None:
+    check_model(config)
+    check_options(config)
+
 
 PROGRAM = cli.Program(
     name="launch.grpo",
@@ -27,7 +34,7 @@ PROGRAM = cli.Program(
         RLConfig(), Rates(checkpoint=1e-6, adapter=1e-5, preset=5e-4), demo=demo
     ),
     load=online,
-    check=check_options,
+    check=_check,
     recipes={
         "demo": demo,
         "chain_sum": chain_sum,
@@ -44,6 +51,7 @@ PROGRAM = cli.Program(
         "mixture": mixture,
         "reward_model": reward_model,
         "process_reward": process_reward,
+        "sums": sums,
     },
 )
 

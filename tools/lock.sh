@@ -11,7 +11,7 @@ fi
 # An explicit interpreter, because uv may fail on one of pyenv's shims. The lock names no
 # index: the machine that installs the packages chooses it.
 "$uv" pip compile --quiet --universal --python .venv/bin/python --python-version 3.12 \
-    --extra math --extra envs --extra schema --extra parquet --extra hub --extra ray \
+    --extra math --extra envs --extra schema --extra parquet --extra hub --extra gguf --extra ray \
     --extra serve --extra tools --extra openenv --extra notebooks --extra dev \
     --no-emit-index-url --no-emit-find-links --no-annotate \
     --custom-compile-command "make lock" \

@@ -14,14 +14,15 @@ class ConvertConfig:
 
     Attributes:
         input: a Hugging Face directory, ORG/NAME on the hub, an Orbax model directory,
-            or the directory of a run.
+            a GGUF file (extra `gguf`), or the directory of a run.
         revision: branch, tag or commit of an --input on the hub.
         output: the directory to make; nothing is overwritten.
         format: format of the output. Every program's --model reads either; Orbax's
             arrays are as the model has them in memory, and transformers does not read
             them.
         dtype: dtype of the tensors; None for the one that they have. A run that trains
-            in bfloat16 has float32 master weights: float32 writes those.
+            in bfloat16 has float32 master weights: float32 writes those. Of GGUF, None
+            means bfloat16 if the matrices are in it, and float32 if not.
         step: step of the run whose checkpoint is read; None for the newest.
         base: where the config.json and the tokenizer of a run's model are: a directory,
             or ORG/NAME on the hub; None for the one that the run names.

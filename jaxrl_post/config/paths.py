@@ -33,6 +33,8 @@ MODELS = (
 )
 # Prefix of files on the hub.
 REMOTE = "hf://"
+# What the names of llama.cpp's models end with.
+GGUF = ".gguf"
 
 
 @contextmanager
@@ -61,6 +63,7 @@ def naming(option: str) -> Iterator[None]:
 def check_paths(config: Any) -> None:
     """Refuses data files that cannot be read, and paths that the system refuses.
 
+    A GGUF file is no model directory; only the `--input` of a conversion takes it.
     Other errors in a model's name are found when the model is opened, because the name
     may be a preset or a name on the hub.
 
@@ -78,6 +81,11 @@ def check_paths(config: Any) -> None:
         if name in MODELS:
             with naming(option):
                 _stat_if_there(path)
+            if path.endswith(GGUF) and name != "input":
+                raise ConfigError(
+                    f"{option}: {path} is no model directory; make one of it with "
+                    f"`python -m launch.convert --input {path} --output DIRECTORY`"
+                )
         elif not path.startswith(REMOTE):
             with naming(option):
                 _check_readable(path)

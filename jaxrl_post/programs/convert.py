@@ -1,4 +1,4 @@
-"""Converts model directories and checkpoints of runs to model directories."""
+"""Converts model directories, GGUF files and checkpoints of runs."""
 
 import math
 import shutil
@@ -15,8 +15,9 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.paths import check_output, check_paths, naming
 from jaxrl_post.config.run import RunConfig
+from jaxrl_post.data.gguf_tokenizer import generation_settings, gguf_tokenizer
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.data.tokenizer_files import write_stop_ids
+from jaxrl_post.data.tokenizer_files import TokenizerError, write_stop_ids
 from jaxrl_post.learner.adapters import lora_of
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.models import DecoderParams, ModelConfig
@@ -24,6 +25,7 @@ from jaxrl_post.models.adapters.lora import Adapter, LoRAConfig, adapter_specs, 
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.pretrained.directory import SavesItself
 from jaxrl_post.pretrained.families import read_config
+from jaxrl_post.pretrained.gguf_files import read_gguf, write_gguf
 from jaxrl_post.pretrained.orbax_files import CHUNK_BYTES
 from jaxrl_post.pretrained.tensor_files import read_json
 from jaxrl_post.programs.hub import fetch
@@ -88,7 +90,8 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
         command: not used.
 
     Raises:
-        ConfigError: the output exists, or an option does not go with the input.
+        ConfigError: the output exists, or an option does not go with the input, or the
+            tokenizer of a GGUF file is not supported.
         CheckpointError: the input cannot be read.
     """
     del command
@@ -97,6 +100,9 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
     check_output(Path(config.output), "--output")
     check_paths(config)
     config = fetch(config, console=console).config
+    if Path(config.input).is_file():
+        _from_gguf(config, console)
+        return
     run = RunDirectory(Path(config.input))
     if (run.path / "checkpoints").is_dir():
         architecture, params, tokenizer, source = _from_run(run, config, console)
@@ -113,9 +119,37 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
             weights_format=config.format,
         )
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    dtype = params.embedding.dtype
+    _tell(console, config, count, params.embedding.dtype)
+
+
+def _tell(console: Console, config: ConvertConfig, count: int, dtype: object) -> None:
     line = f"{config.output}: {count:,} parameters in {dtype}"
     console.print(line, markup=False, highlight=False)
+
+
+def _from_gguf(config: ConvertConfig, console: Console) -> None:
+    """Writes the model of a GGUF file, whose tensors are never in memory together."""
+    _check_no_run(config, "is a file")
+    if config.format != "huggingface":
+        raise ConfigError(
+            f"--format: a GGUF file becomes a Hugging Face directory first; leave "
+            f"--format {config.format} to a second conversion, of that directory"
+        )
+    file = read_gguf(config.input)
+    try:
+        tokenizer = gguf_tokenizer(file.metadata)
+    except TokenizerError as error:
+        raise ConfigError(f"--input: {config.input}: {error}") from error
+    with naming("--output"):
+        count, dtype = write_gguf(
+            config.output,
+            file,
+            tokenizer=tokenizer,
+            generation=generation_settings(file.metadata),
+            dtype=config.dtype,
+            max_file_bytes=int(config.max_shard_gb * 1e9),
+        )
+    _tell(console, config, count, dtype)
 
 
 def _check_size(config: ConvertConfig) -> None:
@@ -132,13 +166,16 @@ def _check_size(config: ConvertConfig) -> None:
 type Parts = tuple[ModelConfig, DecoderParams[Array], SavesItself, Path | None]
 
 
-def _from_directory(config: ConvertConfig) -> Parts:
+def _check_no_run(config: ConvertConfig, reason: str) -> None:
     for name in ("step", "base"):
         if getattr(config, name) is not None:
             raise ConfigError(
-                f"--{name}: is for runs, and {config.input} has no checkpoints folder; "
-                "drop the option"
+                f"--{name}: is for runs, and {config.input} {reason}; drop the option"
             )
+
+
+def _from_directory(config: ConvertConfig) -> Parts:
+    _check_no_run(config, "has no checkpoints folder")
     source = Path(config.input)
     dtype = None if config.dtype is None else jnp.dtype(config.dtype)
     architecture, params = pretrained.load(source, dtype=dtype)

@@ -21,6 +21,7 @@ LOCKED_EXTRAS = (
     "schema",
     "parquet",
     "hub",
+    "gguf",
     "ray",
     "serve",
     "tools",

@@ -30,7 +30,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 SHELL = "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
 COMMANDS = re.findall(r"^python -m launch\.(\w+) (.*)$", SHELL, re.MULTILINE)
 TARGETS = re.findall(
-    r"(?:`|^)make ([a-z]+)",
+    r"(?:`|^)make ([a-z0-9]+)",
     "".join((ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS),
     re.MULTILINE,
 )

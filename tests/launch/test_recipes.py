@@ -1,6 +1,7 @@
 """The recipes: options that fit each other, and what the warm start leaves to learn."""
 
 import json
+import re
 
 import pytest
 
@@ -12,9 +13,11 @@ from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.programs.agents import check_agents
-from launch import reward
+from launch import grpo, reward
+from launch.cli import read_options
 from launch.grpo import PROGRAM
 from launch.recipes.questions import COLOURS, DAYS, FILES, NAMES, THINGS, files
+from launch.recipes.sums import MODEL, QUESTIONS, questions
 
 # Recipe: the share of demonstrations that may be longer than an answer.
 CUT = {
@@ -45,8 +48,8 @@ def opened(name):
     return config, environment, TaskSets(environment, shown, environment.tasks("eval"))
 
 
-def test_every_recipe_has_a_case_but_that_of_an_extra():
-    assert {*CUT, "chain_sum"} == set(PROGRAM.recipes)
+def test_every_recipe_has_a_case_but_that_of_an_extra_and_that_of_a_real_model():
+    assert {*CUT, "chain_sum", "sums"} == set(PROGRAM.recipes)
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -159,3 +162,62 @@ def test_of_the_mixture_each_part_is_shown_by_its_weight():
     assert names == ["largest", "instructions"]
     parts = [names[task.data["part"]] for task in tasks.train]
     assert [parts.count(name) for name in names] == [67, 133]
+
+
+def test_the_sums_are_those_that_are_generated():
+    assert QUESTIONS.read_text(encoding="utf-8") == questions()
+
+
+def test_no_held_out_sum_is_trained_on_in_either_order():
+    config, environment, _ = opened("sums")
+    assert str(QUESTIONS) == config.data.path
+    terms = {}
+    for split in ("train", "eval"):
+        for task in environment.tasks(split):
+            [prompt] = task.messages
+            first, second = map(int, re.findall(r"\d+", prompt.content))
+            assert {len(str(first)), len(str(second))} == {2}
+            assert task.reference == str(first + second)
+            terms.setdefault(split, []).append(frozenset((first, second)))
+    assert len(terms["train"]) + len(terms["eval"]) == 1280
+    assert not {*terms["train"]} & {*terms["eval"]}
+    assert len(terms["eval"]) >= config.eval.num_tasks
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("85", 1.0),
+        ("47 + 38 = 85.", 1.0),
+        ("The sum of 47 and 38 is **85**!", 1.0),
+        ("85, since 47 + 38", 0.0),
+        ("eighty-five", 0.0),
+        ("185", 0.0),
+    ],
+)
+def test_the_last_number_of_an_answer_counts(said, reward):
+    _, environment, _ = opened("sums")
+    task = Task(0, (Message("user", "?"),), "85", {"answer": 85, "solution": None})
+    told = (*task.messages, Message("assistant", said))
+    assert environment.step(task, told).reward == reward
+
+
+def test_without_its_model_the_command_that_makes_it_is_named(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert grpo.main(["--recipe=sums"]) == 1
+    assert "`make smollm2` makes it" in capsys.readouterr().out
+    (tmp_path / MODEL).mkdir(parents=True)
+    config = PROGRAM.recipes["sums"]()
+    PROGRAM.check(config)
+    assert config.run_dir == "runs/sums"
+
+
+def test_sums_take_a_model_of_the_hub_at_their_own_learning_rate():
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    config = read_options(PROGRAM, ["--recipe=sums", f"--model={name}"])
+    PROGRAM.check(config)
+    assert (config.model, config.optimizer.learning_rate) == (name, 1e-5)
+    with pytest.raises(ValueError, match="learning-rate: must be given"):
+        read_options(PROGRAM, ["--recipe=demo", f"--model={name}"])

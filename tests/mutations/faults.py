@@ -457,8 +457,26 @@ PROCESSES = [
     ),
 ]
 
+FILES = [
+    Fault(
+        "rows of a GGUF file's queries and keys stay in llama.cpp's order",
+        "pretrained/gguf_files.py",
+        "return pairs.swapaxes(1, 2).reshape(values.shape)",
+        "return values",
+        "pretrained/test_gguf_files.py",
+    ),
+    Fault(
+        "a tokenizer of a GGUF file splits at every digit, whatever its name",
+        "data/gguf_tokenizer.py",
+        "if split in SINGLE_DIGITS:",
+        "if True:",
+        "data/test_gguf_tokenizer.py",
+    ),
+]
+
 FAULTS = [
     *PROCESSES,
+    *FILES,
     *LAYOUTS,
     *PLANS,
     *LOSSES,
