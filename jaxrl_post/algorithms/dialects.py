@@ -84,9 +84,9 @@ __all__ = [
     "trl_grpo",
 ]
 
-# verl and NeMo RL clamp the log-ratio to +-20 and the result to +-10, NeMo RL with its
-# weight. OpenRLHF clamps the result alone, which is the same: at a log-ratio of +-20 the
-# result exceeds 10.
+# verl and NeMo RL clamp the log-ratio to +-20 and the result to +-10, NeMo RL with the
+# weight. OpenRLHF clamps the result alone, which is the same: at a log-ratio of +-20
+# the result exceeds 10.
 CLAMPED_K3: KlEstimator = partial(kl.k3, max_log_ratio=20.0, max_value=10.0)
 PLAIN_K3: KlEstimator = partial(kl.k3, max_log_ratio=None)
 
