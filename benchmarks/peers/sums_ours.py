@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--num-tasks", type=int, default=128, help="held out")
     parser.add_argument("--out", type=Path, required=True)
     given, options = parser.parse_known_args()
     load, began = Load(), time.perf_counter()
@@ -37,6 +38,7 @@ def main() -> None:
             sys.executable, "-m", "launch.grpo", "--recipe=sums",
             f"--run-dir={folder}/run", f"--seed={given.seed}", f"--steps={given.steps}",
             f"--eval.every={given.eval_every}", f"--checkpoint.every={given.steps}",
+            f"--eval.num-tasks={given.num_tasks}",
             *options,
         ]  # fmt: skip
         subprocess.run(command, cwd=ROOT, check=True)

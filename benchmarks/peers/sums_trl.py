@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from jaxrl_post.envs.env import Message, Task  # noqa: E402
 from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers  # noqa: E402
 
-PROMPTS, SAMPLES, TOKENS, HELD_OUT = 8, 8, 16, 128
+PROMPTS, SAMPLES, TOKENS = 8, 8, 16
 
 
 class Grader:
@@ -70,8 +70,11 @@ class Grader:
 class Clock(TrainerCallback):
     """Measures steps, and evaluates between them."""
 
-    def __init__(self, grader: Grader, tokenizer: Any, every: int) -> None:
+    def __init__(
+        self, grader: Grader, tokenizer: Any, every: int, num_tasks: int
+    ) -> None:
         self.grader, self.tokenizer, self.every = grader, tokenizer, every
+        self.tasks = grader.environment.tasks("eval")[:num_tasks]
         self.seconds: list[float] = []
         self.held_out: list[dict[str, float]] = []
 
@@ -98,7 +101,7 @@ class Clock(TrainerCallback):
         """Greedy answers to held-out questions."""
         begin, training = time.perf_counter(), model.training
         model.eval()
-        tasks = self.grader.environment.tasks("eval")[:HELD_OUT]
+        tasks = self.tasks
         asked = [
             [{"role": each.role, "content": each.content} for each in task.messages]
             for task in tasks
@@ -127,6 +130,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--num-tasks", type=int, default=128, help="held out")
     parser.add_argument("--threads", type=int, default=None, help="of torch")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -137,7 +141,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     environment = PromptAnswers(str(given.data), extract=r"\d+")
     grader = Grader(environment, tokenizer.eos_token_id)
-    clock = Clock(grader, tokenizer, given.eval_every)
+    clock = Clock(grader, tokenizer, given.eval_every, given.num_tasks)
     config = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(), max_steps=given.steps, seed=given.seed,
         per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES,
@@ -145,7 +149,7 @@ def main() -> None:
         temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="grpo",
         learning_rate=1e-5, lr_scheduler_type="constant", warmup_steps=0,
         adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, weight_decay=0.0,
-        max_grad_norm=1.0, use_cpu=True, bf16=False, gradient_checkpointing=False,
+        max_grad_norm=1.0, use_cpu=True, bf16=False, activation_checkpointing=False,
         report_to="none", save_strategy="no", logging_steps=1000, disable_tqdm=True,
     )  # fmt: skip
     rows = [

@@ -25,7 +25,7 @@ from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.types import TokenBatch
 
 TEMPERATURES = (0.7, 1.0, 1.3)
-BETA, MAX_COMPLETION = 0.04, 24
+BETA, MAX_COMPLETION = 0.04, 16
 TRL = {"kl_coefficient": BETA, "correction": None}
 OBJECTIVES = {
     "sft": supervised.next_token,
