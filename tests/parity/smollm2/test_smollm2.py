@@ -110,8 +110,10 @@ def test_greedy_answers(model, tokenizer, expected):
     sizes = EngineConfig(
         num_slots=len(rows), max_prompt_tokens=longest, max_tokens=MAX_COMPLETION
     )
-    engine = Engine(config, sizes, stop_ids=tokenizer.stop_ids)
-    sampling = SamplingParams(temperature=0.0, max_tokens=MAX_COMPLETION)
+    engine = Engine(config, sizes)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=MAX_COMPLETION, stop_ids=tokenizer.stop_ids
+    )
     requests = [
         Request(index, tuple(row["ids"]), sampling=sampling)
         for index, row in enumerate(rows)

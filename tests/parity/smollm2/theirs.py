@@ -168,6 +168,8 @@ class Losses:
     def __init__(self, model: Any, tokenizer: Any, rows: list[Json], out: Path) -> None:
         self.model, self.tokenizer, self.out = model, tokenizer, out
         self.answers = sampled(model, tokenizer, rows)
+        # Before TRL gives the model a forward pass of its own, which a copy would share.
+        self.old, self.reference = moved(model, 0.02), moved(model, 0.05)
         self.values: dict[str, float] = {}
         self.scratch = tempfile.mkdtemp()
 
@@ -188,12 +190,10 @@ class Losses:
     def grpo(self) -> None:
         """The losses of GRPO, off policy, with the KL to a reference."""
         answers = self.answers
-        old, reference = moved(self.model, 0.02), moved(self.model, 0.05)
         known = {
             name: [logprobs_of(which, *pair, 1.0)[0].tolist() for pair in answers]
-            for name, which in (("old", old), ("reference", reference))
+            for name, which in (("old", self.old), ("reference", self.reference))
         }
-        del old, reference
         prompts, completions = zip(*answers, strict=True)
         advantages = torch.linspace(-1.5, 2.0, len(answers))
         counts = [len(completion) for completion in completions]
@@ -242,14 +242,14 @@ class Losses:
             for key in ("prompt", "chosen", "rejected")
         }
         trainer = trl.DPOTrainer(
-            self.model, ref_model=moved(self.model, 0.05),
+            self.model, ref_model=self.reference,
             args=trl.DPOConfig(
                 output_dir=self.scratch, per_device_train_batch_size=len(pairs),
                 **CPU,
             ),
             processing_class=self.tokenizer, train_dataset=Dataset.from_dict(said),
         )  # fmt: skip
-        self.examples("dpo", trainer, trainer.ref_model)
+        self.examples("dpo", trainer, self.reference)
 
     def sft(self) -> None:
         """Supervised fine-tuning on drawn answers; their tokens alone are learned."""
@@ -374,9 +374,9 @@ def main(directory: Path, out: Path, gguf: Path | None) -> None:
     out.mkdir(parents=True)
     np.savez(out / "expected.npz", **arrays)
     losses = Losses(model, tokenizer, rows, out)
+    losses.grpo()
     losses.sft()
     losses.dpo()
-    losses.grpo()
     for row, said in zip(rows, answers, strict=True):
         row |= {"answer": said, "said": tokenizer.decode(said)}
     written = {"texts": texts(), "ids": ids, "chats": rows, "losses": losses.values}
