@@ -168,7 +168,7 @@ class Losses:
     def __init__(self, model: Any, tokenizer: Any, rows: list[Json], out: Path) -> None:
         self.model, self.tokenizer, self.out = model, tokenizer, out
         self.answers = sampled(model, tokenizer, rows)
-        # Before TRL gives the model a forward pass of its own, which a copy would share.
+        # Before TRL gives the model its own forward pass, which a copy would share.
         self.old, self.reference = moved(model, 0.02), moved(model, 0.05)
         self.values: dict[str, float] = {}
         self.scratch = tempfile.mkdtemp()
