@@ -373,6 +373,9 @@ def main(directory: Path, out: Path, gguf: Path | None) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     np.savez(out / "expected.npz", **arrays)
+    # transformers gives the padding token's embedding no gradient, and this model pads
+    # with the token that ends a turn.
+    model.get_input_embeddings().padding_idx = None
     losses = Losses(model, tokenizer, rows, out)
     losses.grpo()
     losses.sft()
