@@ -12,6 +12,7 @@ from jaxrl_post.algorithms.objective import (
     Algorithm,
     Correction,
     KlEstimator,
+    KlWeights,
     Objective,
     PolicyLoss,
     PolicyTerm,
@@ -36,6 +37,8 @@ class SharedOptions(TypedDict, total=False):
         kl_coefficient: >= 0, weight of the KL to the reference policy in the loss;
             default 0.
         kl_estimator: `kl.k2`, `kl.k3` (default) or `kl.k3_plus`.
+        kl_weights: differentiated importance weights of that KL, a
+            `kl_weights.ratio`; None for none; default None.
         correction: correction of the mismatch between sampler and trainer, one of
             `algorithms.corrections`; None for none; default `truncated_tokens()`.
         entropy_coefficient: weight of the policy's entropy, which the loss rewards;
@@ -49,6 +52,7 @@ class SharedOptions(TypedDict, total=False):
 
     kl_coefficient: float
     kl_estimator: KlEstimator
+    kl_weights: KlWeights | None
     correction: Correction | None
     entropy_coefficient: float
 
@@ -66,7 +70,7 @@ def only_shared(given: SharedOptions) -> SharedOptions:
     >>> grpo(kl_coef=0.1)
     Traceback (most recent call last):
     TypeError: 'kl_coef' is no option of this algorithm; besides its own it has
-    kl_coefficient, kl_estimator, correction, entropy_coefficient
+    kl_coefficient, kl_estimator, kl_weights, correction, entropy_coefficient
     """
     known = SharedOptions.__annotations__
     for name in given:
@@ -85,6 +89,7 @@ def compose(
     reduction: Reduction,
     kl_coefficient: float = 0.0,
     kl_estimator: KlEstimator = kl.k3,
+    kl_weights: KlWeights | None = None,
     correction: Correction | None = TRUNCATED,
     anchor: Literal["proximal", "behavior"] = "proximal",
     entropy_coefficient: float = 0.0,
@@ -95,7 +100,7 @@ def compose(
     """Builds an algorithm from its parts.
 
     loss = reduction_t(correction_t policy_loss_t
-                       + kl_coefficient kl_estimator_t
+                       + kl_coefficient kl_weights_t kl_estimator_t
                        - entropy_coefficient entropy_t)
 
     All terms pass through one reduction, so they share one denominator. A batch
@@ -116,7 +121,11 @@ def compose(
         reduction: (values, mask, segment_ids) to a `Metric`; one of `losses.reduce`.
         kl_coefficient: >= 0, weight of the KL to the reference in the loss.
         kl_estimator: (policy_logprobs, reference_logprobs, mask) to values per token;
-            `kl.k2`, `kl.k3`, `kl.k3_plus`, or a `functools.partial` of one with clamps.
+            `kl.k2`, `kl.k3`, `kl.k3_plus`, or a `functools.partial` of one with clamps;
+            with `kl_weights` also `kl.k1`.
+        kl_weights: (kl_values, policy_logprobs, proximal_logprobs, behavior_logprobs,
+            mask, segment_ids) to the weighted values per token; a `kl_weights.ratio`,
+            or None for the estimator's own values.
         correction: (proximal_logprobs, behavior_logprobs, mask, segment_ids) to a
             `Corrected`, for the mismatch between sampler and trainer; one of
             `algorithms.corrections`, or None for none.
@@ -135,8 +144,9 @@ def compose(
         The algorithm.
 
     Raises:
-        ValueError: a hyperparameter is out of its range, `kl_estimator` is `kl.k1` and
-            `accept_k1_loss` False, or a correction is given with anchor "behavior".
+        ValueError: a hyperparameter is out of its range, `kl_estimator` is `kl.k1`,
+            without `kl_weights` and with `accept_k1_loss` False, or a correction is
+            given with anchor "behavior".
             The objective raises it if reference log-probs or the entropy are needed but
             missing.
 
@@ -159,7 +169,7 @@ def compose(
     """
     if kl_coefficient < 0:
         raise ValueError(f"kl_coefficient must be >= 0, got {kl_coefficient}")
-    if not accept_k1_loss:
+    if kl_weights is None and not accept_k1_loss:
         _refuse_k1(kl_estimator)
     _check_anchor(anchor, correction)
 
@@ -195,6 +205,9 @@ def compose(
         if kl_coefficient > 0:
             reference = _require_reference(batch, kl_coefficient)
             penalty = kl_estimator(policy_logprobs, reference, mask)
+            if kl_weights is not None:
+                policies = (policy_logprobs, proximal, behavior)
+                penalty = kl_weights(penalty, *policies, mask, ids)
             per_token = per_token + kl_coefficient * penalty
         if entropy_coefficient:
             bonus = _entropy_bonus(predictions, mask, entropy_coefficient)
@@ -257,8 +270,8 @@ def _refuse_k1(estimator: KlEstimator) -> None:
             "kl_estimator must be one whose gradient is that of a KL (kl.k2, kl.k3 or "
             "kl.k3_plus), got kl.k1: as a loss its expected gradient is zero, so it "
             "would add noise and no pull towards the reference; use kl.k1 as a metric "
-            "or as a penalty inside the reward. accept_k1_loss=True takes it all the "
-            "same"
+            "or as a penalty inside the reward, or give kl_weights. "
+            "accept_k1_loss=True takes it all the same"
         )
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "Correction",
     "Divergence",
     "KlEstimator",
+    "KlWeights",
     "Mask",
     "Objective",
     "PerToken",
@@ -156,6 +157,9 @@ type Correction = Callable[[PerToken, PerToken, Mask, SegmentIds], Corrected]
 type Reduction = Callable[[PerToken, Mask, SegmentIds], Metric]
 type TokenChoice = Callable[[PerToken, Mask], Mask]
 type KlEstimator = Callable[[PerToken, PerToken, Mask], PerToken]
+type KlWeights = Callable[
+    [PerToken, PerToken, PerToken, PerToken, Mask, SegmentIds], PerToken
+]
 
 
 def require_logprobs(predictions: Predictions) -> Float[Array, "rows length"]:

@@ -16,6 +16,7 @@ from jaxrl_post.algorithms.objective import (
     Algorithm,
     Correction,
     KlEstimator,
+    KlWeights,
     Objective,
     Predictions,
 )
@@ -196,6 +197,7 @@ def reinforce_plus_plus_baseline(
     clip_high: float = 0.2,
     kl_coefficient: float = 0.0,
     kl_estimator: KlEstimator = kl.k2,
+    kl_weights: KlWeights | None = None,
     correction: Correction | None = TRUNCATED,
 ) -> Algorithm:
     """REINFORCE++ with the group's mean as baseline.
@@ -208,6 +210,7 @@ def reinforce_plus_plus_baseline(
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         kl_coefficient: >= 0, weight of the KL to the reference policy in the loss.
         kl_estimator: estimator of that KL; the paper takes `kl.k2`.
+        kl_weights: as in `SharedOptions`.
         correction: of the sampler's mismatch; None for none.
 
     Returns:
@@ -237,6 +240,7 @@ def reinforce_plus_plus_baseline(
         reduction=reduce.token_mean,
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
+        kl_weights=kl_weights,
         correction=correction,
     )
     return composed._replace(credit=credit)

@@ -98,8 +98,14 @@ class AlgorithmConfig:
         kl_coefficient: weight of the KL divergence to the reference policy, in nats: in
             the reward of ppo and reinforce_plus_plus, in the loss of the others; 0
             needs no reference.
-        kl_estimator: estimator of that KL divergence; k1 only inside the reward. None
-            for k1 there, k2 of reinforce_plus_plus_baseline, and k3 in other losses.
+        kl_estimator: estimator of that KL divergence; k1 only inside the reward, or
+            with kl_weights. None for k1 there, k2 of reinforce_plus_plus_baseline, and
+            k3 in other losses.
+        kl_weights: the policy's ratio to what is named, which then weighs that KL in
+            the loss, token by token and with a gradient; the expected gradient of k1
+            and k3 is then the KL's. policy: to itself, which changes the gradient
+            alone; proximal: to the policy before the step's first update; behavior: to
+            the sampler. None for no weight.
         reference: Hugging Face directory of the reference policy, or ORG/NAME on the
             hub (ORG/NAME@REVISION for a revision); it is the teacher of distillation;
             None for the model as it began.
@@ -129,6 +135,7 @@ class AlgorithmConfig:
     clip_high: Annotated[float | None, NOT_NEGATIVE] = None
     kl_coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
     kl_estimator: Literal["k1", "k2", "k3", "k3_plus"] | None = None
+    kl_weights: Literal["policy", "proximal", "behavior"] | None = None
     reference: str | None = None
     entropy_coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
     reward_weights: tuple[str, ...] = ()

@@ -269,12 +269,14 @@ def _check_idle(config: RLConfig) -> None:
                 f"--rollout.{name.replace('_', '-')}: without {other} it changes "
                 f"nothing; got {value:g}; drop the option, or give the other"
             )
-    if algorithm.kl_estimator is not None and not algorithm.kl_coefficient:
-        raise ConfigError(
-            "--algorithm.kl-estimator: with --algorithm.kl-coefficient 0 no KL is "
-            f"estimated; got {algorithm.kl_estimator}; drop the option, or give a "
-            "coefficient"
-        )
+    for name in ("kl_estimator", "kl_weights"):
+        given = getattr(algorithm, name)
+        if given is not None and not algorithm.kl_coefficient:
+            raise ConfigError(
+                f"--algorithm.{name.replace('_', '-')}: with "
+                "--algorithm.kl-coefficient 0 no KL is estimated; got "
+                f"{given}; drop the option, or give a coefficient"
+            )
 
 
 def _check_parts(config: RLConfig) -> None:
@@ -489,10 +491,17 @@ def _check_terms(config: AlgorithmConfig) -> None:
         raise ConfigError(
             f"--algorithm.entropy-coefficient: {name} has no such term; drop the option"
         )
-    if config.kl_estimator == "k1" and name not in KL_IN_REWARD:
+    if name in KL_IN_REWARD:
+        if config.kl_weights is not None:
+            raise ConfigError(
+                f"--algorithm.kl-weights: in {name} the KL is part of the reward, "
+                "which has no gradient; drop the option"
+            )
+    elif config.kl_estimator == "k1" and config.kl_weights is None:
         raise ConfigError(
             f"--algorithm.kl-estimator: in {name} the KL is part of the loss, where "
-            "k1 has an expected gradient of zero; choose k2, k3 or k3_plus"
+            "k1 has an expected gradient of zero; choose k2, k3 or k3_plus, or give "
+            "--algorithm.kl-weights"
         )
 
 
@@ -541,7 +550,7 @@ def _check_distillation(config: AlgorithmConfig, distill: DistillConfig) -> None
         _check_sampled(distill)
         return
     plain = AlgorithmConfig(name=config.name, reference=config.reference)
-    for name in ("clip_low", "clip_high", "correction", "kl_estimator"):
+    for name in ("clip_low", "clip_high", "correction", "kl_estimator", "kl_weights"):
         if getattr(config, name) != getattr(plain, name):
             raise ConfigError(
                 f"--algorithm.{name.replace('_', '-')}: {distill.divergence} compares "

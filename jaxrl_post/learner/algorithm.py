@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from jaxrl_post import algorithms
-from jaxrl_post.algorithms import Algorithm, corrections
+from jaxrl_post.algorithms import Algorithm, corrections, kl_weights
 from jaxrl_post.algorithms.corrections import Correction
 from jaxrl_post.algorithms.objective import Divergence
 from jaxrl_post.algorithms.whole_distributions import (
@@ -61,6 +61,8 @@ def make_algorithm(
         options["kl_coefficient"] = config.kl_coefficient
         if config.kl_estimator is not None:
             options["kl_estimator"] = ESTIMATORS[config.kl_estimator]
+        if config.kl_weights is not None:
+            options["kl_weights"] = kl_weights.ratio(anchor=config.kl_weights)
     if config.reward_weights:
         options["weights"] = tuple(weight for _, weight in reward_weights(config))
     if config.name == "vespo":

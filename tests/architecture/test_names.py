@@ -49,6 +49,7 @@ GLOSSARY = {
     "k_positive": "power of VESPO's kernel, positive advantages",
     "kl_coefficient": "weight of a KL in the loss or in the reward",
     "kl_estimator": "of the KL to the reference",
+    "kl_weights": "importance weights of that KL, with a gradient",
     "label_smoothing": "share of labels taken to be wrong",
     "lambda_": "of GAE",
     "lambda_negative": "rate of VESPO's kernel, negative advantages",

@@ -1,14 +1,17 @@
 """Each dialect against a float64 transcription of its framework's own formulas.
 
 The transcriptions follow the frameworks' code with loops over samples and rows, in the
-order in which that computes; they know nothing of packing, masks or metrics here.
+order in which that computes; they know nothing of packing, masks or metrics here. What
+the frameworks detach is a function of `held`, p without gradient; so the derivative of
+a transcription by p alone is the framework's gradient.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.algorithms import Predictions, dialects
+from jaxrl_post.algorithms import Predictions, dialects, kl_weights
 from jaxrl_post.losses import reduce, returns, shaping
 from jaxrl_post.types import TokenBatch
 
@@ -51,26 +54,61 @@ def openrlhf(rewards):
     return (rewards - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-9)
 
 
-def clipped(p, q, a, low=0.2, high=0.2):
-    ratio = np.exp(p - q)
+def surrogate(ratio, a, low=0.2, high=0.2):
     return np.maximum(-a * ratio, -a * np.clip(ratio, 1 - low, 1 + high))
 
 
-def dual_clipped(p, q, a, low=0.2, high=0.2, c=3.0):
-    loss = clipped(p, q, a, low, high)
+def clipped(p, q, a, held):
+    return surrogate(np.exp(p - q), a)
+
+
+def clipped_sequence(p, q, a, held):
+    return surrogate(np.exp((p - q).mean()), a)
+
+
+def dual_clipped(p, q, a, held, low=0.2, high=0.2, c=3.0):
+    loss = surrogate(np.exp(p - q), a, low, high)
     return np.where(a < 0, np.minimum(-a * c, loss), loss)
+
+
+def weighting(low, high):
+    return lambda p, q, a, held: -np.clip(np.exp(held - q), low, high) * a * p
 
 
 def k3(p, r):
     return np.exp(r - p) - (r - p) - 1
 
 
-def verl_k3(p, r):
+def trl_k3(p, r, q, b, held):
+    return k3(p, r) * np.exp(p - q)
+
+
+def trl_sequence_k3(p, r, q, b, held):
+    return k3(p, r) * np.exp((p - q).mean())
+
+
+def trl_plain_k3(p, r, q, b, held):
+    return k3(p, r)
+
+
+def verl_k3(p, r, *others):
     log_ratio = np.clip(r - p, -20, 20)
     return np.clip(np.exp(log_ratio) - log_ratio - 1, -10, 10)
 
 
-def openrlhf_k3(p, r):
+def nemo_rl_k3(p, r, q, b, held):
+    # It detaches a weight where the log-ratio is clamped; k3 is beyond 10 there.
+    log_ratio = np.clip(r - p, -20, 20)
+    return np.clip(np.exp(p - held) * (np.exp(log_ratio) - 1 - log_ratio), -10, 10)
+
+
+def nemo_rl_k3_of_the_sampler(p, r, q, b, held):
+    log_ratio = np.clip(r - p, -20, 20)
+    weight = np.exp(np.where(np.abs(r - p) > 20, held, p) - b)
+    return np.clip(weight * (np.exp(log_ratio) - 1 - log_ratio), -10, 10)
+
+
+def openrlhf_k3(p, r, *others):
     log_ratio = -(p - r)
     return np.clip(np.exp(log_ratio) - 1 - log_ratio, -10, 10)
 
@@ -115,7 +153,7 @@ DIALECTS = {
             reduction=reduce.sequence_mean_of_token_mean,
         ),
         verl,
-        lambda p, q, a: dual_clipped(p, q, a, high=0.28),
+        lambda p, q, a, held: dual_clipped(p, q, a, held, high=0.28),
         verl_k3,
         sequence_mean,
         unweighted,
@@ -131,7 +169,7 @@ DIALECTS = {
     "verl_cispo": (
         dialects.cispo(dialects.VERL, kl_coefficient=KL, ratio_high=1.28),
         verl,
-        lambda p, q, a: -np.clip(np.exp(p - q), 0.8, 1.28) * a * p,
+        weighting(0.8, 1.28),
         verl_k3,
         token_mean,
         unweighted,
@@ -140,7 +178,7 @@ DIALECTS = {
         dialects.grpo(dialects.TRL, kl_coefficient=KL),
         trl,
         clipped,
-        k3,
+        trl_k3,
         token_mean,
         sequence_mask,
     ),
@@ -148,7 +186,7 @@ DIALECTS = {
         dialects.trl_grpo(kl_coefficient=KL),
         trl,
         clipped,
-        k3,
+        trl_k3,
         token_mean,
         sequence_mask,
     ),
@@ -160,22 +198,38 @@ DIALECTS = {
         ),
         trl,
         clipped,
-        k3,
+        trl_k3,
         sequence_mean,
+        sequence_mask,
+    ),
+    "trl_grpo of sequences": (
+        dialects.trl_grpo(kl_coefficient=KL, ratio_level="sequence"),
+        trl,
+        clipped_sequence,
+        trl_sequence_k3,
+        token_mean,
+        sequence_mask,
+    ),
+    "trl_grpo without use_bias_correction_kl": (
+        dialects.grpo(dialects.TRL, kl_coefficient=KL, kl_weights=None),
+        trl,
+        clipped,
+        trl_plain_k3,
+        token_mean,
         sequence_mask,
     ),
     "trl_dr_grpo": (
         dialects.dr_grpo(dialects.TRL, kl_coefficient=KL, denominator=MAX_COMPLETION),
         lambda rewards: trl(rewards, by_std=False),
         clipped,
-        k3,
+        trl_k3,
         over_constant(MAX_COMPLETION),
         sequence_mask,
     ),
     "verl_cispo as it comes": (
         dialects.cispo(dialects.VERL, kl_coefficient=KL),
         verl,
-        lambda p, q, a: -np.clip(np.exp(p - q), 0.8, 1.2) * a * p,
+        weighting(0.8, 1.2),
         verl_k3,
         token_mean,
         unweighted,
@@ -183,8 +237,8 @@ DIALECTS = {
     "trl_cispo": (
         dialects.cispo(dialects.TRL, kl_coefficient=KL, ratio_high=1.3),
         trl,
-        lambda p, q, a: -np.minimum(np.exp(p - q), 1.3) * a * p,
-        k3,
+        weighting(0.0, 1.3),
+        trl_k3,
         token_mean,
         sequence_mask,
     ),
@@ -192,7 +246,27 @@ DIALECTS = {
         dialects.grpo(dialects.NEMO_RL, kl_coefficient=KL),
         nemo_rl,
         clipped,
-        verl_k3,
+        nemo_rl_k3,
+        token_mean,
+        unweighted,
+    ),
+    "nemo_rl_grpo, use_on_policy_kl_approximation": (
+        dialects.grpo(
+            dialects.NEMO_RL,
+            kl_coefficient=KL,
+            kl_weights=kl_weights.ratio(anchor="behavior", max_value=10.0),
+        ),
+        nemo_rl,
+        clipped,
+        nemo_rl_k3_of_the_sampler,
+        token_mean,
+        unweighted,
+    ),
+    "nemo_rl_cispo": (
+        dialects.cispo(dialects.NEMO_RL, kl_coefficient=KL),
+        nemo_rl,
+        weighting(0.8, 1.2),
+        nemo_rl_k3,
         token_mean,
         unweighted,
     ),
@@ -270,14 +344,42 @@ def test_advantages(name):
 
 
 @every_dialect
-def test_loss(name):
+def test_loss_and_gradient(name):
     algorithm, _, policy_loss, divergence, mean, weight = DIALECTS[name]
     policy, batch = sampled_batch()
-    rows = []
-    for p, q, r, b, a in rows_of(policy, batch):
-        rows.append(weight(q, b) * policy_loss(p, q, a) + KL * divergence(p, r))
-    loss = algorithm.objective(Predictions(policy), batch).loss
-    np.testing.assert_allclose(loss.mean(), mean(rows), rtol=1e-5)
+    data = list(rows_of(policy, batch))
+
+    def transcription(moved):
+        """The loss if the rows' log-probs were `moved`, and what is detached not."""
+        rows = []
+        for p, (held, q, r, b, a) in zip(moved, data, strict=True):
+            surrogate = weight(q, b) * policy_loss(p, q, a, held)
+            rows.append(surrogate + KL * divergence(p, r, q, b, held))
+        return mean(rows)
+
+    def ours(policy_logprobs):
+        return algorithm.objective(Predictions(policy_logprobs), batch).loss.mean()
+
+    logprobs = [held.copy() for held, *_ in data]
+    loss, gradient = jax.value_and_grad(ours)(policy)
+    np.testing.assert_allclose(loss, transcription(logprobs), rtol=1e-5)
+    expected = np.zeros_like(policy)
+    expected[np.asarray(batch.loss_mask)] = derivative(transcription, logprobs)
+    np.testing.assert_allclose(gradient, expected, rtol=2e-5, atol=1e-6)
+
+
+def derivative(function, rows, step=1e-6):
+    """Central differences of a function of rows, one for each of their entries."""
+    found = []
+    for row in rows:
+        for place in range(len(row)):
+            kept, sides = row[place], []
+            for side in (step, -step):
+                row[place] = kept + side
+                sides.append(function(rows))
+            row[place] = kept
+            found.append((sides[0] - sides[1]) / (2 * step))
+    return found
 
 
 def test_the_batch_meets_what_the_dialects_disagree_on():
@@ -285,8 +387,14 @@ def test_the_batch_meets_what_the_dialects_disagree_on():
     weights = [sequence_mask(q, b) for p, q, r, b, a in rows]
     assert min(weights) == 0.0 < 0.1 < max(weights)
     differences = {
-        "dual clip": lambda p, q, r, b, a: dual_clipped(p, q, a) - clipped(p, q, a),
+        "dual clip": lambda p, q, r, b, a: (
+            dual_clipped(p, q, a, p) - clipped(p, q, a, p)
+        ),
         "clamped KL": lambda p, q, r, b, a: verl_k3(p, r) - k3(p, r),
+        "weighted KL": lambda p, q, r, b, a: trl_k3(p, r, q, b, p) - k3(p, r),
+        "KL of the sampler": lambda p, q, r, b, a: (
+            nemo_rl_k3_of_the_sampler(p, r, q, b, p) - nemo_rl_k3(p, r, q, b, p)
+        ),
         "CISPO's lower bound": lambda p, q, r, b, a: np.exp(p - q) < 0.8,
         "CISPO's upper bound": lambda p, q, r, b, a: np.exp(p - q) > 1.28,
     }
@@ -301,8 +409,9 @@ def test_dialects_disagree_on_the_same_batch():
         for name, made in DIALECTS.items()
     }
     assert losses.pop("trl_grpo with all its options") == losses["trl_grpo"]
-    # NeMo RL and OpenRLHF differ in their advantages alone.
+    # Beside the advantages, NeMo RL and OpenRLHF differ in the gradient alone.
     assert losses.pop("nemo_rl_grpo") == losses["openrlhf_grpo"]
+    assert losses.pop("nemo_rl_cispo") == losses["verl_cispo as it comes"]
     assert len({round(loss, 4) for loss in losses.values()}) == len(losses)
 
 

@@ -109,6 +109,10 @@ def test_the_entropy_bonus_is_a_mean_over_tokens():
             {"dual_clip": 4.0, "ratio_level": "sequence"},
             "dual_clip must be None with ratio_level 'sequence', got 4",
         ),
+        (
+            {"quantile": 0.2, "entropy_coefficient": 0.1},
+            "entropy_coefficient must be 0 with a quantile, got 0.1; TRL's",
+        ),
         ({"quantile": 1.5}, r"quantile must be in \[0, 1\], got 1\.5"),
         (
             {

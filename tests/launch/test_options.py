@@ -305,6 +305,11 @@ MISTAKES = [
         ("--algorithm.kl-estimator=k2", "--env=arithmetic"),
         "--algorithm.kl-estimator: with --algorithm.kl-coefficient 0 no KL is estimat",
     ),
+    (
+        grpo,
+        ("--algorithm.kl-weights=policy", "--env=arithmetic"),
+        "--algorithm.kl-weights: with --algorithm.kl-coefficient 0 no KL is estimated",
+    ),
     (grpo, ("--mesh=xx4",), "^--mesh: unknown axis 'xx'"),
     (distill, (), "--algorithm.reference: distillation needs the directory"),
     (sft, ("--warm-start.steps", "3"), "--warm-start.steps: fine-tuning is what a wa"),

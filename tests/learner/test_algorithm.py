@@ -52,6 +52,11 @@ def test_every_algorithm_of_the_configuration_is_made(name):
     if name != "distillation":
         with_kl = make_algorithm(AlgorithmConfig(name=name, kl_coefficient=0.1), 4)
         assert with_kl.needs_reference
+    if name not in ("ppo", "reinforce_plus_plus", "distillation"):
+        weighted = AlgorithmConfig(
+            name=name, kl_coefficient=0.1, kl_estimator="k1", kl_weights="proximal"
+        )
+        assert make_algorithm(weighted, 4).needs_reference
 
 
 def test_a_shared_critic_is_part_of_the_objective():
@@ -73,6 +78,11 @@ def test_a_shared_critic_is_part_of_the_objective():
         ),
         (AlgorithmConfig(reference="x"), {}, r"nothing looks at it with a kl-coeffici"),
         (AlgorithmConfig(kl_estimator="k1"), {}, r"in grpo the KL is part of the loss"),
+        (
+            AlgorithmConfig(name="ppo", kl_coefficient=0.1, kl_weights="policy"),
+            {},
+            r"kl-weights: in ppo the KL is part of the reward, which has no gradient",
+        ),
         (
             AlgorithmConfig(name="reinforce_plus_plus", entropy_coefficient=0.1),
             {},
@@ -155,6 +165,11 @@ def test_every_divergence_of_the_configuration_is_made(name):
             {"divergence": "jsd"},
             {"kl_estimator": "k3"},
             r"--algorithm\.kl-estimator: jsd compares whole distributions",
+        ),
+        (
+            {"divergence": "jsd"},
+            {"kl_weights": "proximal"},
+            r"--algorithm\.kl-weights: jsd compares whole distributions",
         ),
         ({"divergence": "jsd"}, {"reference": None}, r"needs the directory of a teach"),
     ],

@@ -246,6 +246,13 @@ LOSSES = [
         "algorithms/test_objective.py algorithms/test_corrections.py",
     ),
     Fault(
+        "the KL's weight has no gradient",
+        "algorithms/kl_weights.py",
+        "product = found * values",
+        "product = jax.lax.stop_gradient(found) * values",
+        "conformance/test_dialects.py algorithms/test_kl_weights.py",
+    ),
+    Fault(
         "the ratio is to the sampler, not to the proximal policy",
         "algorithms/composition.py",
         'old = behavior if anchor == "behavior" else proximal',

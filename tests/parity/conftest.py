@@ -26,6 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="directory that tests/parity/make_fixtures.py wrote",
     )
+    parser.addoption(
+        "--parity-model", type=Path, help="directory of SmolLM2-135M-Instruct"
+    )
+    parser.addoption(
+        "--parity-expected",
+        type=Path,
+        help="directory that tests/parity/smollm2/theirs.py wrote of it",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
