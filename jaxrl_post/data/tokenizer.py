@@ -313,7 +313,9 @@ class Tokenizer:
         The stop ids are added to generation_config.json, which keeps its other entries.
         """
         directory = Path(directory)
-        self.backend.save(str(directory / "tokenizer.json"))
+        # The library's own `save` fails with a bare Exception on a full disk.
+        text = self.backend.to_str(pretty=True)
+        (directory / "tokenizer.json").write_text(text, encoding="utf-8")
         names = {True: {}, False: {}}
         for name, token in self.special_tokens.items():
             names[name.endswith("_token")][name] = token

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from jaxrl_post.files import move, settle, sync
 from jaxrl_post.learner.manifest import find_damage, write_manifest
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.pretrained.name_map import paths
@@ -157,7 +158,7 @@ class Checkpoints:
                 )
         for step, why in damaged.items():
             aside = self._aside(step)
-            (self.directory / str(step)).rename(aside)
+            move(self.directory / str(step), aside)
             _log.warning(
                 "checkpoint: step %d in %s is damaged: %s. It is set aside as %s, and "
                 "the run goes on from the one before",
@@ -247,6 +248,7 @@ class Checkpoints:
                 self._errors.check()
                 time.sleep(_POLL_S)
             self._manager.wait_until_finished()
+            sync(self.directory)
         except Exception as error:
             self._broken = True
             raise self._failed(_brief(error)) from error
@@ -352,6 +354,8 @@ class Checkpoints:
         """Writes the manifest once all files are written, before the rename."""
         (folder,) = self.directory.glob(f"{self._saving}.*")
         write_manifest(folder)
+        # Orbax waits for the disk with arrays alone.
+        settle(folder)
 
     def _aside(self, step: int) -> Path:
         """Returns an unused name for a damaged checkpoint."""

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_post.files import make_folder, named, replace_file, sync, writing
+from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.fingerprints import Fingerprint
 
 __all__ = [
     "JsonLines",
     "RunDescription",
     "RunDirectory",
-    "named",
     "read_rows",
-    "replace_file",
 ]
 
 # Keys of the config.json of a model, which a run's does not have.
@@ -101,7 +101,7 @@ class RunDirectory:
             return None
         content = None
         try:
-            content = json.loads(self.config.read_text(encoding="utf-8"))
+            content = json_file(self.config, strict=True)
             return RunDescription(**content)
         except (ValueError, TypeError) as error:
             if isinstance(content, dict) and OF_MODELS & content.keys():
@@ -115,7 +115,7 @@ class RunDirectory:
             else:
                 remedy += ", remove it"
             raise ValueError(
-                f"{self.config} is not what a run writes: {error!r}; {remedy}, or use "
+                f"{self.config} is not what a run writes: {error}; {remedy}, or use "
                 "another run directory"
             ) from error
 
@@ -135,26 +135,6 @@ class RunDirectory:
                 "turn paths, dtypes and functions into strings"
             ) from error
         replace_file(self.config, text + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a small file atomically: a reader sees the old text or the new one.
-
-    Args:
-        path: the file; its folder is made when missing.
-        text: written as UTF-8; a lone surrogate becomes `?`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(text.encode("utf-8", "replace"))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise named(error, path, "what was there before is unchanged") from error
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -197,20 +177,9 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:  # Not JSON, or not UTF-8.
+    except (ValueError, RecursionError):  # Not JSON, or not UTF-8.
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
-
-
-def named(error: OSError, path: Path, consequence: str) -> OSError:
-    """Returns an error again, with the path and a consequence in its message.
-
-    >>> import errno
-    >>> named(OSError(errno.ENOSPC, "No space left"), Path("a"), "row 1 is whole")
-    OSError(28, 'No space left; row 1 is whole')
-    """
-    message = f"{error.strerror or error}; {consequence}"
-    return OSError(error.errno, message, str(path))
 
 
 class JsonLines:
@@ -221,10 +190,12 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, resume_step: int | None):
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        self._file = os.open(path, flags, 0o644)
+        with writing(path, "what was there before is unchanged"):
+            make_folder(path.parent)
+            self._file = os.open(path, flags, 0o644)
+            sync(path.parent)
         try:
             self.last_step = self._rewind(resume_step)
         except BaseException:

@@ -22,7 +22,9 @@ from tensorboardX.record_writer import RecordWriter
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import TrackerName
-from jaxrl_post.records.directory import RunDirectory, named, replace_file
+from jaxrl_post.files import named, replace_file
+from jaxrl_post.jsonl import json_file
+from jaxrl_post.records.directory import RunDirectory
 
 __all__ = ["Tracker", "Tracking", "open_trackers"]
 
@@ -119,10 +121,10 @@ class Told:
         if not file.exists():
             return cls(secrets.token_hex(4))
         try:
-            return cls(**json.loads(file.read_text(encoding="utf-8")))
+            return cls(**json_file(file))
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"{file} is not what a run writes: {error!r}; remove it to begin "
+                f"{file} is not what a run writes: {error}; remove it to begin "
                 "another run there"
             ) from error
 
