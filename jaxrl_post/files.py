@@ -6,6 +6,7 @@ lose the content.
 """
 
 import errno
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 __all__ = [
     "WriteError",
+    "free_bytes",
     "make_folder",
     "move",
     "named",
@@ -38,14 +40,20 @@ REMEDIES = {
 
 
 class WriteError(OSError):
-    """A file could not be written; the message has the path and what to do."""
+    """A file could not be written; the message has the path and what to do.
+
+    Attributes:
+        cause: the error of the system.
+    """
+
+    cause: OSError
 
 
 def named(error: OSError, path: Path, consequence: str) -> WriteError:
     """Returns an error with the path, a consequence, and a remedy in its message.
 
     Args:
-        error: of the system.
+        error: of the system, or a `WriteError` of a part of the path.
         path: what could not be written.
         consequence: what is still there, and what is not.
 
@@ -54,7 +62,7 @@ def named(error: OSError, path: Path, consequence: str) -> WriteError:
     (ulimit -f), and run the same command again")
     """
     if isinstance(error, WriteError):
-        return error
+        error = error.cause
     cause = str(error.strerror or error)
     if error.filename not in (None, str(path)):
         cause += f" ({error.filename})"
@@ -63,7 +71,9 @@ def named(error: OSError, path: Path, consequence: str) -> WriteError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             message += f"; {free_bytes(path) / 1e6:,.1f} MB are free"
         message += f"; {REMEDIES[error.errno]}, and run the same command again"
-    return WriteError(error.errno, message, str(path))
+    told = WriteError(error.errno, message, str(path))
+    told.cause = error
+    return told
 
 
 @contextmanager
@@ -83,10 +93,12 @@ def writing(path: Path, consequence: str) -> Iterator[None]:
         raise named(error, path, consequence) from error
 
 
-def free_bytes(path: Path) -> int:
-    """The free space where a path is or would be, in bytes."""
+def free_bytes(path: Path) -> float:
+    """The free space where a path is or would be; infinite if it is not known."""
     there = (each for each in (path, *path.absolute().parents) if each.exists())
-    return shutil.disk_usage(next(there)).free
+    disk = shutil.disk_usage(next(there))
+    # Some file systems have no size and report 0 for both.
+    return disk.free if disk.total else math.inf
 
 
 def make_folder(folder: Path) -> list[Path]:

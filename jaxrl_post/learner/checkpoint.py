@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import math
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -15,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jaxrl_post.files import move, settle, sync
+from jaxrl_post.files import free_bytes, move, settle, sync
 from jaxrl_post.learner.manifest import find_damage, write_manifest
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.pretrained.name_map import paths
@@ -187,11 +185,7 @@ class Checkpoints:
         else:
             files = (self.directory / str(latest)).rglob("*")
             wanted = sum(file.stat().st_size for file in files if file.is_file())
-        disk = shutil.disk_usage(self.directory)
-        # Some file systems have no size and report 0 for both.
-        spaces = processes.exchange(
-            "free disk", [wanted, disk.free if disk.total else math.inf]
-        )
+        spaces = processes.exchange("free disk", [wanted, free_bytes(self.directory)])
         wanted, free = spaces[0][0], min(free for _, free in spaces)
         if free < wanted:
             raise self._failed(

@@ -187,6 +187,10 @@ class JsonLines:
 
     A killed process leaves at most one torn last line. Rows go to the disk itself
     (fsync) before `append` returns, so no checkpoint exists without its earlier rows.
+
+    Attributes:
+        last_step: of the last row; None without rows.
+        count: number of rows.
     """
 
     def __init__(self, path: Path, resume_step: int | None):
@@ -197,13 +201,15 @@ class JsonLines:
             self._file = os.open(path, flags, 0o644)
             sync(path.parent)
         try:
-            self.last_step = self._rewind(resume_step)
+            self.last_step, self.count = self._rewind(resume_step)
         except BaseException:
             self.close()
             raise
 
-    def _rewind(self, resume_step: int | None) -> int | None:
-        """Drops the rows after a step and a torn last line; returns the last step kept.
+    def _rewind(self, resume_step: int | None) -> tuple[int | None, int]:
+        """Drops the rows after a step and a torn last line.
+
+        Returns the last step kept, and the number of rows kept.
 
         Steps are in order, so what stays is the beginning of the file: cutting the
         end off is atomic and works on a full disk, which a copy would not.
@@ -216,16 +222,16 @@ class JsonLines:
                     "the step of its checkpoint to continue it, -1 to start it over, "
                     "or choose another directory"
                 )
-            return None
-        kept, last = 0, None
+            return None, 0
+        kept, last, count = 0, None, 0
         for row, end in _rows(self._path):
             if row["step"] > resume_step:
                 break
-            kept, last = end, row["step"]
+            kept, last, count = end, row["step"], count + 1
         os.ftruncate(self._file, kept)
         if kept and os.pread(self._file, 1, kept - 1) != b"\n":
             self._put(b"\n")
-        return last
+        return last, count
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes rows, all of them or none."""
@@ -234,6 +240,7 @@ class JsonLines:
         self._put("".join(lines).encode("ascii"))
         if rows:
             self.last_step = rows[-1]["step"]
+            self.count += len(rows)
 
     def _put(self, data: bytes) -> None:
         start = os.fstat(self._file).st_size

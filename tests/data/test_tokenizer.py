@@ -222,7 +222,9 @@ def test_a_token_that_is_no_text_is_named(directory, more):
 
 def test_a_file_that_nests_too_deeply_is_named(directory):
     (directory / "tokenizer_config.json").write_text("[" * 200_000)
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: not JSON .* nested"):
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer_config\.json: not JSON .* nested"
+    ):
         Tokenizer.from_directory(directory)
 
 
