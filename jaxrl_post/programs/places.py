@@ -218,7 +218,7 @@ def check_inputs(
     """
     if saved.inputs is None:
         return
-    for name in {**saved.inputs, **now}:
+    for name in {**now, **saved.inputs}:
         if name in saved.inputs and name in now:
             told = difference(saved.inputs[name], now[name])
         elif name in saved.inputs:

@@ -101,7 +101,8 @@ class Outcome:
         completed: False if the run was stopped before its last step; with step 0 it
             was stopped in its warm start, of which nothing is kept.
         model: directory of the trained model; None if the run was stopped.
-        report: path of report.html; None in all processes but process 0.
+        report: path of report.html; None in all processes but process 0, and if the
+            log has no row.
     """
 
     step: int
@@ -312,9 +313,6 @@ def _inputs(
 ) -> dict[str, Fingerprint]:
     """Checks what a run reads and where it writes; returns what it reads."""
     check_inputs_are_kept(config, directory.path)
-    # Process 0 writes, so it alone takes what older versions wrote for the run's own.
-    if not processes.index():
-        check_targets(config, directory, saved, initial)
     inputs = fingerprints(config)
     if tasks is not None:
         inputs[TASKS] = tasks_fingerprint(tasks)
@@ -322,6 +320,9 @@ def _inputs(
         inputs[INITIAL] = initial_fingerprint(initial)
     if saved is not None:
         check_inputs(saved, inputs, config)
+    # Process 0 writes, so it alone takes what older versions wrote for the run's own.
+    if not processes.index():
+        check_targets(config, directory, saved, initial)
     return inputs
 
 
@@ -465,5 +466,8 @@ def finish(
         if critic is not None:
             target = run.directory.path / "critic"
             save_model(target, critic, critic.params, adapter="critic_adapter")
-    report = None if processes.index() else write_report(run.directory)
+    report = None
+    # No row is left where the log of a complete run was removed.
+    if not processes.index() and any(read_rows(run.directory.metrics)):
+        report = write_report(run.directory)
     return Outcome(step, completed, saved, report)

@@ -26,21 +26,24 @@ from jaxrl_post.config.run import (
     UpdateConfig,
     WarmStartConfig,
 )
+from jaxrl_post.learner.checkpoint import UNREAD
 from jaxrl_post.learner.model import save_model
+from jaxrl_post.programs import offline
 from jaxrl_post.programs.convert import ConvertConfig, convert
 from jaxrl_post.programs.offline import run_offline
+from jaxrl_post.programs.places import check_checkpoints
 from jaxrl_post.programs.run import Outcome
-from jaxrl_post.records.directory import read_rows
+from jaxrl_post.records.directory import RunDirectory
 from tests.programs.trainers import make_model
 
 STEPS = 5
 MODEL = "model.safetensors"
 
 
-def go_on(config: PreferenceConfig, **options) -> tuple[Outcome, str]:
+def go_on(config: PreferenceConfig) -> tuple[Outcome, str]:
     out = io.StringIO()
     console = Console(file=out, width=1000)
-    return run_offline(config, console=console, command="", **options), out.getvalue()
+    return run_offline(config, console=console, command=""), out.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,12 @@ def copied(done, tmp_path) -> PreferenceConfig:
     return dataclasses.replace(done, run_dir=str(tmp_path / "run"), steps=STEPS + 1)
 
 
+@pytest.fixture
+def over(copied) -> PreferenceConfig:
+    """A run with no step left: it opens and writes everything, and trains nothing."""
+    return dataclasses.replace(copied, steps=STEPS)
+
+
 def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -79,8 +88,8 @@ def flip(file: Path) -> None:
 
 
 def replace_by_another(initial: Path) -> None:
-    shutil.rmtree(initial)
-    model = make_model()
+    shutil.rmtree(initial, ignore_errors=True)
+    model = dataclasses.replace(make_model(), preset=True)
     save_model(initial, model, model.params, manifest=True)
 
 
@@ -120,7 +129,7 @@ def test_a_run_without_its_initial_model_is_refused(copied, harm, recorded):
         go_on(copied)
     assert "the model" in str(refused.value)
     assert "initial" in str(refused.value)
-    assert "from a copy" in str(refused.value)
+    assert "restore" in str(refused.value).lower()
     # Without it, it would begin with random weights.
     assert "move" not in str(refused.value)
     assert "remove" not in str(refused.value)
@@ -137,28 +146,71 @@ def test_without_the_record_of_what_was_saved_only_the_results_are_to_be_moved(c
     outcome, output = go_on(copied)
     assert outcome.completed
     assert f"resumed at step {STEPS} of {STEPS + 1}" in output
-    _, whole = go_on(dataclasses.replace(copied, run_dir=f"{run}-whole"))
-    assert "warm start" in whole
-    assert "warm start" not in output
-    assert_same(run, Path(f"{run}-whole"))
+    # Nothing of the logs is gone.
+    assert "are left" not in output
 
 
-def assert_same(one: Path, other: Path) -> None:
-    left, right = (load_file(run / "model" / MODEL) for run in (one, other))
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        np.testing.assert_array_equal(value, right[name], err_msg=name)
+@pytest.fixture(scope="module")
+def adapted(done, tmp_path_factory) -> tuple[PreferenceConfig, list]:
+    """A run with an adapter, and what it had the system do with files, in order."""
+    events: list[tuple[str, object]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
 
+    def synced(descriptor):
+        found = os.fstat(descriptor)
+        events.append(("sync", (found.st_dev, found.st_ino)))
+        fsync(descriptor)
 
-def test_an_adapter_without_its_base_saves_no_model(done, tmp_path):
+    def renamed(source, target, *, how=rename):
+        events.append(("name", inode(Path(source))))
+        how(source, target)
+
+    folder = tmp_path_factory.mktemp("adapted")
     ours = dataclasses.replace(
-        done,
-        run_dir=str(tmp_path / "run"),
-        lora=AdapterConfig(rank=2),
-        warm_start=WarmStartConfig(steps=0),
-        steps=1,
+        done, run_dir=str(folder / "run"), lora=AdapterConfig(rank=2), steps=1
     )
-    go_on(ours)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", synced)
+        patch.setattr(os, "rename", renamed)
+        patch.setattr(os, "replace", lambda *a: renamed(*a, how=replace))
+        go_on(ours)
+    return ours, events
+
+
+def inode(place: Path) -> tuple[int, int]:
+    found = place.lstat()
+    return found.st_dev, found.st_ino
+
+
+def test_a_model_is_on_the_disk_before_it_has_its_name(adapted):
+    """Every file and folder, in this order: content, name, folder of the name."""
+    config, events = adapted
+    run = Path(config.run_dir)
+    for name in ("initial", "model", "adapter"):
+        folder = run / name
+        given = max(i for i, e in enumerate(events) if e == ("name", inode(folder)))
+        before, after = events[:given], events[given:]
+        inside = [folder, *folder.rglob("*")]
+        assert len(inside) > 2
+        for place in inside:
+            assert ("sync", inode(place)) in before, place
+        assert ("sync", inode(run)) in after
+    for name in ("config.json", "saved.json", "report.html"):
+        given = events.index(("name", inode(run / name)))
+        assert ("sync", inode(run / name)) in events[:given], name
+        assert ("sync", inode(run)) in events[given:], name
+    assert ("sync", inode(run / "metrics.jsonl")) in events
+    assert ("sync", inode(run / "checkpoints")) in events
+    for place in (run / "checkpoints" / "1").rglob("*"):
+        # Orbax writes these afterwards, and restores without them.
+        if place.name not in UNREAD:
+            assert ("sync", inode(place)) in events, place
+
+
+def test_an_adapter_without_its_base_saves_no_model(adapted, tmp_path):
+    config, _ = adapted
+    shutil.copytree(config.run_dir, tmp_path / "run")
+    ours = dataclasses.replace(config, run_dir=str(tmp_path / "run"))
     shutil.rmtree(tmp_path / "run" / "initial")
     shutil.rmtree(tmp_path / "run" / "model")
     for steps in (1, 2):  # Where nothing is left to do, the model is saved, too.
@@ -179,11 +231,13 @@ def test_convert_does_not_take_a_damaged_base(done, copied, tmp_path):
     convert(
         dataclasses.replace(options, base=base), console=Console(file=io.StringIO())
     )
-    assert_same_files(tmp_path / "made", Path(done.run_dir) / "model")
-
-
-def assert_same_files(one: Path, other: Path) -> None:
-    assert load_file(one / MODEL).keys() == load_file(other / MODEL).keys()
+    expected, found = (
+        load_file(each / MODEL)
+        for each in (Path(done.run_dir) / "model", tmp_path / "made")
+    )
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(value, found[name], err_msg=name)
 
 
 def test_options_that_are_gone_are_refused_though_there_is_no_checkpoint(copied):
@@ -215,9 +269,12 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(copied):
     # As long as the first checkpoint may not have been whole.
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[: 2 * 2 + 1]))
-    outcome, output = go_on(copied)
-    assert outcome.completed
-    assert "resumed" not in output
+    directory = RunDirectory(run)
+    saved = directory.read_description()
+    assert saved is not None
+    check_checkpoints(directory, saved)
+    (run / "metrics.jsonl").unlink()
+    check_checkpoints(directory, saved)
 
 
 def test_a_preset_that_became_a_directory_is_refused(copied, tmp_path, monkeypatch):
@@ -230,76 +287,69 @@ def test_a_preset_that_became_a_directory_is_refused(copied, tmp_path, monkeypat
         go_on(copied)
 
 
-def test_a_directory_that_became_a_preset_is_refused(copied, tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    shutil.copytree(Path(copied.run_dir) / "initial", "demo")
-    ours = dataclasses.replace(copied, run_dir=str(tmp_path / "other"), steps=1)
-    go_on(ours)
-    assert not (tmp_path / "other" / "initial").exists()
-    shutil.rmtree("demo")
-    with pytest.raises(ConfigError, match=r"model"):
-        go_on(dataclasses.replace(ours, steps=2))
+def test_a_directory_that_became_a_preset_is_refused(copied):
+    """As if it had been a directory of this name in the one where the run began."""
+    file = Path(copied.run_dir) / "config.json"
+    description = json.loads(file.read_text())
+    description["inputs"]["model"] = {"config.json": {"bytes": 1, "crc32": 1}}
+    file.write_text(json.dumps(description))
+    with pytest.raises(ConfigError, match=r"--model: demo changed .*: it is gone"):
+        go_on(copied)
 
 
 def test_a_model_called_initial_is_not_taken_for_that_of_the_run(
-    done, copied, tmp_path
+    done, copied, tmp_path, monkeypatch
 ):
-    """Whoever has a model needs none that a run makes."""
-    other = tmp_path / "other"
-    shutil.copytree(Path(copied.run_dir) / "model", tmp_path / "mine")
-    save_model(other / "initial", make_model(), make_model().params)
-    ours = dataclasses.replace(
-        done, run_dir=str(other), model=str(tmp_path / "mine"), steps=1
-    )
-    go_on(ours)
-    saved = json.loads((other / "model" / "config.json").read_text())
-    assert saved["hidden_size"] != 16  # That of `make_model`.
+    opened = []
 
+    def train(run, training, **_):
+        opened.append(run.model.name)
+        raise ConfigError("enough")
 
-def steps_of(run: Path) -> list[int]:
-    return [row["step"] for row in read_rows(run / "metrics.jsonl")]
+    monkeypatch.setattr(offline, "train", train)
+    mine = shutil.copytree(Path(copied.run_dir) / "model", tmp_path / "mine")
+    replace_by_another(tmp_path / "other" / "initial")
+    (tmp_path / "other" / "saved.json").unlink()
+    ours = dataclasses.replace(done, run_dir=str(tmp_path / "other"), model=str(mine))
+    with pytest.raises(ConfigError, match="enough"):
+        go_on(ours)
+    assert opened == [str(mine)]
 
 
 @pytest.mark.parametrize("kept", [None, 0, 3])
-def test_a_log_that_lost_rows_says_so(copied, kept):
-    file = Path(copied.run_dir) / "metrics.jsonl"
+def test_logs_that_lost_something_say_so(over, kept):
+    file = Path(over.run_dir) / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.unlink()
     if kept is not None:
         file.write_text("".join(lines[:kept]))
-    _, output = go_on(copied)
+    shutil.rmtree(Path(over.run_dir) / "tensorboard")
+    outcome, output = go_on(over)
+    assert (outcome.report is None) == (not kept)
     assert (
         f"metrics.jsonl: of what was written up to step {STEPS} ({STEPS + 1} rows or "
         f"files), {kept or 0} are left; the log goes on without the others"
     ) in output
-    assert steps_of(Path(copied.run_dir)) == [*range(kept or 0), STEPS + 1]
-
-
-def test_a_row_that_is_gone_from_the_middle_counts(copied):
-    file = Path(copied.run_dir) / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join([*lines[:2], *lines[3:]]))
-    _, output = go_on(copied)
-    assert f"({STEPS + 1} rows or files), {STEPS} are left" in output
-
-
-def test_event_files_that_are_gone_are_told(copied):
-    shutil.rmtree(Path(copied.run_dir) / "tensorboard")
-    _, output = go_on(copied)
     told = "tensorboard: of what was written up to step 5 (1 rows or files), 0 are left"
     assert told in output
-    _, output = go_on(dataclasses.replace(copied, steps=STEPS + 2))
-    assert "are left" not in output
 
 
-def test_logs_that_are_whole_say_nothing(copied):
+def test_a_row_that_is_gone_from_the_middle_counts(over):
+    file = Path(over.run_dir) / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:2], *lines[3:]]))
+    _, output = go_on(over)
+    assert f"({STEPS + 1} rows or files), {STEPS} are left" in output
+    assert "tensorboard" not in output
+
+
+def test_logs_that_are_whole_say_nothing(over):
     # A row that a killed run wrote after its checkpoint is none that is gone.
-    file = Path(copied.run_dir) / "metrics.jsonl"
+    file = Path(over.run_dir) / "metrics.jsonl"
     row = json.loads(file.read_text().splitlines()[-1])
     with file.open("a") as log:
         log.write(json.dumps({**row, "step": STEPS + 1}) + "\n")
-    _, output = go_on(copied)
+    _, output = go_on(over)
     assert "are left" not in output
 
 
@@ -321,7 +371,7 @@ def test_a_disk_without_room_for_the_initial_model_is_found_before_the_warm_star
         r"same command again: '.*fresh/initial'",
     ):
         go_on(fresh(done, tmp_path))
-    assert not (tmp_path / "fresh").exists()
+    assert [each.name for each in (tmp_path / "fresh").iterdir()] == ["checkpoints"]
 
 
 def test_a_disk_that_fills_in_the_warm_start_costs_nothing_but_time(done, tmp_path):
@@ -341,60 +391,15 @@ def test_a_disk_that_fills_in_the_warm_start_costs_nothing_but_time(done, tmp_pa
     outcome, output = go_on(ours)
     assert outcome.completed
     assert "warm start: 2 supervised steps" in output
-    undisturbed = dataclasses.replace(ours, run_dir=f"{ours.run_dir}-2")
-    go_on(undisturbed)
-    assert_same(Path(ours.run_dir), Path(undisturbed.run_dir))
-
-
-def inode(place: Path) -> tuple[int, int]:
-    found = place.lstat()
-    return found.st_dev, found.st_ino
-
-
-def test_a_model_is_on_the_disk_before_it_has_its_name(done, tmp_path, monkeypatch):
-    """Every file and folder, in this order: content, name, folder of the name."""
-    events: list[tuple[str, object]] = []
-    fsync, rename, replace = os.fsync, os.rename, os.replace
-
-    def synced(descriptor):
-        found = os.fstat(descriptor)
-        events.append(("sync", (found.st_dev, found.st_ino)))
-        fsync(descriptor)
-
-    def renamed(source, target, *, how=rename):
-        events.append(("name", inode(Path(source))))
-        how(source, target)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "rename", renamed)
-    monkeypatch.setattr(os, "replace", lambda *a: renamed(*a, how=replace))
-    ours = dataclasses.replace(fresh(done, tmp_path), lora=AdapterConfig(rank=2))
-    go_on(ours)
-    run = Path(ours.run_dir)
-    for name in ("initial", "model", "adapter"):
-        folder = run / name
-        given = max(i for i, e in enumerate(events) if e == ("name", inode(folder)))
-        before, after = events[:given], events[given:]
-        inside = [folder, *folder.rglob("*")]
-        assert len(inside) > 2
-        for place in inside:
-            assert ("sync", inode(place)) in before, place
-        assert ("sync", inode(run)) in after
-    for name in ("config.json", "saved.json", "report.html"):
-        given = events.index(("name", inode(run / name)))
-        assert ("sync", inode(run / name)) in events[:given], name
-        assert ("sync", inode(run)) in events[given:], name
-    assert ("sync", inode(run / "metrics.jsonl")) in events
-    steps = list((run / "checkpoints").iterdir())
-    assert ("sync", inode(run / "checkpoints")) in events
-    for place in steps[0].rglob("*"):
-        if place.name not in ("_CHECKPOINT_METADATA", "commit_success.txt"):
-            assert ("sync", inode(place)) in events, place
+    whole = Path(done.run_dir) / "initial"
+    for file in whole.iterdir():
+        assert (Path(ours.run_dir) / "initial" / file.name).read_bytes() == (
+            file.read_bytes()
+        )
 
 
 # What a run opens for writing, and what the error is of.
 WRITTEN = {
-    "config.json.partial": "config.json",
     "metrics.jsonl": "metrics.jsonl",
     "tokenizer.json": "model",
     "saved.json.partial": "model",
@@ -404,9 +409,9 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_cannot_be_written_is_named_with_a_remedy(copied, monkeypatch, name):
+def test_what_cannot_be_written_is_named_with_a_remedy(over, monkeypatch, name):
     """The system has no more files to open when one is to be written."""
-    run, opening, plain = Path(copied.run_dir), os.open, builtins.open
+    run, opening, plain = Path(over.run_dir), os.open, builtins.open
 
     def refuse(path, writes: bool) -> None:
         place = Path(str(path))
@@ -426,6 +431,6 @@ def test_what_cannot_be_written_is_named_with_a_remedy(copied, monkeypatch, name
     monkeypatch.setattr(builtins, "open", plainly)
     monkeypatch.setattr(io, "open", plainly)
     with pytest.raises(OSError, match=r"limit of open files \(ulimit -n\)") as refused:
-        go_on(copied)
+        go_on(over)
     assert refused.value.filename.startswith(str(run / WRITTEN[name]))
     assert refused.value.errno == errno.EMFILE
