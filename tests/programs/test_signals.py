@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def config(coin, tmp_path_factory) -> RLConfig:
     model, folder = make_model(), tmp_path_factory.mktemp("signals")
     pretrained.save(folder / "model", CONFIG, model.params, tokenizer=model.tokenizer)
     rollout = dataclasses.replace(
-        RL.rollout, reward_deadline_s=120.0, max_failed_share=1.0
+        RL.rollout, reward_deadline_s=120.0, max_failed_share=1.0, guesses=2
     )
     return dataclasses.replace(
         RL,
@@ -39,15 +40,14 @@ def config(coin, tmp_path_factory) -> RLConfig:
         env="coin:Coin?broken=10",
         rollout=rollout,
         steps=STEPS,
-        eval=EvalConfig(every=2, num_tasks=3),
+        eval=EvalConfig(every=2, num_tasks=12),
+        log_samples=16,
         checkpoint=CheckpointConfig(every=100),
         log=(),
     )
 
 
-def go_on(
-    config: RLConfig, should_stop: Callable[[], bool] = lambda: False
-) -> Outcome:
+def go_on(config: RLConfig, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
     console = Console(file=io.StringIO())
     return run_rl(config, console=console, command="", should_stop=should_stop)
 
@@ -115,10 +115,11 @@ def test_a_run_that_is_told_to_stop_in_an_evaluation_takes_no_other_step(
 
 
 def test_samples_that_are_gone_are_told(whole, tmp_path):
+    shutil.copytree(whole.run_dir or "", tmp_path / "run")
     ours = dataclasses.replace(whole, run_dir=str(tmp_path / "run"))
-    go_on(ours, at(3))
     (tmp_path / "run" / "samples.jsonl").unlink()
     out = io.StringIO()
-    run_rl(ours, console=Console(file=out, width=999), command="", should_stop=at(1))
-    assert "samples.jsonl: of what was written up to step 2 (" in out.getvalue()
+    # With no step left it trains nothing.
+    run_rl(ours, console=Console(file=out, width=999), command="")
+    assert f"samples.jsonl: of what was written up to step {STEPS} (" in out.getvalue()
     assert "metrics.jsonl: of" not in out.getvalue()
