@@ -16,7 +16,6 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from jaxrl_post import files
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import PairsConfig, PreferenceConfig
@@ -363,7 +362,7 @@ def fresh(done: PreferenceConfig, folder: Path) -> PreferenceConfig:
 def test_a_disk_without_room_for_the_initial_model_is_found_before_the_warm_start(
     done, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: Disk(9e9, 9e9, 7e4))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(9e9, 9e9, 7e4))
     with pytest.raises(
         OSError,
         match=r"it takes about \d\.\d MB; the run begins again, with the same result, "
