@@ -28,7 +28,7 @@ from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.packed import Examples, batches
 from jaxrl_post.examples.tasks import TaskSets
-from jaxrl_post.files import free_bytes, named
+from jaxrl_post.files import free_bytes, named, writing
 from jaxrl_post.kernels.dispatch import PLATFORMS, choose
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.checkpoint import CheckpointError, Checkpoints
@@ -330,9 +330,9 @@ def _inputs(
 def _checkpoints(directory: RunDirectory, config: RunConfig) -> Iterator[Checkpoints]:
     """Opens the checkpoints of a run whose options match; sets damaged ones aside."""
     check_same_run(directory, config)
-    checkpoints = Checkpoints(
-        directory.path / "checkpoints", keep=config.checkpoint.keep, sole=True
-    )
+    place = directory.path / "checkpoints"
+    with writing(place, "no step was taken"):
+        checkpoints = Checkpoints(place, keep=config.checkpoint.keep, sole=True)
     try:
         checkpoints.set_damaged_aside()
         yield checkpoints
