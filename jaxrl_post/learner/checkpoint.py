@@ -242,7 +242,8 @@ class Checkpoints:
                 self._errors.check()
                 time.sleep(_POLL_S)
             self._manager.wait_until_finished()
-            sync(self.directory)
+            if self._saving is not None:
+                sync(self.directory)
         except Exception as error:
             self._broken = True
             raise self._failed(_brief(error)) from error
