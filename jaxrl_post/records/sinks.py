@@ -265,8 +265,8 @@ def tell_missing(
         written: `counts` of the logs when it was saved; empty if they are not known.
         found: `counts` of the logs now.
     """
-    for name in written.keys() & found.keys():
-        if found[name] < written[name]:
+    for name, count in found.items():
+        if count < written.get(name, 0):
             _log.warning(
                 "%s: of what was written up to step %d (%d rows or files), %d are "
                 "left; the log goes on without the others. To keep them, end the run, "
@@ -274,7 +274,7 @@ def tell_missing(
                 name,
                 step,
                 written[name],
-                found[name],
+                count,
             )
 
 
