@@ -1,12 +1,15 @@
-"""Reads JSON Lines strictly: bad rows are reported with their line and a reason."""
+"""Reads JSON files, and JSON Lines strictly: errors have the place and a reason."""
 
 from __future__ import annotations
 
 import codecs
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 __all__ = [
@@ -17,6 +20,7 @@ __all__ = [
     "Row",
     "gather",
     "is_unicode",
+    "json_file",
     "json_lines",
     "json_object",
     "read_jsonl",
@@ -27,6 +31,11 @@ type OnBadRow = Literal["fail", "skip"]
 
 # A report lists so many bad rows; it only counts the others.
 _LISTED_BAD_ROWS = 5
+
+# So many levels of brackets are read. Beyond, Python's own recursion ends in whatever
+# copies, compares or prints the value.
+_DEEPEST = 200
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]')
 
 _ARRAY = (
     "the file is one JSON array, and is read as one JSON object a line; "
@@ -238,21 +247,49 @@ def json_object(raw: bytes) -> dict[str, Any]:
             f"not UTF-8 at byte {error.start} of the line ({error.reason})"
         ) from None
     try:
-        value = json.loads(
-            text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant
-        )
-    except json.JSONDecodeError as error:
+        value = _parsed(text, strict=True)
+    except ValueError as error:
         if text.strip() == "[":
             raise BadRowError(_ARRAY) from None
-        raise BadRowError(f"not JSON: {error.msg} at column {error.colno}") from None
-    # Raised for an integer of thousands of digits, and for brackets nested as deep.
-    except (ValueError, RecursionError) as error:
-        raise BadRowError(f"not JSON that can be read: {error}") from None
+        raise BadRowError(str(error)) from None
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise BadRowError(_ARRAY)
     if not isinstance(value, dict):
         raise BadRowError(f"must be a JSON object, got {type(value).__name__}")
     return value
+
+
+def json_file(path: str | os.PathLike[str], *, strict: bool = False) -> Any:
+    r"""Reads the JSON value of a file: UTF-8, with or without a byte order mark.
+
+    Args:
+        path: the file.
+        strict: whether keys that are repeated, NaN, Infinity and numbers beyond a
+            float's range are errors.
+
+    Raises:
+        ValueError: the file does not hold JSON, or brackets are nested too deeply; the
+            message says where in the file, and leaves its name to the caller.
+        OSError: the file cannot be read.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "a.json")
+    >>> _ = path.write_text('{"steps": 3,\n "seed" 1}')
+    >>> json_file(path)
+    Traceback (most recent call last):
+    ValueError: not JSON: Expecting ':' delimiter at line 2 column 9
+    """
+    raw = Path(path).read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        told = f"not UTF-8 at byte {error.start} ({error.reason})"
+        if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            told += "; it is UTF-16: save it as UTF-8"
+        raise ValueError(told) from None
+    if not text.strip():
+        raise ValueError("not JSON: the file is empty")
+    return _parsed(text, strict=strict)
 
 
 def is_unicode(text: str) -> bool:
@@ -268,6 +305,42 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _parsed(text: str, *, strict: bool) -> Any:
+    """Parses JSON; a ValueError says what is wrong, and where in the text."""
+    _check_nesting(text)
+    strictly: dict[str, Any] = {
+        "object_pairs_hook": _unique_keys,
+        "parse_constant": _reject_constant,
+        "parse_float": _finite,
+    }
+    try:
+        return json.loads(text, **(strictly if strict else {}))
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}"
+        if "\n" in text:
+            where = f"line {error.lineno} {where}"
+        raise ValueError(f"not JSON: {error.msg} at {where}") from None
+    except BadRowError as error:
+        raise ValueError(str(error)) from None
+    except ValueError as error:  # Raised for an integer of thousands of digits.
+        raise ValueError(f"not JSON that can be read: {error}") from None
+
+
+def _check_nesting(text: str) -> None:
+    if text.count("[") + text.count("{") <= _DEEPEST:
+        return
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth > _DEEPEST:
+            line = text.count("\n", 0, found.start()) + 1
+            column = found.start() - text.rfind("\n", 0, found.start())
+            raise ValueError(
+                f"not JSON that can be read: brackets are nested more than {_DEEPEST} "
+                f"levels deep at line {line} column {column}"
+            )
 
 
 def _checked(
@@ -298,6 +371,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = next(key for key in keys if keys.count(key) > 1)
         raise BadRowError(f"key {repeated!r} appears twice")
     return row
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise BadRowError(f"{number:.20} is beyond the range of a float")
+    return value
 
 
 def _reject_constant(constant: str) -> NoReturn:

@@ -1,7 +1,6 @@
 """Runs a program on the command line: options, signals, errors, exit status."""
 
 import dataclasses
-import json
 import operator
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tyro
 from rich.console import Console
 
+from jaxrl_post.jsonl import json_file
 from launch.recipes.beginnings import is_checkpoint
 from launch.several import several, status_of
 
@@ -296,7 +296,7 @@ def _take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json_file(file, strict=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"--config: cannot read {file}: {error}") from error
     # A run's config.json is a `RunDescription`, with the options in `config`.
@@ -318,19 +318,21 @@ def from_json[Config](default: Config, values: dict[str, Any], *, where: str) ->
     for name, value in values.items():
         if name not in hints:
             raise ValueError(
-                f"{where}: unknown key {name!r}; known: {', '.join(sorted(hints))}"
+                f"{where}: unknown key {name!r:.80}; known: {', '.join(sorted(hints))}"
             )
         old = getattr(default, name)
         if dataclasses.is_dataclass(old):
             if not isinstance(value, dict):
-                raise ValueError(f"{where}: {name} must be an object; got {value!r}")
+                raise ValueError(
+                    f"{where}: {name} must be an object; got {value!r:.80}"
+                )
             changes[name] = from_json(old, value, where=f"{where}: {name}")
         elif not _fits(value, hints[name]):
             hint = hints[name]
             expected = hint.__name__ if isinstance(hint, type) else str(hint)
             raise ValueError(
                 f"{where}: {name} must be {expected.removeprefix('typing.')}; "
-                f"got {value!r}"
+                f"got {value!r:.80}"
             )
         else:
             changes[name] = tuple(value) if isinstance(value, list) else value

@@ -348,7 +348,9 @@ class Tokenizer:
         added to generation_config.json, which keeps its other entries.
         """
         directory = Path(directory)
-        self.backend.save(str(directory / "tokenizer.json"))
+        # The library's own `save` fails with a bare Exception on a full disk.
+        text = self.backend.to_str(pretty=True)
+        (directory / "tokenizer.json").write_text(text, encoding="utf-8")
         eos = self.backend.id_to_token(self.eos_id)
         names = {**({"eos_token": eos} if eos else {}), **self.special_tokens}
         write_settings(directory, self.settings, names, self.chat_templates)

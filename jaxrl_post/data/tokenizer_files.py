@@ -8,6 +8,8 @@ from typing import Any
 
 import tokenizers
 
+from jaxrl_post.jsonl import json_file
+
 __all__ = [
     "TextError",
     "TokenizerError",
@@ -88,11 +90,9 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise TokenizerError(f"tokenizer: {file} is nested too deeply") from error
+        content = json_file(file)
     except (OSError, ValueError) as error:
-        raise TokenizerError(f"tokenizer: {file} is not JSON: {error}") from error
+        raise TokenizerError(f"tokenizer: cannot read {file}: {error}") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"tokenizer: {file} must hold an object")
     return content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
 from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
 from jaxrl_post.envs.tasks.sql import Text2SQL
 from jaxrl_post.envs.tasks.world import World
+from jaxrl_post.jsonl import json_file
 
 __all__ = ["make"]
 
@@ -154,7 +154,7 @@ def _make_mixture(
     if not Path(path).exists():
         raise ValueError(f"mixture: {path} does not exist")
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = json_file(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"mixture: {path} must be a JSON list: {error}") from error
     if not isinstance(rows, list):

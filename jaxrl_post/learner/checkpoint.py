@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import math
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -15,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from jaxrl_post.files import free_bytes, move, settle, sync
 from jaxrl_post.learner.manifest import find_damage, write_manifest
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.pretrained.name_map import paths
@@ -157,7 +156,7 @@ class Checkpoints:
                 )
         for step, why in damaged.items():
             aside = self._aside(step)
-            (self.directory / str(step)).rename(aside)
+            move(self.directory / str(step), aside)
             _log.warning(
                 "checkpoint: step %d in %s is damaged: %s. It is set aside as %s, and "
                 "the run goes on from the one before",
@@ -186,11 +185,7 @@ class Checkpoints:
         else:
             files = (self.directory / str(latest)).rglob("*")
             wanted = sum(file.stat().st_size for file in files if file.is_file())
-        disk = shutil.disk_usage(self.directory)
-        # Some file systems have no size and report 0 for both.
-        spaces = processes.exchange(
-            "free disk", [wanted, disk.free if disk.total else math.inf]
-        )
+        spaces = processes.exchange("free disk", [wanted, free_bytes(self.directory)])
         wanted, free = spaces[0][0], min(free for _, free in spaces)
         if free < wanted:
             raise self._failed(
@@ -247,6 +242,8 @@ class Checkpoints:
                 self._errors.check()
                 time.sleep(_POLL_S)
             self._manager.wait_until_finished()
+            if self._saving is not None:
+                sync(self.directory)
         except Exception as error:
             self._broken = True
             raise self._failed(_brief(error)) from error
@@ -352,6 +349,8 @@ class Checkpoints:
         """Writes the manifest once all files are written, before the rename."""
         (folder,) = self.directory.glob(f"{self._saving}.*")
         write_manifest(folder)
+        # Orbax waits for the disk with arrays alone.
+        settle(folder)
 
     def _aside(self, step: int) -> Path:
         """Returns an unused name for a damaged checkpoint."""

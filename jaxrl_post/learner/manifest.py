@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jaxrl_post.records.directory import replace_file
+from jaxrl_post.files import replace_file
+from jaxrl_post.jsonl import json_file
 
 __all__ = ["find_damage", "has_manifest", "write_manifest"]
 
@@ -80,7 +81,7 @@ def find_damage(
     'a has 2 bytes instead of 4'
     """
     try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content = json_file(folder / NAME)
         if content["crc32"] != _checksum(content["files"]):
             return f"{NAME} holds other bytes than were written"
     except FileNotFoundError:

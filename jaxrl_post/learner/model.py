@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import platform
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from jaxrl_post import models, pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+from jaxrl_post.files import writing
 from jaxrl_post.learner.manifest import write_manifest
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
@@ -243,6 +245,7 @@ def save_model(
     *,
     adapter: str = "adapter",
     manifest: bool = False,
+    consequence: str = "what was there before is unchanged",
 ) -> None:
     """Saves a trained model and replaces an earlier save, when the new one is whole.
 
@@ -260,6 +263,10 @@ def save_model(
         params: the trained parameters.
         adapter: name of the adapter's directory.
         manifest: whether the model's directory gets a manifest, to detect damage.
+        consequence: of an error, for its message.
+
+    Raises:
+        WriteError: the disk is full or fails.
     """
     if model.config.head == "lm+value":
         model, params = _policy_alone(model, params)
@@ -270,20 +277,25 @@ def save_model(
     places, fresh = [target], outputs.staging_of(target)
     if adaptation is not None:
         places.append(target.with_name(adapter))
-    if not processes.index():
-        for place in places:
-            outputs.make_room(place)
-    saved = fresh / target.name
-    pretrained.save(saved, config, whole, tokenizer=model.tokenizer, source=source)
-    if adaptation is not None:
-        base = _base_for_peft(model)
-        save_adapter(fresh / adapter, config, params, adaptation.lora, base)
-    if not processes.index():
-        if manifest:
-            write_manifest(saved)
-        for place in places:
-            outputs.install(fresh / place.name, place)
-        fresh.rmdir()
+    with writing(target, consequence):
+        try:
+            if not processes.index():
+                for place in places:
+                    outputs.make_room(place)
+            saved = fresh / target.name
+            tokenizer = model.tokenizer
+            pretrained.save(saved, config, whole, tokenizer=tokenizer, source=source)
+            if adaptation is not None:
+                base = _base_for_peft(model)
+                save_adapter(fresh / adapter, config, params, adaptation.lora, base)
+            if not processes.index():
+                if manifest:
+                    write_manifest(saved)
+                for place in places:
+                    outputs.install(fresh / place.name, place)
+        finally:
+            if not processes.index():
+                shutil.rmtree(fresh, ignore_errors=True)
     processes.exchange(f"{target.name} is saved", None)
 
 

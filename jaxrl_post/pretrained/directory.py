@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from jaxrl_post.files import make_folder, move, settle, writing
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.pretrained.errors import CheckpointError
@@ -92,7 +93,7 @@ def new_model_directory(
 
 @contextmanager
 def staged(path: str | os.PathLike[str]) -> Iterator[Path | None]:
-    """Makes a directory atomically: `path` is complete or does not exist.
+    """Makes a directory atomically: `path` is complete, on the disk, or not there.
 
     Args:
         path: the directory to make; existing files are never overwritten.
@@ -103,6 +104,7 @@ def staged(path: str | os.PathLike[str]) -> Iterator[Path | None]:
 
     Raises:
         CheckpointError: `path` is not empty.
+        WriteError: the disk is full or fails; nothing is left behind.
     """
     if jax.process_index():
         yield None
@@ -111,12 +113,14 @@ def staged(path: str | os.PathLike[str]) -> Iterator[Path | None]:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: already there; remove it or save elsewhere")
     staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-        staging.rename(target)
-    finally:
-        _remove(staging)
+    with writing(target, "nothing of it was left behind"):
+        try:
+            make_folder(staging)
+            yield staging
+            settle(staging)
+            move(staging, target)
+        finally:
+            _remove(staging)
 
 
 def _remove(folder: Path) -> None:

@@ -10,7 +10,6 @@ follows from shapes and dtypes, so it is written before the first tensor is fetc
 import functools
 import json
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxrl_post.jsonl import json_file
 from jaxrl_post.pretrained.errors import CheckpointError, CheckpointWarning
 from jaxrl_post.pretrained.layout import Fetch, Index
 
@@ -113,13 +113,11 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file cannot be read or does not hold a JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json_file(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{path}: not valid JSON: nested too deeply") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+        raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: must hold a JSON object; got {content!r:.80}")
     return content
@@ -328,5 +326,3 @@ def _write_file(
                 )
             file.write(values.reshape(-1).view(np.uint8).data)
             del values
-        file.flush()
-        os.fsync(file.fileno())

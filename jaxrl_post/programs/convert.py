@@ -29,6 +29,7 @@ from jaxrl_post.pretrained.gguf_files import read_gguf, write_gguf
 from jaxrl_post.pretrained.orbax_files import CHUNK_BYTES
 from jaxrl_post.pretrained.tensor_files import read_json
 from jaxrl_post.programs.hub import fetch
+from jaxrl_post.programs.places import initial_of
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.types import Array
 
@@ -247,17 +248,17 @@ def _origin(
 ) -> Path:
     """The folder with config.json and tokenizer of a run; checkpoints lack both."""
     model, revision = saved.config["model"], saved.config.get("revision")
-    folders = [run.path / "initial", Path(model)]
     if base is not None:
-        folders = [Path(base)]
+        folder = Path(base)
     elif model.partition("@")[0] in {name.partition("@")[0] for name in saved.hub}:
         began = RunConfig(model=model, revision=revision)
         fetched = fetch(began, console=console, pinned=saved.hub)
-        folders.append(Path(fetched.config.model))
-    for folder in folders:
-        if (folder / "config.json").is_file():
-            return folder
+        folder = Path(fetched.config.model)
+    else:
+        folder = initial_of(model, run, saved) or Path(model)
+    if (folder / "config.json").is_file():
+        return folder
     raise ConfigError(
-        f"--base: there is no config.json in {folders[-1]}, the model from which the "
-        "run started; give the directory where it is now"
+        f"--base: there is no config.json in {folder}, the model from which the run "
+        "started; give the directory where it is now"
     )

@@ -32,6 +32,7 @@ from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import distinct, fully_written
 from jaxrl_post.examples.texts import environment_tokenizer
+from jaxrl_post.files import replace_file
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.learner.model import Model, check_sample, open_model, versions
 from jaxrl_post.programs.experience import make_collector
@@ -39,7 +40,6 @@ from jaxrl_post.programs.hub import fetch
 from jaxrl_post.programs.layouts import SamplerLayout
 from jaxrl_post.programs.rl import make_engine
 from jaxrl_post.programs.scores import Scores, score, solves
-from jaxrl_post.records.directory import replace_file
 from jaxrl_post.rollout.collector import Sampler
 from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.sampler import Completion, Request, SamplingParams

@@ -105,13 +105,13 @@ class SamplerLayout:
         if self.trained is not None:
             params, sent = self.trained(params)
         if adaptation is not None:
-            base, once = adaptation.base, 0
+            base = adaptation.base
             if self.weights is not None:
                 base = self.weights(base)
             if self.frozen is not None:
-                base, once = self.frozen(base)
+                # Once a process: not counted, since a resumed run moves it again.
+                base, _ = self.frozen(base)
             model = replace(model, adaptation=replace(adaptation, base=base))
-            sent += once
         return Published(engine, model.whole(params), version, sent)
 
 

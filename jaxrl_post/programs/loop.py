@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import grain
@@ -13,13 +12,14 @@ from jaxrl_post.learner.learner import DivergenceError
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.programs.agreement import check_same_state
 from jaxrl_post.programs.run import Run
-from jaxrl_post.records.sinks import Progress
+from jaxrl_post.records.sinks import NoLog, Progress, SampleLog, tell_missing
 from jaxrl_post.sharding import processes
 
 __all__ = ["Training", "train"]
 
-# Of a checkpoint's meta: the metrics of a step whose evaluation is still due.
-PENDING = "evaluation_due"
+# Of a checkpoint's meta: the metrics of a step whose evaluation is still due, and what
+# the logs held.
+PENDING, LOGS = "evaluation_due", "logs"
 
 
 @runtime_checkable
@@ -36,7 +36,7 @@ class Training(Protocol):
         """Shardings of `snapshot`."""
         ...
 
-    def logs(self, resume_step: int) -> AbstractContextManager[Any]:
+    def logs(self, resume_step: int) -> SampleLog | NoLog:
         """Opens what is logged beside metrics, cut back to a step; -1 for a new run."""
         ...
 
@@ -44,8 +44,12 @@ class Training(Protocol):
         """All arrays that a checkpoint holds."""
         ...
 
-    def meta(self) -> dict[str, Any]:
-        """Everything else that a checkpoint holds, as JSON values."""
+    def meta(self, *, due: bool) -> dict[str, Any]:
+        """Everything else that a checkpoint holds, as JSON values.
+
+        Args:
+            due: whether a resumed run evaluates the last step, and logs its samples.
+        """
         ...
 
     def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
@@ -85,19 +89,24 @@ def train(
     if latest is not None:
         abstract = abstract_state(jax.eval_shape(training.snapshot), training.layout)
         snapshot, meta = checkpoints.restore(latest, abstract, training.indices)
-        training.restore(snapshot, {k: v for k, v in meta.items() if k != PENDING})
+        training.restore(snapshot, meta)
         run.resumed(latest, snapshot)
     step, stopped = latest or 0, False
     # Of a run that was stopped when an evaluation was due: the metrics of that step.
-    pending = meta.pop(PENDING, None)
-    if step < config.steps:
-        run.describe()
+    pending = meta.get(PENDING)
+    # What was logged of that step is logged again, with the evaluation.
+    kept = step if pending is None else step - 1
+    kept = -1 if latest is None else kept
     metrics: dict[str, float] = {}
     with (
-        run.open_metrics(latest if pending is None else step - 1) as metrics_log,
-        training.logs(-1 if latest is None else latest),
+        run.open_metrics(kept) as metrics_log,
+        training.logs(kept) as samples,
         Progress(run.console, total_steps=config.steps) as progress,
     ):
+        if step < config.steps:
+            run.describe()
+        logged = metrics_log.counts() | samples.counts()
+        tell_missing(step, meta.get(LOGS, {}), logged)
         if latest is None:
             metrics_log.write(0, training.evaluate(0))
         if pending is not None:
@@ -111,23 +120,28 @@ def train(
                 check_same_state(f"after step {step}", metrics, position)
             # A signal may reach only one of several processes.
             stopped = any(processes.exchange("stop", should_stop()))
-            last = step == config.steps or stopped
-            due = config.eval.due(step, config.steps)
+            evaluates = config.eval.due(step, config.steps)
             # A signal ends the run soon: an evaluation waits until it is resumed, but
             # for the last one, after which nothing is.
-            evaluates = due and (not stopped or step == config.steps)
-            if evaluates:
+            due = evaluates and stopped and step < config.steps
+            waits = {PENDING: metrics} if due else {}
+            # Without the row of this step, which is written again.
+            logged = metrics_log.counts() | samples.counts()
+            if evaluates and not due:
                 metrics |= training.evaluate(step)
+                told = processes.exchange("stop after an evaluation", should_stop())
+                stopped = stopped or any(told)
+            last = step == config.steps or stopped
             # Row before checkpoint: if the run dies in between, resuming cuts it off.
             if step % log_every == 0 or evaluates or last:
-                metrics_log.write(step, metrics, awaits_more=due and not evaluates)
+                metrics_log.write(step, metrics, awaits_more=due)
             progress.update(step, metrics)
             begin = time.perf_counter()
             if step % config.checkpoint.every == 0 or last:
-                waits = {PENDING: metrics} if due and not evaluates else {}
-                checkpoints.save(
-                    step, training.snapshot(), training.indices, training.meta() | waits
-                )
+                if not due:
+                    logged = metrics_log.counts() | samples.counts()
+                meta = training.meta(due=due) | waits | {LOGS: logged}
+                checkpoints.save(step, training.snapshot(), training.indices, meta)
             saving = time.perf_counter() - begin
         checkpoints.wait()
     return step, metrics

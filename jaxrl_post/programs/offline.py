@@ -3,7 +3,6 @@
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,7 +62,7 @@ from jaxrl_post.programs.run import (
     warm_started,
 )
 from jaxrl_post.records import notation
-from jaxrl_post.records.sinks import ACCURACY, warnings_shown
+from jaxrl_post.records.sinks import ACCURACY, NoLog, warnings_shown
 from jaxrl_post.types import PyTree
 
 __all__ = ["run_offline"]
@@ -334,14 +333,15 @@ class _Training:
     def layout(self) -> TrainState:
         return self.feed.learner.layout
 
-    def logs(self, resume_step: int) -> AbstractContextManager[Any]:
+    def logs(self, resume_step: int) -> NoLog:
         del resume_step
-        return nullcontext()
+        return NoLog()
 
     def snapshot(self) -> TrainState:
         return self.state
 
-    def meta(self) -> dict[str, Any]:
+    def meta(self, *, due: bool) -> dict[str, Any]:
+        del due
         return {"seed": self.config.seed}
 
     def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:

@@ -79,6 +79,9 @@ __all__ = ["run_rl"]
 
 _LOGGER = logging.getLogger(__name__)
 
+# Of a checkpoint's meta: samples of the last step that are logged with its evaluation.
+SHOWN = "samples_due"
+
 
 def run_rl(
     config: RLConfig,
@@ -370,7 +373,7 @@ class _Training:
 
     trainer: Trainer
     directory: RunDirectory
-    trained_on: Sequence[Group] = ()
+    trained_on: Sequence[Sample] = ()
     samples: SampleLog | NoLog = field(init=False)
 
     @property
@@ -392,25 +395,28 @@ class _Training:
     def snapshot(self) -> TrainState:
         return self.trainer.snapshot()
 
-    def meta(self) -> dict[str, Any]:
-        return self.trainer.meta()
+    def meta(self, *, due: bool) -> dict[str, Any]:
+        shown = map(dataclasses.asdict, self.trained_on if due else ())
+        return {**self.trainer.meta(), SHOWN: list(shown)}
 
     def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
         self.trainer.load_snapshot(snapshot)
         self.trainer.load_meta(meta)
+        self.trained_on = [Sample(**each) for each in meta.get(SHOWN, ())]
 
     def step(self, number: int) -> dict[str, float]:
-        metrics, self.trained_on = self.trainer.step(number)
+        config = self.trainer.config
+        metrics, groups = self.trainer.step(number)
+        is_trained = functools.partial(
+            batch.is_trained, skip_truncated=config.rollout.truncated == "mask"
+        )
+        self.trained_on = _samples("train", groups, config.log_samples, is_trained)
         return metrics
 
     def evaluate(self, number: int) -> dict[str, float]:
         config, evaluation = self.trainer.config, self.trainer.evaluate()
         shown = _samples("eval", evaluation.groups, config.log_eval_samples)
-        is_trained = functools.partial(
-            batch.is_trained, skip_truncated=config.rollout.truncated == "mask"
-        )
-        shown += _samples("train", self.trained_on, config.log_samples, is_trained)
-        self.samples.write(number, shown)
+        self.samples.write(number, [*shown, *self.trained_on])
         return _evaluated(evaluation)
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.paths import FILES, MODELS, naming, value_of
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.config.run import RunConfig
+from jaxrl_post.config.run import RunConfig, flattened
 from jaxrl_post.examples.tasks import SPLITS, TaskSets
 from jaxrl_post.learner.manifest import find_damage, has_manifest
 from jaxrl_post.learner.model import is_stored
-from jaxrl_post.records.directory import RunDescription, RunDirectory
+from jaxrl_post.pretrained.presets import PRESETS
+from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.fingerprints import (
     Fingerprint,
     difference,
@@ -25,13 +26,16 @@ from jaxrl_post.records.fingerprints import (
 from jaxrl_post.records.outputs import adopt, is_foreign
 
 __all__ = [
+    "INITIAL",
     "TASKS",
-    "check_initial",
+    "check_checkpoints",
     "check_inputs",
     "check_inputs_are_kept",
     "check_targets",
     "check_unused",
     "fingerprints",
+    "initial_fingerprint",
+    "initial_of",
     "tasks_fingerprint",
 ]
 
@@ -45,8 +49,9 @@ READ = (
     "chat_template.json", "*.jinja", "additional_chat_templates/*.jinja", "params/**/*",
 )  # fmt: skip
 
-# Of the tasks, beside the options, in a fingerprint of all inputs.
-TASKS = "tasks"
+# Of the tasks, and of the model that a preset's run made, beside the options, in a
+# fingerprint of all inputs.
+TASKS, INITIAL = "tasks", "initial"
 
 
 def check_inputs_are_kept(config: RunConfig, folder: Path) -> None:
@@ -75,7 +80,7 @@ def check_inputs_are_kept(config: RunConfig, folder: Path) -> None:
 
 
 def check_unused(folder: Path, *, resume: bool, described: bool) -> None:
-    """Refuses checkpoints whose options nobody knows, and runs with `--no-resume`.
+    """Refuses what a run left without its config.json, and runs with `--no-resume`.
 
     Args:
         folder: of the run.
@@ -85,23 +90,58 @@ def check_unused(folder: Path, *, resume: bool, described: bool) -> None:
     Raises:
         ConfigError: the directory must not be used.
     """
-    checkpoints = any((folder / "checkpoints").glob("[0-9]*"))
-    holds_run = described or checkpoints or os.path.lexists(folder / "initial")
+    checkpoints, initial = _has_checkpoints(folder), folder / INITIAL
+    holds_run = described or checkpoints or os.path.lexists(initial)
     if not resume and holds_run:
         raise ConfigError(
             f"--no-resume: {folder} holds a run already; choose another --run-dir, or "
             "move it away"
         )
-    if checkpoints and not described:
+    if described:
+        return
+    left = "checkpoints" if checkpoints else ""
+    if not left and initial.is_dir() and not is_foreign(initial):
+        left = f"the model {INITIAL}, from which a run began"
+    if left:
         raise ConfigError(
-            f"--run-dir: {folder} holds checkpoints, but no config.json that says with "
-            "which options they were made; restore it from a copy, or choose another "
+            f"--run-dir: {folder} holds {left}, but no config.json that says with "
+            "which options it was made; restore it from a copy, or choose another "
             "--run-dir"
         )
 
 
+def check_checkpoints(directory: RunDirectory, saved: RunDescription) -> None:
+    """Refuses to begin a run again whose checkpoints are gone.
+
+    Args:
+        directory: of the run.
+        saved: its description.
+
+    Raises:
+        ConfigError: there is none, but a model, or rows of more steps than the run
+            takes before the first one is whole.
+    """
+    if _has_checkpoints(directory.path):
+        return
+    last = 0
+    if directory.metrics.exists():
+        last = max((row["step"] for row in read_rows(directory.metrics)), default=0)
+    # The second is begun when the first is whole, and after the row of its own step.
+    every = flattened(saved.config).get("checkpoint.every", last)
+    model = directory.path / "model"
+    if last > 2 * every or (last and model.is_dir() and not is_foreign(model)):
+        raise ConfigError(
+            f"--run-dir: {directory.path} holds a run that took {last} steps, but its "
+            "checkpoints are gone. Restore them from a copy, or choose another "
+            "--run-dir to start over"
+        )
+
+
 def check_targets(
-    config: RunConfig, directory: RunDirectory, saved: RunDescription | None
+    config: RunConfig,
+    directory: RunDirectory,
+    saved: RunDescription | None,
+    initial: Path | None,
 ) -> None:
     """Refuses directories that the run would write but that it did not make.
 
@@ -110,13 +150,14 @@ def check_targets(
         directory: of the run.
         saved: the description of a run that is resumed; one without fingerprints is of
             a version that kept no record of what it wrote, so what is there is its own.
+        initial: the model from which the run goes on, which it does not write again.
 
     Raises:
         ConfigError: names the directory.
     """
     for name in _targets(config):
         target = directory.path / name
-        if not is_foreign(target):
+        if target == initial or not is_foreign(target):
             continue
         recorded = saved is None or saved.inputs is not None
         if recorded or target.is_symlink() or not target.is_dir():
@@ -175,14 +216,22 @@ def check_inputs(
     Raises:
         ConfigError: names the option, and what has changed.
     """
-    for name, then in (saved.inputs or {}).items():
-        if name not in now:
-            continue
-        told = difference(then, now[name])
+    if saved.inputs is None:
+        return
+    for name in {**now, **saved.inputs}:
+        if name in saved.inputs and name in now:
+            told = difference(saved.inputs[name], now[name])
+        elif name in saved.inputs:
+            told = "it is gone"
+        else:
+            # The name of a preset may be that of a directory later.
+            told = "it was a preset, and is a directory" if name == "model" else None
         if told is None:
             continue
-        option, what = "--env", "its tasks"
-        if name != TASKS:
+        option, what = "--run-dir", f"the model {INITIAL}, from which it goes on,"
+        if name == TASKS:
+            option, what = "--env", "its tasks"
+        elif name != INITIAL:
             option, what = f"--{name.replace('_', '-')}", str(value_of(config, name))
         raise ConfigError(
             f"{option}: {what} changed since the run began: {told}. Restore what it "
@@ -190,28 +239,54 @@ def check_inputs(
         )
 
 
-def check_initial(folder: Path) -> None:
-    """Refuses a damaged `initial`, the model from which a preset's run goes on.
+def initial_of(
+    model: str, directory: RunDirectory, saved: RunDescription | None
+) -> Path | None:
+    """The model from which a preset's run goes on; None if there is none yet.
 
-    One without a manifest, of an older version, passes.
+    A preset's run saves it before its first step. The checkpoints are of no use
+    without it: it has the architecture, the tokenizer, and the base of an adapter. One
+    without a manifest, of an older version, passes as long as it has a config.json.
+
+    Args:
+        model: the run's `--model`; it has such a model if this is a preset.
+        directory: of the run.
+        saved: the run's description; None for a new one.
 
     Raises:
-        ConfigError: says what is damaged.
+        ConfigError: it is gone or damaged; says what is missing.
     """
-    damage = find_damage(folder) if has_manifest(folder) else None
+    folder = directory.path / INITIAL
+    if saved is None or is_stored(model) or model not in PRESETS:
+        return None
+    if not (_has_checkpoints(directory.path) or os.path.lexists(folder)):
+        return None
+    if not folder.is_dir():
+        damage = "it is gone"
+    elif saved.inputs is None and not has_manifest(folder):
+        there = (folder / "config.json").is_file()
+        damage = None if there else "config.json is missing"
+    else:
+        damage = find_damage(folder)
     if damage is not None:
         raise ConfigError(
             f"--run-dir: {folder}, the model from which the run began, is damaged: "
-            f"{damage}. Restore it from a copy, or choose another --run-dir to start "
-            "over"
+            f"{damage}. The checkpoints cannot be resumed without it: restore it from "
+            "a copy, or choose another --run-dir to start over"
         )
+    return folder
+
+
+def initial_fingerprint(folder: Path) -> Fingerprint:
+    """The fingerprint of the model from which a preset's run goes on."""
+    return of_folder(folder, READ)
 
 
 def _targets(config: RunConfig) -> list[str]:
     """The names of the model directories that a run writes."""
     found = ["model"]
     if not is_stored(config.model):
-        found.append("initial")
+        found.append(INITIAL)
     if config.lora.rank:
         found.append("adapter")
     if isinstance(config, RLConfig) and config.algorithm.name == "ppo":
@@ -220,6 +295,10 @@ def _targets(config: RunConfig) -> list[str]:
         if config.critic.lora.rank:
             found.append("critic_adapter")
     return found
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("[0-9]*"))
 
 
 def _lies_in(path: Path, folder: Path) -> bool:

@@ -89,7 +89,8 @@ class Trainer:
         if passes := guessing.passes - passes:
             sampled = guessing.tokens - guessed
             metrics["sampler/tokens_per_pass"] = sampled / passes
-        metrics["sampler/compilations"] = float(self.engine.compilations.total())
+        # Of this process: a resumed run compiles again.
+        metrics["time/compilations"] = float(self.engine.compilations.total())
         return metrics, groups
 
     def publish(self) -> Published:

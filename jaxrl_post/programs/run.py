@@ -1,6 +1,7 @@
 """Opens and ends a training run: directory, model, checkpoints, warm start."""
 
 import dataclasses
+import errno
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.packed import Examples, batches
 from jaxrl_post.examples.tasks import TaskSets
+from jaxrl_post.files import free_bytes, named, writing
 from jaxrl_post.kernels.dispatch import PLATFORMS, choose
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.checkpoint import CheckpointError, Checkpoints
@@ -41,13 +43,16 @@ from jaxrl_post.models import Head
 from jaxrl_post.programs.agreement import check_same_program, locked
 from jaxrl_post.programs.hub import Fetched
 from jaxrl_post.programs.places import (
+    INITIAL,
     TASKS,
-    check_initial,
+    check_checkpoints,
     check_inputs,
     check_inputs_are_kept,
     check_targets,
     check_unused,
     fingerprints,
+    initial_fingerprint,
+    initial_of,
     tasks_fingerprint,
 )
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
@@ -96,7 +101,8 @@ class Outcome:
         completed: False if the run was stopped before its last step; with step 0 it
             was stopped in its warm start, of which nothing is kept.
         model: directory of the trained model; None if the run was stopped.
-        report: path of report.html; None in all processes but process 0.
+        report: path of report.html; None in all processes but process 0, and if the
+            log has no row.
     """
 
     step: int
@@ -129,20 +135,17 @@ class Run[Config: RunConfig]:
     command: str
     inputs: Mapping[str, Fingerprint]
 
-    def open_metrics(self, latest: int | None) -> MetricsLog | NoLog:
-        """Opens the metrics log, cut back to the checkpoint that the run resumes.
+    def open_metrics(self, resume_step: int) -> MetricsLog | NoLog:
+        """Opens the metrics log, cut back to a step; -1 for a new run.
 
         Process 0 writes it.
-
-        Args:
-            latest: step of that checkpoint; None for a new run.
         """
         config = self.config
         if processes.index():
             return NoLog()
         return MetricsLog(
             self.directory,
-            resume_step=-1 if latest is None else latest,
+            resume_step=resume_step,
             tracking=Tracking(
                 config.log, config.log_project, dataclasses.asdict(config)
             ),
@@ -230,7 +233,6 @@ def open_run[Config: RunConfig](
     """
     config = fetched.config
     directory = RunDirectory(run_path(config))
-    initial = directory.path / "initial"
     with ExitStack() as stack:
         stack.enter_context(warnings_shown(console))
         check_same_program(config)
@@ -238,20 +240,17 @@ def open_run[Config: RunConfig](
         # Every process reads before process 0 writes.
         saved = directory.read_description()
         check_unused(directory.path, resume=config.resume, described=saved is not None)
-        resumable = processes.agree(
-            "initial model",
-            config.resume and (initial / "config.json").is_file(),
-        )
         if saved is not None:
             # Before its steps are looked at: another run may explain their number.
             check_same_run(directory, fetched.named(_measured_as(saved, config)))
-        if resumable:
-            check_initial(initial)
-        inputs = _inputs(config, directory, saved, tasks)
+            check_checkpoints(directory, saved)
+        initial = initial_of(config.model, directory, saved)
+        processes.check_equal("initial model", {"whether it is there": bool(initial)})
+        inputs = _inputs(config, directory, saved, tasks, initial)
         began = None if saved is None else saved.config
         config = with_horizons(config, began, str(directory.path))
         model = open_model(
-            str(initial) if resumable else config.model,
+            config.model if initial is None else str(initial),
             mesh=config.mesh,
             dtype=config.dtype,
             seed=config.seed,
@@ -270,19 +269,39 @@ def open_run[Config: RunConfig](
             choose("--kernels", config.kernels, model.dtype, kernels=kernels)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        named = fetched.named(config)
-        checkpoints = stack.enter_context(_checkpoints(directory, named))
+        checkpoints = stack.enter_context(
+            _checkpoints(directory, fetched.named(config))
+        )
         run = Run(
             config, fetched, directory, model, checkpoints, console, command, inputs
         )
         if checkpoints.latest() is None and model.preset:
-            run = dataclasses.replace(run, model=warm_start(config, model))
-            # Write config.json first: a run with other options could resume from an
-            # `initial` that stands alone.
-            run.describe()
-            save_model(initial, run.model, run.model.params, manifest=True)
+            run = _with_initial(run, warm_start)
         adapted = with_adapter(config.lora, run.model, seed=config.seed, donate=True)
         yield dataclasses.replace(run, model=adapted)
+
+
+def _with_initial[Config: RunConfig](
+    run: Run[Config], warm_start: Callable[[Config, Model], Model]
+) -> Run[Config]:
+    """Makes the model with which a preset's run begins, and saves it.
+
+    Raises:
+        WriteError: the disk is full, if possible before the model is trained.
+    """
+    initial, model = run.directory.path / INITIAL, run.model
+    wanted = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    again = "the run begins again, with the same result, when it is started again"
+    if not processes.index() and free_bytes(initial) < wanted:
+        short = OSError(errno.ENOSPC, f"it takes about {wanted / 1e6:,.1f} MB")
+        raise named(short, initial, again)
+    model = warm_start(run.config, model)
+    # Write config.json first: a run with other options could resume from an `initial`
+    # that stands alone.
+    run.describe()
+    save_model(initial, model, model.params, manifest=True, consequence=again)
+    inputs = {**run.inputs, INITIAL: initial_fingerprint(initial)}
+    return dataclasses.replace(run, model=model, inputs=inputs)
 
 
 def _inputs(
@@ -290,17 +309,20 @@ def _inputs(
     directory: RunDirectory,
     saved: RunDescription | None,
     tasks: TaskSets | None,
+    initial: Path | None,
 ) -> dict[str, Fingerprint]:
     """Checks what a run reads and where it writes; returns what it reads."""
     check_inputs_are_kept(config, directory.path)
-    # Process 0 writes, so it alone takes what older versions wrote for the run's own.
-    if not processes.index():
-        check_targets(config, directory, saved)
     inputs = fingerprints(config)
     if tasks is not None:
         inputs[TASKS] = tasks_fingerprint(tasks)
+    if initial is not None:
+        inputs[INITIAL] = initial_fingerprint(initial)
     if saved is not None:
         check_inputs(saved, inputs, config)
+    # Process 0 writes, so it alone takes what older versions wrote for the run's own.
+    if not processes.index():
+        check_targets(config, directory, saved, initial)
     return inputs
 
 
@@ -308,9 +330,9 @@ def _inputs(
 def _checkpoints(directory: RunDirectory, config: RunConfig) -> Iterator[Checkpoints]:
     """Opens the checkpoints of a run whose options match; sets damaged ones aside."""
     check_same_run(directory, config)
-    checkpoints = Checkpoints(
-        directory.path / "checkpoints", keep=config.checkpoint.keep, sole=True
-    )
+    place = directory.path / "checkpoints"
+    with writing(place, "no step was taken"):
+        checkpoints = Checkpoints(place, keep=config.checkpoint.keep, sole=True)
     try:
         checkpoints.set_damaged_aside()
         yield checkpoints
@@ -441,5 +463,8 @@ def finish(
         if critic is not None:
             target = run.directory.path / "critic"
             save_model(target, critic, critic.params, adapter="critic_adapter")
-    report = None if processes.index() else write_report(run.directory)
+    report = None
+    # No row is left where the log of a complete run was removed.
+    if not processes.index() and any(read_rows(run.directory.metrics)):
+        report = write_report(run.directory)
     return Outcome(step, completed, saved, report)

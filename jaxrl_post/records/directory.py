@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_post.files import make_folder, named, replace_file, sync, writing
+from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.fingerprints import Fingerprint
 
 __all__ = [
     "JsonLines",
     "RunDescription",
     "RunDirectory",
-    "named",
     "read_rows",
-    "replace_file",
 ]
 
 # Keys of the config.json of a model, which a run's does not have.
@@ -101,7 +101,7 @@ class RunDirectory:
             return None
         content = None
         try:
-            content = json.loads(self.config.read_text(encoding="utf-8"))
+            content = json_file(self.config, strict=True)
             return RunDescription(**content)
         except (ValueError, TypeError) as error:
             if isinstance(content, dict) and OF_MODELS & content.keys():
@@ -115,7 +115,7 @@ class RunDirectory:
             else:
                 remedy += ", remove it"
             raise ValueError(
-                f"{self.config} is not what a run writes: {error!r}; {remedy}, or use "
+                f"{self.config} is not what a run writes: {error}; {remedy}, or use "
                 "another run directory"
             ) from error
 
@@ -135,26 +135,6 @@ class RunDirectory:
                 "turn paths, dtypes and functions into strings"
             ) from error
         replace_file(self.config, text + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a small file atomically: a reader sees the old text or the new one.
-
-    Args:
-        path: the file; its folder is made when missing.
-        text: written as UTF-8; a lone surrogate becomes `?`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(text.encode("utf-8", "replace"))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise named(error, path, "what was there before is unchanged") from error
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -197,20 +177,9 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:  # Not JSON, or not UTF-8.
+    except (ValueError, RecursionError):  # Not JSON, or not UTF-8.
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
-
-
-def named(error: OSError, path: Path, consequence: str) -> OSError:
-    """Returns an error again, with the path and a consequence in its message.
-
-    >>> import errno
-    >>> named(OSError(errno.ENOSPC, "No space left"), Path("a"), "row 1 is whole")
-    OSError(28, 'No space left; row 1 is whole')
-    """
-    message = f"{error.strerror or error}; {consequence}"
-    return OSError(error.errno, message, str(path))
 
 
 class JsonLines:
@@ -218,21 +187,29 @@ class JsonLines:
 
     A killed process leaves at most one torn last line. Rows go to the disk itself
     (fsync) before `append` returns, so no checkpoint exists without its earlier rows.
+
+    Attributes:
+        last_step: of the last row; None without rows.
+        count: number of rows.
     """
 
     def __init__(self, path: Path, resume_step: int | None):
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        self._file = os.open(path, flags, 0o644)
+        with writing(path, "what was there before is unchanged"):
+            make_folder(path.parent)
+            self._file = os.open(path, flags, 0o644)
+            sync(path.parent)
         try:
-            self.last_step = self._rewind(resume_step)
+            self.last_step, self.count = self._rewind(resume_step)
         except BaseException:
             self.close()
             raise
 
-    def _rewind(self, resume_step: int | None) -> int | None:
-        """Drops the rows after a step and a torn last line; returns the last step kept.
+    def _rewind(self, resume_step: int | None) -> tuple[int | None, int]:
+        """Drops the rows after a step and a torn last line.
+
+        Returns the last step kept, and the number of rows kept.
 
         Steps are in order, so what stays is the beginning of the file: cutting the
         end off is atomic and works on a full disk, which a copy would not.
@@ -245,16 +222,16 @@ class JsonLines:
                     "the step of its checkpoint to continue it, -1 to start it over, "
                     "or choose another directory"
                 )
-            return None
-        kept, last = 0, None
+            return None, 0
+        kept, last, count = 0, None, 0
         for row, end in _rows(self._path):
             if row["step"] > resume_step:
                 break
-            kept, last = end, row["step"]
+            kept, last, count = end, row["step"], count + 1
         os.ftruncate(self._file, kept)
         if kept and os.pread(self._file, 1, kept - 1) != b"\n":
             self._put(b"\n")
-        return last
+        return last, count
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes rows, all of them or none."""
@@ -263,6 +240,7 @@ class JsonLines:
         self._put("".join(lines).encode("ascii"))
         if rows:
             self.last_step = rows[-1]["step"]
+            self.count += len(rows)
 
     def _put(self, data: bytes) -> None:
         start = os.fstat(self._file).st_size

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.paths import naming
+from jaxrl_post.files import make_folder
+from jaxrl_post.jsonl import json_file
 
 __all__ = ["run_lock"]
 
@@ -88,11 +90,9 @@ def run_lock(directory: Path, command: str) -> Iterator[None]:
 
 def _make(directory: Path) -> list[Path]:
     """Makes a directory and its parents; returns the new ones, innermost first."""
-    made = [each for each in (directory, *directory.parents) if not each.exists()]
-    if not made and not directory.is_dir():
+    if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(directory))
-    directory.mkdir(parents=True, exist_ok=True)
-    return made
+    return make_folder(directory)
 
 
 def _take(path: Path) -> int | None:
@@ -141,6 +141,6 @@ def _tell(file: int, command: str) -> None:
 
 def _holder(path: Path) -> str:
     try:
-        return str(Holder(**json.loads(path.read_text(encoding="utf-8"))))
+        return str(Holder(**json_file(path)))
     except (OSError, ValueError, TypeError):  # The holder has not written it yet.
         return "another process"

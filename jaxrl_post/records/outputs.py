@@ -14,7 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from jaxrl_post.records.directory import replace_file
+from jaxrl_post.files import move, replace_file
+from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.fingerprints import of_folder
 
 __all__ = ["adopt", "install", "is_foreign", "make_room", "staging_of"]
@@ -66,7 +67,7 @@ def make_room(target: Path) -> None:
     earlier = _earlier(target)
     if earlier.exists() and not os.path.lexists(target):
         # The process ended between the two renames of `install`.
-        earlier.rename(target)
+        move(earlier, target)
     pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}")
     left = [each for each in target.parent.glob(".*") if pattern.fullmatch(each.name)]
     for folder in (earlier, staging_of(target), *left):
@@ -89,11 +90,11 @@ def install(fresh: Path, target: Path) -> None:
     earlier = _earlier(target)
     if foreign:
         aside = _unused(target)
-        target.rename(aside)
+        move(target, aside)
         _log.warning("%s was not written by this run; it is now %s", target, aside)
     elif target.exists():
-        target.rename(earlier)
-    fresh.rename(target)
+        move(target, earlier)
+    move(fresh, target)
     shutil.rmtree(earlier, ignore_errors=True)
 
 
@@ -112,7 +113,7 @@ def _unused(target: Path) -> Path:
 
 def _saved(folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content = json_file(folder / NAME)
     except (OSError, ValueError):
         # Without the record nothing is the run's own, so that nothing is removed.
         return {}

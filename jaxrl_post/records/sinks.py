@@ -29,6 +29,7 @@ __all__ = [
     "Progress",
     "Sample",
     "SampleLog",
+    "tell_missing",
     "warnings_shown",
 ]
 
@@ -39,6 +40,8 @@ MISMATCH = "mismatch/token_mult_prob_error"
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
 
 TENSORBOARD = Tracking()
+
+_log = logging.getLogger(__name__)
 
 
 class MetricsLog:
@@ -119,6 +122,11 @@ class MetricsLog:
         for tracker in self._trackers:
             if tracker.takes_back or not awaits_more:
                 tracker.write(step, now, values)
+
+    def counts(self) -> dict[str, int]:
+        """The number of rows, or of files, that each log holds, by its name."""
+        found = {"metrics.jsonl": self._rows.count}
+        return found | {each.name: each.count for each in self._trackers}
 
     def close(self) -> None:
         """Closes the files; closing twice is fine."""
@@ -204,6 +212,10 @@ class SampleLog:
             )
         self._rows.append([{"step": step, **_row(sample)} for sample in samples])
 
+    def counts(self) -> dict[str, int]:
+        """The number of rows, by the file's name."""
+        return {"samples.jsonl": self._rows.count}
+
     def close(self) -> None:
         """Closes the file; closing twice is fine."""
         self._rows.close()
@@ -232,11 +244,38 @@ class NoLog:
     def write(self, step: int, rows: object, *, awaits_more: bool = False) -> None:
         """Writes nothing."""
 
+    def counts(self) -> dict[str, int]:
+        """Nothing."""
+        return {}
+
     def __enter__(self) -> "NoLog":
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+def tell_missing(
+    step: int, written: Mapping[str, int], found: Mapping[str, int]
+) -> None:
+    """Warns of logs that lost what was written before the run was resumed.
+
+    Args:
+        step: of the checkpoint that the run resumes.
+        written: `counts` of the logs when it was saved; empty if they are not known.
+        found: `counts` of the logs now.
+    """
+    for name, count in found.items():
+        if count < written.get(name, 0):
+            _log.warning(
+                "%s: of what was written up to step %d (%d rows or files), %d are "
+                "left; the log goes on without the others. To keep them, end the run, "
+                "restore the log from a copy, and start the run again",
+                name,
+                step,
+                written[name],
+                count,
+            )
 
 
 class Progress:

@@ -22,7 +22,9 @@ from tensorboardX.record_writer import RecordWriter
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import TrackerName
-from jaxrl_post.records.directory import RunDirectory, named, replace_file
+from jaxrl_post.files import make_folder, replace_file, writing
+from jaxrl_post.jsonl import json_file
+from jaxrl_post.records.directory import RunDirectory
 
 __all__ = ["Tracker", "Tracking", "open_trackers"]
 
@@ -60,14 +62,18 @@ class EventFile:
 
     # Whether a resumed run may write a step again.
     takes_back = True
+    name = "tensorboard"
 
     def __init__(self, directory: Path, purge_step: int | None):
-        directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names.
-        number = len(list(directory.glob("events.out.tfevents.*")))
-        name = f"events.out.tfevents.{int(time.time()):010d}.{number:04d}"
+        self._earlier = len(list(directory.glob("events.out.tfevents.*")))
+        name = f"events.out.tfevents.{int(time.time()):010d}.{self._earlier:04d}"
+        # Files with metrics.
+        self.count = self._earlier
         self._path = directory / name
-        self._records = RecordWriter(str(self._path))
+        with writing(self._path, "metrics.jsonl is whole"):
+            make_folder(directory)
+            self._records = RecordWriter(str(self._path))
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_step is not None:
             # Makes TensorBoard drop the values of earlier files from this step on.
@@ -86,15 +92,17 @@ class EventFile:
             value=[Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
         )
         self._write(Event(wall_time=when, step=step, summary=summary))
+        self.count = self._earlier + 1
 
     def _write(self, event: Any) -> None:
-        try:
-            self._records.write(event.SerializeToString())
-            self._records.flush()
-        except OSError as error:
-            with suppress(OSError):  # Closing retries the write that failed.
-                self._records.close()
-            raise named(error, self._path, "metrics.jsonl is whole") from error
+        with writing(self._path, "metrics.jsonl is whole"):
+            try:
+                self._records.write(event.SerializeToString())
+                self._records.flush()
+            except OSError:
+                with suppress(OSError):  # Closing retries the write that failed.
+                    self._records.close()
+                raise
 
     def close(self) -> None:
         """Closes the file."""
@@ -119,10 +127,10 @@ class Told:
         if not file.exists():
             return cls(secrets.token_hex(4))
         try:
-            return cls(**json.loads(file.read_text(encoding="utf-8")))
+            return cls(**json_file(file))
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"{file} is not what a run writes: {error!r}; remove it to begin "
+                f"{file} is not what a run writes: {error}; remove it to begin "
                 "another run there"
             ) from error
 
@@ -145,6 +153,12 @@ class RemoteRun:
 
     def __init__(self, name: str, run: Any, told: Told, file: Path) -> None:
         self._name, self._run, self._told, self._file = name, run, told, file
+        self.name = file.name
+
+    @property
+    def count(self) -> int:
+        """Whether something was sent: a run whose file is gone begins another one."""
+        return int(self._told.step >= 0)
 
     def write(self, step: int, when: float, values: Mapping[str, float]) -> None:
         """Sends the metrics of a step, unless they were sent before."""

@@ -33,8 +33,8 @@ class Published:
         engine: the engine, which holds no parameters of its own.
         params: the parameters of this version.
         version: recorded with every sampled token.
-        bytes_moved: bytes that publishing sent over the links between devices; 0 for
-            the trainer's own arrays.
+        bytes_moved: bytes of trained parameters that publishing sent over the links
+            between devices; 0 for the trainer's own arrays.
     """
 
     def __init__(

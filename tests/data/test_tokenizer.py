@@ -223,7 +223,9 @@ def test_a_token_that_is_no_text_is_named(directory, more):
 
 def test_a_file_that_nests_too_deeply_is_named(directory):
     (directory / "tokenizer_config.json").write_text("[" * 200_000)
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is nested"):
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer_config\.json: not JSON .* nested"
+    ):
         Tokenizer.from_directory(directory)
 
 
@@ -291,7 +293,7 @@ def test_an_end_of_sequence_id_without_a_token():
     ("name", "content", "message"),
     [
         ("tokenizer.json", "{", r"cannot read .*tokenizer\.json"),
-        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not JSON"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json: not JSON"),
         ("generation_config.json", "[1]", r"generation_config\.json must hold an obj"),
         ("config.json", {}, r"no end-of-sequence token is known; name eos_token in"),
         ("tokenizer_config.json", {"eos_token": "<none>"}, r"no end-of-sequence token"),

@@ -22,7 +22,7 @@ from tests.e2e.conftest import EPISODES, QUICK, programs
 pytestmark = pytest.mark.processes
 
 # Metrics of a clock, and of programs that were compiled.
-OWN = ("time/", "throughput/", "sampler/")
+OWN = ("time/", "throughput/")
 DEADLINE_S = 300
 # Of the programs that read a data set.
 READS = (

@@ -35,7 +35,7 @@ def measured(run) -> dict[int, dict[str, float]]:
         row["step"]: {
             name: value
             for name, value in row["metrics"].items()
-            if not name.startswith(("time/", "memory/", "sampler/compil"))
+            if not name.startswith(("time/", "memory/"))
             and "seconds" not in name
             and "per_second" not in name
         }

@@ -38,7 +38,10 @@ def options(*arguments: str, default=None):
 
 def written(tmp_path, content) -> str:
     path = tmp_path / "config.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    if not isinstance(content, bytes):
+        content = content if isinstance(content, str) else json.dumps(content)
+        content = content.encode()
+    path.write_bytes(content)
     return str(path)
 
 
@@ -129,7 +132,19 @@ def test_an_option_of_the_wrong_type_is_an_error(capsys):
         ({"data": {"path": 4}}, r"path must be str \| None; got 4"),
         ([1], r"config.json must hold an object; got \[1\]"),
         ({"versions": {}, "config": None}, "must hold an object; got None"),
-        ("{", "cannot read .*config.json: "),
+        ("{", r"cannot read .*config.json: not JSON: Expecting .* at column 2"),
+        ("", "cannot read .*config.json: not JSON: the file is empty"),
+        ('{"steps": 3,\n "seed" 1}', "cannot read .*: .* at line 2 column 9"),
+        ("[" * 100_000, "cannot read .*: .* nested more than .* at line 1 column 201"),
+        ('{"a":' * 100_000, "cannot read .*: .* nested .* at line 1 column 1001"),
+        ('{"steps": ' + "[" * 199 + "]" * 199 + "}", r"steps must be int; got \[{80}$"),
+        ('{"steps": 3, "steps": 4}', "cannot read .*: key 'steps' appears twice"),
+        ('{"optimizer": {"learning_rate": NaN}}', "cannot read .*: NaN is not JSON"),
+        ('{"seed": 1e999}', "cannot read .*: 1e999 is beyond the range of a float"),
+        ('{"seed": ' + "1" * 5000 + "}", "cannot read .*: not JSON that .*4300 dig"),
+        (b"\xff\xfe{\0}\0", "cannot read .*: not UTF-8 .* UTF-16: save it as UTF-8"),
+        (b"\x89PNG\r\n\x1a\n\0", "cannot read .*config.json: not UTF-8 at byte 0"),
+        ({"x" * 10_000: 1}, r"config.json: unknown key 'x{79}; known"),
     ],
 )
 def test_a_bad_configuration_file_is_an_error(content, message, tmp_path):
@@ -140,6 +155,8 @@ def test_a_bad_configuration_file_is_an_error(content, message, tmp_path):
 def test_a_missing_configuration_file_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"--config: cannot read .*nothing\.json"):
         options(f"--config={tmp_path}/nothing.json")
+    with pytest.raises(ValueError, match=r"--config: cannot read .*Is a directory"):
+        options(f"--config={tmp_path}")
     with pytest.raises(ValueError, match="--config: needs a value"):
         options("--steps", "3", "--config")
 
@@ -166,6 +183,11 @@ def test_a_recipe_and_a_file_are_not_taken_together(tmp_path):
         cli.read_options(
             program(recipes={"demo": demo}), ["--recipe", "demo", "--config", path]
         )
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):
+    path = written(tmp_path, b'\xef\xbb\xbf{"steps": 3}')
+    assert options("--config", path).steps == 3
 
 
 def test_a_whole_number_serves_as_float(tmp_path):

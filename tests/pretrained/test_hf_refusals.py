@@ -42,7 +42,9 @@ def test_a_config_that_cannot_be_read(saved):
     with pytest.raises(CheckpointError, match=r"config\.json: .*multiple of num_kv"):
         pretrained.load(saved)
     (saved / "config.json").write_text('{"model_type": ')
-    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: not JSON: Expecting value at"
+    ):
         pretrained.load(saved)
     (saved / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match=r"must hold a JSON object; got \[1\]"):
@@ -260,7 +262,9 @@ def test_a_layer_of_the_model_is_not_left_out(tmp_path, declared, marker):
 
 def test_json_that_nests_too_deeply_is_refused(saved):
     (saved / "config.json").write_text('{"a":' * 200_000)
-    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON: nested"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: not JSON that can .* nested"
+    ):
         pretrained.load(saved)
 
 

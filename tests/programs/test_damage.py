@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.data.prompts import task_indices
-from jaxrl_post.learner import checkpoint as module
 from jaxrl_post.learner.checkpoint import (
     UNREAD,
     CheckpointError,
@@ -184,7 +183,7 @@ Disk = namedtuple("Disk", "total used free")
 def disk(monkeypatch) -> Callable[..., None]:
     def set_to(*, total: int = 2**30, free: int) -> None:
         found = Disk(total, total - free, free)
-        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: found)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: found)
 
     return set_to
 

@@ -112,7 +112,8 @@ def test_the_next_version_is_moved_and_the_frozen_base_is_not():
     query = second.params.layers[0].attention.query
     assert query.base is base
     np.testing.assert_array_equal(query.down, changed["layers.0.attention.query"].down)
-    assert 0 < second.bytes_moved < first.bytes_moved
+    # What moves once in a process would tell a resumed run from one never stopped.
+    assert 0 < second.bytes_moved == first.bytes_moved
     # An evaluation after the step publishes the same version again.
     assert layout.publish(engine, model, changed, 2).bytes_moved == 0
 

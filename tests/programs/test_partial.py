@@ -33,7 +33,7 @@ def judges(coin) -> Iterator[WorkerPool]:
 
 
 def facts(metrics: dict[str, float]) -> dict[str, float]:
-    clocks = ("time/", "throughput/", "sampler/")
+    clocks = ("time/", "throughput/")
     return {k: v for k, v in metrics.items() if not k.startswith(clocks)}
 
 

@@ -22,7 +22,6 @@ from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig, UpdateConfig
-from jaxrl_post.learner import checkpoint
 from jaxrl_post.learner.checkpoint import CheckpointError
 from jaxrl_post.learner.learner import DivergenceError
 from jaxrl_post.learner.model import save_model
@@ -30,9 +29,9 @@ from jaxrl_post.programs import offline
 from jaxrl_post.programs.convert import ConvertConfig, convert
 from jaxrl_post.programs.evaluate import EvaluateConfig, run_evaluation
 from jaxrl_post.programs.offline import run_offline
-from jaxrl_post.programs.places import check_initial
+from jaxrl_post.programs.places import initial_of
 from jaxrl_post.programs.run import Outcome
-from jaxrl_post.records.directory import read_rows
+from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from tests.programs.trainers import CONFIG, make_model
 from tests.records.test_trackers import stand_in
 
@@ -170,7 +169,7 @@ Disk = namedtuple("Disk", "total used free")
 
 
 def test_a_full_disk_is_found_before_a_step_is_taken(copied, monkeypatch):
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: Disk(9, 9, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(9, 9, 0))
     with pytest.raises(
         CheckpointError,
         match=rf"^checkpoint: a checkpoint could not be written to .*: one takes about "
@@ -348,21 +347,20 @@ def test_tasks_that_changed_are_refused(copied):
         go_on(dataclasses.replace(copied, steps=LAST + 1))
 
 
-def test_a_damaged_initial_model_is_named(tmp_path):
-    initial = tmp_path / "initial"
+def test_an_initial_model_of_an_older_version_needs_no_manifest(tmp_path):
     model = dataclasses.replace(make_model(), preset=True)
-    save_model(initial, model, model.params, manifest=True)
-    check_initial(initial)
-    weights = initial / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[len(content) // 2] ^= 1
-    weights.write_bytes(content)
-    with pytest.raises(
-        ConfigError, match=r"initial, .* is damaged: model.safetensors holds other byt"
-    ):
-        check_initial(initial)
-    (initial / "manifest.json").unlink()
-    check_initial(initial)
+    save_model(tmp_path / "initial", model, model.params)
+    directory = RunDirectory(tmp_path)
+    now = RunDescription("", "demo", 0, "", {}, {}, inputs={})
+    with pytest.raises(ConfigError, match=r"is damaged: manifest.json is missing\. "):
+        initial_of("demo", directory, now)
+    then = dataclasses.replace(now, inputs=None)
+    assert initial_of("demo", directory, then) == tmp_path / "initial"
+    # Only a preset's run makes one.
+    assert initial_of(str(tmp_path / "initial"), directory, now) is None
+    (tmp_path / "initial" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"is damaged: config.json is missing\. "):
+        initial_of("demo", directory, then)
 
 
 def test_a_disk_that_is_full_keeps_the_earlier_model(tmp_path, monkeypatch):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from jaxrl_post.envs.env import Task
 from jaxrl_post.envs.json_server import JsonServer, require_http
 from jaxrl_post.envs.servers import Retries, SlowServerError
 from jaxrl_post.envs.tools.toolset import Tool, ToolError, slow_call
+from jaxrl_post.jsonl import json_file
 
 __all__ = ["Endpoint"]
 
@@ -126,7 +125,10 @@ class OpenEndpoint:
 
 
 def _tools_of(path: str) -> list[Tool]:
-    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        found = json_file(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     tools = []
     for number, row in enumerate(found if isinstance(found, list) else [found]):
         function = row.get("function", row) if isinstance(row, dict) else None

@@ -6,7 +6,8 @@ from the files of the run directory alone, of a finished or a running run.
 
 from pathlib import Path
 
-from jaxrl_post.records.directory import RunDirectory, replace_file
+from jaxrl_post.files import replace_file
+from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.report.history import read_history
 from jaxrl_post.records.report.page import page
 

@@ -1,12 +1,12 @@
 """Reads the data of a report from the run directory."""
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.records.report.charts import Point
 
@@ -84,7 +84,7 @@ def _read_description(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json_file(path)
     except ValueError as error:
         raise ValueError(
             f"{path} must be the JSON of a RunDescription, got {error}; "

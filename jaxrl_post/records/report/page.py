@@ -182,7 +182,7 @@ def _change(
 
 
 def _sections(history: History) -> Iterator[tuple[str, list[Values]]]:
-    for name, panels in (*SECTIONS, ("Time", (SPEED,))):
+    for name, panels in (*SECTIONS, ("Time", SPEED)):
         figures = list(_figures(panels, history))
         if name == "Time":
             figures = [*_phases(history), *figures]
@@ -289,7 +289,10 @@ def _layers(history: History) -> tuple[list[int], list[tuple[str, list[float]]]]
 
 def _others(history: History) -> Values:
     shown = {panel.metric for _, panels in SECTIONS for panel in panels}
-    shown |= {metric for metric, _ in PHASES} | {STEP_TIME, SPEED.metric}
+    shown |= {metric for metric, _ in PHASES} | {
+        STEP_TIME,
+        *(panel.metric for panel in SPEED),
+    }
     stacks = [stack for found in STACKS.values() for stack in found]
     shown |= {metric for stack in stacks for metric, _ in stack.layers}
     others = sorted(set(history.curves) - shown)

@@ -206,4 +206,12 @@ PHASES = (
     ("time/publish", "publish"),
     ("time/checkpoint", "checkpoint"),
 )
-SPEED = Panel(TOKENS_PER_SECOND, "Throughput", "tokens per second", width="tall")
+SPEED = (
+    Panel(TOKENS_PER_SECOND, "Throughput", "tokens per second", width="tall"),
+    Panel(
+        "time/compilations",
+        "Sampler programs",
+        "compiled since the process began",
+        smoothed=False,
+    ),
+)
