@@ -67,7 +67,7 @@ def test_one_file_is_split_by_the_text_of_the_question(tmp_path):
 def test_a_file_too_small_for_a_split_says_so(tmp_path):
     environment = GSM8K(write(tmp_path / "one.jsonl", ROWS[:1]))
     assert len(environment.tasks("train")) == 1
-    with pytest.raises(ValueError, match=r"one\.jsonl: no question falls into 'eval'"):
+    with pytest.raises(ValueError, match=r"one\.jsonl: no prompt falls into 'eval'"):
         environment.tasks("eval")
 
 
@@ -122,7 +122,7 @@ EXTRACTED = [
     ("#### Step 3\nso \\boxed{7}", "7", "7"),
     ("#### Conclusion\nIt is 7.", "7", None),
     (r"\boxed{7", "7", None),
-    (r"\boxed{5} \boxed{7", "5", "5"),
+    (r"\boxed{5} \boxed{7", "7", None),
     (r"7 \boxed{}", "7", None),
     # Nothing is marked: the last number.
     ("The answer is 72.", "72", None),

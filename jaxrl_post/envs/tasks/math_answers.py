@@ -1,31 +1,34 @@
-r"""Extracts the final answer of a response to a math problem, and compares answers."""
+r"""Extracts the final answer of a response to a math problem."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
-__all__ = ["Extraction", "equal", "final_answer", "is_number", "require_extraction"]
+from jaxrl_post.envs.tasks.math_text import (
+    NUMBER,
+    cleaned,
+    plain_characters,
+    undecorated,
+)
+
+__all__ = ["Extraction", "final_answer", "is_number", "require_extraction"]
 
 type Extraction = Literal["flexible", "strict"]
 
-# Characters that surround or group the digits of a number without changing its value.
-_DECORATION = re.compile(
-    r"\\[,!;: ]|(?<=\d)\{,\}(?=\d)|(?<=\d),(?=\d{3}(?!\d))"
-    # Kept between two digits: "*" is a product there, "$" or "%" separates two amounts.
-    r"|(?<!\d)(?:\\?[$%]|\*+)|(?:\\?[$%]|\*+)(?!\d)",
+# What makes a number the beginning of a longer answer, as of 4\sqrt{2}, 5! or 3 or 5.
+_GOES_ON = re.compile(
+    r"[!\w({]|\s*(?:[\^_]|[+*/]\s*[\d.\\(]|\\(?!text|math|mbox)|[,;]\s*[-+\\.(]?\d)"
+    r"|\s+(?:\d+/\d|(?:or|and)\s+[-+\\.(]?\d)",
     re.ASCII,
 )
-_UNSIGNED = r"(?:\d+(?:\.\d+)?|\.\d+)"
-# A minus after a digit, a letter or a closing bracket subtracts: "10-5" ends with "5".
-_NUMBER = rf"(?:(?<![\w)\]}}])-)?{_UNSIGNED}(?:/{_UNSIGNED})?"
-_PLAIN = re.compile(_NUMBER, re.ASCII)
-_MARKED = re.compile(rf"####\s*({_NUMBER})", re.ASCII)
-_BRACE = re.compile(r"\\boxed\{|[{}]")
+_BRACE = re.compile(r"\\+(?:boxed|fbox)\s*\{|\\\\|\\[{}]|[{}]")
 
 # Longer than any real answer; bounds the time that math-verify spends on a response.
 _LONGEST_ANSWER = 200
+# A line behind the mark, or the one below it, as far as an answer may go.
+_MARK = re.compile(r"####(?=\s{0,99}([^\n]{0,400}))")
 
 
 def final_answer(text: str, *, extraction: Extraction = "strict") -> str | None:
@@ -33,17 +36,19 @@ def final_answer(text: str, *, extraction: Extraction = "strict") -> str | None:
 
     The last marked answer counts: a number after "####", or the content of
     `\boxed{...}`. So a response may correct itself, but gains nothing from listing
-    candidates. Without a mark, "strict" returns None, "flexible" the last number of the
-    text. Dollar and percent signs, Markdown's asterisks, thousands separators and LaTeX
-    spaces are dropped: "$1,080" is "1080", and "50%" is "50", never 0.5.
+    candidates. A last box that does not close leaves no marked answer. Without one,
+    "strict" returns None, "flexible" the last number of the text. Dollar and percent
+    signs, Markdown's asterisks, thousands separators and LaTeX spaces are dropped:
+    "$1,080" is "1080", and "50%" is "50", never 0.5. Commas in brackets stay, as
+    `math_reading.equal` says.
 
     Args:
         text: the response.
         extraction: "strict" or "flexible".
 
     Returns:
-        A number ("1080", "-3.50", "3/4") or the LaTeX of a box; None if there is no
-        answer, or if the answer has more than 200 characters.
+        A number ("1080", "-3.50", "3/4") or the LaTeX of an answer; None if there is
+        no answer, or if the answer has more than 200 characters.
 
     Raises:
         ValueError: if `extraction` is neither "strict" nor "flexible".
@@ -52,75 +57,57 @@ def final_answer(text: str, *, extraction: Extraction = "strict") -> str | None:
     '1080'
     >>> final_answer(r"Not \boxed{5}; it is \boxed{7}.")
     '7'
+    >>> final_answer(r"Not \boxed{5}; it is \boxed{(10,200)}.")
+    '(10,200)'
     >>> final_answer("So 30 + 20 gives 50%.") is None
     True
     >>> final_answer("So 30 + 20 gives 50%.", extraction="flexible")
     '50'
     """
     require_extraction(extraction)
-    # Typeset text has the minus sign U+2212, but the patterns expect "-".
-    text = _DECORATION.sub("", text.replace("\N{MINUS SIGN}", "-"))
+    text = plain_characters(text)
     start, answer = _last_box(text)
-    for marked in _MARKED.finditer(text):
-        if marked.start() > start:
-            start, answer = marked.start(), marked[1]
+    for position, marked in _marked(text):
+        if position > start:
+            start, answer = position, marked
     if answer is None and extraction == "flexible":
-        for number in _PLAIN.finditer(text):
+        for number in NUMBER.finditer(undecorated(text)):
             answer = number[0]
     return answer if answer is None or len(answer) <= _LONGEST_ANSWER else None
 
 
+def _marked(text: str) -> Iterator[tuple[int, str]]:
+    """Positions and answers of the marks "####" that a number follows."""
+    for mark in _MARK.finditer(text):
+        line = undecorated(mark[1].strip())
+        if (number := NUMBER.match(line)) is not None:
+            whole = _GOES_ON.match(line, number.end()) is None
+            yield mark.start(), number[0] if whole else cleaned(line)
+
+
 def _last_box(text: str) -> tuple[int, str | None]:
-    r"""Position and content of the last \boxed{...} whose braces balance."""
+    r"""Position and content of the last \boxed{...}; None if it does not close."""
     last, content = -1, None
     open_braces: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):
-        if brace[0] != "}":
+        if brace[0] == "{" or len(brace[0]) > 2:
             open_braces.append(brace)
-        elif open_braces:
+        elif brace[0] == "}" and open_braces:
             opening = open_braces.pop()
-            if opening[0] != "{" and opening.start() > last:
+            if len(opening[0]) > 1 and opening.start() > last:
                 last = opening.start()
-                content = text[opening.end() : brace.start()].strip()
-    return last, content or None
-
-
-def equal(reference: str, answer: str) -> bool:
-    """Whether math-verify finds two answers equal.
-
-    Args:
-        reference: a number, or LaTeX without dollar signs.
-        answer: a number, or LaTeX without dollar signs.
-
-    Raises:
-        ModuleNotFoundError: if the extra `math` is not installed.
-    """
-    parse, verify = _math_verify()
-    return bool(verify(parse(_expression(reference)), parse(_expression(answer))))
+                content = text[opening.end() : brace.start()]
+    for opening in open_braces:
+        if len(opening[0]) > 1 and opening.start() > last:
+            last, content = opening.start(), None
+    if content is None or len(content) > 10 * _LONGEST_ANSWER:
+        return last, None
+    return last, cleaned(content) or None
 
 
 def is_number(text: str) -> bool:
     """Whether a text is one number; signs and separators as in "$1,080" are ignored."""
-    return _PLAIN.fullmatch(_DECORATION.sub("", text).strip()) is not None
-
-
-def _expression(text: str) -> str:
-    # Plain numbers skip the LaTeX parser: it is slower, and parses "3/4." differently.
-    return text if _PLAIN.fullmatch(text) else f"${text}$"
-
-
-def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    try:
-        # Not at the top: it imports sympy, which only grading needs.
-        import math_verify
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "answers are graded with math-verify, and there is no module "
-            f"{error.name!r}: "
-            "pip install 'jaxrl_post[math]'",
-            name=error.name,
-        ) from error
-    return math_verify.parse, math_verify.verify
+    return NUMBER.fullmatch(undecorated(text).strip()) is not None
 
 
 def require_extraction(extraction: str) -> None:
