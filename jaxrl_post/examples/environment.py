@@ -7,10 +7,10 @@ from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.envs import (
     Environment,
-    Split,
     StatelessEnvironment,
     WorkerStartError,
 )
+from jaxrl_post.envs.env import Split
 from jaxrl_post.envs.real_number import NumberError
 from jaxrl_post.envs.tools import ToolEnvironment, make_toolset
 from jaxrl_post.envs.workers.trial import try_functions

@@ -71,6 +71,19 @@ def test_a_file_too_small_for_a_split_says_so(tmp_path):
         environment.tasks("eval")
 
 
+def test_the_data_sets_own_parquet_is_read(tmp_path, both):
+    arrow = pytest.importorskip("pyarrow", reason="needs the extra 'parquet'")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "train-00000-of-00001.parquet"
+    columns = {"question": [q for q, *_ in ROWS], "answer": [a for _, a, _ in ROWS]}
+    parquet.write_table(arrow.table(columns), path)
+    found = GSM8K(str(path), eval_path=str(path))
+    assert found.tasks("train") == both.tasks("train")
+    renamed = path.rename(tmp_path / "train.jsonl")
+    with pytest.raises(ValueError, match=r"got Parquet\. Rename the file"):
+        GSM8K(str(renamed)).tasks("train")
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [

@@ -21,15 +21,18 @@ def test_the_clock_does_not_count():
 
 
 def test_processor_time_does():
-    with pytest.raises(TimeoutError, match=r"^adding took more than 0\.1 s of process"):
-        with processor_time(0.1, "adding"):
-            loop()
+    told = r"^adding took more than 0\.1 s of processor time"
+    with pytest.raises(TimeoutError, match=told), processor_time(0.1, "adding"):
+        loop()
 
 
 def test_code_that_takes_the_stop_for_an_answer_has_failed_all_the_same():
-    with pytest.raises(TimeoutError), processor_time(0.1, "scoring"):
+    def swallowed():
         with contextlib.suppress(BaseException):
             loop()
+
+    with pytest.raises(TimeoutError), processor_time(0.1, "scoring"):
+        swallowed()
 
     def translated():
         try:

@@ -19,8 +19,8 @@ import sys
 import time
 
 LENGTH = struct.Struct("!I")
-# How it ended, exit status or signal, seconds on the clock and of the processor, whether
-# output was dropped, and the lengths of standard output and standard error.
+# How it ended, exit status or signal, seconds on the clock and of processor time,
+# whether output was dropped, and the lengths of standard output and standard error.
 ANSWER = struct.Struct("!BiddBII")
 EXIT, SIGNAL, TIME, PROCESSOR, REFUSED = range(5)
 

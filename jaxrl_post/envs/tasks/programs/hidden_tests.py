@@ -211,9 +211,10 @@ class _Candidate:
         self.spent += outcome.processor
         if outcome.ended == "time":
             raise TimeoutError(
-                "the tests of a program were not over in time (clock_seconds), of which "
-                f"the last one took {outcome.seconds:.1f} s, and {outcome.processor:.1f} "
-                "s of processor time: the program waits, or the machine is busy"
+                "a program was not over in time on the clock (clock_seconds): its last "
+                f"call took {outcome.seconds:.1f} s and "
+                f"{outcome.processor:.1f} s of processor time: the program waits, or "
+                "the machine is busy"
             )
         if outcome.ended == "signal":
             return outcome.status == signal.SIGXCPU
