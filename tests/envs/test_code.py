@@ -136,7 +136,9 @@ def test_a_clock_that_runs_out_is_a_failed_judgement_and_no_0(options):
     for entry in ("f", None):
         test = {"arguments": [], "result": 1} if entry else {"input": "", "output": "1"}
         program = "import time\ntime.sleep(1000)"
-        with pytest.raises(TimeoutError, match=r"not over in time \(clock_seconds\)"):
+        with pytest.raises(
+            TimeoutError, match=r"not over in time on the clock \(clock_seconds\)"
+        ):
             judged(options, program, [test], entry, clock_seconds=1.0)
 
 

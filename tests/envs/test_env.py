@@ -70,7 +70,7 @@ def test_values_outside_their_type_are_named():
     program = "from jaxrl_post.envs.tasks.arithmetic import Arithmetic\n"
     program += "from jaxrl_post.envs.env import Message\n"
     program += "from jaxrl_post.envs.tasks.gsm8k import GSM8K\n"
-    program += "from jaxrl_post.envs.tasks.math_answers import final_answer\n"
+    program += "from jaxrl_post.envs.tasks.mathematics.answers import final_answer\n"
     program += "from jaxrl_post.jsonl import gather\n"
     for expression, _ in CHOICES:
         program += f"try:\n  {expression}\n"

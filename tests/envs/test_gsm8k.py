@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_post.envs import Message, WorkerPool
 from jaxrl_post.envs.tasks.gsm8k import GSM8K, INSTRUCTION
-from jaxrl_post.envs.tasks.math_answers import final_answer
+from jaxrl_post.envs.tasks.mathematics.answers import final_answer
 
 ROWS = [
     ("How many?", "48/2 = <<48/2=24>>24 clips.\n#### 72", "72"),

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from jaxrl_post.envs.tasks.graders import Grader
-from jaxrl_post.envs.tasks.math_answers import final_answer
+from jaxrl_post.envs.tasks.mathematics.answers import final_answer
 
 pytest.importorskip("math_verify", reason="needs the extra 'math'")
 

@@ -19,14 +19,14 @@ from jaxrl_post.envs.tasks.json_schema import (
     require_library,
     require_schema,
 )
-from jaxrl_post.envs.tasks.math_answers import (
+from jaxrl_post.envs.tasks.mathematics.answers import (
     Extraction,
     final_answer,
     is_number,
     require_extraction,
 )
-from jaxrl_post.envs.tasks.math_reading import equal
-from jaxrl_post.envs.tasks.math_text import cleaned
+from jaxrl_post.envs.tasks.mathematics.reading import equal
+from jaxrl_post.envs.tasks.mathematics.text import cleaned
 from jaxrl_post.envs.tasks.token_f1 import token_f1, words
 from jaxrl_post.jsonl import is_unicode
 

@@ -14,13 +14,13 @@ from typing import Any
 from jaxrl_post.conversations import text_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, response
 from jaxrl_post.envs.tasks.held_out import rows_of_split
-from jaxrl_post.envs.tasks.math_answers import (
+from jaxrl_post.envs.tasks.mathematics.answers import (
     Extraction,
     final_answer,
     is_number,
     require_extraction,
 )
-from jaxrl_post.envs.tasks.math_reading import equal
+from jaxrl_post.envs.tasks.mathematics.reading import equal
 from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
@@ -38,7 +38,7 @@ class GSM8K:
     r"""Word problems from rows {"question": ..., "answer": "... #### 72"}.
 
     The reward is 1 if the response's final answer equals the row's, else 0:
-    `final_answer` defines the final answer, and `math_reading.equal` compares. Grading
+    `final_answer` defines the final answer, and `mathematics.reading.equal` compares. Grading
     needs the extra `math`.
 
     Args:

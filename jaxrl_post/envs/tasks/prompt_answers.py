@@ -17,7 +17,7 @@ from jaxrl_post.envs.env import (
 )
 from jaxrl_post.envs.tasks.graders import GRADERS, Grader
 from jaxrl_post.envs.tasks.held_out import rows_of_split
-from jaxrl_post.envs.tasks.math_answers import Extraction
+from jaxrl_post.envs.tasks.mathematics.answers import Extraction
 from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
@@ -40,7 +40,7 @@ class PromptAnswers:
     - math: math-verify finds the final answers of both equal (extra `math`). The final
       answer of a response is a number after "####" or the content of `\boxed{...}`,
       unless `extraction` is "flexible". In the file, these marks are optional.
-      `math_reading.equal` says when answers are equal.
+      `mathematics.reading.equal` says when answers are equal.
     - regex: the answer is a regular expression (a dot also matches a line break) that
       must match the whole response, stripped of white space.
     - schema: the answer is a JSON schema (an object, or its text), and the last fenced

@@ -15,7 +15,7 @@ from jaxrl_post.envs.env import (
     ToolCall,
     response,
 )
-from jaxrl_post.envs.tasks.math_answers import final_answer
+from jaxrl_post.envs.tasks.mathematics.answers import final_answer
 from jaxrl_post.envs.tasks.programs.formulas import asked
 from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 from jaxrl_post.envs.tools import Interpreter, ToolEnvironment

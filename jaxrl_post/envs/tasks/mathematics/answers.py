@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from jaxrl_post.envs.tasks.math_text import (
+from jaxrl_post.envs.tasks.mathematics.text import (
     NUMBER,
     cleaned,
     plain_characters,
@@ -40,7 +40,7 @@ def final_answer(text: str, *, extraction: Extraction = "strict") -> str | None:
     "strict" returns None, "flexible" the last number of the text. Dollar and percent
     signs, Markdown's asterisks, thousands separators and LaTeX spaces are dropped:
     "$1,080" is "1080", and "50%" is "50", never 0.5. Commas in brackets stay, as
-    `math_reading.equal` says.
+    `mathematics.reading.equal` says.
 
     Args:
         text: the response.

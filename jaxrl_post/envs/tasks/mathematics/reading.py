@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_post.envs.processor_time import processor_time
-from jaxrl_post.envs.tasks.math_text import (
+from jaxrl_post.envs.tasks.mathematics.text import (
     NUMBER,
     WORDS,
     cleaned,
@@ -191,7 +191,7 @@ def _reader() -> Callable[[str], Any]:
 
         def create_parser(self, latex_str: str) -> Any:
             parser = super().create_parser(latex_str)
-            self.stream = parser.getTokenStream()
+            self.stream: Any = parser.getTokenStream()
             self.stream.tokenSource._factory = Tokens()
             return parser
 
