@@ -38,8 +38,8 @@ class GSM8K:
     r"""Word problems from rows {"question": ..., "answer": "... #### 72"}.
 
     The reward is 1 if the response's final answer equals the row's, else 0:
-    `final_answer` defines the final answer, and `mathematics.reading.equal` compares. Grading
-    needs the extra `math`.
+    `final_answer` defines the final answer, and `mathematics.reading.equal` compares.
+    Grading needs the extra `math`.
 
     Args:
         path: the training rows: .jsonl or .json with one object a line, or .parquet
