@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -17,13 +17,11 @@ __all__ = [
     "BadRowError",
     "OnBadRow",
     "Report",
-    "Row",
     "gather",
     "is_unicode",
     "json_file",
     "json_lines",
     "json_object",
-    "read_jsonl",
     "require_on_bad_row",
 ]
 
@@ -41,19 +39,6 @@ _ARRAY = (
     "the file is one JSON array, and is read as one JSON object a line; "
     "`jq -c '.[]' FILE > ROWS.jsonl` rewrites it"
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row that passed every check.
-
-    Args:
-        line: 1-based line of the file.
-        fields: the row's JSON object, with all its fields.
-    """
-
-    line: int
-    fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -100,49 +85,6 @@ class Report:
         if self.num_bad > len(self.first_bad):
             lines.append(f"  and {self.num_bad - len(self.first_bad)} more")
         return "\n".join(lines)
-
-
-def read_jsonl(
-    path: str | os.PathLike[str],
-    *,
-    fields: Mapping[str, type | tuple[type, ...]],
-    check: Callable[[Mapping[str, Any]], str | None] | None = None,
-    on_bad_row: OnBadRow = "fail",
-) -> tuple[list[Row], Report]:
-    r"""Reads a file with one JSON object per line.
-
-    Lines end with "\n" or "\r\n". Empty lines and a UTF-8 byte order mark at the start
-    are ignored. A row is bad if it is not UTF-8, is not a JSON object, repeats a key,
-    has NaN or Infinity, lacks a field, or has a field of another type (bool is no int).
-
-    Args:
-        path: the file.
-        fields: name -> type, or types, of each field that a row must have.
-        check: returns why a row with the right fields is bad, or None if it is good.
-        on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
-            lists them in the report.
-
-    Returns:
-        The good rows in the file's order, and a report.
-
-    Raises:
-        ValueError: at a bad row under "fail"; if the file has no row, or no good one.
-        OSError: if the file cannot be read.
-
-    >>> import pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = pathlib.Path(directory, "two.jsonl")
-    ...     _ = path.write_text('{"question": "1+1?"}\n{"question": 2}\n')
-    ...     rows, report = read_jsonl(path, fields={"question": str}, on_bad_row="skip")
-    >>> rows, report.first_bad[0].reason
-    ([Row(line=1, fields={'question': '1+1?'})],
-     "field 'question' must be str, got int")
-    """
-
-    def parse(line: int, raw: bytes) -> list[Row]:
-        return [Row(line, _checked(json_object(raw), fields, check))]
-
-    return gather(os.fspath(path), json_lines(path), parse, on_bad_row=on_bad_row)
 
 
 def require_on_bad_row(value: object) -> None:
@@ -341,27 +283,6 @@ def _check_nesting(text: str) -> None:
                 f"not JSON that can be read: brackets are nested more than {_DEEPEST} "
                 f"levels deep at line {line} column {column}"
             )
-
-
-def _checked(
-    row: dict[str, Any],
-    fields: Mapping[str, type | tuple[type, ...]],
-    check: Callable[[Mapping[str, Any]], str | None] | None,
-) -> dict[str, Any]:
-    for name, types in fields.items():
-        if name not in row:
-            present = ", ".join(repr(key) for key in row) or "none"
-            raise BadRowError(f"no field {name!r} (fields: {present})")
-        wanted = types if isinstance(types, tuple) else (types,)
-        if type(row[name]) not in wanted:
-            expected = " or ".join(each.__name__ for each in wanted)
-            got = type(row[name]).__name__
-            raise BadRowError(f"field {name!r} must be {expected}, got {got}")
-        if isinstance(row[name], str) and not is_unicode(row[name]):
-            raise BadRowError(f"field {name!r} holds half of a surrogate pair")
-    if check is not None and (reason := check(row)) is not None:
-        raise BadRowError(reason)
-    return row
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

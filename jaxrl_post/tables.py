@@ -64,7 +64,7 @@ def read_table[Item](
 
     Raises:
         ValueError: at a bad row under "fail"; if the file has no row or no good one; if
-            its name ends otherwise, or it is damaged.
+            its name ends otherwise, or it is damaged or of another kind.
         ModuleNotFoundError: for .parquet without the extra.
         OSError: if the file cannot be read.
 
@@ -150,11 +150,27 @@ def _mixed(
     )
 
 
+# What a file with another name may be: its first bytes, its kind, and what to do.
+_OTHER_KINDS = (
+    (b"PAR1", "Parquet", "Rename the file, so that it ends in .parquet"),
+    (b"\x1f\x8b", "data that gzip compressed", "Decompress it"),
+    (b"\x28\xb5\x2f\xfd", "data that zstd compressed", "Decompress it"),
+)
+
+
 # (line, function that loads the row): a row that cannot be loaded is one bad row.
 type _Rows = Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]
 
 
 def _json_rows(path: str) -> _Rows:
+    with open(path, "rb") as file:
+        begins = file.read(4)
+    for mark, kind, remedy in _OTHER_KINDS:
+        if begins.startswith(mark):
+            raise ValueError(
+                f"{path}: must hold one JSON object a line, as its name ends in "
+                f"{Path(path).suffix}; got {kind}. {remedy}"
+            )
     for line, raw in json_lines(path):
         yield line, partial(_json_row, raw)
 

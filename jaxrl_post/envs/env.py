@@ -23,6 +23,7 @@ __all__ = [
     "Environment",
     "Message",
     "NeedsPreparation",
+    "NeedsTrial",
     "NeedsTurns",
     "Session",
     "Split",
@@ -256,6 +257,19 @@ class NeedsPreparation(Protocol):
 
     def prepare(self) -> None:
         """Imports and loads what `step` needs."""
+        ...
+
+
+@runtime_checkable
+class NeedsTrial(Protocol):
+    """An environment that may have functions of a user, which are tried at the start.
+
+    So a function that returns no number stops the run before it begins
+    (`envs.workers.trial`).
+    """
+
+    def trials(self, split: Split) -> Sequence[tuple[StatelessEnvironment, Task]]:
+        """Environments with such functions, each with a task of a split."""
         ...
 
 

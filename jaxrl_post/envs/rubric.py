@@ -15,11 +15,12 @@ from jaxrl_post.envs.env import (
     Step,
     Task,
 )
+from jaxrl_post.envs.real_number import real_number
 
 __all__ = ["Criterion", "Rubric", "Score"]
 
 
-# A reward function: maps a conversation to a finite number; pure, and must pickle.
+# A reward function: maps a conversation to a finite real number; pure, and must pickle.
 type Score = Callable[[Task, tuple[Message, ...]], float]
 
 
@@ -117,18 +118,26 @@ class Rubric:
         """
         return self.environment.tasks(split)
 
+    def trials(self, split: Split) -> list[tuple[StatelessEnvironment, Task]]:
+        """The first task, for the criteria."""
+        return [(self, self.tasks(split)[0])]
+
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
         """Runs the wrapped environment's step; adds the criteria if the episode ends.
 
         Args:
             task: the task that the conversation began with.
             conversation: the messages so far; ends with the assistant's turn.
+
+        Raises:
+            NumberError: a criterion returned no finite real number.
         """
         step = self.environment.step(task, conversation)
-        reward = self.own_weight * step.reward
-        rewards = {"own": step.reward}
+        own = real_number("reward", step.reward)
+        reward, rewards = self.own_weight * own, {"own": own}
         for name, criterion in self.criteria.items() if step.done else ():
-            rewards[name] = criterion.score(task, conversation)
+            score = criterion.score(task, conversation)
+            rewards[name] = real_number(f"what criterion {name!r} returns", score)
             reward += criterion.weight * rewards[name]
         return Step(reward, step.done, step.messages, step.metrics, rewards)
 

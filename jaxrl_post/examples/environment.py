@@ -5,15 +5,22 @@ from collections.abc import Sequence
 from jaxrl_post import envs
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.envs import Environment, StatelessEnvironment
+from jaxrl_post.envs import (
+    Environment,
+    StatelessEnvironment,
+    WorkerStartError,
+)
+from jaxrl_post.envs.env import Split
+from jaxrl_post.envs.real_number import NumberError
 from jaxrl_post.envs.tools import ToolEnvironment, make_toolset
+from jaxrl_post.envs.workers.trial import try_functions
 
-__all__ = ["make_environment"]
+__all__ = ["check_functions", "make_environment"]
 
 # Environments that read their tasks from files, and the kind of file.
 FROM_FILES = {
     "code": "a .jsonl or .parquet file of programming problems with tests",
-    "gsm8k": "a JSONL file with the fields question and answer",
+    "gsm8k": "a .jsonl or .parquet file with the fields question and answer",
     "judged": "a .jsonl or .parquet file of prompts, for a judge to read the answers",
     "jsonl": "a .jsonl or .parquet file of prompts and answers",
 }
@@ -43,6 +50,25 @@ def make_environment(
     except (ModuleNotFoundError, ValueError) as error:
         raise ConfigError(f"--env: {error}") from error
     return _with_tools(environment, tools)
+
+
+def check_functions(
+    environment: Environment, deadline_s: float, split: Split = "train"
+) -> None:
+    """Tries the functions of a user that an environment has, on one task each.
+
+    Args:
+        environment: of the run.
+        deadline_s: of a judgement.
+        split: of the tasks.
+
+    Raises:
+        ConfigError: a function returned no finite real number.
+    """
+    try:
+        try_functions(environment, split, deadline_s=deadline_s)
+    except (NumberError, WorkerStartError) as error:
+        raise ConfigError(f"--env: {error}") from error
 
 
 def _with_tools(environment: Environment, tools: Sequence[str]) -> Environment:

@@ -29,7 +29,7 @@ from jaxrl_post.data.generation import (
 )
 from jaxrl_post.envs import AgentEnvironment, Environment, Task, WorkerPool
 from jaxrl_post.envs.workers.hosts import open_hosts
-from jaxrl_post.examples.environment import make_environment
+from jaxrl_post.examples.environment import check_functions, make_environment
 from jaxrl_post.examples.tasks import distinct, fully_written
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.files import replace_file
@@ -240,6 +240,7 @@ def run_evaluation(
     refuse_runs(config.model)
     fetched = fetch(config, console=console)
     environment = make_environment(config.env, fetched.config.data, config.tools)
+    check_functions(environment, config.reward_deadline_s, config.split)
     model = open_model(
         fetched.config.model,
         mesh=config.mesh,

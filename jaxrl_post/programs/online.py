@@ -23,7 +23,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import AgentEnvironment, WorkerPool
 from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.demonstrations import Demonstrations
-from jaxrl_post.examples.environment import make_environment
+from jaxrl_post.examples.environment import check_functions, make_environment
 from jaxrl_post.examples.tasks import TaskSets, fitting_prompts, open_tasks
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.algorithm import make_algorithm
@@ -120,6 +120,7 @@ def run_rl(
         environment = make_environment(config.env, config.data, config.tools)
         check_agents(environment, config)
         tasks = open_tasks(environment, config.data.on_overlap)
+        check_functions(environment, config.rollout.reward_deadline_s)
     fitting = functools.cache(
         functools.partial(_fitting, tasks, config.rollout, config.data.on_unwritten)
     )

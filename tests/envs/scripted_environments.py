@@ -270,6 +270,26 @@ def brevity(task: Task, conversation: tuple[Message, ...]) -> float:
     return 1.0 / len(conversation[-1].content)
 
 
+def graded_none(response, answer):
+    """A grader that forgets to return."""
+
+
+def scored_none(task, conversation):
+    """A criterion that forgets to return."""
+
+
+def graded_raising(response, answer):
+    """A grader that cannot judge anything."""
+    raise LookupError(answer)
+
+
+def graded_share(response, answer):
+    """A grader whose number is of NumPy's."""
+    import numpy
+
+    return numpy.float32(len(response) > 0)
+
+
 def length_share(response: str, answer: dict[str, int]) -> float:
     """A grader: as long as the answer asks for."""
     return len(response) / answer["length"]

@@ -104,19 +104,42 @@ def test_no_program_declares_itself_right(options, program):
     assert printed.reward == 0.0
 
 
-def test_what_does_not_end_costs_its_time_alone(options):
+def test_what_does_not_end_costs_its_processor_time_alone(options):
     step = judged(
         options, "while True: pass", ADDED, seconds=0.5, total_seconds=1.2,
-        reward="share",
+        clock_seconds=120.0, reward="share",
     )  # fmt: skip
     assert step.reward == 0.0
     assert step.metrics["out_of_time"] == 1.0
     slow = "def f(n):\n    while n: pass\n    return n"
     tests = [{"arguments": [n], "result": n} for n in (0, 1, 0)]
     step = judged(
-        options, slow, tests, "f", seconds=2.0, total_seconds=60.0, reward="share"
-    )
+        options, slow, tests, "f", seconds=1.0, total_seconds=60.0,
+        clock_seconds=120.0, reward="share",
+    )  # fmt: skip
     assert step.reward == pytest.approx(2 / 3)
+
+
+def test_a_program_that_only_waits_has_used_none_of_its_time(options):
+    # As on a machine that is busy with others.
+    program = "import time\ntime.sleep(1.5)\ndef f(): time.sleep(1.5); return 42"
+    tests = [{"arguments": [], "result": 42}]
+    step = judged(options, program, tests, "f", seconds=1.0, clock_seconds=120.0)
+    assert step.reward == 1.0
+    printing = "import time\ntime.sleep(1.5)\nprint(42)"
+    tests = [{"input": "", "output": "42"}]
+    step = judged(options, printing, tests, seconds=1.0, clock_seconds=120.0)
+    assert step.reward == 1.0
+
+
+def test_a_clock_that_runs_out_is_a_failed_judgement_and_no_0(options):
+    for entry in ("f", None):
+        test = {"arguments": [], "result": 1} if entry else {"input": "", "output": "1"}
+        program = "import time\ntime.sleep(1000)"
+        with pytest.raises(
+            TimeoutError, match=r"not over in time on the clock \(clock_seconds\)"
+        ):
+            judged(options, program, [test], entry, clock_seconds=1.0)
 
 
 def test_the_program_is_the_last_block():

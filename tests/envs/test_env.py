@@ -59,7 +59,7 @@ CHOICES = [
     ("GSM8K('a', extraction='loose')", "must be 'flexible' or 'strict', got 'loose'"),
     ("GSM8K('a', on_bad_row='log')", "on_bad_row must be 'fail' or 'skip', got 'log'"),
     ("final_answer('', extraction='')", "must be 'flexible' or 'strict', got ''"),
-    ("read_jsonl('a', fields={}, on_bad_row='')", "must be 'fail' or 'skip', got ''"),
+    ("gather('a', [], None, on_bad_row='')", "must be 'fail' or 'skip', got ''"),
     ("Arithmetic(terms='2')", r"terms must be an integer in \[2, 8\], got '2'"),
     ("Arithmetic(seed=0.5)", "seed must be an integer, got 0.5"),
 ]
@@ -70,8 +70,8 @@ def test_values_outside_their_type_are_named():
     program = "from jaxrl_post.envs.tasks.arithmetic import Arithmetic\n"
     program += "from jaxrl_post.envs.env import Message\n"
     program += "from jaxrl_post.envs.tasks.gsm8k import GSM8K\n"
-    program += "from jaxrl_post.envs.tasks.math_answers import final_answer\n"
-    program += "from jaxrl_post.jsonl import read_jsonl\n"
+    program += "from jaxrl_post.envs.tasks.mathematics.answers import final_answer\n"
+    program += "from jaxrl_post.jsonl import gather\n"
     for expression, _ in CHOICES:
         program += f"try:\n  {expression}\n"
         program += "except ValueError as error:\n  print(error)\n"

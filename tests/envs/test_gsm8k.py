@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_post.envs import Message, WorkerPool
 from jaxrl_post.envs.tasks.gsm8k import GSM8K, INSTRUCTION
-from jaxrl_post.envs.tasks.math_answers import final_answer
+from jaxrl_post.envs.tasks.mathematics.answers import final_answer
 
 ROWS = [
     ("How many?", "48/2 = <<48/2=24>>24 clips.\n#### 72", "72"),
@@ -67,8 +67,21 @@ def test_one_file_is_split_by_the_text_of_the_question(tmp_path):
 def test_a_file_too_small_for_a_split_says_so(tmp_path):
     environment = GSM8K(write(tmp_path / "one.jsonl", ROWS[:1]))
     assert len(environment.tasks("train")) == 1
-    with pytest.raises(ValueError, match=r"one\.jsonl: no question falls into 'eval'"):
+    with pytest.raises(ValueError, match=r"one\.jsonl: no prompt falls into 'eval'"):
         environment.tasks("eval")
+
+
+def test_the_data_sets_own_parquet_is_read(tmp_path, both):
+    arrow = pytest.importorskip("pyarrow", reason="needs the extra 'parquet'")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "train-00000-of-00001.parquet"
+    columns = {"question": [q for q, *_ in ROWS], "answer": [a for _, a, _ in ROWS]}
+    parquet.write_table(arrow.table(columns), path)
+    found = GSM8K(str(path), eval_path=str(path))
+    assert found.tasks("train") == both.tasks("train")
+    renamed = path.rename(tmp_path / "train.jsonl")
+    with pytest.raises(ValueError, match=r"got Parquet\. Rename the file"):
+        GSM8K(str(renamed)).tasks("train")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +135,7 @@ EXTRACTED = [
     ("#### Step 3\nso \\boxed{7}", "7", "7"),
     ("#### Conclusion\nIt is 7.", "7", None),
     (r"\boxed{7", "7", None),
-    (r"\boxed{5} \boxed{7", "5", "5"),
+    (r"\boxed{5} \boxed{7", "7", None),
     (r"7 \boxed{}", "7", None),
     # Nothing is marked: the last number.
     ("The answer is 72.", "72", None),

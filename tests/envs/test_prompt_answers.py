@@ -5,11 +5,18 @@ import math
 import pickle
 import sys
 
+import numpy as np
 import pytest
 
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.envs import Message, WorkerPool, make
+from jaxrl_post.envs.real_number import NumberError
+from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.envs.tasks.graders import Grader
+from jaxrl_post.envs.tasks.mixture import Part, mixture
 from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
+from jaxrl_post.envs.tools import Interpreter, ToolEnvironment
+from jaxrl_post.examples.environment import check_functions
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(60)]
 
@@ -233,9 +240,55 @@ def test_a_function_grades_in_a_worker(file, scripted):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1"])
 def test_a_function_returns_a_finite_number(monkeypatch, value):
-    monkeypatch.setattr(json, "echo", lambda response, answer: value, raising=False)
-    with pytest.raises(ValueError, match=r"'json:echo' must return a finite number"):
-        Grader("json:echo").grade("", "")
+    # A name of its own, as functions are kept by name.
+    name = f"echo_{value}"
+    monkeypatch.setattr(json, name, lambda response, answer: value, raising=False)
+    said = rf"what grader 'json:{name}' returns must be a finite number, got {value!r}"
+    with pytest.raises(NumberError, match=said):
+        Grader(f"json:{name}").grade("", "")
+
+
+@pytest.mark.parametrize(
+    "value", [True, 1, 1.0, np.float16(1), np.int64(1), np.bool_(True), np.array(1)]
+)
+def test_a_function_may_return_any_real_number(monkeypatch, value):
+    name = f"one_{type(value).__name__}"
+    monkeypatch.setattr(json, name, lambda response, answer: value, raising=False)
+    reward = Grader(f"json:{name}").grade("", "").reward
+    assert (reward, type(reward)) == (1.0, float)
+
+
+@pytest.mark.processes
+def test_a_function_without_a_number_is_refused_before_a_run_begins(file, scripted):
+    path = file(ROWS)
+
+    def environment(name, **options):
+        options = {"path": path, "eval_path": path, **options}
+        return make(f"jsonl?grader=scripted_environments:{name}", options=options)
+
+    none = environment("graded_none")
+    part = Part(none, 1.0, "words")
+    for each in (
+        none,
+        mixture([Part(PromptAnswers(path, path), 1.0, "sums"), part]),
+        ToolEnvironment(none, (Interpreter(),)),
+        Rubric(PromptAnswers(path, path), {"none": Criterion(scripted.scored_none)}),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"--env: .*'(none|.*:graded_none)' .*None"
+        ):
+            check_functions(each, 60.0)
+    # These have no function, or a good one, or one that may be right to raise.
+    check_functions(PromptAnswers("absent.jsonl"), 60.0)
+    check_functions(environment("graded_share"), 60.0)
+
+
+@pytest.mark.processes
+def test_a_function_that_raises_on_its_own_answer_is_warned_of(file, scripted, caplog):
+    path = file(ROWS)
+    name = "scripted_environments:graded_raising"
+    check_functions(PromptAnswers(path, path, grader=name), 60.0)
+    assert "the first task's own answer could not be judged (raised)" in caplog.text
 
 
 @pytest.mark.parametrize(

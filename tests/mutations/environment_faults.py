@@ -154,9 +154,9 @@ ENVIRONMENTS = [
     ),
     Fault(
         "what SQLite does in one step is waited for",
-        "envs/tasks/sql/execution.py",
-        "self._seconds + _GRACE)",
-        "60 * self._seconds)",
+        "envs/tasks/sql/inside.py",
+        '        limit_time(request["seconds"])\n',
+        "",
         QUERIES,
     ),
     Fault(

@@ -19,10 +19,10 @@ import sys
 import time
 
 LENGTH = struct.Struct("!I")
-# How it ended, exit status or signal, seconds, whether output was dropped, and the
-# lengths of standard output and standard error.
-ANSWER = struct.Struct("!BidBII")
-EXIT, SIGNAL, TIME, REFUSED = range(4)
+# How it ended, exit status or signal, seconds on the clock and of processor time,
+# whether output was dropped, and the lengths of standard output and standard error.
+ANSWER = struct.Struct("!BiddBII")
+EXIT, SIGNAL, TIME, PROCESSOR, REFUSED = range(5)
 
 SET_PDEATHSIG, SET_DUMPABLE, SET_SECCOMP, NO_NEW_PRIVS, SUBREAPER = 1, 4, 22, 38, 36
 # A pipe holds at most 1 MiB; what is left in one after the end is read up to this.
@@ -111,6 +111,15 @@ def read_value(descriptor):
     head = read_exactly(descriptor, LENGTH.size)
     body = head and read_exactly(descriptor, LENGTH.unpack(head)[0])
     return None if body is None else marshal.loads(body)
+
+
+def used(process):
+    """Processor time of a process in seconds; 0 where the system does not tell."""
+    try:
+        # The number of its clock, as clock_getcpuclockid(3) has it.
+        return time.clock_gettime((~process << 3) | 2)
+    except OSError:
+        return 0.0
 
 
 class Output:
@@ -265,8 +274,8 @@ class Calls:
             self.ended.pop(worker.process, None)
             worker.close()
 
-    def answer(self, ended, status, seconds, out=b"", err=b"", dropped=False):
-        data = ANSWER.pack(ended, status, seconds, dropped, len(out), len(err))
+    def answer(self, ended, status, times, out=b"", err=b"", dropped=False):
+        data = ANSWER.pack(ended, status, *times, dropped, len(out), len(err))
         write_all(self.writer, data + out + err)
 
     def serve(self):
@@ -282,11 +291,11 @@ class Calls:
                 self.answer(
                     REFUSED,
                     0,
-                    time.monotonic() - begin,
+                    (time.monotonic() - begin, 0.0),
                     err=str(error).encode("utf-8", "replace"),
                 )
 
-    def python(self, begin, text, seconds):
+    def python(self, begin, text, most):
         self.reap()
         # It may have ended since the last call, of a thread or a signal.
         if self.interpreter is not None and self.interpreter.process in self.ended:
@@ -295,7 +304,7 @@ class Calls:
         body = marshal.dumps(text, 2)
         self.collect(
             begin,
-            seconds,
+            most,
             worker.process,
             Output(worker.out, self.most),
             Output(worker.err, self.most),
@@ -304,7 +313,7 @@ class Calls:
             worker.done,
         )
 
-    def run(self, begin, arguments, environment, data, seconds):
+    def run(self, begin, arguments, environment, data, most):
         stdin, feed = os.pipe()
         out, stdout = os.pipe()
         err, stderr = os.pipe()
@@ -327,7 +336,7 @@ class Calls:
         try:
             self.collect(
                 begin,
-                seconds,
+                most,
                 process,
                 Output(out, self.most),
                 Output(err, self.most),
@@ -339,8 +348,12 @@ class Calls:
             os.close(out)
             os.close(err)
 
-    def collect(self, begin, seconds, process, out, err, feed, data, done):
-        """Feeds a child and reads it until it is done, ends, or its time is over."""
+    def collect(self, begin, most, process, out, err, feed, data, done):
+        """Feeds a child and reads it until it is done, ends, or its time is over.
+
+        `most` are seconds on the clock and of the processor.
+        """
+        spent, before = 0.0, used(process)
         poll = select.poll()
         for output in (out, err):
             poll.register(output.descriptor, select.POLLIN)
@@ -350,7 +363,8 @@ class Calls:
         if done is not None:
             poll.register(done, select.POLLIN)
         while True:
-            left = begin + seconds - time.monotonic()
+            spent = max(spent, used(process) - before)
+            left = min(begin + most[0] - time.monotonic(), most[1] - spent)
             self.reap()
             if process in self.ended or left <= 0:
                 break
@@ -392,7 +406,7 @@ class Calls:
         seconds = time.monotonic() - begin
         dropped = out.dropped or err.dropped
         if over:
-            kind, number = TIME, 0
+            kind, number = PROCESSOR if spent >= most[1] else TIME, 0
         elif status is not None:
             kind, number = EXIT, status[0]
         else:
@@ -401,7 +415,7 @@ class Calls:
             self.ended.pop(process, None)
         elif status is None:
             self.stop()
-        self.answer(kind, number, seconds, out.text(), err.text(), dropped)
+        self.answer(kind, number, (seconds, spent), out.text(), err.text(), dropped)
 
     def reap(self):
         """Collects the status of all children that have ended, orphans included."""
@@ -451,7 +465,7 @@ class Calls:
             write_all(descriptor, data)
         finally:
             os.close(descriptor)
-        self.answer(EXIT, 0, time.monotonic() - begin)
+        self.answer(EXIT, 0, (time.monotonic() - begin, 0.0))
 
     def read(self, begin, path, most):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -464,9 +478,8 @@ class Calls:
                 data += part
         finally:
             os.close(descriptor)
-        self.answer(
-            EXIT, 0, time.monotonic() - begin, data[:most], b"", len(data) > most
-        )
+        times = time.monotonic() - begin, 0.0
+        self.answer(EXIT, 0, times, data[:most], b"", len(data) > most)
 
 
 def main():
@@ -493,7 +506,7 @@ def main():
     calls = Calls(settings, reader, writer)
     # Starting the interpreter now makes the first call of a warm place quick.
     calls.start()
-    calls.answer(EXIT, 0, 0.0)
+    calls.answer(EXIT, 0, (0.0, 0.0))
     calls.serve()
 
 

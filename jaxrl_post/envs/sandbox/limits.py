@@ -7,7 +7,9 @@ from typing import Literal
 
 __all__ = ["Ended", "Limits", "Outcome", "SandboxError"]
 
-type Ended = Literal["exit", "signal", "time", "memory", "processes", "files", "lost"]
+type Ended = Literal[
+    "exit", "signal", "time", "processor", "memory", "processes", "files", "lost"
+]
 
 
 class SandboxError(RuntimeError):
@@ -67,14 +69,16 @@ class Outcome:
     the program was asked for.
 
     Args:
-        ended: "exit" with `status`; "signal", whose number is `status`; "time",
-            "memory", "processes" or "files" if that limit was reached;
-            "lost" if the place broke.
+        ended: "exit" with `status`; "signal", whose number is `status`; "time", on the
+            clock, "processor" (time), "memory", "processes" or "files" if that limit
+            was reached; "lost" if the place broke.
         status: exit status or signal number; 0 for the other endings.
         stdout: standard output, decoded; bytes that are not UTF-8 become U+FFFD.
         stderr: standard error, likewise.
         truncated: whether output was dropped.
         seconds: time on the clock.
+        processor: seconds of processor time of the program's first process, as far as
+            they were seen while it ran.
 
     >>> Outcome("exit", 0, "4\\n", "", False, 0.01).succeeded
     True
@@ -86,6 +90,7 @@ class Outcome:
     stderr: str
     truncated: bool
     seconds: float
+    processor: float = 0.0
 
     @property
     def succeeded(self) -> bool:

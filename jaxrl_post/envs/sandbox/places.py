@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import time
@@ -26,6 +27,7 @@ _REASONS: Mapping[int, Ended] = {
     inside.EXIT: "exit",
     inside.SIGNAL: "signal",
     inside.TIME: "time",
+    inside.PROCESSOR: "processor",
 }
 
 
@@ -35,6 +37,7 @@ class _Answer(NamedTuple):
     kind: int
     status: int
     seconds: float
+    processor: float
     stdout: bytes
     stderr: bytes
     truncated: bool
@@ -81,7 +84,9 @@ class Place:
             self._closed or (self._process is not None and self._process.closed)
         )
 
-    def python(self, code: str, *, seconds: float | None = None) -> Outcome:
+    def python(
+        self, code: str, *, seconds: float | None = None, processor: float = math.inf
+    ) -> Outcome:
         """Runs Python, in the place's one interpreter, and prints what it evaluates to.
 
         Names stay for the next call, unless the interpreter ends: by `sys.exit`, by a
@@ -91,6 +96,7 @@ class Place:
             code: statements; if the last one is an expression whose value is not None,
                 its value is printed.
             seconds: time on the clock, at most `Limits.wall_seconds`, the default.
+            processor: processor time, which a busy machine does not change.
 
         Returns:
             What it printed, with status 1 and a traceback if it raised.
@@ -99,7 +105,7 @@ class Place:
             SandboxError: if the place is not alive.
         """
         seconds = self._seconds(seconds)
-        return self._call(("python", code, seconds), seconds)
+        return self._call(("python", code, (seconds, processor)), seconds)
 
     def run(
         self,
@@ -108,6 +114,7 @@ class Place:
         stdin: bytes = b"",
         environment: Mapping[str, str] | None = None,
         seconds: float | None = None,
+        processor: float = math.inf,
     ) -> Outcome:
         """Runs a program, such as ("sh", "-c", "ls").
 
@@ -116,6 +123,7 @@ class Place:
             stdin: its standard input.
             environment: variables beside those of the place (PATH, HOME, TMPDIR, LANG).
             seconds: time on the clock, at most `Limits.wall_seconds`, the default.
+            processor: processor time, which a busy machine does not change.
 
         Returns:
             What it printed; status 127 if there is no such program, 126 if it cannot be
@@ -128,7 +136,8 @@ class Place:
         if not arguments:
             raise ValueError("run: arguments must name a program, got none")
         seconds = self._seconds(seconds)
-        call = ("run", list(arguments), dict(environment or {}), stdin, seconds)
+        most = (seconds, processor)
+        call = ("run", list(arguments), dict(environment or {}), stdin, most)
         return self._call(call, seconds)
 
     def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
@@ -228,7 +237,7 @@ class Place:
         if ended is None and call[0] != "write":
             # Such as when earlier programs have left no room for another process.
             ended = "lost"
-        if ended == "lost" or (ended == "time" and not self._alone):
+        if ended == "lost" or (ended in ("time", "processor") and not self._alone):
             self.close()
         return Outcome(
             ended or "lost",
@@ -237,6 +246,7 @@ class Place:
             answer.stderr.decode("utf-8", "replace"),
             answer.truncated,
             answer.seconds,
+            answer.processor,
         )
 
     def _exchange(
@@ -296,20 +306,21 @@ class Place:
             received += part
             if len(received) < inside.ANSWER.size:
                 continue
-            kind, status, took, dropped, out, err = inside.ANSWER.unpack(
+            kind, status, took, spent, dropped, out, err = inside.ANSWER.unpack(
                 received[: inside.ANSWER.size]
             )
             size = inside.ANSWER.size + out + err
             # A program that took over the process of the calls may say anything.
-            if max(out, err) > max(most, 4096) or not 0 <= took < 1e9:
+            if max(out, err) > max(most, 4096) or not (
+                0 <= took < 1e9 and 0 <= spent < 1e9
+            ):
                 return "its answer is not one"
             if len(received) > size:
                 return "its answer is too long"
             if len(received) == size:
                 text = received[inside.ANSWER.size :]
-                return _Answer(
-                    kind, status, took, text[:out], text[out:], bool(dropped)
-                )
+                parts = text[:out], text[out:], bool(dropped)
+                return _Answer(kind, status, took, spent, *parts)
 
 
 def _framed(call: object) -> bytes:

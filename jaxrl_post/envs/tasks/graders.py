@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_post.envs.real_number import real_number
 from jaxrl_post.envs.tasks.blocks import last_block
 from jaxrl_post.envs.tasks.json_schema import (
     SchemaError,
@@ -19,12 +19,14 @@ from jaxrl_post.envs.tasks.json_schema import (
     require_library,
     require_schema,
 )
-from jaxrl_post.envs.tasks.math_answers import (
+from jaxrl_post.envs.tasks.mathematics.answers import (
     Extraction,
-    equal,
     final_answer,
+    is_number,
     require_extraction,
 )
+from jaxrl_post.envs.tasks.mathematics.reading import equal
+from jaxrl_post.envs.tasks.mathematics.text import cleaned
 from jaxrl_post.envs.tasks.token_f1 import token_f1, words
 from jaxrl_post.jsonl import is_unicode
 
@@ -126,6 +128,8 @@ class Grader:
             return "holds half of a surrogate pair"
         if self.name == "f1" and not words(text):
             return f"has no word but articles and punctuation, got {text!r}"
+        if self.name == "math" and r"\boxed" in self.reference(answer):
+            return f"has no box that closes at its end, got {text[-80:]!r}"
         if self.name == "regex":
             try:
                 re.compile(text)
@@ -141,14 +145,16 @@ class Grader:
         if self.name != "math":
             return text
         # In GSM8K's files, an answer is a whole solution that ends with "#### 72".
-        return final_answer(text) or text.strip("$")
+        return final_answer(text) or cleaned(text)
 
     def shown(self, reference: str) -> str | None:
         """A right response for a reference; None if the grader does not define one."""
         if self.extract is not None:
             return None
-        shown = {"exact": reference, "f1": reference, "math": f"#### {reference}"}
-        return shown.get(self.name)
+        if self.name == "math":
+            mark = "#### {}" if is_number(reference) else r"\boxed{{{}}}"
+            return mark.format(reference)
+        return reference if self.name in ("exact", "f1") else None
 
     def grade(self, response: str, answer: Any) -> Grade:
         """Grades a response.
@@ -158,11 +164,13 @@ class Grader:
             answer: the answer as it is in the file.
 
         Raises:
-            ValueError: a grading function returned no finite number.
+            NumberError: a grading function returned no finite real number.
+            TimeoutError: "math" took too much processor time.
             ModuleNotFoundError: "math" without the extra.
         """
         if self.name not in GRADERS:
-            return Grade(_finite(self.name, _function(self.name)(response, answer)))
+            value = _function(self.name)(response, answer)
+            return Grade(real_number(f"what grader {self.name!r} returns", value))
         said = self._said(response)
         if self.name == "schema":
             return _valid(said, answer)
@@ -220,12 +228,6 @@ def _accepted(answer: Any) -> list[str]:
 
 def _text(answer: Any) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, default=str)
-
-
-def _finite(name: str, value: Any) -> float:
-    if not isinstance(value, bool | int | float) or not math.isfinite(value):
-        raise ValueError(f"grader {name!r} must return a finite number, got {value!r}")
-    return float(value)
 
 
 @functools.cache

@@ -6,26 +6,25 @@ References:
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_post.conversations import text_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, response
-from jaxrl_post.envs.tasks.held_out import split_of
-from jaxrl_post.envs.tasks.math_answers import (
+from jaxrl_post.envs.tasks.held_out import rows_of_split
+from jaxrl_post.envs.tasks.mathematics.answers import (
     Extraction,
-    equal,
     final_answer,
     is_number,
     require_extraction,
 )
-from jaxrl_post.jsonl import OnBadRow, Row, read_jsonl, require_on_bad_row
+from jaxrl_post.envs.tasks.mathematics.reading import equal
+from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
+from jaxrl_post.tables import listed
 
 __all__ = ["GSM8K", "INSTRUCTION"]
-
-_LOGGER = logging.getLogger(__name__)
 
 INSTRUCTION = (
     'Reason step by step. End with a line "#### <number>" that holds the final answer.'
@@ -36,14 +35,15 @@ _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 @dataclass(frozen=True)
 class GSM8K:
-    r"""Word problems from JSON Lines rows {"question": ..., "answer": "... #### 72"}.
+    r"""Word problems from rows {"question": ..., "answer": "... #### 72"}.
 
-    The reward is 1 if math-verify finds the response's final answer equal to the row's,
-    else 0; `final_answer` defines the final answer. Grading needs the extra `math` and
-    must run in a main thread (math-verify uses SIGALRM), as it does in a `WorkerPool`.
+    The reward is 1 if the response's final answer equals the row's, else 0:
+    `final_answer` defines the final answer, and `mathematics.reading.equal` compares.
+    Grading needs the extra `math`.
 
     Args:
-        path: the training rows.
+        path: the training rows: .jsonl or .json with one object a line, or .parquet
+            (extra `parquet`), as the data set's own files are.
         eval_path: the evaluation rows; without it, one question in ten of `path` is
             held out by a hash of its text.
         on_bad_row: "fail" raises at a row of another form, "skip" drops the row and
@@ -91,26 +91,17 @@ class GSM8K:
 
         Raises:
             ValueError: at a bad row under "fail", or if the split is empty.
+            ModuleNotFoundError: for .parquet without the extra.
             OSError: if the file cannot be read.
         """
-        separate = split == "eval" and self.eval_path is not None
-        path = self.eval_path if separate and self.eval_path else self.path
-        rows, report = read_jsonl(
-            path,
-            fields={"question": str, "answer": str},
-            check=_check_answer,
+        rows = rows_of_split(
+            split,
+            self.path,
+            self.eval_path,
+            _row,
+            lambda row: row["question"],
             on_bad_row=self.on_bad_row,
         )
-        if report.num_bad:
-            _LOGGER.warning("%s", report)
-        if self.eval_path is None:
-            rows = [row for row in rows if split_of(row.fields["question"]) == split]
-        if not rows:
-            raise ValueError(
-                f"{path}: no question falls into {split!r} in so small a file; "
-                "give eval_path (on the command line --data.eval-path), with rows of "
-                "its own"
-            )
         return tuple(self._task(index, row) for index, row in enumerate(rows))
 
     def prepare(self) -> None:
@@ -134,6 +125,7 @@ class GSM8K:
 
         Raises:
             ModuleNotFoundError: if the extra `math` is not installed.
+            TimeoutError: comparing took too much processor time.
         """
         answer = final_answer(response(conversation), extraction=self.extraction)
         correct = float(answer is not None and equal(task.reference, answer))
@@ -144,19 +136,22 @@ class GSM8K:
         """The row's solution without the calculator annotations `<<48/2=24>>`."""
         return _ANNOTATION.sub("", task.data["solution"])
 
-    def _task(self, index: int, row: Row) -> Task:
-        question, solution = row.fields["question"], row.fields["answer"]
+    def _task(self, index: int, row: Mapping[str, str]) -> Task:
+        question, solution = row["question"], row["answer"]
         prompt = f"{question}\n\n{self.instruction}" if self.instruction else question
         reference = final_answer(solution, extraction="strict")
-        assert reference is not None, "read_jsonl has checked the row"
-        data = {"solution": solution, "line": row.line}
+        assert reference is not None, "`_row` has checked it"
+        data = {"solution": solution}
         return Task(index, (Message("user", prompt),), reference, data)
 
 
-def _check_answer(row: Mapping[str, Any]) -> str | None:
-    ending = row["answer"].rpartition("####")[2]
-    if "####" not in row["answer"]:
-        return "field 'answer' must end with '#### <number>', got no '####'"
-    if not is_number(ending):
-        return f"field 'answer' must end with '#### <number>', got {ending.strip()!r}"
-    return None
+def _row(row: Mapping[str, Any]) -> list[Mapping[str, str]]:
+    for name in ("question", "answer"):
+        if name not in row:
+            raise BadRowError(f"no field {name!r} (fields: {listed(row)})")
+        text_of(row[name], f"field {name!r}")
+    _, mark, ending = row["answer"].rpartition("####")
+    if not mark or not is_number(ending):
+        got = repr(ending.strip()) if mark else "no '####'"
+        raise BadRowError(f"field 'answer' must end with '#### <number>', got {got}")
+    return [row]

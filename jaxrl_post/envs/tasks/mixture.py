@@ -13,6 +13,7 @@ from jaxrl_post.envs.env import (
     Environment,
     Message,
     NeedsPreparation,
+    NeedsTrial,
     NeedsTurns,
     Session,
     Split,
@@ -81,6 +82,12 @@ class _Mixture:
     def name(self) -> str:
         """A short name for logs."""
         return "+".join(part.name for part in self.parts)
+
+    def trials(self, split: Split) -> list[tuple[StatelessEnvironment, Task]]:
+        """Those of all environments."""
+        parts = [part.environment for part in self.parts]
+        each = [part.trials(split) for part in parts if isinstance(part, NeedsTrial)]
+        return [trial for trials in each for trial in trials]
 
     def prepare(self) -> None:
         """Prepares the environments that need it."""

@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_post.conversations import prompt_of, text_of
-from jaxrl_post.envs.env import Message, Split, Step, Task, response
-from jaxrl_post.envs.tasks.graders import Grader
+from jaxrl_post.envs.env import (
+    Message,
+    Split,
+    StatelessEnvironment,
+    Step,
+    Task,
+    response,
+)
+from jaxrl_post.envs.tasks.graders import GRADERS, Grader
 from jaxrl_post.envs.tasks.held_out import rows_of_split
-from jaxrl_post.envs.tasks.math_answers import Extraction
+from jaxrl_post.envs.tasks.mathematics.answers import Extraction
 from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
@@ -33,14 +40,16 @@ class PromptAnswers:
     - math: math-verify finds the final answers of both equal (extra `math`). The final
       answer of a response is a number after "####" or the content of `\boxed{...}`,
       unless `extraction` is "flexible". In the file, these marks are optional.
+      `mathematics.reading.equal` says when answers are equal.
     - regex: the answer is a regular expression (a dot also matches a line break) that
       must match the whole response, stripped of white space.
     - schema: the answer is a JSON schema (an object, or its text), and the last fenced
       block of the response, or all of it without one, must be JSON that is valid under
       it (extra `schema`). The schema is checked when the file is read. It may refer to
       its own parts alone: nothing is fetched. Formats such as "date" are not checked.
-    - module:name: a function (response, answer) -> reward, a finite number. Its
-      arguments are the response's text and the unchanged field of the file.
+    - module:name: a function (response, answer) -> reward, a finite real number, also
+      of NumPy, or a bool. Its arguments are the response's text and the unchanged field
+      of the file. A run tries it on the first task before it begins.
 
     With `extract`, only its last match in the response is graded (the first group, if
     the expression has groups); a response without a match is wrong.
@@ -133,6 +142,10 @@ class PromptAnswers:
             ModuleNotFoundError: the library is not installed.
         """
         self._grader.prepare()
+
+    def trials(self, split: Split) -> list[tuple[StatelessEnvironment, Task]]:
+        """The first task, if a function grades."""
+        return [] if self.grader in GRADERS else [(self, self.tasks(split)[0])]
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
         """Grades the response; the grade is the reward.

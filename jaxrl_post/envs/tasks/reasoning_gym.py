@@ -7,20 +7,18 @@ References:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
 import itertools
 import pickle
-import signal
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
+from jaxrl_post.envs.processor_time import processor_time
 from jaxrl_post.envs.tasks.held_out import split_of
 from jaxrl_post.envs.tasks.plain_answers import harmless
 
@@ -45,7 +43,6 @@ _PATIENCE = 100
 # Seconds of processor time of a scorer. sympy may look for a simpler form of a short
 # formula for minutes.
 _SCORING_S = 4.0
-_SCORING_AGAIN_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class ReasoningGym:
     Nothing that a model wrote is executed. Where a scorer evaluates the response, only
     plain data or a plain formula is shown to it (`plain_answers.harmless`), and
     anything else scores as an empty answer does. A scorer that takes more than 4
-    seconds of processor time is interrupted, as if it had raised.
+    seconds of processor time is stopped, and the judgement has failed.
 
     A hash of its text assigns one problem in five to "eval", the others to "train".
     Problem i of "train" is the library's problem of seed `seed + i`; if that is held
@@ -162,6 +159,9 @@ class ReasoningGym:
 
         Returns:
             The last step, with the metrics `score` and `scorer_raised`.
+
+        Raises:
+            TimeoutError: the scorer took too much processor time.
         """
         answer = response(conversation).strip()
         # Scorers read the configuration, never the seed: both splits score alike.
@@ -170,14 +170,14 @@ class ReasoningGym:
         # A composite's scorer is that of the task that an entry comes from.
         scorer = entry["metadata"].get("source_dataset", self.task)
         shown = harmless(answer, scorer, entry)
-        try:
-            with _time_limit(_SCORING_S):
+        with processor_time(_SCORING_S, f"the scorer of {scorer}"):
+            try:
                 score = float(dataset.score_answer(shown or "", entry))
-            raised = 0.0
-        # Third-party scorers convert the model's text without checking it first, so any
-        # exception is possible, and it means that the text is no answer.
-        except Exception:
-            score, raised = 0.0, 1.0
+                raised = 0.0
+            # Third-party scorers convert the model's text without checking it first, so
+            # any exception is possible, and it means that the text is no answer.
+            except Exception:
+                score, raised = 0.0, 1.0
         metrics = {"score": score, "scorer_raised": raised}
         return Step(reward=score, done=True, metrics=metrics)
 
@@ -205,29 +205,6 @@ class ReasoningGym:
         begin = self.seed + (_EVAL_OFFSET if split == "eval" else 0)
         options = pickle.dumps(dict(self.options))
         return _dataset(self.task, options, begin + attempt * size, size)
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the code within after so much processor time.
-
-    In the main thread alone, where a worker's episodes are judged.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> None:
-        raise TimeoutError(f"the scorer took longer than {seconds:g} s")
-
-    before = signal.signal(signal.SIGVTALRM, interrupt)
-    # Again and again, because the code within may catch the exception and go on.
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _SCORING_AGAIN_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def _task(index: int, entry: Any) -> Task:

@@ -18,6 +18,9 @@ from jaxrl_post.envs.tools.toolset import Toolset
 
 __all__ = ["make_toolset"]
 
+# Seconds on the clock beyond the processor time of a call, for one that waits.
+_WAITING_S = 2.5
+
 _FORMS = "python, shell, search, http, mcp, <module>:<name>"
 
 
@@ -64,7 +67,8 @@ def make_toolset(spec: str) -> Toolset:
 def _python(
     sandbox: str = "auto", seconds: float = 3.0, python: str | None = None
 ) -> Interpreter:
-    return Interpreter(sandbox, limits=Limits(wall_seconds=seconds), python=python)
+    limits = Limits(wall_seconds=seconds + _WAITING_S)
+    return Interpreter(sandbox, limits=limits, python=python, seconds=seconds)
 
 
 def _shell(

@@ -14,6 +14,7 @@ from jaxrl_post.envs.env import (
     Answer,
     Message,
     NeedsPreparation,
+    NeedsTrial,
     Split,
     StatelessEnvironment,
     Step,
@@ -100,6 +101,11 @@ class ToolEnvironment:
         offered = [tool for each in self.toolsets for tool in each.tools()]
         tools = tuple(tool.to_json() for tool in offered)
         return TaskSequence(len(tasks), lambda i: replace(tasks[i], tools=tools))
+
+    def trials(self, split: Split) -> Sequence[tuple[StatelessEnvironment, Task]]:
+        """Those of the environment, which judges without the tools."""
+        inner = self.environment
+        return inner.trials(split) if isinstance(inner, NeedsTrial) else ()
 
     def demonstration(self, task: Task) -> str | Message | None:
         """The environment's demonstration, which may be an answer without a call."""

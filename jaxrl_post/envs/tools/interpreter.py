@@ -55,7 +55,8 @@ class Interpreter:
     Args:
         sandbox: as `sandbox.find`: "auto", "require:NAME" or "unsafe".
         shell: whether there is a shell as well.
-        limits: what an episode may use.
+        limits: what an episode may use. Its `wall_seconds` end a call that waits.
+        seconds: processor time of a call.
         python: an interpreter whose packages programs may import; None for one without
             packages.
 
@@ -68,8 +69,9 @@ class Interpreter:
 
     sandbox: str = "auto"
     shell: bool = False
-    limits: Limits = field(default_factory=lambda: Limits(wall_seconds=3.0))
+    limits: Limits = field(default_factory=lambda: Limits(wall_seconds=5.5))
     python: str | None = None
+    seconds: float = 3.0
 
     def __post_init__(self) -> None:
         check_requirement(self.sandbox)
@@ -89,7 +91,7 @@ class Interpreter:
     def open(self, task: Task) -> OpenInterpreter:
         """The tools of an episode."""
         del task
-        return OpenInterpreter(self._found())
+        return OpenInterpreter(self._found(), self.seconds)
 
     def _found(self) -> Sandbox:
         return _sandbox(self.sandbox, self.limits, self.python)
@@ -98,7 +100,8 @@ class Interpreter:
 class OpenInterpreter:
     """The place of one episode; from `Interpreter.open`."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, seconds: float) -> None:
+        self._seconds = seconds
         self._sandbox = sandbox
         self._place: Place | None = None
 
@@ -127,9 +130,9 @@ class OpenInterpreter:
             self._place = self._sandbox.open()  # An error here is no answer to a call.
         try:
             if name == "python":
-                outcome = self._place.python(text)
+                outcome = self._place.python(text, processor=self._seconds)
             else:
-                outcome = self._place.run(("sh", "-c", text))
+                outcome = self._place.run(("sh", "-c", text), processor=self._seconds)
         except (SandboxError, ValueError) as error:
             raise ToolError(f"it could not be run: {error}") from error
         lost = "names and files of earlier calls are gone\n" if fresh else ""

@@ -7,14 +7,13 @@ JSON: a worker handles text of a model, so unpickling its replies could run code
 from __future__ import annotations
 
 import json
-import math
-import numbers
 import socket
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxrl_post.envs.env import Message, Step, Task
+from jaxrl_post.envs.real_number import real_number, shown
 from jaxrl_post.frames import receive_frame
 
 __all__ = [
@@ -86,17 +85,15 @@ def encode_step(step: object) -> dict[str, Any]:
     {'reward': 1.0, 'done': True, 'messages': [], 'metrics': {}, 'rewards': {}}
     >>> encode_step(Step(reward=float("nan"), done=True))
     Traceback (most recent call last):
-    ValueError: reward must be a finite number, got nan
+    jaxrl_post.envs.real_number.NumberError: reward must be a finite number, got nan
     """
     if not isinstance(step, Step):
         raise ValueError(f"step must return a Step, got {type(step).__name__}")
     if not isinstance(step.done, bool):
-        raise ValueError(f"done must be a bool, got {_shown(step.done)}")
+        raise ValueError(f"done must be a bool, got {shown(step.done)}")
     for message in step.messages:
         if not (isinstance(message, Message) and isinstance(message.content, str)):
-            raise ValueError(
-                f"messages must be Messages of text, got {_shown(message)}"
-            )
+            raise ValueError(f"messages must be Messages of text, got {shown(message)}")
     size = sum(len(message.content) for message in step.messages)
     if size > LONGEST_MESSAGES:
         raise ValueError(
@@ -104,19 +101,19 @@ def encode_step(step: object) -> dict[str, Any]:
             f"{size}: shorten what a tool returns"
         )
     players = {
-        str(name): _finite(f"reward of player {name!r}", value)
+        str(name): real_number(f"reward of player {name!r}", value)
         for name, value in step.players.items()
     }
     fields = {
-        "reward": _finite("reward", step.reward),
+        "reward": real_number("reward", step.reward),
         "done": step.done,
         "messages": [message.to_json() for message in step.messages],
         "metrics": {
-            str(name): _finite(f"metric {name!r}", value)
+            str(name): real_number(f"metric {name!r}", value)
             for name, value in step.metrics.items()
         },
         "rewards": {
-            str(name): _finite(f"reward {name!r}", value)
+            str(name): real_number(f"reward {name!r}", value)
             for name, value in step.rewards.items()
         },
     }
@@ -136,36 +133,17 @@ def decode_step(fields: dict[str, Any]) -> Step:
     0.5
     """
     return Step(
-        reward=_finite("reward", fields["reward"]),
+        reward=real_number("reward", fields["reward"]),
         done=bool(fields["done"]),
         messages=tuple(map(Message.from_json, fields["messages"])),
         metrics={
-            name: _finite(name, value) for name, value in fields["metrics"].items()
+            name: real_number(name, value) for name, value in fields["metrics"].items()
         },
         rewards={
-            name: _finite(name, value) for name, value in fields["rewards"].items()
+            name: real_number(name, value) for name, value in fields["rewards"].items()
         },
         players={
-            name: _finite(name, value)
+            name: real_number(name, value)
             for name, value in fields.get("players", {}).items()
         },
     )
-
-
-def _finite(name: str, value: object) -> float:
-    # Real also accepts NumPy's float32 and int64.
-    if isinstance(value, numbers.Real):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number):
-            return number
-    raise ValueError(f"{name} must be a finite number, got {_shown(value)}")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return repr(value)
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

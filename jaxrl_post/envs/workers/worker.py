@@ -21,6 +21,7 @@ from pathlib import Path
 
 from jaxrl_post.envs import scratch
 from jaxrl_post.envs.env import Environment, NeedsPreparation
+from jaxrl_post.envs.real_number import NumberError
 from jaxrl_post.envs.workers.child import ignore_stop_signals, take_connection
 from jaxrl_post.envs.workers.sessions import Sessions
 from jaxrl_post.envs.workers.wire import Ask, Reply, encode_step
@@ -41,8 +42,8 @@ def main() -> None:
     """Answers requests until the pool closes the connection or dies.
 
     The first frame is a JSON object of settings, the second is the pickled environment,
-    and each later frame is a pickled `Ask`. All steps run in the main thread, because
-    graders such as math-verify use SIGALRM.
+    and each later frame is a pickled `Ask`. All steps run in the main thread, in which
+    alone a signal can stop them (`envs.processor_time`).
     """
     connection = take_connection()
     _held.append(connection)
@@ -121,6 +122,8 @@ def _answer(name: str, sessions: Sessions, request: bytes) -> Reply:
             sessions.end(ask.session)
             return {"kind": "ended"}
         step = sessions.step(ask.session, ask.task, ask.conversation)
+    except NumberError as error:
+        return {"kind": "invalid", "error": f"{name}: {error}"}
     # The boundary of the process: a bad reward function must not end the run, not even
     # with SystemExit. The pool reports the text.
     except BaseException as error:

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -227,7 +228,7 @@ def test_hostile_queries_have_no_effect(executor, file, form, query, kinds):
     with pytest.raises(SqlError) as caught:
         executor.run(database, query)
     assert caught.value.kind in kinds.split(), caught.value
-    assert time.monotonic() - began < 6.0
+    assert time.monotonic() - began < 60.0
     assert state(file) == before
     # And none that a later query sees.
     told = executor.run(database, "SELECT (SELECT count(*) FROM city), name FROM north")
@@ -271,17 +272,32 @@ def test_a_process_that_ended_is_started_again(executor):
     assert executor._process is not process
 
 
-def test_a_process_that_uses_no_time_is_not_waited_for(executor):
+def test_a_process_that_uses_no_time_is_not_waited_for_and_judges_nothing():
     # As on a machine without memory; the limit of processor time does not help here.
     database = Database(schema=FILL)
+    executor = Executor(clock_seconds=1.0)
     executor.run(database, "SELECT 1")
     executor._process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(SqlError) as caught:
+    with pytest.raises(TimeoutError, match=r"no answer after 1 s on the clock"):
         executor.run(database, "SELECT 1")
-    assert caught.value.kind == "time"
-    assert time.monotonic() - began < 6.0
+    assert time.monotonic() - began < 60.0
     assert executor.run(database, "SELECT 1").rows == ((1,),)
+    executor.close()
+
+
+def test_a_query_on_a_busy_machine_has_its_rows():
+    database = Database(schema=FILL)
+    executor = Executor(seconds=0.5)
+    executor.run(database, "SELECT 1")
+    process = executor._process
+    process.send_signal(signal.SIGSTOP)
+    # Longer than the query may compute.
+    timer = threading.Timer(2.0, process.send_signal, [signal.SIGCONT])
+    timer.start()
+    assert executor.run(database, "SELECT count(*) FROM city").rows == ((2,),)
+    timer.join()
+    executor.close()
 
 
 PARENT = """

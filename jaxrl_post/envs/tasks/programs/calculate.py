@@ -15,8 +15,7 @@ from jaxrl_post.envs.env import (
     ToolCall,
     response,
 )
-from jaxrl_post.envs.sandbox import Limits
-from jaxrl_post.envs.tasks.math_answers import final_answer
+from jaxrl_post.envs.tasks.mathematics.answers import final_answer
 from jaxrl_post.envs.tasks.programs.formulas import asked
 from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 from jaxrl_post.envs.tools import Interpreter, ToolEnvironment
@@ -61,8 +60,7 @@ def calculate(
     '{"code": "96*(12+83)"}'
     """
     tasks = _Problems(operations, digits, slips, seed, train_size, eval_size)
-    tool = Interpreter(sandbox, limits=Limits(wall_seconds=3.0))
-    return ToolEnvironment(tasks, (tool,))
+    return ToolEnvironment(tasks, (Interpreter(sandbox),))
 
 
 @dataclass(frozen=True)

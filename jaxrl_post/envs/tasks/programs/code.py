@@ -48,9 +48,12 @@ class Code:
         reward: "all" is 1 for a program that passes all tests and 0 otherwise; "share"
             is the share of the tests that it passes.
         sandbox: as `sandbox.find`: "auto", "require:NAME" or "unsafe".
-        seconds: of one test, at most.
-        total_seconds: of all tests; those that are left then count as failed. With
-            `seconds` it must stay below the deadline of a judgement.
+        seconds: processor time of one test, at most.
+        total_seconds: processor time of all tests; those that are left then count as
+            failed.
+        clock_seconds: of all tests on the clock, below the deadline of a judgement.
+            Then the judgement has failed, and is no 0: the program waits for something,
+            or the machine is busy.
         python: an interpreter whose packages programs may import; None for one without
             packages.
         instruction: text after the prompt and an empty line.
@@ -68,6 +71,7 @@ class Code:
     seconds: float = 2.0
     total_seconds: float = 6.0
     python: str | None = None
+    clock_seconds: float = 8.0
     instruction: str = "Write a Python program. Put it into one fenced block."
 
     def __post_init__(self) -> None:
@@ -114,6 +118,7 @@ class Code:
 
         Raises:
             SandboxError: a place cannot be opened.
+            TimeoutError: the tests were not over in time on the clock.
         """
         program = last_block(response(conversation))
         return self._tests().run(program, task.data["tests"], task.data["entry_point"])
@@ -125,7 +130,12 @@ class Code:
 
     def _tests(self) -> HiddenTests:
         return HiddenTests(
-            self.reward, self.sandbox, self.seconds, self.total_seconds, self.python
+            self.reward,
+            self.sandbox,
+            self.seconds,
+            self.total_seconds,
+            self.python,
+            self.clock_seconds,
         )
 
     def _task(self, index: int, row: _Row) -> Task:

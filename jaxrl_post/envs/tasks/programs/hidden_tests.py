@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,14 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from jaxrl_post.envs.env import Step
-from jaxrl_post.envs.sandbox import Limits, Place, Sandbox, check_requirement, find
+from jaxrl_post.envs.sandbox import (
+    Limits,
+    Outcome,
+    Place,
+    Sandbox,
+    check_requirement,
+    find,
+)
 
 __all__ = ["HiddenTests"]
 
@@ -29,8 +37,11 @@ class HiddenTests:
         reward: "all" is 1 for a program that passes all tests and 0 otherwise; "share"
             is the share of the tests that it passes.
         sandbox: as `sandbox.find`: "auto", "require:NAME" or "unsafe".
-        seconds: of one test, at most.
-        total_seconds: of all tests; those that are left then count as failed.
+        seconds: processor time of one test, at most.
+        total_seconds: processor time of all tests; those that are left then count as
+            failed.
+        clock_seconds: of all tests on the clock. Then the judgement has failed, and is
+            no 0: the program waits for something, or the machine is busy.
         python: an interpreter whose packages programs may import; None for one without
             packages.
 
@@ -43,12 +54,13 @@ class HiddenTests:
     seconds: float = 2.0
     total_seconds: float = 6.0
     python: str | None = None
+    clock_seconds: float = 8.0
 
     def __post_init__(self) -> None:
         if self.reward not in ("all", "share"):
             raise ValueError(f"reward must be 'all' or 'share', got {self.reward!r}")
         check_requirement(self.sandbox)
-        for name in ("seconds", "total_seconds"):
+        for name in ("seconds", "total_seconds", "clock_seconds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{name} must be a number, got {value!r}")
@@ -75,12 +87,14 @@ class HiddenTests:
 
         Raises:
             SandboxError: a place cannot be opened.
+            TimeoutError: the tests were not over in time on the clock.
         """
-        until = time.monotonic() + self.total_seconds
         passed, late = 0, False
-        with _Candidate(self._found(), program, entry_point) as candidate:
+        until = time.monotonic() + self.clock_seconds
+        candidate = _Candidate(self._found(), program, entry_point, until)
+        with candidate:
             for test in tests:
-                left = until - time.monotonic()
+                left = self.total_seconds - candidate.spent
                 if left <= 0:
                     late = True
                     break
@@ -99,13 +113,22 @@ class HiddenTests:
         return Step(solved if self.reward == "all" else share, True, metrics=metrics)
 
     def _found(self) -> Sandbox:
-        return _sandbox(self.sandbox, self.seconds, self.python)
+        clock, total = self.clock_seconds, self.total_seconds
+        return _sandbox(self.sandbox, clock, total, self.python)
 
 
 class _Candidate:
-    """A program under test, in places of the sandbox."""
+    """A program under test, in places of the sandbox.
 
-    def __init__(self, sandbox: Sandbox, program: str, entry: str | None) -> None:
+    Attributes:
+        spent: seconds of processor time so far.
+    """
+
+    def __init__(
+        self, sandbox: Sandbox, program: str, entry: str | None, until: float
+    ) -> None:
+        self.spent = 0.0
+        self._until = until
         self._sandbox = sandbox
         self._program = program
         self._entry = entry
@@ -118,7 +141,11 @@ class _Candidate:
         self._close()
 
     def verdict(self, test: Mapping[str, Any], seconds: float) -> bool | None:
-        """Whether a test is passed; None if it took too long."""
+        """Whether a test is passed; None if it took too much processor time.
+
+        Raises:
+            TimeoutError: it was not over in time on the clock.
+        """
         if "input" in test:
             return self._printed(test, seconds)
         return self._returned(test, seconds)
@@ -129,9 +156,12 @@ class _Candidate:
             place.write("program.py", self._program.encode("utf-8", "replace"))
             command = (self._sandbox.python, "-I", "program.py")
             outcome = place.run(
-                command, stdin=test["input"].encode("utf-8"), seconds=seconds
+                command,
+                stdin=test["input"].encode("utf-8"),
+                seconds=self._left(),
+                processor=seconds,
             )
-        if outcome.ended == "time":
+        if self._is_late(outcome):
             return None
         said, expected = _lines(outcome.stdout), _lines(test["output"])
         return outcome.succeeded and not outcome.truncated and said == expected
@@ -139,15 +169,17 @@ class _Candidate:
     def _returned(self, test: Mapping[str, Any], seconds: float) -> bool | None:
         if self._place is None:
             self._place = self._sandbox.open()
-            loaded = self._place.python(self._program, seconds=seconds)
-            if loaded.ended == "time":
+            loaded = self._place.python(
+                self._program, seconds=self._left(), processor=seconds
+            )
+            if self._is_late(loaded):
                 self._close()
                 return None
             if not loaded.succeeded:
                 self._close()
                 return False
             # The time to open a place is not the program's.
-            seconds = max(0.0, seconds - loaded.seconds)
+            seconds = max(0.0, seconds - loaded.processor)
         # What the program prints is told from its result by a mark that it has not
         # seen. A program that guesses it still does not know what is expected.
         mark = secrets.token_hex(8)
@@ -156,12 +188,13 @@ class _Candidate:
         outcome = self._place.python(
             f"import json as _json\n_found = {self._entry}({star}_json.loads("
             f"{arguments!r}))\nprint('\\n{mark}' + _json.dumps(_found))",
-            seconds=seconds,
+            seconds=self._left(),
+            processor=seconds,
         )
         if not outcome.succeeded:
             # Names may be gone, or not be what they were.
             self._close()
-        if outcome.ended == "time":
+        if self._is_late(outcome):
             return None
         _, found, said = outcome.stdout.rpartition(f"\n{mark}")
         if not (outcome.succeeded and found):
@@ -170,6 +203,22 @@ class _Candidate:
             return _equal(json.loads(said), test["result"])
         except (ValueError, RecursionError):
             return False
+
+    def _left(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+    def _is_late(self, outcome: Outcome) -> bool:
+        self.spent += outcome.processor
+        if outcome.ended == "time":
+            raise TimeoutError(
+                "a program was not over in time on the clock (clock_seconds): its last "
+                f"call took {outcome.seconds:.1f} s and "
+                f"{outcome.processor:.1f} s of processor time: the program waits, or "
+                "the machine is busy"
+            )
+        if outcome.ended == "signal":
+            return outcome.status == signal.SIGXCPU
+        return outcome.ended == "processor"
 
     def _close(self) -> None:
         if self._place is not None:
@@ -207,8 +256,10 @@ def _is_close(said: float, expected: float) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _sandbox(requirement: str, seconds: float, python: str | None) -> Sandbox:
+def _sandbox(
+    requirement: str, clock: float, total: float, python: str | None
+) -> Sandbox:
     # One for the life of the worker process. A warm place is started while the one
     # before it is in use.
-    limits = Limits(wall_seconds=seconds, cpu_seconds=max(1, math.ceil(seconds)))
+    limits = Limits(wall_seconds=clock, cpu_seconds=math.ceil(total) + 1)
     return find(requirement, limits=limits, warm=1, python=python)

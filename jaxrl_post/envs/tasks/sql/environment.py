@@ -83,8 +83,8 @@ class Text2SQL:
         tables: how the prompt shows the tables: "create", their CREATE statements, or
             "columns", a line each, such as "loans(id, reader, days)".
         rows: how many rows of each table the prompt shows, in [0, 20].
-        seconds: time of a query. Twice that, and 2 s, must be below the deadline of a
-            judgement.
+        seconds: processor time of a query; twice that must be well below the deadline
+            of a judgement, which is on the clock.
         max_rows: a query that returns more rows fails.
         executed_reward: reward of a query that runs but returns other rows, in [0, 1).
             A little helps a model that rarely writes valid SQL to begin; it also pays

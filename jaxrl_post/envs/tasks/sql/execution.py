@@ -20,8 +20,6 @@ __all__ = ["KINDS", "Database", "Executor", "Rows", "SqlError"]
 # took too long, it or its result is too large, or SQLite says that it is wrong.
 KINDS = ("refused", "time", "size", "invalid")
 
-# Seconds beyond a query's time, after which its process is ended.
-_GRACE = 1.0
 _INSIDE = Path(__file__).with_name("inside.py")
 
 
@@ -69,8 +67,10 @@ class Executor:
     The process is started at the first query, and again after a query that ended it.
 
     Args:
-        seconds: time of a query.
+        seconds: processor time of a query.
         most_rows: of a result.
+        clock_seconds: after which an answer is no longer waited for. A query does not
+            wait, so the machine is then too busy to judge it.
 
     >>> executor = Executor()
     >>> database = Database(schema="CREATE TABLE t (a); INSERT INTO t VALUES (1), (2);")
@@ -84,8 +84,14 @@ class Executor:
     >>> executor.close()
     """
 
-    def __init__(self, seconds: float = 2.0, most_rows: int = 10_000) -> None:
+    def __init__(
+        self,
+        seconds: float = 2.0,
+        most_rows: int = 10_000,
+        clock_seconds: float = 60.0,
+    ) -> None:
         self._seconds = seconds
+        self._clock_seconds = clock_seconds
         self._most_rows = most_rows
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., Executor] | None = None
@@ -95,6 +101,8 @@ class Executor:
 
         Raises:
             SqlError: it returned no rows that can be compared.
+            TimeoutError: no answer came in time on the clock, which says nothing of
+                the query.
         """
         request = {
             "path": database.path,
@@ -128,12 +136,12 @@ class Executor:
         try:
             process.stdin.write(request)
             process.stdin.flush()
-            line = _line(process.stdout.fileno(), self._seconds + _GRACE)
+            line = _line(process.stdout.fileno(), self._clock_seconds)
         except BrokenPipeError:
             line = b""
         except TimeoutError:
             self.close()
-            raise SqlError("time", f"it took longer than {self._seconds:g} s") from None
+            raise
         if not line.endswith(b"\n"):
             self.close()
             if process.returncode == -getattr(signal, "SIGXCPU", 0):
@@ -164,14 +172,17 @@ def _line(descriptor: int, seconds: float) -> bytes:
     """A line, or what there is before the end of the file.
 
     Raises:
-        TimeoutError: it did not come in time.
+        TimeoutError: it did not come within so many seconds on the clock.
     """
     until = time.monotonic() + seconds
     parts: list[bytes] = []
     while not (parts and parts[-1].endswith(b"\n")):
         left = until - time.monotonic()
         if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-            raise TimeoutError
+            raise TimeoutError(
+                f"a query had no answer after {seconds:g} s on the clock: the machine "
+                "is too busy to judge it"
+            )
         part = os.read(descriptor, 1 << 16)
         if not part:
             break

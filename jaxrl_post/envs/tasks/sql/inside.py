@@ -5,9 +5,8 @@ Each line of standard input is a request, each line of standard output its answe
 JSON. The end of the input ends the process.
 
 A query cannot write: the data base is opened read-only, and the authorizer refuses all
-but reading. Its time is limited three times: a handler that SQLite calls while a query
-runs, the processor time of this process, which also ends what SQLite does in one step,
-and the clock of the process that asks.
+but reading. Its processor time is limited twice: by a handler that SQLite calls while a
+query runs, and by the system, which also ends what SQLite does in one step.
 
 A query has the same rows on any day and on any machine: what depends on chance or on
 the clock is refused, in the statements that fill a data base as well, and local time is
@@ -171,9 +170,9 @@ def opened(path, schema, seconds):
 
 @contextlib.contextmanager
 def limited(database, seconds):
-    """Interrupts what takes longer."""
-    until = time.monotonic() + seconds
-    database.set_progress_handler(lambda: time.monotonic() > until, STEPS)
+    """Interrupts what takes more processor time."""
+    until = time.process_time() + seconds
+    database.set_progress_handler(lambda: time.process_time() > until, STEPS)
     try:
         yield
     finally:

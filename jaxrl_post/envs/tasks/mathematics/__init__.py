@@ -1,0 +1,1 @@
+"""Answers to problems of mathematics: extracted, read whole, and compared."""

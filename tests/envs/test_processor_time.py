@@ -1,0 +1,70 @@
+"""A judgement is stopped by the processor time that it takes, not by the clock."""
+
+import contextlib
+import signal
+import threading
+import time
+
+import pytest
+
+from jaxrl_post.envs.processor_time import processor_time
+
+
+def loop():
+    while True:
+        pass
+
+
+def test_the_clock_does_not_count():
+    with processor_time(0.1, "waiting"):
+        time.sleep(0.5)
+
+
+def test_processor_time_does():
+    told = r"^adding took more than 0\.1 s of processor time"
+    with pytest.raises(TimeoutError, match=told), processor_time(0.1, "adding"):
+        loop()
+
+
+def test_code_that_takes_the_stop_for_an_answer_has_failed_all_the_same():
+    def swallowed():
+        with contextlib.suppress(BaseException):
+            loop()
+
+    with pytest.raises(TimeoutError), processor_time(0.1, "scoring"):
+        swallowed()
+
+    def translated():
+        try:
+            loop()
+        except BaseException as error:
+            raise ValueError("no answer") from error
+
+    with pytest.raises(TimeoutError), processor_time(0.1, "scoring"):
+        translated()
+
+
+def test_what_the_code_raises_in_time_is_its_own():
+    with pytest.raises(ZeroDivisionError), processor_time(10.0, "dividing"):
+        _ = 1 / 0
+
+
+def test_nothing_is_left_behind():
+    before = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(TimeoutError), processor_time(0.05, "looping"):
+        loop()
+    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_another_thread_has_no_limit():
+    done = []
+
+    def work():
+        with processor_time(1e-6, "adding"):
+            done.append(sum(range(100_000)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [4999950000]
