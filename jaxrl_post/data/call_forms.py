@@ -97,10 +97,12 @@ def taken_by(
         special_tokens: variables of the template, such as "eos_token".
         rows: messages whose calls have objects as arguments.
 
-    >>> source = "{% for m in messages %}{{ m.tool_calls[0].arguments + '.' }}"
-    >>> row = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
-    >>> taken_by(source + "{% endfor %}", {}, [row])[0]["tool_calls"]
-    [{'name': 'f', 'arguments': '{}'}]
+    >>> source = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    >>> source += "{{ c.function.arguments + '.' }}{% endfor %}{% endfor %}"
+    >>> call = {"function": {"name": "f", "arguments": {}}}
+    >>> [row] = taken_by(source, {}, [{"role": "assistant", "tool_calls": [call]}])
+    >>> row["tool_calls"], row["content"]
+    ([{'function': {'name': 'f', 'arguments': '{}'}}], '')
     """
     if not any(row.get("tool_calls") for row in rows):
         return rows

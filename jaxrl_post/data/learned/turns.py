@@ -374,7 +374,7 @@ def _thinking(row: Mapping[str, Any], thought: str, opening: str) -> str:
 
 
 def thought_of(row: Mapping[str, Any]) -> str:
-    """The reasoning of a turn, from a field of its own or from its content; "" if none.
+    r"""The reasoning of a turn, of its own field or of its content; "" for none.
 
     >>> thought_of({"content": "<think>\nhm\n</think>\n\n4"})
     'hm'
