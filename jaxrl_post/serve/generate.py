@@ -20,7 +20,6 @@ from jaxrl_post.serve.calls import (
     logprobs_of,
 )
 from jaxrl_post.serve.fields import DetokenizeFields, GenerateFields, TokenizeFields
-from jaxrl_post.serve.grammars import GrammarError
 from jaxrl_post.serve.prompts import prompt_of, tools_of
 from jaxrl_post.serve.recorded import Recorder
 from jaxrl_post.tokens import Tokens
@@ -48,10 +47,7 @@ async def generate(
     served.check_model(fields.model)
     given, prompt = fields.sampling_params, tuple(fields.token_ids)
     most = served.length_of(prompt, given.max_tokens)
-    try:
-        constrain = await asyncio.to_thread(served.constraint, given.structured_outputs)
-    except GrammarError as error:
-        raise ApiError(400, str(error), param="structured_outputs") from error
+    constrain = await served.constraint(given.structured_outputs, "structured_outputs")
     sampling = answers.sampling_of(
         served, given, max_tokens=most, alternatives=bool(given.logprobs)
     )
