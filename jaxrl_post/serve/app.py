@@ -1,7 +1,9 @@
 """The HTTP application: routes, and what holds for all of them."""
 
+import asyncio
 import hmac
 import json
+import reprlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from jaxrl_post.serve import chat, completions, generate
 from jaxrl_post.serve.calls import ApiError, Served, unforeseen
 from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.fields import (
+    MOST_TOLD,
+    UNKNOWN,
     ChatFields,
     ChatTokensFields,
     CompletionFields,
@@ -32,6 +36,12 @@ from jaxrl_post.serve.fields import (
 
 __all__ = ["Access", "make_app"]
 
+# A smaller body is read in no time; a larger one in a thread beside other requests.
+AT_ONCE_BYTES = 2**16
+# Levels of JSON. llguidance reads as many of a schema.
+MOST_LEVELS = 128
+# Values in messages of errors.
+SHORT = reprlib.Repr(maxstring=60, maxother=60, maxlong=60)
 # What anybody may ask: whether the server is up.
 OPEN_ROUTES = ("/health",)
 
@@ -96,11 +106,11 @@ def make_app(
 
     def post(path: str, fields: type[BaseModel], handler: Handler) -> Route:
         async def endpoint(http: HttpRequest) -> Response:
-            value = await _body(http, access.max_body_bytes)
-            try:
-                read = fields.model_validate(value)
-            except ValidationError as error:
-                raise _invalid(error) from error
+            body = await _body(http, access.max_body_bytes)
+            if len(body) < AT_ONCE_BYTES:
+                read = _read(fields, body)
+            else:
+                read = await asyncio.to_thread(_read, fields, body)
             return await handler(http, served, read)
 
         return Route(path, _counted(served, path, endpoint, access), methods=["POST"])
@@ -203,11 +213,11 @@ def _check_key(http: HttpRequest, key: str | None) -> None:
         )
 
 
-async def _body(http: HttpRequest, limit: int) -> Any:
-    """The JSON of a request's body.
+async def _body(http: HttpRequest, limit: int) -> bytes:
+    """A request's body.
 
     Raises:
-        ApiError: too many bytes, or no JSON object.
+        ApiError: too many bytes.
     """
 
     def too_large() -> ApiError:
@@ -226,31 +236,54 @@ async def _body(http: HttpRequest, limit: int) -> Any:
         if size > limit:
             raise too_large()
         parts.append(part)
+    return b"".join(parts)
+
+
+def _read[Fields: BaseModel](fields: type[Fields], body: bytes) -> Fields:
+    """The fields of a request.
+
+    Raises:
+        ApiError: names what is wrong with them; or the body is no JSON object.
+    """
     try:
-        value = json.loads(b"".join(parts))
+        value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise ApiError(
             400, f"the body must be a JSON object; got {type(value).__name__}"
         )
-    return value
+    _check_levels(value)
+    try:
+        return fields.model_validate(value)
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _check_levels(value: Any) -> None:
+    """Raises ApiError if a value is nested so deep that a recursion would fail."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [x for each in inner for x in each if isinstance(x, (dict, list))]
+        if not level:
+            return
+    raise ApiError(400, f"the body is nested more than {MOST_LEVELS} levels deep")
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, by the name of its field."""
-    told = []
-    for each in error.errors(include_url=False, include_context=False):
+    """The first things that are wrong, by the names of their fields."""
+    errors, told = error.errors(include_url=False, include_context=False), []
+    for each in errors[:MOST_TOLD]:
         place = ".".join(str(part) for part in each["loc"])
         message = each["msg"].removeprefix("Value error, ")
         if each["type"] == "extra_forbidden":
-            message = "there is no such field here; is it misspelt?"
-        got = repr(each.get("input"))
+            message = UNKNOWN
         if each["type"] not in ("missing", "extra_forbidden", "value_error"):
-            message += f"; got {got if len(got) <= 60 else got[:57] + '...'}"
+            message += f"; got {SHORT.repr(each.get('input'))}"
         told.append(f"{place}: {message}" if place else message)
-    param = str(error.errors()[0]["loc"][0]) if error.errors()[0]["loc"] else None
-    return ApiError(400, "; ".join(told[:5]), param=param)
+    place = errors[0]["loc"]
+    return ApiError(400, "; ".join(told), param=str(place[0]) if place else None)
 
 
 def _error(error: ApiError) -> Response:

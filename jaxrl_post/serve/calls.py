@@ -39,6 +39,8 @@ _LOGGER = logging.getLogger(__name__)
 
 # JSON has no infinity; clients know this number.
 LEAST_LOGPROB = -9999.0
+# Of a message, which may name what a client sent.
+MOST_LETTERS = 2000
 
 
 class ApiError(Exception):
@@ -61,6 +63,8 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
+        if len(message) > MOST_LETTERS:
+            message = f"{message[:MOST_LETTERS]}..."
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
         self.code, self.retry_after_s = code, retry_after_s

@@ -97,7 +97,8 @@ class _Asked:
         Raises:
             ApiError: names what is wrong with it.
         """
-        tools = None if fields.tool_choice == "none" else tools_of(fields.tools)
+        given = None if fields.tool_choice == "none" else fields.tools
+        tools = await asyncio.to_thread(tools_of, given)
         if tools and not served.tools:
             raise ApiError(
                 400,
@@ -219,7 +220,8 @@ async def _recorded(
             "served; send a new message",
             param="continue_final_message",
         )
-    messages, recording = messages_of(fields.messages), recorder.recording
+    recording = recorder.recording
+    messages = await asyncio.to_thread(messages_of, fields.messages)
     try:
         with open_episode():
             recording.check_room(fields.n)
