@@ -3,10 +3,12 @@
 import asyncio
 import hmac
 import json
+import re
 import reprlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -40,6 +42,10 @@ __all__ = ["Access", "make_app"]
 AT_ONCE_BYTES = 2**16
 # Levels of JSON. llguidance reads as many of a schema.
 MOST_LEVELS = 128
+# Lists and objects in a body.
+MOST_CONTAINERS = 2**18
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # Values in messages of errors.
 SHORT = reprlib.Repr(maxstring=60, maxother=60, maxlong=60)
 # What anybody may ask: whether the server is up.
@@ -245,6 +251,7 @@ def _read[Fields: BaseModel](fields: type[Fields], body: bytes) -> Fields:
     Raises:
         ApiError: names what is wrong with them; or the body is no JSON object.
     """
+    _check_structure(body)
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -253,22 +260,30 @@ def _read[Fields: BaseModel](fields: type[Fields], body: bytes) -> Fields:
         raise ApiError(
             400, f"the body must be a JSON object; got {type(value).__name__}"
         )
-    _check_levels(value)
     try:
         return fields.model_validate(value)
     except ValidationError as error:
         raise _invalid(error) from error
 
 
-def _check_levels(value: Any) -> None:
-    """Raises ApiError if a value is nested so deep that a recursion would fail."""
-    level = [value]
-    for _ in range(MOST_LEVELS):
-        inner = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [x for each in inner for x in each if isinstance(x, (dict, list))]
-        if not level:
-            return
-    raise ApiError(400, f"the body is nested more than {MOST_LEVELS} levels deep")
+def _check_structure(body: bytes) -> None:
+    """Checks that JSON has a size and depth that can be read at once.
+
+    A million empty lists take a second to read, and a recursion fails at some depth.
+
+    Raises:
+        ApiError: it has too many lists and objects, or they are nested too deep.
+    """
+    if sum(map(body.count, (b"[", b"{"))) <= MOST_LEVELS:
+        return
+    bare = STRING.sub(b"", body).translate(None, NO_BRACKETS)
+    if len(bare) > 2 * MOST_CONTAINERS:
+        raise ApiError(
+            400, f"the body has more than {MOST_CONTAINERS} lists or objects"
+        )
+    steps = (1 if each in b"[{" else -1 for each in bare)
+    if max(accumulate(steps), default=0) > MOST_LEVELS:
+        raise ApiError(400, f"the body is nested more than {MOST_LEVELS} levels deep")
 
 
 def _invalid(error: ValidationError) -> ApiError:
