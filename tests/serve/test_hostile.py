@@ -177,7 +177,7 @@ def test_a_million_errors_are_told_by_the_first(kind, body):
     ["[" * 200 + "]" * 200, '{"a":' * 200 + "1" + "}" * 200, "[" * 10**6, "[{" * 10**5],
 )
 def test_what_is_nested_too_deep_is_refused(body):
-    with pytest.raises(ApiError, match="nested more than 128|more than 262144 lists"):
+    with pytest.raises(ApiError, match=r"nested more than 128|more than 262144 lists"):
         app._read(fields.ChatFields, f'{{"messages":{body}}}'.encode())
 
 
