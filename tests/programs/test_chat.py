@@ -185,7 +185,10 @@ def test_lines_are_read_until_the_end(plain, monkeypatch):
 
 @pytest.mark.processes
 def test_control_sequences_of_a_model_are_shown(monkeypatch):
-    class Wild:
+    class Wild(Conversation):
+        def __init__(self):
+            pass
+
         def say(self, text):
             # A sequence may be cut anywhere.
             yield from ("\x1b", "]52;c;eA==", "\x07\b", "\u202e\u200f", "\x9b", "31m")
