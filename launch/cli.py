@@ -17,6 +17,7 @@ import tyro
 from rich.console import Console
 
 from jaxrl_post.jsonl import json_file
+from jaxrl_post.records.visible import VisibleConsole
 from launch.recipes.beginnings import is_checkpoint
 from launch.several import several, status_of
 
@@ -111,7 +112,7 @@ def call(program: Program[Any], arguments: list[str] | None = None) -> int:
         The exit status.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    console = Console(soft_wrap=True)
+    console = VisibleConsole(soft_wrap=True)
     errors: tuple[type[Exception], ...] = (ValueError, OSError)
     try:
         config = read_options(program, arguments)

@@ -3,8 +3,8 @@
 A template comes with a model and is untrusted code. As in transformers, it runs in
 jinja's sandbox, so it cannot access Python's internals or change its variables. Loop
 steps and calls are counted, and the length of `range` is limited, so an endless
-template raises within about a second. The cost of a single expression, such as
-repeating a string a billion times, is not bounded.
+template raises within about a second. What an expression makes is bounded before it is
+made (`template_sizes.py`).
 """
 
 import datetime
@@ -21,13 +21,16 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxrl_post.data.template_sizes import COMPARED, REFUSED, Sizes, bounded
 from jaxrl_post.data.tokenizer_files import TokenizerError
 
 __all__ = ["MAX_STEPS", "Rendered", "run"]
 
 MAX_STEPS = 200_000  # loop steps and calls per rendering
+MAX_REASON = 2000  # characters of the reason of a failure, which a template may raise
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class _Run:
     now: datetime.datetime
     written: int = 0
     steps: int = 0
+    sizes: Sizes = field(default_factory=Sizes)
     generated: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -70,7 +74,8 @@ def run(
         now: the time that `strftime_now` formats; None for the current time.
 
     Raises:
-        TokenizerError: the template does not compile, raises, or takes too many steps.
+        TokenizerError: the template does not compile, raises, takes too many steps, or
+            makes values that are too large.
 
     >>> run("{% for x in xs %}{{ x | tojson }} {% endfor %}", {"xs": ["<ü>", 1]}).text
     '"<ü>" 1 '
@@ -82,6 +87,7 @@ def run(
         template, has_blocks = _compiled(source)
         for part in template.generate(variables):
             parts.append(part)
+            state.sizes.take(len(part))
             state.written += len(part)
     # A template may raise any exception.
     except Exception as error:
@@ -106,7 +112,7 @@ def _failure(error: Exception) -> str:
         lines = [error.lineno]
     where = f" in line {lines[-1]}" if lines else ""
     kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__} "
-    return f"failed{where}: {kind}{error}"
+    return f"failed{where}: {kind}{str(error)[:MAX_REASON]}"
 
 
 class _Generation(Extension):
@@ -138,11 +144,51 @@ class _Counting(CodeGenerator):
         node.iter = call.set_lineno(node.lineno).set_environment(self.environment)
         super().visit_For(node, frame)
 
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.joined(context, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        # A slice is a copy.
+        self.write("environment.made(" if isinstance(node.arg, nodes.Slice) else "(")
+        super().visit_Getitem(node, frame)
+        self.write(")")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        operands = [node.expr, *(each.expr for each in node.ops)]
+        if any(isinstance(each, nodes.Const) for each in operands):
+            # Most comparisons: with a constant they end at once.
+            super().visit_Compare(node, frame)
+            return
+        self.write("environment.compared(")
+        self.visit(node.expr, frame)
+        for each in node.ops:
+            self.write(f", ({each.op!r}, ")
+            self.visit(each.expr, frame)
+            self.write(")")
+        self.write(")")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        self.write("{")
+        for pair in node.items:
+            # A key is hashed, with all that is in it.
+            self.write("environment.key(")
+            self.visit(pair.key, frame)
+            self.write("): ")
+            self.visit(pair.value, frame)
+            self.write(", ")
+        self.write("}")
+
 
 class _Environment(ImmutableSandboxedEnvironment):
     """The environment of one template, with the functions that transformers offers."""
 
     code_generator_class = _Counting
+    # An operator that is intercepted is not computed while a template is compiled.
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
     def counted(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yields the items, and counts each as a step."""
@@ -153,7 +199,67 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(*args: Any, **named: Any) -> Any:  # a template may pass any argument name
         """Calls a function, and counts the call as a step."""
         _step()
-        return ImmutableSandboxedEnvironment.call(*args, **named)
+        environment, context, called, *given = args
+        if isinstance(getattr(called, "__self__", None), str):
+            given = [list(x) if isinstance(x, Iterator) else x for x in given]
+        sizes = _current.get().sizes
+        sizes.call(called, tuple(given), named)
+        call = ImmutableSandboxedEnvironment.call
+        return sizes.made(call(environment, context, called, *given, **named))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Computes a binary operator, if its result is not too large."""
+        sizes = _current.get().sizes
+        sizes.operation(operator, left, right)
+        return sizes.made(super().call_binop(context, operator, left, right))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may read an attribute."""
+        return attr not in REFUSED and super().is_safe_attribute(obj, attr, value)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """An item, or an attribute."""
+        return super().getitem(obj, self.key(argument))
+
+    def key(self, value: Any) -> Any:
+        """A key, if it is not too large to be hashed."""
+        if not isinstance(value, (str, int)):
+            _current.get().sizes.written(value)
+        return value
+
+    def joined(self, context: Context, parts: tuple[Any, ...]) -> str:
+        """The texts of values, one after the other."""
+        sizes = _current.get().sizes
+        sizes.allow(sum(map(sizes.written, parts)))
+        join = markup_join if context.eval_ctx.autoescape else str_join
+        return sizes.made(join(parts))
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """What a macro or a block has written."""
+        parts, sizes = list(parts), _current.get().sizes
+        sizes.allow(sum(map(len, parts)))
+        return sizes.made("".join(parts))
+
+    def made(self, value: Any) -> Any:
+        """A new value."""
+        return _current.get().sizes.made(value)
+
+    def compared(self, left: Any, *others: tuple[str, Any]) -> bool:
+        """Whether values are as a chain of comparisons has them."""
+        sizes = _current.get().sizes
+        for name, right in others:
+            sizes.compare(left, right)
+            if not COMPARED[name](left, right):
+                return False
+            left = right
+        return True
+
+
+def _shown(value: Any) -> Any:
+    """A value that is written to the output, if its text is not too long."""
+    if not isinstance(value, (str, int, float)):
+        _current.get().sizes.written(value)
+    return value
 
 
 def _step() -> None:
@@ -166,12 +272,18 @@ def _step() -> None:
 @lru_cache(maxsize=32)
 def _compiled(source: str) -> tuple[jinja2.Template, bool]:
     environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
+        extensions=[_Generation, loopcontrols],
     )
     # jinja's own tojson escapes HTML.
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    # Random words, of any number.
+    del environment.globals["lipsum"]
+    bounded(environment, lambda: _current.get().sizes)
     template = environment.from_string(source)
     return template, getattr(environment, "has_blocks", False)
 
@@ -183,13 +295,20 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value,
+    encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    if not indent:
+        return encoder.encode(value)
+    # A line has as many spaces as its value is deep.
+    parts, sizes = [], _current.get().sizes
+    for part in encoder.iterencode(value):
+        sizes.take(len(part))
+        parts.append(part)
+    return "".join(parts)
 
 
 def _raise_exception(message: str) -> None:
@@ -197,4 +316,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(form: str) -> str:
-    return _current.get().now.strftime(form)
+    run = _current.get()
+    # The C library may write so many characters for each.
+    run.sizes.allow(256 * len(form))
+    return run.now.strftime(form)

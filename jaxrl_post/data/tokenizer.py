@@ -23,6 +23,9 @@ __all__ = ["TextError", "Tokenizer", "TokenizerError"]
 PAD, EOS = "<|pad|>", "<|eos|>"
 # `BpeTrainer` gives special tokens the first ids, in this order.
 SPECIAL = [PAD, EOS]
+# Characters, or tokens, from which on the library works on a batch of one: that gives
+# other threads their turn meanwhile, such as a server's event loop.
+LONG = 2**14
 
 
 class Tokenizer:
@@ -311,11 +314,17 @@ class Tokenizer:
         ('1', '<|eos|>1')
         """
         if not keep:
-            return self.backend.decode(list(ids), skip_special_tokens=True)
+            return self.decoded(ids, special=False)
         dropped = {id_ for text, id_ in self.special_ids.items() if text not in keep}
-        return self.backend.decode(
-            [id_ for id_ in ids if id_ not in dropped], skip_special_tokens=False
-        )
+        return self.decoded([id_ for id_ in ids if id_ not in dropped], special=True)
+
+    def decoded(self, ids: Sequence[int], *, special: bool) -> str:
+        """Text of token ids, with all special tokens or without any."""
+        ids, skip = list(ids), not special
+        if len(ids) < LONG:
+            return self.backend.decode(ids, skip_special_tokens=skip)
+        [text] = self.backend.decode_batch([ids], skip_special_tokens=skip)
+        return text
 
     def with_special_broken(self, text: str) -> str:
         """A text in which no special token is written: each gets a space in it.
@@ -387,7 +396,10 @@ def _encoding(
         TextError: the text has half of a surrogate pair.
     """
     try:
-        return backend.encode(text, add_special_tokens=special)
+        if len(text) < LONG:
+            return backend.encode(text, add_special_tokens=special)
+        [found] = backend.encode_batch([text], add_special_tokens=special)
+        return found
     except TypeError:
         for place, character in enumerate(text):
             if "\ud800" <= character <= "\udfff":

@@ -101,7 +101,7 @@ def agent_collector(
     try:
         from jaxrl_post.serve.agents import AgentCollector, AgentServer
         from jaxrl_post.serve.calls import Served
-        from jaxrl_post.serve.grammars import Grammars
+        from jaxrl_post.serve.grammars.compiler import Grammars
         from jaxrl_post.serve.service import Service
     except ModuleNotFoundError as error:
         raise ConfigError(

@@ -25,6 +25,7 @@ from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.model import Model, context_of, open_model
 from jaxrl_post.programs.convert import convert
 from jaxrl_post.programs.hub import fetch
+from jaxrl_post.records.visible import visible
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sampler.requests import Completion
@@ -323,6 +324,8 @@ def _opened(config: ChatConfig, console: Console) -> Model:
 
 def _talk(conversation: Conversation, console: Console) -> None:
     def write(text: str) -> None:
+        # A model may write what a terminal acts on.
+        text = visible(text)
         console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
     while True:

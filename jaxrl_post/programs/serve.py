@@ -36,7 +36,7 @@ try:
     from jaxrl_post.serve.app import Access, make_app
     from jaxrl_post.serve.calls import Served
     from jaxrl_post.serve.episodes import Episodes
-    from jaxrl_post.serve.grammars import Grammars
+    from jaxrl_post.serve.grammars.compiler import COMPILE_S, Grammars
     from jaxrl_post.serve.service import Service
 except ModuleNotFoundError as error:
     raise ConfigError(
@@ -228,7 +228,12 @@ def served_model(config: ServeConfig, model: Model, service: Service) -> Served:
     return Served(
         service=service,
         tokenizer=tokenizer,
-        grammars=Grammars(tokenizer, model.config.vocab_size),
+        # A grammar that takes too long is refused, before the request's time is over.
+        grammars=Grammars(
+            tokenizer,
+            model.config.vocab_size,
+            seconds=min(COMPILE_S, config.timeout_s / 2),
+        ),
         form=form_of(tokenizer),
         name=config.name or _name(config.model),
         max_model_len=config.max_model_len,

@@ -461,7 +461,8 @@ class Engine:
                 f"request {sample.request.prompt_id}, sample {sample.sample_index}: "
                 f"the constraint failed after token {len(sample.tokens)}: {error}"
             )
-            return [self.scheduler.release(sample).finished("failed", told)]
+            ended = self.scheduler.release(sample).finished("failed", told)
+            return [dataclasses.replace(ended, refused=True)]
         sampling = sample.request.sampling
         cut = self._stop_string_end(sample, count)
         if cut is not None:

@@ -226,6 +226,8 @@ class Completion:
         finish_reason: why the sample ended.
         error: what was wrong, if it failed; else "".
         alternatives: of each token; None if the request did not ask for them.
+        refused: whether it failed by its request's own constraint, which could not go
+            on.
     """
 
     prompt_id: int
@@ -234,6 +236,7 @@ class Completion:
     finish_reason: FinishReason
     error: str = ""
     alternatives: Alternatives | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,11 @@ from jaxrl_post.serve.calls import (
     logprobs_of,
     unforeseen,
 )
-from jaxrl_post.serve.fields import GenerateSampling, SamplingFields
-from jaxrl_post.serve.grammars import GrammarError
+from jaxrl_post.serve.fields import (
+    GenerateSampling,
+    SamplingFields,
+    StructuredOutputs,
+)
 
 # Most seconds to send how a stream ends whose time is over.
 LAST_WORDS_S = 5.0
@@ -102,7 +105,7 @@ def _check_stops(served: Served, stops: Sequence[str]) -> None:
             )
 
 
-def constraint_of(
+async def constraint_of(
     served: Served, fields: SamplingFields, *, thinking: bool = False
 ) -> Callable[[], Constraint] | None:
     """The constraint of `response_format` or `structured_outputs`; None for none.
@@ -114,20 +117,20 @@ def constraint_of(
             which is not constrained.
 
     Raises:
-        ApiError: it cannot be compiled.
+        ApiError: it cannot be compiled, or not in time.
     """
-    form = fields.response_format
-    try:
-        if form is None:
-            return served.constraint(fields.structured_outputs, thinking=thinking)
+    form, structured = fields.response_format, fields.structured_outputs
+    if form is None:
+        param = "structured_outputs"
+    else:
+        param = "response_format"
         if form.type == "text":
             return None
         schema = {"type": "object"}
         if form.json_schema is not None:
             schema = form.json_schema.schema_
-        return served.grammars.json(schema, thinking=thinking)
-    except GrammarError as error:
-        raise ApiError(400, str(error), param="response_format") from error
+        structured = StructuredOutputs(json=schema)
+    return await served.constraint(structured, param, thinking=thinking)
 
 
 def require_sendable(value: Any) -> None:

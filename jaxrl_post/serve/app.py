@@ -1,10 +1,14 @@
 """The HTTP application: routes, and what holds for all of them."""
 
+import asyncio
 import hmac
 import json
+import re
+import reprlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +23,8 @@ from jaxrl_post.serve import chat, completions, generate
 from jaxrl_post.serve.calls import ApiError, Served, unforeseen
 from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.fields import (
+    MOST_TOLD,
+    UNKNOWN,
     ChatFields,
     ChatTokensFields,
     CompletionFields,
@@ -32,6 +38,16 @@ from jaxrl_post.serve.fields import (
 
 __all__ = ["Access", "make_app"]
 
+# A smaller body is read in no time; a larger one in a thread beside other requests.
+AT_ONCE_BYTES = 2**16
+# Levels of JSON. llguidance reads as many of a schema.
+MOST_LEVELS = 128
+# Lists and objects in a body.
+MOST_CONTAINERS = 2**18
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+# Values in messages of errors.
+SHORT = reprlib.Repr(maxstring=60, maxother=60, maxlong=60)
 # What anybody may ask: whether the server is up.
 OPEN_ROUTES = ("/health",)
 
@@ -96,11 +112,11 @@ def make_app(
 
     def post(path: str, fields: type[BaseModel], handler: Handler) -> Route:
         async def endpoint(http: HttpRequest) -> Response:
-            value = await _body(http, access.max_body_bytes)
-            try:
-                read = fields.model_validate(value)
-            except ValidationError as error:
-                raise _invalid(error) from error
+            body = await _body(http, access.max_body_bytes)
+            if len(body) < AT_ONCE_BYTES:
+                read = _read(fields, body)
+            else:
+                read = await asyncio.to_thread(_read, fields, body)
             return await handler(http, served, read)
 
         return Route(path, _counted(served, path, endpoint, access), methods=["POST"])
@@ -203,11 +219,11 @@ def _check_key(http: HttpRequest, key: str | None) -> None:
         )
 
 
-async def _body(http: HttpRequest, limit: int) -> Any:
-    """The JSON of a request's body.
+async def _body(http: HttpRequest, limit: int) -> bytes:
+    """A request's body.
 
     Raises:
-        ApiError: too many bytes, or no JSON object.
+        ApiError: too many bytes.
     """
 
     def too_large() -> ApiError:
@@ -226,31 +242,63 @@ async def _body(http: HttpRequest, limit: int) -> Any:
         if size > limit:
             raise too_large()
         parts.append(part)
+    return b"".join(parts)
+
+
+def _read[Fields: BaseModel](fields: type[Fields], body: bytes) -> Fields:
+    """The fields of a request.
+
+    Raises:
+        ApiError: names what is wrong with them; or the body is no JSON object.
+    """
+    _check_structure(body)
     try:
-        value = json.loads(b"".join(parts))
+        value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise ApiError(
             400, f"the body must be a JSON object; got {type(value).__name__}"
         )
-    return value
+    try:
+        return fields.model_validate(value)
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _check_structure(body: bytes) -> None:
+    """Checks that JSON has a size and depth that can be read at once.
+
+    A million empty lists take a second to read, and a recursion fails at some depth.
+
+    Raises:
+        ApiError: it has too many lists and objects, or they are nested too deep.
+    """
+    if sum(map(body.count, (b"[", b"{"))) <= MOST_LEVELS:
+        return
+    bare = STRING.sub(b"", body).translate(None, NO_BRACKETS)
+    if len(bare) > 2 * MOST_CONTAINERS:
+        raise ApiError(
+            400, f"the body has more than {MOST_CONTAINERS} lists or objects"
+        )
+    steps = (1 if each in b"[{" else -1 for each in bare)
+    if max(accumulate(steps), default=0) > MOST_LEVELS:
+        raise ApiError(400, f"the body is nested more than {MOST_LEVELS} levels deep")
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, by the name of its field."""
-    told = []
-    for each in error.errors(include_url=False, include_context=False):
+    """The first things that are wrong, by the names of their fields."""
+    errors, told = error.errors(include_url=False, include_context=False), []
+    for each in errors[:MOST_TOLD]:
         place = ".".join(str(part) for part in each["loc"])
         message = each["msg"].removeprefix("Value error, ")
         if each["type"] == "extra_forbidden":
-            message = "there is no such field here; is it misspelt?"
-        got = repr(each.get("input"))
+            message = UNKNOWN
         if each["type"] not in ("missing", "extra_forbidden", "value_error"):
-            message += f"; got {got if len(got) <= 60 else got[:57] + '...'}"
+            message += f"; got {SHORT.repr(each.get('input'))}"
         told.append(f"{place}: {message}" if place else message)
-    param = str(error.errors()[0]["loc"][0]) if error.errors()[0]["loc"] else None
-    return ApiError(400, "; ".join(told[:5]), param=param)
+    place = errors[0]["loc"]
+    return ApiError(400, "; ".join(told), param=str(place[0]) if place else None)
 
 
 def _error(error: ApiError) -> Response:

@@ -20,7 +20,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.sampler import Request, SamplingParams
 from jaxrl_post.sampler.requests import Constraint
 from jaxrl_post.serve.fields import StructuredOutputs
-from jaxrl_post.serve.grammars import GrammarError, Grammars
+from jaxrl_post.serve.grammars.compiler import GrammarError, Grammars
 from jaxrl_post.serve.metrics import Metrics
 from jaxrl_post.serve.service import BusyError, ClosedError, Service, Update
 from jaxrl_post.tokens import Tokens
@@ -39,6 +39,8 @@ _LOGGER = logging.getLogger(__name__)
 
 # JSON has no infinity; clients know this number.
 LEAST_LOGPROB = -9999.0
+# Of a message, which may name what a client sent.
+MOST_LETTERS = 2000
 
 
 class ApiError(Exception):
@@ -61,6 +63,8 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
+        if len(message) > MOST_LETTERS:
+            message = f"{message[:MOST_LETTERS]}..."
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
         self.code, self.retry_after_s = code, retry_after_s
@@ -229,27 +233,60 @@ class Served:
         except ValueError as error:
             raise ApiError(400, str(error)) from error
 
-    def constraint(
-        self, structured: StructuredOutputs | None, *, thinking: bool = False
+    async def constraint(
+        self,
+        structured: StructuredOutputs | None,
+        param: str,
+        *,
+        thinking: bool = False,
     ) -> Callable[[], Constraint] | None:
         """The constraint of `structured_outputs`; None for none.
 
         Args:
             structured: of the request.
+            param: the field that asks for it.
             thinking: whether the answer comes after reasoning that the prompt has
                 begun.
 
         Raises:
-            GrammarError: it cannot be compiled.
+            ApiError: it cannot be compiled, or not in time.
         """
         if structured is None:
             return None
+        return await self.compiled(
+            lambda: self._constraint(structured, thinking=thinking), param
+        )
+
+    async def compiled(
+        self, compile_one: Callable[[], Callable[[], Constraint]], param: str
+    ) -> Callable[[], Constraint]:
+        """A constraint, compiled beside other requests, one grammar at a time.
+
+        Args:
+            compile_one: makes it.
+            param: the field that asks for it.
+
+        Raises:
+            ApiError: it cannot be compiled, or not in time.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await loop.run_in_executor(self.grammars.queue, compile_one)
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=param) from error
+        except TimeoutError as error:
+            raise self.late(self.timeout_s) from error
+
+    def _constraint(
+        self, structured: StructuredOutputs, *, thinking: bool
+    ) -> Callable[[], Constraint]:
         if structured.json_ is not None:
             schema = structured.json_
             if isinstance(schema, str):
                 try:
                     schema = json.loads(schema)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise GrammarError(f"json: not a schema: {error}") from error
             return self.grammars.json(schema, thinking=thinking)
         if structured.regex is not None:

@@ -26,7 +26,6 @@ from jaxrl_post.serve.calls import (
     logprobs_of,
 )
 from jaxrl_post.serve.fields import ChatFields, ChatTokensFields, ToolChoice
-from jaxrl_post.serve.grammars import GrammarError
 from jaxrl_post.serve.prompts import messages_of, prompt_of, tools_of
 from jaxrl_post.serve.recorded import Recorded, Recorder, open_episode, sampled_as
 from jaxrl_post.serve.texts import Texts
@@ -98,7 +97,8 @@ class _Asked:
         Raises:
             ApiError: names what is wrong with it.
         """
-        tools = None if fields.tool_choice == "none" else tools_of(fields.tools)
+        given = None if fields.tool_choice == "none" else fields.tools
+        tools = await asyncio.to_thread(tools_of, given)
         if tools and not served.tools:
             raise ApiError(
                 400,
@@ -138,9 +138,7 @@ class _Asked:
             most = served.length_of(prompt, asked_for)
             thinking = thinks(served.tokenizer, prompt)
             schemas = schemas_of(tools or ())
-            constrain = await asyncio.to_thread(
-                _constraint, served, fields, schemas, thinking
-            )
+            constrain = await _constraint(served, fields, schemas, thinking)
             asks = bool(fields.logprobs and fields.top_logprobs)
             sampling = answers.sampling_of(
                 served, fields, max_tokens=most, alternatives=asks
@@ -186,7 +184,7 @@ class _Asked:
         return reply
 
 
-def _constraint(
+async def _constraint(
     served: Served,
     fields: ChatFields,
     schemas: Mapping[str, Mapping[str, Any]],
@@ -195,14 +193,14 @@ def _constraint(
     """The constraint of a request; None for none.
 
     Raises:
-        ApiError: it cannot be compiled.
+        ApiError: it cannot be compiled, or not in time.
     """
     if fields.logprobs:
         # Made once, for the bytes of tokens.
-        _ = served.grammars.vocabulary
+        await asyncio.to_thread(lambda: served.grammars.vocabulary)
     if schemas and fields.tool_choice not in (None, "none", "auto"):
-        return _required(served, fields, schemas, thinking)
-    return answers.constraint_of(
+        return await _required(served, fields, schemas, thinking)
+    return await answers.constraint_of(
         served, fields, thinking=thinking and served.form.thinks
     )
 
@@ -222,7 +220,8 @@ async def _recorded(
             "served; send a new message",
             param="continue_final_message",
         )
-    messages, recording = messages_of(fields.messages), recorder.recording
+    recording = recorder.recording
+    messages = await asyncio.to_thread(messages_of, fields.messages)
     try:
         with open_episode():
             recording.check_room(fields.n)
@@ -248,7 +247,7 @@ def _message(served: Served, reply: Reply) -> dict[str, Any]:
     return message
 
 
-def _required(
+async def _required(
     served: Served,
     fields: ChatFields,
     schemas: Mapping[str, Mapping[str, Any]],
@@ -265,10 +264,10 @@ def _required(
                 param="tool_choice",
             )
         schemas = {name: schemas[name]}
-    try:
-        return served.grammars.call(served.form, schemas, thinking=thinking)
-    except GrammarError as error:
-        raise ApiError(400, str(error), param="tool_choice") from error
+    return await served.compiled(
+        lambda: served.grammars.call(served.form, schemas, thinking=thinking),
+        "tool_choice",
+    )
 
 
 def _called(served: Served, call: ToolCall, index: int | None) -> dict[str, Any]:

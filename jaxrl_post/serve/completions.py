@@ -82,7 +82,7 @@ class _Asked:
         lengths = [
             served.length_of(prompt, fields.max_tokens, default) for prompt in prompts
         ]
-        constrain = await asyncio.to_thread(answers.constraint_of, served, fields)
+        constrain = await answers.constraint_of(served, fields)
         sampling = answers.sampling_of(
             served, fields, max_tokens=default, alternatives=bool(fields.logprobs)
         )

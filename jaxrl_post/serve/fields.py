@@ -8,13 +8,23 @@ the sampling parameters of `/inference/v1/generate`, whose clients send those of
 server (`GenerateSampling`).
 """
 
+import itertools
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    model_validator,
+)
 
 from jaxrl_post.sampler.requests import MOST_FLOAT, MOST_INT
 
 __all__ = [
+    "MOST_TOLD",
+    "UNKNOWN",
     "ChatFields",
     "ChatTokensFields",
     "CompletionFields",
@@ -32,6 +42,15 @@ __all__ = [
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
+MOST_MESSAGES = 16_384
+MOST_PARTS = 16_384
+MOST_TOOLS = 1_024
+# Errors that are told.
+MOST_TOLD = 5
+UNKNOWN = "there is no such field here; is it misspelt?"
+# A body may have a million items, and errors of all of them would take half a minute:
+# every list stops at its first error, and lists of objects have a greatest length.
+FIRST = FailFast()
 
 
 def _neutral(*allowed: Any) -> AfterValidator:
@@ -46,9 +65,12 @@ def _neutral(*allowed: Any) -> AfterValidator:
 
 type Positive = Annotated[int, Field(ge=1, le=MOST_INT)]
 type Stop = Annotated[str, Field(min_length=1, max_length=256)]
-type Stops = Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+type Stops = Stop | Annotated[list[Stop], FIRST, Field(max_length=MOST_STOPS)]
+type Texts = Annotated[list[str], FIRST]
 type Temperature = Annotated[float, Field(ge=0, le=MOST_FLOAT)]
 type TokenId = Annotated[int, Field(ge=0, le=MOST_INT)]
+type TokenIds = Annotated[list[TokenId], FIRST]
+type Parts = Annotated[list[dict[str, Any]], FIRST, Field(max_length=MOST_PARTS)]
 type TopK = Annotated[int, Field(ge=-1, le=MOST_INT)]
 type Nothing = Annotated[Any, _neutral(None)]
 type Unsupported0 = Annotated[float | None, _neutral(0)]
@@ -58,10 +80,20 @@ class _Read(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _left_out(cls, given: Any) -> Any:
-        """What is given, without the fields that are null."""
+        """What is given, without the fields that are null.
+
+        Raises:
+            ValueError: there are so many fields that some cannot be known.
+        """
         if not isinstance(given, dict):
             return given
+        closed = cls.model_config.get("extra") == "forbid"
+        if None not in given.values() and len(given) <= len(cls.model_fields):
+            return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
+        if closed and len(given) > len(known):
+            others = itertools.islice((n for n in given if n not in known), MOST_TOLD)
+            raise ValueError("; ".join(f"{name:.80}: {UNKNOWN}" for name in others))
         return {
             name: value
             for name, value in given.items()
@@ -106,7 +138,7 @@ class StructuredOutputs(_Fields):
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: Annotated[list[str] | None, FIRST, Field(min_length=1)] = None
     grammar: str | None = None
 
     @model_validator(mode="after")
@@ -147,7 +179,7 @@ class SamplingFields(_Fields):
     frequency_penalty: Unsupported0 = None
     presence_penalty: Unsupported0 = None
     repetition_penalty: Annotated[float | None, _neutral(1)] = None
-    logit_bias: Annotated[dict[str, float] | None, _neutral({})] = None
+    logit_bias: Annotated[Any, _neutral({})] = None
     best_of: Annotated[int | None, _neutral(1)] = None
     use_beam_search: Annotated[bool, _neutral(False)] = False
     min_tokens: Annotated[int | None, _neutral(0)] = None
@@ -158,11 +190,11 @@ class SamplingFields(_Fields):
     prompt_logprobs: Nothing = None
     truncate_prompt_tokens: Nothing = None
     allowed_token_ids: Nothing = None
-    bad_words: Annotated[list[str] | None, _neutral([])] = None
-    logits_processors: Annotated[list[Any] | None, _neutral([])] = None
+    bad_words: Annotated[Any, _neutral([])] = None
+    logits_processors: Annotated[Any, _neutral([])] = None
     return_tokens_as_token_ids: Annotated[bool, _neutral(False)] = False
     kv_transfer_params: Nothing = None
-    vllm_xargs: Annotated[dict[str, Any] | None, _neutral({})] = None
+    vllm_xargs: Annotated[Any, _neutral({})] = None
     # They name no behaviour.
     user: Any = None
     metadata: Any = None
@@ -199,6 +231,9 @@ class Tool(_Fields):
     function: FunctionTool
 
 
+type Tools = Annotated[list[Tool], FIRST, Field(max_length=MOST_TOOLS)]
+
+
 class NamedFunction(_Fields):
     """The name of a function."""
 
@@ -231,26 +266,30 @@ class ChatMessage(_Loose):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[CalledTool] | None = None
+    content: str | Parts | None = None
+    tool_calls: (
+        Annotated[list[CalledTool], FIRST, Field(max_length=MOST_TOOLS)] | None
+    ) = None
     tool_call_id: str | None = None
-    prompt_token_ids: list[TokenId] | None = None
-    generation_token_ids: list[TokenId] | None = None
-    generation_log_probs: list[float] | None = None
+    prompt_token_ids: TokenIds | None = None
+    generation_token_ids: TokenIds | None = None
+    generation_log_probs: Annotated[list[float], FIRST] | None = None
 
 
 class ChatFields(SamplingFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[
+        list[ChatMessage], FIRST, Field(min_length=1, max_length=MOST_MESSAGES)
+    ]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Parts | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: Annotated[bool, _neutral(True)] = True
     continue_final_message: bool = False
@@ -258,11 +297,11 @@ class ChatFields(SamplingFields):
     echo: Annotated[bool, _neutral(False)] = False
     include_reasoning: Annotated[bool, _neutral(True)] = True
     verbosity: Annotated[str | None, _neutral("medium")] = None
-    modalities: Annotated[list[str] | None, _neutral(["text"])] = None
+    modalities: Annotated[Any, _neutral(["text"])] = None
     audio: Nothing = None
     prediction: Nothing = None
     web_search_options: Nothing = None
-    functions: Annotated[list[Any] | None, _neutral([])] = None
+    functions: Annotated[Any, _neutral([])] = None
     function_call: Annotated[Any, _neutral("none", "auto")] = None
     chat_template: Nothing = None
     mm_processor_kwargs: Nothing = None
@@ -282,13 +321,13 @@ class ChatFields(SamplingFields):
 class ChatTokensFields(ChatFields):
     """`POST /v1/chat/completions/tokens`: a chat whose prompt is given as token ids."""
 
-    tokens: Annotated[list[TokenId], Field(min_length=1)]
+    tokens: Annotated[list[TokenId], FIRST, Field(min_length=1)]
 
 
 class CompletionFields(SamplingFields):
     """`POST /v1/completions`."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], FIRST]
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     echo: Annotated[bool, _neutral(False)] = False
     suffix: Annotated[str | None, _neutral("")] = None
@@ -315,11 +354,11 @@ class GenerateSampling(_Read):
     frequency_penalty: Unsupported0 = None
     presence_penalty: Unsupported0 = None
     repetition_penalty: Annotated[float | None, _neutral(1)] = None
-    logit_bias: Annotated[dict[str, float] | None, _neutral({})] = None
+    logit_bias: Annotated[Any, _neutral({})] = None
     best_of: Annotated[int | None, _neutral(1)] = None
     use_beam_search: Annotated[bool, _neutral(False)] = False
     prompt_logprobs: Nothing = None
-    bad_words: Annotated[list[str] | None, _neutral([])] = None
+    bad_words: Annotated[Any, _neutral([])] = None
     allowed_token_ids: Nothing = None
     min_tokens: Annotated[int | None, _neutral(0)] = None
 
@@ -328,7 +367,7 @@ class GenerateFields(_Fields):
     """`POST /inference/v1/generate`."""
 
     model: str | None = None
-    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    token_ids: Annotated[list[TokenId], FIRST, Field(min_length=1)]
     sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
     stream: Annotated[bool, _neutral(False)] = False
     request_id: str | None = None
@@ -343,8 +382,10 @@ class TokenizeFields(_Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[Tool] | None = None
+    messages: (
+        Annotated[list[ChatMessage], FIRST, Field(max_length=MOST_MESSAGES)] | None
+    ) = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = True
@@ -360,7 +401,7 @@ class DetokenizeFields(_Fields):
     """`POST /detokenize`: the text of token ids, special ones too."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class EpisodeFields(_Fields):

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from jaxrl_post.data import chat
-from jaxrl_post.data.tokenizer import TokenizerError
+from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.serve import answers
 from jaxrl_post.serve.calls import (
     ApiError,
@@ -20,12 +21,14 @@ from jaxrl_post.serve.calls import (
     logprobs_of,
 )
 from jaxrl_post.serve.fields import DetokenizeFields, GenerateFields, TokenizeFields
-from jaxrl_post.serve.grammars import GrammarError
 from jaxrl_post.serve.prompts import prompt_of, tools_of
 from jaxrl_post.serve.recorded import Recorder
 from jaxrl_post.tokens import Tokens
 
 __all__ = ["detokenize", "generate", "spans", "tokenize"]
+
+# Token ids that are written at a time.
+PART = 2**14
 
 
 async def generate(
@@ -48,10 +51,7 @@ async def generate(
     served.check_model(fields.model)
     given, prompt = fields.sampling_params, tuple(fields.token_ids)
     most = served.length_of(prompt, given.max_tokens)
-    try:
-        constrain = await asyncio.to_thread(served.constraint, given.structured_outputs)
-    except GrammarError as error:
-        raise ApiError(400, str(error), param="structured_outputs") from error
+    constrain = await served.constraint(given.structured_outputs, "structured_outputs")
     sampling = answers.sampling_of(
         served, given, max_tokens=most, alternatives=bool(given.logprobs)
     )
@@ -149,7 +149,7 @@ async def tokenize(
             )
         else:
             options = chat.Options(
-                tools=tools_of(fields.tools),
+                tools=await asyncio.to_thread(tools_of, fields.tools),
                 variables=fields.chat_template_kwargs or {},
                 adapt=True,
             )
@@ -162,12 +162,15 @@ async def tokenize(
             )
     except (TokenizerError, ValueError) as error:
         raise ApiError(400, str(error)) from error
-    body = {
-        "count": len(ids),
-        "max_model_len": served.max_model_len,
-        "tokens": list(ids),
-    }
-    return JSONResponse(body)
+    tokens = await asyncio.to_thread(_listed, ids)
+    head = f'{{"count":{len(ids)},"max_model_len":{served.max_model_len}'
+    return Response(f'{head},"tokens":{tokens}}}', media_type="application/json")
+
+
+def _listed(ids: Sequence[int]) -> str:
+    """Token ids as JSON, written in parts, between which other threads have a turn."""
+    parts = (ids[first : first + PART] for first in range(0, len(ids), PART))
+    return f"[{','.join(','.join(map(str, part)) for part in parts)}]"
 
 
 async def detokenize(
@@ -180,16 +183,22 @@ async def detokenize(
     """
     del http
     served.check_model(fields.model)
-    tokenizer = served.tokenizer
+    text = await asyncio.to_thread(_text, served.tokenizer, fields.tokens)
+    return JSONResponse({"prompt": text})
+
+
+def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of token ids, with special tokens.
+
+    Raises:
+        ApiError: there is no such token.
+    """
     vocab = tokenizer.num_embeddings or tokenizer.vocab_size
-    bad = [token for token in fields.tokens if token >= vocab]
-    if bad:
+    largest = max(tokens, default=0)
+    if largest >= vocab:
         raise ApiError(
             400,
-            f"tokens: token ids must lie in 0..{vocab - 1}; got {bad[0]}",
+            f"tokens: token ids must lie in 0..{vocab - 1}; got {largest}",
             param="tokens",
         )
-    text = await asyncio.to_thread(
-        tokenizer.backend.decode, fields.tokens, skip_special_tokens=False
-    )
-    return JSONResponse({"prompt": text})
+    return tokenizer.decoded(tokens, special=True)

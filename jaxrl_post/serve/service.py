@@ -74,7 +74,8 @@ class Update:
         alternatives: of these tokens; None if not asked for.
         finish_reason: why it ended; None while it goes on.
         error: what was wrong, if it failed; else "".
-        refused: whether it failed because the sampler does not take such a request.
+        refused: whether it failed because the sampler does not take such a request, or
+            by the request's own constraint.
     """
 
     sample_index: int
@@ -297,6 +298,7 @@ class Service:
                     completion.alternatives,
                     completion.finish_reason,
                     completion.error,
+                    completion.refused,
                 )
             )
 

@@ -40,7 +40,7 @@ class Texts:
             # The token that ended it is no text.
             ids = ids[:-1]
         if self.special:
-            text = self.tokenizer.backend.decode(ids, skip_special_tokens=False)
+            text = self.tokenizer.decoded(ids, special=True)
         else:
             text = self.tokenizer.decode(ids, keep=self.keep)
         # The sampler looks for stop strings in the text without special tokens.

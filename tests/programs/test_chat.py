@@ -184,6 +184,28 @@ def test_lines_are_read_until_the_end(plain, monkeypatch):
 
 
 @pytest.mark.processes
+def test_control_sequences_of_a_model_are_shown(monkeypatch):
+    class Wild(Conversation):
+        def __init__(self):
+            pass
+
+        def say(self, text):
+            # A sequence may be cut anywhere.
+            yield from ("\x1b", "]52;c;eA==", "\x07\b", "\u202e\u200f", "\x9b", "31m")
+
+    lines = iter(["hello"])
+    console = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(console, "input", lambda prompt: next(lines, None) or _end())
+    _talk(Wild(), console)
+    said = console.file.getvalue()
+    assert "␛]52;c;eA==␇␈[U+202E][U+200F][U+009B]31m" in said
+    assert not set(said) & set("\x1b\x07\b\x9b\u202e\u200f")
+
+
+def _end():
+    raise EOFError
+
+
 def test_the_program_talks_to_a_finished_run(plain, tmp_path, monkeypatch, capsys):
     from launch import chat
 

@@ -20,7 +20,7 @@ from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
 from jaxrl_post.serve.app import Access, make_app
 from jaxrl_post.serve.calls import Served
-from jaxrl_post.serve.grammars import Grammars
+from jaxrl_post.serve.grammars.compiler import Grammars
 from jaxrl_post.serve.service import Service
 from tests import tiny
 

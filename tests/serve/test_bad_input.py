@@ -40,7 +40,9 @@ def refused(answer, status=400):
     [
         ('{"messages": [', "the body is no JSON"),
         (b"\xff\xfe", "the body is no JSON"),
-        ("[" * 100_000, "the body is no JSON"),
+        ("[" * 100_000, "the body is nested more than 128 levels deep"),
+        ("[" * 300_000, "more than 262144 lists or objects"),
+        ("[" * 100, "the body is no JSON"),
         ("[]", "must be a JSON object; got list"),
         ("", "the body is no JSON"),
         ({}, "messages: Field required"),

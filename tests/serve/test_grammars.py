@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.sampler.requests import ConstraintError
-from jaxrl_post.serve.grammars import GrammarError, Grammars
+from jaxrl_post.serve.grammars.compiler import GrammarError, Grammars
 from tests.serve.conftest import CONFIG
 
 

@@ -10,7 +10,7 @@ import pytest
 from jaxrl_post.data import replies
 from jaxrl_post.data.replies import format_of, parse
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.serve.grammars import GrammarError, Grammars
+from jaxrl_post.serve.grammars.compiler import GrammarError, Grammars
 from tests.serve.conftest import CONFIG, listening, make_served
 
 CHATS = (

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.serve.grammars import Grammars
+from jaxrl_post.serve.grammars.compiler import Grammars
 from tests.serve.conftest import CONFIG, listening, make_served, make_tokenizer
 
 ASK = [{"role": "user", "content": "What?"}]

@@ -27,6 +27,7 @@ from jaxrl_post.records.report.panels import (
 )
 from jaxrl_post.records.report.trees import tree
 from jaxrl_post.records.sinks import ACCURACY, MISMATCH, REWARD, TOKENS_PER_SECOND
+from jaxrl_post.records.visible import visible
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -35,19 +36,6 @@ __all__ = ["page"]
 
 MAX_OTHERS = 60  # Most charts of metrics without a heading.
 MAX_CHARACTERS = 4000  # Most that a prompt or completion shows.
-
-# Browsers hide control characters or act on them: show Unicode's control pictures, and
-# the numbers of those that have none. Among them are those that turn text around: a
-# call could seem to have other arguments.
-_VISIBLE: dict[int, int | str] = {
-    code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"
-}
-_VISIBLE[0x7F] = 0x2421
-_VISIBLE |= {
-    code: f"[U+{code:04X}]"
-    for codes in ((0x80, 0xA0), (0x202A, 0x202F), (0x2066, 0x206A))
-    for code in range(*codes)
-}
 
 type Values = dict[str, Any]  # Variables of the template, by name.
 
@@ -102,7 +90,7 @@ def _template() -> "Template":
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=lambda value: (
-            value if hasattr(value, "__html__") else str(value).translate(_VISIBLE)
+            value if hasattr(value, "__html__") else visible(str(value))
         ),
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}

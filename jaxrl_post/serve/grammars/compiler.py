@@ -1,7 +1,9 @@
 """Constraints from JSON schemas and grammars, by llguidance."""
 
-import json
+import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -11,23 +13,21 @@ from llguidance import LLMatcher, LLTokenizer
 from jaxrl_post.data.replies import Format
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.sampler.requests import ConstraintError
-from jaxrl_post.serve.grammars.literals import lark_of_regex, lark_of_text
-from jaxrl_post.serve.grammars.required import after_thoughts, call_grammar
+from jaxrl_post.serve.grammars import inside
+from jaxrl_post.serve.grammars.trials import GrammarError, Trials
 
-__all__ = ["GrammarError", "Grammars"]
+__all__ = ["COMPILE_S", "GrammarError", "Grammars"]
 
 
-# Between the parts of JSON: a space, or a line with its indentation. Without a limit a
-# model may write space until its tokens are spent.
-WHITESPACE = r" ?|\n {0,40}"
+# Of the thread that compiles: many times that of the process that has tried a grammar.
+STACK_BYTES = 16 * inside.STACK_BYTES
 # Why llguidance stops when all is well: the answer is complete, or the model ended it.
 COMPLETE = ("NoExtension", "EndOfSentence")
 
+# Most seconds of processor time to compile a grammar.
+COMPILE_S = 10.0
+
 type Constrain = Callable[[], "_Matcher"]
-
-
-class GrammarError(ValueError):
-    """A schema or grammar that cannot be compiled, or that nothing satisfies."""
 
 
 class _Matcher:
@@ -121,20 +121,38 @@ class Grammars:
     Args:
         tokenizer: the model's.
         vocab_size: number of the model's logits.
+        seconds: most seconds of processor time for a grammar.
+
+    Attributes:
+        queue: where a server compiles, one grammar at a time: those who wait hold no
+            thread that other requests need.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, seconds: float = COMPILE_S
+    ) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._words = -(-vocab_size // 32)
+        self._trials = Trials(self._model, seconds)
+        self.queue = ThreadPoolExecutor(1, "grammars")
 
     @cached_property
     def vocabulary(self) -> LLTokenizer:
         """The tokenizer as llguidance has it; its tables take a second to make."""
-        return LLTokenizer(
-            self._tokenizer.backend.to_str(),
-            n_vocab=self._vocab_size,
-            eos_token=list(self._tokenizer.stop_ids),
+        text = self._tokenizer.backend.to_str()
+        return inside.opened_vocabulary(
+            text, self._vocab_size, self._tokenizer.stop_ids
         )
+
+    def _model(self) -> dict[str, Any]:
+        """What the process that tries grammars is told of the model."""
+        return {
+            "tokenizer": self._tokenizer.backend.to_str(),
+            "size": self._vocab_size,
+            "stop_ids": self._tokenizer.stop_ids,
+            "template": "".join(self._tokenizer.chat_templates.values()),
+            "marks": self._marks,
+        }
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token writes; none for an id that the tokenizer lacks."""
@@ -153,13 +171,7 @@ class Grammars:
         Raises:
             GrammarError: the schema cannot be compiled.
         """
-        return self._compiled(
-            lambda: LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}
-            ),
-            "schema",
-            thinking=thinking,
-        )
+        return self._compiled("json", schema, "schema", thinking=thinking)
 
     def regex(self, pattern: str, *, thinking: bool = False) -> Constrain:
         """Answers that a regular expression matches as a whole.
@@ -167,14 +179,7 @@ class Grammars:
         Raises:
             GrammarError: it cannot be compiled.
         """
-        return self._compiled(
-            lambda: (
-                lark_of_regex(pattern, self._marks)
-                or LLMatcher.grammar_from_regex(pattern)
-            ),
-            "regex",
-            thinking=thinking,
-        )
+        return self._compiled("regex", pattern, "regex", thinking=thinking)
 
     def choice(self, choices: Sequence[str], *, thinking: bool = False) -> Constrain:
         """Answers that are one of some texts.
@@ -182,8 +187,7 @@ class Grammars:
         Raises:
             GrammarError: they cannot be compiled.
         """
-        written = " | ".join(lark_of_text(each, self._marks) for each in choices)
-        return self._compiled(lambda: f"start: {written}", "choice", thinking=thinking)
+        return self._compiled("choice", choices, "choice", thinking=thinking)
 
     def lark(self, grammar: str, *, thinking: bool = False) -> Constrain:
         """Answers of a context-free grammar in llguidance's form of Lark.
@@ -191,9 +195,7 @@ class Grammars:
         Raises:
             GrammarError: it cannot be compiled.
         """
-        return self._compiled(
-            lambda: LLMatcher.grammar_from_lark(grammar), "grammar", thinking=thinking
-        )
+        return self._compiled("lark", grammar, "grammar", thinking=thinking)
 
     def call(
         self,
@@ -212,24 +214,12 @@ class Grammars:
         Raises:
             GrammarError: no grammar is known for the format, or it cannot be compiled.
         """
-        template = "".join(self._tokenizer.chat_templates.values())
-        try:
-            whole = call_grammar(form, template, tools, self._mark, thinking=thinking)
-        except ValueError as error:
-            raise GrammarError(str(error)) from error
         # GPT-OSS ends a call with a stop token of its own.
         end = self._tokenizer.backend.token_to_id("<|call|>")
         own = form.name == "harmony" and end in self._tokenizer.stop_ids
-        return self._compiled(
-            lambda: LLMatcher.grammar_from_lark(whole),
-            "tools",
-            (end,) if own and end is not None else (),
-        )
-
-    def _mark(self, text: str) -> str:
-        """A mark in a grammar: a token of its own where the vocabulary has it."""
-        token = self._tokenizer.backend.token_to_id(text)
-        return json.dumps(text) if token is None else f"<[{token}]>"
+        value = {"form": dataclasses.asdict(form), "tools": tools}
+        ends = (end,) if own and end is not None else ()
+        return self._compiled("call", value, "tools", ends, thinking=thinking)
 
     @cached_property
     def _spelled(self) -> dict[int, tuple[int, ...]]:
@@ -260,7 +250,8 @@ class Grammars:
 
     def _compiled(
         self,
-        grammar: Callable[[], str],
+        kind: str,
+        value: Any,
         what: str,
         ends: Sequence[int] = (),
         *,
@@ -268,21 +259,35 @@ class Grammars:
     ) -> Constrain:
         """A constraint, after which one of some stop tokens comes; () for any."""
         try:
-            whole = grammar()
-            if thinking:
-                whole = after_thoughts(whole, self._mark)
-            matcher = LLMatcher(self.vocabulary, whole, log_level=0)
-        except (ValueError, TypeError) as error:
+            whole = self._trials.written(kind, value, thinking=thinking)
+        except GrammarError as error:
             raise GrammarError(f"{what}: {error}") from error
-        if matcher.is_error():
-            said = matcher.get_error().strip().splitlines()[0]
-            raise GrammarError(f"{what}: it cannot be compiled: {said}")
         stops = _bits(ends or self._tokenizer.stop_ids, self._words)
+
+        def first() -> _Matcher:
+            matcher = LLMatcher(self.vocabulary, whole, log_level=0)
+            return _Matcher(matcher, stops, self._spelled, self._mute)
+
         try:
-            first = _Matcher(matcher, stops, self._spelled, self._mute)
+            return _with_stack(first).copy
         except ConstraintError as error:
             raise GrammarError(f"{what}: nothing satisfies it: {error}") from error
-        return first.copy
+
+
+_STARTING = threading.Lock()
+
+
+def _with_stack[Result](work: Callable[[], Result]) -> Result:
+    """Runs a function in a thread with so much stack that its recursion has room."""
+    with _STARTING:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            pool = ThreadPoolExecutor(1)
+            future = pool.submit(work)
+        finally:
+            threading.stack_size(before)
+    with pool:
+        return future.result()
 
 
 def _bits(tokens: Sequence[int], words: int) -> np.ndarray:
