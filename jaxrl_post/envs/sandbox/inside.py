@@ -29,23 +29,54 @@ SET_PDEATHSIG, SET_DUMPABLE, SET_SECCOMP, NO_NEW_PRIVS, SUBREAPER = 1, 4, 22, 38
 LEFT_OVER = 1 << 20
 
 
-def limit(settings):
+def call(name, *arguments):
+    """Calls a function of the C library."""
+    import ctypes
+
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) < 0:
+        number = ctypes.get_errno()
+        shown = ", ".join(str(a) for a in arguments if isinstance(a, int))
+        raise OSError(number, f"{name}({shown}): {os.strerror(number)}")
+
+
+def prctl(option, *arguments):
+    """Changes something of this process."""
+    import ctypes
+
+    long = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
+    call("prctl", option, *long + [ctypes.c_ulong(0)] * (4 - len(long)))
+
+
+def guard(owner):
+    """Goes on in a child; this process ends the place when its owner or child ends.
+
+    The place's processes are in this one's group, which their filter lets none leave.
+    They cannot signal this process: it keeps the owner's user and has no limits.
+    """
+    ends = {signal.SIGTERM, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    prctl(SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != owner:
+        os._exit(71)  # It ended before the kernel was asked to tell.
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    # The child's end is the end of its output, too.
+    os.closerange(0, 256)
+    # A child that only stops is not waited for.
+    while signal.sigwait(ends) == signal.SIGCHLD:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            break
+    os.killpg(0, signal.SIGKILL)
+
+
+def limit(settings, parent):
     """Gives up what the settings tell: limits, user, files, system calls."""
     import ctypes
     import resource
 
     libc = ctypes.CDLL(None, use_errno=True)
-
-    def call(name, *arguments):
-        if getattr(libc, name)(*arguments) < 0:
-            number = ctypes.get_errno()
-            shown = ", ".join(str(a) for a in arguments if isinstance(a, int))
-            raise OSError(number, f"{name}({shown}): {os.strerror(number)}")
-
-    def prctl(option, *arguments):
-        long = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
-        call("prctl", option, *long + [ctypes.c_ulong(0)] * (4 - len(long)))
-
     rules = []
     for path, access in settings["landlock_paths"]:
         try:
@@ -63,7 +94,7 @@ def limit(settings):
             value = min(value, hard)
         resource.setrlimit(kind, (value, value))
     prctl(SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != settings["parent"] and settings["parent"]:
+    if os.getppid() != parent:
         raise OSError("the process that started the sandbox is gone")
     prctl(SUBREAPER, 1)
     prctl(SET_DUMPABLE, 0)
@@ -163,6 +194,8 @@ class Interpreter:
                 for descriptor in [*close, self.code, self.done, self.out, self.err]:
                     os.close(descriptor)
                 as_child(os.open(os.devnull, os.O_RDONLY), out, err)
+                # So that what it holds can be counted from outside.
+                prctl(SET_DUMPABLE, 1)
                 interpret(code, done)
             except BaseException as error:
                 os.write(2, (f"{type(error).__name__}: {error}").encode())
@@ -481,7 +514,11 @@ def main():
     os.dup2(empty, 1)
     os.umask(0o022)
     try:
-        limit(settings)
+        parent = os.getppid()
+        if settings["owner"]:
+            parent = os.getpid()
+            guard(settings["owner"])
+        limit(settings, parent)
         os.chdir(settings["home"])
     except (OSError, ValueError, ImportError) as error:
         os.write(2, (f"{type(error).__name__}: {error}").encode())

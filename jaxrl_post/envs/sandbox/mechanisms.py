@@ -202,7 +202,7 @@ def _settings(
         "output_bytes": limits.output_bytes,
         "limits": _resource_limits(limits, processes),
         "user": None,
-        "parent": None,
+        "owner": None,
         "alone": False,
         "landlock": b"",
         "landlock_paths": [],
@@ -357,7 +357,7 @@ class Landlock:
             limits,
             str(directory),
             user=user,
-            parent=os.getpid(),
+            owner=os.getpid(),
             alone=alone,
             landlock=attributes,
             landlock_paths=paths,
@@ -494,7 +494,7 @@ class Unsafe:
             python,
             limits,
             str(directory),
-            parent=os.getpid(),
+            owner=os.getpid(),
             processes=processes,
         )
         command = _python_command(python)

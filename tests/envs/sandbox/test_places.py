@@ -217,6 +217,27 @@ def test_the_memory_of_all_processes_counts(way):
         assert not place.alive
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_what_sockets_hold_counts_as_memory(way):
+    limits = Limits(memory_bytes=300 << 20, wall_seconds=300, open_files=256)
+    program = """
+import os, socket, time
+for _ in range(10):
+    if os.fork() == 0: break
+pairs = []
+try:
+    while True: pairs.append(socket.socketpair())
+except OSError:
+    time.sleep(600)
+"""
+    with (
+        find(available.require(way), limits=limits) as sandbox,
+        sandbox.open() as place,
+    ):
+        assert place.python(program).ended == "memory"
+        assert not place.alive
+
+
 def test_many_executions_leave_nothing():
     # 10,000 of them were run once; see docs/decisions/0023.
     # Counted while no sandbox is open: a warm place may be starting at any time.
