@@ -211,7 +211,8 @@ for name in (":memory:", "data.db"):
         base.executemany("insert into t values (?)", [(i,) for i in range(10)])
     print(base.execute("select sum(x) from t").fetchone())
     base.close()
-base = sqlite3.connect("data.db"); print(base.execute("pragma journal_mode=wal").fetchone())
+base = sqlite3.connect("data.db")
+print(base.execute("pragma journal_mode=wal").fetchone())
 base.execute("insert into t values (100)"); base.commit()
 print(base.execute("select max(x) from t").fetchone()); base.close()
 os.unlink("data.db")
@@ -253,7 +254,8 @@ print(json.dumps(rows, sort_keys=True), json.loads('{"x": [1, 2.5, null]}'))
 """,
     "zip, gzip, bz2, lzma, tar": """
 import bz2, gzip, io, lzma, tarfile, zipfile
-for each in (gzip, bz2, lzma): print(each.decompress(each.compress(b"data" * 100)) == b"data" * 100)
+data = b"data" * 100
+for each in (gzip, bz2, lzma): print(each.decompress(each.compress(data)) == data)
 target = io.BytesIO()
 with zipfile.ZipFile(target, "w") as file: file.writestr("a", "b")
 print(zipfile.ZipFile(target).namelist())
@@ -268,8 +270,9 @@ print(pickle.loads(pickle.dumps(value)) == value == copy.deepcopy(value))
 """,
     "datetime": """
 import datetime, time, calendar
-print(datetime.datetime(2024, 2, 28) + datetime.timedelta(days=2), calendar.isleap(2024))
-begin = time.monotonic(); time.sleep(0.01); print(time.monotonic() > begin, time.time() > 1e9)
+print(datetime.date(2024, 2, 28) + datetime.timedelta(days=2), calendar.isleap(2024))
+begin = time.monotonic(); time.sleep(0.01)
+print(time.monotonic() > begin, time.time() > 1e9)
 print(datetime.timezone.utc.tzname(None))
 """,
     "random and statistics": """
@@ -279,7 +282,8 @@ print(statistics.median([1, 3, 2]), len(secrets.token_hex(4)))
 """,
     "decimal and fractions": """
 import decimal, fractions, math, cmath
-print(decimal.Decimal(1) / 7, fractions.Fraction(1, 3) + 1, math.comb(10, 3), cmath.sqrt(-1))
+print(decimal.Decimal(1) / 7, fractions.Fraction(1, 3) + 1)
+print(math.comb(10, 3), cmath.sqrt(-1))
 """,
     "functools and itertools": """
 import functools, itertools, operator
@@ -298,11 +302,13 @@ import abc, dataclasses, enum, typing
 @dataclasses.dataclass(order=True)
 class Point: x: int; y: int = 2
 class Colour(enum.Enum): RED = 1
-print(Point(1), sorted([Point(2), Point(1)])[0].x, Colour(1), typing.get_type_hints(Point))
+print(Point(1), sorted([Point(2), Point(1)])[0].x, Colour(1))
+print(typing.get_type_hints(Point))
 """,
     "heapq, bisect, collections": """
 import bisect, collections, heapq
-heap = [5, 1, 3]; heapq.heapify(heap); print(heapq.heappop(heap), bisect.bisect([1, 2, 4], 3))
+heap = [5, 1, 3]; heapq.heapify(heap)
+print(heapq.heappop(heap), bisect.bisect([1, 2, 4], 3))
 print(collections.Counter("hello").most_common(1), collections.deque([1, 2], 1))
 """,
     "re, string, textwrap, difflib": """
@@ -313,7 +319,8 @@ print(difflib.get_close_matches("appel", ["apple", "pear"]), unicodedata.name("Ã
     "hashlib, hmac, base64, struct": """
 import base64, hashlib, hmac, struct, uuid, zlib
 print(hashlib.sha256(b"x").hexdigest()[:8], base64.b64encode(b"abc"), zlib.crc32(b"x"))
-print(hmac.new(b"k", b"m", "sha1").hexdigest()[:8], struct.pack(">H", 5), len(str(uuid.uuid4())))
+print(hmac.new(b"k", b"m", "sha1").hexdigest()[:8], struct.pack(">H", 5))
+print(len(str(uuid.uuid4())))
 """,
     "unittest and doctest": """
 import io, unittest
