@@ -48,27 +48,49 @@ def prctl(option, *arguments):
 
 
 def guard(owner):
-    """Goes on in a child; this process ends the place when its owner or child ends.
+    """Goes on in a child; this process ends the place with its owner, or when told to.
 
-    The place's processes are in this one's group, which their filter lets none leave.
-    They cannot signal this process: it keeps the owner's user and has no limits.
+    It ends last: what has lost its parent becomes its child, and no descendant is left.
+    The place cannot signal it: it keeps the owner's user and has no limits.
     """
     ends = {signal.SIGTERM, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     prctl(SET_PDEATHSIG, signal.SIGTERM)
+    prctl(SUBREAPER, 1)
     if os.getppid() != owner:
         os._exit(71)  # It ended before the kernel was asked to tell.
     child = os.fork()
     if child == 0:
+        os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
+    os.setpgid(child, child)  # Whichever of the two is first.
     # The child's end is the end of its output, too.
     os.closerange(0, 256)
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
     # A child that only stops is not waited for.
     while signal.sigwait(ends) == signal.SIGCHLD:
-        if os.waitpid(child, os.WNOHANG)[0]:
+        if os.waitid(os.P_PID, child, ended):
             break
-    os.killpg(0, signal.SIGKILL)
+    # All at once are those in its group, which the filter lets none leave. The numbers
+    # are of children that were not waited for, so none is another process's by now.
+    os.killpg(child, signal.SIGKILL)
+    while True:
+        for number in children():
+            os.kill(number, signal.SIGKILL)
+        try:
+            os.wait()
+        except ChildProcessError:
+            os._exit(0)
+
+
+def children():
+    """The children of this process, which has one thread."""
+    try:
+        with open("/proc/thread-self/children") as file:
+            return [int(number) for number in file.read().split()]
+    except OSError:  # A kernel that does not list them.
+        return []
 
 
 def limit(settings, parent):

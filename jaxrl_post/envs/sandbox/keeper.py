@@ -30,8 +30,8 @@ __all__ = ["Keeper", "Process", "framed", "remove_directory"]
 _INTERVAL = 0.1
 # What a socket has sent and its other end has not received, at most.
 _SOCKET_BYTES = Path("/proc/sys/net/core/wmem_default")
-# Seconds for a killed process to be gone; a kernel that takes longer hangs.
-_GONE = 10.0
+# Seconds for killed processes to be gone; a kernel that takes longer hangs.
+_GONE = 30.0
 
 
 class Process:
@@ -59,13 +59,13 @@ class Process:
         self._gone = False
 
     def kill(self, reason: Ended | None = None) -> None:
-        """Ends all processes of the place; returns when the first one is gone.
+        """Ends all processes of the place; returns when its first one is gone.
 
         Args:
             reason: why; the first call's counts.
 
         Raises:
-            subprocess.TimeoutExpired: if the kernel does not end it within 10 s.
+            subprocess.TimeoutExpired: if the kernel does not end them within 30 s.
             OSError: if its directory cannot be removed. Another call tries again.
         """
         with self._lock:
@@ -76,11 +76,13 @@ class Process:
                 self.reason = reason
             # The number of a process that was waited for may be another's by now.
             if self.popen.returncode is None:
-                # Without a process namespace, all are in the first one's group, that of
-                # `guard` in inside.py: the filter lets none of them leave it. With one,
-                # all end with the first.
-                with suppress(ProcessLookupError):
-                    os.killpg(self.popen.pid, signal.SIGKILL)
+                if self._start.settings["owner"]:
+                    # `guard` in inside.py ends after all others.
+                    self.popen.terminate()
+                else:
+                    # All of a process namespace end with the first.
+                    with suppress(ProcessLookupError):
+                        os.killpg(self.popen.pid, signal.SIGKILL)
                 self.popen.wait(_GONE)
             if self._start.directory is not None:
                 remove_directory(self._start.directory)

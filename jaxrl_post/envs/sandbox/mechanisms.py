@@ -473,8 +473,8 @@ class Unsafe:
 
     name: str = "unsafe"
     lets_through: str = (
-        "everything: files, network, other processes; a program that leaves its "
-        "process group outlives the place"
+        "everything: files, network, other processes; a program that ends the process "
+        "that guards its place outlives it"
     )
 
     def unavailable(self) -> str | None:
