@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 # Metrics of a clock, and of programs that were compiled.
 OWN = ("time/", "throughput/", "sampler/")
-DEADLINE_S = 300
+DEADLINE_S = 1200
 # Of the programs that read a data set.
 READS = (
     "--examples-per-step=8",
