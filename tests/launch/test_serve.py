@@ -127,7 +127,7 @@ class Program:
             text=True,
         )
         # Ends a program that never says where it listens.
-        watch = threading.Timer(180, self.process.kill)
+        watch = threading.Timer(900, self.process.kill)
         watch.start()
         self.said, self.url = "", ""
         assert self.process.stdout is not None
