@@ -3,14 +3,14 @@
 # have them from Debian's or Ubuntu's packages; elsewhere says how to. Tests of a sandbox
 # that the machine lacks are skipped.
 set -u
+cd "$(dirname "$0")/.."
+
 missing=
 command -v bwrap >/dev/null 2>&1 || missing=bubblewrap
 command -v runsc >/dev/null 2>&1 || missing="$missing runsc"
 [ -n "$missing" ] || exit 0
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null 2>&1; then
-    echo "Not installed, and tests of them will be skipped: $missing." >&2
-    echo "On Debian and Ubuntu: sudo apt install $missing" >&2
-    exit 0
+    exec tools/absent.sh >&2
 fi
 export DEBIAN_FRONTEND=noninteractive
 timeout 300 apt-get -qq update >&2

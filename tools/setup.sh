@@ -83,3 +83,5 @@ say "Installing what requirements.lock pins${extras:+, with $extras} (a minute o
 rm -f "$unfinished"
 echo "$wanted" >.venv/installed-core
 echo "$wanted" >"$stamp"
+# The core alone is for `make demo`, which uses none of this.
+[ -z "$extras" ] || tools/absent.sh >&2 || true

@@ -13,7 +13,7 @@ FILES = sorted((ROOT / "jaxrl_post").rglob("*.py"))
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
 
 

@@ -58,7 +58,7 @@ def run(block: str, folder: Path) -> str:
         env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(folder)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr

@@ -16,7 +16,7 @@ import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 # Seconds for which an agent asks a tool server that is away.
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 def tool(arguments: dict) -> str:

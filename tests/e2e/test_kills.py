@@ -115,7 +115,7 @@ class Disturbed:
             if self.trainer.poll() is not None:
                 return False
             self.trainer.send_signal(signal.SIGKILL)
-            self.outputs.append(self.trainer.communicate(timeout=60)[0])
+            self.outputs.append(self.trainer.communicate(timeout=1200)[0])
             self.trainer = self._program("launch.grpo", *self._arguments)
             return True
         mark = {"worker": "envs.workers", "agent": "services.py agent"}[target]
@@ -179,7 +179,7 @@ def assert_that_nothing_is_lost(program, folder, kind, targets, *, steps, record
         whole = folder / "whole"
         further = -(-partial // PROMPTS)
         process = program("launch.grpo", *arguments(whole, further))
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=1200)
         assert process.returncode == 0, output
         drawn = [
             sorted({int(row["task_id"]) for row in found})
@@ -205,7 +205,7 @@ def assert_that_nothing_is_lost(program, folder, kind, targets, *, steps, record
             since = time.time() if target == "trainer" else since
             if disturbed.kill(target):
                 killed.append((target, len(rows(run, "metrics.jsonl"))))
-        output, _ = disturbed.trainer.communicate(timeout=400)
+        output, _ = disturbed.trainer.communicate(timeout=1200)
         assert disturbed.trainer.returncode == 0, output
         disturbed.outputs.append(output)
     finally:

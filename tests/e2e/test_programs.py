@@ -36,7 +36,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def ends(process, *, code: int = 0) -> str:
-    output, _ = process.communicate(timeout=400)
+    output, _ = process.communicate(timeout=1200)
     assert process.returncode == code, output
     return output
 

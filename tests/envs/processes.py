@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 # For waits that end at once unless something is broken.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="needs Linux's /proc"

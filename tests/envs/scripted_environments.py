@@ -312,7 +312,7 @@ class Count:
         if said == "exit":
             os._exit(3)
         if said == "slow":
-            time.sleep(0.6)
+            time.sleep(1.5)
         if said == "stuck":
             self.stuck = True
         if said == "allocate":

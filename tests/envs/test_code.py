@@ -58,6 +58,17 @@ def test_programs_that_print(options):
     assert judged(options, leaves, ADDED[:1] * 3).reward == 1.0
 
 
+def test_programs_may_wait_for_several_things_at_once(options):
+    right = (
+        "import asyncio\n"
+        "async def read(x):\n    await asyncio.sleep(0.001)\n    return int(x)\n"
+        "async def main():\n"
+        "    print(sum(await asyncio.gather(*map(read, input().split()))))\n"
+        "asyncio.run(main())"
+    )
+    assert judged(options, right, ADDED).reward == 1.0
+
+
 def test_functions_that_return(options):
     right = "def order(xs):\n    print('noise')\n    return sorted(xs)"
     assert judged(options, right, CALLED, "order").reward == 1.0

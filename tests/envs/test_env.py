@@ -77,7 +77,7 @@ def test_values_outside_their_type_are_named():
         program += "except ValueError as error:\n  print(error)\n"
         program += "else:\n  print('accepted')\n"
     ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0, ran.stderr
     messages = ran.stdout.splitlines()
@@ -97,6 +97,6 @@ def test_importing_environments_imports_neither_jax_nor_numpy_nor_an_extra():
         "sys.exit(f'imported {found}' if found else 0)\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0, ran.stderr

@@ -50,8 +50,8 @@ def pool(make_pool, scripted):
 
 @pytest.fixture(scope="module")
 def brisk(make_pool, scripted):
-    """A pool with a short deadline."""
-    with make_pool(scripted.Scripted(), deadline_s=0.5) as pool:
+    """A pool with a short deadline, within which a slow machine does what is quick."""
+    with make_pool(scripted.Scripted(), deadline_s=1.5) as pool:
         yield pool
 
 
@@ -130,18 +130,19 @@ class TestTurns:
         outcome = ask(brisk, script)
         assert outcome.kind == "timeout"
         assert outcome.error.startswith(
-            "step took longer than its deadline of 0.5 s; it was"
+            "step took longer than its deadline of 1.5 s; it was"
         )
         where = "innermost_hang" if script == "hang" else "hang_holding_the_lock"
+        # Ended by itself, not by the kill that comes two seconds later, which knows
+        # no place.
         assert where in outcome.error
-        # Ended by itself, not by the kill that comes two seconds later.
-        assert 0.5 <= outcome.seconds < 2.0
+        assert 1.5 <= outcome.seconds < PATIENCE_S
         assert ask(brisk, "talk").kind == "ok"
 
     def test_a_worker_that_cannot_end_itself_is_killed(self, brisk):
         outcome = ask(brisk, "stop oneself")
         assert outcome.kind == "timeout"
-        assert 2.5 <= outcome.seconds < 10.0
+        assert 3.5 <= outcome.seconds < PATIENCE_S
         assert ask(brisk, "talk").kind == "ok"
 
     def test_the_deadline_runs_from_the_start_of_the_step(self, brisk):
@@ -259,7 +260,7 @@ class TestTurns:
         wait_until_running(running)
         began = time.monotonic()
         pool.close(deadline_s=0.2)
-        assert 0.2 <= time.monotonic() - began < 5.0
+        assert 0.2 <= time.monotonic() - began < PATIENCE_S
         assert queued.cancelled()
         outcome = running.result(timeout=0.0)
         assert outcome.kind == "crashed"
@@ -289,7 +290,14 @@ def counted(make_pool, scripted):
     """A pool of two workers, and an environment whose sessions count their turns."""
     environment = scripted.Counter()
     assert isinstance(environment, StatefulEnvironment)
-    with make_pool(environment, 2, deadline_s=1.0) as pool:
+    with make_pool(environment, 2, deadline_s=PATIENCE_S) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def briskly(make_pool, scripted):
+    """The same with a short deadline, within which a slow machine takes a turn."""
+    with make_pool(scripted.Counter(), 2, deadline_s=4.0) as pool:
         yield pool
 
 
@@ -326,15 +334,13 @@ class TestSessions:
             moved = first[session] == first["s0"]
             assert (outcome.step.metrics["pid"] != first[session]) == moved
 
-    def test_a_turn_that_hangs_fails_in_time_and_its_answer_is_nobodys(self, counted):
-        take(counted, "one", "a")
-        began = time.monotonic()
-        outcome = take(counted, "one", "a", "hang")
+    def test_a_turn_that_hangs_fails_in_time_and_its_answer_is_nobodys(self, briskly):
+        take(briskly, "one", "a")
+        outcome = take(briskly, "one", "a", "hang")
         assert outcome.kind == "timeout"
         assert "innermost_hang" in outcome.error
-        assert time.monotonic() - began < 10
         # A later episode under the same name begins anew.
-        assert take(counted, "one", "a").step.messages[0].content == "1"
+        assert take(briskly, "one", "a").step.messages[0].content == "1"
 
     def test_an_episode_whose_session_is_gone_is_taken_again(self, counted):
         outcome = take(counted, "resumed", "a", "b", "c")
@@ -348,11 +354,11 @@ class TestSessions:
         assert "turn 1 was answered otherwise" in outcome.error
         assert "must depend on its task and turns alone" in outcome.error
 
-    def test_the_deadline_holds_for_every_turn_that_is_taken_again(self, counted):
-        # Three slow turns of 0.6 s each, under a deadline of 1 s a turn.
-        outcome = take(counted, "x", "slow", "slow", "slow")
+    def test_the_deadline_holds_for_every_turn_that_is_taken_again(self, briskly):
+        # Three slow turns of 1.5 s each, under a deadline of 4 s a turn.
+        outcome = take(briskly, "x", "slow", "slow", "slow")
         assert outcome.kind == "ok", outcome.error
-        assert outcome.seconds > 1.5
+        assert outcome.seconds > 4.0
 
     def test_sessions_are_closed_when_their_episode_ends_and_with_the_pool(
         self, make_pool, scripted, tmp_path
@@ -368,11 +374,11 @@ class TestSessions:
         assert len(list(tmp_path.glob("closed-*"))) == 2
         pool.end("two")  # After the pool has closed: nothing is left to end.
 
-    def test_a_session_that_does_not_close_costs_nothing(self, counted, caplog):
-        take(counted, "one", "stuck")
-        counted.end("one")
+    def test_a_session_that_does_not_close_costs_nothing(self, briskly, caplog):
+        take(briskly, "one", "stuck")
+        briskly.end("one")
         # The worker is replaced; the next turn waits for neither.
-        assert take(counted, "two", "a").kind == "ok"
+        assert take(briskly, "two", "a").kind == "ok"
         ended = time.monotonic() + PATIENCE_S
         while not caplog.records and time.monotonic() < ended:
             time.sleep(0.02)

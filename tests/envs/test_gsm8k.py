@@ -162,10 +162,10 @@ def test_final_answer(text, flexible, strict):
 
 def test_extraction_takes_linear_time():
     # Together less than a second; with backtracking 10**10 steps, which is minutes.
-    begin = time.perf_counter()
+    begin = time.process_time()
     for text in ("\\boxed{" * 3000, "1," * 50_000, "1,111" * 20_000, "-" * 100_000):
         final_answer(text)
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 # (reference, response, reward)
@@ -243,11 +243,11 @@ def test_grading_in_a_worker_outlives_a_hopeless_power(both):
     def turn(text):
         return (*task.messages, Message("assistant", text))
 
-    with WorkerPool(both, deadline_s=1.0) as pool:
+    with WorkerPool(both, deadline_s=5.0) as pool:
         hopeless = pool.submit(task, turn(r"\boxed{9^{9^{9^{9}}}}"))
         after = pool.submit(task, turn("#### 72"))
-        assert hopeless.result(timeout=30).kind == "timeout"
-        step = after.result(timeout=30).step
+        assert hopeless.result(timeout=120).kind == "timeout"
+        step = after.result(timeout=120).step
         assert step is not None
         assert step.reward == 1.0
 

@@ -311,6 +311,6 @@ def test_options_are_checked(option, told):
 @pytest.mark.parametrize("repeated", ["\n", "[", " ", "*", "- ", "[]", "<<"])
 def test_a_repeated_letter_takes_no_time(kind, parameters, repeated):
     # It took 20 seconds where the time grew with the square of the length.
-    began = time.monotonic()
+    began = time.process_time()
     Constraint(kind, parameters).holds(repeated * 64_000)
-    assert time.monotonic() - began < 2.0
+    assert time.process_time() - began < 8.0

@@ -377,6 +377,6 @@ def test_reading_options_imports_no_jax():
     )
     code = f"import sys; from launch import {names}, sft; print('jax' in sys.modules)"
     finished = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600
     )
     assert finished.stdout == "False\n", finished.stderr

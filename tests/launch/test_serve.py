@@ -127,7 +127,7 @@ class Program:
             text=True,
         )
         # Ends a program that never says where it listens.
-        watch = threading.Timer(180, self.process.kill)
+        watch = threading.Timer(900, self.process.kill)
         watch.start()
         self.said, self.url = "", ""
         assert self.process.stdout is not None
@@ -142,7 +142,7 @@ class Program:
 
     def end(self, number: int = signal.SIGTERM) -> str:
         self.process.send_signal(number)
-        rest, _ = self.process.communicate(timeout=120)
+        rest, _ = self.process.communicate(timeout=1200)
         return rest
 
     def __enter__(self) -> "Program":
@@ -191,13 +191,13 @@ def test_a_signal_leaves_nobody_hanging(model, number):
         "token_ids": [5, 6, 7],
         "sampling_params": {"max_tokens": 48, "ignore_eos": True, "n": 16},
     }
-    with Program(f"--model={model}", "--grace-s=60") as program:
+    with Program(f"--model={model}", "--grace-s=600") as program:
         url = f"{program.url}/inference/v1/generate"
         ends: list[object] = []
 
         def ask():
             try:
-                ends.append(httpx.post(url, json=body, timeout=120).status_code)
+                ends.append(httpx.post(url, json=body, timeout=1200).status_code)
             except httpx.TransportError as error:
                 ends.append(type(error))
 
@@ -211,7 +211,7 @@ def test_a_signal_leaves_nobody_hanging(model, number):
         threads = [threading.Thread(target=ask, daemon=True) for _ in range(40)]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 1200
         while taken()[0] < 40 * 16:
             assert time.monotonic() < deadline
         # The signal comes in the middle: others wait for the four slots.
@@ -219,9 +219,9 @@ def test_a_signal_leaves_nobody_hanging(model, number):
         begin = time.monotonic()
         rest = program.end(number)
         for thread in threads:
-            thread.join(60)
+            thread.join(1200)
             assert not thread.is_alive()
-        assert time.monotonic() - begin < 100
+        assert time.monotonic() - begin < 1000
         assert "ended" in rest
         assert "Traceback" not in rest
         assert program.process.returncode == 0

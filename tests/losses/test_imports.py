@@ -41,7 +41,7 @@ ABOVE = [
 def run(**fields) -> None:
     program = PROGRAM.format(**({"block": "", "then": ""} | fields))
     finished = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
     )
     assert finished.returncode == 0, finished.stderr
 

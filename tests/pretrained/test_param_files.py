@@ -309,7 +309,7 @@ def test_two_processes_read_what_their_devices_hold(tmp_path):
         for number in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in started]
+        outputs = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
             process.kill()

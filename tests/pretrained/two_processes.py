@@ -32,7 +32,7 @@ def counted(name, tensor, fetched):
 def main(port, directory, number):
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(
-        f"127.0.0.1:{port}", 2, int(number), initialization_timeout=60
+        f"127.0.0.1:{port}", 2, int(number), initialization_timeout=300
     )
     shardings = toy.shardings_of(SPECS, create_mesh("ep2,tp2"))
     arrays, fetched = paths(toy.values(SPECS)), {}

@@ -322,20 +322,20 @@ def test_an_agent_that_hangs_is_stopped_at_its_deadline_alone(monkeypatch):
     tasks = environment.tasks("train")
     with (
         training(environment) as trainer,
-        WorkerPool(environment, 2, deadline_s=5.0) as quick,
+        WorkerPool(environment, 2, deadline_s=10.0) as quick,
     ):
         sampler, sampling = published(trainer, 0), trainer.experience.sampling()
         # The sampler is compiled first, which takes longer than an agent may here.
         trainer.experience.collector.run(sampler, [(1, tasks[1])], 1, sampling)
         server = trainer.experience.collector.server
-        collector = AgentCollector(server, quick, max_turns=3, deadline_s=60.0)
+        collector = AgentCollector(server, quick, max_turns=3, deadline_s=600.0)
         begin = time.monotonic()
         groups = collector.run(sampler, [(2, tasks[0]), (3, tasks[2])], 1, sampling)
-        assert 5.0 <= time.monotonic() - begin < 50.0
+        assert 10.0 <= time.monotonic() - begin < 500.0
         service = server.served.service
         late = httpx.get(f"{server.url}/episodes/{names['2-0']}")
     hung, other = (episode for group in groups for episode in group.episodes)
-    assert hung.error.startswith("timeout: step took longer than its deadline of 5 s")
+    assert hung.error.startswith("timeout: step took longer than its deadline of 10 s")
     assert hung.reward is None
     assert (other.error, len(other.turns)) == ("", 2)
     assert closed["2-0"].ended == (

@@ -49,7 +49,7 @@ BAD = {
 def test_what_is_wrong_with_an_environment_costs_its_rollout_alone(scripted):
     scripts = ["pid", *BAD, "pid"]
     sampler = ScriptedSampler(lambda request, index: scripts[index])
-    with WorkerPool(scripted.Scripted(), 2, deadline_s=1.0) as judges:
+    with WorkerPool(scripted.Scripted(), 2, deadline_s=3.0) as judges:
         collector = make_collector(judges)
         groups = collector.run(sampler, tasks(2), len(scripts), SAMPLING)
     assert [group.prompt_id for group in groups] == [40, 41]
@@ -142,7 +142,7 @@ def test_a_deadline_says_that_it_waited_for_a_reward(scripted):
             r"waiting for a reward; raise the rollout deadline or lower max_tokens",
         ):
             make_collector(judges, deadline_s=1.5).run(sampler, tasks(1), 3, SAMPLING)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 50
     finally:
         judges.close(deadline_s=0)
 
@@ -351,7 +351,7 @@ def test_a_slow_judge_holds_up_its_own_group_alone(two_turns):
     assert sorted(group.prompt_id for group in done) == [7, 8, 10]
     assert (collector.in_flight, collector.prompt_ids) == (1, (9,))
     # Three episodes were late in their first turn; each is waited for once.
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 50
     # What comes late is credited to the episode that asked, and to no other.
     judges.answer()
     while collector.in_flight:

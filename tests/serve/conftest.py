@@ -138,7 +138,7 @@ def client(url) -> Iterator[openai.OpenAI]:
         yield opened
 
 
-def until(condition, what: str, seconds: float = 60.0) -> None:
+def until(condition, what: str, seconds: float = 300.0) -> None:
     """Waits for a condition, a bounded time."""
     deadline = time.monotonic() + seconds
     while not condition():

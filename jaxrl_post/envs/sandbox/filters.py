@@ -3,8 +3,10 @@
 The filter is a program for the kernel's classic BPF machine, assembled here and
 installed by `inside.py`. It refuses what has let programs out of sandboxes before
 (mounts, namespaces, ptrace, bpf, io_uring, keyrings), what reaches the network, and
-memory that no limit counts (memfd, System V shared memory). A call that is newer than
-this list does not exist (ENOSYS), so that a new kernel opens no new way.
+memory that no limit counts (memfd, System V shared memory, larger buffers of sockets
+and pipes, watches of files). A call that is newer than this list does not exist
+(ENOSYS), so that a new kernel opens no new way. docs/decisions/0023 has a table of what
+the kernel keeps for a program, and what bounds it.
 """
 
 from __future__ import annotations
@@ -82,7 +84,12 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "request_key": (249, 218),
     "fanotify_init": (300, 262),
     "fanotify_mark": (301, 263),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
     "vmsplice": (278, 75),
+    # `inside.py` has made its own before the filter; rules take memory of the kernel.
+    "landlock_create_ruleset": (444, 444),
     # Memory that belongs to no process.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -91,6 +98,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "semget": (64, 190),
     "msgget": (68, 186),
     "mq_open": (240, 180),
+    "io_setup": (206, 0),
     "mbind": (237, 235),
     "set_mempolicy": (238, 237),
     "migrate_pages": (256, 238),
@@ -100,6 +108,8 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "connect": (42, 203),
     "bind": (49, 200),
     "listen": (50, 201),
+    # A pair needs none of the options, and two of them make its buffers larger.
+    "setsockopt": (54, 208),
 }
 # Where no mount protects the files of the machine: Landlock does not ask for these.
 _WITHOUT_EFFECT: dict[str, tuple[int | None, int | None]] = {
@@ -133,6 +143,7 @@ _SIGNALS = {
 }
 _TRUNCATE = {"truncate": (76, 45)}
 _CLONE, _CLONE3, _IOCTL, _SOCKETPAIR = (56, 220), (435, 435), (16, 29), (53, 199)
+_FCNTL, _PRCTL = (72, 25), (157, 167)
 # The last call that this list knows: set_mempolicy_home_node, of Linux 5.17.
 _LAST = 450
 # CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
@@ -142,7 +153,9 @@ _NAMESPACES |= 0x10000000 | 0x20000000 | 0x40000000
 _TERMINAL = (0x5412, 0x541C)
 
 # Kinds of sockets; the other bits of the argument are flags.
-_SOCKET_KINDS, _STREAM = 0xF, 1
+_UNIX, _SOCKET_KINDS, _STREAM = 1, 0xF, 1
+# The operations of fcntl and prctl that are looked at, from the kernel's uapi headers.
+_SET_PIPE_SIZE, _SET_DUMPABLE = 1031, 4
 
 _LOAD, _EQUAL, _GREATER, _AND_SET, _RETURN, _AND = 0x20, 0x15, 0x25, 0x45, 0x06, 0x54
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24
@@ -197,7 +210,7 @@ def seccomp_filter(known: Architecture, *, landlock: int | None, alone: bool) ->
             refused |= _TRUNCATE
     if not alone:
         refused |= _SIGNALS
-    column, errors = known.column, _ERROR
+    column, denied = known.column, _error(errno.EPERM)
     code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, known.audit),
@@ -205,34 +218,70 @@ def seccomp_filter(known: Architecture, *, landlock: int | None, alone: bool) ->
         (_LOAD, 0, 0, _NUMBER),
         # Includes the x32 calls of x86_64, which have bit 30 set.
         (_GREATER, 0, 1, _LAST),
-        (_RETURN, 0, 0, errors | errno.ENOSYS),
+        _error(errno.ENOSYS),
         # Its flags lie in memory, where a filter cannot look: programs use clone then.
-        (_EQUAL, 0, 1, _CLONE3[column]),
-        (_RETURN, 0, 0, errors | errno.ENOSYS),
+        *_case(_CLONE3[column], _error(errno.ENOSYS)),
     ]
-    for calls, value in ((refused, errno.EPERM), (silent, 0)):
+    for calls, answer in ((refused, denied), (silent, _error(0))):
         for numbers in calls.values():
             number = numbers[column]
             if number is not None:
-                code.append((_EQUAL, 0, 1, number))
-                code.append((_RETURN, 0, 0, errors | value))
-    code += [
-        (_EQUAL, 0, 3, _CLONE[column]),
+                code += _case(number, answer)
+    allowed = (_RETURN, 0, 0, _ALLOW)
+    code += _case(
+        _CLONE[column],
         (_LOAD, 0, 0, _FIRST),
         (_AND_SET, 0, 1, _NAMESPACES),
-        (_RETURN, 0, 0, errors | errno.EPERM),
-        (_LOAD, 0, 0, _NUMBER),
-        # A pair of datagram sockets would reach any other by its name.
-        (_EQUAL, 0, 4, _SOCKETPAIR[column]),
+        denied,
+        allowed,
+    )
+    code += _case(
+        _SOCKETPAIR[column],
+        (_LOAD, 0, 0, _FIRST),
+        (_EQUAL, 0, 3, _UNIX),
         (_LOAD, 0, 0, _SECOND),
         (_AND, 0, 0, _SOCKET_KINDS),
-        (_EQUAL, 5, 0, _STREAM),
-        (_RETURN, 0, 0, errors | errno.EPERM),
-        (_EQUAL, 0, 4, _IOCTL[column]),
+        # A pair of datagram sockets would reach any other by its name.
+        (_EQUAL, 1, 0, _STREAM),
+        denied,
+        allowed,
+    )
+    code += _case(
+        _IOCTL[column],
         (_LOAD, 0, 0, _SECOND),
         (_EQUAL, 1, 0, _TERMINAL[0]),
         (_EQUAL, 0, 1, _TERMINAL[1]),
-        (_RETURN, 0, 0, errors | errno.EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+        denied,
+        allowed,
+    )
+    code += _case(
+        _FCNTL[column],
+        (_LOAD, 0, 0, _SECOND),
+        (_EQUAL, 0, 1, _SET_PIPE_SIZE),
+        denied,
+        allowed,
+    )
+    # A process that is not dumpable hides its descriptors from `keeper.py`.
+    code += _case(
+        _PRCTL[column],
+        (_LOAD, 0, 0, _FIRST),
+        (_EQUAL, 0, 3, _SET_DUMPABLE),
+        (_LOAD, 0, 0, _SECOND),
+        (_EQUAL, 1, 0, 1),
+        denied,
+        allowed,
+    )
+    code.append(allowed)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+
+
+type _Instruction = tuple[int, int, int, int]
+
+
+def _error(number: int) -> _Instruction:
+    return (_RETURN, 0, 0, _ERROR | number)
+
+
+def _case(number: int, *body: _Instruction) -> list[_Instruction]:
+    """What becomes of one call; the body ends in a return on every way through it."""
+    return [(_EQUAL, 0, len(body), number), *body]

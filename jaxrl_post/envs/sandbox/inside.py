@@ -29,23 +29,76 @@ SET_PDEATHSIG, SET_DUMPABLE, SET_SECCOMP, NO_NEW_PRIVS, SUBREAPER = 1, 4, 22, 38
 LEFT_OVER = 1 << 20
 
 
-def limit(settings):
+def call(name, *arguments):
+    """Calls a function of the C library."""
+    import ctypes
+
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) < 0:
+        number = ctypes.get_errno()
+        shown = ", ".join(str(a) for a in arguments if isinstance(a, int))
+        raise OSError(number, f"{name}({shown}): {os.strerror(number)}")
+
+
+def prctl(option, *arguments):
+    """Changes something of this process."""
+    import ctypes
+
+    long = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
+    call("prctl", option, *long + [ctypes.c_ulong(0)] * (4 - len(long)))
+
+
+def guard(owner):
+    """Goes on in a child; this process ends the place with its owner, or when told to.
+
+    It ends last: what has lost its parent becomes its child, and no descendant is left.
+    The place cannot signal it: it keeps the owner's user and has no limits.
+    """
+    ends = {signal.SIGTERM, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    prctl(SET_PDEATHSIG, signal.SIGTERM)
+    prctl(SUBREAPER, 1)
+    if os.getppid() != owner:
+        os._exit(71)  # It ended before the kernel was asked to tell.
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    os.setpgid(child, child)  # Whichever of the two is first.
+    # The child's end is the end of its output, too.
+    os.closerange(0, 256)
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    # A child that only stops is not waited for.
+    while signal.sigwait(ends) == signal.SIGCHLD:
+        if os.waitid(os.P_PID, child, ended):
+            break
+    # All at once are those in its group, which the filter lets none leave. The numbers
+    # are of children that were not waited for, so none is another process's by now.
+    os.killpg(child, signal.SIGKILL)
+    while True:
+        for number in children():
+            os.kill(number, signal.SIGKILL)
+        try:
+            os.wait()
+        except ChildProcessError:
+            os._exit(0)
+
+
+def children():
+    """The children of this process, which has one thread."""
+    try:
+        with open("/proc/thread-self/children") as file:
+            return [int(number) for number in file.read().split()]
+    except OSError:  # A kernel that does not list them.
+        return []
+
+
+def limit(settings, parent):
     """Gives up what the settings tell: limits, user, files, system calls."""
     import ctypes
     import resource
 
     libc = ctypes.CDLL(None, use_errno=True)
-
-    def call(name, *arguments):
-        if getattr(libc, name)(*arguments) < 0:
-            number = ctypes.get_errno()
-            shown = ", ".join(str(a) for a in arguments if isinstance(a, int))
-            raise OSError(number, f"{name}({shown}): {os.strerror(number)}")
-
-    def prctl(option, *arguments):
-        long = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
-        call("prctl", option, *long + [ctypes.c_ulong(0)] * (4 - len(long)))
-
     rules = []
     for path, access in settings["landlock_paths"]:
         try:
@@ -63,7 +116,7 @@ def limit(settings):
             value = min(value, hard)
         resource.setrlimit(kind, (value, value))
     prctl(SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != settings["parent"] and settings["parent"]:
+    if os.getppid() != parent:
         raise OSError("the process that started the sandbox is gone")
     prctl(SUBREAPER, 1)
     prctl(SET_DUMPABLE, 0)
@@ -172,6 +225,8 @@ class Interpreter:
                 for descriptor in [*close, self.code, self.done, self.out, self.err]:
                     os.close(descriptor)
                 as_child(os.open(os.devnull, os.O_RDONLY), out, err)
+                # So that what it holds can be counted from outside.
+                prctl(SET_DUMPABLE, 1)
                 interpret(code, done)
             except BaseException as error:
                 os.write(2, (f"{type(error).__name__}: {error}").encode())
@@ -494,7 +549,11 @@ def main():
     os.dup2(empty, 1)
     os.umask(0o022)
     try:
-        limit(settings)
+        parent = os.getppid()
+        if settings["owner"]:
+            parent = os.getpid()
+            guard(settings["owner"])
+        limit(settings, parent)
         os.chdir(settings["home"])
     except (OSError, ValueError, ImportError) as error:
         os.write(2, (f"{type(error).__name__}: {error}").encode())

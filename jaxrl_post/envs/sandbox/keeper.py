@@ -28,8 +28,10 @@ __all__ = ["Keeper", "Process", "framed", "remove_directory"]
 
 # Seconds between two looks at what places use.
 _INTERVAL = 0.1
-# Seconds for a killed process to be gone; a kernel that takes longer hangs.
-_GONE = 10.0
+# What a socket has sent and its other end has not received, at most.
+_SOCKET_BYTES = Path("/proc/sys/net/core/wmem_default")
+# Seconds for killed processes to be gone; a kernel that takes longer hangs.
+_GONE = 30.0
 
 
 class Process:
@@ -57,13 +59,13 @@ class Process:
         self._gone = False
 
     def kill(self, reason: Ended | None = None) -> None:
-        """Ends all processes of the place; returns when the first one is gone.
+        """Ends all processes of the place; returns when its first one is gone.
 
         Args:
             reason: why; the first call's counts.
 
         Raises:
-            subprocess.TimeoutExpired: if the kernel does not end it within 10 s.
+            subprocess.TimeoutExpired: if the kernel does not end them within 30 s.
             OSError: if its directory cannot be removed. Another call tries again.
         """
         with self._lock:
@@ -74,10 +76,13 @@ class Process:
                 self.reason = reason
             # The number of a process that was waited for may be another's by now.
             if self.popen.returncode is None:
-                # Without a process namespace, all are in the first one's group: the
-                # filter lets none of them leave it. With one, all end with the first.
-                with suppress(ProcessLookupError):
-                    os.killpg(self.popen.pid, signal.SIGKILL)
+                if self._start.settings["owner"]:
+                    # `guard` in inside.py ends after all others.
+                    self.popen.terminate()
+                else:
+                    # All of a process namespace end with the first.
+                    with suppress(ProcessLookupError):
+                        os.killpg(self.popen.pid, signal.SIGKILL)
                 self.popen.wait(_GONE)
             if self._start.directory is not None:
                 remove_directory(self._start.directory)
@@ -100,10 +105,11 @@ class Process:
         """The limit that the place is over, if any."""
         limits = self._limits
         processes = list(_tree(self.popen.pid))
-        # The place's own: bwrap's two, that of the calls, and the interpreter.
+        # The place's own: the first, which guards it, that of the calls, the
+        # interpreter, and one that has just been forked.
         if not self._start.namespace and len(processes) > limits.processes + 4:
             return "processes"
-        most = limits.memory_bytes
+        most = limits.memory_bytes - _socket_bytes(processes)
         # Pages that a fork shares are counted once the second time, which takes longer.
         if sum(map(_resident_bytes, processes)) > most and (
             sum(map(_proportional_bytes, processes)) > most
@@ -235,6 +241,23 @@ def _kilobytes(path: str, *names: str) -> int:
     return sum(
         int(line.split()[1]) for line in text.splitlines() if line.startswith(names)
     )
+
+
+def _socket_bytes(processes: list[int]) -> int:
+    """What the sockets of processes can hold: the kernel's memory, and no process's."""
+    found = set()
+    for process in processes:
+        with suppress(OSError):
+            for entry in os.scandir(f"/proc/{process}/fd"):
+                with suppress(OSError):
+                    name = os.readlink(entry.path)
+                    if name.startswith("socket:"):
+                        found.add(name)
+    try:
+        each = int(_SOCKET_BYTES.read_text())
+    except OSError:
+        each = 212_992  # As the kernel has it by itself.
+    return len(found) * each
 
 
 def _unlinked_bytes(process: int) -> int:

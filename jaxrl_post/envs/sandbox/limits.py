@@ -24,7 +24,8 @@ class Limits:
         wall_seconds: a call's time on the clock; the call's processes are then killed.
         cpu_seconds: processor time of one process.
         memory_bytes: address space of one process, and memory of all processes of the
-            place together, which is measured ten times a second.
+            place together with what their sockets can hold, which is measured ten times
+            a second.
         processes: processes and threads at the same time.
         file_bytes: size of one file.
         directory_bytes: size of all files together.

@@ -202,7 +202,7 @@ def _settings(
         "output_bytes": limits.output_bytes,
         "limits": _resource_limits(limits, processes),
         "user": None,
-        "parent": None,
+        "owner": None,
         "alone": False,
         "landlock": b"",
         "landlock_paths": [],
@@ -357,7 +357,7 @@ class Landlock:
             limits,
             str(directory),
             user=user,
-            parent=os.getpid(),
+            owner=os.getpid(),
             alone=alone,
             landlock=attributes,
             landlock_paths=paths,
@@ -473,8 +473,8 @@ class Unsafe:
 
     name: str = "unsafe"
     lets_through: str = (
-        "everything: files, network, other processes; a program that leaves its "
-        "process group outlives the place"
+        "everything: files, network, other processes; a program that ends the process "
+        "that guards its place outlives it"
     )
 
     def unavailable(self) -> str | None:
@@ -494,7 +494,7 @@ class Unsafe:
             python,
             limits,
             str(directory),
-            parent=os.getpid(),
+            owner=os.getpid(),
             processes=processes,
         )
         command = _python_command(python)

@@ -235,13 +235,13 @@ def test_what_a_tool_says_is_told_and_what_the_machine_does_is_not(path):
         assert told == "error: the server failed with status 500"
         session.close()
         sums.changed = {"add": lambda handler: time.sleep(4.0)}
-        session = environment(server.url, path, seconds=0.8).open(task)
+        session = environment(server.url, path, seconds=2.0).open(task)
         told = session.step(call(a=1)).messages[0].content
-        assert told == "error: no answer within 0.8 s"
+        assert told == "error: no answer within 2 s"
         session.close()
         sums.changed = {"add": (503, "later")}
-        session = environment(server.url, path, seconds=0.8).open(task)
-        told = "/add: status 503.*; tried .* within 0.8 s"
+        session = environment(server.url, path, seconds=2.0).open(task)
+        told = "/add: status 503.*; tried .* within 2 s"
         with pytest.raises(ServerError, match=told):
             session.step(call(a=1))
         session.close()
@@ -250,7 +250,7 @@ def test_what_a_tool_says_is_told_and_what_the_machine_does_is_not(path):
             (lambda handler: time.sleep(4.0), "/seed_session: no answer in time"),
         ):
             sums.changed = {"seed_session": changed}
-            session = environment(server.url, path, seconds=0.8).open(task)
+            session = environment(server.url, path, seconds=2.0).open(task)
             with pytest.raises(ServerError, match=told):
                 session.step(call(a=1))
             session.close()
@@ -304,12 +304,12 @@ def test_a_call_that_was_told_as_slow_may_have_any_outcome_in_a_new_session(
 
     first, second = Sums(), Sums()
     with serving(slow(first), first.cookies) as server:
-        session = environment(server.url, path, seconds=0.8).open(
+        session = environment(server.url, path, seconds=2.0).open(
             environment(server.url, path).tasks("train")[0]
         )
         assert session.step(call(a=1)).messages[0].content == "1"
         step = session.step(call(a=5))
-        assert step.messages[0].content == "error: no answer within 0.8 s"
+        assert step.messages[0].content == "error: no answer within 2 s"
         assert step.metrics["tools/errors/slow"] == 1.0
         port = server.server_port
         server.end()

@@ -250,7 +250,7 @@ def test_the_process_ends_with_a_worker_that_is_killed(config, monkeypatch):
         assert not (config.parent / "ended").exists()
         # As the pool does.
         os.killpg(parent.pid, signal.SIGKILL)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     # It leaves `serving`, which ends what an episode has started.
     while not (config.parent / "ended").exists() and time.monotonic() < until:
         time.sleep(0.02)

@@ -162,7 +162,8 @@ def test_an_mcp_server_behind_http_is_connected_to_again():
         running.kill()
         running.wait(10)
         opened._retries._seconds = 0.5
-        with pytest.raises(ServerError, match=f"{port}/mcp: .*tried [0-9]+ times"):
+        told = f"{port}/mcp: .*tried (once|[0-9]+ times)"
+        with pytest.raises(ServerError, match=told):
             opened.call("multiply", {"a": 6, "b": 9})
         opened.close()
     finally:
@@ -206,7 +207,7 @@ def test_an_mcp_server_that_accepts_and_never_answers_is_waited_for_in_time(shar
         begin = time.monotonic()
         with pytest.raises(ServerError, match=r"mcp .*: no start within 0\.\d+ s"):
             opened.call("look", {})
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 60
         opened.close()
 
 
@@ -408,7 +409,7 @@ def test_an_answer_that_comes_byte_by_byte_ends():
         handler.send_response(200)
         handler.end_headers()
         with contextlib.suppress(OSError):
-            for _ in range(100):
+            for _ in range(2000):
                 handler.wfile.write(b"x")
                 time.sleep(0.05)
 
@@ -417,14 +418,14 @@ def test_an_answer_that_comes_byte_by_byte_ends():
         begin = time.monotonic()
         with pytest.raises(ToolError, match=r"no answer within 0\.4 s"):
             opened.call("look", {})
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 60
 
 
 def test_headers_that_come_line_by_line_end():
     def answer(handler, name, said):
         handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
         with contextlib.suppress(OSError):
-            for number in range(60):
+            for number in range(1000):
                 handler.wfile.write(b"X-%d: a\r\n" % number)
                 time.sleep(0.1)
 
@@ -433,7 +434,7 @@ def test_headers_that_come_line_by_line_end():
         begin = time.monotonic()
         with pytest.raises(ToolError, match=r"no answer within 0\.4 s"):
             opened.call("look", {})
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 408 Request Timeout\r\n\r\n"])
@@ -446,7 +447,7 @@ def test_a_server_that_closes_is_noticed_whatever_it_said(said):
         connection.sendall(said)
         assert watch.open
         connection.close()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while watch.open:
             assert time.monotonic() < deadline
             time.sleep(0.01)
