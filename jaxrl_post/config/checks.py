@@ -19,6 +19,7 @@ from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig, check_judges
 from jaxrl_post.config.run import RunConfig
+from jaxrl_post.config.template import check_template
 from jaxrl_post.mesh_spec import MeshError, read_mesh
 
 __all__ = [
@@ -78,6 +79,7 @@ def check_options(config: RunConfig) -> None:
         MeshError: --mesh cannot be read.
     """
     check_numbers(config)
+    check_template(config.template)
     check_schedules(config)
     _check_mesh(config.mesh, "--")
     for name in config.log:

@@ -18,6 +18,7 @@ from jaxrl_post.config.fields import (
 )
 from jaxrl_post.config.paths import check_output, check_paths
 from jaxrl_post.config.rollout import check_judges
+from jaxrl_post.config.template import TemplateConfig, check_template
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = ["EvaluateConfig", "check_evaluation", "result_files"]
@@ -36,6 +37,8 @@ class EvaluateConfig:
         tools: what the model may call before it answers, as for training. Needs
             `max_turns`.
         data: files of tasks, for environments that read some.
+        template: what the chat template reads beside the conversation; for the model
+            of a run, variables that are not given are those of the run.
         split: which tasks; those of "eval" are held out from training.
         num_tasks: number of tasks of the split, from its first; equal prompts count
             once.
@@ -83,6 +86,7 @@ class EvaluateConfig:
     env: str = "arithmetic"
     tools: tuple[str, ...] = ()
     data: DataConfig = field(default_factory=DataConfig)
+    template: TemplateConfig = field(default_factory=TemplateConfig)
     split: Literal["eval", "train"] = "eval"
     num_tasks: Annotated[int, COUNT] = 200
     samples: Annotated[int, COUNT] = 1
@@ -118,6 +122,7 @@ def check_evaluation(config: EvaluateConfig) -> None:
         MeshError: --mesh cannot be read.
     """
     check_numbers(config)
+    check_template(config.template)
     read_mesh(config.mesh)
     check_judges(config.judges, config.reward_cpus, "")
     if config.temperature is not None and 0 < config.temperature < 1e-5:

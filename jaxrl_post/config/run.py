@@ -16,6 +16,7 @@ from jaxrl_post.config.fields import (
 )
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.template import TemplateConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -170,6 +171,7 @@ class RunConfig:
         checkpoint: when the run is saved.
         warm_start: supervised steps of a preset.
         lora: an adapter to train in place of the model.
+        template: what the chat template reads beside the conversation.
         kernels: what computes attention and the trainer's log-probs: "auto", the Pallas
             kernels on TPUs and Hopper GPUs where they take the dtype and the sizes, and
             XLA programs elsewhere; "xla", XLA programs; "pallas_tpu" and "pallas_gpu",
@@ -196,6 +198,7 @@ class RunConfig:
     )
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
+    template: TemplateConfig = field(default_factory=TemplateConfig)
     kernels: Annotated[Literal["auto", "xla", "pallas_tpu", "pallas_gpu"], FREE] = (
         "auto"
     )

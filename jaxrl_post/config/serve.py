@@ -1,7 +1,7 @@
 """The options of the programs that only sample for others: the server, the chat."""
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +17,7 @@ from jaxrl_post.config.fields import (
     check_numbers,
 )
 from jaxrl_post.config.paths import check_paths
+from jaxrl_post.config.template import TemplateConfig, check_template
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = ["ChatConfig", "ServeConfig", "check_chat", "check_server"]
@@ -31,6 +32,9 @@ class ServeConfig:
             weights: demo, tiny, small, or a published size such as qwen3-0.6b.
         revision: branch, tag or commit of a model on the hub.
         env: environment whose texts train the tokenizer of a preset.
+        template: what the chat template reads beside the conversation, where a request
+            does not say otherwise (chat_template_kwargs). For the model of a run,
+            variables that are not given are those of the run.
         name: what clients call the model; None for the directory's name, or `model` as
             it is.
         host: address to listen on; another than this machine's own loopback needs
@@ -65,6 +69,7 @@ class ServeConfig:
     model: str
     revision: str | None = None
     env: str = "arithmetic"
+    template: TemplateConfig = field(default_factory=TemplateConfig)
     name: str | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Range(0, 65535)] = 8000
@@ -93,6 +98,7 @@ def check_server(config: ServeConfig) -> None:
         MeshError: --mesh cannot be read.
     """
     check_numbers(config)
+    check_template(config.template)
     read_mesh(config.mesh)
     check_paths(config)
     if config.max_model_len == 1:
@@ -132,6 +138,8 @@ class ChatConfig:
             None for the one that the run names.
         revision: branch, tag or commit of a model on the hub.
         env: environment whose texts train the tokenizer of a preset.
+        template: what the chat template reads beside the conversation; for the model
+            of a run, variables that are not given are those of the run.
         system: a system message before the first one.
         tools: what the model may call, as in training: python, shell,
             search?corpus=FILE, mcp?command=["..."], http?url=...&tools=FILE, or
@@ -158,6 +166,7 @@ class ChatConfig:
     base: str | None = None
     revision: str | None = None
     env: str = "arithmetic"
+    template: TemplateConfig = field(default_factory=TemplateConfig)
     system: str | None = None
     tools: tuple[str, ...] = ()
     max_turns: Annotated[int, COUNT] = 8
@@ -180,5 +189,6 @@ def check_chat(config: ChatConfig) -> None:
         MeshError: --mesh cannot be read.
     """
     check_numbers(config)
+    check_template(config.template)
     read_mesh(config.mesh)
     check_paths(config)

@@ -25,8 +25,6 @@ __all__ = [
 
 # The attributes to read from a turn that is not a mapping.
 FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
-# Variables that `_run` sets itself.
-TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
 # Data sets use several names for a turn's reasoning; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks the end of a message to be continued; the space at its end shows whether the
@@ -65,11 +63,12 @@ class Options:
     Attributes:
         tools: JSON schemas of functions, as in chat APIs.
         documents: mappings with the keys that the template reads, such as "title".
-        variables: further variables by name, such as {"enable_thinking": False}.
+        variables: further variables by name, such as {"enable_thinking": False}, on
+            top of the tokenizer's.
         template: name of the template, if the tokenizer has several; None for
             "tool_use" if it exists and there are tools, else for "default".
-        now: the time that the template sees; None for the current time, with which
-            the tokens of some templates change from day to day.
+        now: the time that the template sees; None for that of the tokenizer, or else
+            the current time, with which some templates' tokens change from day to day.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -79,10 +78,10 @@ class Options:
     now: datetime.datetime | None = None
 
     def __post_init__(self) -> None:
-        taken = [name for name in TAKEN if name in self.variables]
+        taken = [name for name in templates.GIVEN if name in self.variables]
         if taken:
             raise ValueError(
-                f"Options: variables must not be named {', '.join(TAKEN)}; "
+                f"Options: variables must not be named {', '.join(templates.GIVEN)}; "
                 f"got {', '.join(taken)}"
             )
 
@@ -244,7 +243,7 @@ def render_reply(
     """
     if tokenizer.chat_templates:
         text, space = _following(
-            tokenizer, before, messages, _timed(options), continue_final
+            tokenizer, before, messages, _timed(tokenizer, options), continue_final
         )
     else:
         text, space = tokenizer.eos_token, ""
@@ -302,7 +301,7 @@ def conversation(
             f"the roles {[row['role'] for row in rows]}"
         )
     if tokenizer.chat_templates:
-        text, found = _templated(tokenizer, rows, _timed(options), only_last)
+        text, found = _templated(tokenizer, rows, _timed(tokenizer, options), only_last)
     else:
         text, found = _plain(tokenizer, rows, only_last)
     ids, begins = tokenizer.encode_with_begins(
@@ -399,9 +398,9 @@ def _following(
     return longer[end:], "" if own else turn[len(turn.rstrip()) :]
 
 
-def _timed(options: Options) -> Options:
+def _timed(tokenizer: Tokenizer, options: Options) -> Options:
     """Fixes the time, because several renderings are compared."""
-    return replace(options, now=options.now or datetime.datetime.now())
+    return replace(options, now=options.now or tokenizer.now or datetime.datetime.now())
 
 
 def _templated(
@@ -488,6 +487,7 @@ def _run(
     try:
         variables = {
             **tokenizer.special_tokens,
+            **tokenizer.variables,
             **_plain_value(options.variables, "variables"),
             "messages": [
                 _plain_value(row, f"messages[{i}]") for i, row in enumerate(rows)
@@ -501,7 +501,7 @@ def _run(
             "chat: the messages, tools or variables are nested too deep to be written; "
             "send flatter ones"
         ) from error
-    return templates.run(source, variables, now=options.now)
+    return templates.run(source, variables, now=options.now or tokenizer.now)
 
 
 def _message(message: Turn | Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -25,9 +25,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxrl_post.data.tokenizer_files import TokenizerError
 
-__all__ = ["MAX_STEPS", "Rendered", "run"]
+__all__ = ["MAX_STEPS", "Rendered", "names_read", "run", "tells_time"]
 
 MAX_STEPS = 200_000  # loop steps and calls per rendering
+
+# What the caller of `run` gives for every conversation.
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
+STRFTIME = "strftime_now"
 
 
 @dataclass(frozen=True)
@@ -164,16 +168,45 @@ def _step() -> None:
 
 
 @lru_cache(maxsize=32)
+def names_read(source: str) -> frozenset[str]:
+    """The variables that a template reads, beside those of every conversation.
+
+    >>> sorted(names_read("{{ messages }}{% if effort is defined %}!{% endif %}"))
+    ['effort']
+    """
+    environment = _environment()
+    try:
+        found = meta.find_undeclared_variables(environment.parse(source))
+    except jinja2.TemplateError as error:
+        raise TokenizerError(f"chat: the chat template {_failure(error)}") from error
+    return frozenset(found - environment.globals.keys() - {*GIVEN})
+
+
+def tells_time(source: str) -> bool:
+    """Whether a template may write the time, so that its text changes with the day."""
+    try:
+        tree = _environment().parse(source)
+    except jinja2.TemplateError:  # an error where it is rendered
+        return False
+    return any(name.name == STRFTIME for name in tree.find_all(nodes.Name))
+
+
+@lru_cache(maxsize=32)
 def _compiled(source: str) -> tuple[jinja2.Template, bool]:
+    environment = _environment()
+    template = environment.from_string(source)
+    return template, getattr(environment, "has_blocks", False)
+
+
+def _environment() -> "_Environment":
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     # jinja's own tojson escapes HTML.
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    template = environment.from_string(source)
-    return template, getattr(environment, "has_blocks", False)
+    environment.globals[STRFTIME] = _strftime_now
+    return environment
 
 
 def _to_json(

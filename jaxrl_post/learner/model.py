@@ -17,6 +17,12 @@ import jaxrl_post
 from jaxrl_post import models, pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import UpdateConfig
+from jaxrl_post.config.template import (
+    AS_IT_IS,
+    TemplateConfig,
+    date_of,
+    variables_of,
+)
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.learner.manifest import write_manifest
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
@@ -157,6 +163,7 @@ def open_model(
     head: Head = "lm",
     rules: Rules = DEFAULT_RULES,
     option: str = "--model",
+    template: TemplateConfig = AS_IT_IS,
 ) -> Model:
     """Loads a model directory, or initialises a preset and trains its tokenizer.
 
@@ -169,10 +176,12 @@ def open_model(
         head: head of the model; if the directory has no value head, it gets zeros.
         rules: mesh axes of every logical axis.
         option: name of the option that gives `name`, for errors.
+        template: what its chat template reads beside a conversation.
 
     Raises:
         ConfigError: `name` is neither a directory nor a preset, it is a reward model
-            but `head` is "lm", or its tokenizer cannot be read.
+            but `head` is "lm", its tokenizer cannot be read, or its chat template
+            does not read a variable.
         CheckpointError: its files cannot be read.
         MeshError: the mesh does not fit the devices or the model; raised before weights
             are read or programs compiled.
@@ -215,6 +224,12 @@ def open_model(
         tokenizer = tokenizer.for_model(config.vocab_size)
     except TokenizerError as error:
         raise ConfigError(f"{option}: {name}: {error}") from error
+    try:
+        tokenizer = tokenizer.with_template(
+            variables=variables_of(template), now=date_of(template)
+        )
+    except TokenizerError as error:
+        raise ConfigError(f"--template.variables: {name}: {error}") from error
     return Model(
         name, config, specs, params, tokenizer, device_mesh, rules, preset=not stored
     )

@@ -39,6 +39,7 @@ from jaxrl_post.programs.hub import fetch
 from jaxrl_post.programs.layouts import SamplerLayout
 from jaxrl_post.programs.rl import make_engine
 from jaxrl_post.programs.scores import Scores, score, solves
+from jaxrl_post.programs.template import of_evaluation, template_line
 from jaxrl_post.records.directory import replace_file
 from jaxrl_post.rollout.collector import Sampler
 from jaxrl_post.rollout.episode import Episode, Group
@@ -231,6 +232,8 @@ def run_evaluation(
     begin = time.perf_counter()
     check_evaluation(config)
     refuse_runs(config.model)
+    template = of_evaluation(config.template, config.model)
+    config = dataclasses.replace(config, template=template)
     fetched = fetch(config, console=console)
     environment = make_environment(config.env, fetched.config.data, config.tools)
     model = open_model(
@@ -239,7 +242,10 @@ def run_evaluation(
         dtype=config.dtype,
         seed=config.seed,
         make_tokenizer=partial(environment_tokenizer, environment),
+        template=template,
     )
+    if line := template_line(template, model.tokenizer):
+        console.print(line, markup=False, highlight=False)
     groups = evaluate(config, model, environment, console=console)
     sampling, unsupported = sampling_of(config, model)
     parts = {i: task.part for i, task in enumerate(_tasks(config, environment))}

@@ -10,6 +10,7 @@ References:
 """
 
 import dataclasses
+import datetime
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -202,7 +203,12 @@ def check_judge(options: RewardModelConfig) -> None:
 
 
 def open_judge(
-    options: RewardModelConfig, *, mesh: Mesh, rules: Rules, dtype: jnp.dtype
+    options: RewardModelConfig,
+    *,
+    mesh: Mesh,
+    rules: Rules,
+    dtype: jnp.dtype,
+    now: datetime.datetime | None = None,
 ) -> RewardJudge | None:
     """Opens the reward model of a run; returns None if the run has none.
 
@@ -211,6 +217,8 @@ def open_judge(
         mesh: of the run.
         rules: sharding rules of the run.
         dtype: of the parameters.
+        now: the time that the model's chat template sees; None for that of a
+            rendering.
 
     Raises:
         ConfigError: the directory holds no reward model.
@@ -220,7 +228,7 @@ def open_judge(
     check_judge(options)
     config, params = pretrained.load(options.model, mesh=mesh, rules=rules, dtype=dtype)
     tokenizer = read_tokenizer(options.model, "--reward.model")
-    tokenizer = tokenizer.for_model(config.vocab_size)
+    tokenizer = tokenizer.for_model(config.vocab_size).with_template(now=now)
     return RewardJudge(options, config, params, tokenizer, mesh, rules)
 
 

@@ -50,6 +50,7 @@ from jaxrl_post.programs.places import (
     fingerprints,
     tasks_fingerprint,
 )
+from jaxrl_post.programs.template import begun, template_line
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.fingerprints import Fingerprint
 from jaxrl_post.records.path import run_path
@@ -242,6 +243,8 @@ def open_run[Config: RunConfig](
             "initial model",
             config.resume and (initial / "config.json").is_file(),
         )
+        template = begun(config.template, saved and saved.config)
+        config = dataclasses.replace(config, template=template)
         if saved is not None:
             # Before its steps are looked at: another run may explain their number.
             check_same_run(directory, fetched.named(_measured_as(saved, config)))
@@ -257,7 +260,10 @@ def open_run[Config: RunConfig](
             seed=config.seed,
             make_tokenizer=make_tokenizer,
             head=head,
+            template=template,
         )
+        if line := template_line(template, model.tokenizer):
+            console.print(line, markup=False, highlight=False)
         if "model" in fetched.names:
             published = fetched.names["model"].partition("@")[0]
             model = dataclasses.replace(model, published=published)
