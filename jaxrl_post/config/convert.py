@@ -14,7 +14,7 @@ class ConvertConfig:
 
     Attributes:
         input: a Hugging Face directory, ORG/NAME on the hub, an Orbax model directory,
-            or the directory of a run.
+            an adapter of PEFT, or the directory of a run.
         revision: branch, tag or commit of an --input on the hub.
         output: the directory to make; nothing is overwritten.
         format: format of the output. Every program's --model reads either; Orbax's
@@ -23,8 +23,9 @@ class ConvertConfig:
         dtype: dtype of the tensors; None for the one that they have. A run that trains
             in bfloat16 has float32 master weights: float32 writes those.
         step: step of the run whose checkpoint is read; None for the newest.
-        base: where the config.json and the tokenizer of a run's model are: a directory,
-            or ORG/NAME on the hub; None for the one that the run names.
+        base: where the config.json and the tokenizer of a run's model are, or the model
+            under an adapter: a directory, or ORG/NAME on the hub; None for the one that
+            the run or the adapter names.
         max_shard_gb: most gigabytes of tensors in a file; more are split over files.
             With orbax, the size at which a file is closed.
     """

@@ -29,8 +29,10 @@ class EvaluateConfig:
     """What to evaluate, and how.
 
     Attributes:
-        model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
-            weights: demo, tiny, small, or a published size such as qwen3-0.6b.
+        model: a Hugging Face directory, an adapter of PEFT, ORG/NAME on the hub, or a
+            preset with random weights: demo, tiny, small, or a published size such as
+            qwen3-0.6b.
+        base: model under an adapter; None for the one that the adapter names.
         revision: branch, tag or commit of a model on the hub.
         env: environment, as for training, such as arithmetic?level=2 or gsm8k; bfcl
             (docs/protocols.md) can only be evaluated.
@@ -82,6 +84,7 @@ class EvaluateConfig:
     """
 
     model: str
+    base: str | None = None
     revision: str | None = None
     env: str = "arithmetic"
     tools: tuple[str, ...] = ()

@@ -157,9 +157,11 @@ class RunConfig:
         seed: seed of the initial weights, the order of the data and the sampling noise.
         mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
             fsdp, ep, cp, tp); by default all devices are on dp.
-        model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
+        model: a Hugging Face directory, ORG/NAME on the hub, a preset with random
             weights: demo, tiny, small, or a published size such as qwen3-0.6b
-            (jaxrl_post.pretrained.presets).
+            (jaxrl_post.pretrained.presets), or an adapter of PEFT. An adapter is merged
+            into its base first, with `lora` too, which trains a new one on top.
+        base: model under an adapter; None for the one that the adapter names.
         revision: branch, tag or commit of a --model on the hub.
         dtype: dtype of the parameters; None for the checkpoint's own, float32 for a
             preset.
@@ -187,6 +189,7 @@ class RunConfig:
     seed: Annotated[int, SEED] = 0
     mesh: Annotated[str, FREE] = ""
     model: str = "demo"
+    base: str | None = None
     revision: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     steps: Annotated[int, COUNT, FREE] = 200

@@ -28,8 +28,10 @@ class ServeConfig:
     """What to serve, where, and for how many.
 
     Attributes:
-        model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
-            weights: demo, tiny, small, or a published size such as qwen3-0.6b.
+        model: a Hugging Face directory, an adapter of PEFT, ORG/NAME on the hub, or a
+            preset with random weights: demo, tiny, small, or a published size such as
+            qwen3-0.6b.
+        base: model under an adapter; None for the one that the adapter names.
         revision: branch, tag or commit of a model on the hub.
         env: environment whose texts train the tokenizer of a preset.
         template: what the chat template reads beside the conversation, where a request
@@ -67,6 +69,7 @@ class ServeConfig:
     """
 
     model: str
+    base: str | None = None
     revision: str | None = None
     env: str = "arithmetic"
     template: TemplateConfig = field(default_factory=TemplateConfig)
@@ -130,12 +133,12 @@ class ChatConfig:
     """Which model to talk to, and how it answers.
 
     Attributes:
-        model: a Hugging Face directory, a run, ORG/NAME on the hub, or a preset with
-            random weights.
+        model: a Hugging Face directory, a run, an adapter of PEFT, ORG/NAME on the hub,
+            or a preset with random weights.
         step: step of the run whose checkpoint is read; None for the model of a finished
             run, and for the newest checkpoint of one that is not.
-        base: where the config.json and the tokenizer of the model of such a run are;
-            None for the one that the run names.
+        base: where the config.json and the tokenizer of the model of such a run are, or
+            the model under an adapter; None for the one that the run or adapter names.
         revision: branch, tag or commit of a model on the hub.
         env: environment whose texts train the tokenizer of a preset.
         template: what the chat template reads beside the conversation; for the model

@@ -32,6 +32,7 @@ from jaxrl_post.pretrained.directory import CONFIG_FILE, read_config_file
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.names import nearest_first
 from jaxrl_post.pretrained.orbax_files import is_orbax_directory
+from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.pretrained.peft.files import save_adapter
 from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.records import outputs
@@ -305,7 +306,7 @@ def save_model(
 def _base_for_peft(model: Model) -> str | None:
     """Returns the name or directory of the base model for PEFT, or None."""
     source = model.source
-    if source is None or is_orbax_directory(source):
+    if source is None or is_orbax_directory(source) or adapter_in(source):
         return None
     # Modules have other names if the directory holds a larger model around this one.
     if read_config_file(source).get("model_type") != model.config.model_type:

@@ -136,8 +136,8 @@ def _from_directory(config: ConvertConfig) -> Parts:
     for name in ("step", "base"):
         if getattr(config, name) is not None:
             raise ConfigError(
-                f"--{name}: is for runs, and {config.input} has no checkpoints folder; "
-                "drop the option"
+                f"--{name}: is for runs, and {config.input} has no checkpoints folder "
+                "and is no adapter; drop the option"
             )
     source = Path(config.input)
     dtype = None if config.dtype is None else jnp.dtype(config.dtype)

@@ -31,8 +31,7 @@ from jaxrl_post.learner.learner import Scorer
 from jaxrl_post.learner.model import read_tokenizer
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.pretrained.directory import read_config_file
-from jaxrl_post.pretrained.families import read_config
+from jaxrl_post.pretrained.hf import stored_head
 from jaxrl_post.rollout.episode import ENVIRONMENT, Episode, Group, Turn
 from jaxrl_post.sharding import Rules, split_size
 from jaxrl_post.types import PyTree
@@ -193,7 +192,7 @@ def check_judge(options: RewardModelConfig) -> None:
     """
     if options.model is None:
         return
-    head = read_config(read_config_file(Path(options.model))).head
+    head = stored_head(Path(options.model))
     if head not in ("value", "process"):
         raise ConfigError(
             f"--reward.model: {options.model} is no reward model, its head is "

@@ -63,7 +63,7 @@ def test_the_saved_files_have_neither(tmp_path):
 
 def test_a_variable_that_is_not_read_is_refused_with_those_that_are():
     with pytest.raises(
-        TokenizerError, match="does not read efort; it reads effort, think$"
+        TokenizerError, match=r"does not read efort; it reads effort, think$"
     ):
         tokenizer().with_template(variables={"efort": 1, "think": True})
     with pytest.raises(TokenizerError, match="does not read messages"):

@@ -171,8 +171,6 @@ def test_an_evaluation_of_a_run_takes_its_variables_and_its_date(done, tmp_path)
     assert 'chat template: effort="high", the date 2026-11-20' in out.getvalue()
     result = json.loads(output.read_text())["config"]["template"]
     assert result == {"variables": ['effort="high"'], "date": "2026-11-20"}
-    rows = output.with_suffix(".completions.jsonl").read_text().splitlines()
-    assert json.loads(rows[0])["prompt"].startswith("2026-11-20high\n")
 
 
 def test_what_is_given_goes_before_what_the_run_has(done, model):
