@@ -97,6 +97,7 @@ def render(
     options: Options = Options(),
     *,
     continue_final: bool = False,
+    prompt: bool = True,
     check: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, ...]:
     """Token ids of a conversation, up to the start of the assistant's answer.
@@ -111,6 +112,8 @@ def render(
         messages: the conversation so far, at least one message.
         options: inputs of the template.
         continue_final: leaves the last message open, to be continued.
+        prompt: ends with the head of the assistant's next turn, if no message is left
+            open; without, with the end of the last message.
         check: called with the text before it is tokenised; may refuse it by raising.
 
     Raises:
@@ -125,7 +128,8 @@ def render(
         text = ""
         for number, message in enumerate(map(_message, messages), 1):
             text += _content(message)
-            if message["role"] == "assistant" and number < len(messages):
+            ended = number < len(messages) or not (prompt or continue_final)
+            if message["role"] == "assistant" and ended:
                 text += tokenizer.eos_token
         check(text)
         return _open_end(tokenizer, text)
@@ -133,7 +137,7 @@ def render(
         tokenizer,
         messages,
         options,
-        prompt=not continue_final,
+        prompt=prompt and not continue_final,
         continue_final=continue_final,
     )
     check(text)
@@ -208,6 +212,7 @@ def render_reply(
     *,
     stop_id: int | None,
     continue_final: bool = False,
+    prompt: bool = True,
 ) -> tuple[int, ...]:
     r"""Token ids between the assistant's sampled turn and its next turn.
 
@@ -227,6 +232,7 @@ def render_reply(
         options: inputs of the template.
         stop_id: the stop token that was sampled; None if the turn has none.
         continue_final: as `render`.
+        prompt: as `render`.
 
     Raises:
         TokenizerError: the template renders earlier turns differently if later turns
@@ -243,7 +249,12 @@ def render_reply(
     """
     if tokenizer.chat_templates:
         text, space = _following(
-            tokenizer, before, messages, _timed(tokenizer, options), continue_final
+            tokenizer,
+            before,
+            messages,
+            _timed(tokenizer, options),
+            continue_final=continue_final,
+            prompt=prompt and not continue_final,
         )
     else:
         text, space = tokenizer.eos_token, ""
@@ -370,7 +381,9 @@ def _following(
     before: Messages,
     messages: Messages,
     options: Options,
+    *,
     continue_final: bool,
+    prompt: bool,
 ) -> tuple[str, str]:
     """The text from an answer's stop token on, and the template's space before it."""
     shorter = render_text(tokenizer, before, options, prompt=False)
@@ -378,7 +391,7 @@ def _following(
         tokenizer,
         [*before, *messages],
         options,
-        prompt=not continue_final,
+        prompt=prompt,
         continue_final=continue_final,
     )
     kept = spans.closed(shorter, longer, tokenizer.stop_tokens)
@@ -388,9 +401,9 @@ def _following(
             "so tokens that were sampled would change; use it for single-turn tasks "
             "only"
         )
-    prompt = render_text(tokenizer, before[:-1], options) if before[1:] else ""
+    asked = render_text(tokenizer, before[:-1], options) if before[1:] else ""
     # The prompt may hold text that a finished turn has not, such as <think>.
-    begin = len(prompt) if kept.startswith(prompt) else 0
+    begin = len(asked) if kept.startswith(asked) else 0
     end = spans.answer_end(kept, tokenizer.stop_tokens, begin)
     turn, content = kept[begin:end], _message(before[-1]).get("content")
     # Is the space at the end the answer's own, or the template's, as in Llama 2?
@@ -488,12 +501,12 @@ def _run(
         variables = {
             **tokenizer.special_tokens,
             **tokenizer.variables,
-            **_plain_value(options.variables, "variables"),
+            **templates.plain(options.variables, "variables"),
             "messages": [
-                _plain_value(row, f"messages[{i}]") for i, row in enumerate(rows)
+                templates.plain(row, f"messages[{i}]") for i, row in enumerate(rows)
             ],
-            "tools": _plain_value(tools, "tools"),
-            "documents": _plain_value(documents, "documents"),
+            "tools": templates.plain(tools, "tools"),
+            "documents": templates.plain(documents, "documents"),
             "add_generation_prompt": prompt,
         }
     except RecursionError as error:
@@ -555,25 +568,4 @@ def _marked(content: Any) -> tuple[str, Any]:
             return part["text"], parts
     raise TokenizerError(
         f"chat: the last message has no text to be continued; got {content!r}"
-    )
-
-
-def _plain_value(value: Any, name: str) -> Any:
-    """A copy of plain JSON types, so that templates get no objects with methods."""
-    if value is None or isinstance(value, bool):
-        return value
-    # A subclass, such as a string enumeration, may have other methods.
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, Mapping):
-        return {key: _plain_value(item, name) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_plain_value(item, name) for item in value]
-    raise TokenizerError(
-        f"chat: {name} must be made of what JSON has (text, numbers, lists, mappings); "
-        f"got {value!r} of type {type(value).__name__}"
     )

@@ -10,7 +10,7 @@ repeating a string a billion times, is not bounded.
 import datetime
 import json
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxrl_post.data.tokenizer_files import TokenizerError
 
-__all__ = ["MAX_STEPS", "Rendered", "names_read", "run", "tells_time"]
+__all__ = ["MAX_STEPS", "Rendered", "names_read", "plain", "run", "tells_time"]
 
 MAX_STEPS = 200_000  # loop steps and calls per rendering
 
@@ -98,6 +98,35 @@ def run(
         return Rendered(text, None)
     spans = tuple((begin, begin + len(block)) for begin, block in state.generated)
     return Rendered(text, spans)
+
+
+def plain(value: Any, name: str) -> Any:
+    """A copy of plain JSON types, so that templates get no objects with methods.
+
+    Args:
+        value: of any type.
+        name: what it is, for the error.
+
+    Raises:
+        TokenizerError: it is not made of what JSON has.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    # A subclass, such as a string enumeration, may have other methods.
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item, name) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [plain(item, name) for item in value]
+    raise TokenizerError(
+        f"chat: {name} must be made of what JSON has (text, numbers, lists, mappings); "
+        f"got {value!r} of type {type(value).__name__}"
+    )
 
 
 def _failure(error: Exception) -> str:
