@@ -1,6 +1,7 @@
 """Demonstrations of an environment's tasks, for supervised fine-tuning."""
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jaxrl_post.config.errors import ConfigError
@@ -57,6 +58,13 @@ class Demonstrations:
             kept = fitting(self, split, tokenizer, limit, noun, option)
             tasks = tasks.only(split, kept)
         return replace(self, environment=tasks)
+
+    def contents(self, split: Split, index: int) -> Iterable[str]:
+        """The texts of the prompt and its demonstration."""
+        task = self._tasks.tasks(split)[index]
+        answer = self._demonstration(task)
+        said = answer.content if isinstance(answer, Message) else answer
+        return (*(message.content for message in task.messages), said)
 
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int

@@ -16,6 +16,7 @@ from jaxrl_post.data.steps import Solution, judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.unpaired import answers_to_others
 from jaxrl_post.envs.env import Split
+from jaxrl_post.examples.rendered import Rendered
 from jaxrl_post.examples.tasks import SPLITS, left_out
 from jaxrl_post.examples.texts import shortened
 from jaxrl_post.types import TokenBatch
@@ -59,6 +60,10 @@ class Examples(Protocol):
         """Texts to train a preset's tokenizer."""
         ...
 
+    def contents(self, split: Split, index: int) -> Iterable[str]:
+        """The texts of an example's turns, as the data has them."""
+        ...
+
 
 @dataclass(frozen=True)
 class Splits[Item](Examples):
@@ -87,6 +92,10 @@ class Splits[Item](Examples):
         return shortened(
             text for item in self.train[:TEXTS] for text in self.texts_of(item)
         )
+
+    def contents(self, split: Split, index: int) -> Iterable[str]:
+        """The texts of an item."""
+        return self.texts_of(self.items(split)[index])
 
     @abstractmethod
     def texts_of(self, item: Item) -> Iterable[str]:
@@ -388,8 +397,10 @@ def fitting(
         ConfigError: no example is left.
     """
     lengths, total = Lengths.of(tokenizer), examples.size(split)
+    rendered = Rendered(tokenizer)
 
     def fits(index: int) -> bool:
+        rendered.look(examples.contents(split, index))
         texts = examples.written(tokenizer, split, index)
         known = [lengths.fits(text, max_tokens) for text in texts]
         if False in known:
@@ -400,6 +411,7 @@ def fitting(
         )
 
     kept = [index for index in range(total) if fits(index)]
+    rendered.warn(f"{split} {noun}")
     if total and not kept:
         raise ConfigError(
             f"{option}: all {total} {split} {noun} have a prompt plus answer of more "

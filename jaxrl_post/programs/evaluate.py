@@ -30,6 +30,7 @@ from jaxrl_post.data.generation import (
 from jaxrl_post.envs import AgentEnvironment, Environment, Task, WorkerPool
 from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.environment import make_environment
+from jaxrl_post.examples.rendered import Rendered
 from jaxrl_post.examples.tasks import check_tools, distinct
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.checkpoint import Checkpoints
@@ -163,6 +164,10 @@ def evaluate(
             f"{_why_greedy(config, model)}; give --temperature, or take 1"
         )
     check_tools(tasks, model.tokenizer, f"{config.split} tasks of {environment.name}")
+    rendered = Rendered(model.tokenizer)
+    for task in tasks:
+        rendered.look(message.content for message in task.messages)
+    rendered.warn(f"{config.split} tasks of {environment.name}")
     prompts = [
         len(chat.render(model.tokenizer, task.messages, chat.with_tools(task.tools)))
         for task in tasks
