@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxrl_post.config.algorithm import AlgorithmConfig, CorrectionConfig, DistillConfig
 from jaxrl_post.config.critic import CriticConfig
+from jaxrl_post.config.data import check_template
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.horizon import check_schedules
@@ -19,7 +20,6 @@ from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig, check_judges
 from jaxrl_post.config.run import RunConfig
-from jaxrl_post.config.template import check_template
 from jaxrl_post.mesh_spec import MeshError, read_mesh
 
 __all__ = [

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.data import DataConfig, TemplateConfig, check_template
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import (
     ANY,
@@ -18,7 +18,6 @@ from jaxrl_post.config.fields import (
 )
 from jaxrl_post.config.paths import check_output, check_paths
 from jaxrl_post.config.rollout import check_judges
-from jaxrl_post.config.template import TemplateConfig, check_template
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = ["EvaluateConfig", "check_evaluation", "result_files"]

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from jaxrl_post.config.data import TemplateConfig
 from jaxrl_post.config.fields import (
     ANY,
     COUNT,
@@ -16,7 +17,6 @@ from jaxrl_post.config.fields import (
 )
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.template import TemplateConfig
 
 __all__ = [
     "CheckpointConfig",

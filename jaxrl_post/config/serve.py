@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from jaxrl_post.config.data import TemplateConfig, check_template
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import (
     ANY,
@@ -17,7 +18,6 @@ from jaxrl_post.config.fields import (
     check_numbers,
 )
 from jaxrl_post.config.paths import check_paths
-from jaxrl_post.config.template import TemplateConfig, check_template
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = ["ChatConfig", "ServeConfig", "check_chat", "check_server"]

@@ -247,6 +247,11 @@ class Mismatched:
         """The texts of the judged answers."""
         return self.judgements.texts()
 
+    def contents(self, split: Split, index: int) -> Iterable[str]:
+        """The texts of the prompt, and the other answer."""
+        prompt = self.judgements.items(split)[index].messages
+        return (*(message.content for message in prompt), self.answers[split][index])
+
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:

@@ -15,14 +15,14 @@ from jax.sharding import Mesh
 
 import jaxrl_post
 from jaxrl_post import models, pretrained
-from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.run import UpdateConfig
-from jaxrl_post.config.template import (
+from jaxrl_post.config.data import (
     AS_IT_IS,
     TemplateConfig,
     date_of,
     variables_of,
 )
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.learner.manifest import write_manifest
 from jaxrl_post.models import DecoderParams, Head, ModelConfig

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxrl_post.config.template import TemplateConfig, spelled, variables_of
+from jaxrl_post.config.data import TemplateConfig, spelled, variables_of
 from jaxrl_post.data.templates import tells_time
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.records.directory import RunDirectory

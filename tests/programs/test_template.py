@@ -13,13 +13,12 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from jaxrl_post import models, pretrained
-from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.data import DataConfig, TemplateConfig, check_template
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import EvaluateConfig
 from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.run import EvalConfig
 from jaxrl_post.config.serve import ChatConfig
-from jaxrl_post.config.template import TemplateConfig, check_template
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs import chat as chat_program
