@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxrl_post.config.algorithm import AlgorithmConfig, CorrectionConfig, DistillConfig
 from jaxrl_post.config.critic import CriticConfig
+from jaxrl_post.config.data import check_template
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.horizon import check_schedules
@@ -78,6 +79,7 @@ def check_options(config: RunConfig) -> None:
         MeshError: --mesh cannot be read.
     """
     check_numbers(config)
+    check_template(config.template)
     check_schedules(config)
     _check_mesh(config.mesh, "--")
     for name in config.log:

@@ -14,7 +14,7 @@ class ConvertConfig:
 
     Attributes:
         input: a Hugging Face directory, ORG/NAME on the hub, an Orbax model directory,
-            a GGUF file (extra `gguf`), or the directory of a run.
+            a GGUF file (extra `gguf`), an adapter of PEFT, or the directory of a run.
         revision: branch, tag or commit of an --input on the hub.
         output: the directory to make; nothing is overwritten.
         format: format of the output. Every program's --model reads either; Orbax's
@@ -24,8 +24,9 @@ class ConvertConfig:
             in bfloat16 has float32 master weights: float32 writes those. Of GGUF, None
             means bfloat16 if the matrices are in it, and float32 if not.
         step: step of the run whose checkpoint is read; None for the newest.
-        base: where the config.json and the tokenizer of a run's model are: a directory,
-            or ORG/NAME on the hub; None for the one that the run names.
+        base: where the config.json and the tokenizer of a run's model are, or the model
+            under an adapter: a directory, or ORG/NAME on the hub; None for the one that
+            the run or the adapter names.
         max_shard_gb: most gigabytes of tensors in a file; more are split over files.
             With orbax, the size at which a file is closed.
     """

@@ -1,9 +1,29 @@
-"""The options of the training data."""
+"""The options of data files, and of the chat template that writes their rows."""
 
+import datetime
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["DEFAULT_ENV", "DataConfig", "OnOverlap", "OnUnwritten"]
+from jaxrl_post.config.errors import ConfigError
+
+__all__ = [
+    "AS_IT_IS",
+    "DEFAULT_ENV",
+    "DataConfig",
+    "OnOverlap",
+    "OnUnwritten",
+    "TemplateConfig",
+    "check_template",
+    "date_of",
+    "spelled",
+    "variables_of",
+]
+
+# What Python writes where JSON has other names.
+PYTHON = {"True": True, "False": False, "None": None}
+
 
 # The environment if neither an environment nor a file is given.
 DEFAULT_ENV = "arithmetic"
@@ -37,3 +57,113 @@ class DataConfig:
     on_bad_row: Literal["fail", "skip"] = "fail"
     on_overlap: OnOverlap = "fail"
     on_unwritten: OnUnwritten = "fail"
+
+
+@dataclass(frozen=True)
+class TemplateConfig:
+    """What the model's chat template reads beside the conversation.
+
+    A model with a template of its own, such as `reward.model`, gets the date alone. A
+    reference, a teacher, a critic or a draft model reads the policy's tokens.
+
+    Attributes:
+        variables: of the template, as NAME=VALUE: enable_thinking=false,
+            reasoning_effort=high. A value is JSON, or else a text; {"NAME": VALUE, ...}
+            gives several. A name that the template does not read is an error.
+        date: YYYY-MM-DD, for templates that write the date. None: in training, the
+            day on which the run began, which config.json keeps; in an evaluation, that
+            of the run that made the model, else today; elsewhere, today.
+    """
+
+    variables: tuple[str, ...] = ()
+    date: str | None = None
+
+
+AS_IT_IS = TemplateConfig()
+
+
+def check_template(config: TemplateConfig) -> None:
+    """Refuses options that no template can be given.
+
+    Raises:
+        ConfigError: as `variables_of` and `date_of`.
+    """
+    variables_of(config)
+    date_of(config)
+
+
+def variables_of(config: TemplateConfig) -> dict[str, Any]:
+    """The variables by name, with typed values.
+
+    Raises:
+        ConfigError: one has no name, or two have the same.
+
+    >>> variables_of(TemplateConfig(("enable_thinking=false", '{"effort": "high"}')))
+    {'enable_thinking': False, 'effort': 'high'}
+    >>> variables_of(TemplateConfig(("day=26 Jul 2024", "budget=512", "say=True")))
+    {'day': '26 Jul 2024', 'budget': 512, 'say': True}
+    """
+    found: dict[str, Any] = {}
+    for text in config.variables:
+        for name, value in _named(text):
+            if name in found:
+                raise ConfigError(
+                    f"--template.variables: {name} is given twice; give it once"
+                )
+            found[name] = value
+    return found
+
+
+def spelled(variables: Mapping[str, Any]) -> tuple[str, ...]:
+    """The one way to write variables, by which runs are compared.
+
+    >>> spelled(variables_of(TemplateConfig(("b=1 ", "a=high"))))
+    ('a="high"', 'b=1')
+    """
+    return tuple(
+        f"{name}={json.dumps(variables[name], ensure_ascii=False, sort_keys=True)}"
+        for name in sorted(variables)
+    )
+
+
+def date_of(config: TemplateConfig) -> datetime.datetime | None:
+    """The time that the template sees: the beginning of the day; None for now.
+
+    Raises:
+        ConfigError: the date is not YYYY-MM-DD.
+    """
+    if config.date is None:
+        return None
+    try:
+        return datetime.datetime.strptime(config.date, "%Y-%m-%d")
+    except ValueError as error:
+        raise ConfigError(
+            f"--template.date: must be a day as YYYY-MM-DD; got {config.date!r}"
+        ) from error
+
+
+def _named(text: str) -> list[tuple[str, Any]]:
+    if text.lstrip().startswith("{"):
+        found = _value(text)
+        if isinstance(found, dict):
+            return list(found.items())
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip().isidentifier():
+        raise ConfigError(
+            "--template.variables: must be NAME=VALUE, such as enable_thinking=false, "
+            f'or a JSON object, such as {{"enable_thinking": false}}; got {text!r}'
+        )
+    return [(name.strip(), _value(value))]
+
+
+def _value(text: str) -> Any:
+    if text.strip() in PYTHON:
+        return PYTHON[text.strip()]
+    try:
+        return json.loads(text, parse_constant=_not_finite)
+    except ValueError:
+        return text
+
+
+def _not_finite(name: str) -> Any:
+    raise ValueError(name)

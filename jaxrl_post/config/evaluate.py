@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.data import DataConfig, TemplateConfig, check_template
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import (
     ANY,
@@ -28,14 +28,18 @@ class EvaluateConfig:
     """What to evaluate, and how.
 
     Attributes:
-        model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
-            weights: demo, tiny, small, or a published size such as qwen3-0.6b.
+        model: a Hugging Face directory, an adapter of PEFT, ORG/NAME on the hub, or a
+            preset with random weights: demo, tiny, small, or a published size such as
+            qwen3-0.6b.
+        base: model under an adapter; None for the one that the adapter names.
         revision: branch, tag or commit of a model on the hub.
         env: environment, as for training, such as arithmetic?level=2 or gsm8k; bfcl
             (docs/protocols.md) can only be evaluated.
         tools: what the model may call before it answers, as for training. Needs
             `max_turns`.
         data: files of tasks, for environments that read some.
+        template: what the chat template reads beside the conversation; for the model
+            of a run, variables that are not given are those of the run.
         split: which tasks; those of "eval" are held out from training.
         num_tasks: number of tasks of the split, from its first; equal prompts count
             once.
@@ -79,10 +83,12 @@ class EvaluateConfig:
     """
 
     model: str
+    base: str | None = None
     revision: str | None = None
     env: str = "arithmetic"
     tools: tuple[str, ...] = ()
     data: DataConfig = field(default_factory=DataConfig)
+    template: TemplateConfig = field(default_factory=TemplateConfig)
     split: Literal["eval", "train"] = "eval"
     num_tasks: Annotated[int, COUNT] = 200
     samples: Annotated[int, COUNT] = 1
@@ -118,6 +124,7 @@ def check_evaluation(config: EvaluateConfig) -> None:
         MeshError: --mesh cannot be read.
     """
     check_numbers(config)
+    check_template(config.template)
     read_mesh(config.mesh)
     check_judges(config.judges, config.reward_cpus, "")
     if config.temperature is not None and 0 < config.temperature < 1e-5:

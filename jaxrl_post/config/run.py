@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from jaxrl_post.config.data import TemplateConfig
 from jaxrl_post.config.fields import (
     ANY,
     COUNT,
@@ -154,9 +155,11 @@ class RunConfig:
         seed: seed of the initial weights, the order of the data and the sampling noise.
         mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
             fsdp, ep, cp, tp); by default all devices are on dp.
-        model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
+        model: a Hugging Face directory, ORG/NAME on the hub, a preset with random
             weights: demo, tiny, small, or a published size such as qwen3-0.6b
-            (jaxrl_post.pretrained.presets).
+            (jaxrl_post.pretrained.presets), or an adapter of PEFT. An adapter is merged
+            into its base first, with `lora` too, which trains a new one on top.
+        base: model under an adapter; None for the one that the adapter names.
         revision: branch, tag or commit of a --model on the hub.
         dtype: dtype of the parameters; None for the checkpoint's own, float32 for a
             preset.
@@ -168,6 +171,7 @@ class RunConfig:
         checkpoint: when the run is saved.
         warm_start: supervised steps of a preset.
         lora: an adapter to train in place of the model.
+        template: what the chat template reads beside the conversation.
         kernels: what computes attention and the trainer's log-probs: "auto", the Pallas
             kernels on TPUs and Hopper GPUs where they take the dtype and the sizes, and
             XLA programs elsewhere; "xla", XLA programs; "pallas_tpu" and "pallas_gpu",
@@ -183,6 +187,7 @@ class RunConfig:
     seed: Annotated[int, SEED] = 0
     mesh: Annotated[str, FREE] = ""
     model: str = "demo"
+    base: str | None = None
     revision: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     steps: Annotated[int, COUNT, FREE] = 200
@@ -194,6 +199,7 @@ class RunConfig:
     )
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
+    template: TemplateConfig = field(default_factory=TemplateConfig)
     kernels: Annotated[Literal["auto", "xla", "pallas_tpu", "pallas_gpu"], FREE] = (
         "auto"
     )

@@ -1,10 +1,11 @@
 """The options of the programs that only sample for others: the server, the chat."""
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from jaxrl_post.config.data import TemplateConfig, check_template
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import (
     ANY,
@@ -27,10 +28,15 @@ class ServeConfig:
     """What to serve, where, and for how many.
 
     Attributes:
-        model: a Hugging Face directory, ORG/NAME on the hub, or a preset with random
-            weights: demo, tiny, small, or a published size such as qwen3-0.6b.
+        model: a Hugging Face directory, an adapter of PEFT, ORG/NAME on the hub, or a
+            preset with random weights: demo, tiny, small, or a published size such as
+            qwen3-0.6b.
+        base: model under an adapter; None for the one that the adapter names.
         revision: branch, tag or commit of a model on the hub.
         env: environment whose texts train the tokenizer of a preset.
+        template: what the chat template reads beside the conversation, where a request
+            does not say otherwise (chat_template_kwargs). For the model of a run,
+            variables that are not given are those of the run.
         name: what clients call the model; None for the directory's name, or `model` as
             it is.
         host: address to listen on; another than this machine's own loopback needs
@@ -63,8 +69,10 @@ class ServeConfig:
     """
 
     model: str
+    base: str | None = None
     revision: str | None = None
     env: str = "arithmetic"
+    template: TemplateConfig = field(default_factory=TemplateConfig)
     name: str | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Range(0, 65535)] = 8000
@@ -93,6 +101,7 @@ def check_server(config: ServeConfig) -> None:
         MeshError: --mesh cannot be read.
     """
     check_numbers(config)
+    check_template(config.template)
     read_mesh(config.mesh)
     check_paths(config)
     if config.max_model_len == 1:
@@ -124,14 +133,16 @@ class ChatConfig:
     """Which model to talk to, and how it answers.
 
     Attributes:
-        model: a Hugging Face directory, a run, ORG/NAME on the hub, or a preset with
-            random weights.
+        model: a Hugging Face directory, a run, an adapter of PEFT, ORG/NAME on the hub,
+            or a preset with random weights.
         step: step of the run whose checkpoint is read; None for the model of a finished
             run, and for the newest checkpoint of one that is not.
-        base: where the config.json and the tokenizer of the model of such a run are;
-            None for the one that the run names.
+        base: where the config.json and the tokenizer of the model of such a run are, or
+            the model under an adapter; None for the one that the run or adapter names.
         revision: branch, tag or commit of a model on the hub.
         env: environment whose texts train the tokenizer of a preset.
+        template: what the chat template reads beside the conversation; for the model
+            of a run, variables that are not given are those of the run.
         system: a system message before the first one.
         tools: what the model may call, as in training: python, shell,
             search?corpus=FILE, mcp?command=["..."], http?url=...&tools=FILE, or
@@ -158,6 +169,7 @@ class ChatConfig:
     base: str | None = None
     revision: str | None = None
     env: str = "arithmetic"
+    template: TemplateConfig = field(default_factory=TemplateConfig)
     system: str | None = None
     tools: tuple[str, ...] = ()
     max_turns: Annotated[int, COUNT] = 8
@@ -180,5 +192,6 @@ def check_chat(config: ChatConfig) -> None:
         MeshError: --mesh cannot be read.
     """
     check_numbers(config)
+    check_template(config.template)
     read_mesh(config.mesh)
     check_paths(config)

@@ -29,8 +29,6 @@ __all__ = [
 
 # The attributes to read from a turn that is not a mapping.
 FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
-# Variables that `rendered` sets itself.
-TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
 # Data sets use several names for a turn's reasoning; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks the end of a message to be continued; the space at its end shows whether the
@@ -72,11 +70,12 @@ class Options:
     Attributes:
         tools: JSON schemas of functions, as in chat APIs.
         documents: mappings with the keys that the template reads, such as "title".
-        variables: further variables by name, such as {"enable_thinking": False}.
+        variables: further variables by name, such as {"enable_thinking": False}, on
+            top of the tokenizer's.
         template: name of the template, if the tokenizer has several; None for
             "tool_use" if it exists and there are tools, else for "default".
-        now: the time that the template sees; None for the current time, with which
-            the tokens of some templates change from day to day.
+        now: the time that the template sees; None for that of the tokenizer, or else
+            the current time, with which some templates' tokens change from day to day.
         adapt: gives calls in the form that the template takes, with arguments as an
             object or as JSON text; otherwise as they are, as transformers does.
     """
@@ -89,10 +88,10 @@ class Options:
     adapt: bool = False
 
     def __post_init__(self) -> None:
-        taken = [name for name in TAKEN if name in self.variables]
+        taken = [name for name in templates.GIVEN if name in self.variables]
         if taken:
             raise ValueError(
-                f"Options: variables must not be named {', '.join(TAKEN)}; "
+                f"Options: variables must not be named {', '.join(templates.GIVEN)}; "
                 f"got {', '.join(taken)}"
             )
 
@@ -111,6 +110,7 @@ def render(
     options: Options = Options(),
     *,
     continue_final: bool = False,
+    prompt: bool = True,
     check: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, ...]:
     """Token ids of a conversation, up to the start of the assistant's answer.
@@ -125,6 +125,8 @@ def render(
         messages: the conversation so far, at least one message.
         options: inputs of the template.
         continue_final: leaves the last message open, to be continued.
+        prompt: ends with the head of the assistant's next turn, if no message is left
+            open; without, with the end of the last message.
         check: called with the text before it is tokenised; may refuse it by raising.
 
     Raises:
@@ -139,7 +141,8 @@ def render(
         text = ""
         for number, message in enumerate(map(row_of, messages), 1):
             text += text_of(message)
-            if message["role"] == "assistant" and number < len(messages):
+            ended = number < len(messages) or not (prompt or continue_final)
+            if message["role"] == "assistant" and ended:
                 text += tokenizer.eos_token
         check(text)
         return _open_end(tokenizer, text)
@@ -147,7 +150,7 @@ def render(
         tokenizer,
         messages,
         options,
-        prompt=not continue_final,
+        prompt=prompt and not continue_final,
         continue_final=continue_final,
     )
     check(text)
@@ -222,6 +225,7 @@ def render_reply(
     *,
     stop_id: int | None,
     continue_final: bool = False,
+    prompt: bool = True,
 ) -> tuple[int, ...]:
     r"""Token ids between the assistant's sampled turn and its next turn.
 
@@ -241,6 +245,7 @@ def render_reply(
         options: inputs of the template.
         stop_id: the stop token that was sampled; None if the turn has none.
         continue_final: as `render`.
+        prompt: as `render`.
 
     Raises:
         RewrittenError: the template renders earlier turns differently if later turns
@@ -257,7 +262,12 @@ def render_reply(
     """
     if tokenizer.chat_templates:
         text, space = _following(
-            tokenizer, before, messages, timed(options), continue_final
+            tokenizer,
+            before,
+            messages,
+            timed(tokenizer, options),
+            continue_final=continue_final,
+            prompt=prompt and not continue_final,
         )
     else:
         text, space = tokenizer.eos_token, ""
@@ -273,7 +283,9 @@ def _following(
     before: Messages,
     messages: Messages,
     options: Options,
+    *,
     continue_final: bool,
+    prompt: bool,
 ) -> tuple[str, str]:
     """The text from an answer's stop token on, and the template's space before it."""
     shorter = render_text(tokenizer, before, options, prompt=False)
@@ -281,7 +293,7 @@ def _following(
         tokenizer,
         [*before, *messages],
         options,
-        prompt=not continue_final,
+        prompt=prompt,
         continue_final=continue_final,
     )
     kept = spans.closed(shorter, longer, tokenizer.stop_tokens)
@@ -291,9 +303,9 @@ def _following(
             "so tokens that were sampled would change; send the messages without token "
             "ids, to have all of them written again"
         )
-    prompt = render_text(tokenizer, before[:-1], options) if before[1:] else ""
+    asked = render_text(tokenizer, before[:-1], options) if before[1:] else ""
     # The prompt may hold text that a finished turn has not, such as <think>.
-    begin = len(prompt) if kept.startswith(prompt) else 0
+    begin = len(asked) if kept.startswith(asked) else 0
     end = spans.answer_end(kept, tokenizer.stop_tokens, begin)
     turn, content = kept[begin:end], row_of(before[-1]).get("content")
     # Is the space at the end the answer's own, or the template's, as in Llama 2?
@@ -301,9 +313,9 @@ def _following(
     return longer[end:], "" if own else turn[len(turn.rstrip()) :]
 
 
-def timed(options: Options) -> Options:
+def timed(tokenizer: Tokenizer, options: Options) -> Options:
     """Fixes the time, because several renderings are compared."""
-    return replace(options, now=options.now or datetime.datetime.now())
+    return replace(options, now=options.now or tokenizer.now or datetime.datetime.now())
 
 
 def rendered(
@@ -328,12 +340,13 @@ def rendered(
     try:
         variables = {
             **tokenizer.special_tokens,
-            **_plain_value(options.variables, "variables"),
+            **tokenizer.variables,
+            **templates.plain(options.variables, "variables"),
             "messages": [
-                _plain_value(row, f"messages[{i}]") for i, row in enumerate(rows)
+                templates.plain(row, f"messages[{i}]") for i, row in enumerate(rows)
             ],
-            "tools": _plain_value(tools, "tools"),
-            "documents": _plain_value(documents, "documents"),
+            "tools": templates.plain(tools, "tools"),
+            "documents": templates.plain(documents, "documents"),
             "add_generation_prompt": prompt,
         }
     except RecursionError as error:
@@ -341,7 +354,7 @@ def rendered(
             "chat: the messages, tools or variables are nested too deep to be written; "
             "send flatter ones"
         ) from error
-    return templates.run(source, variables, now=options.now)
+    return templates.run(source, variables, now=options.now or tokenizer.now)
 
 
 def row_of(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
@@ -400,25 +413,4 @@ def _marked(content: Any) -> tuple[str, Any]:
             return part["text"], parts
     raise TokenizerError(
         f"chat: the last message has no text to be continued; got {content!r}"
-    )
-
-
-def _plain_value(value: Any, name: str) -> Any:
-    """A copy of plain JSON types, so that templates get no objects with methods."""
-    if value is None or isinstance(value, bool):
-        return value
-    # A subclass, such as a string enumeration, may have other methods.
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, Mapping):
-        return {key: _plain_value(item, name) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_plain_value(item, name) for item in value]
-    raise TokenizerError(
-        f"chat: {name} must be made of what JSON has (text, numbers, lists, mappings); "
-        f"got {value!r} of type {type(value).__name__}"
     )

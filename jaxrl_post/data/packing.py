@@ -388,9 +388,7 @@ def largest_row(
     80
     """
     share = microbatch_tokens // rows
-    # The largest size that is not above the share.
-    step = _step(share + 1)
-    share = share // step * step
+    share -= share % _step(share + 1)
     if batch_tokens is not None:
         share = min(share, _rounded(-(-batch_tokens // rows)))
     return max(share, _rounded(longest))
@@ -421,7 +419,7 @@ def _longest_path(unit: Unit) -> int:
 
 def _step(tokens: int) -> int:
     """Distance of row lengths just below `tokens`: eighths of a power of two."""
-    return max(1, 1 << max(0, (tokens - 1).bit_length() - 4))
+    return 1 << max(0, (tokens - 1).bit_length() - 4)
 
 
 def _rounded(tokens: int) -> int:

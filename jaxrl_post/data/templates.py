@@ -10,14 +10,14 @@ made (`template_sizes.py`).
 import datetime
 import json
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -27,10 +27,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jaxrl_post.data.template_sizes import COMPARED, REFUSED, Sizes, bounded
 from jaxrl_post.data.tokenizer_files import TokenizerError
 
-__all__ = ["MAX_STEPS", "Rendered", "run"]
+__all__ = ["MAX_STEPS", "Rendered", "names_read", "plain", "run", "tells_time"]
 
 MAX_STEPS = 200_000  # loop steps and calls per rendering
 MAX_REASON = 2000  # characters of the reason of a failure, which a template may raise
+
+# What the caller of `run` gives for every conversation.
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
+STRFTIME = "strftime_now"
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,35 @@ def run(
         return Rendered(text, None)
     spans = tuple((begin, begin + len(block)) for begin, block in state.generated)
     return Rendered(text, spans)
+
+
+def plain(value: Any, name: str) -> Any:
+    """A copy of plain JSON types, so that templates get no objects with methods.
+
+    Args:
+        value: of any type.
+        name: what it is, for the error.
+
+    Raises:
+        TokenizerError: it is not made of what JSON has.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    # A subclass, such as a string enumeration, may have other methods.
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item, name) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [plain(item, name) for item in value]
+    raise TokenizerError(
+        f"chat: {name} must be made of what JSON has (text, numbers, lists, mappings); "
+        f"got {value!r} of type {type(value).__name__}"
+    )
 
 
 def _failure(error: Exception) -> str:
@@ -270,7 +303,37 @@ def _step() -> None:
 
 
 @lru_cache(maxsize=32)
+def names_read(source: str) -> frozenset[str]:
+    """The variables that a template reads, beside those of every conversation.
+
+    >>> sorted(names_read("{{ messages }}{% if effort is defined %}!{% endif %}"))
+    ['effort']
+    """
+    environment = _environment()
+    try:
+        found = meta.find_undeclared_variables(environment.parse(source))
+    except jinja2.TemplateError as error:
+        raise TokenizerError(f"chat: the chat template {_failure(error)}") from error
+    return frozenset(found - environment.globals.keys() - {*GIVEN})
+
+
+def tells_time(source: str) -> bool:
+    """Whether a template may write the time, so that its text changes with the day."""
+    try:
+        tree = _environment().parse(source)
+    except jinja2.TemplateError:  # an error where it is rendered
+        return False
+    return any(name.name == STRFTIME for name in tree.find_all(nodes.Name))
+
+
+@lru_cache(maxsize=32)
 def _compiled(source: str) -> tuple[jinja2.Template, bool]:
+    environment = _environment()
+    template = environment.from_string(source)
+    return template, getattr(environment, "has_blocks", False)
+
+
+def _environment() -> "_Environment":
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -280,12 +343,11 @@ def _compiled(source: str) -> tuple[jinja2.Template, bool]:
     # jinja's own tojson escapes HTML.
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals[STRFTIME] = _strftime_now
     # Random words, of any number.
     del environment.globals["lipsum"]
     bounded(environment, lambda: _current.get().sizes)
-    template = environment.from_string(source)
-    return template, getattr(environment, "has_blocks", False)
+    return environment
 
 
 def _to_json(

@@ -1,14 +1,18 @@
 """The tokenizer of a model: its tokenizer.json, special tokens and chat template."""
 
+import copy
+import datetime
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxrl_post.data.templates import names_read
 from jaxrl_post.data.tokenizer_files import (
     TextError,
     TokenizerError,
@@ -39,6 +43,9 @@ class Tokenizer:
         special_tokens: variables of chat templates, such as "bos_token", to tokens.
         num_embeddings: number of the model's embeddings; None for no limit on the ids.
         settings: all of the base's tokenizer_config.json, which `save` keeps.
+
+    `variables` and `now` are what templates read where `chat.Options` say nothing else;
+    see `with_template`.
     """
 
     def __init__(
@@ -64,6 +71,8 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.num_embeddings = num_embeddings
         self.settings = dict(settings or {})
+        self.variables: Mapping[str, Any] = {}
+        self.now: datetime.datetime | None = None
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
@@ -175,7 +184,8 @@ class Tokenizer:
         tokens = {token.content for token in added} | {
             token for token in named if token
         }
-        return find_turn_end(template, self.special_tokens, tokens)
+        given = {**self.special_tokens, **self.variables}
+        return find_turn_end(template, given, tokens)
 
     @property
     def eos_id(self) -> int:
@@ -233,14 +243,43 @@ class Tokenizer:
                 f"({self.backend.id_to_token(last)!r}), the model has only "
                 f"{num_embeddings} embeddings; they do not belong together"
             )
-        return Tokenizer(
-            self.backend,
-            stop_ids=self._named_stops,
-            chat_template=self.chat_templates,
-            special_tokens=self.special_tokens,
-            num_embeddings=num_embeddings,
-            settings=self.settings,
-        )
+        restricted = copy.copy(self)
+        restricted.num_embeddings = num_embeddings
+        return restricted
+
+    def with_template(
+        self,
+        *,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        now: datetime.datetime | None = None,
+    ) -> "Tokenizer":
+        """This tokenizer, with what its chat templates read beside a conversation.
+
+        `chat.Options` of a rendering go before both. The files that `save` writes stay
+        as they are.
+
+        Args:
+            variables: JSON values by name, such as {"enable_thinking": False}.
+            now: the time that the templates see; None for the time of a rendering.
+
+        Raises:
+            TokenizerError: no template reads one of the variables.
+
+        >>> asks = "{% for m in messages %}{{ m.content }}{{ effort }}{% endfor %}"
+        >>> plain = Tokenizer.train(["12"], chat_template=asks)
+        >>> plain.with_template(variables={"efort": 1})
+        Traceback (most recent call last):
+        ...
+        jaxrl_post.data.tokenizer_files.TokenizerError: chat: the chat template does ...
+        """
+        if variables:
+            self._check_read(variables)
+        given = copy.copy(self)
+        given.variables, given.now = dict(variables), now
+        # They follow from renderings.
+        for name in ("stop_ids", "turn_end"):
+            vars(given).pop(name, None)
+        return given
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
         """Token ids of a text; `special` adds the special tokens around it (BOS).
@@ -364,6 +403,19 @@ class Tokenizer:
         names = {**({"eos_token": eos} if eos else {}), **self.special_tokens}
         write_settings(directory, self.settings, names, self.chat_templates)
         write_stop_ids(directory, self.stop_ids)
+
+    def _check_read(self, variables: Mapping[str, Any]) -> None:
+        """Raises TokenizerError if no chat template reads one of the variables."""
+        known = set[str]().union(*map(names_read, self.chat_templates.values()))
+        known -= self.special_tokens.keys()
+        unread = ", ".join(name for name in variables if name not in known)
+        if unread:
+            raise TokenizerError(
+                f"chat: the chat template does not read {unread}; it reads "
+                f"{', '.join(sorted(known)) or 'no variables'}"
+                if self.chat_templates
+                else f"chat: without a chat template nothing reads {unread}"
+            )
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
         if self.num_embeddings is not None:

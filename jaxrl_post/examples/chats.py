@@ -1,6 +1,6 @@
 """The user's own conversations and texts for supervised fine-tuning."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -57,6 +57,13 @@ class Chats:
                 else [turn.get("content") or "" for turn in each.messages]
             )
         )
+
+    def contents(self, split: Split, index: int) -> Iterable[str]:
+        """The texts of a conversation; none of a plain text, which is not rendered."""
+        each = self._of(split)[index]
+        turns = () if isinstance(each, Text) else each.messages
+        texts = (turn.get("content") for turn in turns)
+        return [text for text in texts if isinstance(text, str)]
 
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int

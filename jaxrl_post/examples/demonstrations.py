@@ -1,7 +1,7 @@
 """Demonstrations of an environment's tasks, for supervised fine-tuning."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxrl_post.config.data import OnUnwritten
@@ -65,6 +65,13 @@ class Demonstrations:
             )
             tasks = tasks.only(split, kept)
         return replace(self, environment=tasks)
+
+    def contents(self, split: Split, index: int) -> Iterable[str]:
+        """The texts of the prompt and its demonstration."""
+        task = self._tasks.tasks(split)[index]
+        answer = self._demonstration(task)
+        said = answer.content if isinstance(answer, Message) else answer
+        return (*(message.content for message in task.messages), said)
 
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int

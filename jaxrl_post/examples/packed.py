@@ -18,6 +18,7 @@ from jaxrl_post.data.steps import Solution, judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.unpaired import answers_to_others
 from jaxrl_post.envs.env import Message, Split
+from jaxrl_post.examples.rendered import Rendered
 from jaxrl_post.examples.tasks import SPLITS, dropped, left_out
 from jaxrl_post.examples.texts import shortened
 from jaxrl_post.types import TokenBatch
@@ -65,6 +66,10 @@ class Examples(Protocol):
         """Texts to train a preset's tokenizer."""
         ...
 
+    def contents(self, split: Split, index: int) -> Iterable[str]:
+        """The texts of an example's turns, as the data has them."""
+        ...
+
 
 @runtime_checkable
 class Checked(Examples, Protocol):
@@ -107,6 +112,10 @@ class Splits[Item: Preference | Judged | Solution](Checked):
         return shortened(
             text for item in self.train[:TEXTS] for text in self.texts_of(item)
         )
+
+    def contents(self, split: Split, index: int) -> Iterable[str]:
+        """The texts of an item."""
+        return self.texts_of(self.items(split)[index])
 
     @abstractmethod
     def said_of(self, item: Item) -> Iterable[str]:
@@ -275,6 +284,11 @@ class Mismatched:
         """The texts of the judged answers."""
         return self.judgements.texts()
 
+    def contents(self, split: Split, index: int) -> Iterable[str]:
+        """The texts of the prompt, and the other answer."""
+        prompt = self.judgements.items(split)[index].messages
+        return (*(message.content for message in prompt), self.answers[split][index])
+
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:
@@ -436,9 +450,11 @@ def fitting(
         ConfigError: no example is left, or as `examples.tasks.dropped`.
     """
     lengths, total = Lengths.of(tokenizer), examples.size(split)
+    rendered = Rendered(tokenizer)
     missing: dict[int, tuple[str, ...]] = {}
 
     def fits(index: int) -> bool:
+        rendered.look(examples.contents(split, index))
         try:
             texts = examples.written(tokenizer, split, index)
         except ConfigError:
@@ -457,6 +473,7 @@ def fitting(
         )
 
     kept = [index for index in range(total) if fits(index)]
+    rendered.warn(f"{split} {noun}")
     out = dropped(missing, f"{split} {noun}", on_unwritten)
     kept, total = [index for index in kept if index not in out], total - len(out)
     if total and not kept:

@@ -16,6 +16,7 @@ from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.tools import no_tools
 from jaxrl_post.envs import Environment, Message, Task, TaskSequence
 from jaxrl_post.envs.env import Split
+from jaxrl_post.examples.rendered import Rendered
 
 __all__ = [
     "SPLITS",
@@ -212,12 +213,13 @@ def fitting_prompts(
             tasks.tasks(split), tokenizer, split, tasks.name, on_unwritten
         )
         tasks = tasks.only(split, kept)
-    lengths, longest = Lengths.of(tokenizer), 0
+    lengths, longest, rendered = Lengths.of(tokenizer), 0, Rendered(tokenizer)
     for split in SPLITS:
         each = tasks.tasks(split)
         measure = partial(_prompt, tokenizer, split, tasks.name)
         kept: list[int] = []
         for index, task in enumerate(each):
+            rendered.look(message.content for message in task.messages)
             text = measure(task, written)
             fits = lengths.fits(text, limit or context)
             most = lengths.at_most(text)
@@ -228,6 +230,7 @@ def fitting_prompts(
                 longest = max(longest, size if fits else 0)
             if fits:
                 kept.append(index)
+        rendered.warn(f"{split} tasks of {tasks.name}")
         if not kept:
             raise ConfigError(
                 f"{option}: all {len(each)} {split} tasks of {tasks.name} have a "

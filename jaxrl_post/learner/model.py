@@ -16,6 +16,12 @@ from jax.sharding import Mesh
 
 import jaxrl_post
 from jaxrl_post import models, pretrained
+from jaxrl_post.config.data import (
+    AS_IT_IS,
+    TemplateConfig,
+    date_of,
+    variables_of,
+)
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
@@ -28,6 +34,7 @@ from jaxrl_post.pretrained.directory import CONFIG_FILE, read_config_file
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.names import nearest_first
 from jaxrl_post.pretrained.orbax_files import is_orbax_directory
+from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.pretrained.peft.files import save_adapter
 from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.records import outputs
@@ -159,6 +166,7 @@ def open_model(
     head: Head = "lm",
     rules: Rules = DEFAULT_RULES,
     option: str = "--model",
+    template: TemplateConfig = AS_IT_IS,
 ) -> Model:
     """Loads a model directory, or initialises a preset and trains its tokenizer.
 
@@ -171,10 +179,12 @@ def open_model(
         head: head of the model; if the directory has no value head, it gets zeros.
         rules: mesh axes of every logical axis.
         option: name of the option that gives `name`, for errors.
+        template: what its chat template reads beside a conversation.
 
     Raises:
         ConfigError: `name` is neither a directory nor a preset, it is a reward model
-            but `head` is "lm", or its tokenizer cannot be read.
+            but `head` is "lm", its tokenizer cannot be read, or its chat template
+            does not read a variable.
         CheckpointError: its files cannot be read.
         MeshError: the mesh does not fit the devices or the model; raised before weights
             are read or programs compiled.
@@ -217,6 +227,12 @@ def open_model(
         tokenizer = tokenizer.for_model(config.vocab_size)
     except TokenizerError as error:
         raise ConfigError(f"{option}: {name}: {error}") from error
+    try:
+        tokenizer = tokenizer.with_template(
+            variables=variables_of(template), now=date_of(template)
+        )
+    except TokenizerError as error:
+        raise ConfigError(f"--template.variables: {name}: {error}") from error
     return Model(
         name, config, specs, params, tokenizer, device_mesh, rules, preset=not stored
     )
@@ -302,7 +318,7 @@ def save_model(
 def _base_for_peft(model: Model) -> str | None:
     """Returns the name or directory of the base model for PEFT, or None."""
     source = model.source
-    if source is None or is_orbax_directory(source):
+    if source is None or is_orbax_directory(source) or adapter_in(source):
         return None
     # Modules have other names if the directory holds a larger model around this one.
     if read_config_file(source).get("model_type") != model.config.model_type:

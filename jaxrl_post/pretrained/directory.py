@@ -143,6 +143,14 @@ def read_config_file(directory: Path) -> dict[str, Any]:
             f"{directory}: no such directory; models are read from disk, so download "
             f"first: hf download NAME --local-dir DIRECTORY"
         )
+    if (directory / "adapter_config.json").is_file() and not (
+        directory / CONFIG_FILE
+    ).is_file():
+        raise CheckpointError(
+            f"{directory}: an adapter of PEFT and no model; load its base, and the "
+            "adapter over it (pretrained.load_adapter), or merge the two: python -m "
+            "launch.convert"
+        )
     if not (directory / CONFIG_FILE).is_file():
         raise CheckpointError(
             f"{directory}: no {CONFIG_FILE}; this is not a checkpoint directory"

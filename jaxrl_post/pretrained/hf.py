@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxrl_post.models.adapters.lora import merged
 from jaxrl_post.models.config import Head, ModelConfig
 from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.models.spec import is_spec
@@ -51,6 +52,8 @@ from jaxrl_post.pretrained.param_files import (
     load_parameter,
     write_parameters,
 )
+from jaxrl_post.pretrained.peft.beside import adapter_in
+from jaxrl_post.pretrained.peft.files import head_of, load_adapter
 from jaxrl_post.pretrained.quantized_files import dequantized
 from jaxrl_post.pretrained.stored_layers import check_counts, next_token_layers
 from jaxrl_post.pretrained.tensor_files import Tensor, open_tensors
@@ -58,7 +61,7 @@ from jaxrl_post.pretrained.weight_health import WeightHealth
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array
 
-__all__ = ["Format", "load", "save"]
+__all__ = ["Format", "load", "save", "stored_head"]
 
 # The format of the weights.
 type Format = Literal["huggingface", "orbax"]
@@ -81,6 +84,8 @@ def load(
     head: Head | None = None,
 ) -> tuple[ModelConfig, DecoderParams[Array]]:
     """Loads a model directory in either format of `save`.
+
+    An adapter beside its base (`peft.beside`) is merged into it.
 
     On a mesh each process reads only the regions that its own devices hold. Regions are
     read one after the other, so that the host holds about two tensors (one as stored,
@@ -124,7 +129,8 @@ def load(
         wanted = jnp.dtype(dtype_name(raw) if dtype is None else dtype)
     except ValueError as error:
         raise CheckpointError(f"{directory / CONFIG_FILE}: {error}") from error
-    lm = config.head == "lm"
+    lm, adapter = config.head == "lm", adapter_in(directory)
+    head = head or (stored_head(directory) if adapter else None)
     if head is not None:
         _check_head(directory, config.head, head)
         config = replace(config, head=head)
@@ -160,7 +166,20 @@ def load(
     params = jax.tree.unflatten(structure, leaves)
     if config.head == "process" and right_label(raw) == 0:
         params = _with_labels_exchanged(params)
+    if adapter is not None:
+        lora, values = load_adapter(adapter, config, mesh=mesh, rules=rules)
+        params = merged(params, values, config, lora)
     return config, params
+
+
+def stored_head(directory: Path) -> Head:
+    """The head of a model directory; where an adapter has one, that of the adapter.
+
+    Raises:
+        CheckpointError: config.json cannot be read.
+    """
+    head, adapter = read_config(read_config_file(directory)).head, adapter_in(directory)
+    return (adapter and head_of(adapter)) or head
 
 
 def save(

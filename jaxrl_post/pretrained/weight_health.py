@@ -1,5 +1,6 @@
-"""Warns about weights that cannot be right: NaN, infinity or all zeros.
+"""Warns about weights that cannot be right: NaN, infinity, huge or all zeros.
 
+Norms and attention sum squares and products in float32, where huge numbers overflow.
 Neither safetensors nor Orbax stores checksums. An interrupted download often leaves a
 file of the right size that ends in zeros, and a diverged training run saves NaN. Both
 load without an error, so loading warns about them.
@@ -28,6 +29,9 @@ MAGNITUDE = {
     8: (np.uint64, 0x7FFFFFFFFFFFFFFF),
 }
 
+# Of smaller numbers 65,536 squares can be summed in float32.
+HUGE = 2.0**56
+
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 # Elements checked at a time, so that their bits take no more than a few megabytes.
@@ -39,6 +43,7 @@ class WeightHealth:
 
     def __init__(self) -> None:
         self._not_finite: set[str] = set()
+        self._huge: set[str] = set()
         self._zeros: dict[str, bool] = {}
 
     def watched(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -51,7 +56,7 @@ class WeightHealth:
         return watched
 
     def warn(self, tensors: Mapping[str, Tensor], harmless: Collection[str]) -> None:
-        """Warns about tensors with NaN or infinity and about matrices of zeros.
+        """Warns about tensors with NaN, infinity or huge numbers, and zeros alone.
 
         Args:
             tensors: all tensors by name, for the names of their files.
@@ -64,6 +69,10 @@ class WeightHealth:
         }
         for names, what in (
             (self._not_finite, "hold NaN or infinity"),
+            (
+                self._huge - self._not_finite,
+                f"hold numbers beyond {HUGE:.0e}, whose sums of squares overflow",
+            ),
             (zeros, "hold nothing but zeros"),
         ):
             if names:
@@ -78,21 +87,22 @@ class WeightHealth:
 
     def _fetch(self, name: str, fetch: Fetch, region: Index) -> np.ndarray:
         values = fetch(region)
-        largest, limit = _magnitude(values)
-        if largest >= limit:
+        largest = _magnitude(values)
+        if not math.isfinite(largest):
             self._not_finite.add(name)
+        elif largest >= HUGE:
+            self._huge.add(name)
         self._zeros[name] = self._zeros.get(name, True) and largest == 0
         return values
 
 
-def _magnitude(values: np.ndarray) -> tuple[int, int]:
-    """Returns the largest absolute value and infinity, both as bits."""
+def _magnitude(values: np.ndarray) -> float:
+    """Returns the largest absolute value; not finite if one of them is not."""
     dtype, mask = MAGNITUDE[values.dtype.itemsize]
-    infinity = np.array(np.inf, values.dtype).view(dtype)
     bits = np.ascontiguousarray(values).reshape(-1).view(dtype)
     starts = range(0, bits.size, CHUNK)
     largest = max(
         (int((bits[start : start + CHUNK] & dtype(mask)).max()) for start in starts),
         default=0,
     )
-    return largest, int(infinity)
+    return float(np.array(largest, dtype).view(values.dtype))

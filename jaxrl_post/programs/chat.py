@@ -25,6 +25,7 @@ from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.model import Model, context_of, open_model
 from jaxrl_post.programs.convert import convert
 from jaxrl_post.programs.hub import fetch
+from jaxrl_post.programs.template import template_line, with_run
 from jaxrl_post.records.visible import visible
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
@@ -265,7 +266,11 @@ def run_chat(config: ChatConfig, *, console: Console, command: str = "") -> None
     """
     del command
     check_chat(config)
+    template = with_run(config.template, config.model)
+    config = dataclasses.replace(config, template=template)
     model = _model(config, console)
+    if line := template_line(template, model.tokenizer):
+        console.print(line, markup=False, highlight=False)
     with jax.set_mesh(model.mesh):
         conversation = Conversation(config, model)
         console.print(
@@ -319,6 +324,7 @@ def _opened(config: ChatConfig, console: Console) -> Model:
         dtype=config.dtype,
         seed=config.seed,
         make_tokenizer=lambda size: environment_tokenizer(environment(), size),
+        template=config.template,
     )
 
 

@@ -30,6 +30,7 @@ from jaxrl_post.data.generation import (
 from jaxrl_post.envs import AgentEnvironment, Environment, Task, WorkerPool
 from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.examples.environment import check_functions, make_environment
+from jaxrl_post.examples.rendered import Rendered
 from jaxrl_post.examples.tasks import distinct, fully_written
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.files import replace_file
@@ -40,6 +41,7 @@ from jaxrl_post.programs.hub import fetch
 from jaxrl_post.programs.layouts import SamplerLayout
 from jaxrl_post.programs.rl import make_engine
 from jaxrl_post.programs.scores import Scores, score, solves
+from jaxrl_post.programs.template import of_evaluation, template_line
 from jaxrl_post.rollout.collector import Sampler
 from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.sampler import Completion, Request, SamplingParams
@@ -169,6 +171,10 @@ def evaluate(
         config.data.on_unwritten,
     )
     tasks = [tasks[index] for index in kept]
+    rendered = Rendered(model.tokenizer)
+    for task in tasks:
+        rendered.look(message.content for message in task.messages)
+    rendered.warn(f"{config.split} tasks of {environment.name}")
     prompts = [
         len(chat.render(model.tokenizer, task.messages, chat.with_tools(task.tools)))
         for task in tasks
@@ -238,6 +244,8 @@ def run_evaluation(
     begin = time.perf_counter()
     check_evaluation(config)
     refuse_runs(config.model)
+    template = of_evaluation(config.template, config.model)
+    config = dataclasses.replace(config, template=template)
     fetched = fetch(config, console=console)
     environment = make_environment(config.env, fetched.config.data, config.tools)
     check_functions(environment, config.reward_deadline_s, config.split)
@@ -247,7 +255,10 @@ def run_evaluation(
         dtype=config.dtype,
         seed=config.seed,
         make_tokenizer=partial(environment_tokenizer, environment),
+        template=template,
     )
+    if line := template_line(template, model.tokenizer):
+        console.print(line, markup=False, highlight=False)
     groups = evaluate(config, model, environment, console=console)
     sampling, unsupported = sampling_of(config, model)
     parts = {i: task.part for i, task in enumerate(_tasks(config, environment))}

@@ -3,7 +3,8 @@
 A model is ORG/NAME or ORG/NAME@REVISION, a file of a data set
 hf://datasets/ORG/NAME/FILE or hf://datasets/ORG/NAME@REVISION/FILE. `fetch` downloads
 them and replaces the names by local paths, before anything is read or compiled. It also
-returns the commit of each name, so that a resumed run uses the same commits. Address,
+returns the commit of each name, so that a resumed run uses the same commits. An adapter
+of PEFT is put beside its base, wherever either is from. Address,
 cache and token are those of huggingface_hub (HF_ENDPOINT, HF_HOME, `hf auth login`).
 """
 
@@ -20,6 +21,8 @@ from rich.console import Console
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.paths import FILES, MAIN_MODELS, MODELS
 from jaxrl_post.config.run import RunConfig
+from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.peft.beside import base_of, beside_base, is_adapter
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.path import run_path
 
@@ -35,7 +38,7 @@ FILE = re.compile(rf"hf://datasets/({PART}/{PART})(?:@({REVISION}))?/(.+)")
 # Files that are downloaded: not the same weights in other formats.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 LEFT_OUT = ("*/*.safetensors", "*/*.json", "consolidated*.safetensors")
-CONFIG_ALONE = ("config.json",)
+CONFIG_ALONE = ("config.json", "adapter_config.json")
 
 
 class Source(NamedTuple):
@@ -128,6 +131,73 @@ def fetch[Config](
         raise ConfigError(
             "--revision: is of a model on the hub, named as ORG/NAME; drop the option"
         )
+    found = Fetched(local, commits, names)
+    return _with_bases(found, config, {**pinned, **commits}, console, weights)
+
+
+def _with_bases[Config](
+    found: Fetched[Config],
+    given: Config,
+    pinned: Mapping[str, str],
+    console: Console,
+    weights: bool,
+) -> Fetched[Config]:
+    """Puts each adapter beside its base, which is downloaded where it is on the hub.
+
+    Args:
+        found: with local paths of what the options name.
+        given: the configuration as the user gave it.
+        pinned: as `fetch`.
+        console: as `fetch`.
+        weights: as `fetch`.
+
+    Raises:
+        ConfigError: an adapter's base cannot be had, or `base` is given without one.
+    """
+    local, base = found.config, _value(found.config, "base")
+    commits, names = dict(found.commits), dict(found.names)
+    folder = Path.home() / ".cache/jaxrl_post/adapters"
+    for path in MODELS:
+        adapter, option = _value(local, path), _option(path)
+        if adapter is None or path == "base":
+            continue
+        try:
+            if not is_adapter(Path(adapter)):
+                continue
+            named, revision = (
+                (base, None)
+                if base is not None and path in MAIN_MODELS
+                else base_of(Path(adapter))
+            )
+            under = Path(named)
+            if not under.is_dir():
+                source = _source(path, named, revision)
+                if source is None:
+                    raise ConfigError(
+                        f"{option}: {adapter} is an adapter of {named!r}, which is "
+                        "neither a directory here nor a name on the hub; give the "
+                        "model under it with --base, or write where it is into "
+                        "base_model_name_or_path of its adapter_config.json"
+                    )
+                under = _snapshot(
+                    source, option, pinned.get(source.key), weights=weights
+                )
+                commits[source.key] = under.name
+            made = beside_base(Path(adapter), under, folder)
+        except CheckpointError as error:
+            raise ConfigError(f"{option}: {error}") from error
+        names.setdefault(path, _value(given, path))
+        local = _replaced(local, path, str(made))
+        if path in MAIN_MODELS and base is not None:
+            names.setdefault("base", _value(given, "base"))
+            local, base = _replaced(local, "base", None), None
+        line = f"{names[path]}: an adapter, merged into {named}"
+        console.print(line, markup=False, highlight=False)
+    if base is not None and not hasattr(given, "step"):
+        raise ConfigError(
+            f"--base: is the model under an adapter, and {_value(given, 'model')} is "
+            "none; drop the option"
+        )
     return Fetched(local, commits, names)
 
 
@@ -214,7 +284,8 @@ def _checked(source: Source, folder: Path, option: str, *, weights: bool) -> Pat
             f"{option}: the data set {source.repository} has no file {source.file!r} "
             f"at {source.revision or 'main'}; correct the name"
         )
-    if source.file is None and not (folder / "config.json").is_file():
+    adapter = (folder / "adapter_config.json").is_file()
+    if source.file is None and not adapter and not (folder / "config.json").is_file():
         raise ConfigError(
             f"{option}: {source.repository} has no config.json; it is not a model of "
             "transformers"

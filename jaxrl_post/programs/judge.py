@@ -10,6 +10,7 @@ References:
 """
 
 import dataclasses
+import datetime
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,7 @@ from jaxrl_post.learner.learner import Scorer
 from jaxrl_post.learner.model import read_tokenizer
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.pretrained.directory import read_config_file
-from jaxrl_post.pretrained.families import read_config
+from jaxrl_post.pretrained.hf import stored_head
 from jaxrl_post.rollout.episode import ENVIRONMENT, Episode, Group, Turn
 from jaxrl_post.sharding import Rules, split_size
 from jaxrl_post.types import PyTree
@@ -192,7 +192,7 @@ def check_judge(options: RewardModelConfig) -> None:
     """
     if options.model is None:
         return
-    head = read_config(read_config_file(Path(options.model))).head
+    head = stored_head(Path(options.model))
     if head not in ("value", "process"):
         raise ConfigError(
             f"--reward.model: {options.model} is no reward model, its head is "
@@ -202,7 +202,12 @@ def check_judge(options: RewardModelConfig) -> None:
 
 
 def open_judge(
-    options: RewardModelConfig, *, mesh: Mesh, rules: Rules, dtype: jnp.dtype
+    options: RewardModelConfig,
+    *,
+    mesh: Mesh,
+    rules: Rules,
+    dtype: jnp.dtype,
+    now: datetime.datetime | None = None,
 ) -> RewardJudge | None:
     """Opens the reward model of a run; returns None if the run has none.
 
@@ -211,6 +216,8 @@ def open_judge(
         mesh: of the run.
         rules: sharding rules of the run.
         dtype: of the parameters.
+        now: the time that the model's chat template sees; None for that of a
+            rendering.
 
     Raises:
         ConfigError: the directory holds no reward model.
@@ -220,7 +227,7 @@ def open_judge(
     check_judge(options)
     config, params = pretrained.load(options.model, mesh=mesh, rules=rules, dtype=dtype)
     tokenizer = read_tokenizer(options.model, "--reward.model")
-    tokenizer = tokenizer.for_model(config.vocab_size)
+    tokenizer = tokenizer.for_model(config.vocab_size).with_template(now=now)
     return RewardJudge(options, config, params, tokenizer, mesh, rules)
 
 

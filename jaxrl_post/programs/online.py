@@ -342,7 +342,11 @@ def _trainer(
         greedy=algorithm.reads == "greedy",
         by_part=algorithm.reads == "components",
         judge=open_judge(
-            config.reward, mesh=model.mesh, rules=model.rules, dtype=model.dtype
+            config.reward,
+            mesh=model.mesh,
+            rules=model.rules,
+            dtype=model.dtype,
+            now=model.tokenizer.now,
         ),
     )
     updater = Updater(

@@ -14,6 +14,7 @@ from jaxrl_post.config.run import RunConfig, flattened
 from jaxrl_post.examples.tasks import SPLITS, TaskSets
 from jaxrl_post.learner.manifest import find_damage, has_manifest
 from jaxrl_post.learner.model import is_stored
+from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.fingerprints import (
@@ -47,6 +48,7 @@ READ = (
     "*.safetensors", "*.safetensors.index.json", "config.json",
     "generation_config.json", "tokenizer*.json", "special_tokens_map.json",
     "chat_template.json", "*.jinja", "additional_chat_templates/*.jinja", "params/**/*",
+    "adapter/adapter_*",
 )  # fmt: skip
 
 # Of the tasks, and of the model that a preset's run made, beside the options, in a
@@ -71,7 +73,7 @@ def check_inputs_are_kept(config: RunConfig, folder: Path) -> None:
         if not path or not (os.path.isfile(path) or is_stored(path)):
             continue
         for each in WRITTEN:
-            if _lies_in(Path(path), folder / each):
+            if any(_lies_in(p, folder / each) for p in (Path(path), *_linked(path))):
                 raise ConfigError(
                     f"--{name.replace('_', '-')}: {path} lies in {folder / each}, "
                     "which the run writes; move it out of the run directory, or "
@@ -299,6 +301,12 @@ def _targets(config: RunConfig) -> list[str]:
 
 def _has_checkpoints(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("[0-9]*"))
+
+
+def _linked(path: str) -> list[Path]:
+    """The adapter and the config of a directory that is made of links to them."""
+    adapter = adapter_in(Path(path))
+    return [] if adapter is None else [adapter, Path(path) / "config.json"]
 
 
 def _lies_in(path: Path, folder: Path) -> bool:

@@ -55,6 +55,7 @@ from jaxrl_post.programs.places import (
     initial_of,
     tasks_fingerprint,
 )
+from jaxrl_post.programs.template import begun, template_line
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.fingerprints import Fingerprint
 from jaxrl_post.records.path import run_path
@@ -240,6 +241,8 @@ def open_run[Config: RunConfig](
         # Every process reads before process 0 writes.
         saved = directory.read_description()
         check_unused(directory.path, resume=config.resume, described=saved is not None)
+        template = begun(config.template, saved and saved.config)
+        config = dataclasses.replace(config, template=template)
         if saved is not None:
             # Before its steps are looked at: another run may explain their number.
             check_same_run(directory, fetched.named(_measured_as(saved, config)))
@@ -256,7 +259,10 @@ def open_run[Config: RunConfig](
             seed=config.seed,
             make_tokenizer=make_tokenizer,
             head=head,
+            template=template,
         )
+        if line := template_line(template, model.tokenizer):
+            console.print(line, markup=False, highlight=False)
         if "model" in fetched.names:
             published = fetched.names["model"].partition("@")[0]
             model = dataclasses.replace(model, published=published)

@@ -24,6 +24,7 @@ from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.model import Model, check_context, context_of, open_model
 from jaxrl_post.programs.evaluate import refuse_runs
 from jaxrl_post.programs.hub import fetch
+from jaxrl_post.programs.template import template_line, with_run
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sampler.sizes import PAGE, pages_for
@@ -77,6 +78,7 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
     del command
     check_server(config)
     refuse_runs(config.model)
+    template = with_run(config.template, config.model)
     with _listening(config) as listener:
         fetched = fetch(config, console=console).config
 
@@ -90,7 +92,10 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
             dtype=config.dtype,
             seed=config.seed,
             make_tokenizer=make_tokenizer,
+            template=template,
         )
+        if line := template_line(template, model.tokenizer):
+            console.print(line, markup=False, highlight=False)
         check_context(model.config, config.max_model_len, "--max-model-len")
         rules = model.rules.with_context_as_batch()
         split = split_size("batch", model.mesh, rules) if model.mesh else 1

@@ -128,6 +128,7 @@ class _Asked:
                     fields.messages,
                     options,
                     continue_final=fields.continue_final_message,
+                    prompt=fields.add_generation_prompt,
                     check=served.check_text,
                 )
             else:
@@ -213,13 +214,16 @@ async def _recorded(
     Raises:
         ApiError: the episode has ended, or the template refuses the conversation.
     """
-    if fields.continue_final_message:
-        raise ApiError(
-            400,
-            "continue_final_message: an answer of an episode is whole when it is "
-            "served; send a new message",
-            param="continue_final_message",
-        )
+    for name, usual in (
+        ("continue_final_message", False), ("add_generation_prompt", True)
+    ):  # fmt: skip
+        if getattr(fields, name) != usual:
+            raise ApiError(
+                400,
+                f"{name}: an answer of an episode is whole when it is served; send a "
+                "new message",
+                param=name,
+            )
     recording = recorder.recording
     messages = await asyncio.to_thread(messages_of, fields.messages)
     try:

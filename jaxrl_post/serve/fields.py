@@ -291,7 +291,7 @@ class ChatFields(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Parts | None = None
     reasoning_effort: str | None = None
-    add_generation_prompt: Annotated[bool, _neutral(True)] = True
+    add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: Annotated[bool, _neutral(False)] = False
     echo: Annotated[bool, _neutral(False)] = False
@@ -308,6 +308,7 @@ class ChatFields(SamplingFields):
 
     @model_validator(mode="after")
     def _chat(self) -> "ChatFields":
+        _check_ending(self)
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         needs = self.tool_choice not in (None, "none", "auto")
@@ -316,6 +317,18 @@ class ChatFields(SamplingFields):
         if needs and (self.response_format or self.structured_outputs):
             raise ValueError("a required call leaves no room for a response format")
         return self
+
+
+def _check_ending(fields: "ChatFields | TokenizeFields") -> None:
+    """Refuses an open last message together with the head of a further one."""
+    asked = fields.model_fields_set
+    both = fields.continue_final_message and fields.add_generation_prompt
+    if both and "add_generation_prompt" in asked:
+        raise ValueError(
+            "continue_final_message leaves the last message open, and "
+            "add_generation_prompt begins a further one; give one of them, and "
+            "add_generation_prompt: false with the former"
+        )
 
 
 class ChatTokensFields(ChatFields):
@@ -388,12 +401,14 @@ class TokenizeFields(_Fields):
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _one(self) -> "TokenizeFields":
         if (self.prompt is None) == (not self.messages):
             raise ValueError("give prompt or messages, one of them")
+        _check_ending(self)
         return self
 
 

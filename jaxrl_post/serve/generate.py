@@ -158,7 +158,8 @@ async def tokenize(
                 served.tokenizer,
                 fields.messages,
                 options,
-                continue_final=not fields.add_generation_prompt,
+                continue_final=fields.continue_final_message,
+                prompt=fields.add_generation_prompt,
             )
     except (TokenizerError, ValueError) as error:
         raise ApiError(400, str(error)) from error

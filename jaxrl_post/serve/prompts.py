@@ -71,6 +71,7 @@ def prompt_of(
     options: chat.Options,
     *,
     continue_final: bool = False,
+    prompt: bool = True,
     check: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, ...]:
     """Token ids of a conversation.
@@ -84,6 +85,7 @@ def prompt_of(
         messages: the conversation.
         options: inputs of the template.
         continue_final: as `chat.render`.
+        prompt: as `chat.render`.
         check: as `chat.render`; of a text that follows no served tokens.
 
     Raises:
@@ -99,7 +101,12 @@ def prompt_of(
         last = bool(pinned) and pinned[-1] + 1 == len(messages)
         if not pinned or (last and not continue_final):
             return chat.render(
-                tokenizer, rows, options, continue_final=continue_final, check=check
+                tokenizer,
+                rows,
+                options,
+                continue_final=continue_final,
+                prompt=prompt,
+                check=check,
             )
         place = pinned[-1]
         said = messages[place].generation_token_ids or []
@@ -115,6 +122,7 @@ def prompt_of(
             options,
             stop_id=stop_id,
             continue_final=continue_final,
+            prompt=prompt,
         )
         return (*before, *said, *after)
     except TokenizerError as error:

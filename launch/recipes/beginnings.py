@@ -80,4 +80,6 @@ def is_checkpoint(name: str) -> bool:
 
     A directory with another content may have the name of a preset.
     """
-    return "/" in name or (Path(name) / "config.json").is_file()
+    return "/" in name or any(
+        (Path(name) / file).is_file() for file in ("config.json", "adapter_config.json")
+    )

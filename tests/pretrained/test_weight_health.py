@@ -47,6 +47,35 @@ def test_one_number_that_is_none_is_named(saved, value, dtype):
         pretrained.load(saved)
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(1e38, "float32"), (-1e17, "float32"), (1e30, "float64")]
+)
+def test_a_number_whose_squares_overflow_is_named(saved, value, dtype):
+    def damage(tensors):
+        tensors[NAME] = tensors[NAME].astype(dtype)
+        tensors[NAME][-1, -1] = value
+
+    edit_tensors(saved, damage)
+    with pytest.warns(
+        CheckpointWarning,
+        match=r"tensors hold numbers beyond 7e\+16, whose sums of squares overflow: "
+        r"model\.layers\.1\.mlp\.up_proj\.weight, in model\.safetensors",
+    ):
+        pretrained.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(1e16, "float32"), (65504, "float16"), (-1e16, "float64")]
+)
+def test_a_large_number_that_is_none_of_those_is_right(saved, value, dtype):
+    def enlarge(tensors):
+        tensors[NAME] = tensors[NAME].astype(dtype)
+        tensors[NAME][-1, -1] = value
+
+    edit_tensors(saved, enlarge)
+    pretrained.load(saved)
+
+
 def test_matrices_of_zeros_are_named(saved):
     def damage(tensors):
         tensors[NAME][:] = 0

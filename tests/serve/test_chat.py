@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -355,6 +356,41 @@ def test_an_answer_is_continued_after_served_tokens(client, served):
     # A served answer that is continued itself stays open.
     stopped = told[-1] in served.tokenizer.stop_ids
     assert prompt([*ASK, message]) == (told[:-1] if stopped else told)
+
+
+BEGUN = [*ASK, {"role": "assistant", "content": "The answer is"}]
+HEAD, CLOSED = "<|im_start|>assistant\nThe answer is", "<|im_end|>\n"
+ENDINGS = [
+    # vLLM's pair for an answer that is begun.
+    ({"add_generation_prompt": False, "continue_final_message": True}, HEAD),
+    ({"continue_final_message": True}, HEAD),
+    ({"add_generation_prompt": False}, HEAD + CLOSED),
+    ({}, HEAD + CLOSED + "<|im_start|>assistant\n"),
+]
+
+
+@pytest.mark.parametrize(("options", "ending"), ENDINGS)
+def test_a_prompt_ends_as_the_request_says(client, url, served, options, ending):
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=BEGUN,
+        max_tokens=1,
+        extra_body={**options, "return_token_ids": True},
+    )
+    told = served.tokenizer.backend.decode(
+        answer.prompt_token_ids, skip_special_tokens=False
+    )
+    assert told.endswith(ending)
+    counted = httpx.post(f"{url}/tokenize", json={"messages": BEGUN, **options}).json()
+    assert counted["tokens"] == answer.prompt_token_ids
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+def test_an_open_message_and_a_further_one_contradict_each_other(url, route):
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    refused = httpx.post(f"{url}{route}", json={"messages": BEGUN, **both})
+    assert refused.status_code == 400
+    assert "continue_final_message leaves the last message open" in refused.text
 
 
 def test_a_stop_string_ends_the_text_before_it(client):

@@ -183,7 +183,7 @@ def parts(
     turns = turns[-1:] if only_last else turns
     if not tokenizer.chat_templates:
         return [_plain(tokenizer, rows, only_last)]
-    options = chat.timed(options)
+    options = chat.timed(tokenizer, options)
 
     def render(part: Rows, prompt: bool) -> templates.Rendered:
         return chat.rendered(tokenizer, part, options, prompt)

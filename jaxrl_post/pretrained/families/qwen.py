@@ -77,6 +77,13 @@ def shared_experts(name: str) -> Mapping[str, Weight]:
         "layers.*.experts.shared.down": Weight(
             f"{MLP}.{name}.down_proj.weight", "embed ffn"
         ),
+        "layers.*.experts.shared.gate_bias": Weight(
+            f"{MLP}.{name}.gate_proj.bias", "ffn"
+        ),
+        "layers.*.experts.shared.up_bias": Weight(f"{MLP}.{name}.up_proj.bias", "ffn"),
+        "layers.*.experts.shared.down_bias": Weight(
+            f"{MLP}.{name}.down_proj.bias", "norm"
+        ),
     }
 
 

@@ -30,7 +30,7 @@ from jaxrl_post.models.adapters.lora import (
     adapter_specs,
     check_adapter,
 )
-from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.config import Head, ModelConfig
 from jaxrl_post.models.matrix import expert_dims, matrices, target_name
 from jaxrl_post.models.params import param_specs
 from jaxrl_post.models.spec import abstract, is_spec
@@ -64,7 +64,7 @@ from jaxrl_post.pretrained.tensor_files import SINGLE_FILE, Tensor, read_json
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array
 
-__all__ = ["check_saves", "load_adapter", "save_adapter"]
+__all__ = ["check_saves", "head_of", "load_adapter", "save_adapter"]
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -83,6 +83,7 @@ TASKS = {
     "process": "TOKEN_CLS",
 }  # fmt: skip
 HEAD = "score"
+HEADS: Mapping[str, Head] = {"SEQ_CLS": "value", "TOKEN_CLS": "process"}
 
 # Options that do not change the tensors' meaning: names, initialisation, training. The
 # adapted modules are found from the tensors.
@@ -100,6 +101,15 @@ READ = {
 OFF = (None, False, "none", [], {})
 # Initialisations that leave the base weights unchanged; PiSSA and others change them.
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+def head_of(path: Path) -> Head | None:
+    """The head that an adapter's task needs; None for that of a language model.
+
+    Args:
+        path: as `load_adapter`.
+    """
+    return HEADS.get(str(read_json(path / CONFIG_FILE).get("task_type")))
 
 
 def load_adapter(

@@ -1,0 +1,87 @@
+"""Which chat template options hold: those given, those of a run, or today's date."""
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxrl_post.config.data import TemplateConfig, spelled, variables_of
+from jaxrl_post.data.templates import tells_time
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.records.directory import RunDirectory
+from jaxrl_post.sharding import processes
+
+__all__ = ["begun", "of_evaluation", "template_line", "with_run"]
+
+# The folders of a run that hold its model.
+MODELS = ("model", "initial", "adapter")
+
+
+def begun(template: TemplateConfig, saved: Mapping[str, Any] | None) -> TemplateConfig:
+    """The options of a run, with the day on which it began.
+
+    Args:
+        template: as given.
+        saved: the configuration of a run that is resumed, as config.json holds it.
+    """
+    variables = spelled(variables_of(template))
+    date = template.date or _section(saved).get("date")
+    if date is None:
+        # Some processes may be past midnight already, or in another time zone.
+        date = processes.exchange("the date", _today())[0]
+    return TemplateConfig(variables, date)
+
+
+def with_run(template: TemplateConfig, model: str) -> TemplateConfig:
+    """Adds the variables of the run that made a model, where none are given.
+
+    Args:
+        template: as given.
+        model: a run, or the model of one; of another model nothing is known.
+    """
+    of_run = TemplateConfig(tuple(_run_of(model).get("variables", ())))
+    return replace(
+        template,
+        variables=spelled({**variables_of(of_run), **variables_of(template)}),
+    )
+
+
+def of_evaluation(template: TemplateConfig, model: str) -> TemplateConfig:
+    """As `with_run`, with the date of the run's beginning, or today's."""
+    date = template.date or _run_of(model).get("date") or _today()
+    return replace(with_run(template, model), date=date)
+
+
+def template_line(template: TemplateConfig, tokenizer: Tokenizer) -> str | None:
+    """What the chat template reads, for a line to the user; None for nothing.
+
+    Args:
+        template: the options that hold; without a date, it is that of each prompt.
+        tokenizer: of the model.
+    """
+    parts = list(template.variables)
+    if any(map(tells_time, tokenizer.chat_templates.values())):
+        parts.append(f"the date {template.date or 'of each prompt'}")
+    return f"chat template: {', '.join(parts)}" if parts else None
+
+
+def _run_of(model: str) -> Mapping[str, Any]:
+    """The section of the run that made a model, empty where there is none."""
+    folder = Path(model).absolute()
+    for place in (folder, *([folder.parent] if folder.name in MODELS else [])):
+        try:
+            saved = RunDirectory(place).read_description()
+        except (OSError, ValueError):  # that of a model, or of something else
+            continue
+        if saved is not None:
+            return _section(saved.config)
+    return {}
+
+
+def _section(saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return {} if saved is None else saved.get("template", {})
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
