@@ -212,7 +212,9 @@ def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     """The options that a resumed run must not change, but does.
 
     `FREE` options may differ. The end of a learning-rate schedule stays the same unless
-    it is given anew (config/horizon.py).
+    it is given anew (config/horizon.py). A run of an earlier version had the default of
+    an option that its config.json does not name; an option that is gone since then must
+    have been off.
 
     Args:
         saved: the configuration of the run, as config.json holds it.
@@ -225,12 +227,14 @@ def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     >>> differences(saved, RunConfig())
     ['seed: 3 then, 0 now']
     """
-    before, now = flattened(saved), flattened(dataclasses.asdict(config))
+    now = flattened(dataclasses.asdict(config))
+    before = flattened(dataclasses.asdict(type(config)())) | flattened(saved)
     free = [name for name, _, notes in fields_of(config) if FREE in notes]
     return [
         f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
         for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
+        if (name in now or before[name])
+        and before.get(name) != now.get(name)
         and not any(name == each or name.startswith(f"{each}.") for each in free)
     ]
 

@@ -1,6 +1,6 @@
 """The rules of every option: its range, and whether a continuation may change it."""
 
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -239,6 +239,17 @@ def may_change(config: Any, name: str) -> bool:
     changed = differences(saved, config)
     assert not changed or changed[0].startswith(f"{name}: 'another' then, "), changed
     return not changed
+
+
+def test_a_run_of_an_earlier_version_is_resumed_with_the_defaults_of_new_options():
+    saved: Any = asdict(RLConfig())
+    del saved["template"], saved["rollout"]["partial"]
+    saved["update"]["gone"] = 0
+    assert differences(saved, RLConfig()) == []
+    given = replace(RLConfig(), rollout=replace(RLConfig().rollout, partial=2))
+    assert differences(saved, given) == ["rollout.partial: 0 then, 2 now"]
+    saved["update"]["gone"] = 64
+    assert differences(saved, RLConfig()) == ["update.gone: 64 then, None now"]
 
 
 @pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)

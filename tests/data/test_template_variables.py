@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_post.data import chat
+from jaxrl_post.data import chat, learned
 from jaxrl_post.data.templates import names_read, tells_time
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
@@ -40,10 +40,10 @@ def test_every_way_to_tokens_reads_them():
     given = tokenizer().for_model(1000).with_template(variables={"effort": 7}, now=DAY)
     head = "26 Nov 2026 7\nuser:1"
     assert given.decode(chat.render(given, ROWS)).startswith(head)
-    answered, _ = chat.answered(given, ROWS, "2")
+    answered, _ = learned.answered(given, ROWS, "2")
     assert given.decode(answered).startswith(head)
     said = [*ROWS, {"role": "assistant", "content": "2"}]
-    ids, _ = chat.conversation(given, said)
+    [(ids, _)] = learned.conversation(given, said)
     assert given.decode(ids.tolist()).startswith(head)
     # The head before an answer is the same in the longer conversation.
     assert chat.render_reply(given, said, ROWS, stop_id=given.eos_id)

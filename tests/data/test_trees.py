@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_post.data import packing
-from jaxrl_post.data.packing import Sequence, Tree, by_context, num_tokens, pack, trees
+from jaxrl_post.data.packing import (
+    Sequence,
+    Tree,
+    by_context,
+    num_tokens,
+    pack,
+    sharing,
+    trees,
+)
 from jaxrl_post.tokens import Tokens
 from tests.packed_rows import sequences_in
 
@@ -313,7 +320,7 @@ def as_packed(batch, row, path):
 @pytest.fixture(scope="module", params=[1, 16])
 def shortest(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "SHORTEST", request.param)
+        patch.setattr(sharing, "SHORTEST", request.param)
         yield request.param
 
 
@@ -347,7 +354,7 @@ def test_a_path_has_a_bounded_number_of_nodes(monkeypatch):
     # 100 nodes of a token; what is deeper has the tokens behind them for itself.
     below = [size - 100 for size in range(102, 1200)]
     assert sum(map(num_tokens, made)) == 100 + 100 + sum(below)
-    monkeypatch.setattr(packing, "DEEPEST", 3)
+    monkeypatch.setattr(sharing, "DEEPEST", 3)
     batch = pack(trees(chain[:8]), length=40, row_multiple=1)
     paths = [batch.tokens[row][at].tolist() for row, at in sequences_in(batch)]
     assert sorted(paths) == [each.ids.tolist() for each in chain[:8]]

@@ -4,7 +4,7 @@ A template comes with a model and is untrusted code. As in transformers, it runs
 jinja's sandbox, so it cannot access Python's internals or change its variables. Loop
 steps and calls are counted, and the length of `range` is limited, so an endless
 template raises within about a second. What an expression makes is bounded before it is
-made (`template_sizes.py`).
+made (`sizes.py`).
 """
 
 import datetime
@@ -24,10 +24,18 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxrl_post.data.template_sizes import COMPARED, REFUSED, Sizes, bounded
+from jaxrl_post.data.templates.sizes import COMPARED, REFUSED, Sizes, bounded
 from jaxrl_post.data.tokenizer_files import TokenizerError
 
-__all__ = ["MAX_STEPS", "Rendered", "names_read", "plain", "run", "tells_time"]
+__all__ = [
+    "GIVEN",
+    "MAX_STEPS",
+    "Rendered",
+    "names_read",
+    "plain",
+    "run",
+    "tells_time",
+]
 
 MAX_STEPS = 200_000  # loop steps and calls per rendering
 MAX_REASON = 2000  # characters of the reason of a failure, which a template may raise
