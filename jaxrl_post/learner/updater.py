@@ -325,8 +325,13 @@ class Updater:
             each.tokens.kept.shape[1] for each in sequences
         )
         kept = self.config.kept_ids if cut else 0
+        pack = functools.partial(packing.pack_microbatches, kept_ids=kept)
+        batches = [pack(part, *size) for part in units]
+        # Credit reads all minibatches as one array.
+        longest = max(batch.shape[1] for batch in batches)
         batches = [
-            packing.pack_microbatches(part, *size, kept_ids=kept) for part in units
+            batch if batch.shape[1] == longest else pack(part, *size, least=longest)
+            for batch, part in zip(batches, units, strict=True)
         ]
         metrics = _packing_metrics(sequences, units, batches)
         version, rollout = int(self.state.step), self.config.rollout

@@ -99,6 +99,13 @@ def test_pairs_stay_together_and_extend_the_rows():
     assert np.count_nonzero(batch.ends) == 65
 
 
+def test_rows_may_be_as_long_as_those_of_another_minibatch():
+    long = pack_microbatches(groups(8, 0), 1 << 14, rows=1)
+    short = pack_microbatches(groups(3, 0), 1 << 14, rows=1, least=long.shape[1])
+    assert short.shape == long.shape == (1, long.shape[1])
+    assert np.count_nonzero(short.ends) < np.count_nonzero(long.ends)
+
+
 def test_nothing_to_train_on_is_a_row_of_padding():
     batch = pack_microbatches([], 4096, rows=2)
     assert batch.shape == (2, 1)

@@ -24,6 +24,7 @@ def pack_microbatches(
     rows: int,
     *,
     kept_ids: int = 0,
+    least: int = 1,
 ) -> TokenBatch:
     """Packs units into as few microbatches as they need, with little padding.
 
@@ -41,6 +42,7 @@ def pack_microbatches(
         rows: rows of a microbatch, >= 1, such as the parts into which a mesh splits
             the batch.
         kept_ids: as for `pack`.
+        least: shortest length of a row, such as that of another minibatch.
 
     Returns:
         NumPy arrays [microbatches * rows, length].
@@ -52,7 +54,7 @@ def pack_microbatches(
     >>> [pack_microbatches([one] * n, 64, rows=1).shape for n in (1, 5, 7, 30)]
     [(1, 3), (1, 15), (1, 22), (2, 48)]
     """
-    parts, length = _arranged(list(units), microbatch_tokens, rows)
+    parts, length = _arranged(list(units), microbatch_tokens, rows, least)
     return pack(parts, length, rows, kept_ids=kept_ids)
 
 
@@ -80,14 +82,14 @@ def largest_row(
 
 
 def _arranged(
-    units: Collection[Unit], microbatch_tokens: int, rows: int
+    units: Collection[Unit], microbatch_tokens: int, rows: int, least: int
 ) -> tuple[list[Unit], int]:
     """The parts of units, and the shortest row length at which they fit.
 
     Fewer microbatches come first, then shorter rows, then fewer parts.
     """
     paths = [_longest_path(unit) for unit in units]
-    least = max(paths, default=1)
+    least = max([least, *paths])
     most = largest_row(least, microbatch_tokens, rows)
     used = sum(map(num_tokens, units))
     for height in itertools.count(max(1, -(-used // (most * rows))) * rows, rows):
