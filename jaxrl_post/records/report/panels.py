@@ -214,4 +214,10 @@ SPEED = (
         "compiled since the process began",
         smoothed=False,
     ),
+    Panel(
+        "time/train_compilations",
+        "Training programs",
+        "compiled since the process began",
+        smoothed=False,
+    ),
 )

@@ -81,6 +81,7 @@ RAISES = {
     "takes shared memory",
     "writes a large file",
     "makes a file with a hole",
+    "recurses",
     "unpacks a bomb",
 }
 # What these reach is gVisor's own: its devices, and the process that obeys the calls.
