@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 __all__ = ["processor_time"]
 
@@ -44,13 +46,14 @@ def processor_time(seconds: float, doing: str) -> Iterator[None]:
         return
     stopped = False
 
-    def stop(number: int, frame: object) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
         stopped = True
-        raise _Stop
+        if not _loses_exceptions(frame):
+            raise _Stop
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    # Again and again: an exception is lost where Python calls back from C.
+    # Again and again: code may catch it, or run where it would be lost.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_S)
     try:
         yield
@@ -62,3 +65,13 @@ def processor_time(seconds: float, doing: str) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
     if stopped:
         raise TimeoutError(f"{doing} took more than {seconds:g} s of processor time")
+
+
+def _loses_exceptions(frame: FrameType | None) -> bool:
+    """Whether the garbage collector called the code: it only prints exceptions."""
+    callbacks = [getattr(each, "__code__", None) for each in gc.callbacks]
+    while frame is not None:
+        if frame.f_code in callbacks or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False

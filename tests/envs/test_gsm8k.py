@@ -243,11 +243,13 @@ def test_grading_in_a_worker_outlives_a_hopeless_power(both):
     def turn(text):
         return (*task.messages, Message("assistant", text))
 
-    with WorkerPool(both, deadline_s=5.0) as pool:
+    with WorkerPool(both, deadline_s=120.0) as pool:
         hopeless = pool.submit(task, turn(r"\boxed{9^{9^{9^{9}}}}"))
         after = pool.submit(task, turn("#### 72"))
-        assert hopeless.result(timeout=120).kind == "timeout"
-        step = after.result(timeout=120).step
+        found = hopeless.result(timeout=240)
+        assert found.kind == "raised"
+        assert "s of processor time" in str(found.error)
+        step = after.result(timeout=240).step
         assert step is not None
         assert step.reward == 1.0
 

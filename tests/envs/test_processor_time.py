@@ -1,6 +1,7 @@
 """A judgement is stopped by the processor time that it takes, not by the clock."""
 
 import contextlib
+import gc
 import signal
 import threading
 import time
@@ -55,6 +56,36 @@ def test_nothing_is_left_behind():
         loop()
     assert signal.getsignal(signal.SIGVTALRM) == before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_a_stop_inside_of_the_garbage_collector_comes_again():
+    """An exception there would only be printed, which is an error in these tests."""
+
+    def work(*_):
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+
+    class Slow:
+        def __del__(self):
+            work()
+
+    def collected():
+        gc.collect()
+        loop()
+
+    def deleted():
+        Slow()
+        loop()
+
+    gc.callbacks.append(work)
+    try:
+        with pytest.raises(TimeoutError), processor_time(0.05, "collecting"):
+            collected()
+    finally:
+        gc.callbacks.remove(work)
+    with pytest.raises(TimeoutError), processor_time(0.05, "deleting"):
+        deleted()
 
 
 def test_another_thread_has_no_limit():
