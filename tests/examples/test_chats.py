@@ -257,7 +257,7 @@ def test_a_chat_that_is_cut_shares_what_its_turns_have_in_common():
     def count(trees):
         batch = packed(
             chats, tokenizer, "train", [0],
-            row_tokens=96, row_multiple=1, trees=trees,
+            microbatch_tokens=96, rows=1, trees=trees,
         )  # fmt: skip
         assert batch.loss_mask.sum() == 10
         return np.count_nonzero(batch.ends)

@@ -52,7 +52,7 @@ def test_a_pair_is_two_segments_side_by_side_the_chosen_first():
         rows=2,
     )
     batch, seen = next(data), set()
-    assert batch.shape == (2, 64)
+    assert batch.shape == (2, 18), "two pairs of nine tokens in a row"
     answers = list(sequences_in(batch))
     for (row, first), (same_row, second) in itertools.batched(answers, 2, strict=True):
         assert row == same_row
