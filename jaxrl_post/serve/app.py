@@ -277,7 +277,7 @@ def _check_structure(body: bytes) -> None:
     if sum(map(body.count, (b"[", b"{"))) <= MOST_LEVELS:
         return
     bare = STRING.sub(b"", body).translate(None, NO_BRACKETS)
-    if len(bare) > 2 * MOST_CONTAINERS:
+    if sum(map(bare.count, (b"[", b"{"))) > MOST_CONTAINERS:
         raise ApiError(
             400, f"the body has more than {MOST_CONTAINERS} lists or objects"
         )
