@@ -116,7 +116,10 @@ def test_an_option_of_the_wrong_type_is_an_error(capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"stepz": 3}, r"config.json: unknown key 'stepz'; known: algorithm, base, checkpo"),
+        (
+            {"stepz": 3},
+            r"config.json: unknown key 'stepz'; known: algorithm, base, checkpo",
+        ),
         (
             {"rollout": {"n": 3}},
             r"config.json: rollout: unknown key 'n'; known: cache_d",

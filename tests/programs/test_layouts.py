@@ -151,9 +151,13 @@ def test_a_byte_a_weight_samples_what_the_rounded_weights_say(kind, mesh, weight
     names = {leaf.dtype.name for leaf in jax.tree.leaves(own.params)}
     assert names == {"float32", {"int8": "int8", "float8": "float8_e4m3fn"}[weights]}
     if mesh:
-        # Codes are moved, not the float32 matrices; an adapter is moved as it is.
+        # Codes are moved, not the float32 matrices; an adapter is moved as it
+        # is, each step, and its base once, before.
         _, moved, _ = sampled(model, RolloutConfig(mesh=mesh))
-        assert own.bytes_moved < 0.7 * moved.bytes_moved
+        if model.adaptation is None:
+            assert own.bytes_moved < 0.7 * moved.bytes_moved
+        else:
+            assert own.bytes_moved == moved.bytes_moved
     else:
         assert own.bytes_moved == 0
         assert layout.trained is None
