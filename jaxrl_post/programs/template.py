@@ -27,8 +27,8 @@ def begun(template: TemplateConfig, saved: Mapping[str, Any] | None) -> Template
     """
     variables = spelled(variables_of(template))
     date = template.date or _section(saved).get("date")
-    # A run of a version without the option has no day of its own.
-    if date is None and (saved is None or "template" in saved):
+    # A run that began with a version without the option has no day of its own.
+    if date is None and saved is None:
         # Some processes may be past midnight already, or in another time zone.
         date = processes.exchange("the date", _today())[0]
     return TemplateConfig(variables, date)
