@@ -1,6 +1,5 @@
 """One expression of a template takes neither gigabytes nor minutes."""
 
-import resource
 import subprocess
 import sys
 import time
@@ -128,11 +127,13 @@ def test_what_would_be_too_large_is_refused(name):
 
 
 @pytest.mark.processes
-def test_all_of_them_take_little_memory():
+def test_they_take_little_memory():
     code = (
-        "import resource; from tests.data.test_template_sizes import *\n"
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))\n"
+        "from tests.data.test_template_sizes import *\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "for source in HOSTILE.values():\n"
+        # Some of each kind: all of them take a minute.
+        "for source in [*HOSTILE.values()][::4]:\n"
         "    try: run(source, {})\n"
         "    except TokenizerError: pass\n"
         "    else: raise SystemExit('not refused: ' + source[:200])\n"
@@ -143,7 +144,6 @@ def test_all_of_them_take_little_memory():
         capture_output=True,
         text=True,
         timeout=600,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32)),
     )
     assert done.returncode == 0, done.stderr
     kib = int(done.stdout) if sys.platform == "linux" else int(done.stdout) >> 10

@@ -69,7 +69,9 @@ def test_a_tokenizer_that_is_missing_is_named_by_the_option(tmp_path):
 
 
 def test_gsm8k_needs_a_file():
-    with pytest.raises(ConfigError, match=r"--data.path: gsm8k needs a .jsonl or .parquet file"):
+    with pytest.raises(
+        ConfigError, match=r"--data.path: gsm8k needs a .jsonl or .parquet file"
+    ):
         make_environment("gsm8k", DataConfig())
 
 

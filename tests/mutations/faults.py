@@ -308,8 +308,8 @@ RESUME = [
     Fault(
         "any option may change on resuming",
         "config/run.py",
-        "if before.get(name) != now.get(name)\n        and not",
-        "if before.get(name) != now.get(name)\n        and before == now and not",
+        "and before.get(name) != now.get(name)\n        and not",
+        "and before.get(name) != now.get(name)\n        and before == now and not",
         "config programs/test_run.py programs/test_resume.py",
     ),
     Fault(
