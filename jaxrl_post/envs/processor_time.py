@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -44,16 +44,26 @@ def processor_time(seconds: float, doing: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    running = True
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
-        stopped = True
-        if not _loses_exceptions(frame):
+        if running:
+            stopped = True
             raise _Stop
 
+    # Finalizers and callbacks of weak references and of the garbage collector only
+    # print what is raised within them.
+    printed = sys.unraisablehook
+
+    def unraisable(lost: sys.UnraisableHookArgs) -> None:
+        if lost.exc_type is not _Stop:
+            printed(lost)
+
+    sys.unraisablehook = unraisable
     before = signal.signal(signal.SIGVTALRM, stop)
-    # Again and again: code may catch it, or run where it would be lost.
+    # Again and again: code may catch it, or run where it is lost.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_S)
     try:
         yield
@@ -61,17 +71,9 @@ def processor_time(seconds: float, doing: str) -> Iterator[None]:
         if not stopped:
             raise
     finally:
+        running = False
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         signal.signal(signal.SIGVTALRM, before)
+        sys.unraisablehook = printed
     if stopped:
         raise TimeoutError(f"{doing} took more than {seconds:g} s of processor time")
-
-
-def _loses_exceptions(frame: FrameType | None) -> bool:
-    """Whether the garbage collector called the code: it only prints exceptions."""
-    callbacks = [getattr(each, "__code__", None) for each in gc.callbacks]
-    while frame is not None:
-        if frame.f_code in callbacks or frame.f_code.co_name == "__del__":
-            return True
-        frame = frame.f_back
-    return False

@@ -3,8 +3,10 @@
 import contextlib
 import gc
 import signal
+import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -58,34 +60,65 @@ def test_nothing_is_left_behind():
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
-def test_a_stop_inside_of_the_garbage_collector_comes_again():
-    """An exception there would only be printed, which is an error in these tests."""
+def _work(*_):
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
 
-    def work(*_):
-        end = time.process_time() + 0.2
-        while time.process_time() < end:
-            pass
 
+def _in_a_finalizer():
     class Slow:
         def __del__(self):
-            work()
+            _work()
 
-    def collected():
-        gc.collect()
-        loop()
+    Slow()
 
-    def deleted():
-        Slow()
-        loop()
 
-    gc.callbacks.append(work)
+def _in_a_weak_reference():
+    class Referent:
+        pass
+
+    referent = Referent()
+    reference = weakref.ref(referent, _work)
+    del referent
+    assert reference() is None
+
+
+def _in_the_garbage_collector():
+    gc.callbacks.append(_work)
     try:
-        with pytest.raises(TimeoutError), processor_time(0.05, "collecting"):
-            collected()
+        gc.collect()
     finally:
-        gc.callbacks.remove(work)
-    with pytest.raises(TimeoutError), processor_time(0.05, "deleting"):
-        deleted()
+        gc.callbacks.remove(_work)
+
+
+@pytest.mark.parametrize(
+    "lose", [_in_a_finalizer, _in_a_weak_reference, _in_the_garbage_collector]
+)
+def test_a_stop_where_exceptions_are_lost_comes_again(lose):
+    """An exception there would only be printed, which is an error in these tests."""
+
+    def judged():
+        lose()
+        loop()
+
+    with pytest.raises(TimeoutError), processor_time(0.05, "judging"):
+        judged()
+
+
+def test_other_lost_exceptions_are_still_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: told.append(lost.exc_type))
+    hook = sys.unraisablehook
+
+    class Broken:
+        def __del__(self):
+            raise ZeroDivisionError
+
+    with processor_time(10.0, "judging"):
+        Broken()
+    assert told == [ZeroDivisionError]
+    assert sys.unraisablehook is hook
 
 
 def test_another_thread_has_no_limit():
