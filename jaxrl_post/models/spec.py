@@ -1,7 +1,9 @@
 """Specs of parameters: shape, logical axes and initialiser."""
 
+import functools
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,17 +103,29 @@ def initialize(
         rules: mesh axes of every logical axis.
     """
 
-    def draw(path: Any, spec: ParamSpec) -> Array:
-        if spec.init != "normal":
-            fill = jnp.zeros if spec.init == "zeros" else jnp.ones
-            return fill(spec.shape, spec.dtype(dtype))
+    def drawn(path: Any, spec: ParamSpec, sharding: Any = None) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        values = spec.scale * jax.random.normal(own_key, spec.shape, jnp.float32)
-        return values.astype(spec.dtype(dtype))
+        return _drawing(spec, spec.dtype(dtype), sharding)(own_key)
 
-    def draw_all() -> PyTree:
-        return jax.tree_util.tree_map_with_path(draw, specs, is_leaf=is_spec)
+    shardings = [] if mesh is None else [named_shardings(specs, mesh, rules)]
+    return jax.tree_util.tree_map_with_path(drawn, specs, *shardings, is_leaf=is_spec)
 
-    shardings = None if mesh is None else named_shardings(specs, mesh, rules)
-    return jax.jit(draw_all, out_shardings=shardings)()
+
+@functools.lru_cache(maxsize=256)
+def _drawing(
+    spec: ParamSpec, dtype: DTypeLike, sharding: Any
+) -> Callable[[Array], Array]:
+    """Draws a parameter from its key; those of one spec share the program.
+
+    For hundreds of parameters in one program XLA takes minutes on a GPU.
+    """
+
+    def draw(key: Array) -> Array:
+        if spec.init != "normal":
+            fill = jnp.zeros if spec.init == "zeros" else jnp.ones
+            return fill(spec.shape, dtype)
+        values = spec.scale * jax.random.normal(key, spec.shape, jnp.float32)
+        return values.astype(dtype)
+
+    return jax.jit(draw, out_shardings=sharding)

@@ -93,3 +93,26 @@ def test_optional_parameters_follow_the_config():
     assert layer.attention.key_bias.shape == (4, 4)
     assert layer.attention.output_bias.shape == layer.mlp.down_bias.shape == (16,)
     assert layer.attention.key_norm == ParamSpec((4,), ("head_dim",), init="ones")
+
+
+def test_parameters_of_one_shape_share_a_program():
+    """XLA took minutes for a program that drew hundreds of parameters of a GPU."""
+    # No other test draws this shape, whose programs are kept.
+    layer = {
+        "up": ParamSpec((61, 3), ("embed", "ffn")),
+        "bias": ParamSpec((61,), ("ffn",), init="zeros"),
+        "norm": ParamSpec((61,), ("norm",), init="ones"),
+    }
+    programs = []
+
+    def compiled(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            programs.append(seconds)
+
+    initialize(jax.random.key(0), {"warm": ParamSpec((3,), ("norm",))})
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    try:
+        initialize(jax.random.key(0), {f"layer {i}": layer for i in range(20)})
+    finally:
+        jax.monitoring.unregister_event_duration_listener(compiled)
+    assert len(programs) == 3
