@@ -18,6 +18,7 @@ __all__ = [
     "PLATFORMS",
     "Implementation",
     "choose",
+    "multiply_as_float32",
     "platform",
     "without_gpu_kernel",
 ]
@@ -118,6 +119,20 @@ def choose(
             f"{operation}: {wanted} cannot compute this: {problem}. 'xla' can"
         )
     return wanted
+
+
+def multiply_as_float32(dtype: DTypeLike) -> None:
+    """Makes this process multiply float32 as float32 on accelerators, too.
+
+    JAX's default rounds the factors: to 10 bits on NVIDIA's GPUs (TensorFloat-32), to 8
+    on TPUs. What the user chose, as with JAX_DEFAULT_MATMUL_PRECISION, stands.
+
+    Args:
+        dtype: of a model's parameters; with any but float32 nothing changes.
+    """
+    chosen = jax.config.jax_default_matmul_precision
+    if jax.numpy.dtype(dtype) == "float32" and platform() != "cpu" and chosen is None:
+        jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def without_gpu_kernel(

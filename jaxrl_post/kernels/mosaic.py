@@ -19,7 +19,8 @@ def product(one: Array, other: Array, axes: tuple[int, int]) -> Array:
     >>> product(jnp.ones((2, 3)), jnp.ones((2, 4)), (0, 0)).shape
     (3, 4)
     """
-    exact = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else None
+    precision = jax.lax.Precision
+    exact = precision.HIGHEST if one.dtype == jnp.float32 else precision.DEFAULT
     return jax.lax.dot_general(
         *(one, other),
         (((axes[0],), (axes[1],)), ((), ())),

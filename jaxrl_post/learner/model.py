@@ -26,6 +26,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.files import writing
+from jaxrl_post.kernels.dispatch import multiply_as_float32
 from jaxrl_post.learner.manifest import write_manifest
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
@@ -233,9 +234,11 @@ def open_model(
         )
     except TokenizerError as error:
         raise ConfigError(f"--template.variables: {name}: {error}") from error
-    return Model(
+    model = Model(
         name, config, specs, params, tokenizer, device_mesh, rules, preset=not stored
     )
+    multiply_as_float32(model.dtype)
+    return model
 
 
 def read_tokenizer(directory: str, option: str) -> Tokenizer:

@@ -9,7 +9,12 @@ import pytest
 from rich.console import Console
 
 from jaxrl_post.kernels import dispatch
-from jaxrl_post.kernels.dispatch import choose, platform, without_gpu_kernel
+from jaxrl_post.kernels.dispatch import (
+    choose,
+    multiply_as_float32,
+    platform,
+    without_gpu_kernel,
+)
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.records.sinks import warnings_shown
 
@@ -147,3 +152,22 @@ def test_where_gpus_have_no_kernel_its_name_means_xla_on_them_alone(on):
         without_gpu_kernel("op", "pallas_gpu", jnp.bfloat16)
     on("hopper")
     assert without_gpu_kernel("op", "pallas_gpu", jnp.float32) == "xla"
+
+
+def test_float32_is_multiplied_as_float32_on_accelerators(on):
+    before = jax.config.jax_default_matmul_precision
+
+    def after(dtype, here, users=None):
+        on(here)
+        jax.config.update("jax_default_matmul_precision", users)
+        multiply_as_float32(dtype)
+        return jax.config.jax_default_matmul_precision
+
+    try:
+        assert after("float32", "hopper") == "highest"
+        assert after(jnp.float32, "tpu") == "highest"
+        assert after("float32", "gpu", users="default") == "default"
+        assert after("bfloat16", "hopper") is None
+        assert after("float32", "cpu") is None
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)

@@ -19,6 +19,7 @@ from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
+from jaxrl_post.learner import model
 from jaxrl_post.learner.critic import open_critic
 from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.model import check_context, open_model, save_model, versions
@@ -211,3 +212,13 @@ def test_sequences_beyond_the_context_of_a_model_beside_are_refused(tmp_path):
     open_critic(critic, model, seed=0, longest=32)
     # The model itself was checked before.
     open_reference(model, learner, None, "--loss.reference", longest=65)
+
+
+def test_every_program_multiplies_float32_as_float32(monkeypatch):
+    """The learner, references, evaluations and servers open their models here."""
+    asked = []
+    monkeypatch.setattr(model, "multiply_as_float32", asked.append)
+    tokenizer = partial(environment_tokenizer, Arithmetic())
+    for dtype in ("float32", "bfloat16"):
+        open_model("demo", mesh="", dtype=dtype, seed=0, make_tokenizer=tokenizer)
+    assert asked == [jnp.float32, jnp.bfloat16]
