@@ -1,15 +1,16 @@
 #!/bin/sh
-# Measures an accelerator in about 25 minutes, most important first.
+# Measures an accelerator, most important first, each part within a limit of time.
 #
 #     benchmarks/accelerator.sh DIRECTORY [PART...]
 #
 # Parts, in this order without a list: device, head, attention, decode, step, rollout,
 # model, float32, plain. The first four take at most 9 minutes together, and so do the
-# next three, and the last two, for machines that end a command after 10. Each
-# implementation is compared with the reference before it is timed, and "plain" times
-# the reference, XLA's program with all logits or scores in memory, where they fit.
-# Results lie in DIRECTORY, as JSON, and all that was printed in DIRECTORY/log. A part
-# of kernels that is cut off keeps what it measured.
+# next three, and the last two, for machines that end a command after 10. A line of
+# kernels took 10 s on an H200, most of it before it was timed. Each implementation is
+# compared with the reference first, and "plain" times the reference, XLA's program with
+# all logits or scores in memory, where they fit. Results lie in DIRECTORY, as JSON,
+# and all that was printed in DIRECTORY/log. A part of kernels that is cut off keeps what
+# it measured.
 #
 # A machine without a network lacks some packages. On one that has it,
 # `tools/wheels.sh build/wheels` downloads them; then, over there:
