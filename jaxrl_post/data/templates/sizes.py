@@ -108,12 +108,15 @@ class Sizes:
         if isinstance(value, str):
             return len(value)
         size, parts = 0, [value]
+        # A hostile value has millions of parts: no calls while nothing is too large.
         while parts:
             part = parts.pop()
             if isinstance(part, (str, bytes)):
                 size += len(part)
                 continue
-            self.take(VISIT)
+            self.total += VISIT
+            if self.total > MAX_TOTAL:
+                self.take(0)
             if isinstance(part, int):
                 size += part.bit_length() // 3 + 1
             elif isinstance(part, Namespace):
@@ -123,7 +126,8 @@ class Sizes:
             elif isinstance(part, _CONTAINERS):
                 parts += part
             size += 4
-            self.allow(size + len(parts))
+            if size + len(parts) > MAX_SIZE:
+                self.allow(size + len(parts))
         return size
 
     def made[Value](self, value: Value) -> Value:
