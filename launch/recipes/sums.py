@@ -6,7 +6,8 @@ other that --model names. It is asked for the sum of two numbers of two digits, 
 
 `python -m` this module writes the file of the questions. No sum is in it twice, in
 neither order of its terms, so no held-out one is trained on. With seed 0 the model adds
-22 of 100 held-out pairs rightly before, and 66, 77 and 82 after 10, 20 and 30 steps.
+22 of 100 held-out pairs rightly before, and 66, 77 and 82 after 10, 20 and 30 steps, in
+8 minutes.
 """
 
 import json
