@@ -14,10 +14,12 @@ from jaxrl_post.data import packing
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner import step as pure
 from jaxrl_post.learner.learner import DivergenceError, Learner
+from jaxrl_post.learner.updater import longest_row
 from jaxrl_post.metrics import Metric
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.types import rows as rows_of
+from tests.programs.trainers import RL, changed
 
 CONFIG = ModelConfig(
     "qwen2", 96, 32, 64, 1, num_heads=8, num_kv_heads=4, qkv_bias=True,
@@ -273,3 +275,16 @@ def test_an_update_follows_the_gradient_of_the_mean_loss():
             jax.tree.leaves(moved), jax.tree.leaves(gradient), strict=True
         ):
             np.testing.assert_allclose(found, clip * expected, rtol=1e-3, atol=1e-6)
+
+
+def test_the_longest_row_holds_a_batch_or_a_microbatch():
+    # 4 prompts of 16, each with 4 answers of 4 tokens: 128 tokens, or 320 whole.
+    for options, length in (
+        ({}, 128),
+        ({"microbatch_tokens": 100}, 96),
+        ({"microbatch_tokens": 8}, 20),
+        ({"minibatches": 2}, 64),
+        ({"trees": False}, 320),
+    ):
+        assert longest_row(changed("update", **options), 1) == length
+    assert longest_row(RL, 4) == 32, "a row for each of four devices"

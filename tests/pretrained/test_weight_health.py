@@ -31,14 +31,20 @@ def saved(tmp_path, source):
     return tmp_path
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
-def test_one_number_that_is_none_is_named(saved, value, dtype):
-    def damage(tensors):
+def put(saved, value, dtype):
+    """Makes a number the last one of a matrix, in another dtype."""
+
+    def edit(tensors):
         tensors[NAME] = tensors[NAME].astype(dtype)
         tensors[NAME][-1, -1] = value
 
-    edit_tensors(saved, damage)
+    edit_tensors(saved, edit)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_one_number_that_is_none_is_named(saved, value, dtype):
+    put(saved, value, dtype)
     with pytest.warns(
         CheckpointWarning,
         match=r"tensors hold NaN or infinity: model\.layers\.1\.mlp\.up_proj\.weight, "
@@ -51,11 +57,7 @@ def test_one_number_that_is_none_is_named(saved, value, dtype):
     ("value", "dtype"), [(1e38, "float32"), (-1e17, "float32"), (1e30, "float64")]
 )
 def test_a_number_whose_squares_overflow_is_named(saved, value, dtype):
-    def damage(tensors):
-        tensors[NAME] = tensors[NAME].astype(dtype)
-        tensors[NAME][-1, -1] = value
-
-    edit_tensors(saved, damage)
+    put(saved, value, dtype)
     with pytest.warns(
         CheckpointWarning,
         match=r"tensors hold numbers beyond 7e\+16, whose sums of squares overflow: "
@@ -68,11 +70,7 @@ def test_a_number_whose_squares_overflow_is_named(saved, value, dtype):
     ("value", "dtype"), [(1e16, "float32"), (65504, "float16"), (-1e16, "float64")]
 )
 def test_a_large_number_that_is_none_of_those_is_right(saved, value, dtype):
-    def enlarge(tensors):
-        tensors[NAME] = tensors[NAME].astype(dtype)
-        tensors[NAME][-1, -1] = value
-
-    edit_tensors(saved, enlarge)
+    put(saved, value, dtype)
     pretrained.load(saved)
 
 

@@ -29,20 +29,12 @@ from jaxrl_post.learner.checkpoint import UNREAD
 from jaxrl_post.learner.model import save_model
 from jaxrl_post.programs import offline
 from jaxrl_post.programs.convert import ConvertConfig, convert
-from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.places import check_checkpoints
-from jaxrl_post.programs.run import Outcome
 from jaxrl_post.records.directory import RunDirectory
-from tests.programs.trainers import make_model
+from tests.programs.trainers import go_on, make_model
 
 STEPS = 5
 MODEL = "model.safetensors"
-
-
-def go_on(config: PreferenceConfig) -> tuple[Outcome, str]:
-    out = io.StringIO()
-    console = Console(file=out, width=1000)
-    return run_offline(config, console=console, command=""), out.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.places import initial_of
 from jaxrl_post.programs.run import Outcome
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
-from tests.programs.trainers import CONFIG, make_model
+from tests.programs.trainers import CONFIG, go_on, make_model
 from tests.records.test_trackers import stand_in
 
 LAST = 3
@@ -61,12 +61,6 @@ def config(tmp_path_factory) -> SFTConfig:
         checkpoint=CheckpointConfig(every=1, keep=2),
         update=UpdateConfig(microbatch_tokens=24 * 8),
     )
-
-
-def go_on(config: SFTConfig) -> tuple[Outcome, str]:
-    out = io.StringIO()
-    console = Console(file=out, width=1000)
-    return run_offline(config, console=console, command=""), out.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.learner.learner import DivergenceError
-from jaxrl_post.learner.updater import longest_row
 from jaxrl_post.programs.scores import FailedRolloutsError
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.batch import GroupFacts
@@ -331,19 +330,6 @@ def test_a_step_of_which_everything_was_cut_says_so(coin, judges):
         FailedRolloutsError, match=r"step 1: every answer was cut at --rollout.max-tok"
     ):
         trainer.step(1)
-
-
-def test_the_longest_row_holds_a_batch_or_a_microbatch():
-    # 4 prompts of 16, each with 4 answers of 4 tokens: 128 tokens, or 320 whole.
-    for options, length in (
-        ({}, 128),
-        ({"microbatch_tokens": 100}, 96),
-        ({"microbatch_tokens": 8}, 20),
-        ({"minibatches": 2}, 64),
-        ({"trees": False}, 320),
-    ):
-        assert longest_row(changed("update", **options), 1) == length
-    assert longest_row(RL, 4) == 32, "a row for each of four devices"
 
 
 def ppo(**critic) -> RLConfig:

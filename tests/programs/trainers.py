@@ -1,15 +1,18 @@
 """A trainer around a model of a few thousand parameters, cheap to make again."""
 
 import functools
+import io
 from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
 from jaxrl_post import models
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.algorithm import AlgorithmConfig, DistillConfig
+from jaxrl_post.config.offline import PreferenceConfig, SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
@@ -29,6 +32,8 @@ from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs import rl
 from jaxrl_post.programs.experience import Experience, make_collector
 from jaxrl_post.programs.layouts import sampler_layout
+from jaxrl_post.programs.offline import run_offline
+from jaxrl_post.programs.run import Outcome
 from jaxrl_post.rollout.episode import Episode
 from jaxrl_post.sampler import Engine
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
@@ -174,3 +179,10 @@ def assert_same(left, right) -> None:
     """Two trees are equal to the last bit."""
     for one, other in zip(host(left), host(right), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def go_on(config: PreferenceConfig | SFTConfig) -> tuple[Outcome, str]:
+    """Begins an offline run, or goes on with it; and what it printed."""
+    out = io.StringIO()
+    console = Console(file=out, width=1000)
+    return run_offline(config, console=console, command=""), out.getvalue()

@@ -6,6 +6,9 @@ import re
 import httpx
 import pytest
 
+from jaxrl_post.sampler.requests import ConstraintError
+from jaxrl_post.serve.grammars.compiler import _Matcher
+
 SUM = 'start: NUMBER "+" NUMBER\nNUMBER: /[0-9]{1,2}/'
 COLOUR = {
     "type": "object",
@@ -98,3 +101,27 @@ def test_token_ids(url, served, name):
     for choice in answer.raise_for_status().json()["choices"]:
         ids = [each for each in choice["token_ids"] if each not in stops]
         assert fits(served.tokenizer.decode(ids)), ids
+
+
+def test_a_constraint_that_gives_up_under_way_is_the_requests_fault(url, monkeypatch):
+    """The answer says so, and the next request is served."""
+    given = {"model": "tiny", "max_tokens": 60, "seed": 1}
+    body = given | {"messages": [{"role": "user", "content": "1+2="}]}
+    constrained = {"structured_outputs": CONSTRAINTS["regex"][0]}
+
+    def give_up(self, token):
+        raise ConstraintError("it is too complex")
+
+    def post(**options):
+        address = f"{url}/v1/chat/completions"
+        return httpx.post(address, json=body | options, timeout=60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Matcher, "advance", give_up)
+        answer = post(**constrained)
+        streamed = post(**constrained, stream=True)
+    assert answer.status_code == 400, answer.text
+    assert "the constraint failed after token" in answer.json()["error"]["message"]
+    assert "it is too complex" in answer.json()["error"]["message"]
+    assert "the constraint failed after token" in streamed.text
+    assert post(**constrained).status_code == 200
