@@ -19,14 +19,20 @@ So has the next token, for the matrix of the vocabulary.
 timed, its results are compared with those of "reference" at a smaller size; it is
 skipped if they differ. So is a program that needs more memory than there is, and the
 line says how much. The file is written after each line, so a run that is cut off keeps
-what it measured.
+what it measured. Compiling takes longest, so programs of several lines are compiled at
+once, and nothing is timed meanwhile. `kernels_us` are the device's own times of the
+kernels of one call, the longest first, where its profiler tells them.
 """
 
+import collections
+import itertools
 import json
 import math
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +56,8 @@ TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 NATS = {"bfloat16": 1e-3, "float32": 1e-5}
 # Seconds of calls that are timed together: one call may take less than its start.
 TOGETHER_S = 0.02
+# Kernels of a call that a line names.
+NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Options:
         dtype: of the operands.
         divide: by which rows and lengths are divided, for a slow device.
         repeats: timed runs of each.
+        compilers: cases whose programs are compiled at once.
         json: file to write the result to.
     """
 
@@ -77,7 +86,27 @@ class Options:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     divide: int = 1
     repeats: int = 10
+    compilers: int = 4
     json: Path | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A case whose programs are compiled, or said why they could not be.
+
+    Attributes:
+        case: what is measured.
+        arrays: makes the arguments.
+        small: makes the arguments with which results are compared.
+        checks: by implementation, programs for the small arguments.
+        programs: by implementation, programs for the others.
+    """
+
+    case: Case
+    arrays: Future[Any]
+    small: Future[Any]
+    checks: dict[str, Future[Any]]
+    programs: dict[str, Future[Any]]
 
 
 def main(options: Options) -> dict[str, Any]:
@@ -99,46 +128,72 @@ def main(options: Options) -> dict[str, Any]:
         "rows": rows,
     }
     chosen = options.operations, options.shapes, options.packs
-    for case in cases(*chosen, jnp.dtype(options.dtype), options.divide):
-        for row in measured(options, case, peaks[case.unit], free_memory()):
-            rows.append(row)
-            if options.json is not None:
-                options.json.write_text(json.dumps(result, indent=1) + "\n")
+    every = cases(*chosen, jnp.dtype(options.dtype), options.divide)
+    for some in itertools.batched(every, options.compilers):
+        for prepared in prepare(options, some):
+            peak = peaks[prepared.case.unit]
+            for row in measured(options, prepared, peak, free_memory()):
+                rows.append(row)
+                if options.json is not None:
+                    options.json.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
+def prepare(options: Options, some: Sequence[Case]) -> list[Prepared]:
+    """Compiles the programs of cases, all at once."""
+    with ThreadPoolExecutor() as pool:
+
+        def begin(function: Any, *shapes: Any) -> Future[Any]:
+            return pool.submit(lambda: jax.jit(function).lower(*shapes).compile())
+
+        def of(case: Case, arguments: Any, names: Sequence[str]) -> Any:
+            shapes = jax.eval_shape(arguments)
+            return {n: begin(case.implementations[n], *shapes) for n in names}
+
+        found = []
+        for case in some:
+            names = [n for n in case.implementations if n in (options.by or (n,))]
+            checked = [n for n in names if n != "reference"]
+            checks = of(case, case.small, ["reference", *checked] if checked else [])
+            programs = of(case, case.arrays, names)
+            makers = begin(case.arrays), begin(case.small)
+            found.append(Prepared(case, *makers, checks, programs))
+    return found
+
+
 def measured(
-    options: Options, case: Case, peak: float, memory: float
+    options: Options, prepared: Prepared, peak: float, memory: float
 ) -> Iterator[dict[str, Any]]:
     """Yields a line for each implementation.
 
     Args:
         options: of the benchmark.
-        case: what is measured.
+        prepared: what is measured.
         peak: of the device, in the case's unit per second.
         memory: bytes that a program may take.
     """
-    for name, function in case.implementations.items():
-        if options.by and name not in options.by:
-            continue
+    case = prepared.case
+    for name, compiled in prepared.programs.items():
         row: dict[str, Any]
         row = {"operation": case.operation, "shape": case.shape, "by": name}
         try:
             if name != "reference":
-                reference = case.implementations["reference"](*case.small())
-                row |= _errors(case, function(*case.small()), reference)
+                small = prepared.small.result()()
+                check, reference = prepared.checks[name], prepared.checks["reference"]
+                row |= _errors(case, check.result()(*small), reference.result()(*small))
                 right = row["error"] <= TOLERANCE[options.dtype]
                 if not (right and row.get("nats", 0.0) <= NATS[options.dtype]):
                     yield row | {"skipped": "differs from the reference"}
                     continue
-            shapes = jax.eval_shape(case.arrays)
-            program = function.lower(*shapes).compile()
+            program = compiled.result()
             row["gib"] = _needed(program) / 2**30
             if row["gib"] * 2**30 > memory:
                 said = f"needs {row['gib']:.1f} GiB, of which {memory / 2**30:.1f} are"
                 yield row | {"skipped": f"{said} free"}
                 continue
-            seconds = _seconds(program, case.arrays(), options.repeats)
+            arrays = prepared.arrays.result()()
+            seconds = _seconds(program, arrays, options.repeats)
+            row |= _kernels(program, arrays)
         except Exception as error:  # Out of memory, or refused: the others go on.
             yield row | {"skipped": " ".join(str(error).split())[:200]}
             continue
@@ -189,6 +244,39 @@ def _seconds(function: Pass, arrays: Arrays, repeats: int) -> float:
         jax.block_until_ready(found)
         times.append((time.perf_counter() - begin) / calls)
     return statistics.median(times)
+
+
+def _kernels(function: Pass, arrays: Arrays) -> dict[str, Any]:
+    """Microseconds of a call's kernels, by name, where the device tells them."""
+    if platform() == "cpu":
+        return {}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready(function(*arrays))
+            spent = device_times([*map(str, Path(folder).rglob("*.xplane.pb"))])
+    except Exception as error:  # The line has its time without them.
+        return {"no_profile": " ".join(str(error).split())[:200]}
+    return {"kernels_us": dict(spent.most_common(NAMED))}
+
+
+def device_times(files: Sequence[str]) -> collections.Counter[str]:
+    """Microseconds that a profile counts on devices, by the name of what ran.
+
+    Args:
+        files: of `jax.profiler.trace`.
+    """
+    spent = collections.Counter[str]()
+    for file in files:
+        for plane in jax.profiler.ProfileData.from_file(file).planes:
+            if not plane.name.startswith("/device:"):
+                continue
+            for line in plane.lines:
+                # A GPU has a line for each stream, a TPU one for its operations.
+                if line.name.startswith("Stream") or line.name == "XLA Ops":
+                    for event in line.events:
+                        spent[event.name] += event.duration_ns / 1e3
+    return spent
 
 
 def _bandwidth(options: Options) -> float:

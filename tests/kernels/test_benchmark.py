@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.kernel_cases import cases, rows_of
-from benchmarks.kernels import Options, measured
+from benchmarks.kernels import Options, device_times, measured, prepare
 from jaxrl_post.kernels.attention.forest import require_forest
 
 
@@ -57,7 +57,8 @@ def test_equal_answers_and_one_sequence():
 def test_the_plain_program_is_measured_too(operation, name, rate):
     options = Options(packs=("ragged",), dtype="float32", repeats=1)
     (case,) = cases((operation,), (name,), ("ragged",), jnp.dtype("float32"), 2**6)
-    plain, xla = measured(options, case, 1e12, 2.0**40)
+    (prepared,) = prepare(options, [case])
+    plain, xla = measured(options, prepared, 1e12, 2.0**40)
     assert (plain["by"], xla["by"]) == ("reference", "xla")
     assert plain["ms"] > 0
     assert plain[rate] > 0
@@ -69,7 +70,7 @@ def test_a_program_that_does_not_fit_is_not_run():
     options = Options(by=("reference",), dtype="float32")
     arguments = (("attention",), ("llama-3.3-70b, tp8",), ("ragged",))
     (case,) = cases(*arguments, jnp.dtype("float32"), 2**4)
-    (line,) = measured(options, case, 1e12, 2.0**20)
+    (line,) = measured(options, *prepare(options, [case]), 1e12, 2.0**20)
     # Scores of 8 heads and 512 x 512 tokens, as float32, are 8 MiB.
     assert line["gib"] > 2**-7
     assert line["skipped"] == f"needs {line['gib']:.1f} GiB, of which 0.0 are free"
@@ -98,7 +99,49 @@ def test_a_log_prob_that_is_off_by_little_is_not_timed(change, refused):
     small = dataclasses.replace(
         case, implementations=passes, arrays=case.small, needed=1.0
     )
-    (line,) = measured(options, small, 1e12, 2.0**40)
+    (line,) = measured(options, *prepare(options, [small]), 1e12, 2.0**40)
     assert ("ms" in line) != refused
     assert (line.get("skipped") == "differs from the reference") == refused
     assert line["error"] < 1e-4
+
+
+def test_a_program_that_cannot_be_compiled_costs_one_line():
+    options = Options(by=("reference", "xla"), dtype="float32", repeats=1)
+    arguments = (("decode_attention",), ("views of 16",), ("causal",))
+    (case,) = cases(*arguments, jnp.dtype("float32"), 2**6)
+
+    def refuses(*arrays):
+        raise NotImplementedError("such heads")
+
+    passes = {**case.implementations, "xla": refuses}
+    broken = dataclasses.replace(case, implementations=passes)
+    plain, xla = measured(options, *prepare(options, [broken]), 1e12, 2.0**40)
+    assert plain["ms"] > 0
+    assert xla["skipped"] == "such heads"
+
+
+def test_times_of_a_profile_are_those_of_the_device(tmp_path):
+    """Of its streams or operations; other lines of a plane name them again."""
+    plane = """
+        planes { name: "%s"
+          lines { name: "%s" %s }
+          lines { name: "XLA Modules" events { metadata_id: 1 duration_ps: 9000000 } }
+          event_metadata { key: 1 value { id: 1 name: "product" } }
+          event_metadata { key: 2 value { id: 2 name: "softmax" } } }
+    """
+    events = """
+        events { metadata_id: 1 duration_ps: 3000000 }
+        events { metadata_id: 2 duration_ps: 500000 }
+        events { metadata_id: 1 duration_ps: 2000000 }
+    """
+    files = []
+    for device, line in (
+        ("/device:GPU:0", "Stream #14(Compute)"),
+        ("/device:TPU:0", "XLA Ops"),
+        ("/host:CPU", "Stream #1"),
+    ):
+        text = plane % (device, line, events)
+        made = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+        files.append(tmp_path / f"{len(files)}.xplane.pb")
+        files[-1].write_bytes(made)
+    assert device_times(list(map(str, files))) == {"product": 10.0, "softmax": 1.0}
