@@ -270,6 +270,11 @@ def brevity(task: Task, conversation: tuple[Message, ...]) -> float:
     return 1.0 / len(conversation[-1].content)
 
 
+def graded_right_or_none(response, answer):
+    """Forgets what a wrong answer earns."""
+    return 1.0 if response == str(answer) else None
+
+
 def graded_none(response, answer):
     """A grader that forgets to return."""
 

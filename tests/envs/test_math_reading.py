@@ -78,6 +78,56 @@ RIGHT = [
     ("A", r"\textbf{(A)}"),
     # A break of a line is no space.
     (r"\begin{pmatrix}1\\200\end{pmatrix}", r"\begin{pmatrix} 1 \\ 200 \end{pmatrix}"),
+    # What stands side by side is multiplied, but for a mixed number; units, spaces.
+    ("60", r"\binom{5}{2}\binom{4}{2}"),
+    ("12", r"2\binom{4}{2}"),
+    ("1", r"2(\frac{1}{2})"),
+    ("1", r"2\left(\frac{1}{2}\right)"),
+    ("3/2", r"\frac{6}{2}\frac{1}{2}"),
+    ("12", "3(4)"),
+    ("5/2", r"2\frac{1}{2}"),
+    ("2.5", r"2 \frac12"),
+    ("-5/2", r"-2\frac{1}{2}"),
+    ("3e-05", "3 * 10^{-5}"),
+    ("10", "2 * 5"),
+    ("10", "2*5"),
+    ("1e-05", "x = 1e-05"),
+    ("1e-05", "10^-5"),
+    ("1e-05", "1\N{MULTIPLICATION SIGN}10^-5"),
+    ("1e-07", r"x = 1 \times 10^{-7}"),
+    ("1e-07", "0.0000001"),
+    ("0.5", "0{,}5"),
+    ("10, 200", r"10,\,200"),
+    ("10200", r"10\,200"),
+    ("1080", "1{,}080"),
+    ("1080", r"1,\!080"),
+    ("10000", "10 000 km"),
+    ("(1,2)", "(1,2)"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    (r"\{1,2\}", "1,2"),
+    ("[1,2]", "[1,2]"),
+    ("(0,100)", r"\left( 0, 100 \right)"),
+    (r"2\sqrt{3}", "\N{SQUARE ROOT}12"),
+    ("2", "\N{SQUARE ROOT}4"),
+    (r"25\pi", r"25\pi \text{ cm}^2"),
+    ("25", r"25^\circ\text{C}"),
+    ("25", "25 \N{DEGREE SIGN}C"),
+    ("60", "60 km/h"),
+    ("5", "5 m/s"),
+    ("5", "5 USD"),
+    ("5", "5 sq ft"),
+    (r"x \ne 2", r"x \ne 2"),
+    ("72", r"72\text{ clips}"),
+    ("50", r"50\%"),
+    (r"4\sqrt{2}", r"4\sqrt(2)"),
+    ("3x", "3x"),
+    ("6", r"2 \cdot 3"),
+    (r"2\pi", r"2 \pi"),
+    (r"\frac{3}{4}\pi", r"\frac{3\pi}{4}"),
+    ("2x+2y", "2(x+y)"),
+    (r"\begin{pmatrix}2\\4\end{pmatrix}", r"2\begin{pmatrix}1\\2\end{pmatrix}"),
+    ("5", "**5**"),
+    ("5", "*5*"),
 ]
 
 
@@ -130,6 +180,31 @@ WRONG = [
     ("listen", "silent"),
     ("1/3", "0.33"),
     ("50", "0.5"),
+    # Other kinds of lists, small numbers, groups that are none, words that count.
+    ("16", r"\binom{5}{2}\binom{4}{2}"),
+    ("8", r"2\binom{4}{2}"),
+    ("5/2", r"2(\frac{1}{2})"),
+    ("1", r"2\frac{1}{2}"),
+    ("(0.0000001, 2)", "(0.0000002, 2)"),
+    (r"\{0.0000001, 2\}", r"\{0.0000002, 2\}"),
+    ("1e-07", "x = 0.0000002"),
+    ("1e-07", r"x = 2 \times 10^{-7}"),
+    ("5", "0{,}5"),
+    ("35", "3{,}5"),
+    ("72", r"7\,2"),
+    ("10200", r"10,\,200"),
+    ("1<x<2", r"\{1,2\}"),
+    ("(1,2)", r"\{1,2\}"),
+    ("(1,2,3)", r"\{1,2,3\}"),
+    (r"\{1,2\}", "(2,1)"),
+    ("(1,2)", "[1,2]"),
+    ("2", "\N{SQUARE ROOT}12"),
+    ("5", r"5\text{ hundredths}"),
+    ("3", "3 fifths"),
+    ("5", "5 factorial"),
+    ("10:30", r"10:30 \text{ p.m.}"),
+    (r"x \ne 2", r"x \ne 3"),
+    ("1<x<2", "1<x<2<3"),
 ]
 
 
@@ -183,3 +258,45 @@ def test_a_machine_so_busy_that_every_alarm_rings_changes_no_verdict(monkeypatch
 def test_a_comparison_without_end_is_a_failure_and_no_0():
     with pytest.raises(TimeoutError, match="comparing an answer took more than 2 s of"):
         grade("(" * 90 + "1" + ")" * 90, "1")
+
+
+@pytest.mark.parametrize(
+    ("right", "said", "reward"),
+    [
+        ("72", "#### 96 - 24 = 72", 1),
+        ("96", "#### 96 - 24 = 72", 0),
+        ("10", "#### 10 - 5", 0),
+        ("5", "#### 5-6", 0),
+        ("5", "#### 5 to 6", 0),
+        ("5", "#### 5 million", 0),
+        ("5", r"#### 5 \text{ million}", 0),
+        ("1000", "#### 1 000", 1),
+        ("1", "#### 1 000", 0),
+        ("3", "#### 3:2", 0),
+        ("10", "#### 5 * 2", 1),
+        ("5", "#### 5 * 2", 0),
+        ("5", "#### +5", 1),
+        ("1/2", r"#### \frac{1}{2}", 1),
+        ("(1,2)", "#### (1,2)", 1),
+        ("72", "#### 72", 1),
+        ("72", "#### 72.", 1),
+        ("72", "#### 72 apples", 1),
+        ("72", "#### $72 (in total)", 1),
+        ("4", r"It is \boxed{4}. No: \boxed 5", 0),
+        ("5", r"#### \boxed{5}", 1),
+        ("72", "#### 72 - the total", 1),
+        ("-5", "#### -5", 1),
+        ("72", "#### 72: done", 1),
+    ],
+)
+def test_a_line_behind_the_mark_is_taken_whole(right, said, reward):
+    assert Grader("math").grade(f"So\n{said}", right).reward == reward
+
+
+def test_the_last_number_may_have_an_exponent():
+    for text, number in (
+        ("The answer is 1e-05.", "1e-05"),
+        ("It is 2.5e3.", "2.5e3"),
+        ("It is *5*.", "5"),
+    ):
+        assert final_answer(text, extraction="flexible") == number

@@ -174,6 +174,9 @@ class ReasoningGym:
             try:
                 score = float(dataset.score_answer(shown or "", entry))
                 raised = 0.0
+            # These say nothing of the answer.
+            except (ImportError, MemoryError):
+                raise
             # Third-party scorers convert the model's text without checking it first, so
             # any exception is possible, and it means that the text is no answer.
             except Exception:

@@ -14,10 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 def try_functions(environment: Environment, split: Split, *, deadline_s: float) -> None:
-    """Has one known answer judged by each environment with functions of a user.
+    """Has two answers judged by each environment with functions of a user.
 
-    A function that returns None would otherwise fail every episode. What it raises is
-    only warned of: it may be right to raise on this answer.
+    One is known, the other says nothing. A function that returns None, always or where
+    the answer is wrong, would otherwise fail these episodes. What it raises is only
+    warned of: it may be right to raise on this answer.
 
     Args:
         environment: of a run; most have no such functions, and nothing is started.
@@ -34,11 +35,17 @@ def try_functions(environment: Environment, split: Split, *, deadline_s: float) 
         known = tried.demonstration(task)
         if not isinstance(known, Message):
             known = Message("assistant", known or task.reference)
-        answer = Answer("assistant", known.content, num_tokens=1)
         with WorkerPool(tried, deadline_s=deadline_s) as pool:
-            outcome = pool.submit(task, (*task.messages, answer)).result()
-        if outcome.kind == "invalid":
-            raise NumberError(f"{outcome.error}, for the answer {answer.content!r:.80}")
+            outcomes = []
+            for content in (known.content, ""):
+                answer = Answer("assistant", content, num_tokens=1)
+                outcome = pool.submit(task, (*task.messages, answer)).result()
+                if outcome.kind == "invalid":
+                    raise NumberError(
+                        f"{outcome.error}, for the answer {content!r:.80}"
+                    )
+                outcomes.append(outcome)
+        outcome = outcomes[0]
         if outcome.kind != "ok":
             logger.warning(
                 "%s: the first task's own answer could not be judged (%s): %s",

@@ -8,6 +8,7 @@ from typing import Literal
 
 from jaxrl_post.envs.tasks.mathematics.text import (
     NUMBER,
+    WORDS,
     cleaned,
     plain_characters,
     undecorated,
@@ -19,10 +20,16 @@ type Extraction = Literal["flexible", "strict"]
 
 # What makes a number the beginning of a longer answer, as of 4\sqrt{2}, 5! or 3 or 5.
 _GOES_ON = re.compile(
-    r"[!\w({]|\s*(?:[\^_]|[+*/]\s*[\d.\\(]|\\(?!text|math|mbox)|[,;]\s*[-+\\.(]?\d)"
-    r"|\s+(?:\d+/\d|(?:or|and)\s+[-+\\.(]?\d)",
-    re.ASCII,
+    r"[!\w({]|\s*(?:[\^_]|[-+*/:=<>]\s*[\d.\\(]|\\(?!text|math|mbox)|[,;]\s*[-+\\.(]?\d)"
+    r"|\s+(?:\d+/\d|\d{3}(?!\d))|\s+(?:or|and|to)\s+[-+\\.(]?\d"
+    r"|\s*(?:\\text\s*\{)?\s*(?:hundred|thousand|(?:m|b|tr)illion|dozen|percent of)",
+    re.ASCII | re.IGNORECASE,
 )
+# An answer that begins otherwise than with a number, as \frac{1}{2}, +5 or (1,2).
+_FORMULA = re.compile(r"\+?[\d.]|-?\\(?!boxed|fbox)|[(\[]\s*[-+\d.\\]")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+# TeX boxes one token then, which is hardly meant.
+_NO_BRACE = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])(?!\s*\{)")
 _BRACE = re.compile(r"\\+(?:boxed|fbox)\s*\{|\\\\|\\[{}]|[{}]")
 
 # Longer than any real answer; bounds the time that math-verify spends on a response.
@@ -77,12 +84,14 @@ def final_answer(text: str, *, extraction: Extraction = "strict") -> str | None:
 
 
 def _marked(text: str) -> Iterator[tuple[int, str]]:
-    """Positions and answers of the marks "####" that a number follows."""
+    """Positions and answers of the marks "####" that a number or a formula follows."""
     for mark in _MARK.finditer(text):
         line = undecorated(mark[1].strip())
         if (number := NUMBER.match(line)) is not None:
             whole = _GOES_ON.match(line, number.end()) is None
             yield mark.start(), number[0] if whole else cleaned(line)
+        elif _FORMULA.match(line) and not WORDS.search(_COMMAND.sub("", line)):
+            yield mark.start(), cleaned(line)
 
 
 def _last_box(text: str) -> tuple[int, str | None]:
@@ -100,6 +109,8 @@ def _last_box(text: str) -> tuple[int, str | None]:
     for opening in open_braces:
         if len(opening[0]) > 1 and opening.start() > last:
             last, content = opening.start(), None
+    for bare in _NO_BRACE.finditer(text, max(last, 0)):
+        last, content = bare.start(), None
     if content is None or len(content) > 10 * _LONGEST_ANSWER:
         return last, None
     return last, cleaned(content) or None

@@ -17,6 +17,7 @@ from jaxrl_post.envs.tasks.mathematics.text import (
     NUMBER,
     WORDS,
     cleaned,
+    joined,
     without_unit,
 )
 
@@ -36,7 +37,10 @@ _ABOUT = 0.01
 
 _FRACTION = re.compile(r"(?<![\w.])(\d+) +(\d+)/(\d+)(?![\w.])")
 _DIGITS_ONLY = re.compile(r"[\d.,]+$")
-_BARE = re.compile(r"\d|[({]+[\d./]+[)}]+$")
+_BARE = re.compile(r"\d|\{+[\d./]+\}+$")
+_PROPER = re.compile(r"\\[dt]?frac\{?(\d+)\}?\{?(\d+)\}?$")
+_MINUS_POWER = re.compile(r"\^-(\d+)")
+_RELATION = re.compile(r"[<>]|\\(?:[lg]eq?|[lg]t|leqslant|geqslant)(?![a-zA-Z])")
 # The library leaves these out before it reads.
 _LEFT_OUT = re.compile(r"\\[lcvd]?dots|\.\.|['\"]")
 # What a subscript or a power of one character may stand in.
@@ -44,7 +48,7 @@ _BRACES = re.compile(r"([_^])(?:\{\s*(\w)\s*\}|(\w))")
 _ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")
 # A number with an exponent as JSON writes it, alone or as an element.
 _EXPONENT = re.compile(
-    r"(?:(?<=[(\[{,;])|^)(\s*[-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d+)"
+    r"(?:(?<=[(\[{,;=])|^)(\s*[-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d+)"
     r"(?=\s*(?:$|[)\]},;\\]))"
 )
 # Kinds of the parser's tokens whose text says more than their kind.
@@ -91,9 +95,33 @@ def equal(reference: str, answer: str) -> bool:
         return bool(mine)
     if WORDS.fullmatch(mine) and WORDS.fullmatch(theirs):
         return mine.casefold() == theirs.casefold()
+    kinds = {_kind(mine), _kind(theirs)} - {None}
+    if len(kinds) > 1 and not kinds <= {"()", "(]", "[)", "[]", "relation"}:
+        return False
     with processor_time(_COMPARING_S, "comparing an answer"):
         left, right = _read(mine), _read(theirs)
-        return left is not None and right is not None and _same(left, right)
+        if left is None or right is None:
+            return False
+        try:
+            return _same(left, right)
+        except MemoryError:
+            raise
+        # The library raises where it cannot compare, as of x != 2 with x != 3.
+        except Exception:
+            return False
+
+
+def _kind(text: str) -> str | None:
+    """What encloses a list or an interval, or "relation"; None of all else."""
+    text = re.sub(r"\\(?:left|right|big|Big)(?![a-zA-Z])", "", text)
+    text = text.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").replace(" ", "")
+    if _RELATION.search(text):
+        return "relation"
+    if text.startswith(r"\{") and text.endswith(r"\}"):
+        return "{}"
+    if re.fullmatch(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]", text):
+        return text[0] + text[-1]
+    return None
 
 
 def _spelled(text: str) -> str:
@@ -107,19 +135,35 @@ def _same(left: Any, right: Any) -> bool:
         return False
     import sympy
 
-    numbers = [each for each in (left, right) if isinstance(each, sympy.Expr)]
+    # Six places say nothing of small numbers, wherever they stand.
+    small = [
+        sorted(abs(n) for n in each.atoms(sympy.Number) if 0 < abs(n) < _ABOUT)
+        for each in (left, right)
+        if isinstance(each, sympy.Basic)
+    ]
+    if len(small) == 2 and len(small[0]) == len(small[1]):
+        for one, other in zip(*small, strict=True):
+            if abs(one - other) > _CLOSE * max(one, other):
+                return False
+    numbers = [
+        # As of x = 3.
+        each.rhs if isinstance(each, sympy.Eq) and each.lhs.is_Symbol else each
+        for each in (left, right)
+    ]
+    numbers = [each for each in numbers if isinstance(each, sympy.Expr)]
     if len(numbers) < 2 or not any(each.has(sympy.Float) for each in numbers):
         return True
     if not all(each.is_number for each in numbers):
         return True
-    return bool(abs(left - right) <= _CLOSE * max(abs(left), abs(right)))
+    one, other = numbers
+    return bool(abs(one - other) <= _CLOSE * max(abs(one), abs(other)))
 
 
 def _read(text: str) -> Any:
     """What a cleaned text says; None unless it can be read to its end."""
     import sympy
 
-    text = without_unit(text)
+    text = joined(without_unit(text))
     if NUMBER.fullmatch(text):
         above, slash, below = text.partition("/")
         whole = sympy.Integer if above.lstrip("-").isdigit() else sympy.Float
@@ -128,6 +172,7 @@ def _read(text: str) -> Any:
     if _LEFT_OUT.search(text):
         return None
     text = _EXPONENT.sub(r"\1\\times10^{\2}", _ROOT.sub(r"\\sqrt{\1}", text))
+    text = _MINUS_POWER.sub(r"^{-\1}", text)
     try:
         return _reader()(text)
     except MemoryError:
@@ -158,6 +203,7 @@ def require_library() -> None:
 @functools.cache
 def _reader() -> Callable[[str], Any]:
     """Makes the function that reads LaTeX: its classes need the library."""
+    import sympy
     from antlr4.CommonTokenFactory import CommonTokenFactory
     from antlr4.Token import CommonToken
     from latex2sympy2_extended import latex2sympy2
@@ -196,11 +242,26 @@ def _reader() -> Callable[[str], Any]:
             return parser
 
         def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
-            pair = [self.rule2text(each) for each in arr[i : i + 2]]
-            # The library adds them, as in 2\\frac{1}{2}.
-            if len(pair) == 2 and _DIGITS_ONLY.match(pair[0]) and _BARE.match(pair[1]):
-                raise ValueError("two numbers side by side")
-            return super().convert_postfix_list(arr, i)
+            first = self.convert_postfix(arr[i])
+            is_factor = isinstance(first, (sympy.Expr, sympy.MatrixBase))
+            if i == len(arr) - 1 or not is_factor:
+                return super().convert_postfix_list(arr, i)
+            text, follows = (self.rule2text(each) for each in arr[i : i + 2])
+            if _DIGITS_ONLY.match(text):
+                if _BARE.match(follows):
+                    raise ValueError("two numbers side by side")
+                mixed = _PROPER.match(follows)
+                # 2\\frac{1}{2} is two and a half. The library adds other factors too.
+                if mixed and int(mixed[1]) < int(mixed[2]):
+                    first, i = first + self.convert_postfix(arr[i + 1]), i + 1
+                    if i == len(arr) - 1:
+                        return first
+            rest = self.convert_postfix_list(arr, i + 1)
+            if isinstance(first, sympy.MatrixBase) or isinstance(
+                rest, sympy.MatrixBase
+            ):
+                return self.mat_mul_flat(first, rest)
+            return self.mul_flat(first, rest)
 
         def convert_relation(self, rel: Any) -> Any:
             found = super().convert_relation(rel)

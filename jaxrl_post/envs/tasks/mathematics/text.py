@@ -10,13 +10,14 @@ __all__ = [
     "NUMBER_TEXT",
     "WORDS",
     "cleaned",
+    "joined",
     "plain_characters",
     "undecorated",
     "ungrouped",
     "without_unit",
 ]
 
-_UNSIGNED = r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+(?![\w.]))?"
+_UNSIGNED = r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+(?!\w|\.\d))?"
 # A minus after a digit, a letter or a closing bracket subtracts: "10-5" ends with "5".
 NUMBER_TEXT = rf"(?:(?<![\w)\]}}])-)?{_UNSIGNED}(?:/{_UNSIGNED})?"
 NUMBER = re.compile(NUMBER_TEXT, re.ASCII)
@@ -33,13 +34,18 @@ _BRACKETS = re.compile(r"[(\[]|\\\{|\\lbrace|\\langle")
 
 # What surrounds a number or groups its digits without changing its value.
 _DECORATION = re.compile(
-    r"(?<=\d),\\!\s*(?=\d)|(?<!\\)\\[,!]|(?<=\d)\{,\}(?=\d)"
-    # Kept between two digits: "*" is a product there, "$" or "%" separates two amounts.
-    r"|(?<!\d)(?:\\?[$%]|\*+)|(?:\\?[$%]|\*+)(?!\d)|[€£¥₹₩]",
+    r"(?<=\d)(?:,\\!\s*|\{,\}|\\,)(?=\d{3}(?!\d))|(?<!\\)\\!"
+    # Kept between two digits: it separates two amounts.
+    r"|(?<!\d)\\?[$%]|\\?[$%](?!\d)|[€£¥₹₩]"
+    # Kept between two digits or two spaces: it is a product there.
+    r"|(?<![\d\s*])\*+|\*+(?![\d\s*])|(?<=\s)\*+(?=\d)|(?<=\d)\*+(?=\s)",
     re.ASCII,
 )
+# In LaTeX, a comma in braces has no space after it: a group's, or a decimal point.
+_POINT = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _SPACE = re.compile(
-    r"(?<!\\)\\[;: ]|~|\\q?quad(?![a-zA-Z])|\\(?:display|text)style(?![a-zA-Z])"
+    r"(?<!\\)\\(?:[;: ]|,(?!\d{3}(?!\d)))|~|\\q?quad(?![a-zA-Z])"
+    r"|\\(?:display|text)style(?![a-zA-Z])"
 )
 _WRAPPERS = [
     ("$$", "$$"),
@@ -77,23 +83,30 @@ _SIGNS = {
 }
 _RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u2079\u207b]+")
 _LOWERED = re.compile(r"[\u2080-\u2089]+")
+_ROOTED = re.compile(r"\u221a\s*(\d+(?:\.\d+)?)")
 _VULGAR = re.compile(r"(\d?)([\u00bc-\u00be\u2150-\u215e])")
 
 # Words that change a number; any other at the end of one is its unit.
 _NO_UNIT = re.compile(
-    r"\b(?:hundred|thousand|(?:m|b|tr)illion|dozen|half|third|quarter|or|and|to|if|not|than"
+    r"\b(?:hundred|thousand|(?:m|b|tr)illion|dozen|hal(?:f|ve)|third|quarter|fourth|fifth"
+    r"|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|factorial|[ap]\.?m"
+    r"|or|and|to|if|not|than"
     r"|times|squared|cubed|pi|sqrt|sin|cos|tan|log|ln|exp|over|plus|minus|more|less|mod"
     r"|base|infinity|infty|[eixyz])(?:s|\b)",
     re.IGNORECASE,
 )
 # Shorter words outside of \text{} are variables, but for these.
 _SHORT_UNIT = re.compile(
-    r"[ckm]?m|[km]?g|ml|ft|in|yd|mi|lbs?|oz|hrs?|min|sec|mph|day|men", re.IGNORECASE
+    r"[ckm]?m|[km]?g|ml|sq|ft|in|yd|mi|lbs?|oz|hrs?|min|sec|mph|day|men|usd|eur|gbp",
+    re.IGNORECASE,
 )
 _LONG_UNIT = 4
 _UNIT = re.compile(
-    rf"(?<=[\d}})])\s*(?:{_TEXT}|([A-Za-z]+(?:[ /][A-Za-z]+)*))?"
-    r"(?:\s*\^\s*(?:\{\s*(?:\d|\\circ)\s*\}|\d|\\circ))?$"
+    rf"(?:(?<=[\d}})])|(?<=\\pi)(?=\s*\\)|(?<=\\pi )(?=\\))"
+    rf"\s*(?:{_TEXT}|([A-Za-z]+(?:[ /][A-Za-z]+)*))?"
+    r"(?:\s*\^\s*(?:\{\s*(?:\d|\\circ)\s*\}|\d|\\circ))?"
+    r"(?:(?<=circ)\s*(?:\\(?:text|mathrm)\s*\{\s*)?[CF]\}?|(?<=circ\})\s*(?:\\(?:text|mathrm)"
+    r"\s*\{\s*)?[CF]\}?)?$"
 )
 
 
@@ -107,6 +120,7 @@ def plain_characters(text: str) -> str:
         return text
     text = _RAISED.sub(lambda found: "^{" + _typed(found[0]) + "}", text)
     text = _LOWERED.sub(lambda found: "_{" + _typed(found[0]) + "}", text)
+    text = _ROOTED.sub(r"\\sqrt{\1}", text)
     text = _VULGAR.sub(lambda found: f"{found[1]} {_typed(found[2])}".strip(), text)
     return _typed(text)
 
@@ -134,14 +148,18 @@ def cleaned(text: str) -> str:
             # What is between the marks is not empty.
             if inner and len(text) - len(inner) == len(opening + closing):
                 text = inner.strip()
-    text = " ".join(_DECORATION.sub("", text).split())
+    text = _POINT.sub(".", " ".join(_DECORATION.sub("", text).split()))
     if (only := _ONLY_TEXT.fullmatch(text)) is not None:
         text = only[1].strip()
-    if _SPACED.fullmatch(text):
-        return text.replace(" ", "")
+    text = joined(text)
     if _BRACKETS.search(text) and not _SURELY_GROUPED.search(text):
         return text
     return ungrouped(text)
+
+
+def joined(text: str) -> str:
+    """A text without the spaces that group the digits of a number, if it is one."""
+    return text.replace(" ", "") if _SPACED.fullmatch(text) else text
 
 
 def ungrouped(text: str) -> str:
@@ -151,7 +169,7 @@ def ungrouped(text: str) -> str:
 
 def undecorated(text: str) -> str:
     """A text whose numbers have nothing but digits, a point and a sign."""
-    return ungrouped(_DECORATION.sub("", _SPACE.sub(" ", text)))
+    return ungrouped(_POINT.sub(".", _DECORATION.sub("", _SPACE.sub(" ", text))))
 
 
 def without_unit(text: str) -> str:
@@ -169,6 +187,7 @@ def without_unit(text: str) -> str:
         is_unit = all(
             ((apart or len(word) > 1) and _SHORT_UNIT.fullmatch(word))
             or (apart and len(word) >= _LONG_UNIT)
+            or (word in ("h", "s") and f"/{word}" in bare)
             for word in re.split("[ /]", bare)
         )
     else:

@@ -248,6 +248,8 @@ def _equal(said: Any, expected: Any) -> bool:
 
 
 def _is_close(said: float, expected: float) -> bool:
+    if said == expected or math.isinf(expected):
+        return said == expected
     try:
         return abs(said - expected) <= (_CLOSE * abs(expected) or _TINY)
     except OverflowError:
