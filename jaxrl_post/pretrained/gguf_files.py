@@ -328,14 +328,24 @@ def _llama3(divisors: np.ndarray, theta: float) -> dict[str, Any] | None:
         between = (smooth > 1e-3) & (smooth < 1 - 1e-3)
         if between.sum() >= 2:
             slope, start = np.polyfit(turns[between], smooth[between], 1)
-            high, original = round(1 - 1 / start, 3), round(-slope / start)
+            found = [(round(1 - 1 / start, 3), round(-slope / start))]
+        else:
+            # Small heads have few frequencies, which many pairs explain.
+            found = [
+                (1 + (original * turn - 1) / share if between.any() else 4.0, original)
+                for original in (8192, *(2**power for power in range(24)))
+                for turn, share in [(turns[between].sum(), smooth[between].sum())]
+            ]
+        for high, original in found:
+            if high <= 1:
+                continue
             again = np.clip((original * turns - 1) / (high - 1), 0, 1)
             if np.allclose(again, smooth, atol=1e-4):
                 return {
                     "rope_type": "llama3",
                     "factor": float(str(np.float32(factor))),
                     "low_freq_factor": 1.0,
-                    "high_freq_factor": high,
+                    "high_freq_factor": float(high),
                     "original_max_position_embeddings": original,
                 }
     raise CheckpointError(

@@ -304,7 +304,8 @@ def _model(config: ChatConfig, console: Console) -> Model:
             convert(made, console=Console(quiet=True))
             return _opened(dataclasses.replace(config, model=output), console)
     for name in ("step", "base"):
-        if getattr(config, name) is not None:
+        # Elsewhere, a base is that of an adapter.
+        if getattr(config, name) is not None and (name == "step" or finished.is_dir()):
             raise ConfigError(
                 f"--{name}: is for a run's checkpoints, and {config.model} "
                 f"{'is a run that has finished' if finished.is_dir() else 'is no run'}"

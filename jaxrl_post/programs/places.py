@@ -3,6 +3,7 @@
 All of it is checked before the model is opened.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -112,6 +113,9 @@ def check_unused(folder: Path, *, resume: bool, described: bool) -> None:
         )
 
 
+_log = logging.getLogger(__name__)
+
+
 def check_checkpoints(directory: RunDirectory, saved: RunDescription) -> None:
     """Refuses to begin a run again whose checkpoints are gone.
 
@@ -121,7 +125,8 @@ def check_checkpoints(directory: RunDirectory, saved: RunDescription) -> None:
 
     Raises:
         ConfigError: there is none, but a model, or rows of more steps than the run
-            takes before the first one is whole.
+            takes before the first one is whole. Fewer rows are named in a warning, as
+            they are written anew.
     """
     if _has_checkpoints(directory.path):
         return
@@ -131,11 +136,20 @@ def check_checkpoints(directory: RunDirectory, saved: RunDescription) -> None:
     # The second is begun when the first is whole, and after the row of its own step.
     every = flattened(saved.config).get("checkpoint.every", last)
     model = directory.path / "model"
-    if last > 2 * every or (last and model.is_dir() and not is_foreign(model)):
+    finished = (model / "config.json").is_file() and not is_foreign(model)
+    if last > 2 * every or finished:
+        took = f"took {last} steps" if last else "has saved its model"
         raise ConfigError(
-            f"--run-dir: {directory.path} holds a run that took {last} steps, but its "
+            f"--run-dir: {directory.path} holds a run that {took}, but its "
             "checkpoints are gone. Restore them from a copy, or choose another "
             "--run-dir to start over"
+        )
+    if last:
+        _log.warning(
+            "%s has no checkpoint: the run begins again, and the %d steps that its "
+            "logs have are taken anew",
+            directory.path,
+            last,
         )
 
 
@@ -300,7 +314,8 @@ def _targets(config: RunConfig) -> list[str]:
 
 
 def _has_checkpoints(folder: Path) -> bool:
-    return any((folder / "checkpoints").glob("[0-9]*"))
+    # One that is being written has a longer name.
+    return any(path.name.isdigit() for path in (folder / "checkpoints").glob("[0-9]*"))
 
 
 def _linked(path: str) -> list[Path]:

@@ -1,5 +1,6 @@
 """Text that others wrote, with its control characters made visible."""
 
+import unicodedata
 from collections.abc import Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -10,21 +11,24 @@ __all__ = ["VisibleConsole", "visible"]
 
 # Terminals act on control characters, and browsers hide them or do: show Unicode's
 # control pictures, and the numbers of those that have none. Among them are those that
-# turn text around, so that a call could seem to have other arguments.
-_VISIBLE: dict[int, int | str] = {
-    code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"
-}
+# turn text around, so that a call could seem to have other arguments, and those that
+# are not seen, but for the joiners that some scripts and emojis are written with.
+_HIDDEN = {"Cc", "Cf", "Zl", "Zp"}
+_SEEN = "\t\n\u200c\u200d"
+
+
+class _Visible(dict[int, int | str]):
+    def __missing__(self, code: int) -> int | str:
+        character = chr(code)
+        hidden = unicodedata.category(character) in _HIDDEN and character not in _SEEN
+        self[code] = f"[U+{code:04X}]" if hidden else code
+        return self[code]
+
+
+_VISIBLE = _Visible(
+    {code: 0x2400 + code for code in range(32) if chr(code) not in _SEEN}
+)
 _VISIBLE[0x7F] = 0x2421
-_VISIBLE |= {
-    code: f"[U+{code:04X}]"
-    for codes in (
-        range(0x80, 0xA0),
-        (0x061C, 0x200E, 0x200F),
-        range(0x2028, 0x202F),
-        range(0x2066, 0x206A),
-    )
-    for code in codes
-}
 
 
 def visible(text: str) -> str:

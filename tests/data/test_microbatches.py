@@ -44,6 +44,17 @@ def test_ragged_batches_of_any_size_are_full(count, seed, longest):
     assert len(batch.ends) <= -(-used // (0.85 * 4096)), "no more than are needed"
 
 
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [(3, 1500), (3, 1700), (3, 2000), (7, 1300), (5, 900), (3, 600), (5, 1000)],
+)
+def test_long_sequences_are_no_two_thirds_of_a_batch(count, size):
+    """A microbatch more, of shorter rows, may have less padding."""
+    batch = pack_microbatches([Sequence.of([1], [2] * (size - 1))] * count, 4096, 1)
+    assert fill(batch) >= 0.9
+    assert np.count_nonzero(batch.ends) == count * size
+
+
 @pytest.mark.parametrize(("rows", "least"), [(2, 0.85), (4, 0.85), (8, 0.8)])
 def test_the_parts_of_a_mesh_have_rows_of_the_same_tokens(rows, least):
     """A tree is split where whole trees would leave parts with padding."""

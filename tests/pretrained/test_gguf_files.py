@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from jaxrl_post import models, pretrained
 from jaxrl_post.data.gguf_tokenizer import generation_settings, gguf_tokenizer
 from jaxrl_post.pretrained import CheckpointError
-from jaxrl_post.pretrained.gguf_files import read_gguf, write_gguf
+from jaxrl_post.pretrained.gguf_files import _llama3, read_gguf, write_gguf
 from tests import gguf_model as files
 
 IDS = [1, 70, 71, 300, 5, 250, 5, 5, 0, 33]
@@ -117,11 +117,11 @@ def test_in_another_dtype_and_in_several_files(tmp_path):
     assert len(list((tmp_path / "made").glob("*.safetensors"))) > 2
 
 
-def divisors(factor, low, high, original):
+def divisors(factor, low, high, original, *, width=64, theta=500000.0):
     """As llama.cpp's converter writes them for Llama 3.1."""
     made = []
-    for exponent in np.arange(0, 64, 2) / 64:
-        wavelength = 2 * np.pi * 500000.0**exponent
+    for exponent in np.arange(0, width, 2) / width:
+        wavelength = 2 * np.pi * theta**exponent
         smooth = (original / wavelength - low) / (high - low)
         if wavelength < original / high:
             made.append(1.0)
@@ -168,6 +168,26 @@ def test_divisors_of_frequencies_are_the_scaling_of_llama_3(given, read, tmp_pat
         scaling.high_frequency_factor,
         scaling.original_length,
     ) == read
+
+
+@pytest.mark.parametrize("width", [8, 16, 32, 48])
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_small_heads_have_the_frequencies_of_the_file(width, theta, factor):
+    """They do not tell all numbers of the scaling, but each frequency is right."""
+    made = divisors(factor, 1.0, 4.0, 8192, width=width, theta=theta)
+    if made.max() == 1.0 or made.max() < factor:
+        pytest.skip("no frequency is scaled by the whole factor")
+    scaling = _llama3(made, theta)
+    again = divisors(
+        factor,
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+        scaling["original_max_position_embeddings"],
+        width=width,
+        theta=theta,
+    )
+    np.testing.assert_allclose(again, made, rtol=1e-3)
 
 
 def test_divisors_of_one_scale_nothing(tmp_path):

@@ -3,12 +3,14 @@
 import dataclasses
 import io
 import json
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import load_file, save_file
 
 from jaxrl_post import pretrained
 from jaxrl_post.config.convert import ConvertConfig
@@ -19,10 +21,12 @@ from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import RunConfig
+from jaxrl_post.config.serve import ChatConfig
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, initialize_adapter, merged
-from jaxrl_post.pretrained.peft.files import save_adapter
+from jaxrl_post.pretrained.peft.files import load_adapter, save_adapter
+from jaxrl_post.programs.chat import _model
 from jaxrl_post.programs.convert import convert
 from jaxrl_post.programs.hub import fetch, fetch_run
 from jaxrl_post.programs.judge import check_judge
@@ -162,6 +166,48 @@ def test_the_base_may_be_given(adapter, base, tmp_path):
         fetch(EvaluateConfig(str(moved), base=str(moved)), console=QUIET)
 
 
+def test_a_chat_takes_the_base_of_an_adapter(adapter, base):
+    change(adapter, base_model_name_or_path=None)
+    with pytest.raises(ConfigError, match="--base names it otherwise"):
+        _model(ChatConfig(str(adapter)), QUIET)
+    model = _model(ChatConfig(str(adapter), base=str(base)), QUIET)
+    assert model.config == CONFIG
+    with pytest.raises(ConfigError, match=r"--step: .* is no run; drop the option"):
+        _model(ChatConfig(str(adapter), base=str(base), step=1), QUIET)
+
+
+def test_a_model_with_an_adapter_beside_its_files_stays_as_it_is(base, adapter):
+    shutil.copytree(adapter, base / "adapter")
+    alone = tiny.params(CONFIG)
+    assert_equal(pretrained.load(base)[1], alone)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e38])
+def test_damaged_numbers_of_an_adapter_are_named(adapter, value):
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = min(name for name in tensors if "lora_B" in name)
+    tensors[name][0, 0] = value
+    save_file(tensors, file)
+    with pytest.warns(pretrained.CheckpointWarning, match=r"tensors hold .*lora_B"):
+        load_adapter(adapter, CONFIG)
+
+
+def test_an_adapter_may_begin_as_zeros_in_b_alone(adapter, recwarn):
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for name, values in tensors.items():
+        values *= "lora_A" in name
+    save_file(tensors, file)
+    load_adapter(adapter, CONFIG)
+    assert not [each for each in recwarn if "tensors hold" in str(each.message)]
+    for name, values in tensors.items():
+        values *= "lora_A" not in name
+    save_file(tensors, file)
+    with pytest.warns(pretrained.CheckpointWarning, match=r"nothing but zeros.*lora_A"):
+        load_adapter(adapter, CONFIG)
+
+
 def test_an_adapter_of_a_reward_model_is_one(base, tmp_path):
     value = dataclasses.replace(CONFIG, head="value")
     expected = write_adapter(tmp_path / "judge", base, value, whole=("value_head",))
@@ -211,7 +257,6 @@ def test_what_is_no_adapter_of_a_model_is_refused_by_name(adapter, base, tmp_pat
 
 
 def test_an_adapter_with_embeddings_of_its_own_is_refused_or_right(adapter):
-    from safetensors.numpy import load_file, save_file
 
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)

@@ -253,7 +253,20 @@ def test_a_run_does_not_begin_again_because_its_checkpoints_are_gone(copied, kep
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(copied):
+def test_a_run_that_saved_its_model_does_not_begin_again(copied):
+    """Whatever its logs have; a checkpoint that was never whole is none."""
+    run = Path(copied.run_dir)
+    (run / "metrics.jsonl").unlink()
+    (run / "checkpoints" / f"{STEPS}.orbax-checkpoint-tmp-1").mkdir()
+    for whole in (run / "checkpoints").iterdir():
+        if whole.name.isdigit():
+            shutil.rmtree(whole)
+    with pytest.raises(ConfigError, match="saved its model, but its checkpoints are g"):
+        go_on(copied)
+    assert (run / "model").is_dir()
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(copied, caplog):
     run = Path(copied.run_dir)
     shutil.rmtree(run / "checkpoints")
     shutil.rmtree(run / "model")
@@ -264,8 +277,11 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(copied):
     saved = directory.read_description()
     assert saved is not None
     check_checkpoints(directory, saved)
+    assert "has no checkpoint: the run begins again, and the 4 steps" in caplog.text
+    caplog.clear()
     (run / "metrics.jsonl").unlink()
     check_checkpoints(directory, saved)
+    assert not caplog.text
 
 
 def test_a_preset_that_became_a_directory_is_refused(copied, tmp_path, monkeypatch):

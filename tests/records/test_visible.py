@@ -21,6 +21,10 @@ def test_control_characters_are_shown():
     assert visible(WILD) == SHOWN
     plain = "tab\tline\n ü 你好 👩‍🚀"
     assert visible(plain) == plain
+    # What nobody sees, such as text in tags, but for joiners.
+    assert visible("a\u200bb\xad\ufeff\U000e0041") == (
+        "a[U+200B]b[U+00AD][U+FEFF][U+E0041]"
+    )
     # In pieces too, wherever they are cut.
     for cut in range(len(WILD)):
         assert visible(WILD[:cut]) + visible(WILD[cut:]) == SHOWN

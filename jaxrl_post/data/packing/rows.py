@@ -16,6 +16,8 @@ __all__ = ["largest_row", "pack", "pack_microbatches"]
 
 # Pieces of a row into which trees are split, if whole ones fill the rows worse.
 PIECES = (1, 2, 4)
+# Where less of a batch would be tokens, as many microbatches more are tried.
+FULL, MORE = 0.85, 4
 
 
 def pack_microbatches(
@@ -86,23 +88,43 @@ def _arranged(
 ) -> tuple[list[Unit], int]:
     """The parts of units, and the shortest row length at which they fit.
 
-    Fewer microbatches come first, then shorter rows, then fewer parts.
+    Fewer microbatches come first, then shorter rows, then fewer parts. Where much would
+    be padding, a few microbatches more are tried.
     """
     paths = [_longest_path(unit) for unit in units]
     least = max([least, *paths])
     most = largest_row(least, microbatch_tokens, rows)
     used = sum(map(num_tokens, units))
+    found: list[tuple[int, list[Unit], int]] = []
     for height in itertools.count(max(1, -(-used // (most * rows))) * rows, rows):
-        length = _rounded(max(least, -(-used // height)))
-        while length <= most:
-            for pieces in PIECES:
-                rooms = [max(length // pieces, path) for path in paths]
-                parts = _parts(units, rooms, length)
-                sizes = [num_tokens(part) for part in parts]
-                if len(_binned(sizes, length)) <= height:
-                    return parts, length
-            length = _rounded(length + 1)
+        fitting = _fitted(units, paths, height, least, most, used)
+        if fitting is not None:
+            found.append((height * fitting[1], *fitting))
+        if found:
+            slots, parts, length = min(found, key=lambda each: each[0])
+            if used >= FULL * slots or len(found) > MORE or height >= len(units) * rows:
+                return parts, length
     raise AssertionError("a batch with a row for each part holds all of them")
+
+
+def _fitted(
+    units: Collection[Unit],
+    paths: Collection[int],
+    height: int,
+    least: int,
+    most: int,
+    used: int,
+) -> tuple[list[Unit], int] | None:
+    """The parts of units in so many rows, and the length of these; None if too few."""
+    length = _rounded(max(least, -(-used // height)))
+    while length <= most:
+        for pieces in PIECES:
+            rooms = [max(length // pieces, path) for path in paths]
+            parts = _parts(units, rooms, length)
+            if len(_binned([num_tokens(part) for part in parts], length)) <= height:
+                return parts, length
+        length = _rounded(length + 1)
+    return None
 
 
 def _longest_path(unit: Unit) -> int:

@@ -51,7 +51,9 @@ def is_adapter(directory: Path) -> bool:
 def adapter_in(directory: Path) -> Path | None:
     """The adapter of a directory that `beside_base` made; None for any other."""
     adapter = directory / ADAPTER
-    return adapter if (adapter / files.CONFIG_FILE).is_file() else None
+    # A whole model may have an adapter beside its files, which is not meant.
+    is_ours = adapter.is_symlink() and (adapter / files.CONFIG_FILE).is_file()
+    return adapter if is_ours else None
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
@@ -65,7 +67,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
     if not isinstance(name, str) or not name:
         raise CheckpointError(
             f"{adapter / files.CONFIG_FILE}: base_model_name_or_path must name the "
-            f"model under the adapter; got {name!r}"
+            f"model under the adapter; got {name!r}. --base names it otherwise"
         )
     return name, revision if isinstance(revision, str) and revision else None
 

@@ -61,6 +61,7 @@ from jaxrl_post.pretrained.peft.experts import (
 from jaxrl_post.pretrained.peft.joined import joined
 from jaxrl_post.pretrained.peft.modules import whole_entries, whole_of_modules
 from jaxrl_post.pretrained.tensor_files import SINGLE_FILE, Tensor, read_json
+from jaxrl_post.pretrained.weight_health import WeightHealth
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array
 
@@ -166,6 +167,8 @@ def load_adapter(
         entries += whole_entries(config, lora.whole)
         entries = present(entries, tensors)
         check_tensors(tensors, entries, lambda name: False, config_file)
+        health = WeightHealth()
+        tensors = health.watched(tensors)
         by_path = {entry.path: entry for entry in entries}
         wanted = paths(specs)
         shardings = [None] * len(wanted)
@@ -177,6 +180,8 @@ def load_adapter(
             )
             for (name, spec), sharding in zip(wanted.items(), shardings, strict=True)
         ]
+        # B begins as zeros, and so does a new head.
+        health.warn(tensors, harmless=[n for n in tensors if "lora_A" not in n])
     structure = jax.tree.structure(specs, is_leaf=is_spec)
     return of_one_rank(lora, by_target, jax.tree.unflatten(structure, leaves))
 
