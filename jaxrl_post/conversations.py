@@ -27,7 +27,8 @@ __all__ = [
 
 # Keys that chat templates write; without them a message would say something else.
 _MORE = (
-    "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning", "name",
+    "tool_calls", "tool_call_id", "function_call", "reasoning_content", "thinking",
+    "reasoning", "name",
 )  # fmt: skip
 
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")

@@ -293,7 +293,8 @@ class Tokenizer:
     def encode_document(self, text: str) -> tuple[int, ...]:
         """Token ids of a whole document: what the tokenizer puts before it, one EOS.
 
-        A text that begins with BOS, or ends with EOS, gets no second one.
+        A text that begins with BOS, or ends with EOS, gets no second one. White space
+        behind that EOS, as a chat template writes, is left out.
 
         Raises:
             TextError: as `encode`.
@@ -303,6 +304,9 @@ class Tokenizer:
         True
         """
         ids, (before, behind) = self.encode(text), self._around
+        ended = self.encode(text.rstrip())
+        if ended[-1:] == (self.eos_id,):
+            ids = ended
         if ids[: len(before)] != before:
             ids = (*before, *ids)
         if ids[-1:] != (self.eos_id,):

@@ -197,8 +197,9 @@ def _special_tokens(
     extra = settings.get("extra_special_tokens")
     if isinstance(extra, dict):
         named |= {name: _token(name, value) for name, value in extra.items()}
-    else:
-        extra = extra or settings.get("additional_special_tokens")
+        extra = None
+    # transformers 4 calls the list so, and may write both.
+    extra = extra or settings.get("additional_special_tokens")
     unnamed = (
         [_token("extra_special_tokens", value) for value in extra]
         if isinstance(extra, list)

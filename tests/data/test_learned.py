@@ -88,6 +88,14 @@ def test_a_turn_follows_the_thought_that_its_prompt_begins(turn):
         assert BACKEND.decode(answer, skip_special_tokens=False) == SAMPLED[turn]
 
 
+def test_the_end_of_a_thought_inside_a_turn_stays():
+    call = {"function": {"name": "f</think> g", "arguments": {}}}
+    rows = [ask("2"), said("", "hm", tool_calls=[call])]
+    assert texts(tokenizer_of(R1), rows) == [
+        ("[2]A<think>\n", ["hm\n</think>\n\n=f</think> g</s>"])
+    ]
+
+
 def test_a_chat_of_such_a_template_is_cut_after_each_turn():
     rows = [ask("2"), said("4", "hm"), ask("3"), said("<think>\nso\n</think>\n\n6")]
     assert texts(tokenizer_of(R1), rows) == [

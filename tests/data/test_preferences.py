@@ -508,6 +508,19 @@ THOUGHT = {**GOOD, "reasoning_content": "because"}
             {"prompt": "a", "completion": [THOUGHT], "label": True},
             "'completion', message 1: 'reasoning_content' is not read here",
         ),
+        (
+            PROMPTED
+            | {
+                "chosen": [
+                    {
+                        "role": "assistant",
+                        "content": "a",
+                        "function_call": {"name": "f"},
+                    }
+                ]
+            },
+            "'chosen', message 1: 'function_call' is not read here",
+        ),
         (PROMPTED | {"tools": [{"type": "function"}]}, "field 'tools' is not read he"),
         (PAIRED | {"tools": [{"type": "function"}]}, "field 'tools' is not read here"),
         (

@@ -194,6 +194,7 @@ def test_named_special_tokens_are_matched_whole(directory):
         {"turn_token": {"content": "<turn>", "lstrip": False}},
         {"additional_special_tokens": ["<turn>", "<unknown>"]},
         {"extra_special_tokens": {"turn": "<turn>"}},
+        {"extra_special_tokens": {}, "additional_special_tokens": ["<turn>"]},
     ):
         write(directory, "tokenizer_config.json", settings | more)
         read = Tokenizer.from_directory(directory)
@@ -352,6 +353,10 @@ def test_a_tokenizer_that_puts_an_end_behind_a_text_puts_one(directory):
     tokenizer = Tokenizer.from_directory(directory)
     ids = tokenizer.encode_document("12<|eos|>")
     assert ids == tokenizer.encode_document("12") == (300, *tokenizer.encode("12"), 1)
+    # As templates of chats end, and so their texts in files.
+    assert tokenizer.encode_document("12<|eos|>\n") == ids
+    assert TOKENIZER.encode_document("12<|eos|>\n") == (*TOKENIZER.encode("12"), 1)
+    assert TOKENIZER.encode_document("12\n") == (*TOKENIZER.encode("12\n"), 1)
 
 
 def test_tokens_that_the_settings_alone_list_are_special(directory):

@@ -45,7 +45,7 @@ MARK = "qzthought"
 # The end of a prompt that begins a thought, and perhaps ends it.
 OPENING = re.compile(rf"(?:{THINK}\s*)?(?:{THOUGHT}\s*)?\Z")
 # A thought at the beginning of what a template writes of a turn.
-WRITTEN = re.compile(rf"\s*(?:{THINK}.*?)?{THOUGHT}\s*", re.DOTALL)
+WRITTEN = re.compile(rf"\A\s*(?:{THINK}.*?)?{THOUGHT}\s*", re.DOTALL)
 ENDED = re.compile(rf"\s*{THOUGHT}\s*")
 
 
