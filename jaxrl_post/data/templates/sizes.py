@@ -36,9 +36,14 @@ def _named(names: str) -> frozenset[str]:
 SAME = _named(
     "capitalize casefold count endswith find index isalnum isalpha isascii "
     "isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle "
-    "isupper lower partition removeprefix removesuffix rfind rindex rpartition "
-    "rsplit split splitlines startswith swapcase title upper"
+    "isupper lower partition removeprefix removesuffix split splitlines startswith "
+    "swapcase title upper"
 )
+# Those that may make a list with an item for every two letters. Searching from the
+# right, which is not in `SAME`, compares all of both texts.
+LISTS = _named("rsplit split splitlines")
+# Filters that call another one, or a test, for each item.
+EACH = _named("map reject rejectattr select selectattr")
 # Methods that no chat needs, and whose cost is hard to tell.
 REFUSED = _named("encode decode from_bytes to_bytes maketrans translate")
 # Filters that look at a value, or at its items, without writing or comparing them.
@@ -67,7 +72,8 @@ COMPARED: dict[str, Callable[[Any, Any], Any]] = {
     "in": lambda left, right: left in right,
     "notin": lambda left, right: left not in right,
 }
-PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\d*)(?:\.(\d*))?")
+NAMED_PLACE = re.compile(r"%\([^()]{0,200}\)")
+PERCENT = re.compile(r"%(?:\([^()]{0,200}\))?[-#0 +]*(\d*)(?:\.(\d*))?")
 FIELD = re.compile(r"\{[^{}]*:([^{}]*)")
 DIGITS = re.compile(r"\d+")
 
@@ -171,10 +177,15 @@ class Sizes:
             place: matches a place, and its widths as groups.
             values: what may stand in the places.
         """
-        nested = place is FIELD and re.search(r"\{[^{}]*\{", form)
-        if nested or re.search(r"%[^%a-zA-Z]*\*", form):
+        if place is FIELD:
+            odd = re.search(r"\{[^{}]*[\[{]", form) is not None
+        else:
+            odd = form.count("%(") != len(NAMED_PLACE.findall(form))
+            odd = odd or re.search(r"%[^%a-zA-Z]*\*", form) is not None
+        # Any number may be a width then.
+        if odd:
             widths = [form]
-            numbers = sum(map(_largest, values))
+            numbers = sum(map(_widest, values))
         else:
             widths, numbers = place.findall(form), 0
         size = len(form) + sum(int(n) for n in DIGITS.findall(str(widths)))
@@ -196,6 +207,8 @@ class Sizes:
             self.written(given)
         elif isinstance(owner, _SIZED):
             size = self.written(owner)
+            if name in LISTS and isinstance(owner, (str, bytes)):
+                self.allow(size * ITEM)
             if name in SAME:
                 self.allow(size + self.written(given))
             elif name == "replace" and isinstance(owner, str) and len(args) > 1:
@@ -211,6 +224,8 @@ class Sizes:
         given = [*args, *named.values()]
         if name in SHALLOW:
             size = len(value) if isinstance(value, Sized) else 1
+            if name in EACH or (name == "list" and isinstance(value, (str, bytes))):
+                self.take(size * VISIT)
         else:
             size = self.written(value)
         start = named.get("start", args[1] if len(args) > 1 else 0)
@@ -251,6 +266,21 @@ def _largest(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(map(_largest, value.values()))
     return abs(value) if isinstance(value, int) else 0
+
+
+def _widest(value: Any) -> int:
+    """The sum of the numbers that a value has, or is written with."""
+    if isinstance(value, str):
+        return sum(map(int, DIGITS.findall(value)))
+    if isinstance(value, float):
+        return int(min(abs(value), MAX_SIZE + 1))
+    if isinstance(value, Namespace):
+        return _widest(value._Namespace__attrs)
+    if isinstance(value, (list, tuple)):
+        return sum(map(_widest, value))
+    if isinstance(value, Mapping):
+        return sum(map(_widest, value.values()))
+    return _largest(value)
 
 
 def bounded(environment: jinja2.Environment, sizes: Callable[[], Sizes]) -> None:
