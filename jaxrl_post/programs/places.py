@@ -41,6 +41,8 @@ __all__ = [
     "tasks_fingerprint",
 ]
 
+_log = logging.getLogger(__name__)
+
 # The directories that a run writes in its own.
 WRITTEN = ("model", "initial", "adapter", "critic", "critic_adapter", "checkpoints")
 
@@ -111,9 +113,6 @@ def check_unused(folder: Path, *, resume: bool, described: bool) -> None:
             "which options it was made; restore it from a copy, or choose another "
             "--run-dir"
         )
-
-
-_log = logging.getLogger(__name__)
 
 
 def check_checkpoints(directory: RunDirectory, saved: RunDescription) -> None:
