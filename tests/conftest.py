@@ -32,7 +32,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # examples are the same in every run, so that a test that passes goes on passing.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")
-install_import_hook("jaxrl_post", f"{typecheck.__name__}.checked")
+install_import_hook(typecheck.modules(), f"{typecheck.__name__}.checked")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -303,7 +303,7 @@ class Tokenizer:
         >>> tokenizer.encode_document("1") == tokenizer.encode_document("1<|eos|>")
         True
         """
-        ids, (before, behind) = self.encode(text), self._around
+        ids, (before, behind) = self.encode(text), self.put_around
         ended = self.encode(text.rstrip())
         if ended[-1:] == (self.eos_id,):
             ids = ended
@@ -314,7 +314,7 @@ class Tokenizer:
         return ids if ids[-1:] == (self.eos_id,) else (*ids, self.eos_id)
 
     @cached_property
-    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def put_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The special tokens that the tokenizer puts before a text and behind it."""
         found = _encoding(self.backend, "a", True)
         own = [i for i, part in enumerate(found.sequence_ids) if part is not None]
@@ -322,13 +322,15 @@ class Tokenizer:
         return tuple(found.ids[:first]), tuple(found.ids[end:])
 
     def encode_with_begins(
-        self, text: str, *, special: bool = False
+        self, text: str, *, special: bool = False, after: bool = False
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Token ids of a text, and the index in the text at which each token begins.
 
         Args:
             text: the text to encode.
             special: adds the special tokens around the text, which begin at -1.
+            after: the text goes on after other tokens, so its first word gets no space
+                from those tokenizers that put one before a text.
 
         Raises:
             TextError: as `encode`.
@@ -336,10 +338,20 @@ class Tokenizer:
         >>> Tokenizer.train(["12"]).encode_with_begins("1 2")[1]
         (0, 1, 2)
         """
-        found = _encoding(self._with_offsets, text, special)
+        backend = self._without_prefix if after else self._with_offsets
+        found = _encoding(backend, text, special)
         places = zip(found.offsets, found.sequence_ids, strict=True)
         begins = tuple(-1 if part is None else begin for (begin, _), part in places)
-        return self._known(found.ids), begins
+        ids = self._known(found.ids)
+        if backend is self._with_offsets:
+            return ids, begins
+        # Words after a token that is matched whole get their space again.
+        end = next((i for i, id_ in enumerate(ids) if id_ in self.added_tokens), None)
+        if end is None:
+            return ids, begins
+        more, where = self.encode_with_begins(text[begins[end] :])
+        moved = (begins[end] + place for place in where)
+        return (*ids[:end], *more), (*begins[:end], *moved)
 
     def decode(self, ids: Sequence[int], *, keep: Collection[str] = ()) -> str:
         """Text of token ids, without special tokens.
@@ -442,6 +454,23 @@ class Tokenizer:
         _untrim(whole["post_processor"])
         return tokenizers.Tokenizer.from_str(json.dumps(whole))
 
+    @cached_property
+    def _without_prefix(self) -> tokenizers.Tokenizer:
+        """`_with_offsets`, but nothing is put before the first word of a text."""
+        backend = self._with_offsets
+        parts = {
+            "normalizer": backend.normalizer,
+            "pre_tokenizer": backend.pre_tokenizer,
+        }
+        given = {
+            name: json.loads(_state(part) or "null") for name, part in parts.items()
+        }
+        plain = {name: _unprefixed(part) for name, part in given.items()}
+        if plain == given:
+            return backend
+        whole = json.loads(backend.to_str()) | plain
+        return tokenizers.Tokenizer.from_str(json.dumps(whole))
+
 
 def _encoding(
     backend: tokenizers.Tokenizer, text: str, special: bool
@@ -469,6 +498,18 @@ def _encoding(
 
 def _state(post_processor: Any) -> bytes:
     return b"" if post_processor is None else post_processor.__getstate__()
+
+
+def _unprefixed(part: Any) -> Any:
+    """A normalizer or pre-tokenizer that puts no space before a text."""
+    if isinstance(part, list):
+        return [_unprefixed(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    none = {"prepend_scheme": "never", "add_prefix_space": False}
+    return {name: none.get(name, _unprefixed(each)) for name, each in part.items()}
 
 
 def _untrim(processor: dict[str, Any]) -> None:

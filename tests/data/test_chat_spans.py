@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import normalizers, processors
+from tokenizers import normalizers, pre_tokenizers, processors
 
 from jaxrl_post.data.chat import Options, render, render_reply, render_text
-from jaxrl_post.data.learned import conversation
+from jaxrl_post.data.learned import answered, conversation
 from jaxrl_post.data.spans import answer_end, closed, turn_end
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
@@ -314,14 +314,94 @@ def test_renderings_that_are_compared_have_one_time():
 # From places in the text to tokens.
 
 
-def test_a_token_that_begins_before_a_span_is_not_produced():
+def test_no_token_begins_in_a_prompt_and_ends_in_its_turn():
     backend = Tokenizer.train(["user=:) 4 2+2"] * 9, vocab_size=300).backend
     template = "{% for m in messages %}{{ m.role }}={{ m.content }}<|eos|>{% endfor %}"
     template += "{% if add_generation_prompt %}assistant={% endif %}"
     tokenizer = Tokenizer(backend, stop_ids=(1,), chat_template=template)
     assert "=:)" in backend.get_vocab()
     smile = {"role": "assistant", "content": ":)4"}
-    assert produced(tokenizer, [ASK, smile]) == ["4<|eos|>"]
+    [(tokens, _)] = conversation(tokenizer, [ASK, smile, AGAIN, smile])
+    first = (*render(tokenizer, [ASK]), *tokenizer.encode(":)4<|eos|>"))
+    again = (*tokenizer.encode("user=And 3+3?<|eos|>assistant="),)
+    assert tuple(tokens) == (*first, *again, *tokenizer.encode(":)4<|eos|>"))
+    assert produced(tokenizer, [ASK, smile, AGAIN, smile]) == [":)4<|eos|>"] * 2
+    prompt, target = answered(tokenizer, [ASK, smile, AGAIN], ":)4")
+    # A prompt is tokenised as a whole, whoever wrote it.
+    assert prompt == render(tokenizer, [ASK, smile, AGAIN])
+    assert target == tokenizer.encode(":)4<|eos|>")
+
+
+def test_a_thought_that_begins_with_the_line_break_that_ends_its_prompt():
+    r"""`<think>\n` and `\n4` have the token `\n\n`, which no sampler meets there."""
+    backend = Tokenizer.train(["\n\n", "\n\n"], vocab_size=300).backend
+    assert len(backend.encode("\n\n").ids) == 1
+    template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}<|eos|>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant\n{% endif %}"
+    tokenizer = Tokenizer(backend, stop_ids=(1,), chat_template=template)
+    turn = {"role": "assistant", "content": "\n4"}
+    prompt, target = answered(tokenizer, [ASK], "\n4")
+    assert prompt == render(tokenizer, [ASK])
+    assert target == tokenizer.encode("\n4<|eos|>")
+    said = "{{ m.content }}<|eos|>"
+    block = f"{{% generation %}}{said}{{% endgeneration %}}"
+    own = f"{{% if m.role == 'user' %}}{said}{{% else %}}{block}{{% endif %}}"
+    blocks = template.replace(said, own)
+    tokenizer = Tokenizer(backend, stop_ids=(1,), chat_template=blocks)
+    [(tokens, mask)] = conversation(tokenizer, [ASK, turn])
+    assert tuple(tokens[~mask]) == prompt
+    assert tuple(tokens[mask]) == target
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first")},
+        {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="always")},
+        {
+            "normalizer": normalizers.Sequence(
+                [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            )
+        },
+        {
+            "normalizer": normalizers.Replace(" ", "▁"),
+            "pre_tokenizer": pre_tokenizers.Sequence(
+                [pre_tokenizers.Metaspace(prepend_scheme="first")]
+            ),
+        },
+    ],
+)
+@pytest.mark.parametrize("templated", [True, False])
+def test_a_turn_gets_no_space_from_a_tokenizer_that_puts_one_before_texts(
+    changes, templated
+):
+    pieces = ["<unk>", "</s>", "▁", "▁happy", *"abcdefghijklmnopqrstuvwxyz:", "un"]
+    model = tokenizers.models.Unigram(
+        [(piece, -float(len(piece) < 5)) for piece in pieces], unk_id=0
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.add_special_tokens(["</s>"])
+    for name, value in changes.items():
+        setattr(backend, name, value)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer = Tokenizer(
+        backend, stop_ids=(1,), chat_template=template if templated else None
+    )
+    ask, turn = {"role": "user", "content": "un"}, {"role": "assistant"}
+    for said in ("happy", "un happy"):
+        [(tokens, mask)] = conversation(tokenizer, [ask, {**turn, "content": said}])
+        shown = backend.id_to_token
+        prompt = render(tokenizer, [ask])
+        assert tuple(tokens[: len(prompt)]) == prompt
+        assert "".join(map(shown, tokens[mask])) == said.replace(" ", "▁") + "</s>"
+        assert not mask[: len(prompt)].any()
+        assert answered(tokenizer, [ask], said) == (prompt, tuple(tokens[mask]))
+        # What follows an added token is as in a whole text.
+        [(longer, _)] = conversation(
+            tokenizer, [ask, {**turn, "content": said}, ask, {**turn, "content": "a"}]
+        )
+        assert tuple(longer[: len(tokens)]) == tuple(tokens)
 
 
 def test_white_space_belongs_to_its_token_whatever_the_post_processor_trims():
@@ -338,7 +418,7 @@ def test_white_space_belongs_to_its_token_whatever_the_post_processor_trims():
         spaced += "{% if add_generation_prompt %}assistant: {% endif %}"
         tokenizer = tokenizer_of(spaced, ["</s>"], post_processor=trimming)
         assert produced(tokenizer, [ASK, FOUR]) == ["4</s>"]
-        assert produced(tokenizer, [ASK, {**FOUR, "content": "is"}]) == ["</s>"]
+        assert produced(tokenizer, [ASK, {**FOUR, "content": "is"}]) == ["is</s>"]
 
 
 def test_characters_of_several_tokens_and_normalized_text():
@@ -371,8 +451,9 @@ def test_what_stands_around_a_plain_text_is_not_produced():
     [(tokens, mask)] = conversation(tokenizer, [FOUR, AGAIN, SIX])
     assert tokens[0] == 1
     assert not mask[0]
-    assert tokens[-2:].tolist() == [2, 2]
-    assert mask[-2:].tolist() == [True, False]
+    # Nor is the token that the tokenizer puts behind a text, after the turn's own.
+    assert tokens[-2:].tolist() == [tokenizer.encode("6")[0], 2]
+    assert mask[-2:].tolist() == [True, True]
 
 
 # Parts.

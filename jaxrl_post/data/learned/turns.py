@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxrl_post.data import chat, spans, templates
 from jaxrl_post.data.chat import NO_OPTIONS, Messages, Options
+from jaxrl_post.data.learned.tokens import as_sampled
 from jaxrl_post.data.replies import THINK, THOUGHT
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.tools import form_of
@@ -63,11 +64,12 @@ def conversation(
     with a stop token that follows it. Without blocks, a turn begins where its
     generation prompt ends. Every turn must end with a stop token, or the model would
     not learn to stop. If the template ends a turn only by the head of the next turn,
-    `Tokenizer.turn_end` is appended to the last turn. A text is tokenised once, as a
-    whole. A token is in the mask if it begins in a span; transformers' mask also has
-    tokens that only reach into a span, but there are none if special tokens surround
-    the turn. Without a template the contents are concatenated, with the end-of-sequence
-    token after each turn of the assistant.
+    `Tokenizer.turn_end` is appended to the last turn. A token is in the mask if it
+    begins in a span. The tokens before a turn are those of its prompt, tokenised alone,
+    as the sampler has them (`as_sampled`); transformers tokenises the text as a whole,
+    which may give a token that reaches from the prompt into the turn. Without a
+    template the contents are concatenated, with the end-of-sequence token after each
+    turn of the assistant.
 
     Args:
         tokenizer: with or without a chat template.
@@ -92,9 +94,13 @@ def conversation(
     """
     found = []
     for text, produced in parts(tokenizer, messages, options, only_last=only_last):
-        ids, begins = tokenizer.encode_with_begins(
-            text, special=not tokenizer.chat_templates
-        )
+        # Where one span goes on from another, no prompt ends.
+        ends = {end for _, end in produced}
+        prompted = [begin for begin, _ in produced if begin not in ends]
+        ids, begins = as_sampled(tokenizer, text, prompted)
+        if not tokenizer.chat_templates:  # which would write BOS itself
+            before = tokenizer.put_around[0]
+            ids, begins = (*before, *ids), (*(-1 for _ in before), *begins)
         places = np.asarray(begins, np.int64)
         mask = np.zeros(len(ids), np.bool_)
         for begin, end in produced:
@@ -140,7 +146,8 @@ def answered(
                 f"got {answer!r:.200}"
             )
         # Tokenise the prompt apart from the answer, as the sampler sees it.
-        target = tokenizer.encode(_once_ended(tokenizer, answer.content))
+        said = _once_ended(tokenizer, answer.content)
+        target, _ = tokenizer.encode_with_begins(said, after=True)
         return chat.render(tokenizer, messages), target
     [(tokens, mask)] = conversation(
         tokenizer, [*messages, answer], options, only_last=True
