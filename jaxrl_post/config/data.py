@@ -63,7 +63,8 @@ class DataConfig:
 class TemplateConfig:
     """What the model's chat template reads beside the conversation.
 
-    A model with a template of its own, such as `reward.model`, gets the date alone. A
+    A model of a run has that run's variables, but for those that are given. A model
+    with a template of its own, `reward.model`, has its run's and this date. A
     reference, a teacher, a critic or a draft model reads the policy's tokens.
 
     Attributes:

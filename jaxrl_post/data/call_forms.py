@@ -41,17 +41,20 @@ class _Form(NamedTuple):
     empty: str | None
 
 
-def calls_of(value: Any) -> list[Any]:
+def calls_of(value: Any, *, strict: bool = False) -> list[Any]:
     """The calls of a message, their arguments as objects.
 
-    Arguments are an object, or JSON text as chat APIs write them; what is missing is an
-    empty object, and text that is no object stays.
+    Arguments are an object, or JSON text as chat APIs write them, also text of such
+    text; what is missing is an empty object.
 
     Args:
         value: a list of calls, each with a name and arguments, perhaps in `function`.
+        strict: refuses arguments that are no object. A model may have written such a
+            call, so in a history they stay as they are; nobody wants to learn it.
 
     Raises:
-        TokenizerError: no list of objects with a name.
+        TokenizerError: no list of objects with a name; with `strict`, no object as
+            arguments.
 
     >>> calls_of([{"function": {"name": "f", "arguments": '{"a": 1}'}}])
     [{'function': {'name': 'f', 'arguments': {'a': 1}}}]
@@ -61,30 +64,35 @@ def calls_of(value: Any) -> list[Any]:
             "chat: tool_calls of a message must be a list of calls, each an object "
             f"with a function; got {value!r:.80}"
         )
-    return [_call(call) for call in value]
+    return [_call(call, strict) for call in value]
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _call(call: Any, strict: bool) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TokenizerError(
             "chat: a call of tool_calls must be an object with a function, which has "
             f"name and arguments; got {call!r:.80}"
         )
-    function = {**function, "arguments": _object(function.get("arguments"))}
+    arguments = _object(function.get("arguments"))
+    if strict and not isinstance(arguments, Mapping):
+        raise TokenizerError(
+            f"chat: arguments of the call {function['name']!r} must be an object, or "
+            f"the JSON text of one; got {arguments!r:.80}"
+        )
+    function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
 
 def _object(arguments: Any) -> Any:
-    if arguments is None:
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+    """The object of which arguments are the text; else the arguments."""
+    value = {} if arguments is None else arguments
+    while isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError):
+            return arguments
+    return value if isinstance(value, Mapping) else arguments
 
 
 def taken_by(

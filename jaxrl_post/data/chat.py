@@ -13,6 +13,7 @@ from jaxrl_post.messages import Message
 
 __all__ = [
     "NO_OPTIONS",
+    "REASONING",
     "Messages",
     "Options",
     "RewrittenError",
@@ -29,7 +30,7 @@ __all__ = [
 
 # The attributes to read from a turn that is not a mapping.
 FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
-# Data sets use several names for a turn's reasoning; templates read the first two.
+# Data sets and templates use several names for a turn's reasoning.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks the end of a message to be continued; the space at its end shows whether the
 # template strips contents.
@@ -360,7 +361,7 @@ def rendered(
 def row_of(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates read it.
 
-    It has no None, and reasoning under both names.
+    It has no None, and reasoning under each of its names.
 
     Raises:
         TokenizerError: it has no role.
@@ -388,7 +389,8 @@ def row_of(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
         raise TokenizerError(f"chat: a message needs a role; got {message!r}")
     reasoning = [row[name] for name in REASONING if name in row]
     if reasoning:
-        row = {"thinking": reasoning[0], **row, "reasoning_content": reasoning[0]}
+        given = dict.fromkeys(REASONING, reasoning[0])
+        row = {**given, **row, "reasoning_content": reasoning[0]}
     return row
 
 

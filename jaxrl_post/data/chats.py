@@ -66,7 +66,8 @@ def read_chats(
 
     - messages: a list of {"role", "content"}, with at least one turn of the assistant.
       A message may also have name, tool_calls, tool_call_id and reasoning_content, and
-      the row may have `tools`. Arguments of a call are an object, or the text of one.
+      the row may have `tools`. Arguments of a call are an object, or the JSON text of
+      one.
     - prompt, completion: each a text, or messages; the completion, one message, is
       learned. A text as the prompt is a message of the user. Messages and `tools` are
       as above.
@@ -131,7 +132,7 @@ def _message(value: Any, where: str) -> Mapping[str, Any]:
         raise BadRowError(f"{where} must be an object, got {type(value).__name__}")
     message = {key: item for key, item in value.items() if item is not None}
     try:
-        if calls := calls_of(message.pop("tool_calls", ())):
+        if calls := calls_of(message.pop("tool_calls", ()), strict=True):
             message["tool_calls"] = calls
     except TokenizerError as error:
         raise BadRowError(f"{where}: {error}") from None

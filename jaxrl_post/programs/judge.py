@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_post import pretrained
+from jaxrl_post.config.data import TemplateConfig, variables_of
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.data import learned, packing
@@ -32,6 +33,7 @@ from jaxrl_post.learner.model import read_tokenizer
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.pretrained.hf import stored_head
+from jaxrl_post.programs.template import with_run
 from jaxrl_post.rollout.episode import ENVIRONMENT, Episode, Group, Turn
 from jaxrl_post.sharding import Rules, split_size
 from jaxrl_post.types import PyTree
@@ -227,7 +229,10 @@ def open_judge(
     check_judge(options)
     config, params = pretrained.load(options.model, mesh=mesh, rules=rules, dtype=dtype)
     tokenizer = read_tokenizer(options.model, "--reward.model")
-    tokenizer = tokenizer.for_model(config.vocab_size).with_template(now=now)
+    # The conversations that it judges are written as those that it was trained on.
+    variables = variables_of(with_run(TemplateConfig(), options.model))
+    tokenizer = tokenizer.for_model(config.vocab_size)
+    tokenizer = tokenizer.with_template(variables=variables, now=now)
     return RewardJudge(options, config, params, tokenizer, mesh, rules)
 
 

@@ -241,7 +241,7 @@ def open_run[Config: RunConfig](
         # Every process reads before process 0 writes.
         saved = directory.read_description()
         check_unused(directory.path, resume=config.resume, described=saved is not None)
-        template = begun(config.template, saved and saved.config)
+        template = begun(config.template, config.model, saved and saved.config)
         config = dataclasses.replace(config, template=template)
         if saved is not None:
             # Before its steps are looked at: another run may explain their number.

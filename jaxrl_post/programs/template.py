@@ -18,14 +18,17 @@ __all__ = ["begun", "of_evaluation", "template_line", "with_run"]
 MODELS = ("model", "initial", "adapter")
 
 
-def begun(template: TemplateConfig, saved: Mapping[str, Any] | None) -> TemplateConfig:
-    """The options of a run, with the day on which it began.
+def begun(
+    template: TemplateConfig, model: str, saved: Mapping[str, Any] | None
+) -> TemplateConfig:
+    """The options of a run: as `with_run`, and the day on which it began.
 
     Args:
         template: as given.
+        model: from which the run begins.
         saved: the configuration of a run that is resumed, as config.json holds it.
     """
-    variables = spelled(variables_of(template))
+    variables = with_run(template, model).variables
     date = template.date or _section(saved).get("date")
     # A run that began with a version without the option has no day of its own.
     if date is None and saved is None:
@@ -35,7 +38,7 @@ def begun(template: TemplateConfig, saved: Mapping[str, Any] | None) -> Template
 
 
 def with_run(template: TemplateConfig, model: str) -> TemplateConfig:
-    """Adds the variables of the run that made a model, where none are given.
+    """Adds the variables of the run that made a model, but for those that are given.
 
     Args:
         template: as given.

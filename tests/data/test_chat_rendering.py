@@ -218,10 +218,20 @@ def test_what_cannot_be_continued_is_refused(template, content, prompt, message)
     ids=["loops", "loops with a condition", "macros"],
 )
 def test_a_template_that_does_not_end_is_refused(template):
-    begin = time.monotonic()
-    with pytest.raises(TokenizerError, match=r"more than 200,000 steps; does it end"):
+    begin = time.process_time()
+    with pytest.raises(TokenizerError, match=r"more than 1,000,000 steps; does it end"):
         text_of(template)
-    assert time.monotonic() - begin < 60
+    assert time.process_time() - begin < 60
+
+
+def test_a_template_may_look_through_all_messages_for_each():
+    """As GPT-OSS's does, of an agent that called five hundred tools."""
+    template = (
+        "{% for m in messages %}{% for other in messages[loop.index:] %}{% endfor %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    messages = [USER, {"role": "assistant", "content": "a"}] * 500
+    assert text_of(template, messages) == f"{USER['content']}a" * 500
 
 
 @pytest.mark.parametrize(

@@ -245,3 +245,15 @@ def test_calls_that_are_no_list_of_calls_are_refused(file, calls):
     turns = [user("1"), {"role": "assistant", "content": "", "tool_calls": calls}]
     with pytest.raises(ValueError, match=r"message 2: .*tool_calls"):
         read_chats(file({"messages": turns}))
+
+
+def test_a_call_whose_arguments_are_no_object_is_a_bad_row(file):
+    def row(arguments):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return {"messages": [user("1"), {"role": "assistant", "tool_calls": [call]}]}
+
+    path = file(row("{}"), row("a=1"), row([1]))
+    with pytest.raises(ValueError, match=r":2: .*message 2: .*call 'f' must be an obj"):
+        read_chats(path)
+    found, report = read_chats(path, on_bad_row="skip")
+    assert (len(found), report.num_bad) == (1, 2)

@@ -96,6 +96,36 @@ def test_the_end_of_a_thought_inside_a_turn_stays():
     ]
 
 
+@pytest.mark.parametrize("head", ["", "\n\n"])
+def test_the_indentation_of_an_answer_is_kept(head):
+    code = f"{head}    return x"
+    for turn, thought in ((said(code), ""), (said(code, "hm"), "hm")):
+        answer = f"{thought}\n</think>\n\n    return x</s>"
+        assert texts(tokenizer_of(R1), [ask("2"), turn])[0][1] == [answer]
+    closed = R1.replace("A<think>\n", "A<think>\n\n</think>\n\n")
+    assert texts(tokenizer_of(closed), [ask("2"), said(code)])[0][1] == [
+        "    return x</s>"
+    ]
+    # A template that strips contents writes none.
+    strips = R1.replace("A{{ (m.content or '')", "A{{ (m.content or '').strip()")
+    answer = "hm\n</think>\n\nreturn x</s>"
+    assert texts(tokenizer_of(strips), [ask("2"), said(code, "hm")])[0][1] == [answer]
+
+
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_written_whatever_the_template_calls_it(read, given):
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}"
+        f"A{{% if m.{read} %}}<think>{{{{ m.{read} }}}}</think>{{% endif %}}"
+        "{{ m.content }}</s>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}A{% endif %}"
+    )
+    tokenizer, rows = tokenizer_of(template), [ask("2"), said("4", **{given: "hm"})]
+    assert texts(tokenizer, rows) == [("[2]A", ["<think>hm</think>4</s>"])]
+    assert unwritten(tokenizer, rows) == ()
+
+
 def test_a_chat_of_such_a_template_is_cut_after_each_turn():
     rows = [ask("2"), said("4", "hm"), ask("3"), said("<think>\nso\n</think>\n\n6")]
     assert texts(tokenizer_of(R1), rows) == [

@@ -222,13 +222,38 @@ def test_calls_that_are_none_are_refused(value):
         calls_of(value)
 
 
-def test_arguments_that_are_no_object_stay_and_absent_ones_are_empty():
-    def given(**more):
-        return calls_of([{"name": "f", **more}])[0]["arguments"]
+def arguments_of(strict=False, **more):
+    return calls_of([{"name": "f", **more}], strict=strict)[0]["arguments"]
 
-    assert given(arguments="no JSON") == "no JSON"
-    assert given(arguments="[1]") == "[1]"
-    assert given() == given(arguments=None) == given(arguments="") == {}
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_arguments_are_unpacked_and_absent_ones_are_empty(strict):
+    for arguments in ({"a": '{"b": 1}'}, {}, {"a": [1]}):
+        text = json.dumps(arguments)
+        for given in (arguments, text, json.dumps(text), json.dumps(json.dumps(text))):
+            assert arguments_of(strict, arguments=given) == arguments
+    for given in ({}, {"arguments": None}, {"arguments": ""}, {"arguments": '" "'}):
+        assert arguments_of(strict, **given) == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "no JSON",
+        "[1]",
+        '"a"',
+        "null",
+        "3",
+        [1],
+        3,
+        '{"a": ',
+        pytest.param("[" * 5000, id="deep"),
+    ],
+)
+def test_arguments_that_are_no_object_stay_in_a_history_and_are_not_learned(arguments):
+    assert arguments_of(arguments=arguments) == arguments
+    with pytest.raises(TokenizerError, match="call 'f' must be an object, or the JSON"):
+        arguments_of(True, arguments=arguments)
 
 
 def test_of_a_text_nothing_is_left_out():

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
@@ -16,15 +17,19 @@ from jaxrl_post import models, pretrained
 from jaxrl_post.config.data import DataConfig, TemplateConfig, check_template
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import EvaluateConfig
-from jaxrl_post.config.offline import SFTConfig
+from jaxrl_post.config.offline import PairsConfig, RewardConfig, SFTConfig
+from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.run import EvalConfig
 from jaxrl_post.config.serve import ChatConfig
+from jaxrl_post.data.chat import render_text
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs import chat as chat_program
 from jaxrl_post.programs.evaluate import run_evaluation
+from jaxrl_post.programs.judge import open_judge
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.template import of_evaluation, with_run
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from launch import chat, distill, dpo, evaluate, grpo, ppo, reward, serve, sft
 
 TEMPLATE = (
@@ -187,6 +192,47 @@ def test_what_is_given_goes_before_what_the_run_has(done, model):
     other = of_evaluation(TemplateConfig(), str(model))
     assert other.variables == ()
     assert before <= (other.date or "") <= TODAY().isoformat()
+
+
+def test_a_run_from_the_model_of_a_run_has_its_variables(done, tmp_path):
+    made = dataclasses.replace(
+        done, run_dir=str(tmp_path / "next"), model=f"{done.run_dir}/model"
+    )
+    plain = dataclasses.replace(made, template=TemplateConfig(date="2026-11-20"))
+    assert 'chat template: effort="high", the date 2026-11-20' in go_on(plain)
+    # Resumed, it has them again.
+    assert kept(made.run_dir)["variables"] == ['effort="high"']
+    go_on(dataclasses.replace(plain, steps=2))
+    low = TemplateConfig(("effort=low",))
+    other = dataclasses.replace(plain, run_dir=str(tmp_path / "low"), template=low)
+    assert 'chat template: effort="low"' in go_on(other)
+
+
+def test_a_reward_model_reads_chats_as_it_was_trained_on_them(config, tmp_path):
+    rows = [{"prompt": f"{i}=", "chosen": str(i), "rejected": "-"} for i in range(40)]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("\n".join(map(json.dumps, rows)))
+    trained = RewardConfig(
+        run_dir=str(tmp_path / "run"),
+        model=config.model,
+        data=PairsConfig(path=str(pairs)),
+        steps=1,
+        examples_per_step=2,
+        max_tokens=64,
+        eval=EvalConfig(num_tasks=1),
+        template=config.template,
+    )
+    run_offline(trained, console=Console(file=io.StringIO()), command="")
+    judge = open_judge(
+        RewardModelConfig(f"{trained.run_dir}/model"),
+        mesh=create_mesh("dp1", jax.devices()[:1]),
+        rules=DEFAULT_RULES,
+        dtype=jnp.dtype("float32"),
+        now=datetime.datetime(2026, 11, 21),
+    )
+    assert judge is not None
+    text = render_text(judge.tokenizer, [{"role": "user", "content": "?"}])
+    assert text == "2026-11-21high\n?<|eos|>"
 
 
 def test_a_chat_with_a_run_has_its_variables(done):

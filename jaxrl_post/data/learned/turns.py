@@ -46,7 +46,7 @@ MARK = "qzthought"
 # The end of a prompt that begins a thought, and perhaps ends it.
 OPENING = re.compile(rf"(?:{THINK}\s*)?(?:{THOUGHT}\s*)?\Z")
 # A thought at the beginning of what a template writes of a turn.
-WRITTEN = re.compile(rf"\A\s*(?:{THINK}.*?)?{THOUGHT}\s*", re.DOTALL)
+WRITTEN = re.compile(rf"\A\s*(?:{THINK}.*?)?{THOUGHT}", re.DOTALL)
 ENDED = re.compile(rf"\s*{THOUGHT}\s*")
 
 
@@ -279,14 +279,27 @@ def _sampled(
         own = _own(render, rows, prompt, text, opening)
     ended = spans.answer_end(own, stops)
     said, rest = WRITTEN.sub("", own[:ended], count=1), own[ended:]
+    indent = _indent(row, said)
     if THOUGHT in opening:  # the prompt leaves no room for a thought
-        return prompt, prompt + said.lstrip() + rest
+        return prompt, prompt + indent + said.lstrip() + rest
     if not thinks or not (thought or opening):
         return prompt, prompt + own
     closing = _marked(render, rows) if opening and not thought else None
     if not closing:
-        closing = _thinking(row, thought, opening)
+        closing = _thinking(row, thought, opening, indent)
     return prompt, prompt + closing + said.lstrip() + rest
+
+
+def _indent(row: Mapping[str, Any], said: str) -> str:
+    """The indentation of a turn's first line, if the template writes it."""
+    answer = (row.get("content") or "").rpartition(THOUGHT)[2]
+    own = _space(answer).rpartition("\n")[2]
+    return own if _space(said).endswith(own) else ""
+
+
+def _space(text: str) -> str:
+    """The white space at the beginning of a text."""
+    return text[: len(text) - len(text.lstrip())]
 
 
 def _after(prompt: str, text: str) -> str | None:
@@ -360,7 +373,9 @@ def _without(content: str, opening: str) -> str:
     return content.removeprefix("\n") if opening.endswith("\n") else content
 
 
-def _thinking(row: Mapping[str, Any], thought: str, opening: str) -> str:
+def _thinking(
+    row: Mapping[str, Any], thought: str, opening: str, indent: str = ""
+) -> str:
     r"""What a model samples before its answer: its thought, and the end of it.
 
     Args:
@@ -368,16 +383,17 @@ def _thinking(row: Mapping[str, Any], thought: str, opening: str) -> str:
         thought: of the turn; "" for none.
         opening: the end of the prompt with which the thought begins; "" if the model
             begins it.
+        indent: of the answer's first line.
     """
     content = row.get("content") or ""
     if THOUGHT in content:
         raw = _without(content, opening) if opening else content
         before, mark, answer = raw.rpartition(THOUGHT)
-        return before + mark + answer[: len(answer) - len(answer.lstrip())]
+        return before + mark + _space(answer)
     if opening and not opening.endswith("\n"):
-        return thought + THOUGHT
+        return thought + THOUGHT + indent
     begin = "" if opening else f"{THINK}\n"
-    return f"{begin}{thought}\n{THOUGHT}\n\n"
+    return f"{begin}{thought}\n{THOUGHT}\n\n{indent}"
 
 
 def thought_of(row: Mapping[str, Any]) -> str:
@@ -402,7 +418,7 @@ def _in_field(row: Mapping[str, Any]) -> bool:
 def with_thought(row: Mapping[str, Any], thought: str) -> dict[str, Any]:
     """A turn with other reasoning, in the same place."""
     if THOUGHT not in (row.get("content") or "") or _in_field(row):
-        return {**row, "reasoning_content": thought, "thinking": thought}
+        return {**row, **dict.fromkeys(chat.REASONING, thought)}
     answer = row["content"].partition(THOUGHT)[2]
     return {**row, "content": f"{THINK}\n{thought}\n{THOUGHT}{answer}"}
 

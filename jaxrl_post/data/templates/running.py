@@ -37,7 +37,9 @@ __all__ = [
     "tells_time",
 ]
 
-MAX_STEPS = 200_000  # loop steps and calls per rendering
+# Loop steps and calls per rendering: seconds of them. Templates that look through all
+# messages for each, as GPT-OSS's does, take some 600,000 for a thousand messages.
+MAX_STEPS = 1_000_000
 MAX_REASON = 2000  # characters of the reason of a failure, which a template may raise
 
 # What the caller of `run` gives for every conversation.
