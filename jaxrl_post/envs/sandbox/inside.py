@@ -47,10 +47,12 @@ def prctl(option, *arguments):
     call("prctl", option, *long + [ctypes.c_ulong(0)] * (4 - len(long)))
 
 
-def guard(owner):
+def guard(owner, home):
     """Goes on in a child; this process ends the place with its owner, or when told to.
 
     It ends last: what has lost its parent becomes its child, and no descendant is left.
+    It removes the directory, which an owner that was killed does not; another removes
+    what a hostile program made too deep for this.
     The place cannot signal it: it keeps the owner's user and has no limits.
     """
     ends = {signal.SIGTERM, signal.SIGCHLD}
@@ -81,7 +83,20 @@ def guard(owner):
         try:
             os.wait()
         except ChildProcessError:
-            os._exit(0)
+            break
+    try:
+        # The directory itself may be a link by now, where the place is no sandbox.
+        inside = () if os.path.islink(home) else os.walk(home, topdown=False)
+        for folder, folders, files in inside:
+            for name in files:
+                os.unlink(os.path.join(folder, name))
+            for name in folders:
+                path = os.path.join(folder, name)
+                os.unlink(path) if os.path.islink(path) else os.rmdir(path)
+        os.rmdir(home)
+    except (OSError, RecursionError):
+        pass
+    os._exit(0)
 
 
 def children():
@@ -552,7 +567,7 @@ def main():
         parent = os.getppid()
         if settings["owner"]:
             parent = os.getpid()
-            guard(settings["owner"])
+            guard(settings["owner"], settings["home"])
         limit(settings, parent)
         os.chdir(settings["home"])
     except (OSError, ValueError, ImportError) as error:

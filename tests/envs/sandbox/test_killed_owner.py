@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -30,6 +31,8 @@ with find(way) as found:
 # Children that ignore signals and the end of their parents, twice over.
 DAEMONS = """
 import ctypes, os, signal, time
+os.makedirs("some/files")
+open("some/files/of", "w").write("the place")
 for _ in range(4):
     ready, told = os.pipe()
     if os.fork() == 0:
@@ -46,11 +49,18 @@ for _ in range(4):
 """
 
 
-def left_by_a_killed_owner(way, places):
-    """Kills an owner; the number of processes below it, and of those that stay."""
+def left_by_a_killed_owner(way, places, folder):
+    """Kills an owner; the number of processes below it, and of those that stay.
+
+    Args:
+        way: the sandbox.
+        places: how many it opens.
+        folder: in which it makes directories.
+    """
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, available.require(way), str(places), DAEMONS],
         cwd=PROJECT,
+        env={**os.environ, "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -79,13 +89,23 @@ def left_by_a_killed_owner(way, places):
             os.close(handle)
 
 
+@pytest.fixture
+def folder():
+    """A directory through which any user gets."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o711)
+        yield Path(name)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("way", ["landlock", "bubblewrap", "gvisor", "unsafe"])
-def test_a_killed_owner_leaves_no_process(way):
+def test_a_killed_owner_leaves_no_process_and_no_directory(way, folder):
     # Where no namespace holds the processes together, it is tried ten times.
     times, places = (2, 5) if way == "landlock" else (1, 1)
     for _ in range(times):
-        count, left = left_by_a_killed_owner(way, places)
+        count, left = left_by_a_killed_owner(way, places, folder)
         # The daemons, and those of the place; in gVisor, all are in one process.
         assert count >= (3 if way == "gvisor" else 6) * places
         assert left == 0
+        # What gVisor is told stays; no process of ours is there to remove it.
+        assert way == "gvisor" or list(folder.iterdir()) == []
