@@ -58,6 +58,20 @@ def test_programs_that_print(options):
     assert judged(options, leaves, ADDED[:1] * 3).reward == 1.0
 
 
+def test_long_output_is_compared_whole(options):
+    count = 150_000
+    lines = "".join(f"{i}\n" for i in range(count))
+    assert len(lines) > 900_000
+    tests = [{"input": f"{count}\n", "output": lines}]
+    right = "for i in range(int(input())): print(i)"
+    assert judged(options, right, tests).reward == 1.0
+    wrong = right.replace("print(i)", "print(i + (i == 149_999))")
+    assert judged(options, wrong, tests).reward == 0.0
+    calls = [{"arguments": [count], "result": list(range(count))}]
+    returns = "def count(n):\n    return list(range(n))"
+    assert judged(options, returns, calls, "count").reward == 1.0
+
+
 def test_programs_may_wait_for_several_things_at_once(options):
     right = (
         "import asyncio\n"
@@ -191,6 +205,8 @@ def test_problems_come_from_a_file(tmp_path):
         ({"entry_point": "a b"}, "must name a function"),
         ({"solution": 3}, "'solution' must be str"),
         ({"prompt": ""}, "the prompt is empty"),
+        ({"tests": [{"input": "", "output": "a" * (1 << 22)}]}, "expects 4,194,304 by"),
+        ({"tests": [{"arguments": [], "result": "a" * (1 << 22)}]}, "test 1 expects"),
     ],
 )
 def test_rows_that_make_no_problem_are_named(tmp_path, change, told):

@@ -14,6 +14,8 @@ from jaxrl_post.envs.tasks.programs.hidden_tests import _equal
         (1e-10, 0.0),
         (-0.0, 0),
         ([1.0, {"a": 2}], [1.0000001, {"a": 2}]),
+        (float("inf"), float("inf")),
+        ([float("-inf")], [float("-inf")]),
     ],
 )
 def test_numbers_are_equal_to_one_part_in_a_million(said, expected):
@@ -31,6 +33,10 @@ def test_numbers_are_equal_to_one_part_in_a_million(said, expected):
         (10**400, 1.5),
         (-(10**400), 0.0),
         (float("inf"), 1.5),
+        (1e308, float("inf")),
+        (10**400, float("inf")),
+        (float("-inf"), float("inf")),
+        (float("nan"), float("inf")),
         (float("nan"), 0.0),
         (True, 1),
         ("1", 1),

@@ -11,7 +11,7 @@ from jaxrl_post.conversations import prompt_of, text_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, response
 from jaxrl_post.envs.tasks.blocks import last_block
 from jaxrl_post.envs.tasks.held_out import rows_of_split
-from jaxrl_post.envs.tasks.programs.hidden_tests import HiddenTests
+from jaxrl_post.envs.tasks.programs.hidden_tests import MOST_OUTPUT, HiddenTests
 from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
@@ -195,13 +195,20 @@ def _require_test(test: Any, number: int, entry: str | None) -> None:
     if {"input", "output"} <= set(test):
         for name in ("input", "output"):
             text_of(test[name], f"{where}: {name!r}")
+        expected = test["output"]
     elif {"arguments", "result"} <= set(test):
         if entry is None:
             raise BadRowError(f"{where} calls a function: name it in 'entry_point'")
         if not isinstance(test["arguments"], list | dict):
             raise BadRowError(f"{where}: 'arguments' must be a list or an object")
+        expected = json.dumps(test["result"])
     else:
         raise BadRowError(
             f"{where} needs 'input' and 'output', or 'arguments' and 'result'; it has "
             f"{listed(test)}"
+        )
+    if (size := len(expected.encode("utf-8", "replace"))) > MOST_OUTPUT // 2:
+        raise BadRowError(
+            f"{where} expects {size:,} bytes; a program may print {MOST_OUTPUT:,}, of "
+            "which half may be white space and other text"
         )

@@ -22,7 +22,10 @@ from jaxrl_post.envs.sandbox import (
     find,
 )
 
-__all__ = ["HiddenTests"]
+__all__ = ["MOST_OUTPUT", "HiddenTests"]
+
+# Bytes that a program may print in a test, its result included.
+MOST_OUTPUT = 4 << 20
 
 # Relative difference of numbers that are equal; absolute, where 0 is expected.
 _CLOSE = 1e-6
@@ -263,5 +266,9 @@ def _sandbox(
 ) -> Sandbox:
     # One for the life of the worker process. A warm place is started while the one
     # before it is in use.
-    limits = Limits(wall_seconds=clock, cpu_seconds=math.ceil(total) + 1)
+    limits = Limits(
+        wall_seconds=clock,
+        cpu_seconds=math.ceil(total) + 1,
+        output_bytes=MOST_OUTPUT,
+    )
     return find(requirement, limits=limits, warm=1, python=python)
