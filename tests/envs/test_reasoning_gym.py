@@ -102,6 +102,21 @@ def test_a_scorer_that_raises_means_no_reward(library):
     assert step.metrics == {"score": 0.0, "scorer_raised": 1.0}
 
 
+@pytest.mark.parametrize("error", [ImportError, MemoryError])
+def test_an_error_that_says_nothing_of_the_answer_is_no_reward(
+    library, monkeypatch, error
+):
+    environment = small("chain_sum")
+    task = environment.tasks("train")[0]
+
+    def score(self, answer, entry):
+        raise error("scipy")
+
+    monkeypatch.setattr(type(environment._dataset("eval")), "score_answer", score)
+    with pytest.raises(error, match="scipy"):
+        grade(environment, task, "3")
+
+
 def test_a_task_of_many_right_answers_has_no_demonstration(library):
     environment = small("graph_color")
     task = environment.tasks("train")[0]
