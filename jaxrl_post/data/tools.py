@@ -62,7 +62,9 @@ def expresses_tools(tokenizer: Tokenizer) -> bool:
     return "look_at_something" in text
 
 
-def thinks(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+def thinks(
+    tokenizer: Tokenizer, prompt: Sequence[int], continued: str | None = None
+) -> bool:
     """Whether a prompt ends inside the reasoning: <think> was opened and not closed.
 
     What stands before the head of the last turn, such as a user's text, does not count.
@@ -70,7 +72,10 @@ def thinks(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     Args:
         tokenizer: the model's.
         prompt: token ids; the last eight are looked at.
+        continued: the text of the last message, if the prompt leaves it open.
     """
+    if continued and (THINK in continued or THOUGHT in continued):
+        return continued.rfind(THINK) > continued.rfind(THOUGHT)
     last = list(prompt[-8:])
     for place in reversed(range(len(last))):
         if _begins_turn(tokenizer, last[place]):

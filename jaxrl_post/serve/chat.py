@@ -137,7 +137,7 @@ class _Asked:
                 prompt, seed = recorded.begun.prompt, recorded.seed(seed)
             asked_for = fields.max_completion_tokens or fields.max_tokens
             most = served.length_of(prompt, asked_for)
-            thinking = thinks(served.tokenizer, prompt)
+            thinking = thinks(served.tokenizer, prompt, _continued(fields))
             schemas = schemas_of(tools or ())
             constrain = await _constraint(served, fields, schemas, thinking)
             asks = bool(fields.logprobs and fields.top_logprobs)
@@ -183,6 +183,14 @@ class _Asked:
         if self.fields.parallel_tool_calls is False:
             reply = replace(reply, calls=reply.calls[:1])
         return reply
+
+
+def _continued(fields: ChatFields) -> str | None:
+    """The text of the message that a request leaves open."""
+    if isinstance(fields, ChatTokensFields) or not fields.continue_final_message:
+        return None
+    content = fields.messages[-1].content
+    return content if isinstance(content, str) else None
 
 
 async def _constraint(

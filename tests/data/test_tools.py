@@ -244,6 +244,22 @@ def test_a_thought_is_begun_behind_the_head_of_the_last_turn():
     assert not tools.thinks(tokenizer, tokenizer.encode(closed))
 
 
+@pytest.mark.parametrize(
+    ("said", "inside"),
+    [
+        ("<think>\nTwo and two", True),
+        ("<think>\n" + "So " * 99, True),
+        ("<think>\nHm\n</think>\n\nIt is", False),
+        ("It is", False),
+        ("Hm\n</think>\n\n<think", False),
+    ],
+)
+def test_a_message_that_goes_on_may_end_inside_of_its_thought(said, inside):
+    tokenizer = tokenizer_of("qwen3")
+    prompt = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n" + said)
+    assert tools.thinks(tokenizer, prompt, said) == inside
+
+
 def test_what_a_tool_returned_is_cut_where_it_is_read():
     tokenizer = tokenizer_of("qwen2_5")
     before = [

@@ -385,6 +385,26 @@ def test_a_prompt_ends_as_the_request_says(client, url, served, options, ending)
     assert counted["tokens"] == answer.prompt_token_ids
 
 
+def test_a_thought_that_a_message_leaves_open_goes_on(client):
+    def message(begun):
+        return client.chat.completions.create(
+            model="tiny",
+            messages=[*ASK, {"role": "assistant", "content": begun}],
+            max_tokens=6,
+            seed=1,
+            extra_body={"continue_final_message": True},
+        ).choices[0].message  # fmt: skip
+
+    inside, after = (
+        message("<think>\nThe sum is"),
+        message("<think>\n</think>\n\nIt is"),
+    )
+    assert inside.reasoning
+    assert not inside.content
+    assert after.content
+    assert not getattr(after, "reasoning", None)
+
+
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
 def test_an_open_message_and_a_further_one_contradict_each_other(url, route):
     both = {"add_generation_prompt": True, "continue_final_message": True}
