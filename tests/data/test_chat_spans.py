@@ -3,13 +3,16 @@
 import json
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import strategies as st
 from tokenizers import normalizers, pre_tokenizers, processors
 
 from jaxrl_post.data.chat import Options, render, render_reply, render_text
 from jaxrl_post.data.learned import answered, conversation
+from jaxrl_post.data.learned.tokens import AsSampled
 from jaxrl_post.data.spans import answer_end, closed, turn_end
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
@@ -402,6 +405,32 @@ def test_a_turn_gets_no_space_from_a_tokenizer_that_puts_one_before_texts(
             tokenizer, [ask, {**turn, "content": said}, ask, {**turn, "content": "a"}]
         )
         assert tuple(longer[: len(tokens)]) == tuple(tokens)
+
+
+@pytest.mark.parametrize("strips", [False, True])
+@hypothesis.given(
+    st.lists(
+        st.lists(
+            st.sampled_from(
+                ["<|im_start|>", "<|im_end|>", "<|im_", "\n", " ", "is", "4", "e\u0301"]
+            ),
+            max_size=12,
+        ),
+        max_size=6,
+    )
+)
+def test_texts_that_begin_alike_have_the_tokens_that_they_have_alone(strips, texts):
+    added = [
+        {**token, "rstrip": strips, "lstrip": strips and token["id"] % 2 == 0}
+        for token in CHATS["tokenizer"]["added_tokens"]
+    ]
+    tokenizer = tokenizer_of("chatml", ["<|im_end|>"], added_tokens=added)
+    sampled, before = AsSampled(tokenizer), ""
+    for parts in texts:
+        # It goes on from the text before it, or from a part of it.
+        text = before[: len(before) // 2 if len(parts) % 3 else None] + "".join(parts)
+        assert sampled.encode(text, []) == tokenizer.encode_with_begins(text)
+        before = text
 
 
 def test_white_space_belongs_to_its_token_whatever_the_post_processor_trims():

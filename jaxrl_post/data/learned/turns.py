@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl_post.data import chat, spans, templates
 from jaxrl_post.data.chat import NO_OPTIONS, Messages, Options
-from jaxrl_post.data.learned.tokens import as_sampled
+from jaxrl_post.data.learned.tokens import AsSampled
 from jaxrl_post.data.replies import THINK, THOUGHT
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.tools import form_of
@@ -66,7 +66,7 @@ def conversation(
     not learn to stop. If the template ends a turn only by the head of the next turn,
     `Tokenizer.turn_end` is appended to the last turn. A token is in the mask if it
     begins in a span. The tokens before a turn are those of its prompt, tokenised alone,
-    as the sampler has them (`as_sampled`); transformers tokenises the text as a whole,
+    as the sampler has them (`AsSampled`); transformers tokenises the text as a whole,
     which may give a token that reaches from the prompt into the turn. Without a
     template the contents are concatenated, with the end-of-sequence token after each
     turn of the assistant.
@@ -92,12 +92,12 @@ def conversation(
     >>> tokenizer.backend.decode(tokens[mask], skip_special_tokens=False)
     '3<|eos|>'
     """
-    found = []
+    found, sampled = [], AsSampled(tokenizer)
     for text, produced in parts(tokenizer, messages, options, only_last=only_last):
         # Where one span goes on from another, no prompt ends.
         ends = {end for _, end in produced}
         prompted = [begin for begin, _ in produced if begin not in ends]
-        ids, begins = as_sampled(tokenizer, text, prompted)
+        ids, begins = sampled.encode(text, prompted)
         if not tokenizer.chat_templates:  # which would write BOS itself
             before = tokenizer.put_around[0]
             ids, begins = (*before, *ids), (*(-1 for _ in before), *begins)
