@@ -18,6 +18,7 @@ __all__ = [
     "Options",
     "RewrittenError",
     "Turn",
+    "once_ended",
     "render",
     "render_reply",
     "render_text",
@@ -144,7 +145,7 @@ def render(
             text += text_of(message)
             ended = number < len(messages) or not (prompt or continue_final)
             if message["role"] == "assistant" and ended:
-                text += tokenizer.eos_token
+                text = once_ended(tokenizer, text)
         check(text)
         return _open_end(tokenizer, text)
     text = render_text(
@@ -157,6 +158,11 @@ def render(
     check(text)
     # The template writes BOS itself.
     return tokenizer.encode(text)
+
+
+def once_ended(tokenizer: Tokenizer, text: str) -> str:
+    """A text with the end-of-sequence token, which some data sets write themselves."""
+    return text.removesuffix(tokenizer.eos_token) + tokenizer.eos_token
 
 
 def _open_end(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import pytest
 import tokenizers
 
+from jaxrl_post.data import chat
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs import Message
@@ -64,6 +65,14 @@ def test_without_a_template_contents_follow_one_another():
     # As in a conversation that is learned: an answer ends with <|eos|>.
     cut = codec.reply([USER, ANSWER], [AGAIN], stop_id=None)
     assert cut == (PLAIN.eos_id, *reply)
+
+
+def test_without_a_template_an_answer_ends_once():
+    """Some data sets write the end of a sequence themselves."""
+    ended = Message("assistant", "3<|eos|>")
+    given = chat.render(PLAIN, [USER, ended, AGAIN])
+    assert given == chat.render(PLAIN, [USER, ANSWER, AGAIN])
+    assert given.count(PLAIN.eos_id) == 1
 
 
 def test_without_a_template_the_tokenizer_adds_its_bos_once():

@@ -146,7 +146,7 @@ def answered(
                 f"got {answer!r:.200}"
             )
         # Tokenise the prompt apart from the answer, as the sampler sees it.
-        said = _once_ended(tokenizer, answer.content)
+        said = chat.once_ended(tokenizer, answer.content)
         target, _ = tokenizer.encode_with_begins(said, after=True)
         return chat.render(tokenizer, messages), target
     [(tokens, mask)] = conversation(
@@ -211,17 +211,13 @@ def parts(
     return [_with_last_end(tokenizer, part) for part in found]
 
 
-def _once_ended(tokenizer: Tokenizer, content: str) -> str:
-    return content.removesuffix(tokenizer.eos_token) + tokenizer.eos_token
-
-
 def _plain(tokenizer: Tokenizer, rows: Rows, only_last: bool) -> spans.Part:
     text, found = "", []
     for row in rows:
         begin = len(text)
         content = chat.text_of(row)
         if row["role"] == "assistant":
-            content = _once_ended(tokenizer, content)
+            content = chat.once_ended(tokenizer, content)
         text += content
         if row["role"] == "assistant":
             found.append((begin, len(text)))
