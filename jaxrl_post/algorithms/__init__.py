@@ -2,6 +2,7 @@
 
 from jaxrl_post.algorithms import (
     anchored,
+    contract,
     corrections,
     dialects,
     kl_weights,
@@ -61,6 +62,7 @@ __all__ = [
     "cispo",
     "clipped_rloo",
     "compose",
+    "contract",
     "corrections",
     "dapo",
     "dialects",

@@ -105,6 +105,18 @@ class Algorithm(NamedTuple):
         credit_reads_logprobs: whether `credit` reads the policy's log-probs. They are
             `batch.proximal_logprobs`, or the sampler's where these are None, which is
             right for a batch without stale tokens.
+        has_ratio: whether the loss weighs tokens by how far the policy has moved since
+            they were sampled. Without, a batch serves one update: a second one would
+            ignore what the first one changed.
+        compares_samples: whether `advantages` compare the samples of a prompt, so that
+            a prompt needs two.
+        turn_credit: how a turn is credited with rewards of its own. "advantages":
+            `advantages` are computed for each turn; "rewards": `credit` sums the
+            batch's rewards at single tokens; "averages": not, because the loss weighs
+            whole sequences; "outcome": not, because more than an episode's rewards is
+            read, or something else.
+        positive_rewards: whether `advantages` divide by a prompt's mean reward, which
+            must not be 0 or below.
     """
 
     advantages: Callable[..., Float[Array, "groups samples"]]
@@ -115,6 +127,10 @@ class Algorithm(NamedTuple):
     divergence: Divergence | None = None
     reads: Literal["rewards", "components", "lengths", "greedy"] = "rewards"
     credit_reads_logprobs: bool = False
+    has_ratio: bool = True
+    compares_samples: bool = True
+    turn_credit: Literal["advantages", "rewards", "averages", "outcome"] = "advantages"
+    positive_rewards: bool = False
 
 
 class PolicyTerm(NamedTuple):

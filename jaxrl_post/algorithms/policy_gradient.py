@@ -261,4 +261,4 @@ def rloo(**shared: Unpack[SharedOptions]) -> Algorithm:
         policy_loss=terms.reinforce(),
         reduction=reduce.sequence_mean_of_token_sum,
         **only_shared(shared),
-    )
+    )._replace(has_ratio=False)

@@ -149,7 +149,7 @@ def clipped_rloo(
         policy_loss=terms.clipped_product_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
         **only_shared(shared),
-    )
+    )._replace(turn_credit="averages")
 
 
 def lite_ppo(
@@ -241,7 +241,9 @@ def gdpo(
         reads="components",
         **only_shared(shared),
     )
-    return composed._replace(advantages=partial(estimate, weights=weights))
+    return composed._replace(
+        advantages=partial(estimate, weights=weights), turn_credit="outcome"
+    )
 
 
 def opo(**shared: Unpack[SharedOptions]) -> Algorithm:
@@ -271,7 +273,7 @@ def opo(**shared: Unpack[SharedOptions]) -> Algorithm:
         reduction=reduce.token_mean,
         reads="lengths",
         **only_shared(shared),
-    )
+    )._replace(has_ratio=False, turn_credit="outcome")
 
 
 def remax(**shared: Unpack[SharedOptions]) -> Algorithm:
@@ -301,7 +303,7 @@ def remax(**shared: Unpack[SharedOptions]) -> Algorithm:
         reduction=reduce.sequence_mean_of_token_sum,
         reads="greedy",
         **only_shared(shared),
-    )
+    )._replace(has_ratio=False, compares_samples=False, turn_credit="outcome")
 
 
 @checked

@@ -133,7 +133,11 @@ def ppo(
         entropy_coefficient=entropy_coefficient,
     )
     return _credited(
-        composed._replace(value_objective=_value_objective(value_clip)),
+        composed._replace(
+            value_objective=_value_objective(value_clip),
+            compares_samples=False,
+            turn_credit="rewards",
+        ),
         credit,
         kl_coefficient,
     )
@@ -188,6 +192,7 @@ def reinforce_plus_plus(
         reduction=reduce.token_mean,
         correction=correction,
     )
+    composed = composed._replace(compares_samples=False, turn_credit="rewards")
     return _credited(composed, credit, kl_coefficient)
 
 
@@ -243,7 +248,7 @@ def reinforce_plus_plus_baseline(
         kl_weights=kl_weights,
         correction=correction,
     )
-    return composed._replace(credit=credit)
+    return composed._replace(credit=credit, turn_credit="outcome")
 
 
 def distillation(
@@ -291,6 +296,7 @@ def distillation(
         reduction=reduce.token_mean,
         correction=correction,
     )
+    composed = composed._replace(compares_samples=False, turn_credit="outcome")
     return _credited(composed, credit, kl_coefficient=1.0)
 
 

@@ -57,7 +57,7 @@ def gmpo(
         policy_loss=terms.geometric_mean_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
         **only_shared(shared),
-    )
+    )._replace(turn_credit="averages")
 
 
 def sapo(
@@ -186,4 +186,4 @@ def max_rl(
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
         **only_shared(shared),
-    )
+    )._replace(positive_rewards=True)

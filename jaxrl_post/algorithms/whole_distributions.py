@@ -59,7 +59,12 @@ def distribution_distillation(
     mask = jax.ShapeDtypeStruct((1,), jnp.bool_)
     jax.eval_shape(lambda *inputs: divergence(*inputs), logits, logits, mask)
     algorithm = Algorithm(
-        _watched, _mean_divergence, needs_reference=False, divergence=divergence
+        _watched,
+        _mean_divergence,
+        needs_reference=False,
+        divergence=divergence,
+        compares_samples=False,
+        turn_credit="outcome",
     )
     raise_early(algorithm)
     return algorithm

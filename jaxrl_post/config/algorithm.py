@@ -6,19 +6,20 @@ from typing import Annotated, Literal
 from jaxrl_post.config.fields import ANY, NOT_NEGATIVE, POSITIVE, SHARE
 
 __all__ = [
+    "ALGORITHMS",
     "AlgorithmConfig",
-    "AlgorithmName",
     "CorrectionConfig",
     "CorrectionName",
     "DistillConfig",
     "DivergenceName",
 ]
 
-AlgorithmName = Literal[
+# Functions of `jaxrl_post.algorithms`.
+ALGORITHMS = (
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "gmpo", "sapo", "max_rl",
-    "gdpo", "opo", "remax", "clipped_rloo", "luspo", "lite_ppo", "vespo", "ppo",
+    "dppo", "gdpo", "opo", "remax", "clipped_rloo", "luspo", "lite_ppo", "vespo", "ppo",
     "reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillation",
-]  # fmt: skip
+)  # fmt: skip
 
 CorrectionName = Literal[
     "none", "truncated_tokens", "truncated_sequences", "icepop", "icepop_sequences",
@@ -88,7 +89,12 @@ class AlgorithmConfig:
     """Which algorithm, and its hyperparameters; None is the default of its paper.
 
     Attributes:
-        name: algorithm (`jaxrl_post.algorithms`).
+        name: grpo, dr_grpo, dapo, gspo, cispo, rloo, gmpo, sapo, max_rl, dppo, gdpo,
+            opo, remax, clipped_rloo, luspo, lite_ppo, vespo, ppo, reinforce_plus_plus,
+            reinforce_plus_plus_baseline or distillation, functions of
+            `jaxrl_post.algorithms`; or <module>:<function> of one that returns an
+            Algorithm. More of the function's parameters go behind a question mark:
+            grpo?dual_clip=3, dppo?threshold=0.15.
         clip_low: how far below 1 a policy ratio may fall before it is clipped; of gmpo,
             how far its logarithm may fall below 0, in nats; of cispo, the lower bound
             of the ratio itself.
@@ -130,7 +136,7 @@ class AlgorithmConfig:
             trainer.
     """
 
-    name: AlgorithmName = "grpo"
+    name: str = "grpo"
     clip_low: Annotated[float | None, NOT_NEGATIVE] = None
     clip_high: Annotated[float | None, NOT_NEGATIVE] = None
     kl_coefficient: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -4,16 +4,23 @@
 the devices are made where these are opened.
 """
 
+import difflib
 import importlib.util
 import math
 from pathlib import Path
 
-from jaxrl_post.config.algorithm import AlgorithmConfig, CorrectionConfig, DistillConfig
+from jaxrl_post.config.algorithm import (
+    ALGORITHMS,
+    AlgorithmConfig,
+    CorrectionConfig,
+    DistillConfig,
+)
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import check_template
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.horizon import check_schedules
+from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import OfflineConfig, RewardConfig, SFTConfig
 from jaxrl_post.config.paths import check_paths, naming
 from jaxrl_post.config.reward_model import RewardModelConfig
@@ -23,29 +30,14 @@ from jaxrl_post.config.run import RunConfig
 from jaxrl_post.mesh_spec import MeshError, read_mesh
 
 __all__ = [
-    "REWARD_A_TURN",
+    "KNOWN",
     "check_algorithm",
     "check_correction",
     "check_options",
     "reward_weights",
 ]
 
-# Algorithms whose KL penalty is part of the reward, for which k1 is the estimator.
-KL_IN_REWARD = ("ppo", "reinforce_plus_plus")
-NO_CLIP = ("rloo", "sapo", "opo", "remax", "vespo")
-NO_ENTROPY = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillation")
-# Without a ratio, a second update of a batch would ignore what the first one changed.
-NO_RATIO = ("rloo", "opo", "remax")
-# Algorithms that do not compare the samples of a prompt with each other.
-ONE_SAMPLE = ("ppo", "reinforce_plus_plus", "distillation", "remax")
-# Algorithms whose advantages read more than a group's rewards, or something else.
-NO_TURNS = ("gdpo", "opo", "remax", "distillation", "reinforce_plus_plus_baseline")
-# Algorithms whose gradient is that of whole sequences: what single tokens or turns are
-# worth averages out.
-WHOLE_SEQUENCES = ("clipped_rloo", "gmpo")
-# Algorithms that compute advantages per token, from rewards at single tokens.
-REWARD_A_TURN = ("ppo", "reinforce_plus_plus")
-NO_CRITIC = CriticConfig()
+KNOWN = f"{', '.join(ALGORITHMS)}, <module>:<function>"
 NO_TEACHER = DistillConfig()
 
 # The bounds that each kind of correction has.
@@ -108,11 +100,21 @@ def check_algorithm(
 ) -> None:
     """Refuses options of an algorithm that have no effect or contradict others.
 
+    What the algorithm itself decides is checked where it is made
+    (`learner.algorithm`).
+
     Raises:
         ConfigError: names the option.
     """
-    _check_terms(config)
-    _check_critic(config, critic)
+    name = config.name.partition("?")[0]
+    if ":" not in name and name not in ALGORITHMS:
+        close = difflib.get_close_matches(name, ALGORITHMS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(
+            f"--algorithm.name: no algorithm {name!r}; there are {KNOWN}{hint}"
+        )
+    reward_weights(config)
+    _check_critic(critic)
     _check_distillation(config, distill)
     check_correction(config.correction)
 
@@ -212,28 +214,12 @@ def _check_rl(config: RLConfig) -> None:
         )
     _check_rollout(config)
     _check_turns(config)
-    name, rollout, update = config.algorithm.name, config.rollout, config.update
-    if rollout.samples_per_prompt < 2 and name not in ONE_SAMPLE:
-        raise ConfigError(
-            f"--rollout.samples-per-prompt: {name} compares the samples of a prompt, "
-            f"so it must be at least 2; got {rollout.samples_per_prompt}"
-        )
-    if name in NO_RATIO and update.minibatches * update.epochs > 1:
-        raise ConfigError(
-            f"--update.minibatches, --update.epochs: {name} weighs no token by how far "
-            "the policy has moved since it was sampled, so a batch serves one update; "
-            "got "
-            f"{update.minibatches} and {update.epochs}. Use 1 and 1, or an algorithm "
-            "with a ratio, such as grpo"
-        )
-    if name == "gdpo":
-        _check_parts(config)
     if config.reward.model is None and config.reward != RewardModelConfig():
         raise ConfigError(
             "--reward.*: there is no reward model; give --reward.model, or drop the "
             "options"
         )
-    if name == "ppo" and config.critic.warmup_steps >= config.steps:
+    if 0 < config.critic.warmup_steps >= config.steps:
         raise ConfigError(
             f"--critic.warmup-steps: must be less than --steps, {config.steps}, or the "
             f"policy never learns; got {config.critic.warmup_steps}"
@@ -281,26 +267,6 @@ def _check_idle(config: RLConfig) -> None:
             )
 
 
-def _check_parts(config: RLConfig) -> None:
-    """Refuses what changes the whole reward alone, of which gdpo sees the parts."""
-    if config.rollout.overlong_buffer:
-        raise ConfigError(
-            "--rollout.overlong-buffer: gdpo normalises each part of the reward by "
-            f"itself, and the penalty is no part; got {config.rollout.overlong_buffer}."
-            " Drop the option, give the environment a criterion of length "
-            "(envs.rubric), or use another algorithm"
-        )
-    for name in ("weight", "environment_weight"):
-        weight = getattr(config.reward, name)
-        if weight != getattr(RewardModelConfig, name):
-            raise ConfigError(
-                f"--reward.{name.replace('_', '-')}: gdpo normalises each part of the "
-                f"reward by itself, whatever its factor; got {weight:g}. Drop the "
-                "option and give --algorithm.reward-weights, such as environment=1 "
-                "model=0.5, or use another algorithm"
-            )
-
-
 def _check_exact(config: RLConfig) -> None:
     """Refuses options that make sampler and trainer compute differently."""
     if config.algorithm.name == "distillation":
@@ -326,7 +292,7 @@ def _check_exact(config: RLConfig) -> None:
 
 
 def _check_rollout(config: RLConfig) -> None:
-    name, rollout = config.algorithm.name, config.rollout
+    rollout = config.rollout
     if rollout.weights is not None and config.lora.quantize is not None:
         raise ConfigError(
             "--rollout.weights: the base of the adapter is quantised already, by "
@@ -348,19 +314,13 @@ def _check_rollout(config: RLConfig) -> None:
             "--critic.bootstrap-truncated: --rollout.truncated mask leaves the answers "
             "out that were cut; drop one of the two"
         )
-    if name == "max_rl" and rollout.overlong_buffer:
-        raise ConfigError(
-            "--rollout.overlong-buffer: max_rl divides by a prompt's mean reward, "
-            "which a penalty brings to 0 and below; drop the option, or use another "
-            "algorithm"
-        )
     if rollout.dynamic_sampling and rollout.samples_per_prompt < 2:
         raise ConfigError(
             "--rollout.dynamic-sampling: keeps the prompts whose samples differ in "
             "reward, and a single sample differs from none; drop the option, or raise "
             "--rollout.samples-per-prompt"
         )
-    if name != "distillation":
+    if config.algorithm.name != "distillation":
         return
     unused = ("overlong_buffer",)
     why = "rewards teach a student nothing"
@@ -401,27 +361,10 @@ def _check_turns(config: RLConfig) -> None:
                 "--algorithm.turn-credit turns: with --rollout.max-turns 1 there is "
                 "one turn to credit; raise it, or drop the option"
             )
-        if algorithm.name in NO_TURNS:
-            raise ConfigError(
-                f"--algorithm.turn-credit turns: {algorithm.name} looks at more of an "
-                "episode than its rewards, or at less; use outcome, or an algorithm "
-                "such as grpo"
-            )
-        if algorithm.name in WHOLE_SEQUENCES:
-            raise ConfigError(
-                f"--algorithm.turn-credit turns: the ratio of {algorithm.name} is that "
-                "of a whole sequence, in which the credit of its turns averages out; "
-                "use outcome, or an algorithm such as grpo or gspo"
-            )
     elif algorithm.turn_discount != 1.0:
         raise ConfigError(
             "--algorithm.turn-discount: with --algorithm.turn-credit outcome it "
             "changes nothing; drop the option, or choose turns"
-        )
-    if algorithm.turn_discount != 1.0 and algorithm.name in REWARD_A_TURN:
-        raise ConfigError(
-            f"--algorithm.turn-discount: {algorithm.name} discounts by the token; use "
-            "--critic.gamma for ppo, or drop the option"
         )
     if not rollout.recompute_cache and config.exact:
         raise ConfigError(
@@ -441,11 +384,6 @@ def _check_turns(config: RLConfig) -> None:
                 "sample goes on under other parameters; drop the option"
             )
         return
-    if algorithm.name == "remax":
-        raise ConfigError(
-            "--rollout.partial: remax compares with a greedy answer of the same "
-            "parameters; drop the option, or use another algorithm"
-        )
     if config.distill.data == "demonstrations":
         raise ConfigError(
             "--rollout.partial: nothing is sampled with --distill.data demonstrations; "
@@ -458,60 +396,9 @@ def _check_turns(config: RLConfig) -> None:
         )
 
 
-def _check_terms(config: AlgorithmConfig) -> None:
-    """Refuses coefficients and clips that have no effect."""
-    name = config.name
-    if config.reward_weights and name != "gdpo":
-        raise ConfigError(
-            f"--algorithm.reward-weights: {name} looks at the whole reward; drop the "
-            "option, or use --algorithm.name gdpo"
-        )
-    reward_weights(config)
-    if name == "vespo" and config.correction != CorrectionConfig():
-        raise ConfigError(
-            "--algorithm.correction.*: vespo weighs by the ratio to the sampler, which "
-            "is a correction already; drop the options"
-        )
-    if name in NO_CLIP and (config.clip_low, config.clip_high) != (None, None):
-        raise ConfigError(f"--algorithm.clip-*: {name} does not clip; drop the option")
-    if name == "distillation":
-        if config.reference is None:
-            raise ConfigError(
-                "--algorithm.reference: distillation needs the directory of a teacher"
-            )
-        if config.kl_coefficient:
-            raise ConfigError(
-                "--algorithm.kl-coefficient: distillation minimises the KL to the "
-                "teacher and has no other; drop the option"
-            )
-    elif config.reference is not None and not config.kl_coefficient:
-        raise ConfigError(
-            "--algorithm.reference: nothing looks at it with a kl-coefficient of 0; "
-            "drop the option, or give --algorithm.kl-coefficient"
-        )
-    if config.entropy_coefficient and name in NO_ENTROPY:
-        raise ConfigError(
-            f"--algorithm.entropy-coefficient: {name} has no such term; drop the option"
-        )
-    if name in KL_IN_REWARD:
-        if config.kl_weights is not None:
-            raise ConfigError(
-                f"--algorithm.kl-weights: in {name} the KL is part of the reward, "
-                "which has no gradient; drop the option"
-            )
-    elif config.kl_estimator == "k1" and config.kl_weights is None:
-        raise ConfigError(
-            f"--algorithm.kl-estimator: in {name} the KL is part of the loss, where "
-            "k1 has an expected gradient of zero; choose k2, k3 or k3_plus, or give "
-            "--algorithm.kl-weights"
-        )
-
-
-def _check_critic(config: AlgorithmConfig, critic: CriticConfig) -> None:
-    """Refuses options of a critic that does not exist."""
-    if config.name != "ppo" and critic != NO_CRITIC:
-        raise ConfigError(f"--critic.*: {config.name} has no critic; drop the options")
-    if critic.backbone != "shared" and critic.coefficient != NO_CRITIC.coefficient:
+def _check_critic(critic: CriticConfig) -> None:
+    """Refuses options of a critic that have no effect."""
+    if critic.backbone != "shared" and critic.coefficient != CriticConfig.coefficient:
         raise ConfigError(
             "--critic.coefficient: weighs the loss of a critic on the policy's "
             "backbone; drop the option, or use --critic.backbone shared"
@@ -520,7 +407,7 @@ def _check_critic(config: AlgorithmConfig, critic: CriticConfig) -> None:
         for option, given in (
             ("model", critic.model is not None),
             ("warmup-steps", critic.warmup_steps > 0),
-            ("lora.*", critic.lora != NO_CRITIC.lora),
+            ("lora.*", critic.lora != AdapterConfig()),
         ):
             if given:
                 raise ConfigError(
@@ -538,6 +425,10 @@ def _check_distillation(config: AlgorithmConfig, distill: DistillConfig) -> None
                 "--algorithm.name distillation"
             )
         return
+    if config.reference is None:
+        raise ConfigError(
+            "--algorithm.reference: distillation needs the directory of a teacher"
+        )
     for name, divergence in SERVES.items():
         if getattr(distill, name) is not None and distill.divergence != divergence:
             raise ConfigError(
@@ -552,7 +443,10 @@ def _check_distillation(config: AlgorithmConfig, distill: DistillConfig) -> None
         _check_sampled(distill)
         return
     plain = AlgorithmConfig(name=config.name, reference=config.reference)
-    for name in ("clip_low", "clip_high", "correction", "kl_estimator", "kl_weights"):
+    for name in (
+        "clip_low", "clip_high", "correction", "kl_coefficient", "kl_estimator",
+        "kl_weights", "entropy_coefficient",
+    ):  # fmt: skip
         if getattr(config, name) != getattr(plain, name):
             raise ConfigError(
                 f"--algorithm.{name.replace('_', '-')}: {distill.divergence} compares "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from jaxrl_post.envs.env import (
 )
 from jaxrl_post.envs.judges import Judged
 from jaxrl_post.envs.protocols import NemoGym, OpenEnv, Verifiers
-from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.bfcl import Bfcl
 from jaxrl_post.envs.tasks.facts import facts
@@ -37,6 +35,7 @@ from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
 from jaxrl_post.envs.tasks.sql import Text2SQL
 from jaxrl_post.envs.tasks.world import World
 from jaxrl_post.jsonl import json_file
+from jaxrl_post.specs import call, imported, parse_query
 
 __all__ = ["make"]
 
@@ -137,9 +136,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     kind, colon, rest = name.partition(":")
     if colon and kind == "reasoning-gym":
         return _make_reasoning_gym(rest, chosen)
-    if colon and all(part.isidentifier() for part in kind.split(".")):
-        return _make_custom(kind, rest, chosen)
-    raise ValueError(f"no environment {name!r}; there are {_FORMS}")
+    return _made(call(imported(name, "environment", _FORMS), chosen, name), name)
 
 
 def _make_reasoning_gym(task: str, chosen: Mapping[str, Any]) -> Environment:
@@ -182,24 +179,7 @@ def _make_mixture(
     return mixture(parts, size)
 
 
-def _make_custom(module: str, factory: str, chosen: Mapping[str, Any]) -> Environment:
-    spec = f"{module}:{factory}"
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        # The module exists, but an import inside it failed: keep that error.
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(
-            f"no environment {spec!r}: there is no module {error.name!r} on sys.path. "
-            f"There are {_FORMS}"
-        ) from error
-    build = getattr(imported, factory, None)
-    if not callable(build):
-        raise ValueError(
-            f"no environment {spec!r}: {module!r} has no function or class {factory!r}"
-        )
-    environment = call(build, chosen, spec)
+def _made(environment: Any, spec: str) -> Environment:
     kinds = StatelessEnvironment | StatefulEnvironment | AgentEnvironment
     if not isinstance(environment, kinds):
         raise ValueError(

@@ -1,25 +1,42 @@
 """Builds the algorithm and the correction that a configuration names."""
 
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jaxrl_post import algorithms
-from jaxrl_post.algorithms import Algorithm, corrections, kl_weights
+from jaxrl_post.algorithms import (
+    Algorithm,
+    SharedOptions,
+    contract,
+    corrections,
+    kl_weights,
+)
 from jaxrl_post.algorithms.corrections import Correction
 from jaxrl_post.algorithms.objective import Divergence
 from jaxrl_post.algorithms.whole_distributions import (
     distribution_distillation,
     top_k_forward_kl,
 )
-from jaxrl_post.config.algorithm import AlgorithmConfig, CorrectionConfig, DistillConfig
+from jaxrl_post.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    DistillConfig,
+)
 from jaxrl_post.config.checks import (
+    KNOWN,
     check_algorithm,
     check_correction,
     reward_weights,
 )
 from jaxrl_post.config.critic import CriticConfig
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.losses import distill as divergences
 from jaxrl_post.losses import kl
+from jaxrl_post.specs import call, imported, parse_query
 
 __all__ = ["make_algorithm", "make_correction"]
 
@@ -36,73 +53,169 @@ def make_algorithm(
 ) -> Algorithm:
     """Builds the algorithm that a configuration names.
 
+    The name is that of a function of `jaxrl_post.algorithms`, or `module:function` of
+    one that returns an `Algorithm`. The function is called with those options that are
+    given, by the names of its parameters, and with what stands behind a question mark:
+    `my_module:my_algorithm?temperature=2`. A parameter `denominator` without a default
+    is the generation budget.
+
     Args:
         config: name and hyperparameters.
-        max_tokens: generation budget, the denominator of dr_grpo.
-        critic: the critic's options, for ppo.
+        max_tokens: generation budget, in tokens.
+        critic: the critic's options, for an algorithm with a critic.
         distill: the options of distillation.
 
     Raises:
-        ConfigError: an option is unused by the algorithm, or a required one is missing.
+        ConfigError: there is no such function, it raises, or it returns something
+            else; what it returns breaks the contract (`algorithms.contract`); an option
+            is unused by the algorithm, or a required one is missing.
         ValueError: a hyperparameter is out of its range.
     """
     check_algorithm(config, critic, distill)
     if config.name == "distillation" and distill.divergence != "sampled":
         return distribution_distillation(divergence=_divergence(distill))
-    options: dict[str, Any] = {"correction": make_correction(config.correction)}
-    low, high = (
-        ("ratio_low", "ratio_high")
-        if config.name == "cispo"
-        else ("clip_low", "clip_high")
-    )
-    clips = {low: config.clip_low, high: config.clip_high}
-    options |= {name: value for name, value in clips.items() if value is not None}
-    if config.name != "distillation":
-        options["kl_coefficient"] = config.kl_coefficient
-        if config.kl_estimator is not None:
-            options["kl_estimator"] = ESTIMATORS[config.kl_estimator]
-        if config.kl_weights is not None:
-            options["kl_weights"] = kl_weights.ratio(anchor=config.kl_weights)
-    if config.reward_weights:
-        options["weights"] = tuple(weight for _, weight in reward_weights(config))
-    if config.name == "vespo":
-        # vespo's kernel uses the ratio to the sampler, so it includes the correction.
-        del options["correction"]
-    if config.entropy_coefficient:
-        options["entropy_coefficient"] = config.entropy_coefficient
-    build = {
-        "grpo": algorithms.grpo,
-        "dr_grpo": partial(algorithms.dr_grpo, denominator=float(max_tokens)),
-        "dapo": algorithms.dapo,
-        "gspo": algorithms.gspo,
-        "cispo": algorithms.cispo,
-        "rloo": algorithms.rloo,
-        "gmpo": algorithms.gmpo,
-        "sapo": algorithms.sapo,
-        "max_rl": algorithms.max_rl,
-        "gdpo": algorithms.gdpo,
-        "opo": algorithms.opo,
-        "remax": algorithms.remax,
-        "clipped_rloo": algorithms.clipped_rloo,
-        "luspo": algorithms.luspo,
-        "lite_ppo": algorithms.lite_ppo,
-        "vespo": algorithms.vespo,
-        "ppo": partial(
-            algorithms.ppo,
-            gamma=critic.gamma,
-            lambda_=critic.gae_lambda,
-            value_lambda=critic.value_lambda,
-            value_clip=critic.clip or None,
-            bootstrap_truncated=critic.bootstrap_truncated,
-        ),
-        "reinforce_plus_plus": algorithms.reinforce_plus_plus,
-        "reinforce_plus_plus_baseline": algorithms.reinforce_plus_plus_baseline,
-        "distillation": algorithms.distillation,
-    }[config.name]
-    made = build(**options)
-    if config.name == "ppo" and critic.backbone == "shared":
+    name, _, query = config.name.partition("?")
+    own = ":" in name
+    build = _builder(name, own)
+    options = dict(_options(build, name, config, critic))
+    if _requires(build, "denominator"):
+        options["denominator"] = float(max_tokens)
+    for option, value in parse_query(config.name, query).items():
+        if option in options:
+            raise ConfigError(
+                f"--algorithm.name {config.name}: an option of the command gives "
+                f"{option}, too; drop one of the two"
+            )
+        options[option] = value
+    made = _called(build, options, name) if own else _built(build, options, name)
+    if critic != NO_CRITIC and made.value_objective is None:
+        raise ConfigError(f"--critic.*: {name} has no critic; drop the options")
+    reads = made.needs_reference or made.divergence is not None
+    if config.reference is not None and not reads:
+        raise ConfigError(
+            "--algorithm.reference: nothing looks at it with a kl-coefficient of 0; "
+            "drop the option, or give --algorithm.kl-coefficient"
+        )
+    if critic.backbone == "shared":
         return algorithms.shared_backbone(made, coefficient=critic.coefficient)
     return made
+
+
+def _builder(name: str, own: bool) -> Callable[..., Algorithm]:
+    if not own:
+        return getattr(algorithms, name)
+    try:
+        return imported(name, "algorithm", KNOWN)
+    except ValueError as error:
+        raise ConfigError(f"--algorithm.name: {error}") from error
+    except Exception as error:
+        raise ConfigError(_raised(name, error)) from error
+
+
+def _options(
+    build: Callable[..., Algorithm],
+    name: str,
+    config: AlgorithmConfig,
+    critic: CriticConfig,
+) -> Iterator[tuple[str, Any]]:
+    """The options that are given, as arguments of the algorithm's function.
+
+    Raises:
+        ConfigError: it has no such parameter.
+    """
+    parameters = inspect.signature(build).parameters
+    taken = set(parameters)
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        taken |= SharedOptions.__annotations__.keys()
+    weight = config.kl_weights
+    given: dict[str, tuple[tuple[str, ...], Any]] = {
+        "clip-low": (("clip_low", "ratio_low"), config.clip_low),
+        "clip-high": (("clip_high", "ratio_high"), config.clip_high),
+        "kl-coefficient": (("kl_coefficient",), config.kl_coefficient or None),
+        "kl-estimator": (
+            ("kl_estimator",),
+            config.kl_estimator and ESTIMATORS[config.kl_estimator],
+        ),
+        "kl-weights": (("kl_weights",), weight and kl_weights.ratio(anchor=weight)),
+        "entropy-coefficient": (
+            ("entropy_coefficient",),
+            config.entropy_coefficient or None,
+        ),
+        "reward-weights": (
+            ("weights",),
+            tuple(each for _, each in reward_weights(config)) or None,
+        ),
+    }
+    for option, (names, value) in given.items():
+        if value is None:
+            continue
+        parameter = next((each for each in names if each in taken), None)
+        if parameter is None:
+            raise ConfigError(
+                f"--algorithm.{option}: {name} does not read it; drop the option"
+            )
+        yield parameter, value
+    if config.correction != CorrectionConfig():
+        if "correction" not in taken:
+            raise ConfigError(
+                f"--algorithm.correction.*: {name} does not read it; drop the options"
+            )
+        yield "correction", make_correction(config.correction)
+    of_critic = {
+        "gamma": critic.gamma,
+        "lambda_": critic.gae_lambda,
+        "value_lambda": critic.value_lambda,
+        "value_clip": critic.clip or None,
+        "bootstrap_truncated": critic.bootstrap_truncated,
+    }
+    if critic != NO_CRITIC:
+        yield from ((each, of_critic[each]) for each in of_critic if each in taken)
+
+
+def _requires(build: Callable[..., Algorithm], name: str) -> bool:
+    found = inspect.signature(build).parameters.get(name)
+    return found is not None and found.default is found.empty
+
+
+def _built(
+    build: Callable[..., Algorithm], options: dict[str, Any], name: str
+) -> Algorithm:
+    """Calls a function of the package."""
+    try:
+        return call(build, options, name, kind="algorithm")
+    except TypeError as error:  # an option that is none of the shared ones
+        raise ConfigError(f"--algorithm.name: {error}") from error
+
+
+def _called(build: Callable[..., Any], options: dict[str, Any], name: str) -> Algorithm:
+    """Calls somebody's function, and looks at what it returns.
+
+    Raises:
+        ConfigError: it raises, or returns no algorithm.
+    """
+    try:
+        made = call(build, options, name, kind="algorithm")
+        problem = contract.broken(made)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(_raised(name, error)) from error
+    if problem is not None:
+        raise ConfigError(f"--algorithm.name {name}: {problem}")
+    return made
+
+
+def _raised(name: str, error: Exception) -> str:
+    """An exception of somebody's module, and where it was raised."""
+    package = str(Path(algorithms.__file__).parents[1])
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = [
+        frame
+        for frame in frames
+        if Path(frame.filename).is_file() and not frame.filename.startswith(package)
+    ]
+    where = f" ({inner[-1].filename}:{inner[-1].lineno})" if inner else ""
+    return f"--algorithm.name {name}: {type(error).__name__}: {error}{where}"
 
 
 def make_correction(config: CorrectionConfig) -> Correction | None:

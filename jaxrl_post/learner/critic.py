@@ -32,8 +32,6 @@ def check_critic(config: RLConfig, model: Model) -> None:
         CheckpointError: the family has no checkpoint format for value models.
     """
     critic, policy = config.critic, config.lora
-    if config.algorithm.name != "ppo" or critic.backbone == "shared":
-        return
     if critic.model is None:
         # Fail now, not at the final save, if the family cannot save value models.
         write_config(_value_config(model))

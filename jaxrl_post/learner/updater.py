@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post.algorithms import Algorithm
-from jaxrl_post.config.checks import REWARD_A_TURN, reward_weights
+from jaxrl_post.config.checks import reward_weights
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
@@ -94,7 +94,7 @@ class Updater:
         if options.turn_credit == "outcome":
             parts = self._parts(groups, reporter)
             values = batching.advantages(groups, self._estimate, penalty, parts)
-        elif options.name in REWARD_A_TURN:
+        elif self.algorithm.turn_credit == "rewards":
             rewards, _ = batching.turn_rewards(groups, penalty)
             values = rewards
         else:

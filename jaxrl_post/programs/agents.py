@@ -4,7 +4,6 @@ import contextlib
 import ipaddress
 from collections.abc import Iterator
 
-from jaxrl_post.config.checks import REWARD_A_TURN
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
@@ -23,12 +22,15 @@ __all__ = ["agent_collector", "check_agents"]
 ANSWER_S = 3600.0
 
 
-def check_agents(environment: Environment, config: RLConfig) -> None:
+def check_agents(
+    environment: Environment, config: RLConfig, *, sums_rewards: bool = False
+) -> None:
     """Refuses options with which no agent can call; before the warm start.
 
     Args:
         environment: of the run; only an `AgentEnvironment` has agents.
         config: of the run.
+        sums_rewards: whether the algorithm sums rewards along a sequence.
 
     Raises:
         ConfigError: several processes or machines, `--rollout.partial`,
@@ -64,10 +66,10 @@ def check_agents(environment: Environment, config: RLConfig) -> None:
             "--rollout.judges: agents reach the sampler on this machine's loopback, "
             f"which those of {config.rollout.judges} cannot; take local"
         )
-    algorithm = config.algorithm
-    if algorithm.turn_credit == "turns" and algorithm.name in REWARD_A_TURN:
+    options = config.algorithm
+    if options.turn_credit == "turns" and sums_rewards:
         raise ConfigError(
-            f"--algorithm.turn-credit turns: {algorithm.name} sums rewards along a "
+            f"--algorithm.turn-credit turns: {options.name} sums rewards along a "
             "sequence, and where an agent branches a turn stands in one sequence and "
             "rewards that follow from it in others; use outcome, or an algorithm such "
             "as grpo"

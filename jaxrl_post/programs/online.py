@@ -27,6 +27,7 @@ from jaxrl_post.examples.environment import check_functions, make_environment
 from jaxrl_post.examples.tasks import TaskSets, fitting_prompts, open_tasks
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.algorithm import make_algorithm
+from jaxrl_post.learner.algorithm_checks import check_run
 from jaxrl_post.learner.critic import check_critic, open_critic
 from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.model import Model, check_sample, context_of, layout_table
@@ -106,6 +107,10 @@ def run_rl(
             CheckpointError: the last checkpoint stays whole.
     """
     check_options(config)
+    algorithm = make_algorithm(
+        config.algorithm, config.rollout.max_tokens, config.critic, config.distill
+    )
+    check_run(config, algorithm)
     fetched = fetch_run(config, console=console)
     config = fetched.config
     require_directory(config.algorithm.reference, "--algorithm.reference")
@@ -113,18 +118,17 @@ def run_rl(
     require_directory(config.reward.model, "--reward.model")
     require_directory(config.rollout.draft, "--rollout.draft")
     check_judge(config.reward)
-    algorithm = make_algorithm(
-        config.algorithm, config.rollout.max_tokens, config.critic, config.distill
-    )
     with warnings_shown(console):
         environment = make_environment(config.env, config.data, config.tools)
-        check_agents(environment, config)
+        check_agents(
+            environment, config, sums_rewards=algorithm.turn_credit == "rewards"
+        )
         tasks = open_tasks(environment, config.data.on_overlap)
         check_functions(environment, config.rollout.reward_deadline_s)
     fitting = functools.cache(
         functools.partial(_fitting, tasks, config.rollout, config.data.on_unwritten)
     )
-    shared = config.algorithm.name == "ppo" and config.critic.backbone == "shared"
+    shared = config.critic.backbone == "shared"
     try:
         with open_run(
             fetched,
@@ -133,7 +137,7 @@ def run_rl(
             make_tokenizer=functools.partial(environment_tokenizer, tasks),
             tasks=tasks,
             head="lm+value" if shared else "lm",
-            complete=functools.partial(_measured, fitting),
+            complete=functools.partial(_measured, fitting, algorithm),
             warm_start=functools.partial(_warm_started, fitting, console, should_stop),
         ) as run:
             rollout = run.config.rollout
@@ -185,9 +189,12 @@ def _fitting(
     )
 
 
-def _measured(fitting: Fitting, config: RLConfig, model: Model) -> RLConfig:
+def _measured(
+    fitting: Fitting, algorithm: Algorithm, config: RLConfig, model: Model
+) -> RLConfig:
     """Sets `max_prompt_tokens` from the prompts; checks critic, mesh and sizes."""
-    check_critic(config, model)
+    if algorithm.value_objective is not None:
+        check_critic(config, model)
     require_same_ids(config.algorithm.reference, model, "--algorithm.reference")
     require_same_ids(config.rollout.draft, model, "--rollout.draft")
     require_same_ids(config.critic.model, model, "--critic.model")

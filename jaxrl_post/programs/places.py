@@ -304,7 +304,7 @@ def _targets(config: RunConfig) -> list[str]:
         found.append(INITIAL)
     if config.lora.rank:
         found.append("adapter")
-    if isinstance(config, RLConfig) and config.algorithm.name == "ppo":
+    if isinstance(config, RLConfig):
         if config.critic.backbone == "separate":
             found.append("critic")
         if config.critic.lora.rank:

@@ -38,7 +38,7 @@ def run_path(config: RunConfig) -> Path:
 
 def _method(config: RunConfig) -> str:
     if isinstance(config, RLConfig):
-        return config.algorithm.name
+        return config.algorithm.name.partition("?")[0].rpartition(":")[2]
     if isinstance(config, PreferenceConfig):
         return config.loss.name
     if isinstance(config, RewardConfig):

@@ -1,15 +1,19 @@
 """Where options begin, and what is refused before jax is imported."""
 
 import dataclasses
+import io
 import json
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.programs.online import run_rl
 from launch import cli, distill, dpo, evaluate, grpo, ppo, reward, sft
 from launch.recipes.demo import demo, distill_demo, ppo_demo
 
@@ -205,14 +209,12 @@ MISTAKES = [
         ("--algorithm.entropy-coefficient=-1",),
         "entropy-coefficient: must be at le",
     ),
-    (grpo, ("--rollout.samples-per-prompt", "1"), "grpo compares the samples of a pro"),
-    (grpo, ("--algorithm.name=rloo", "--update.epochs=2"), "rloo weighs no token by h"),
-    (grpo, ("--rollout.judges", "nowhere"), "--rollout.judges: must be local, ray"),
     (
         grpo,
-        ("--algorithm.name=max_rl", "--rollout.overlong-buffer=2"),
-        "--rollout.overlong-buffer: max_rl divides by a prompt's mean reward",
+        ("--algorithm.name=grpoo",),
+        "name: no algorithm 'grpoo'.*did you mean grpo",
     ),
+    (grpo, ("--rollout.judges", "nowhere"), "--rollout.judges: must be local, ray"),
     (
         ppo,
         ("--critic.warmup-steps", "160"),
@@ -230,19 +232,6 @@ MISTAKES = [
     (grpo, ("--algorithm.turn-discount=0.5",), "turn-credit outcome it changes nothi"),
     (
         grpo,
-        (
-            *("--rollout.max-turns=3", "--rollout.max-prompt-tokens=99"),
-            *("--algorithm.name=gdpo", "--algorithm.turn-credit=turns"),
-        ),
-        "--algorithm.turn-credit turns: gdpo looks at more of an episode",
-    ),
-    (
-        grpo,
-        ("--algorithm.name=remax", "--rollout.partial=4"),
-        "--rollout.partial: remax compares with a greedy answer",
-    ),
-    (
-        grpo,
         ("--rollout.partial=4", "--algorithm.correction.kind=none"),
         "--rollout.partial: samples that were begun by earlier parameters",
     ),
@@ -250,17 +239,6 @@ MISTAKES = [
         grpo,
         ("--rollout.dynamic-sampling", "--algorithm.correction.kind=none"),
         "--rollout.dynamic-sampling: groups that are left over wait for the next",
-    ),
-    *(
-        (
-            grpo,
-            (
-                *("--rollout.max-turns=3", "--rollout.max-prompt-tokens=99"),
-                *(f"--algorithm.name={name}", "--algorithm.turn-credit=turns"),
-            ),
-            f"turn-credit turns: the ratio of {name} is that of a whole sequence",
-        )
-        for name in ("clipped_rloo", "gmpo")
     ),
     (ppo, ("--critic.coefficient=2",), "--critic.coefficient: weighs the loss of a c"),
     (grpo, ("--rollout.reward-grace-s=3",), "grace-s: without --rollout.partial it ch"),
@@ -349,6 +327,48 @@ def test_a_mistake_is_refused_before_anything_is_imported(
     with pytest.raises(ValueError, match=message):
         loaded.check(cli.read_options(loaded, [*arguments]))
     assert cli.call(loaded, [*arguments]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rollout.samples-per-prompt", "1"), "grpo compares the samples of a pro"),
+        (("--algorithm.name=rloo", "--update.epochs=2"), "rloo weighs no token by h"),
+        (
+            ("--algorithm.name=max_rl", "--rollout.overlong-buffer=2"),
+            "--rollout.overlong-buffer: max_rl divides by a prompt's mean reward",
+        ),
+        (
+            (
+                *("--rollout.max-turns=3", "--rollout.max-prompt-tokens=99"),
+                *("--algorithm.name=gdpo", "--algorithm.turn-credit=turns"),
+            ),
+            "--algorithm.turn-credit turns: gdpo looks at more of an episode",
+        ),
+        (
+            ("--algorithm.name=remax", "--rollout.partial=4"),
+            "--rollout.partial: remax compares with a greedy answer",
+        ),
+        *(
+            (
+                (
+                    *("--rollout.max-turns=3", "--rollout.max-prompt-tokens=99"),
+                    *(f"--algorithm.name={name}", "--algorithm.turn-credit=turns"),
+                ),
+                f"turn-credit turns: the ratio of {name} is that of a whole sequence",
+            )
+            for name in ("clipped_rloo", "gmpo")
+        ),
+    ],
+)
+def test_what_an_algorithm_contradicts_is_refused_before_a_model_is_read(
+    arguments, message, tmp_path
+):
+    place = (f"--run-dir={tmp_path / 'run'}", "--model=demo", "--env=arithmetic")
+    config = options(grpo, *arguments, *place)
+    with pytest.raises(ConfigError, match=message):
+        run_rl(config, console=Console(file=io.StringIO()), command="")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -420,10 +420,10 @@ def test_a_credit_that_cannot_follow_branches_is_refused(name):
 
     told = f"^--algorithm.turn-credit turns: {name} sums rewards along a sequence"
     with pytest.raises(ConfigError, match=told):
-        check_agents(Letters(), config(name, "turns"))
-    check_agents(Letters(), config(name, "outcome"))
+        check_agents(Letters(), config(name, "turns"), sums_rewards=True)
+    check_agents(Letters(), config(name, "outcome"), sums_rewards=True)
     check_agents(Letters(), config("grpo", "turns"))
-    check_agents(Arithmetic(), config(name, "turns"))
+    check_agents(Arithmetic(), config(name, "turns"), sums_rewards=True)
 
 
 def test_too_few_turns_for_a_game_are_refused_before_it_begins():

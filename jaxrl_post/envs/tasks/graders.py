@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ from jaxrl_post.envs.tasks.mathematics.reading import equal
 from jaxrl_post.envs.tasks.mathematics.text import cleaned
 from jaxrl_post.envs.tasks.token_f1 import token_f1, words
 from jaxrl_post.jsonl import is_unicode
+from jaxrl_post.specs import imported
 
 __all__ = ["GRADERS", "Grade", "Grader"]
 
@@ -233,22 +233,4 @@ def _text(answer: Any) -> str:
 @functools.cache
 def _function(name: str) -> Callable[[str, Any], Any]:
     """The function that "module:name" names."""
-    module, colon, attribute = name.partition(":")
-    known = f"{', '.join(GRADERS)}, <module>:<function>"
-    if not colon:
-        raise ValueError(f"there is no grader {name!r}; there are {known}")
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except ModuleNotFoundError as error:
-        # The module exists, but an import inside it failed: keep that error.
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(
-            f"there is no grader {name!r}: there is no module {error.name!r} on "
-            f"sys.path. There are {known}"
-        ) from error
-    if not callable(found):
-        raise ValueError(
-            f"there is no grader {name!r}: {module!r} has no function {attribute!r}"
-        )
-    return found
+    return imported(name, "grader", f"{', '.join(GRADERS)}, <module>:<function>")

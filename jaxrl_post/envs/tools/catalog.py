@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from jaxrl_post.envs.sandbox import Limits
-from jaxrl_post.envs.specs import call, parse_query
 from jaxrl_post.envs.tools.endpoint import Endpoint
 from jaxrl_post.envs.tools.functions import Functions
 from jaxrl_post.envs.tools.interpreter import Interpreter
 from jaxrl_post.envs.tools.mcp import McpServer
 from jaxrl_post.envs.tools.search import Search
 from jaxrl_post.envs.tools.toolset import Toolset
+from jaxrl_post.specs import call, imported, parse_query
 
 __all__ = ["make_toolset"]
 
@@ -58,10 +57,7 @@ def make_toolset(spec: str) -> Toolset:
         return call(Endpoint.from_file, chosen, name, kind="tool")
     if name == "mcp":
         return call(McpServer, chosen, name, kind="tool")
-    module, colon, attribute = name.partition(":")
-    if colon and all(part.isidentifier() for part in module.split(".")):
-        return _custom(spec, module, attribute, chosen)
-    raise ValueError(f"no tools {name!r}; there are {_FORMS}")
+    return _custom(spec, imported(name, "tools", _FORMS, data=True), chosen)
 
 
 def _python(
@@ -77,17 +73,8 @@ def _shell(
     return replace(_python(sandbox, seconds, python), shell=True)
 
 
-def _custom(spec: str, module: str, name: str, chosen: dict[str, Any]) -> Toolset:
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(
-            f"no tools {spec!r}: there is no module {error.name!r} on sys.path"
-        ) from error
-    if found is None:
-        raise ValueError(f"no tools {spec!r}: {module!r} has no {name!r}")
+def _custom(spec: str, found: Any, chosen: dict[str, Any]) -> Toolset:
+    name = spec.partition("?")[0].rpartition(":")[2]
     if isinstance(found, type) or (callable(found) and chosen):
         found = call(found, chosen, name, kind="tool")
     elif chosen:

@@ -1,14 +1,15 @@
-"""Reads specifications of the command line: a name and options."""
+"""Reads specifications of the command line: a name, and options behind it."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["call", "parse_query"]
+__all__ = ["call", "imported", "parse_query"]
 
 
 def parse_query(spec: str, query: str) -> dict[str, Any]:
@@ -89,3 +90,42 @@ def call(
                 f"'{name}?{parameter.name}=...'"
             )
     return build(**chosen)
+
+
+def imported(name: str, kind: str, known: str = "", *, data: bool = False) -> Any:
+    """Imports what `module:attribute` names.
+
+    Args:
+        name: a module and one of its functions or classes, such as "my_module:make".
+        kind: what it makes, for error messages.
+        known: the other names that there are, for error messages.
+        data: whether it may be something else than a function or a class.
+
+    Raises:
+        ValueError: there is no such module or attribute. An import that fails inside of
+            the module raises its own error.
+
+    >>> imported("math:sqrt", "grader")(4)
+    2.0
+    >>> imported("math:absent", "grader")
+    Traceback (most recent call last):
+    ValueError: no grader 'math:absent': 'math' has no function or class 'absent'
+    """
+    there = f". There are {known}" if known else ""
+    module, colon, attribute = name.partition(":")
+    if not colon or not all(part.isidentifier() for part in module.split(".")):
+        others = f"; there are {known}" if known else ""
+        raise ValueError(f"no {kind} {name!r}{others}")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        # The module exists, but an import inside it failed: keep that error.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"no {kind} {name!r}: there is no module {error.name!r} on sys.path{there}"
+        ) from error
+    if found is None or not (data or callable(found)):
+        thing = "" if data else "function or class "
+        raise ValueError(f"no {kind} {name!r}: {module!r} has no {thing}{attribute!r}")
+    return found

@@ -1,0 +1,249 @@
+"""Checks an algorithm that somebody else wrote, before a run trusts it.
+
+A wrong mask, a NaN or a loss that no gradient reaches shows late in a run, or never.
+Here the algorithm's functions are called under `jax.jit` on a small batch: two prompts
+with two samples, one of which is invalid, then two sequences with prompts and padding.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_post.algorithms.objective import Algorithm, Objective, Predictions
+from jaxrl_post.metrics import Metric
+from jaxrl_post.types import TokenBatch
+
+__all__ = ["broken"]
+
+REWARDS = np.array([[1.0, 0.0], [0.5, np.nan]], np.float32)
+VALID = np.array([[True, True], [True, False]])
+MASK = np.array([[0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]], np.bool_)
+ENDS = np.array([[5, 5, 5, 5, 5, 0], [6, 6, 6, 6, 6, 6]], np.int32)
+
+
+def broken(algorithm: Any) -> str | None:
+    """What of the contract of `Algorithm` an algorithm breaks; None for nothing.
+
+    - `advantages` returns float32 [groups, samples], finite, and 0 for invalid samples.
+    - `credit`, if any, returns the batch with finite advantages [rows, length].
+    - `objective` and `value_objective` return an `Objective` of scalar metrics. What
+      stands where the mask is False, even NaN, changes neither the loss nor the
+      gradient; a gradient reaches the predictions where the mask is True.
+
+    Args:
+        algorithm: what is said to be an algorithm.
+
+    Raises:
+        Exception: the algorithm's own, at inputs that a run gives it.
+
+    >>> from jaxrl_post.algorithms import grpo
+    >>> broken(grpo())
+    >>> broken(grpo()._replace(advantages=lambda rewards, valid: rewards))
+    'advantages must be finite, and 0 for invalid samples; got [[1.0, 0.0], [0.5, nan]]'
+    """
+    if not isinstance(algorithm, Algorithm):
+        return (
+            "must return an Algorithm, such as jaxrl_post.algorithms.compose makes; "
+            f"got {type(algorithm).__name__}"
+        )
+    return _of_advantages(algorithm) or _of_objectives(algorithm)
+
+
+def _of_advantages(algorithm: Algorithm) -> str | None:
+    more: dict[str, tuple[Any, ...]] = {
+        "rewards": (REWARDS,),
+        "components": (REWARDS[..., None],),
+        "lengths": (REWARDS,),
+        "greedy": (REWARDS,),
+    }
+    if algorithm.reads not in more:
+        return f"reads must be one of {', '.join(more)}; got {algorithm.reads!r}"
+    read = [*more[algorithm.reads], VALID]
+    if algorithm.reads == "lengths":
+        read.append(np.array([[3, 5], [4, 1]], np.int32))
+    if algorithm.reads == "greedy":
+        read.append(np.array([0.5, 0.0], np.float32))
+    values = jax.jit(algorithm.advantages)(*map(jnp.asarray, read))
+    if problem := _shaped(values, (2, 2), "advantages", "groups, samples"):
+        return problem
+    found = np.asarray(values)
+    if not np.isfinite(found).all() or found[1, 1] != 0:
+        return (
+            "advantages must be finite, and 0 for invalid samples; got "
+            f"{found.tolist()}"
+        )
+    return None
+
+
+def _of_objectives(algorithm: Algorithm) -> str | None:
+    try:
+        return _of_batches(algorithm)
+    except Exception:
+        if algorithm.needs_reference:
+            raise
+        with_reference = algorithm._replace(needs_reference=True)
+        if _of_batches(with_reference) is not None:
+            raise
+    return (
+        "reads batch.reference_logprobs, which a run computes only for an algorithm "
+        "whose needs_reference is True; set it"
+    )
+
+
+def _of_batches(algorithm: Algorithm) -> str | None:
+    functions = {
+        "objective": algorithm.objective,
+        "value_objective": algorithm.value_objective,
+    }
+    for name, function in functions.items():
+        if function is None:
+            continue
+        for one_update in (True, False):
+            problem = _of_objective(algorithm, function, name, one_update)
+            if problem is not None:
+                return problem
+    return None
+
+
+def _of_objective(
+    algorithm: Algorithm,
+    function: Callable[[Predictions, TokenBatch], Objective],
+    name: str,
+    one_update: bool,
+) -> str | None:
+    field = "values_after" if name == "value_objective" else "logprobs"
+    if algorithm.divergence is not None:
+        field = "divergence"
+    results = []
+    for uncounted in (0.0, np.nan):
+        batch = _batch(algorithm, uncounted, one_update)
+        if algorithm.credit is not None:
+            batch = jax.jit(algorithm.credit)(batch)
+            if not isinstance(batch, TokenBatch):
+                return f"credit must return a TokenBatch, got {type(batch).__name__}"
+            if problem := _shaped(batch.advantages, (2, 6), "credit's advantages"):
+                return problem
+            if not np.isfinite(np.asarray(batch.advantages)[MASK]).all():
+                return "credit's advantages must be finite where the mask is True"
+        given = _predictions(algorithm, uncounted)
+
+        def loss(values, batch=batch, given=given):
+            found = function(given._replace(**{field: values}), batch)
+            _require(found, name)
+            return found.loss.sum, found
+
+        run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        try:
+            results.append(run(getattr(given, field)))
+        except _BrokenError as error:
+            return str(error)
+    return _compared(results, name, field)
+
+
+class _BrokenError(Exception):
+    """An objective that is none, found while it was traced."""
+
+
+def _require(found: Any, name: str) -> None:
+    if not isinstance(found, Objective) or not isinstance(found.loss, Metric):
+        raise _BrokenError(
+            f"{name} must return an Objective whose loss is a Metric, got "
+            f"{type(getattr(found, 'loss', found)).__name__}"
+        )
+    for key, metric in {"loss": found.loss, **found.metrics}.items():
+        shapes = [jnp.shape(part) for part in jax.tree.leaves(metric)]
+        if not isinstance(metric, Metric) or any(shapes):
+            raise _BrokenError(
+                f"{name}: {key} must be a Metric of two scalars, got "
+                f"{type(metric).__name__} of shapes {shapes}"
+            )
+
+
+def _compared(results: list[Any], name: str, field: str) -> str | None:
+    """What is wrong with the results for zeros and for NaN where the mask is False."""
+    (clean, gradient), (other, gradient_of_nan) = results
+    (value, found), (value_of_nan, _) = clean, other
+    count = float(found.loss.count)
+    if not np.isfinite(float(value)) or not 0 < count < np.inf:
+        return (
+            f"{name}: loss must have a finite sum and a count above 0; got "
+            f"{float(value)} and {count}"
+        )
+    for key, metric in found.metrics.items():
+        if not np.isfinite(float(metric.mean())):
+            return f"{name}: the metric {key} is {float(metric.mean())}"
+    gradient, gradient_of_nan = np.asarray(gradient), np.asarray(gradient_of_nan)
+    if not np.isfinite(gradient).all():
+        return f"{name}: the gradient of the loss is not finite"
+    same = np.array_equal(gradient, gradient_of_nan)
+    reached = field != "values_after" and gradient[~MASK].any()
+    if float(value) != float(value_of_nan) or not same or reached:
+        return (
+            f"{name} must not look at tokens where the loss mask is False: NaN there "
+            f"changes the loss from {float(value)} to {float(value_of_nan)}, or its "
+            "gradient; put values through jnp.where(mask, values, 0) before they are "
+            "computed with (jaxrl_post.losses does)"
+        )
+    if not gradient.any():
+        return (
+            f"{name}: no gradient reaches predictions.{field}, so nothing would be "
+            "learned; is there a stop_gradient too many?"
+        )
+    return None
+
+
+def _shaped(
+    values: Any, shape: tuple[int, ...], name: str, axes: str = "rows, length"
+) -> str | None:
+    found = getattr(values, "shape", None), getattr(values, "dtype", type(values))
+    if found == (shape, jnp.float32):
+        return None
+    return (
+        f"{name} must be float32 [{axes}], here {list(shape)}; got {found[1]} "
+        f"{None if found[0] is None else list(found[0])}"
+    )
+
+
+def _predictions(algorithm: Algorithm, uncounted: float) -> Predictions:
+    values = _tokens(4, uncounted)
+    if algorithm.divergence is not None:
+        spread = jnp.abs(values)
+        return Predictions(entropy=spread, divergence=spread, teacher_entropy=spread)
+    critic = algorithm.value_objective is not None
+    return Predictions(
+        logprobs=values,
+        entropy=jnp.abs(_tokens(5, uncounted)),
+        # The value before an answer is that after its prompt.
+        values_after=_tokens(6, -1.0) if critic else None,
+    )
+
+
+def _batch(algorithm: Algorithm, uncounted: float, one_update: bool) -> TokenBatch:
+    tokens = functools.partial(_tokens, uncounted=uncounted)
+    # The two samples of a prompt: one was better than the other.
+    better = jnp.where(jnp.arange(2)[:, None] == 0, 1.0, -0.5)
+    critic = algorithm.value_objective is not None
+    return TokenBatch(
+        tokens=jnp.ones(MASK.shape, jnp.int32),
+        positions=jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), MASK.shape),
+        ends=jnp.asarray(ENDS),
+        loss_mask=jnp.asarray(MASK),
+        advantages=jnp.where(MASK, better, uncounted).astype(jnp.float32),
+        behavior_logprobs=tokens(0),
+        versions=jnp.where(MASK, 0, -1).astype(jnp.int32),
+        proximal_logprobs=None if one_update else tokens(1),
+        reference_logprobs=tokens(2) if algorithm.needs_reference else None,
+        values_before=tokens(3) if critic else None,
+        truncated=jnp.zeros(MASK.shape, jnp.bool_) if critic else None,
+        bootstrap=jnp.zeros(MASK.shape, jnp.float32) if critic else None,
+    )
+
+
+def _tokens(seed: int, uncounted: float) -> jax.Array:
+    """Log-probs where the mask is True, so near to another seed's that none clips."""
+    near = -1.0 + 1e-5 * np.random.default_rng(seed).normal(size=MASK.shape)
+    return jnp.asarray(np.where(MASK, near, uncounted), jnp.float32)

@@ -1,0 +1,89 @@
+"""Checks of a run's options against its algorithm, by what the algorithm says it is."""
+
+from jaxrl_post.algorithms import Algorithm
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.rl import RLConfig
+
+__all__ = ["check_run"]
+
+
+def check_run(config: RLConfig, algorithm: Algorithm) -> None:
+    """Refuses options that the algorithm contradicts.
+
+    Args:
+        config: of the run.
+        algorithm: which `make_algorithm` made of it.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    name, rollout, update = config.algorithm.name, config.rollout, config.update
+    if rollout.samples_per_prompt < 2 and algorithm.compares_samples:
+        raise ConfigError(
+            f"--rollout.samples-per-prompt: {name} compares the samples of a prompt, "
+            f"so it must be at least 2; got {rollout.samples_per_prompt}"
+        )
+    if update.minibatches * update.epochs > 1 and not algorithm.has_ratio:
+        raise ConfigError(
+            f"--update.minibatches, --update.epochs: {name} weighs no token by how far "
+            "the policy has moved since it was sampled, so a batch serves one update; "
+            f"got {update.minibatches} and {update.epochs}. Use 1 and 1, or an "
+            "algorithm with a ratio, such as grpo"
+        )
+    if rollout.overlong_buffer and algorithm.positive_rewards:
+        raise ConfigError(
+            f"--rollout.overlong-buffer: {name} divides by a prompt's mean reward, "
+            "which a penalty brings to 0 and below; drop the option, or use another "
+            "algorithm"
+        )
+    if rollout.partial and algorithm.reads == "greedy":
+        raise ConfigError(
+            f"--rollout.partial: {name} compares with a greedy answer of the same "
+            "parameters; drop the option, or use another algorithm"
+        )
+    if algorithm.reads == "components":
+        _check_parts(config)
+    _check_turns(config, algorithm)
+
+
+def _check_parts(config: RLConfig) -> None:
+    """Refuses what changes the whole reward alone, where its parts are read."""
+    name = config.algorithm.name
+    if config.rollout.overlong_buffer:
+        raise ConfigError(
+            f"--rollout.overlong-buffer: {name} reads the parts of the reward, and "
+            f"the penalty is no part; got {config.rollout.overlong_buffer}. Drop the "
+            "option, give the environment a criterion of length (envs.rubric), or use "
+            "another algorithm"
+        )
+    for option in ("weight", "environment_weight"):
+        weight = getattr(config.reward, option)
+        if weight != getattr(RewardModelConfig, option):
+            raise ConfigError(
+                f"--reward.{option.replace('_', '-')}: {name} reads each part of the "
+                f"reward by itself, whatever its factor; got {weight:g}. Drop the "
+                "option and give --algorithm.reward-weights, such as environment=1 "
+                "model=0.5, or use another algorithm"
+            )
+
+
+def _check_turns(config: RLConfig, algorithm: Algorithm) -> None:
+    """Refuses a credit of turns that the algorithm does not give."""
+    options, name = config.algorithm, config.algorithm.name
+    if options.turn_credit == "turns" and algorithm.turn_credit == "outcome":
+        raise ConfigError(
+            f"--algorithm.turn-credit turns: {name} looks at more of an episode than "
+            "its rewards, or at less; use outcome, or an algorithm such as grpo"
+        )
+    if options.turn_credit == "turns" and algorithm.turn_credit == "averages":
+        raise ConfigError(
+            f"--algorithm.turn-credit turns: the ratio of {name} is that of a whole "
+            "sequence, in which the credit of its turns averages out; use outcome, or "
+            "an algorithm such as grpo or gspo"
+        )
+    if options.turn_discount != 1.0 and algorithm.turn_credit == "rewards":
+        raise ConfigError(
+            f"--algorithm.turn-discount: {name} discounts by the token; use "
+            "--critic.gamma for ppo, or drop the option"
+        )
