@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post.algorithms.objective import Algorithm, Objective, Predictions
+from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
 from jaxrl_post.metrics import Metric
 from jaxrl_post.types import TokenBatch
 
-__all__ = ["broken"]
+__all__ = ["broken", "broken_preference"]
 
 REWARDS = np.array([[1.0, 0.0], [0.5, np.nan]], np.float32)
 VALID = np.array([[True, True], [True, False]])
@@ -53,6 +54,57 @@ def broken(algorithm: Any) -> str | None:
     return _of_advantages(algorithm) or _of_objectives(algorithm)
 
 
+def broken_preference(algorithm: Any) -> str | None:
+    """What of the contract of `PreferenceAlgorithm` a loss breaks; None for nothing.
+
+    As `broken` checks an objective, on a pair of two answers.
+
+    Args:
+        algorithm: what is said to be a preference loss.
+
+    Raises:
+        Exception: the loss's own, at inputs that a run gives it.
+
+    >>> from jaxrl_post.algorithms.preference import dpo
+    >>> broken_preference(dpo())
+    >>> broken_preference(dpo()._replace(needs_reference=False))
+    'reads batch.reference_logprobs, which a run computes only where needs_reference is
+    True; set it'
+    """
+    if not isinstance(algorithm, PreferenceAlgorithm):
+        return (
+            "must return a PreferenceAlgorithm, such as "
+            "jaxrl_post.algorithms.pairs.compose_pairs makes; got "
+            f"{type(algorithm).__name__}"
+        )
+    given = functools.partial(_pair, unpaired=algorithm.mismatched is not None)
+    return _of_objective(
+        algorithm.objective, "objective", "logprobs", given, algorithm.needs_reference
+    )
+
+
+def _pair(
+    uncounted: float, reference: bool, *, unpaired: bool
+) -> tuple[Predictions, TokenBatch]:
+    """Two answers to a question, the chosen one first, and padding."""
+    mask = np.array([[0, 0, 1, 1, 0, 0, 1, 0]], np.bool_)
+    zeros = jnp.zeros(mask.shape, jnp.float32)
+    tokens = functools.partial(_tokens, uncounted=uncounted, mask=mask)
+    batch = TokenBatch(
+        tokens=jnp.ones(mask.shape, jnp.int32),
+        positions=jnp.array([[0, 1, 2, 3, 0, 1, 2, 0]], jnp.int32),
+        ends=jnp.array([[4, 4, 4, 4, 7, 7, 7, 0]], jnp.int32),
+        loss_mask=jnp.asarray(mask),
+        advantages=zeros,
+        behavior_logprobs=zeros,
+        versions=jnp.full(mask.shape, -1, jnp.int32),
+        reference_logprobs=tokens(1) if reference else None,
+        reference_point=zeros if unpaired else None,
+        labels=jnp.array([[1, 1, 1, 1, -1, -1, -1, 0]], jnp.float32),
+    )
+    return Predictions(tokens(0)), batch
+
+
 def _of_advantages(algorithm: Algorithm) -> str | None:
     more: dict[str, tuple[Any, ...]] = {
         "rewards": (REWARDS,),
@@ -80,21 +132,6 @@ def _of_advantages(algorithm: Algorithm) -> str | None:
 
 
 def _of_objectives(algorithm: Algorithm) -> str | None:
-    try:
-        return _of_batches(algorithm)
-    except Exception:
-        if algorithm.needs_reference:
-            raise
-        with_reference = algorithm._replace(needs_reference=True)
-        if _of_batches(with_reference) is not None:
-            raise
-    return (
-        "reads batch.reference_logprobs, which a run computes only for an algorithm "
-        "whose needs_reference is True; set it"
-    )
-
-
-def _of_batches(algorithm: Algorithm) -> str | None:
     functions = {
         "objective": algorithm.objective,
         "value_objective": algorithm.value_objective,
@@ -102,46 +139,95 @@ def _of_batches(algorithm: Algorithm) -> str | None:
     for name, function in functions.items():
         if function is None:
             continue
+        field = "values_after" if name == "value_objective" else "logprobs"
+        if algorithm.divergence is not None:
+            field = "divergence"
         for one_update in (True, False):
-            problem = _of_objective(algorithm, function, name, one_update)
+            problem = _of_objective(
+                function,
+                name,
+                field,
+                functools.partial(_given, algorithm, one_update=one_update),
+                algorithm.needs_reference,
+            )
             if problem is not None:
                 return problem
     return None
 
 
+# What an objective is given, with a number at the tokens that the mask leaves out, and
+# with the reference's log-probs or without.
+type _Given = Callable[[float, bool], tuple[Predictions, TokenBatch]]
+
+
+def _given(
+    algorithm: Algorithm, uncounted: float, reference: bool, *, one_update: bool
+) -> tuple[Predictions, TokenBatch]:
+    batch = _batch(algorithm, uncounted, reference, one_update)
+    if algorithm.credit is not None:
+        batch = jax.jit(algorithm.credit)(batch)
+        if not isinstance(batch, TokenBatch):
+            raise _BrokenError(
+                f"credit must return a TokenBatch, got {type(batch).__name__}"
+            )
+        if problem := _shaped(batch.advantages, (2, 6), "credit's advantages"):
+            raise _BrokenError(problem)
+        if not np.isfinite(np.asarray(batch.advantages)[MASK]).all():
+            raise _BrokenError(
+                "credit's advantages must be finite where the mask is True"
+            )
+    return _predictions(algorithm, uncounted), batch
+
+
 def _of_objective(
-    algorithm: Algorithm,
     function: Callable[[Predictions, TokenBatch], Objective],
     name: str,
-    one_update: bool,
+    field: str,
+    given: _Given,
+    needs_reference: bool,
 ) -> str | None:
-    field = "values_after" if name == "value_objective" else "logprobs"
-    if algorithm.divergence is not None:
-        field = "divergence"
-    results = []
-    for uncounted in (0.0, np.nan):
-        batch = _batch(algorithm, uncounted, one_update)
-        if algorithm.credit is not None:
-            batch = jax.jit(algorithm.credit)(batch)
-            if not isinstance(batch, TokenBatch):
-                return f"credit must return a TokenBatch, got {type(batch).__name__}"
-            if problem := _shaped(batch.advantages, (2, 6), "credit's advantages"):
-                return problem
-            if not np.isfinite(np.asarray(batch.advantages)[MASK]).all():
-                return "credit's advantages must be finite where the mask is True"
-        given = _predictions(algorithm, uncounted)
+    try:
+        results = _results(function, name, field, given, needs_reference)
+    except _BrokenError as error:
+        return str(error)
+    except Exception:
+        if needs_reference:
+            raise
+        try:
+            _results(function, name, field, given, True)
+        except Exception:
+            reads = False
+        else:
+            reads = True
+        if not reads:
+            raise
+        return (
+            "reads batch.reference_logprobs, which a run computes only where "
+            "needs_reference is True; set it"
+        )
+    return _compared(results, name, field)
 
-        def loss(values, batch=batch, given=given):
-            found = function(given._replace(**{field: values}), batch)
-            _require(found, name)
-            return found.loss.sum, found
+
+def _results(
+    function: Callable[[Predictions, TokenBatch], Objective],
+    name: str,
+    field: str,
+    given: _Given,
+    reference: bool,
+) -> list[Any]:
+    """Losses, objectives and gradients, with zeros and with NaN at other tokens."""
+    found = []
+    for uncounted in (0.0, np.nan):
+        predictions, batch = given(uncounted, reference)
+
+        def loss(values, predictions=predictions, batch=batch):
+            made = function(predictions._replace(**{field: values}), batch)
+            _require(made, name)
+            return made.loss.sum, (made, batch.loss_mask)
 
         run = jax.jit(jax.value_and_grad(loss, has_aux=True))
-        try:
-            results.append(run(getattr(given, field)))
-        except _BrokenError as error:
-            return str(error)
-    return _compared(results, name, field)
+        found.append(run(getattr(predictions, field)))
+    return found
 
 
 class _BrokenError(Exception):
@@ -166,7 +252,7 @@ def _require(found: Any, name: str) -> None:
 def _compared(results: list[Any], name: str, field: str) -> str | None:
     """What is wrong with the results for zeros and for NaN where the mask is False."""
     (clean, gradient), (other, gradient_of_nan) = results
-    (value, found), (value_of_nan, _) = clean, other
+    (value, (found, mask)), (value_of_nan, _) = clean, other
     count = float(found.loss.count)
     if not np.isfinite(float(value)) or not 0 < count < np.inf:
         return (
@@ -180,7 +266,7 @@ def _compared(results: list[Any], name: str, field: str) -> str | None:
     if not np.isfinite(gradient).all():
         return f"{name}: the gradient of the loss is not finite"
     same = np.array_equal(gradient, gradient_of_nan)
-    reached = field != "values_after" and gradient[~MASK].any()
+    reached = field != "values_after" and gradient[~np.asarray(mask)].any()
     if float(value) != float(value_of_nan) or not same or reached:
         return (
             f"{name} must not look at tokens where the loss mask is False: NaN there "
@@ -222,7 +308,9 @@ def _predictions(algorithm: Algorithm, uncounted: float) -> Predictions:
     )
 
 
-def _batch(algorithm: Algorithm, uncounted: float, one_update: bool) -> TokenBatch:
+def _batch(
+    algorithm: Algorithm, uncounted: float, reference: bool, one_update: bool
+) -> TokenBatch:
     tokens = functools.partial(_tokens, uncounted=uncounted)
     # The two samples of a prompt: one was better than the other.
     better = jnp.where(jnp.arange(2)[:, None] == 0, 1.0, -0.5)
@@ -236,14 +324,14 @@ def _batch(algorithm: Algorithm, uncounted: float, one_update: bool) -> TokenBat
         behavior_logprobs=tokens(0),
         versions=jnp.where(MASK, 0, -1).astype(jnp.int32),
         proximal_logprobs=None if one_update else tokens(1),
-        reference_logprobs=tokens(2) if algorithm.needs_reference else None,
+        reference_logprobs=tokens(2) if reference else None,
         values_before=tokens(3) if critic else None,
         truncated=jnp.zeros(MASK.shape, jnp.bool_) if critic else None,
         bootstrap=jnp.zeros(MASK.shape, jnp.float32) if critic else None,
     )
 
 
-def _tokens(seed: int, uncounted: float) -> jax.Array:
+def _tokens(seed: int, uncounted: float, mask: np.ndarray = MASK) -> jax.Array:
     """Log-probs where the mask is True, so near to another seed's that none clips."""
-    near = -1.0 + 1e-5 * np.random.default_rng(seed).normal(size=MASK.shape)
-    return jnp.asarray(np.where(MASK, near, uncounted), jnp.float32)
+    near = -1.0 + 1e-5 * np.random.default_rng(seed).normal(size=mask.shape)
+    return jnp.asarray(np.where(mask, near, uncounted), jnp.float32)

@@ -4,7 +4,6 @@
 the devices are made where these are opened.
 """
 
-import difflib
 import importlib.util
 import math
 from pathlib import Path
@@ -21,7 +20,14 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.horizon import check_schedules
 from jaxrl_post.config.lora import AdapterConfig
-from jaxrl_post.config.offline import OfflineConfig, RewardConfig, SFTConfig
+from jaxrl_post.config.offline import (
+    PREFERENCES,
+    OfflineConfig,
+    PreferenceConfig,
+    RewardConfig,
+    SFTConfig,
+)
+from jaxrl_post.config.own import check_name
 from jaxrl_post.config.paths import check_paths, naming
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
@@ -30,14 +36,12 @@ from jaxrl_post.config.run import RunConfig
 from jaxrl_post.mesh_spec import MeshError, read_mesh
 
 __all__ = [
-    "KNOWN",
     "check_algorithm",
     "check_correction",
     "check_options",
     "reward_weights",
 ]
 
-KNOWN = f"{', '.join(ALGORITHMS)}, <module>:<function>"
 NO_TEACHER = DistillConfig()
 
 # The bounds that each kind of correction has.
@@ -106,13 +110,7 @@ def check_algorithm(
     Raises:
         ConfigError: names the option.
     """
-    name = config.name.partition("?")[0]
-    if ":" not in name and name not in ALGORITHMS:
-        close = difflib.get_close_matches(name, ALGORITHMS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(
-            f"--algorithm.name: no algorithm {name!r}; there are {KNOWN}{hint}"
-        )
+    check_name(config.name, "--algorithm.name", "algorithm", ALGORITHMS)
     reward_weights(config)
     _check_critic(critic)
     _check_distillation(config, distill)
@@ -165,6 +163,8 @@ def check_correction(config: CorrectionConfig) -> None:
 
 
 def _check_offline(config: OfflineConfig) -> None:
+    if isinstance(config, PreferenceConfig):
+        check_name(config.loss.name, "--loss.name", "preference loss", PREFERENCES)
     if isinstance(config, RewardConfig):
         _check_kind(config)
         if config.warm_start.steps:

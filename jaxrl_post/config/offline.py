@@ -16,22 +16,22 @@ from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import RunConfig
 
 __all__ = [
+    "PREFERENCES",
     "OfflineConfig",
     "PairsConfig",
     "PreferenceConfig",
     "PreferenceLossConfig",
-    "PreferenceName",
     "RewardConfig",
     "SFTConfig",
 ]
 
 # AOT is left out: it compares the sorted margins of a whole batch, and a step may
 # see its batch in several microbatches.
-PreferenceName = Literal[
+PREFERENCES = (
     "dpo", "robust_dpo", "ln_dpo", "hinge", "ipo", "alpha_divergence_dpo",
     "jensen_shannon_dpo", "wpo", "reference_free_dpo", "simpo", "cpo", "orpo", "kto",
     "apo_zero", "apo_down", "bco_pair", "nca", "sppo", "discopop", "exo",
-]  # fmt: skip
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,12 @@ class PreferenceLossConfig:
     """Which preference loss, and its hyperparameters.
 
     Attributes:
-        name: preference loss. kto judges every answer alone: it takes pairs apart, and
-            learns from answers with labels as well.
+        name: dpo, robust_dpo, ln_dpo, hinge, ipo, alpha_divergence_dpo,
+            jensen_shannon_dpo, wpo, reference_free_dpo, simpo, cpo, orpo, kto,
+            apo_zero, apo_down, bco_pair, nca, sppo, discopop or exo, or
+            <module>:<function> of one that returns a PreferenceAlgorithm, with
+            parameters as in my_module:my_loss?scale=2. kto judges every answer alone:
+            it takes pairs apart, and learns from answers with labels as well.
         beta: scale of the implicit reward, beta * log(policy / reference); None for the
             default of the loss.
         label_smoothing: share of the preferences that is assumed to be wrong; None for
@@ -84,7 +88,7 @@ class PreferenceLossConfig:
             hub; None for the model as it began.
     """
 
-    name: PreferenceName = "dpo"
+    name: str = "dpo"
     beta: Annotated[float | None, POSITIVE] = None
     label_smoothing: Annotated[float | None, Range(0, 0.5, open_high=True)] = None
     margin: Annotated[float | None, ANY] = None

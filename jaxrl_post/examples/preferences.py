@@ -5,10 +5,17 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from jaxrl_post.algorithms import anchored, preference, reference_free, unpaired
+from jaxrl_post.algorithms import (
+    anchored,
+    contract,
+    preference,
+    reference_free,
+    unpaired,
+)
 from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.offline import PairsConfig, PreferenceLossConfig
+from jaxrl_post.config.offline import PREFERENCES, PairsConfig, PreferenceLossConfig
+from jaxrl_post.config.own import called, loaded
 from jaxrl_post.data.held_out import one_a_group, split
 from jaxrl_post.data.preferences import Judged, Preference, read_preferences
 from jaxrl_post.data.steps import read_steps
@@ -16,42 +23,34 @@ from jaxrl_post.data.unpaired import unpaired as taken_apart
 from jaxrl_post.examples.packed import Judgements, Pairs, Solutions
 from jaxrl_post.jsonl import Report
 from jaxrl_post.records.sinks import warnings_shown
+from jaxrl_post.specs import call, parse_query
 
 __all__ = ["make_preference", "open_judgements", "open_pairs", "open_solutions"]
 
+OPTION = "--loss.name"
+_MODULES = (preference, reference_free, unpaired, anchored)
 # The expected contents of a file, for messages.
 PAIRS = "preference pairs"
 
 
 def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
-    """Builds the algorithm that a configuration names.
+    """Builds the preference loss that a configuration names.
+
+    The name is one of `PREFERENCES`, or `module:function` of a function that returns a
+    `PreferenceAlgorithm`. The function is called with those options that are given, by
+    the names of its parameters, and with what stands behind a question mark:
+    `my_module:my_loss?scale=2`.
 
     Raises:
-        ConfigError: the algorithm does not have an option.
+        ConfigError: there is no such function, it raises, or what it returns breaks the
+            contract (`algorithms.contract`); the loss does not have an option.
         ValueError: a hyperparameter is out of its range.
     """
-    build = {
-        "dpo": preference.dpo,
-        "robust_dpo": preference.robust_dpo,
-        "ln_dpo": preference.ln_dpo,
-        "hinge": preference.hinge,
-        "ipo": preference.ipo,
-        "alpha_divergence_dpo": preference.alpha_divergence_dpo,
-        "jensen_shannon_dpo": preference.jensen_shannon_dpo,
-        "wpo": preference.wpo,
-        "reference_free_dpo": reference_free.reference_free_dpo,
-        "simpo": reference_free.simpo,
-        "cpo": reference_free.cpo,
-        "orpo": reference_free.orpo,
-        "kto": unpaired.kto,
-        "apo_zero": anchored.apo_zero,
-        "apo_down": anchored.apo_down,
-        "bco_pair": anchored.bco_pair,
-        "nca": anchored.nca,
-        "sppo": anchored.sppo,
-        "discopop": anchored.discopop,
-        "exo": anchored.exo,
-    }[config.name]
+    name, _, query = config.name.partition("?")
+    if name in PREFERENCES:
+        build = next(getattr(each, name) for each in _MODULES if name in each.__all__)
+    else:
+        build = loaded(name, OPTION, "preference loss", PREFERENCES)
     accepted = inspect.signature(build).parameters.keys()
     options = {
         "beta": config.beta,
@@ -64,17 +63,28 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
         "undesirable_weight": config.undesirable_weight,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() - accepted:
-        option = name.removeprefix("target_").replace("_", "-")
+    for parameter in given.keys() - accepted:
+        option = parameter.removeprefix("target_").replace("_", "-")
         raise ConfigError(
-            f"--loss.{option}: {config.name} has no such hyperparameter; drop the "
-            "option"
+            f"--loss.{option}: {name} has no such hyperparameter; drop the option"
         )
-    made = build(**given)
+    for parameter, value in parse_query(config.name, query).items():
+        if parameter in given:
+            raise ConfigError(
+                f"{OPTION} {config.name}: an option of the command gives {parameter}, "
+                "too; drop one of the two"
+            )
+        given[parameter] = value
+    if ":" in name:
+        made = called(
+            build, given, name=name, option=OPTION, kind="preference loss",
+            broken=contract.broken_preference,
+        )  # fmt: skip
+    else:
+        made = call(build, given, name, kind="preference loss")
     if config.reference is not None and not made.needs_reference:
         raise ConfigError(
-            f"--loss.reference: {config.name} looks at no reference policy; drop the "
-            "option"
+            f"--loss.reference: {name} looks at no reference policy; drop the option"
         )
     return made
 

@@ -1,10 +1,8 @@
 """Builds the algorithm and the correction that a configuration names."""
 
 import inspect
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from jaxrl_post import algorithms
@@ -22,25 +20,27 @@ from jaxrl_post.algorithms.whole_distributions import (
     top_k_forward_kl,
 )
 from jaxrl_post.config.algorithm import (
+    ALGORITHMS,
     AlgorithmConfig,
     CorrectionConfig,
     DistillConfig,
 )
 from jaxrl_post.config.checks import (
-    KNOWN,
     check_algorithm,
     check_correction,
     reward_weights,
 )
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.own import called, loaded
 from jaxrl_post.losses import distill as divergences
 from jaxrl_post.losses import kl
-from jaxrl_post.specs import call, imported, parse_query
+from jaxrl_post.specs import call, parse_query
 
 __all__ = ["make_algorithm", "make_correction"]
 
 ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "k3_plus": kl.k3_plus}
+OPTION = "--algorithm.name"
 NO_CRITIC = CriticConfig()
 NO_TEACHER = DistillConfig()
 
@@ -75,8 +75,10 @@ def make_algorithm(
     if config.name == "distillation" and distill.divergence != "sampled":
         return distribution_distillation(divergence=_divergence(distill))
     name, _, query = config.name.partition("?")
-    own = ":" in name
-    build = _builder(name, own)
+    if name in ALGORITHMS:
+        build = getattr(algorithms, name)
+    else:
+        build = loaded(name, OPTION, "algorithm", ALGORITHMS)
     options = dict(_options(build, name, config, critic))
     if _requires(build, "denominator"):
         options["denominator"] = float(max_tokens)
@@ -87,7 +89,16 @@ def make_algorithm(
                 f"{option}, too; drop one of the two"
             )
         options[option] = value
-    made = _called(build, options, name) if own else _built(build, options, name)
+    if ":" in name:
+        made = called(
+            build, options, name=name, option=OPTION, kind="algorithm",
+            broken=contract.broken,
+        )  # fmt: skip
+    else:
+        try:
+            made = call(build, options, name, kind="algorithm")
+        except TypeError as error:  # an option that is none of the shared ones
+            raise ConfigError(f"{OPTION}: {error}") from error
     if critic != NO_CRITIC and made.value_objective is None:
         raise ConfigError(f"--critic.*: {name} has no critic; drop the options")
     reads = made.needs_reference or made.divergence is not None
@@ -99,17 +110,6 @@ def make_algorithm(
     if critic.backbone == "shared":
         return algorithms.shared_backbone(made, coefficient=critic.coefficient)
     return made
-
-
-def _builder(name: str, own: bool) -> Callable[..., Algorithm]:
-    if not own:
-        return getattr(algorithms, name)
-    try:
-        return imported(name, "algorithm", KNOWN)
-    except ValueError as error:
-        raise ConfigError(f"--algorithm.name: {error}") from error
-    except Exception as error:
-        raise ConfigError(_raised(name, error)) from error
 
 
 def _options(
@@ -175,47 +175,6 @@ def _options(
 def _requires(build: Callable[..., Algorithm], name: str) -> bool:
     found = inspect.signature(build).parameters.get(name)
     return found is not None and found.default is found.empty
-
-
-def _built(
-    build: Callable[..., Algorithm], options: dict[str, Any], name: str
-) -> Algorithm:
-    """Calls a function of the package."""
-    try:
-        return call(build, options, name, kind="algorithm")
-    except TypeError as error:  # an option that is none of the shared ones
-        raise ConfigError(f"--algorithm.name: {error}") from error
-
-
-def _called(build: Callable[..., Any], options: dict[str, Any], name: str) -> Algorithm:
-    """Calls somebody's function, and looks at what it returns.
-
-    Raises:
-        ConfigError: it raises, or returns no algorithm.
-    """
-    try:
-        made = call(build, options, name, kind="algorithm")
-        problem = contract.broken(made)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(_raised(name, error)) from error
-    if problem is not None:
-        raise ConfigError(f"--algorithm.name {name}: {problem}")
-    return made
-
-
-def _raised(name: str, error: Exception) -> str:
-    """An exception of somebody's module, and where it was raised."""
-    package = str(Path(algorithms.__file__).parents[1])
-    frames = traceback.extract_tb(error.__traceback__)
-    inner = [
-        frame
-        for frame in frames
-        if Path(frame.filename).is_file() and not frame.filename.startswith(package)
-    ]
-    where = f" ({inner[-1].filename}:{inner[-1].lineno})" if inner else ""
-    return f"--algorithm.name {name}: {type(error).__name__}: {error}{where}"
 
 
 def make_correction(config: CorrectionConfig) -> Correction | None:

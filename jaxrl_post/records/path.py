@@ -37,10 +37,10 @@ def run_path(config: RunConfig) -> Path:
 
 
 def _method(config: RunConfig) -> str:
-    if isinstance(config, RLConfig):
-        return config.algorithm.name.partition("?")[0].rpartition(":")[2]
-    if isinstance(config, PreferenceConfig):
-        return config.loss.name
+    if isinstance(config, RLConfig | PreferenceConfig):
+        rl = isinstance(config, RLConfig)
+        name = config.algorithm.name if rl else config.loss.name
+        return name.partition("?")[0].rpartition(":")[2]
     if isinstance(config, RewardConfig):
         return "reward" if config.kind == "outcome" else "process-reward"
     return "sft"

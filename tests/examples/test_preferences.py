@@ -4,7 +4,6 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import jax.numpy as jnp
 import pytest
@@ -14,10 +13,10 @@ from jaxrl_post import pretrained
 from jaxrl_post.algorithms import Predictions, anchored, preference, reference_free
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.offline import (
+    PREFERENCES,
     PairsConfig,
     PreferenceConfig,
     PreferenceLossConfig,
-    PreferenceName,
     RewardConfig,
 )
 from jaxrl_post.config.optimizer import OptimizerConfig
@@ -32,7 +31,7 @@ WITHOUT_REFERENCE = ("simpo", "cpo", "orpo", "reference_free_dpo")
 NOWHERE = Console(file=io.StringIO())
 
 
-@pytest.mark.parametrize("name", get_args(PreferenceName))
+@pytest.mark.parametrize("name", PREFERENCES)
 def test_every_preference_loss_of_the_configuration_is_made(name):
     made = make_preference(PreferenceLossConfig(name=name))
     assert made.needs_reference == (name not in WITHOUT_REFERENCE)
