@@ -1,5 +1,6 @@
-"""docs/algorithms.md: its algorithm keeps the contract and trains by its command."""
+"""docs/algorithms.md: its functions keep the contract and train by its commands."""
 
+import json
 import re
 import shlex
 import signal
@@ -11,29 +12,40 @@ import pytest
 from jaxrl_post.algorithms import contract
 from jaxrl_post.records.directory import read_rows
 from jaxrl_post.specs import imported
-from launch import grpo
+from launch import dpo, grpo
 
 GUIDE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
+TEXT = GUIDE.read_text(encoding="utf-8")
+CODES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+
+
 @pytest.fixture
 def guide(tmp_path, monkeypatch):
-    """The guide's command, beside the guide's file."""
-    text = GUIDE.read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    [command] = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
-    assert len(code.splitlines()) <= 40
-    (tmp_path / "my_algorithm.py").write_text(code)
+    """Writes a file of the guide where its command is given, and reads the command."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_algorithm", raising=False)
-    return shlex.split(command.replace("\\\n", " "))
+
+    def write(number: int, name: str) -> list[str]:
+        code, command = CODES[number], COMMANDS[number]
+        assert len(code.splitlines()) <= 30
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return shlex.split(command.replace("\\\n", " "))
+
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    yield write
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.processes
 def test_the_algorithm_of_the_guide_trains(guide, tmp_path):
+    command = guide(0, "my_algorithm")
     assert contract.broken(imported("my_algorithm:leash", "algorithm")()) is None
-    assert guide[:3] == ["python", "-m", "launch.grpo"]
+    assert command[:3] == ["python", "-m", "launch.grpo"]
     short = (
         "--steps=2",
         "--warm-start.steps=2",
@@ -44,12 +56,7 @@ def test_the_algorithm_of_the_guide_trains(guide, tmp_path):
         "--eval.num-tasks=4",
         "--mesh=dp8",
     )
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert grpo.main([*guide[3:], *short]) == 0
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    assert grpo.main([*command[3:], *short]) == 0
     rows = read_rows(tmp_path / "runs/leash/metrics.jsonl")
     trained = [r["metrics"] for r in rows if "policy/far" in r["metrics"]]
     assert len(trained) == 2
@@ -58,3 +65,16 @@ def test_the_algorithm_of_the_guide_trains(guide, tmp_path):
         assert metrics["policy/clip_fraction_high"] == 0
         assert "policy/kl_to_reference" in metrics
     assert (tmp_path / "runs/leash/report.html").is_file()
+
+
+def test_the_preference_loss_of_the_guide_trains(guide, tmp_path):
+    command = guide(1, "my_loss")
+    assert contract.broken_preference(imported("my_loss:longer", "loss")()) is None
+    assert command[:3] == ["python", "-m", "launch.dpo"]
+    pairs = [
+        {"prompt": f"{i}=", "chosen": f"{i}", "rejected": "none"} for i in range(40)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    assert dpo.main([*command[3:], "--eval.num-tasks=4", "--mesh=dp8"]) == 0
+    rows = read_rows(tmp_path / "runs/longer/metrics.jsonl")
+    assert "preference/margin" in {name for row in rows for name in row["metrics"]}
