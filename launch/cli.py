@@ -18,6 +18,7 @@ from rich.console import Console
 
 from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.visible import VisibleConsole
+from launch import helps
 from launch.recipes.beginnings import is_checkpoint
 from launch.several import several, status_of
 
@@ -156,6 +157,12 @@ def read_options[Config](program: Program[Config], arguments: list[str]) -> Conf
             key that the configuration lacks, or a value of the wrong type; options of a
             warm start that there is not.
     """
+    if helps.asked(arguments) is not None:
+        helps.shown(lambda rest: _read_options(program, rest), arguments)
+    return _read_options(program, arguments)
+
+
+def _read_options[Config](program: Program[Config], arguments: list[str]) -> Config:
     # As tyro reads them: --eval.num_tasks is --eval.num-tasks.
     arguments = [_OPTION.sub(_hyphened, argument) for argument in arguments]
     rest, description = arguments, program.description + "\n\n"
@@ -242,7 +249,7 @@ def given(arguments: Sequence[str], option: str) -> str | None:
 
 def help_asked(arguments: Sequence[str]) -> bool:
     """Whether the arguments ask for the options instead of a run."""
-    return any(option in arguments for option in ("-h", "--help"))
+    return helps.asked(arguments) is not None
 
 
 def _check_rates(

@@ -1,10 +1,12 @@
 """Options, the configuration file, and how a program says that it failed."""
 
 import dataclasses
+import io
 import json
 import os
 import re
 import signal
+import sys
 
 import pytest
 from rich.console import Console
@@ -17,7 +19,7 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.programs.run import Outcome
 from jaxrl_post.records.directory import RunDescription, RunDirectory
-from launch import cli, grpo, sft
+from launch import cli, distill, dpo, evaluate, grpo, helps, ppo, reward, sft
 from launch.recipes.chain_sum import chain_sum
 from launch.recipes.demo import demo
 
@@ -73,7 +75,7 @@ def handlers():
 @pytest.mark.parametrize("module", [grpo, sft])
 def test_help_explains_every_option(module, capsys):
     with pytest.raises(SystemExit) as ended:
-        module.main(["--help"])
+        module.main(["--help", "all"])
     text = capsys.readouterr().out
     assert ended.value.code == 0
     assert "--config FILE" in text
@@ -84,6 +86,67 @@ def test_help_explains_every_option(module, capsys):
     alone = [i for i in found if "  " not in lines[i]]
     unexplained = [lines[i] for i in alone if lines[i + 1].startswith("(default")]
     assert not unexplained
+
+
+def helped(capsys, module, *arguments: str) -> tuple[str, list[str], int]:
+    """Text, options and exit status of a help."""
+    with pytest.raises(SystemExit) as ended:
+        module.main([*arguments])
+    text = capsys.readouterr().out
+    found = re.findall(r"^[│|] (?:-h, )?(--[\w.-]+)", text, re.MULTILINE)
+    return text, found, int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("module", [grpo, ppo, distill, dpo, reward, sft])
+def test_help_shows_what_most_runs_need(module, capsys):
+    text, few, status = helped(capsys, module, "--help")
+    assert status == 0
+    _, every, _ = helped(capsys, module, "-h", "all")
+    assert 15 <= len(few) <= 30
+    assert f"{len(few)} of {len(every)} options. --help all shows" in text
+    assert {"--model", "--steps", "--optimizer.learning-rate"} <= set(few) <= set(every)
+    # Every box that is left has an option.
+    assert text.count("╭") <= len(few)
+
+
+def test_every_common_option_is_one_of_a_program(capsys):
+    modules = (grpo, ppo, distill, dpo, reward, sft)
+    every = {name for m in modules for name in helped(capsys, m, "--help", "all")[1]}
+    assert helps.COMMON - every == set()
+
+
+def test_a_program_with_few_options_shows_all(capsys):
+    _, few, _ = helped(capsys, evaluate, "--help")
+    assert few == helped(capsys, evaluate, "--help", "all")[1]
+
+
+def test_help_of_a_word_shows_what_mentions_it(capsys):
+    text, found, status = helped(capsys, grpo, "--help", "kl-coef")
+    assert (found, status) == (["--algorithm.kl-coefficient"], 0)
+    assert "usage" not in text
+    text, _, _ = helped(capsys, grpo, "--help", "--rollout.top-p=0.5")
+    assert "--help all shows" in text  # an option of the command, no word
+    _, found, _ = helped(capsys, grpo, "--help", "Grader")
+    assert found == ["--env"]
+    # Other options hold beside it.
+    text, found, _ = helped(capsys, grpo, "--recipe", "sums", "--help", "max-tokens")
+    assert "--rollout.max-tokens" in found
+    assert "(default: 16)" in text
+    text, found, status = helped(capsys, grpo, "--help", "critc")
+    assert (found, status) == ([], 1)
+    assert text.startswith("no option mentions 'critc'; did you mean critic")
+
+
+def test_help_without_boxes(capsys, monkeypatch):
+    class Ascii(io.StringIO):
+        encoding = "ascii"
+
+    out = Ascii()
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit):
+        grpo.main(["--help", "kl-coef"])
+    assert out.getvalue().isascii()
+    assert "| --algorithm.kl-coefficient FLOAT" in out.getvalue()
 
 
 def test_options_change_the_default():
@@ -131,7 +194,7 @@ def test_an_option_of_the_wrong_type_is_an_error(capsys):
         ({"resume": 1}, "resume must be bool; got 1"),
         ({"rollout": {"temperature": None}}, "temperature must be float; got None"),
         ({"rollout": {"stop_strings": [1]}}, r"stop_strings must be tuple.*; got \[1"),
-        ({"algorithm": {"name": "gpro"}}, r"name must be .*'grpo'.*; got 'gpro'"),
+        ({"algorithm": {"support": "half"}}, r"support must be .*'kept'.*; got 'half'"),
         ({"data": {"path": 4}}, r"path must be str \| None; got 4"),
         ([1], r"config.json must hold an object; got \[1\]"),
         ({"versions": {}, "config": None}, "must hold an object; got None"),
