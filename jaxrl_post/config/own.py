@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.specs import call, imported
+from jaxrl_post.specs import call, imported, parse_query
 
-__all__ = ["called", "check_name", "loaded"]
+__all__ = ["check_name", "loaded", "made"]
 
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -57,36 +57,50 @@ def loaded(
         raise ConfigError(_raised(f"{option} {name}", error)) from error
 
 
-def called(
+def made(
+    spec: str,
     build: Callable[..., Any],
     options: Mapping[str, Any],
     *,
-    name: str,
     option: str,
     kind: str,
     broken: Callable[[Any], str | None],
 ) -> Any:
-    """Calls a function, and looks at what it returns.
+    """Calls a function with options of the command and those behind a question mark.
 
     Args:
+        spec: its name, and perhaps parameters.
         build: the function.
-        options: its arguments.
-        name: `module:function`, for error messages.
-        option: that names it, for error messages.
+        options: arguments that options of the command give.
+        option: that names the function, for error messages.
         kind: what it makes, for error messages.
-        broken: tells what is wrong with what it returns; None for nothing.
+        broken: tells what is wrong with what a function from outside of the package
+            returns; None for nothing.
 
     Raises:
-        ConfigError: the function or `broken` raises, or something is wrong.
+        ConfigError: a parameter is given twice; or, from outside, the function or
+            `broken` raises, or something is wrong with what it returns.
+        ValueError: a parameter does not exist, or is missing.
     """
+    name, _, query = spec.partition("?")
+    given = dict(options)
+    for parameter, value in parse_query(spec, query).items():
+        if parameter in given:
+            raise ConfigError(
+                f"{option} {spec}: an option of the command gives {parameter}, too; "
+                "drop one of the two"
+            )
+        given[parameter] = value
+    if ":" not in name:
+        return call(build, given, name, kind=kind)
     try:
-        made = call(build, options, name, kind=kind)
-        problem = broken(made)
+        found = call(build, given, name, kind=kind)
+        problem = broken(found)
     except Exception as error:
         raise ConfigError(_raised(f"{option} {name}", error)) from error
     if problem is not None:
         raise ConfigError(f"{option} {name}: {problem}")
-    return made
+    return found
 
 
 def _known(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from jaxrl_post.algorithms import (
 from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.offline import PREFERENCES, PairsConfig, PreferenceLossConfig
-from jaxrl_post.config.own import called, loaded
+from jaxrl_post.config.own import loaded, made
 from jaxrl_post.data.held_out import one_a_group, split
 from jaxrl_post.data.preferences import Judged, Preference, read_preferences
 from jaxrl_post.data.steps import read_steps
@@ -23,7 +23,6 @@ from jaxrl_post.data.unpaired import unpaired as taken_apart
 from jaxrl_post.examples.packed import Judgements, Pairs, Solutions
 from jaxrl_post.jsonl import Report
 from jaxrl_post.records.sinks import warnings_shown
-from jaxrl_post.specs import call, parse_query
 
 __all__ = ["make_preference", "open_judgements", "open_pairs", "open_solutions"]
 
@@ -46,7 +45,7 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
             contract (`algorithms.contract`); the loss does not have an option.
         ValueError: a hyperparameter is out of its range.
     """
-    name, _, query = config.name.partition("?")
+    name = config.name.partition("?")[0]
     if name in PREFERENCES:
         build = next(getattr(each, name) for each in _MODULES if name in each.__all__)
     else:
@@ -68,25 +67,19 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
         raise ConfigError(
             f"--loss.{option}: {name} has no such hyperparameter; drop the option"
         )
-    for parameter, value in parse_query(config.name, query).items():
-        if parameter in given:
-            raise ConfigError(
-                f"{OPTION} {config.name}: an option of the command gives {parameter}, "
-                "too; drop one of the two"
-            )
-        given[parameter] = value
-    if ":" in name:
-        made = called(
-            build, given, name=name, option=OPTION, kind="preference loss",
-            broken=contract.broken_preference,
-        )  # fmt: skip
-    else:
-        made = call(build, given, name, kind="preference loss")
-    if config.reference is not None and not made.needs_reference:
+    found = made(
+        config.name,
+        build,
+        given,
+        option=OPTION,
+        kind="preference loss",
+        broken=contract.broken_preference,
+    )
+    if config.reference is not None and not found.needs_reference:
         raise ConfigError(
             f"--loss.reference: {name} looks at no reference policy; drop the option"
         )
-    return made
+    return found
 
 
 def open_pairs(

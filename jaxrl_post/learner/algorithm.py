@@ -32,10 +32,9 @@ from jaxrl_post.config.checks import (
 )
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.own import called, loaded
+from jaxrl_post.config.own import loaded, made
 from jaxrl_post.losses import distill as divergences
 from jaxrl_post.losses import kl
-from jaxrl_post.specs import call, parse_query
 
 __all__ = ["make_algorithm", "make_correction"]
 
@@ -74,7 +73,7 @@ def make_algorithm(
     check_algorithm(config, critic, distill)
     if config.name == "distillation" and distill.divergence != "sampled":
         return distribution_distillation(divergence=_divergence(distill))
-    name, _, query = config.name.partition("?")
+    name = config.name.partition("?")[0]
     if name in ALGORITHMS:
         build = getattr(algorithms, name)
     else:
@@ -82,34 +81,28 @@ def make_algorithm(
     options = dict(_options(build, name, config, critic))
     if _requires(build, "denominator"):
         options["denominator"] = float(max_tokens)
-    for option, value in parse_query(config.name, query).items():
-        if option in options:
-            raise ConfigError(
-                f"--algorithm.name {config.name}: an option of the command gives "
-                f"{option}, too; drop one of the two"
-            )
-        options[option] = value
-    if ":" in name:
-        made = called(
-            build, options, name=name, option=OPTION, kind="algorithm",
+    try:
+        found = made(
+            config.name,
+            build,
+            options,
+            option=OPTION,
+            kind="algorithm",
             broken=contract.broken,
-        )  # fmt: skip
-    else:
-        try:
-            made = call(build, options, name, kind="algorithm")
-        except TypeError as error:  # an option that is none of the shared ones
-            raise ConfigError(f"{OPTION}: {error}") from error
-    if critic != NO_CRITIC and made.value_objective is None:
+        )
+    except TypeError as error:  # an option that is none of the shared ones
+        raise ConfigError(f"{OPTION}: {error}") from error
+    if critic != NO_CRITIC and found.value_objective is None:
         raise ConfigError(f"--critic.*: {name} has no critic; drop the options")
-    reads = made.needs_reference or made.divergence is not None
+    reads = found.needs_reference or found.divergence is not None
     if config.reference is not None and not reads:
         raise ConfigError(
             "--algorithm.reference: nothing looks at it with a kl-coefficient of 0; "
             "drop the option, or give --algorithm.kl-coefficient"
         )
     if critic.backbone == "shared":
-        return algorithms.shared_backbone(made, coefficient=critic.coefficient)
-    return made
+        return algorithms.shared_backbone(found, coefficient=critic.coefficient)
+    return found
 
 
 def _options(
