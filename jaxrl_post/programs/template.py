@@ -28,7 +28,10 @@ def begun(
         model: from which the run begins.
         saved: the configuration of a run that is resumed, as config.json holds it.
     """
-    variables = with_run(template, model).variables
+    variables = spelled(variables_of(template))
+    # A run of an earlier version may have begun without those of its model's run.
+    if saved is None or list(variables) != list(_section(saved).get("variables", ())):
+        variables = with_run(template, model).variables
     date = template.date or _section(saved).get("date")
     # A run that began with a version without the option has no day of its own.
     if date is None and saved is None:

@@ -28,7 +28,7 @@ from jaxrl_post.programs import chat as chat_program
 from jaxrl_post.programs.evaluate import run_evaluation
 from jaxrl_post.programs.judge import open_judge
 from jaxrl_post.programs.offline import run_offline
-from jaxrl_post.programs.template import of_evaluation, with_run
+from jaxrl_post.programs.template import begun, of_evaluation, with_run
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from launch import chat, distill, dpo, evaluate, grpo, ppo, reward, serve, sft
 
@@ -203,6 +203,9 @@ def test_a_run_from_the_model_of_a_run_has_its_variables(done, tmp_path):
     # Resumed, it has them again.
     assert kept(made.run_dir)["variables"] == ['effort="high"']
     go_on(dataclasses.replace(plain, steps=2))
+    # One that an earlier version began has none.
+    saved = {"template": {"variables": [], "date": "2026-11-20"}}
+    assert begun(TemplateConfig(), made.model, saved).variables == ()
     low = TemplateConfig(("effort=low",))
     other = dataclasses.replace(plain, run_dir=str(tmp_path / "low"), template=low)
     assert 'chat template: effort="low"' in go_on(other)
