@@ -68,9 +68,10 @@ def shown(read: Callable[[list[str]], object], arguments: list[str]) -> NoReturn
         kept = _kept(whole, lambda entry: _names(entry) & COMMON)
         few = sum(map(len, _boxes(kept)))
         _print(kept)
+        sections = ", ".join(re.findall(r"^╭─ (\S+) options ─", whole, re.MULTILINE))
         print(
             f"{few} of {count} options. --help all shows all, --help WORD those that "
-            "mention a word, such as --help clip."
+            f"mention a word or belong to a section: {sections}."
         )
         sys.exit(0)
     mentioned = word.lower().lstrip("-")

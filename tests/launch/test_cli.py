@@ -105,8 +105,11 @@ def test_help_shows_what_most_runs_need(module, capsys):
     assert 15 <= len(few) <= 30
     assert f"{len(few)} of {len(every)} options. --help all shows" in text
     assert {"--model", "--steps", "--optimizer.learning-rate"} <= set(few) <= set(every)
-    # Every box that is left has an option.
+    # Every box that is left has an option; the end names the others.
     assert text.count("╭") <= len(few)
+    assert "belong to a section: update, optimizer, eval" in text
+    text, found, _ = helped(capsys, module, "--help", "template.")
+    assert {"--template.variables", "--template.date"} <= set(found)
 
 
 def test_every_common_option_is_one_of_a_program(capsys):
