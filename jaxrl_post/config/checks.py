@@ -4,8 +4,10 @@
 the devices are made where these are opened.
 """
 
+import difflib
 import importlib.util
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_post.config.algorithm import (
@@ -27,7 +29,6 @@ from jaxrl_post.config.offline import (
     RewardConfig,
     SFTConfig,
 )
-from jaxrl_post.config.own import check_name
 from jaxrl_post.config.paths import check_paths, naming
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
@@ -38,7 +39,9 @@ from jaxrl_post.mesh_spec import MeshError, read_mesh
 __all__ = [
     "check_algorithm",
     "check_correction",
+    "check_name",
     "check_options",
+    "known",
     "reward_weights",
 ]
 
@@ -465,3 +468,29 @@ def _check_sampled(distill: DistillConfig) -> None:
             "--distill.temperature: sampled compares at --rollout.temperature; drop "
             "the option"
         )
+
+
+def check_name(spec: str, option: str, kind: str, names: Sequence[str]) -> None:
+    """Refuses a name that is none of the package's and names no module.
+
+    Args:
+        spec: the name, perhaps with parameters behind a question mark.
+        option: that gives it, for error messages.
+        kind: what it names, for error messages.
+        names: those of the package.
+
+    Raises:
+        ConfigError: names the ones that are close.
+    """
+    name = spec.partition("?")[0]
+    if ":" not in name and name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(
+            f"{option}: no {kind} {name!r}; there are {known(names)}{hint}"
+        )
+
+
+def known(names: Sequence[str]) -> str:
+    """The names of the package, and the form of others, for error messages."""
+    return f"{', '.join(names)}, <module>:<function>"

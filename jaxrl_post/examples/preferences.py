@@ -15,13 +15,13 @@ from jaxrl_post.algorithms import (
 from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.offline import PREFERENCES, PairsConfig, PreferenceLossConfig
-from jaxrl_post.config.own import loaded, made
 from jaxrl_post.data.held_out import one_a_group, split
 from jaxrl_post.data.preferences import Judged, Preference, read_preferences
 from jaxrl_post.data.steps import read_steps
 from jaxrl_post.data.unpaired import unpaired as taken_apart
 from jaxrl_post.examples.packed import Judgements, Pairs, Solutions
 from jaxrl_post.jsonl import Report
+from jaxrl_post.records.own import loaded, made
 from jaxrl_post.records.sinks import warnings_shown
 
 __all__ = ["make_preference", "open_judgements", "open_pairs", "open_solutions"]

@@ -32,9 +32,9 @@ from jaxrl_post.config.checks import (
 )
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.own import loaded, made
 from jaxrl_post.losses import distill as divergences
 from jaxrl_post.losses import kl
+from jaxrl_post.records.own import loaded, made
 
 __all__ = ["make_algorithm", "make_correction"]
 

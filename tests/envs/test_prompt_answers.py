@@ -297,7 +297,7 @@ def test_a_function_that_raises_on_its_own_answer_is_warned_of(file, scripted, c
     [
         ({"grader": "exactly"}, "no grader 'exactly'; there are exact, f1, math, re"),
         ({"grader": "absent_module:f"}, "there is no module 'absent_module' on sys.p"),
-        ({"grader": "json:absent"}, "'json' has no function 'absent'"),
+        ({"grader": "json:absent"}, "'json' has no function or class 'absent'"),
         ({"extract": "("}, r"extract must be a regular expression, got '\('"),
         ({"extract": "a", "grader": "json:loads"}, "gets the whole response"),
         ({"extraction": "flexible"}, "extraction is for the grader 'math' alone"),

@@ -186,7 +186,7 @@ def test_a_run_directory_in_use_is_refused_before_the_model_is_opened(tmp_path, 
             dataclasses.replace(
                 changed("algorithm", name="rloo", clip_low=0.1), env="none:None"
             ),
-            "rloo does not clip",
+            "rloo does not read it",
         ),
     ],
 )

@@ -1,38 +1,17 @@
 """Calls functions that somebody wrote outside of the package, named by an option."""
 
-import difflib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_post.config.checks import known
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.specs import call, imported, parse_query
 
-__all__ = ["check_name", "loaded", "made"]
+__all__ = ["loaded", "made"]
 
 PACKAGE = str(Path(__file__).parents[1])
-
-
-def check_name(spec: str, option: str, kind: str, names: Sequence[str]) -> None:
-    """Refuses a name that is none of the package's and names no module.
-
-    Args:
-        spec: the name, perhaps with parameters behind a question mark.
-        option: that gives it, for error messages.
-        kind: what it names, for error messages.
-        names: those of the package.
-
-    Raises:
-        ConfigError: names the ones that are close.
-    """
-    name = spec.partition("?")[0]
-    if ":" not in name and name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(
-            f"{option}: no {kind} {name!r}; there are {_known(names)}{hint}"
-        )
 
 
 def loaded(
@@ -50,7 +29,7 @@ def loaded(
         ConfigError: there is no such function, or the import of its module fails.
     """
     try:
-        return imported(name, kind, _known(names))
+        return imported(name, kind, known(names))
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from error
     except Exception as error:
@@ -101,10 +80,6 @@ def made(
     if problem is not None:
         raise ConfigError(f"{option} {name}: {problem}")
     return found
-
-
-def _known(names: Sequence[str]) -> str:
-    return f"{', '.join(names)}, <module>:<function>"
 
 
 def _raised(where: str, error: Exception) -> str:
