@@ -1,4 +1,4 @@
-"""Shows the options that most runs need, all of them, or those that mention a word."""
+"""Shows the options that most runs need, all options, or the options that mention a word."""
 
 import contextlib
 import difflib
@@ -29,7 +29,7 @@ OPTION = re.compile(r"│ (-[\w.,\- ]*?-[\w.-]+)(?= |$)")
 
 
 def asked(arguments: Sequence[str]) -> str | None:
-    """What follows --help among the arguments: a word, "", or None without --help.
+    """Returns the word that follows --help, "" for no word, or None without --help.
 
     >>> asked(["--model", "demo", "--help", "critic"]), asked(["-h"]), asked([])
     ('critic', '', None)
@@ -70,7 +70,7 @@ def shown(read: Callable[[list[str]], object], arguments: list[str]) -> NoReturn
         _print(kept)
         sections = ", ".join(re.findall(r"^╭─ (\S+) options ─", whole, re.MULTILINE))
         print(
-            f"{few} of {count} options. --help all shows all, --help WORD those that "
+            f"{few} of {count} options. --help all shows all, --help WORD the options that "
             f"mention a word or belong to a section: {sections}."
         )
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""Checks an algorithm that somebody else wrote, before a run trusts it.
+"""Checks an algorithm from outside the package, before a run trusts it.
 
 A wrong mask, a NaN or a loss that no gradient reaches shows late in a run, or never.
 Here the algorithm's functions are called under `jax.jit` on a small batch: two prompts
@@ -27,7 +27,7 @@ ENDS = np.array([[5, 5, 5, 5, 5, 0], [6, 6, 6, 6, 6, 6]], np.int32)
 
 
 def broken(algorithm: Any) -> str | None:
-    """What of the contract of `Algorithm` an algorithm breaks; None for nothing.
+    """Returns how an algorithm breaks the contract of `Algorithm`, or None.
 
     - `advantages` returns float32 [groups, samples], finite, and 0 for invalid samples.
     - `credit`, if any, returns the batch with finite advantages [rows, length].
@@ -55,7 +55,7 @@ def broken(algorithm: Any) -> str | None:
 
 
 def broken_preference(algorithm: Any) -> str | None:
-    """What of the contract of `PreferenceAlgorithm` a loss breaks; None for nothing.
+    """Returns how a loss breaks the contract of `PreferenceAlgorithm`, or None.
 
     As `broken` checks an objective, on a pair of two answers.
 
@@ -250,7 +250,7 @@ def _require(found: Any, name: str) -> None:
 
 
 def _compared(results: list[Any], name: str, field: str) -> str | None:
-    """What is wrong with the results for zeros and for NaN where the mask is False."""
+    """Compares the results for zeros and for NaN where the mask is False."""
     (clean, gradient), (other, gradient_of_nan) = results
     (value, (found, mask)), (value_of_nan, _) = clean, other
     count = float(found.loss.count)

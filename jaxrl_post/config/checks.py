@@ -477,7 +477,7 @@ def check_name(spec: str, option: str, kind: str, names: Sequence[str]) -> None:
         spec: the name, perhaps with parameters behind a question mark.
         option: that gives it, for error messages.
         kind: what it names, for error messages.
-        names: those of the package.
+        names: the names of the package.
 
     Raises:
         ConfigError: names the ones that are close.

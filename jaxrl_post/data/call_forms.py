@@ -50,7 +50,7 @@ def calls_of(value: Any, *, strict: bool = False) -> list[Any]:
     Args:
         value: a list of calls, each with a name and arguments, perhaps in `function`.
         strict: refuses arguments that are no object. A model may have written such a
-            call, so in a history they stay as they are; nobody wants to learn it.
+            call, so a history keeps them; a data set must not teach them.
 
     Raises:
         TokenizerError: no list of objects with a name; with `strict`, no object as

@@ -329,7 +329,7 @@ class Tokenizer:
         Args:
             text: the text to encode.
             special: adds the special tokens around the text, which begin at -1.
-            after: the text goes on after other tokens, so its first word gets no space
+            after: the text follows other tokens, so its first word gets no space
                 from those tokenizers that put one before a text.
 
         Raises:

@@ -52,7 +52,7 @@ def make_algorithm(
 ) -> Algorithm:
     """Builds the algorithm that a configuration names.
 
-    The name is that of a function of `jaxrl_post.algorithms`, or `module:function` of
+    The name is a function of `jaxrl_post.algorithms`, or `module:function` of
     one that returns an `Algorithm`. The function is called with those options that are
     given, by the names of its parameters, and with what stands behind a question mark:
     `my_module:my_algorithm?temperature=2`. A parameter `denominator` without a default

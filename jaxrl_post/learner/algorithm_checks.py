@@ -62,7 +62,7 @@ def _check_parts(config: RLConfig) -> None:
         if weight != getattr(RewardModelConfig, option):
             raise ConfigError(
                 f"--reward.{option.replace('_', '-')}: {name} reads each part of the "
-                f"reward by itself, whatever its factor; got {weight:g}. Drop the "
+                f"reward by itself, without its factor; got {weight:g}. Drop the "
                 "option and give --algorithm.reward-weights, such as environment=1 "
                 "model=0.5, or use another algorithm"
             )

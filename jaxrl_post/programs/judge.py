@@ -229,7 +229,7 @@ def open_judge(
     check_judge(options)
     config, params = pretrained.load(options.model, mesh=mesh, rules=rules, dtype=dtype)
     tokenizer = read_tokenizer(options.model, "--reward.model")
-    # The conversations that it judges are written as those that it was trained on.
+    # It judges conversations that are written as in its own training.
     variables = variables_of(with_run(TemplateConfig(), options.model))
     tokenizer = tokenizer.for_model(config.vocab_size)
     tokenizer = tokenizer.with_template(variables=variables, now=now)

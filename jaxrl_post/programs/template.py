@@ -29,7 +29,7 @@ def begun(
         saved: the configuration of a run that is resumed, as config.json holds it.
     """
     variables = spelled(variables_of(template))
-    # A run of an earlier version may have begun without those of its model's run.
+    # A run of an earlier version may have begun without its model's variables.
     if saved is None or list(variables) != list(_section(saved).get("variables", ())):
         variables = with_run(template, model).variables
     date = template.date or _section(saved).get("date")
@@ -41,7 +41,7 @@ def begun(
 
 
 def with_run(template: TemplateConfig, model: str) -> TemplateConfig:
-    """Adds the variables of the run that made a model, but for those that are given.
+    """Adds variables of the run that made a model, where none of that name is given.
 
     Args:
         template: as given.

@@ -1,4 +1,4 @@
-"""Calls functions that somebody wrote outside of the package, named by an option."""
+"""Calls functions from outside the package, which an option names."""
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ def loaded(
         name: `module:function`.
         option: that names it, for error messages, such as "--loss.name".
         kind: what it makes, for error messages.
-        names: those of the package, for error messages.
+        names: the names of the package, for error messages.
 
     Raises:
         ConfigError: there is no such function, or the import of its module fails.

@@ -13,7 +13,7 @@ class AsSampled:
 
     A sampler tokenises a prompt before it knows how the answer begins. Tokenised as a
     whole, prompt and answer may have a token in common: `<think>\n` and `\n4` have
-    `\n\n`. So where an answer begins, the ids are those of the text before it,
+    `\n\n`. So where an answer begins, the ids before it equal the prompt's,
     tokenised alone, and the text is cut there if the whole has others.
 
     Texts that begin like the one before them, as the turns of a conversation do, are
@@ -80,7 +80,7 @@ class AsSampled:
         self._begins = (*self._begins[:first], *(kept + place for place in begins))
 
     def _is_prompt(self, place: int) -> bool:
-        """Whether the tokens before a place are those of the text that ends there."""
+        """Whether the text before a place, tokenised alone, has the same tokens."""
         end = bisect_left(self._begins, place)
         first = self._last_added(end)
         begin = self._begins[first] if first else 0

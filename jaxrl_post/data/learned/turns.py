@@ -65,7 +65,7 @@ def conversation(
     generation prompt ends. Every turn must end with a stop token, or the model would
     not learn to stop. If the template ends a turn only by the head of the next turn,
     `Tokenizer.turn_end` is appended to the last turn. A token is in the mask if it
-    begins in a span. The tokens before a turn are those of its prompt, tokenised alone,
+    begins in a span. The tokens before a turn equal its prompt's, tokenised alone,
     as the sampler has them (`AsSampled`); transformers tokenises the text as a whole,
     which may give a token that reaches from the prompt into the turn. Without a
     template the contents are concatenated, with the end-of-sequence token after each
@@ -94,7 +94,7 @@ def conversation(
     """
     found, sampled = [], AsSampled(tokenizer)
     for text, produced in parts(tokenizer, messages, options, only_last=only_last):
-        # Where one span goes on from another, no prompt ends.
+        # A span that follows another directly has no prompt before it.
         ends = {end for _, end in produced}
         prompted = [begin for begin, _ in produced if begin not in ends]
         ids, begins = sampled.encode(text, prompted)
