@@ -1,4 +1,4 @@
-"""Shows the options that most runs need, all options, or the options that mention a word."""
+"""Shows the common options, all options, or the options that mention a word."""
 
 import contextlib
 import difflib
@@ -70,7 +70,7 @@ def shown(read: Callable[[list[str]], object], arguments: list[str]) -> NoReturn
         _print(kept)
         sections = ", ".join(re.findall(r"^╭─ (\S+) options ─", whole, re.MULTILINE))
         print(
-            f"{few} of {count} options. --help all shows all, --help WORD the options that "
+            f"{few} of {count} options. --help all shows all, --help WORD options that "
             f"mention a word or belong to a section: {sections}."
         )
         sys.exit(0)
